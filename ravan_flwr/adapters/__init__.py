@@ -1,0 +1,7 @@
+"""Adapters, in pure torch: frozen linear layers with something small to train."""
+
+from ravan_flwr.adapters.attach import Layer, attach, find_layers
+from ravan_flwr.adapters.bases import make_bases
+from ravan_flwr.adapters.multihead import MultiHeadLinear
+
+__all__ = ["Layer", "MultiHeadLinear", "attach", "find_layers", "make_bases"]

@@ -1,0 +1,56 @@
+"""Finding the layers to adapt, and putting adapters in their places."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One adapted matrix: its name in the network and its sides."""
+
+    name: str
+    out_features: int
+    in_features: int
+
+
+# The query and value projections of the self-attention, by architecture (`model_type`).
+# More than one spelling where releases of `transformers` differ.
+TARGETS: dict[str, tuple[str, ...]] = {
+    "vit": ("attention.q_proj", "attention.v_proj", "attention.query", "attention.value"),
+}
+
+
+def find_layers(network: nn.Module, targets: Sequence[str]) -> list[Layer]:
+    """The linear layers whose names end in one of the targets, in the network's order."""
+    linears = {n: m for n, m in network.named_modules() if isinstance(m, nn.Linear)}
+    found = [
+        Layer(name, linear.out_features, linear.in_features)
+        for name, linear in linears.items()
+        if any(name == target or name.endswith("." + target) for target in targets)
+    ]
+    if not found:
+        raise ValueError(
+            f"no layer to adapt: got targets {list(targets)}, expected the ends of names of "
+            f"linear layers; the linear layers are {list(linears)}"
+        )
+    return found
+
+
+def attach(
+    network: nn.Module, layers: Sequence[Layer], adapt: Callable[[Layer, nn.Linear], nn.Module]
+) -> dict[str, nn.Module]:
+    """Replace every layer by what `adapt` makes of it; the adapters by layer name."""
+    adapters: dict[str, nn.Module] = {}
+    for layer in layers:
+        parent_name, _, child = layer.name.rpartition(".")
+        parent = network.get_submodule(parent_name)
+        linear = parent.get_submodule(child)
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"layer {layer.name}: got a {type(linear).__name__}, expected a Linear")
+        adapters[layer.name] = adapt(layer, linear)
+        setattr(parent, child, adapters[layer.name])
+    return adapters
+
+

@@ -1,0 +1,121 @@
+"""The frozen bases of RAVAN's heads: B_i (out, r) and A_i (r, in), i = 1..h.
+
+The paper (section 3.1) compares four ways to make them:
+
+- `normal`: every entry drawn from a normal distribution; in high dimension the heads'
+  subspaces are nearly orthogonal.
+- `gram-schmidt`: the r h columns of all B_i, and the r h rows of all A_i, orthonormalised
+  together; the heads' subspaces are orthogonal exactly.
+- `constant`: all heads share one B and one A.
+- `shared-subspace`: B_i = M R_i and A_i = R_i N with invertible R_i that differ.
+
+The paper does not give the normal distribution's width. Here the columns of every B_i and
+the rows of every A_i have norm `scale` in every scheme (in expectation where they are
+random), so that one learning rate serves all of them.
+
+Bases never travel: both sides make them from (seed, layer, scheme), in float64 on the CPU,
+rounded to float32 at the end.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ravan_flwr.seeding import generator
+
+log = logging.getLogger(__name__)
+
+
+def make_bases(
+    scheme: str,
+    *,
+    heads: int,
+    rank: int,
+    out_features: int,
+    in_features: int,
+    seed: int,
+    layer: str,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """B (heads, out, r) and A (heads, r, in) in float32."""
+    if rank > min(out_features, in_features):
+        raise ValueError(
+            f"layer {layer}: got rank {rank} for a matrix of {out_features} x {in_features}, "
+            f"expected at most {min(out_features, in_features)}; lower rank or raise heads"
+        )
+    random = generator(seed, "bases", layer, scheme)
+    B, A = SCHEMES[scheme](heads, rank, out_features, in_features, random)
+    return (scale * B).float(), (scale * A).float()
+
+
+def _normal(
+    heads: int, rank: int, out_features: int, in_features: int, random: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    B = _randn(random, heads, out_features, rank) / math.sqrt(out_features)
+    A = _randn(random, heads, rank, in_features) / math.sqrt(in_features)
+    return B, A
+
+
+def _gram_schmidt(
+    heads: int, rank: int, out_features: int, in_features: int, random: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    B = _orthonormal_heads(heads, rank, out_features, random)
+    A = _orthonormal_heads(heads, rank, in_features, random)
+    return B, A.transpose(1, 2)
+
+
+def _constant(
+    heads: int, rank: int, out_features: int, in_features: int, random: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    B, A = _normal(1, rank, out_features, in_features, random)
+    return B.repeat(heads, 1, 1), A.repeat(heads, 1, 1)
+
+
+def _shared_subspace(
+    heads: int, rank: int, out_features: int, in_features: int, random: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    (M,), (N,) = _normal(1, rank, out_features, in_features, random)
+    # Normal matrices are invertible with probability one; dividing by sqrt(r) keeps the norms.
+    R = _randn(random, heads, rank, rank) / math.sqrt(rank)
+    return M @ R, R @ N
+
+
+SCHEMES: dict[
+    str, Callable[[int, int, int, int, torch.Generator], tuple[Tensor, Tensor]]
+] = {
+    "normal": _normal,
+    "gram-schmidt": _gram_schmidt,
+    "constant": _constant,
+    "shared-subspace": _shared_subspace,
+}  # fmt: skip
+
+
+def _randn(random: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+
+def _orthonormal_heads(heads: int, rank: int, side: int, random: torch.Generator) -> Tensor:
+    """(heads, side, rank), orthonormal over all columns of all heads as far as they fit.
+
+    A space of `side` dimensions holds the columns of side // rank whole heads. Where there
+    are more heads, the rest start a new orthonormal block: still orthonormal among
+    themselves, and in general position to the earlier blocks.
+    """
+    fit = side // rank
+    if heads > fit:
+        log.info(
+            "gram-schmidt: %d heads of rank %d do not fit into %d dimensions; "
+            "orthonormal in blocks of %d heads",
+            heads, rank, side, fit,
+        )  # fmt: skip
+    blocks = []
+    for start in range(0, heads, fit):
+        count = min(fit, heads - start)
+        # QR is Gram-Schmidt once the signs of R's diagonal are positive.
+        Q, R = torch.linalg.qr(_randn(random, side, count * rank))
+        Q = Q * torch.where(R.diagonal() < 0, -1.0, 1.0)
+        blocks.append(Q.reshape(side, count, rank).transpose(0, 1))
+    return torch.cat(blocks)

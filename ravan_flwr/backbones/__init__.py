@@ -1,0 +1,52 @@
+"""Backbones that travel with the app: a `transformers` model in one JSON file.
+
+A Flower app bundle carries text files only, so the weights are safetensors in base64. They
+are kept in float16 and widened to float32, which is exact: every node has the same bits.
+"""
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+FORMAT = "ravan-flwr-backbone/1"
+
+
+def encode_backbone(
+    config: dict[str, Any], state: dict[str, Tensor], origin: dict[str, Any]
+) -> str:
+    """The text of a backbone file: how it was made, its configuration, its weights."""
+    halves = {name: tensor.to(torch.float16).contiguous() for name, tensor in state.items()}
+    weights = safetensors.torch.save(halves)
+    content = {
+        "format": FORMAT,
+        "origin": origin,
+        "config": config,
+        "sha256": hashlib.sha256(weights).hexdigest(),
+        "safetensors": base64.b64encode(weights).decode("ascii"),
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def read_backbone(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(configuration, float32 weights) of a backbone file, whose checksum must hold."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if content.get("format") != FORMAT:
+        raise ValueError(
+            f"backbone file {path}: got format {content.get('format')!r}, expected {FORMAT!r}; "
+            "use the file that came with this version of ravan-flwr"
+        )
+    weights = base64.b64decode(content["safetensors"])
+    digest = hashlib.sha256(weights).hexdigest()
+    if digest != content["sha256"]:
+        raise ValueError(
+            f"backbone file {path}: got checksum {digest}, expected {content['sha256']}; "
+            "the file is damaged, so install ravan-flwr again"
+        )
+    halves = safetensors.torch.load(weights)
+    return content["config"], {name: tensor.float() for name, tensor in halves.items()}

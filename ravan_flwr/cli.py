@@ -1,0 +1,108 @@
+"""The command `ravan-flwr`. What brings torch or Flower is imported by the command that needs it."""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+
+from ravan_flwr.config import KEYS, Scalar, read_config
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse, run, and end with a status: 0 done, 1 failed, 2 asked for wrongly."""
+    parsed = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], None] = parsed.command
+    try:
+        command(parsed)
+    except ValueError as error:
+        sys.exit(_complain(error, 2))
+    except RuntimeError as error:
+        sys.exit(_complain(error, 1))
+    except KeyboardInterrupt:
+        sys.exit(_complain("interrupted", 130))
+
+
+def _complain(problem: object, status: int) -> int:
+    sys.stderr.write(f"ravan-flwr: error: {problem}\n")
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ravan-flwr",
+        description="Federated fine-tuning with multi-head low-rank adapters.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command, about in (
+        ("simulate", _simulate, "run the app in this process, one client after the other"),
+        ("run", _run, "run the app in Flower's simulation runtime, and end what that starts"),
+    ):
+        sub = commands.add_parser(
+            name,
+            help=about,
+            description=about[0].upper() + about[1:] + ".",
+            epilog=_key_table(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
+        sub.set_defaults(command=command)
+    return parser
+
+
+def _key_table() -> str:
+    lines = ["keys, with their defaults (auto: what the preset says):"]
+    rows = {"num-clients": ("auto", "clients of the simulation: a whole number at least 1")}
+    for key, spec in KEYS.items():
+        about = spec.help if spec.kind is str and not spec.choices else f"{spec.help}: {spec.allowed()}"
+        rows[key] = (str(spec.default) or "(none)", about)
+    for key, (default, about) in rows.items():
+        head = f"  {key}={default}"
+        lines += textwrap.wrap(
+            about, 96, initial_indent=f"{head:<30} ", subsequent_indent=" " * 31
+        )
+    return "\n".join(lines)
+
+
+def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | None]:
+    """KEY=VALUE words as (run config, num-clients), unchecked but for their form."""
+    config: dict[str, Scalar] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ValueError(f"got {setting!r}, expected KEY=VALUE, such as seed=1")
+        config[key] = _value(text)
+    num_clients = config.pop("num-clients", None)
+    if num_clients is not None and (type(num_clients) is not int or num_clients < 1):
+        raise ValueError(
+            f"num-clients = {num_clients!r}: expected a whole number at least 1; change it"
+        )
+    return config, num_clients
+
+
+def _value(text: str) -> Scalar:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text.strip("'\"")
+
+
+def _simulate(parsed: argparse.Namespace) -> None:
+    config, num_clients = read_settings(parsed.settings)
+    read_config(config)  # before anything heavy is imported
+
+    from ravan_flwr.simulation import simulate  # noqa: PLC0415
+
+    simulate(config, num_clients)
+
+
+def _run(parsed: argparse.Namespace) -> None:
+    config, num_clients = read_settings(parsed.settings)
+    checked = read_config(config)
+
+    from ravan_flwr.flower import run_in_flower  # noqa: PLC0415
+
+    run_in_flower(config, num_clients or checked.num_clients)

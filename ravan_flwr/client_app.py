@@ -1,0 +1,161 @@
+"""The ClientApp: answers the server's question, trains, evaluates.
+
+Only Flower's side of it: records in, records out. The work is `training.py`'s.
+"""
+
+import time
+from dataclasses import replace
+from typing import cast
+
+import flwr
+import torch
+import transformers
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from ravan_flwr.budgets import budget_share
+from ravan_flwr.config import Config, read_config
+from ravan_flwr.payload import from_record, to_record
+from ravan_flwr.roster import Member
+from ravan_flwr.training import LocalSteps, evaluate, train_locally
+from ravan_flwr.workbench import Examples, Workbench, get_workbench
+
+app = ClientApp()
+
+
+@app.query()
+def query(message: Message, context: Context) -> Message:
+    """Who this node is, what it has, and what it can afford."""
+    node = _Node(context)
+    bench = node.bench
+    member = Member(
+        node_id=context.node_id,
+        partition_id=node.partition_id,
+        num_partitions=node.num_partitions,
+        examples=node.examples.number,
+        share=node.share,
+        device=str(bench.model.device),
+        free_memory=_free_memory(bench.model.device),
+        versions=f"flwr {flwr.__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+        backbone=bench.model.backbone_fingerprint,
+        derived=tuple(bench.model.derived_fingerprint()),
+    )
+    return _reply(message, {"member": ConfigRecord(member.as_config())})
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """A round of local steps from the server's broadcast."""
+    started = time.perf_counter()
+    node = _Node(context)
+    config, bench = node.config, node.bench
+    round_number = _round_of(message)
+    result = train_locally(
+        bench.model,
+        bench.task,
+        node.examples.train,
+        from_record(_arrays_of(message)),
+        node.share,
+        LocalSteps(
+            config.local_steps, config.batch_size, config.learning_rate, config.precision
+        ),
+        (config.seed, round_number, node.partition_id),
+    )  # fmt: skip
+    metrics = MetricRecord(
+        {
+            "round": round_number,
+            "train-loss": result.train_loss,
+            "num-examples": node.examples.number,
+            "derived": bench.model.derived_fingerprint(),
+            "seconds": time.perf_counter() - started,
+        }
+    )
+    return _reply(message, {"arrays": to_record(result.upload), "metrics": metrics})
+
+
+@app.evaluate()
+def evaluate_(message: Message, context: Context) -> Message:
+    """The global model on this node's own validation part."""
+    node = _Node(context)
+    model, examples = node.bench.model, node.examples.validation
+    if examples is None:
+        raise ValueError(
+            f"partition {node.partition_id} has no validation part: got validation-share = "
+            f"{node.config.validation_share}, expected above 0; set it"
+        )
+    with model.holding(from_record(_arrays_of(message))):
+        means = evaluate(model.network, node.bench.task, examples, node.config.batch_size)
+    number = len(next(iter(examples.values())))
+    metrics = MetricRecord({"round": _round_of(message), "num-examples": number, **means})
+    return _reply(message, {"metrics": metrics})
+
+
+class _Node:
+    """This node: the run config with what its own node config changes."""
+
+    def __init__(self, context: Context) -> None:
+        config = read_config(context.run_config)
+        settings = context.node_config
+        for key in ("partition-id", "num-partitions"):
+            if type(settings.get(key)) is not int:
+                raise ValueError(
+                    f"node config: {key} is {settings.get(key)!r}, expected a whole number; start "
+                    'the SuperNode with --node-config "partition-id=0 num-partitions=2"'
+                )
+        self.partition_id = cast(int, settings["partition-id"])
+        self.num_partitions = cast(int, settings["num-partitions"])
+        if not 0 <= self.partition_id < self.num_partitions:
+            raise ValueError(
+                f"node config: partition-id is {self.partition_id}, expected 0 to "
+                f"{self.num_partitions - 1} (num-partitions - 1); correct it"
+            )
+        if "device" in settings:
+            config = replace(config, device=read_config({"device": settings["device"]}).device)
+        self.config: Config = config
+        self.share = _share(settings.get("budget"), config, self.partition_id)
+
+    @property
+    def bench(self) -> Workbench:
+        return get_workbench(self.config)
+
+    @property
+    def examples(self) -> Examples:
+        return self.bench.partition(self.partition_id, self.num_partitions)
+
+
+def _share(budget: object, config: Config, partition_id: int) -> float:
+    """The node's own budget if it has one, or its draw from the run's distribution."""
+    if budget is None:
+        return budget_share(config.budgets, config.seed, partition_id)
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
+        raise ValueError(
+            f"node config: budget is {budget!r}, expected a number above 0 and at most 1; "
+            "correct it"
+        )
+    return float(budget)
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":") for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return 0
+
+
+def _round_of(message: Message) -> int:
+    return cast(int, message.content.config_records["config"]["round"])
+
+
+def _arrays_of(message: Message) -> ArrayRecord:
+    return message.content.array_records["arrays"]
+
+
+def _reply(
+    message: Message, records: dict[str, ArrayRecord | ConfigRecord | MetricRecord]
+) -> Message:
+    return Message(RecordDict(records), reply_to=message)

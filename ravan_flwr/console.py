@@ -1,0 +1,83 @@
+"""What a person sees: a line a round, a progress bar in a terminal, a summary.
+
+Lines go to the logger `ravan_flwr`. `show` sends them to standard output as they are, and
+keeps them out of the way of a progress bar where there is one.
+"""
+
+import logging
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+log = logging.getLogger("ravan_flwr")
+
+
+class _Plain(logging.Handler):
+    """Plain lines on whatever standard output is at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        if record.levelno >= logging.WARNING:
+            line = f"{record.levelname.lower()}: {line}"
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+
+def show() -> None:
+    """Send the package's log to standard output; calling it twice changes nothing."""
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    if not any(isinstance(handler, _Plain) for handler in log.handlers):
+        log.addHandler(_Plain())
+
+
+class Progress:
+    """One line a round, and a bar below the lines in a terminal."""
+
+    def __init__(self, first: int, last: int, metric: str) -> None:
+        self.last, self.metric = last, metric
+        self._seconds: list[float] = []
+        bar = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=last, initial=first - 1, unit="round", disable=not bar, leave=False
+        )  # fmt: skip
+
+    def round(self, record: dict[str, Any]) -> None:
+        """Tell of a finished round."""
+        self._seconds.append(record["seconds"])
+        mean = sum(self._seconds[-10:]) / len(self._seconds[-10:])
+        left = mean * (self.last - record["round"])
+        clients = record["clients"]
+        up = sum(c["bytes-up"] for c in clients)
+        down = sum(c["bytes-down"] for c in clients)
+        heads = sorted(c["heads"] for c in clients)
+        value = record["metrics"].get(self.metric)
+        score = f"{value:.4f}" if value is not None else "   -  "
+        rejected = f"  rejected {len(record['rejected'])}" if record["rejected"] else ""
+        log.info(
+            "round %*d/%d  loss %.4f  %s %s  heads %s  up %s  down %s  %.1f s  left %s%s",
+            len(str(self.last)), record["round"], self.last, record["train-loss"],
+            self.metric, score, "+".join(f"{h:g}" for h in heads),
+            megabytes(up), megabytes(down), record["seconds"], minutes(left), rejected,
+        )  # fmt: skip
+        self._bar.update(1)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.close()
+
+
+def megabytes(number: int) -> str:
+    """Bytes for people."""
+    return f"{number / 1e6:.2f} MB" if number >= 1e5 else f"{number / 1e3:.1f} kB"
+
+
+def minutes(seconds: float) -> str:
+    """Seconds for people."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

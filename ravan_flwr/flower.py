@@ -1,0 +1,167 @@
+"""`flwr run` in Flower's simulation runtime, with a local SuperLink that ends with it.
+
+`flwr run .` starts a SuperLink that stays up, keeps the working directory and environment
+that it was started in, and serves every later run of whoever finds its port. Here it gets
+ports and a folder of its own, does not install the app's dependencies a second time, and is
+ended by its process id. `flwr run` also ends with status 0 when the run failed; this does not.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+from ravan_flwr.config import Scalar
+
+START_TIMEOUT = 60.0
+
+
+class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
+    """A SuperLink for simulations, on free ports of this machine, while the block lasts.
+
+    `environment` is what a `flwr` command needs to find it.
+    """
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self.home = Path(
+            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="ravan-flwr-"))
+        )
+        port, control = _free_ports(2)
+        self.environment = os.environ | {
+            "FLWR_HOME": str(self.home),
+            "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(port),
+            "FLWR_LOCAL_CONTROL_API_PORT": str(control),
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            # Scripts of this environment first: the SuperLink starts its own by name.
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            # A person may have set the first from a terminal: nothing here reads from one.
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._port, self._control = port, control
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "LocalSuperLink":
+        log_file = self.home / "superlink.log"
+        self._process = subprocess.Popen(
+            [
+                "flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess",
+                "--control-api-address", f"127.0.0.1:{self._control}",
+                "--host", "127.0.0.1", "--port", str(self._port), "--log-file", str(log_file),
+            ],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        deadline = time.monotonic() + START_TIMEOUT
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                told = log_file.read_text(errors="replace")[-2000:] if log_file.exists() else ""
+                self.__exit__(None, None, None)
+                raise RuntimeError(
+                    f"Flower's SuperLink did not start within {START_TIMEOUT:g} s on port "
+                    f"{self._port}; it said: {told or 'nothing'}"
+                )
+            time.sleep(0.1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        self._stack.close()
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self._port}/health", timeout=1
+            ) as reply:
+                return bool(reply.status == 200)
+        except OSError:
+            return False
+
+    def run(self, app: Path, run_config: str, federation_config: str) -> str:
+        """`flwr run --stream`, its output passed on; the status that the run ended with."""
+        run_id = self._stream(app, run_config, federation_config)
+        listed = subprocess.run(
+            ["flwr", "ls", "--run-id", run_id, "--format", "json"],
+            env=self.environment, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        runs: list[dict[str, Any]] = json.loads(listed.stdout)["runs"]
+        return str(runs[0]["status"])
+
+    def _stream(self, app: Path, run_config: str, federation_config: str) -> str:
+        command = ["flwr", "run", str(app), "--stream", "--federation-config", federation_config]
+        command += ["-c", run_config] if run_config else []
+        run_id = None
+        with subprocess.Popen(
+            command,
+            env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            for line in process.stdout:
+                sys.stdout.write(line)
+                sys.stdout.flush()
+                if match := re.search(r"Successfully started run (\d+)", line):
+                    run_id = match[1]
+        if process.returncode or run_id is None:
+            raise RuntimeError(
+                f"`{shlex.join(command)}` ended with status {process.returncode} before the run "
+                "started; what it printed stands above"
+            )
+        return run_id
+
+
+def run_in_flower(config: Mapping[str, Scalar], num_clients: int) -> None:
+    """`flwr run .` for the app of the working directory, with that many SuperNodes."""
+    app = Path.cwd()
+    if not (app / "pyproject.toml").is_file():
+        raise ValueError(
+            f"found no pyproject.toml in {app}, expected the app's folder; change into it"
+        )
+    settings = {"output-dir": str(app / "runs")} | dict(config)
+    run_config = " ".join(f"{key}={_toml(value)}" for key, value in settings.items())
+    federation = f"num-supernodes={num_clients} client-resources-num-cpus=1"
+    sys.stdout.write(
+        "This stands for:\n"
+        "  export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1\n"
+        f"  flwr run . --stream --federation-config {shlex.quote(federation)} "
+        f"-c {shlex.quote(run_config)}\n"
+    )
+    sys.stdout.flush()
+    with LocalSuperLink() as superlink:
+        status = superlink.run(app, run_config, federation)
+    if status != "finished:completed":
+        raise RuntimeError(f"the run ended as {status!r}, expected 'finished:completed'")
+
+
+def _toml(value: Scalar) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"'{value}'" if isinstance(value, str) else repr(value)
+
+
+def _free_ports(number: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]

@@ -1,0 +1,195 @@
+"""RAVAN: multi-head low-rank adaptation for federated fine-tuning (Raje et al.).
+
+    y = W x + b + sum_i s_i B_i H_i A_i x
+
+B_i and A_i are frozen, made from the seed on both sides, and never travel. The global
+state is one array H of shape (layers, heads, r, r), zero at first. In a round a client with
+a share of the budget picks floor(share * heads) heads in each layer, trains their H_i and
+s_i (s_i = 1 at the start of every round), and uploads the products s_i H_i of those heads
+and a bit for each head that says which. The server's new H_i is the plain mean over the
+clients that trained head i of that layer, and the old H_i where nobody did (equation 7):
+the mean of products, so that the aggregate's delta-weight is exactly the mean of theirs.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ravan_flwr.adapters import Layer, MultiHeadLinear, make_bases
+from ravan_flwr.budgets import affordable
+from ravan_flwr.methods.base import Method, Settings, Tensors, check_names, check_tensor
+from ravan_flwr.selection import best_heads, score_heads
+
+
+class Ravan(Method):
+    """The state is {"H"}; an upload is {"H": products, "heads": packed bits}."""
+
+    def __init__(self, settings: Settings, layers: Sequence[Layer]) -> None:
+        super().__init__(settings, layers)
+        self.heads = settings.heads
+        self.rank = settings.rank or self._largest_rank()
+
+    def _largest_rank(self) -> int:
+        """The largest r with layers * heads * (r^2 + 1) parameters within the budget."""
+        per_head = self.budget / (len(self.layers) * self.heads)
+        rank = math.isqrt(max(0, math.floor(per_head) - self._scales_per_head()))
+        smallest = min(min(layer.out_features, layer.in_features) for layer in self.layers)
+        if rank < 1:
+            raise ValueError(
+                f"heads = {self.heads}: the budget of {self.budget} trainable parameters has "
+                f"room for {per_head:.2f} a head, expected at least 2; lower heads or set rank"
+            )
+        return min(rank, smallest)
+
+    def _scales_per_head(self) -> int:
+        return 1 if self.settings.scaling == "trained" else 0
+
+    def trainable_parameters(self) -> int:
+        return len(self.layers) * self.heads * (self.rank**2 + self._scales_per_head())
+
+    def adapt(self, layer: Layer, linear: nn.Linear) -> MultiHeadLinear:
+        B, A = make_bases(
+            self.settings.init,
+            heads=self.heads,
+            rank=self.rank,
+            out_features=layer.out_features,
+            in_features=layer.in_features,
+            seed=self.settings.seed,
+            layer=layer.name,
+            scale=self.settings.init_scale,
+        )
+        return MultiHeadLinear(linear, B, A)
+
+    # The server's half.
+
+    def initial_state(self) -> Tensors:
+        return {"H": torch.zeros(len(self.layers), self.heads, self.rank, self.rank)}
+
+    def check(self, upload: Mapping[str, Tensor], share: float) -> None:
+        check_names(upload, ["H", "heads"])
+        total = len(self.layers) * self.heads
+        packed = check_tensor(upload, "heads", [math.ceil(total / 8)], torch.uint8)
+        bits = _unpack_bits(packed)
+        if bits[total:].any():
+            raise ValueError(f"heads marks a head beyond the last of {total}")
+        chosen = bits[:total].view(len(self.layers), self.heads)
+        number = affordable(share, self.heads)
+        counts = chosen.sum(1).tolist()
+        if self.settings.selection == "layer" and set(counts) != {number}:
+            raise ValueError(f"heads marks {counts} heads by layer, expected {number} in each")
+        if sum(counts) != number * len(self.layers):
+            raise ValueError(
+                f"heads marks {sum(counts)} heads, expected {number * len(self.layers)}"
+            )
+        check_tensor(upload, "H", [sum(counts), self.rank, self.rank], torch.float32)
+
+    def heads_in(self, upload: Mapping[str, Tensor]) -> list[list[int]]:
+        bits = _unpack_bits(upload["heads"])[: len(self.layers) * self.heads]
+        return [row.nonzero().flatten().tolist() for row in bits.view(-1, self.heads)]
+
+    def open_round(self, state: Tensors) -> "HeadMeans":
+        return HeadMeans(state["H"])
+
+    # The client's half.
+
+    def load(self, adapters: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
+        H = check_tensor(
+            tensors, "H", [len(self.layers), self.heads, self.rank, self.rank], torch.float32
+        )
+        with torch.no_grad():
+            for adapter, layer_H in zip(_multihead(adapters), H, strict=True):
+                adapter.train_all_heads()
+                adapter.H.copy_(layer_H)
+                adapter.s.fill_(1.0)
+
+    def choose(
+        self,
+        adapters: Sequence[nn.Module],
+        share: float,
+        random: torch.Generator,
+        backward: Callable[[], None],
+    ) -> None:
+        layers = _multihead(adapters)
+        number = affordable(share, self.heads)
+        if number < self.heads:
+            scores = score_heads(self.settings.scoring, layers, random, backward)
+            chosen = best_heads(scores, number, self.settings.selection, random)
+            for layer, heads in zip(layers, chosen, strict=True):
+                layer.train_heads(heads)
+        if self.settings.scaling == "constant":
+            for layer in layers:
+                (layer.subset or layer).s.requires_grad_(False)
+
+    def parameters(self, adapters: Sequence[nn.Module]) -> list[nn.Parameter]:
+        return [p for layer in _multihead(adapters) for p in layer.trainable()]
+
+    def upload(self, adapters: Sequence[nn.Module]) -> Tensors:
+        layers = _multihead(adapters)
+        chosen = torch.zeros(len(layers), self.heads, dtype=torch.bool)
+        for row, layer in zip(chosen, layers, strict=True):
+            row[layer.trained_heads()] = True
+        products = torch.cat([layer.products() for layer in layers])
+        return {"H": products.cpu(), "heads": _pack_bits(chosen.flatten())}
+
+    def lora_factors(self, adapter: nn.Module) -> tuple[Tensor, Tensor]:
+        (layer,) = _multihead([adapter])
+        with torch.no_grad():
+            B = torch.cat(list(layer.s[:, None, None] * (layer.B @ layer.H)), dim=1)
+        return B, layer.A_stack
+
+    def fingerprint(self, adapters: Sequence[nn.Module]) -> list[float]:
+        total = torch.zeros(4, dtype=torch.float64)
+        for position, layer in enumerate(_multihead(adapters), start=1):
+            total += position * torch.stack([_probe(layer.B), _probe(layer.A)]).flatten()
+        return cast(list[float], total.tolist())
+
+
+METHOD = Ravan
+
+
+class HeadMeans:
+    """A sum and a count for each (layer, head)."""
+
+    def __init__(self, H: Tensor) -> None:
+        self.old = H
+        self.sum = torch.zeros_like(H, dtype=torch.float64).flatten(0, 1)
+        self.count = torch.zeros(len(self.sum), dtype=torch.int64)
+
+    def add(self, upload: Mapping[str, Tensor]) -> None:
+        chosen = _unpack_bits(upload["heads"])[: len(self.count)]
+        self.sum[chosen] += upload["H"]
+        self.count += chosen
+
+    def close(self) -> Tensors:
+        trained = self.count > 0
+        H = self.old.flatten(0, 1).clone()
+        H[trained] = (self.sum[trained] / self.count[trained, None, None]).float()
+        return {"H": H.view_as(self.old)}
+
+
+def _multihead(adapters: Sequence[nn.Module]) -> list[MultiHeadLinear]:
+    return [cast(MultiHeadLinear, adapter) for adapter in adapters]
+
+
+def _probe(basis: Tensor) -> Tensor:
+    """Two sums over a basis in which every entry counts, with weights that no shift keeps."""
+    flat = basis.cpu().double().flatten()
+    angles = torch.arange(len(flat), dtype=torch.float64)
+    return torch.stack([flat @ torch.cos(angles), flat @ torch.sin(angles * 0.7)])
+
+
+_BIT = 1 << torch.arange(8)
+
+
+def _pack_bits(bits: Tensor) -> Tensor:
+    """Booleans to bytes, the first in the lowest bit."""
+    padded = torch.zeros(math.ceil(len(bits) / 8) * 8, dtype=torch.int64)
+    padded[: len(bits)] = bits
+    return (padded.view(-1, 8) * _BIT).sum(1).to(torch.uint8)
+
+
+def _unpack_bits(packed: Tensor) -> Tensor:
+    return (packed.long()[:, None] & _BIT).bool().flatten()

@@ -1,0 +1,182 @@
+"""The network: a pretrained backbone, the adapters in it, and what else is trained.
+
+Everything pretrained is frozen. The parameters that the pretrained weights lack are the
+classifier: drawn from the seed, and then frozen, or trained and averaged.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageClassification
+
+from ravan_flwr.adapters import Layer, attach, find_layers
+from ravan_flwr.adapters.attach import TARGETS
+from ravan_flwr.backbones import read_backbone
+from ravan_flwr.config import ModelSpec
+from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, check_tensor
+from ravan_flwr.seeding import generator
+
+class AdaptedModel:
+    """A network with a method's adapters in it, lent to one client after the other."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        classifier: list[nn.Parameter],
+        make_method: Callable[[list[Layer]], Method],
+        targets: tuple[str, ...],
+        *,
+        train_classifier: bool,
+    ) -> None:
+        network.requires_grad_(False)
+        self.network = network
+        self.backbone_fingerprint = _fingerprint(network, skip={id(p) for p in classifier})
+        self.layers = find_layers(network, targets)
+        self.method = make_method(self.layers)
+        self.adapters = list(attach(network, self.layers, self.method.adapt).values())
+        self.classifier = classifier
+        self.train_classifier = train_classifier
+        self._drawn_classifier = nn.utils.parameters_to_vector(classifier).detach().clone()
+        self._state_at_rest = self.initial_state()
+        self._load(self._state_at_rest)
+
+    def initial_state(self) -> Tensors:
+        """The global state before the first round, the classifier included if it is trained."""
+        state = self.method.initial_state()
+        if self.train_classifier:
+            state[CLASSIFIER] = self._drawn_classifier.cpu().clone()
+        return state
+
+    def trainable_parameters(self) -> int:
+        """How many a client with the whole budget trains, the classifier included."""
+        classifier = len(self._drawn_classifier) if self.train_classifier else 0
+        return self.method.trainable_parameters() + classifier
+
+    def derived_fingerprint(self) -> list[float]:
+        """Numbers that agree where what is derived from the seed agrees: bases, classifier."""
+        weights = self._drawn_classifier.cpu().double()
+        ramp = torch.arange(len(weights), dtype=torch.float64).cos()
+        return [*self.method.fingerprint(self.adapters), float(weights @ ramp)]
+
+    @contextmanager
+    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Load a broadcast, or a global state; afterwards the model is as it was before."""
+        try:
+            self._load(tensors)
+            yield
+        finally:
+            self._load(self._state_at_rest)
+            for parameter in self.network.parameters():
+                parameter.grad = None
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+        self.method.load(self.adapters, {k: v for k, v in tensors.items() if k != CLASSIFIER})
+        if self.train_classifier:
+            shape = self._drawn_classifier.shape
+            flat = check_tensor(tensors, CLASSIFIER, shape, torch.float32)
+            with torch.no_grad():
+                nn.utils.vector_to_parameters(flat.to(self.device), self.classifier)
+        for parameter in self.classifier:
+            parameter.requires_grad_(self.train_classifier)
+
+    def upload(self) -> Tensors:
+        """What the client sends after its local steps."""
+        tensors = self.method.upload(self.adapters)
+        if self.train_classifier:
+            flat = nn.utils.parameters_to_vector(self.classifier).detach()
+            tensors[CLASSIFIER] = flat.cpu().clone()
+        return tensors
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What the client's optimiser is given, once its heads are chosen."""
+        classifier = self.classifier if self.train_classifier else []
+        return [*self.method.parameters(self.adapters), *classifier]
+
+    @property
+    def device(self) -> torch.device:
+        return self.classifier[0].device
+
+
+def build_network(
+    spec: ModelSpec, num_labels: int, seed: int
+) -> tuple[nn.Module, list[nn.Parameter], tuple[str, ...]]:
+    """The network with pretrained weights, its classifier, and the ends of its targets' names."""
+    network, missing = NETWORKS[spec.source](spec, num_labels)
+    classifier = [network.get_parameter(name) for name in missing]
+    for name, parameter in zip(missing, classifier, strict=True):
+        _draw(parameter, generator(seed, "classifier", name))
+    model_type = str(network.config.model_type)
+    if model_type not in TARGETS:
+        raise ValueError(
+            f"model {spec.name}: its architecture is {model_type!r}, expected one of "
+            f"{', '.join(TARGETS)}; choose another model"
+        )
+    return network.eval(), classifier, TARGETS[model_type]
+
+
+def _bundled(spec: ModelSpec, num_labels: int) -> tuple[nn.Module, list[str]]:
+    """A backbone that travels with the app."""
+    path = Path(__file__).resolve().parent / "backbones" / f"{spec.name}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.json")))
+        raise ValueError(f"model {spec.name!r} is not bundled; expected one of: {known}")
+    settings, weights = read_backbone(path)
+    config = AutoConfig.for_model(**settings | {"num_labels": num_labels})
+    network = AutoModelForImageClassification.from_config(config)
+    result = network.load_state_dict(weights, strict=False)
+    if result.unexpected_keys or any(not k.startswith("classifier") for k in result.missing_keys):
+        raise ValueError(
+            f"backbone file {path}: its weights do not fit this transformers: unexpected "
+            f"{result.unexpected_keys}, missing {result.missing_keys}; install the version in "
+            "constraints.txt"
+        )
+    return network, list(result.missing_keys)
+
+
+NETWORKS = {"bundled": _bundled}
+
+
+def _draw(parameter: nn.Parameter, random: torch.Generator) -> None:
+    """Weights so that logits of normalised features have variance one; biases of zero."""
+    with torch.no_grad():
+        if parameter.ndim < 2:
+            parameter.zero_()
+            return
+        values = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+        parameter.copy_(values / math.sqrt(parameter.shape[1]))
+
+
+def _fingerprint(network: nn.Module, skip: set[int]) -> str:
+    """A checksum over the names and bits of everything pretrained."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(network.named_parameters()):
+        if id(parameter) not in skip:
+            digest.update(name.encode())
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+def pick_device(device: str) -> torch.device:
+    """`auto` is the best accelerator at hand; one that is asked for must be there."""
+    if device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    chosen = torch.device(device)
+    number = chosen.index or 0
+    present = {
+        "cpu": True,
+        "cuda": number < torch.cuda.device_count(),
+        "mps": torch.backends.mps.is_available(),
+    }[chosen.type]
+    if not present:
+        raise ValueError(
+            f"device = {device!r} is not there: PyTorch sees {torch.cuda.device_count()} CUDA "
+            "devices; expected one that is; use device=auto or device=cpu"
+        )
+    return chosen

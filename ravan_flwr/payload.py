@@ -1,0 +1,65 @@
+"""Tensors <-> Flower's records: few packed Arrays of raw bytes, checked before use.
+
+An Array of our own `stype` carries the bytes of a tensor and nothing else: no pickle, no
+header, any dtype. Its dtype and shape travel beside the bytes, and are believed only where
+they agree with their number.
+"""
+
+import math
+
+import torch
+from flwr.app import Array, ArrayRecord
+from torch import Tensor
+
+from ravan_flwr.methods.base import Tensors
+
+STYPE = "ravan-flwr.raw/1"
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int32)
+}
+
+
+def to_record(tensors: Tensors) -> ArrayRecord:
+    """One Array a tensor, little-endian."""
+    return ArrayRecord({name: _to_array(tensor) for name, tensor in tensors.items()})
+
+
+def from_record(record: ArrayRecord) -> Tensors:
+    """The tensors of a record of unknown origin; ValueError for anything that is not sound."""
+    return {name: _from_array(name, array) for name, array in record.items()}
+
+
+def num_bytes(record: ArrayRecord) -> int:
+    """What the arrays weigh on the wire, without Flower's envelope."""
+    return sum(len(array.data) for array in record.values())
+
+
+def _to_array(tensor: Tensor) -> Array:
+    flat = tensor.detach().cpu().contiguous()
+    return Array(
+        dtype=str(flat.dtype).removeprefix("torch."),
+        shape=tuple(flat.shape),
+        stype=STYPE,
+        data=flat.reshape(-1).view(torch.uint8).numpy().tobytes(),
+    )
+
+
+def _from_array(name: str, array: Array) -> Tensor:
+    if array.stype != STYPE:
+        raise ValueError(f"array {name!r} is of stype {array.stype!r}, expected {STYPE!r}")
+    if array.dtype not in _DTYPES:
+        raise ValueError(
+            f"array {name!r} is of dtype {array.dtype!r}, expected one of {', '.join(_DTYPES)}"
+        )
+    dtype = _DTYPES[array.dtype]
+    expected = math.prod(array.shape) * dtype.itemsize
+    if any(side < 0 for side in array.shape) or len(array.data) != expected:
+        raise ValueError(
+            f"array {name!r} has {len(array.data)} bytes, expected {expected} for "
+            f"{array.dtype} {tuple(array.shape)}"
+        )
+    if not array.data:
+        return torch.empty(array.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(array.data), dtype=dtype).view(array.shape)

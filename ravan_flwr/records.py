@@ -1,0 +1,104 @@
+"""The run directory: what was asked for, what happened in each round, how it ended.
+
+    config.json        the resolved configuration
+    rounds.jsonl       a line a round, on disk before the next round begins
+    summary.json       the end: method, parameters, metrics, bytes, seconds
+    checkpoints/       the global state after the last rounds (checkpoint.py)
+    adapter/           the trained adapters (export.py)
+"""
+
+import json
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+class RunDirectory:
+    """One run's folder; files appear whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, parent: Path, name: str) -> "RunDirectory":
+        """A new folder, named after the time and what runs; never one that exists."""
+        stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+        for number in range(1000):
+            path = parent / (f"{stamp}-{name}" + (f"-{number}" if number else ""))
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise ValueError(
+                    f"output-dir = {str(parent)!r}: cannot make a folder there ({error}); "
+                    "expected one that can be written to; set output-dir"
+                ) from None
+            return cls(path)
+        raise ValueError(f"output-dir = {str(parent)!r}: 1000 runs began in one second")
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        """A folder of an earlier run."""
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"resume = {str(path)!r}: found no config.json there, expected a run directory "
+                "(its absolute path is printed first and last by every run); correct the path"
+            )
+        return cls(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def write_json(self, name: str, content: Record) -> None:
+        """Write `name` whole."""
+        text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+        write_atomically(self.path / name, text.encode())
+
+    def read_json(self, name: str) -> Record:
+        """The content of `name`."""
+        content = json.loads((self.path / name).read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"{self.path / name}: got no JSON object, expected one; restore it")
+        return content
+
+    def append_round(self, record: Record) -> None:
+        """Add a line to `rounds.jsonl`, on disk when this returns."""
+        line = json.dumps(record, allow_nan=False) + "\n"
+        with (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read_rounds(self) -> list[Record]:
+        """The rounds so far; a last line that was cut off does not count."""
+        path = self.path / "rounds.jsonl"
+        if not path.is_file():
+            return []
+        lines = path.read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in lines[:-1]]
+
+    def keep_rounds(self, last: int) -> list[Record]:
+        """Drop what was recorded after round `last`, which will be run again; the rest."""
+        kept = [record for record in self.read_rounds() if record["round"] <= last]
+        text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
+        write_atomically(self.path / "rounds.jsonl", text.encode())
+        return kept
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write beside, flush to disk, then rename: no reader ever sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

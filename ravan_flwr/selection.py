@@ -1,0 +1,107 @@
+"""Which heads a client trains: scores first, then the best K (section 3.2).
+
+Scores are (layers, heads), the higher the better:
+
+- `random`: uniform draws.
+- `weight`: the Frobenius norm of s_i H_i. All are zero in round 1; ties break at random.
+- `gradient`: the Frobenius norm of the loss's gradient with respect to s_i H_i, on one
+  mini-batch, without an update.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ravan_flwr.adapters import MultiHeadLinear
+
+Heads = list[list[int]]  # for each layer the heads, in ascending order
+
+
+def score_heads(
+    scoring: str,
+    layers: Sequence[MultiHeadLinear],
+    random: torch.Generator,
+    backward: Callable[[], None],
+) -> Tensor:
+    """(layers, heads); `backward` runs one mini-batch forward and backward."""
+    return SCORINGS[scoring](layers, random, backward)
+
+
+def _random_scores(
+    layers: Sequence[MultiHeadLinear], random: torch.Generator, _: Callable[[], None]
+) -> Tensor:
+    return torch.rand(len(layers), layers[0].heads, generator=random)
+
+
+def _weight_scores(
+    layers: Sequence[MultiHeadLinear], _: torch.Generator, __: Callable[[], None]
+) -> Tensor:
+    """Relative to the norm of W: how much of its layer a head has already changed."""
+    norms = [layer.products().norm(dim=(1, 2)) / layer.base.weight.norm() for layer in layers]
+    return torch.stack(norms).cpu()
+
+
+def _gradient_scores(
+    layers: Sequence[MultiHeadLinear], _: torch.Generator, backward: Callable[[], None]
+) -> Tensor:
+    """The norms of B_i^T (dL/dy)^T x A_i^T, which is the gradient with respect to s_i H_i.
+
+    All heads are folded into the weights meanwhile, and each layer's gradient is reduced to
+    its heads' norms as soon as it comes by, so that no head's activations are kept: this
+    costs less memory than training a single head.
+    """
+    norms: dict[int, Tensor] = {}
+    with ExitStack() as stack:
+        for position, layer in enumerate(layers):
+            layer.train_heads([])
+            stack.callback(layer.train_all_heads)
+            stack.callback(_probe(layer, position, norms).remove)
+        backward()
+    return torch.stack([norms[position] for position in range(len(layers))]).cpu()
+
+
+def _probe(layer: MultiHeadLinear, position: int, norms: dict[int, Tensor]) -> RemovableHandle:
+    # Nothing is trainable meanwhile: a zero that wants a gradient starts the graph.
+    zero = torch.zeros((), device=layer.H.device, requires_grad=True)
+
+    def watch(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        x = inputs[0].detach()
+        output = output + zero.to(output.dtype)
+
+        def reduce(gy: Tensor) -> None:
+            full = gy.flatten(0, -2).float().T @ x.flatten(0, -2).float()  # (out, in)
+            norms[position] = (layer.B.mT @ full @ layer.A.mT).norm(dim=(1, 2))
+
+        output.register_hook(reduce)
+        return output
+
+    return layer.register_forward_hook(watch)
+
+
+SCORINGS: dict[
+    str, Callable[[Sequence[MultiHeadLinear], torch.Generator, Callable[[], None]], Tensor]
+] = {"random": _random_scores, "weight": _weight_scores, "gradient": _gradient_scores}
+
+
+def best_heads(scores: Tensor, number: int, selection: str, random: torch.Generator) -> Heads:
+    """The `number` best heads of each layer, or `number` times the layers of all of them.
+
+    Scores of different layers compare as they are: bases have the same norms everywhere, so
+    a gradient norm says how fast the one loss falls per unit of movement of a head in any
+    layer, and a weight score is relative to its layer's own weight.
+    """
+    layers, heads = scores.shape
+    if selection == "layer":
+        return [_top(row, number, random) for row in scores]
+    chosen = _top(scores.flatten(), number * layers, random)
+    return [[i % heads for i in chosen if i // heads == layer] for layer in range(layers)]
+
+
+def _top(scores: Tensor, number: int, random: torch.Generator) -> list[int]:
+    """The positions of the highest scores, ascending; ties are broken by `random`."""
+    order = torch.randperm(len(scores), generator=random)
+    ranking = scores[order].argsort(descending=True, stable=True)
+    return sorted(order[ranking[:number]].tolist())

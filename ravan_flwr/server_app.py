@@ -1,0 +1,183 @@
+"""The ServerApp: put together, start, save."""
+
+import dataclasses
+import time
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+
+from ravan_flwr.checkpoint import load_checkpoint, save_checkpoint
+from ravan_flwr.config import AUTO, Config, read_config
+from ravan_flwr.console import Progress, megabytes, minutes, show
+from ravan_flwr.export import write_adapter
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.payload import from_record, to_record
+from ravan_flwr.records import RunDirectory
+from ravan_flwr.strategy import PeftStrategy
+from ravan_flwr.training import evaluate
+from ravan_flwr.workbench import Workbench, get_workbench
+
+app = ServerApp()
+log = getLogger(__name__)
+
+RESULT = "ravan-flwr"  # the record in the context's state that says where the result lies
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """One run, from the configuration to the summary."""
+    show()
+    config = read_config(context.run_config)
+    parent = _output_folder(config)  # refused, if at all, before anything is loaded
+    earlier = _resumed(config)
+    bench = get_workbench(config)
+    resolved = dataclasses.replace(config, rank=bench.model.method.rank)
+    directory = earlier or RunDirectory.create(
+        parent, f"{config.preset}-{config.method}-seed{config.seed}"
+    )
+    context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
+    log.info("run directory: %s", directory.path)
+    try:
+        _run(grid, bench, resolved, directory, resume=earlier is not None)
+    except Exception as error:
+        directory.write_json("failure.json", {"error": f"{type(error).__name__}: {error}"})
+        log.error("the run failed: %s", error)
+        log.info("run directory: %s", directory.path)
+        raise
+
+
+def _run(
+    grid: Grid, bench: Workbench, config: Config, directory: RunDirectory, *, resume: bool
+) -> None:
+    model = bench.model
+    records: list[dict[str, Any]] = []
+    state, first = model.initial_state(), 1
+    if resume:
+        _check_same_run(directory, config)
+        done, state = load_checkpoint(directory.checkpoints)
+        records, first = directory.keep_rounds(done), done + 1
+        log.info("going on after round %d", done)
+    else:
+        directory.write_json("config.json", config.as_dict())
+
+    def evaluate_state(_: int, arrays: ArrayRecord) -> MetricRecord:
+        with model.holding(from_record(arrays)):
+            means = evaluate(model.network, bench.task, bench.test_examples, 256)
+        return MetricRecord(dict(means))
+
+    keeper = _Keeper(directory, Progress(first, config.num_rounds, bench.task.metric), records)
+    strategy = PeftStrategy(
+        config,
+        model.method,
+        backbone=model.backbone_fingerprint,
+        derived=model.derived_fingerprint(),
+        recorder=keeper,
+        first_round=first,
+    )
+    try:
+        result = strategy.start(
+            grid,
+            to_record(state),
+            num_rounds=config.num_rounds,
+            timeout=config.round_timeout,
+            evaluate_fn=evaluate_state if config.evaluate_on == "server" else None,
+        )
+    finally:
+        keeper.progress.close()
+    final = from_record(result.arrays) if result.arrays else state
+    with model.holding(final):
+        write_adapter(directory.path / "adapter", model)
+    summary = _summary(bench, config, records, len(strategy.roster))
+    directory.write_json("summary.json", summary)
+    (directory.path / "failure.json").unlink(missing_ok=True)
+    _tell(summary, bench.task.metric, directory)
+
+
+class _Keeper:
+    """A finished round: to the record, then to the checkpoint, then to the screen."""
+
+    def __init__(
+        self, directory: RunDirectory, progress: Progress, records: list[dict[str, Any]]
+    ) -> None:
+        self.directory, self.progress, self.records = directory, progress, records
+
+    def round_done(self, record: dict[str, Any], state: Tensors) -> None:
+        self.directory.append_round(record)
+        save_checkpoint(self.directory.checkpoints, record["round"], state)
+        self.records.append(record)
+        self.progress.round(record)
+
+
+def _output_folder(config: Config) -> Path:
+    """Where run directories go. A SuperLink keeps the working directory of whoever started
+    it first, so a relative path would land anywhere."""
+    if config.output_dir == AUTO:
+        return Path.home() / "ravan-flwr" / "runs"
+    path = Path(config.output_dir).expanduser()
+    if not path.is_absolute():
+        raise ValueError(
+            f"output-dir = {config.output_dir!r}: got a relative path, expected an absolute one, "
+            "since a SuperLink keeps the directory that it was started in; write "
+            f"output-dir='{path.absolute()}', say"
+        )
+    return path
+
+
+def _resumed(config: Config) -> RunDirectory | None:
+    return RunDirectory.open(Path(config.resume).expanduser()) if config.resume else None
+
+
+# What may differ between a run and its continuation.
+_FREE = {"resume", "output-dir", "num-rounds", "device", "round-timeout", "eval-every"}
+
+
+def _check_same_run(directory: RunDirectory, config: Config) -> None:
+    before, now = directory.read_json("config.json"), config.as_dict()
+    different = [k for k in now if k not in _FREE and before.get(k) != now[k]]
+    if different:
+        details = ", ".join(f"{k}: then {before.get(k)!r}, now {now[k]!r}" for k in different)
+        raise ValueError(
+            f"resume = {str(directory.path)!r}: the run differs from this one in {details}; "
+            "give the same settings, or start a new run"
+        )
+
+
+def _summary(
+    bench: Workbench, config: Config, records: list[dict[str, Any]], num_clients: int
+) -> dict[str, Any]:
+    measured = [record["metrics"] for record in records if record["metrics"]]
+    metric = bench.task.metric
+    clients = [client for record in records for client in record["clients"]]
+    return {
+        "method": config.method,
+        "preset": config.preset,
+        "seed": config.seed,
+        "classifier": config.classifier,
+        "num-clients": num_clients,
+        "rounds": len(records),
+        "rank": config.rank,
+        "trainable-parameters": bench.model.trainable_parameters(),
+        "metrics": {
+            "final": measured[-1] if measured else {},
+            "best": max(measured, key=lambda m: m[metric]) if measured else {},
+        },
+        "bytes-up": sum(client["bytes-up"] for client in clients),
+        "bytes-down": sum(client["bytes-down"] for client in clients),
+        "rejected": sum(len(record["rejected"]) for record in records),
+        "seconds": round(sum(record["seconds"] for record in records), 3),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _tell(summary: dict[str, Any], metric: str, directory: RunDirectory) -> None:
+    final, best = (summary["metrics"][which].get(metric) for which in ("final", "best"))
+    score = "not evaluated" if final is None else f"{metric} {final:.4f} (best {best:.4f})"
+    log.info(
+        "done: %s after %d rounds in %s; %d trainable parameters; up %s, down %s",
+        score, summary["rounds"], minutes(summary["seconds"]), summary["trainable-parameters"],
+        megabytes(summary["bytes-up"]), megabytes(summary["bytes-down"]),
+    )  # fmt: skip
+    log.info("run directory: %s", directory.path)

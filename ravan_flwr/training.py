@@ -1,0 +1,125 @@
+"""A client's local work: some steps of Adam on its own examples, or an evaluation."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.model import AdaptedModel
+from ravan_flwr.seeding import generator
+from ravan_flwr.tasks.base import Batch, Task
+
+PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """How a client trains in a round."""
+
+    number: int
+    batch_size: int
+    learning_rate: float
+    precision: str
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """What came of it."""
+
+    upload: Tensors
+    train_loss: float  # mean over the steps
+
+
+def train_locally(
+    model: AdaptedModel,
+    task: Task,
+    examples: Batch,
+    broadcast: Tensors,
+    share: float,
+    steps: LocalSteps,
+    purpose: tuple[int, int, int],
+) -> LocalResult:
+    """One client's round. `purpose` is (seed, round, partition id): all its randomness."""
+    seed, *who = purpose
+    batches = _endless(examples, steps.batch_size, generator(seed, "batches", *who))
+    train = _Stepper(model, task, steps)
+    with model.holding(broadcast):
+        model.method.choose(
+            model.adapters,
+            share,
+            generator(seed, "heads", *who),
+            lambda: train.backward(next(batches)),
+        )
+        train.begin()
+        losses = [train.step(next(batches)) for _ in range(steps.number)]
+        return LocalResult(model.upload(), float(torch.stack(losses).mean()))
+
+
+class _Stepper:
+    """Forward, backward and Adam, in the precision asked for."""
+
+    def __init__(self, model: AdaptedModel, task: Task, steps: LocalSteps) -> None:
+        self.model, self.task, self.steps = model, task, steps
+        self.device = model.device
+        self.dtype = PRECISIONS[steps.precision]
+        if self.dtype is torch.float16 and self.device.type == "cpu":
+            raise ValueError(
+                "precision = 'float16': got a CPU, expected an accelerator; use bfloat16 or float32"
+            )
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, enabled=self.dtype is torch.float16
+        )  # fmt: skip
+
+    def begin(self) -> None:
+        """The optimiser's state starts anew in every round."""
+        self.optimizer = torch.optim.Adam(
+            self.model.parameters(), lr=self.steps.learning_rate, fused=self.device.type != "mps"
+        )
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Gradients of one batch; the loss, detached."""
+        self.model.network.train()
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+            loss = self.task.loss(self.model.network, _to(batch, self.device))
+        self.scaler.scale(loss).backward()
+        return loss.detach().float()
+
+    def step(self, batch: Batch) -> Tensor:
+        """One step; the loss before it."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.backward(batch)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss
+
+
+def evaluate(network: nn.Module, task: Task, examples: Batch, batch_size: int) -> dict[str, float]:
+    """`loss` and the task's metrics, as means over the examples."""
+    device = next(network.parameters()).device
+    network.eval()
+    sums: dict[str, float] = {}
+    number = _length(examples)
+    with torch.inference_mode():
+        for start in range(0, number, batch_size):
+            batch = {k: v[start : start + batch_size] for k, v in examples.items()}
+            for name, value in task.measure(network, _to(batch, device)).items():
+                sums[name] = sums.get(name, 0.0) + value
+    return {name: value / number for name, value in sums.items()}
+
+
+def _endless(examples: Batch, batch_size: int, random: torch.Generator) -> Iterator[Batch]:
+    """Batches of one shuffled pass after the other; the last of a pass may be short."""
+    while True:
+        order = torch.randperm(_length(examples), generator=random)
+        for rows in order.split(batch_size):
+            yield {name: tensor[rows] for name, tensor in examples.items()}
+
+
+def _length(examples: Batch) -> int:
+    return len(next(iter(examples.values())))
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
