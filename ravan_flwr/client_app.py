@@ -32,7 +32,7 @@ def query(message: Message, context: Context) -> Message:
         node_id=context.node_id,
         partition_id=node.partition_id,
         num_partitions=node.num_partitions,
-        examples=node.examples.number,
+        examples=len(node.examples.train_rows),
         share=node.share,
         device=str(bench.model.device),
         free_memory=_free_memory(bench.model.device),
@@ -66,7 +66,7 @@ def train(message: Message, context: Context) -> Message:
         {
             "round": round_number,
             "train-loss": result.train_loss,
-            "num-examples": node.examples.number,
+            "num-examples": len(node.examples.train_rows),
             "derived": bench.model.derived_fingerprint(),
             "seconds": time.perf_counter() - started,
         }
@@ -78,15 +78,14 @@ def train(message: Message, context: Context) -> Message:
 def evaluate_(message: Message, context: Context) -> Message:
     """The global model on this node's own validation part."""
     node = _Node(context)
-    model, examples = node.bench.model, node.examples.validation
-    if examples is None:
+    model, number = node.bench.model, len(node.examples.validation_rows)
+    if not number:
         raise ValueError(
             f"partition {node.partition_id} has no validation part: got validation-share = "
             f"{node.config.validation_share}, expected above 0; set it"
         )
     with model.holding(from_record(_arrays_of(message))):
-        means = evaluate(model.network, node.bench.task, examples, node.config.batch_size)
-    number = len(next(iter(examples.values())))
+        means = evaluate(model.network, node.bench.task, node.examples.validation, 256)
     metrics = MetricRecord({"round": _round_of(message), "num-examples": number, **means})
     return _reply(message, {"metrics": metrics})
 

@@ -18,27 +18,22 @@ def load_splits(spec: DataSpec) -> datasets.DatasetDict:
 
 def _sklearn_digits(spec: DataSpec) -> datasets.DatasetDict:
     """The 1,797 handwritten 8 x 8 digits of scikit-learn, 80 % to train and 20 % to test."""
-    from sklearn.datasets import load_digits  # noqa: PLC0415 (a second that others need not wait)
-    from sklearn.model_selection import train_test_split  # noqa: PLC0415
+    from sklearn.datasets import load_digits  # noqa: PLC0415 (only this source needs it)
 
     images, labels = load_digits(return_X_y=True)
-    images = (images.reshape(-1, 8, 8) / 16).astype(np.float32)
     features = datasets.Features(
         {
             "image": datasets.Array2D((8, 8), "float32"),
             spec.label_column: datasets.ClassLabel(names=[str(digit) for digit in range(10)]),
         }
     )
-    train, test = train_test_split(
-        np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0
-    )
-    return datasets.DatasetDict(
-        {
-            name: datasets.Dataset.from_dict(
-                {"image": images[rows], spec.label_column: labels[rows]}, features=features
-            )
-            for name, rows in (("train", train), ("test", test))
-        }
+    columns = {
+        "image": (images.reshape(-1, 8, 8) / 16).astype(np.float32),
+        spec.label_column: labels,
+    }
+    digits = datasets.Dataset.from_dict(columns, features=features)
+    return digits.train_test_split(
+        test_size=0.2, seed=0, stratify_by_column=spec.label_column, load_from_cache_file=False
     )
 
 
@@ -55,51 +50,61 @@ class Partition:
     seed: int
 
 
-def make_partitioner(
-    train: datasets.Dataset, partition: Partition, label_column: str
-) -> Partitioner:
-    """A partitioner of `flwr-datasets` that has already dealt the examples out."""
+def deal_out(train: datasets.Dataset, partition: Partition, label_column: str) -> list[np.ndarray]:
+    """The rows of `train` that each client has, as the partitioners of flwr-datasets deal them."""
     if partition.number > len(train):
         raise ValueError(
             f"{partition.number} clients share {len(train)} examples, expected at least one "
             "each; use fewer clients"
         )
+    rows = datasets.Dataset.from_dict(
+        {"row": np.arange(len(train)), label_column: train[label_column][:]}
+    )
     seed = derive(partition.seed, "partition") % 2**32
-    if partition.kind == "iid":
-        shuffled = train.shuffle(seed=seed)
-        iid = IidPartitioner(num_partitions=partition.number)
-        iid.dataset = shuffled
-        return iid
-    return _dirichlet(train, partition, label_column, seed)
+    partitioner = PARTITIONERS[partition.kind](rows, partition, label_column, seed)
+    return [
+        np.asarray(partitioner.load_partition(client).with_format("numpy")["row"][:])
+        for client in range(partition.number)
+    ]
+
+
+def _iid(rows: datasets.Dataset, partition: Partition, _: str, seed: int) -> Partitioner:
+    """Equal shares of a shuffled whole."""
+    partitioner = IidPartitioner(num_partitions=partition.number)
+    partitioner.dataset = rows.shuffle(seed=seed)
+    return partitioner
 
 
 def _dirichlet(
-    train: datasets.Dataset, partition: Partition, label_column: str, seed: int
+    rows: datasets.Dataset, partition: Partition, label_column: str, seed: int
 ) -> Partitioner:
     """Every client's class proportions drawn from a Dirichlet distribution.
 
     Draws that leave a client with next to nothing are repeated, by flwr-datasets ten times
     a seed, then with further seeds.
     """
-    smallest = max(1, min(10, len(train) // (4 * partition.number)))
+    smallest = max(1, min(10, len(rows) // (4 * partition.number)))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The specified min_partition_size")
         for attempt in range(20):
-            dirichlet = DirichletPartitioner(
+            partitioner = DirichletPartitioner(
                 num_partitions=partition.number,
                 partition_by=label_column,
                 alpha=partition.alpha,
                 min_partition_size=smallest,
                 seed=seed + attempt,
             )
-            dirichlet.dataset = train
+            partitioner.dataset = rows
             try:
-                dirichlet.load_partition(0)
+                partitioner.load_partition(0)  # this draws, for all clients
             except ValueError:
                 continue
-            return dirichlet
+            return partitioner
     raise ValueError(
         f"partition-alpha = {partition.alpha}: {partition.number} clients got fewer than "
-        f"{smallest} of {len(train)} examples in every of 220 draws; raise partition-alpha or "
+        f"{smallest} of {len(rows)} examples in every of 220 draws; raise partition-alpha or "
         "use fewer clients"
     )
+
+
+PARTITIONERS = {"iid": _iid, "dirichlet": _dirichlet}

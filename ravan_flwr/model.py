@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageClassification
+from transformers import PreTrainedModel
 
 from ravan_flwr.adapters import Layer, attach, find_layers
 from ravan_flwr.adapters.attach import TARGETS
@@ -104,7 +105,7 @@ class AdaptedModel:
 
 def build_network(
     spec: ModelSpec, num_labels: int, seed: int
-) -> tuple[nn.Module, list[nn.Parameter], tuple[str, ...]]:
+) -> tuple[PreTrainedModel, list[nn.Parameter], tuple[str, ...]]:
     """The network with pretrained weights, its classifier, and the ends of its targets' names."""
     network, missing = NETWORKS[spec.source](spec, num_labels)
     classifier = [network.get_parameter(name) for name in missing]
@@ -119,15 +120,18 @@ def build_network(
     return network.eval(), classifier, TARGETS[model_type]
 
 
-def _bundled(spec: ModelSpec, num_labels: int) -> tuple[nn.Module, list[str]]:
+def _bundled(spec: ModelSpec, num_labels: int) -> tuple[PreTrainedModel, list[str]]:
     """A backbone that travels with the app."""
     path = Path(__file__).resolve().parent / "backbones" / f"{spec.name}.json"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in path.parent.glob("*.json")))
         raise ValueError(f"model {spec.name!r} is not bundled; expected one of: {known}")
     settings, weights = read_backbone(path)
-    config = AutoConfig.for_model(**settings | {"num_labels": num_labels})
-    network = AutoModelForImageClassification.from_config(config)
+    # The class by its name: the Auto classes import every architecture to find one.
+    network_class: type[PreTrainedModel] = getattr(transformers, settings["architectures"][0])
+    config = network_class.config_class(**settings)
+    config.num_labels = num_labels
+    network = network_class(config)
     result = network.load_state_dict(weights, strict=False)
     if result.unexpected_keys or any(not k.startswith("classifier") for k in result.missing_keys):
         raise ValueError(

@@ -71,6 +71,7 @@ class _Stepper:
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.dtype is torch.float16
         )  # fmt: skip
+        model.network.train()
 
     def begin(self) -> None:
         """The optimiser's state starts anew in every round."""
@@ -80,7 +81,6 @@ class _Stepper:
 
     def backward(self, batch: Batch) -> Tensor:
         """Gradients of one batch; the loss, detached."""
-        self.model.network.train()
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
             loss = self.task.loss(self.model.network, _to(batch, self.device))
         self.scaler.scale(loss).backward()

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
-from flwr_datasets.partitioner import Partitioner
 
 from ravan_flwr.config import Config
-from ravan_flwr.dataset import Partition, load_splits, make_partitioner
+from ravan_flwr.dataset import Partition, deal_out, load_splits
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Settings
 from ravan_flwr.model import AdaptedModel, build_network, pick_device
@@ -24,15 +23,19 @@ from ravan_flwr.tasks.base import Batch
 
 @dataclass(frozen=True)
 class Examples:
-    """What one client has."""
+    """What one client has: rows of everybody's, taken when they are needed."""
 
-    train: Batch
-    validation: Batch | None
+    everybody: Batch
+    train_rows: np.ndarray
+    validation_rows: np.ndarray  # held back from training; empty unless asked for
 
     @property
-    def number(self) -> int:
-        """How many it trains on."""
-        return len(next(iter(self.train.values())))
+    def train(self) -> Batch:
+        return {name: tensor[self.train_rows] for name, tensor in self.everybody.items()}
+
+    @property
+    def validation(self) -> Batch:
+        return {name: tensor[self.validation_rows] for name, tensor in self.everybody.items()}
 
 
 @lru_cache(maxsize=1)
@@ -49,8 +52,7 @@ class Workbench:
         self.task = get_task(config.task)
         self.splits = load_splits(config.data)
         self.num_labels = self.splits["train"].features[config.data.label_column].num_classes
-        self._partitioner: tuple[int, Partitioner] | None = None
-        self._partitions: dict[int, Examples] = {}
+        self._dealt: list[np.ndarray] = []  # the rows of each client
 
     @cached_property
     def model(self) -> AdaptedModel:
@@ -82,27 +84,18 @@ class Workbench:
         """The server's own examples, which no client has."""
         return self.task.encode(self.splits["test"], self.config.data.label_column)
 
-    def partition(self, partition_id: int, number: int) -> "Examples":
-        """A client's examples, when `number` clients share them."""
-        if self._partitioner is None or self._partitioner[0] != number:
-            config = self.config
-            how = Partition(config.partition, config.partition_alpha, number, config.seed)
-            partitioner = make_partitioner(self.splits["train"], how, config.data.label_column)
-            self._partitioner, self._partitions = (number, partitioner), {}
-        if partition_id not in self._partitions:
-            self._partitions[partition_id] = self._encode(partition_id)
-        return self._partitions[partition_id]
+    @cached_property
+    def _train_examples(self) -> Batch:
+        return self.task.encode(self.splits["train"], self.config.data.label_column)
 
-    def _encode(self, partition_id: int) -> "Examples":
-        assert self._partitioner is not None
-        rows = self._partitioner[1].load_partition(partition_id)
-        column, share = self.config.data.label_column, self.config.validation_share
-        held_back = math.ceil(share * len(rows))
-        order = np.random.default_rng(derive(self.config.seed, "validation", partition_id))
-        shuffled = order.permutation(len(rows))
-        train = rows.select(np.sort(shuffled[held_back:]))
-        validation = rows.select(np.sort(shuffled[:held_back]))
-        return Examples(
-            train=self.task.encode(train, column),
-            validation=self.task.encode(validation, column) if held_back else None,
-        )
+    def partition(self, partition_id: int, number: int) -> Examples:
+        """A client's examples, when `number` clients share them."""
+        config = self.config
+        if len(self._dealt) != number:
+            how = Partition(config.partition, config.partition_alpha, number, config.seed)
+            self._dealt = deal_out(self.splits["train"], how, config.data.label_column)
+        rows = self._dealt[partition_id]
+        random = np.random.default_rng(derive(config.seed, "validation", partition_id))
+        held_back = math.ceil(config.validation_share * len(rows))
+        rows = random.permutation(rows) if held_back else rows
+        return Examples(self._train_examples, train_rows=rows[held_back:], validation_rows=rows[:held_back])

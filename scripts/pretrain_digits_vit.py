@@ -46,6 +46,7 @@ FONT_FOLDERS = ["/usr/share/fonts/opentype", "/usr/share/fonts/truetype"]
 SKIPPED_FONTS = ["DejaVuMath"]  # symbols only
 HELD_OUT_FONTS = ["SteveHand", "BecauseWeLearn", "femkeklaver", "LiberationSerif-Italic"]
 GLYPH, BITMAP, IMAGE = 48, 32, 8
+NOT_KEPT = {"id2label", "label2id", "transformers_version"}  # of the model's configuration
 
 
 def find_fonts() -> list[Path]:
@@ -263,7 +264,9 @@ def main() -> None:
         "accuracy-on-held-out-fonts": round(final, 4),
     }
     state = {k: v for k, v in model.state_dict().items() if not k.startswith("classifier")}
-    arguments.output.write_text(encode_backbone(model.config.to_diff_dict(), state, origin))
+    settings = {k: v for k, v in model.config.to_diff_dict().items() if k not in NOT_KEPT}
+    settings["architectures"] = [type(model).__name__]
+    arguments.output.write_text(encode_backbone(settings, state, origin))
     log.info("wrote %s: %s", arguments.output, origin)
 
 
