@@ -1,4 +1,4 @@
-"""The command `ravan-flwr`. What brings torch or Flower is imported by the command that needs it."""
+"""The command `ravan-flwr`. Torch and Flower are imported by the commands that need them."""
 
 import argparse
 import gc
@@ -54,13 +54,12 @@ def _key_table() -> str:
     lines = ["keys, with their defaults (auto: what the preset says):"]
     rows = {"num-clients": ("auto", "clients of the simulation: a whole number at least 1")}
     for key, spec in KEYS.items():
-        about = spec.help if spec.kind is str and not spec.choices else f"{spec.help}: {spec.allowed()}"
+        plain_text = spec.kind is str and not spec.choices
+        about = spec.help if plain_text else f"{spec.help}: {spec.allowed()}"
         rows[key] = (str(spec.default) or "(none)", about)
     for key, (default, about) in rows.items():
         head = f"  {key}={default}"
-        lines += textwrap.wrap(
-            about, 96, initial_indent=f"{head:<30} ", subsequent_indent=" " * 31
-        )
+        lines += textwrap.wrap(about, 96, initial_indent=f"{head:<30} ", subsequent_indent=" " * 31)
     return "\n".join(lines)
 
 

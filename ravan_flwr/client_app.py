@@ -5,6 +5,7 @@ Only Flower's side of it: records in, records out. The work is `training.py`'s.
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import flwr
@@ -16,7 +17,7 @@ from flwr.clientapp import ClientApp
 from ravan_flwr.budgets import budget_share
 from ravan_flwr.config import Config, read_config
 from ravan_flwr.payload import from_record, to_record
-from ravan_flwr.roster import Member
+from ravan_flwr.roster import Member, code_fingerprint
 from ravan_flwr.training import LocalSteps, evaluate, train_locally
 from ravan_flwr.workbench import Examples, Workbench, get_workbench
 
@@ -38,6 +39,7 @@ def query(message: Message, context: Context) -> Message:
         free_memory=_free_memory(bench.model.device),
         versions=f"flwr {flwr.__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
+        code=code_fingerprint(),
         backbone=bench.model.backbone_fingerprint,
         derived=tuple(bench.model.derived_fingerprint()),
     )
@@ -139,8 +141,8 @@ def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":") for line in file)
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        fields = dict(line.split(":") for line in lines)
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return 0

@@ -46,9 +46,9 @@ class Key:
         noun = "a whole number" if self.kind is int else "a number"
         bounds = []
         if self.low > -math.inf:
-            bounds.append(f"{'above' if self.low_open else 'at least'} {self.low:g}")
+            bounds.append(f"{'above' if self.low_open else 'at least'} {self.low:.10g}")
         if self.high < math.inf:
-            bounds.append(f"at most {self.high:g}")
+            bounds.append(f"at most {self.high:.10g}")
         return " ".join([noun, " and ".join(bounds)]).strip()
 
 
@@ -84,16 +84,22 @@ KEYS: dict[str, Key] = {
     ),
     "rank": Key(int, AUTO, "r; auto: what the preset's budget allows", low=1, high=65_536),
     "heads": Key(int, AUTO, "h, RAVAN's heads in every adapted matrix", low=1, high=4_096),
-    "init": Key(str, AUTO, "how the frozen bases are made",
-                ("gram-schmidt", "normal", "constant", "shared-subspace")),
+    "init": Key(
+        str, AUTO, "how the frozen bases are made",
+        ("gram-schmidt", "normal", "constant", "shared-subspace"),
+    ),
     "init-scale": Key(
         float, 1.0, "norm of the columns of B_i and the rows of A_i", low=0, low_open=True, high=1e3
     ),
     "scaling": Key(str, "trained", "the scales s_i of the heads", ("trained", "constant")),
     "scoring": Key(str, "random", "how a client ranks the heads", ("random", "weight", "gradient")),
-    "selection": Key(str, "layer", "K heads in each layer, or the same number anywhere", ("layer", "global")),
+    "selection": Key(
+        str, "layer", "K heads in each layer, or as many anywhere", ("layer", "global")
+    ),
     "budgets": Key(str, "full", "distribution of the clients' budgets", tuple(BUDGETS)),
-    "classifier": Key(str, AUTO, "random and frozen, or trained and averaged", ("frozen", "trained")),
+    "classifier": Key(
+        str, AUTO, "random and frozen, or trained and averaged", ("frozen", "trained")
+    ),
     "eval-every": Key(int, AUTO, "evaluate after every so many rounds", low=1, high=1_000_000),
     "device": Key(str, AUTO, "auto, cpu, cuda, cuda:N or mps"),
     "precision": Key(
@@ -267,9 +273,10 @@ def _did_you_mean(value: str, choices: Iterable[str]) -> str:
 def _check_device(device: str) -> None:
     kind, _, number = device.partition(":")
     if kind not in (AUTO, "cpu", "cuda", "mps") or (number and not number.isdigit()):
-        raise ValueError(
-            f"device = {device!r}: expected auto, cpu, cuda, cuda:N or mps; change it"
-        )
+        raise ValueError(f"device = {device!r}: expected auto, cpu, cuda, cuda:N or mps; change it")
+
+
+_PRESET_FIELDS = {"task", "model", "data", "lora-rank", "run", "learning-rate"}
 
 
 @dataclass(frozen=True)
@@ -287,7 +294,7 @@ class _Preset:
     @classmethod
     def read(cls, path: Path) -> "_Preset":
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        _check_fields(path, "", content, {"task", "model", "data", "lora-rank", "run", "learning-rate"})
+        _check_fields(path, "", content, _PRESET_FIELDS)
         _check_fields(path, "model.", content["model"], {"source", "name"})
         _check_fields(path, "data.", content["data"], {"source", "label-column"})
         _check_fields(path, "run.", content["run"], _FROM_PRESET | {"num-clients"})
@@ -298,7 +305,8 @@ class _Preset:
         clients = content["run"]["num-clients"]
         if not isinstance(clients, int) or clients < 1:
             raise ValueError(
-                f"{path}: run.num-clients = {clients!r}: expected a whole number at least 1; change it"
+                f"{path}: run.num-clients = {clients!r}: expected a whole number at least 1; "
+                "change it"
             )
         try:
             run = {k: _check_key(k, content["run"][k]) for k in _FROM_PRESET}
@@ -330,7 +338,9 @@ class _Preset:
 
 def _check_fields(path: Path, prefix: str, content: Any, expected: set[str]) -> None:
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: {prefix or 'the file'} is no mapping; expected {sorted(expected)}")
+        raise ValueError(
+            f"{path}: {prefix or 'the file'} is no mapping, expected one with {sorted(expected)}"
+        )
     for field in sorted(set(content) ^ expected):
         state = "unknown" if field in content else "missing"
         raise ValueError(

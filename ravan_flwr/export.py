@@ -46,4 +46,3 @@ def write_adapter(folder: Path, model: AdaptedModel) -> None:
     write_atomically(
         folder / "adapter_config.json", (json.dumps(settings, indent=2) + "\n").encode()
     )
-

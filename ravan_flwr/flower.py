@@ -18,7 +18,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
                 "--host", "127.0.0.1", "--port", str(self._port), "--log-file", str(log_file),
             ],
             env=self.environment,
+            # Ray's actors import from the SuperLink's working directory before the app bundle.
+            cwd=self.home,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -80,14 +82,19 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None:
             self._process.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+            with suppress(ProcessLookupError):  # what it started, and itself if it hangs
+                self.signal(signal.SIGKILL)
+            self._process.wait()
         self._stack.close()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the SuperLink and what it started."""
+        if self._process is not None:
+            os.killpg(self._process.pid, number)
 
     def _answers(self) -> bool:
         try:
@@ -143,8 +150,7 @@ def run_in_flower(config: Mapping[str, Scalar], num_clients: int) -> None:
     sys.stdout.write(
         "This stands for:\n"
         "  export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1\n"
-        f"  flwr run . --stream --federation-config {shlex.quote(federation)} "
-        f"-c {shlex.quote(run_config)}\n"
+        f'  flwr run . --stream --federation-config "{federation}" -c "{run_config}"\n'
     )
     sys.stdout.flush()
     with LocalSuperLink() as superlink:

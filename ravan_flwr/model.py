@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from ravan_flwr.adapters import Layer, attach, find_layers
 from ravan_flwr.adapters.attach import TARGETS
@@ -21,6 +21,7 @@ from ravan_flwr.backbones import read_backbone
 from ravan_flwr.config import ModelSpec
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, check_tensor
 from ravan_flwr.seeding import generator
+
 
 class AdaptedModel:
     """A network with a method's adapters in it, lent to one client after the other."""
@@ -129,7 +130,7 @@ def _bundled(spec: ModelSpec, num_labels: int) -> tuple[PreTrainedModel, list[st
     settings, weights = read_backbone(path)
     # The class by its name: the Auto classes import every architecture to find one.
     network_class: type[PreTrainedModel] = getattr(transformers, settings["architectures"][0])
-    config = network_class.config_class(**settings)
+    config = AutoConfig.for_model(**settings)
     config.num_labels = num_labels
     network = network_class(config)
     result = network.load_state_dict(weights, strict=False)
@@ -161,7 +162,8 @@ def _fingerprint(network: nn.Module, skip: set[int]) -> str:
     for name, parameter in sorted(network.named_parameters()):
         if id(parameter) not in skip:
             digest.update(name.encode())
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+            flat = parameter.detach().cpu().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 

@@ -1,10 +1,10 @@
 """The run directory: what was asked for, what happened in each round, how it ended.
 
-    config.json        the resolved configuration
-    rounds.jsonl       a line a round, on disk before the next round begins
-    summary.json       the end: method, parameters, metrics, bytes, seconds
-    checkpoints/       the global state after the last rounds (checkpoint.py)
-    adapter/           the trained adapters (export.py)
+config.json        the resolved configuration
+rounds.jsonl       a line a round, on disk before the next round begins
+summary.json       the end: method, parameters, metrics, bytes, seconds
+checkpoints/       the global state after the last rounds (checkpoint.py)
+adapter/           the trained adapters (export.py)
 """
 
 import json

@@ -4,9 +4,11 @@ Simulated node ids are random, so nothing may depend on them: members are kept s
 partition id, and a round's clients are a function of (seed, round) and the members.
 """
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ class Member:
     device: str
     free_memory: int  # bytes
     versions: str
+    code: str  # fingerprint of this package's own files
     backbone: str  # fingerprint of what is pretrained
     derived: tuple[float, ...]  # fingerprint of what is made from the seed
 
@@ -39,6 +42,7 @@ class Member:
             "device": self.device,
             "free-memory": self.free_memory,
             "versions": self.versions,
+            "code": self.code,
             "backbone": self.backbone,
             "derived": list(self.derived),
         }
@@ -54,6 +58,7 @@ def read_member(node_id: int, answer: Mapping[str, Any]) -> Member:
         "device": str,
         "free-memory": int,
         "versions": str,
+        "code": str,
         "backbone": str,
         "derived": list,
     }
@@ -73,8 +78,28 @@ def read_member(node_id: int, answer: Mapping[str, Any]) -> Member:
     return Member(node_id=node_id, **values | {"derived": tuple(answer["derived"])})
 
 
-def check_same_model(member: Member, backbone: str, derived: Sequence[float]) -> None:
-    """Raise ValueError unless a member has the server's backbone and bases."""
+def code_fingerprint() -> str:
+    """A checksum over this package's own files, wherever it was imported from.
+
+    A SuperNode has the server's files from the app bundle, but Ray's actors in a simulation
+    import from the working directory of the SuperLink first, which may be another checkout.
+    """
+    package = Path(__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def check_same_app(member: Member, code: str, backbone: str, derived: Sequence[float]) -> None:
+    """Raise ValueError unless a member has the server's code, backbone and bases."""
+    if member.code != code:
+        raise ValueError(
+            f"its ravan_flwr has fingerprint {member.code}, expected {code}: other files than the "
+            "server's; in a simulation the SuperLink was started in another checkout, so end it "
+            "and run again"
+        )
     if member.backbone != backbone:
         raise ValueError(
             f"its backbone has fingerprint {member.backbone}, expected {backbone}: another model, "

@@ -24,20 +24,20 @@ def score_heads(
     scoring: str,
     layers: Sequence[MultiHeadLinear],
     random: torch.Generator,
-    backward: Callable[[], None],
+    backward: Callable[[], object],
 ) -> Tensor:
     """(layers, heads); `backward` runs one mini-batch forward and backward."""
     return SCORINGS[scoring](layers, random, backward)
 
 
 def _random_scores(
-    layers: Sequence[MultiHeadLinear], random: torch.Generator, _: Callable[[], None]
+    layers: Sequence[MultiHeadLinear], random: torch.Generator, _: Callable[[], object]
 ) -> Tensor:
     return torch.rand(len(layers), layers[0].heads, generator=random)
 
 
 def _weight_scores(
-    layers: Sequence[MultiHeadLinear], _: torch.Generator, __: Callable[[], None]
+    layers: Sequence[MultiHeadLinear], _: torch.Generator, __: Callable[[], object]
 ) -> Tensor:
     """Relative to the norm of W: how much of its layer a head has already changed."""
     norms = [layer.products().norm(dim=(1, 2)) / layer.base.weight.norm() for layer in layers]
@@ -45,7 +45,7 @@ def _weight_scores(
 
 
 def _gradient_scores(
-    layers: Sequence[MultiHeadLinear], _: torch.Generator, backward: Callable[[], None]
+    layers: Sequence[MultiHeadLinear], _: torch.Generator, backward: Callable[[], object]
 ) -> Tensor:
     """The norms of B_i^T (dL/dy)^T x A_i^T, which is the gradient with respect to s_i H_i.
 
@@ -72,7 +72,8 @@ def _probe(layer: MultiHeadLinear, position: int, norms: dict[int, Tensor]) -> R
         output = output + zero.to(output.dtype)
 
         def reduce(gy: Tensor) -> None:
-            full = gy.flatten(0, -2).float().T @ x.flatten(0, -2).float()  # (out, in)
+            dtype = layer.B.dtype
+            full = gy.flatten(0, -2).to(dtype).T @ x.flatten(0, -2).to(dtype)  # (out, in)
             norms[position] = (layer.B.mT @ full @ layer.A.mT).norm(dim=(1, 2))
 
         output.register_hook(reduce)
@@ -82,7 +83,7 @@ def _probe(layer: MultiHeadLinear, position: int, norms: dict[int, Tensor]) -> R
 
 
 SCORINGS: dict[
-    str, Callable[[Sequence[MultiHeadLinear], torch.Generator, Callable[[], None]], Tensor]
+    str, Callable[[Sequence[MultiHeadLinear], torch.Generator, Callable[[], object]], Tensor]
 ] = {"random": _random_scores, "weight": _weight_scores, "gradient": _gradient_scores}
 
 

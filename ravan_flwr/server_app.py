@@ -44,7 +44,6 @@ def main(grid: Grid, context: Context) -> None:
         _run(grid, bench, resolved, directory, resume=earlier is not None)
     except Exception as error:
         directory.write_json("failure.json", {"error": f"{type(error).__name__}: {error}"})
-        log.error("the run failed: %s", error)
         log.info("run directory: %s", directory.path)
         raise
 

@@ -20,7 +20,14 @@ from ravan_flwr.aggregation import Aggregate
 from ravan_flwr.config import Config
 from ravan_flwr.methods.base import Method, Tensors
 from ravan_flwr.payload import from_record, num_bytes, to_record
-from ravan_flwr.roster import Member, check_derived, check_same_model, read_member, sample
+from ravan_flwr.roster import (
+    Member,
+    check_derived,
+    check_same_app,
+    code_fingerprint,
+    read_member,
+    sample,
+)
 
 log = getLogger(__name__)
 
@@ -64,6 +71,7 @@ class PeftStrategy(Strategy):
         self.config, self.method = config, method
         self.backbone, self.derived = backbone, derived
         self.recorder, self.first_round = recorder, first_round
+        self._code = code_fingerprint()
         self.roster: dict[int, Member] = {}  # by node id
         self.refused: dict[int, str] = {}  # node id -> reason
         self._state: Tensors = {}
@@ -148,9 +156,9 @@ class PeftStrategy(Strategy):
                 break
             time.sleep(0.05)
         if not self.roster:
-            reasons = "; ".join(self.refused.values()) or "no node is connected"
             raise RuntimeError(
-                f"no node to train on: {reasons}; expected at least one; start SuperNodes"
+                f"no node to train on: {_listed(self.refused.values()) or 'none is connected'}. "
+                "Expected at least one that can train; start SuperNodes"
             )
         if wait:
             self._introduce()
@@ -189,7 +197,7 @@ class PeftStrategy(Strategy):
                         f"partition-id {member.partition_id} is taken by node "
                         f"{taken[member.partition_id]}; give every SuperNode its own"
                     )
-                check_same_model(member, self.backbone, self.derived)
+                check_same_app(member, self._code, self.backbone, self.derived)
             except (ValueError, KeyError) as error:
                 self._refuse(node_id, str(error))
             else:
@@ -198,7 +206,7 @@ class PeftStrategy(Strategy):
             self._refuse(node_id, f"no answer within {QUERY_TIMEOUT:g} s")
 
     def _refuse(self, node_id: int, reason: str) -> None:
-        self.refused[node_id] = f"node {node_id}: {reason}"
+        self.refused[node_id] = reason
         log.warning("refused node %d: %s", node_id, reason)
 
     def members_present(self, grid: Grid) -> list[Member]:
@@ -311,9 +319,7 @@ class PeftStrategy(Strategy):
         content = RecordDict({"arrays": arrays, "config": settings})
         return Message(content, member.node_id, kind, group_id=str(number))
 
-    def _exchange(
-        self, grid: Grid, messages: list[Message], timeout: float
-    ) -> Iterator[Message]:
+    def _exchange(self, grid: Grid, messages: list[Message], timeout: float) -> Iterator[Message]:
         """Send, then yield replies as they arrive, until all came or the time is up."""
         members = {m.node_id: m for m in self.roster.values()}
         self._sent = {}
@@ -339,12 +345,24 @@ class PeftStrategy(Strategy):
         self._sent = {}
 
     def _why_no_reply(self, number: int) -> str:
-        reasons = "; ".join(f"{r.client}: {r.reason}" for r in self._rejected)
-        return (
+        reasons = _listed(f"{r.client}: {r.reason}" for r in self._rejected)
+        message = (
             f"round {number}: got no valid reply, expected at least one: "
-            f"{reasons or 'no client is connected'}. What was reached is in the last checkpoint; "
-            "mend the clients and go on with resume=RUN"
+            f"{reasons or 'no client is connected'}."
         )
+        if number > 1:
+            message += (
+                f" Round {number - 1} is in the last checkpoint; mend the clients and go on from "
+                "there with resume=RUN"
+            )
+        return message
+
+
+def _listed(reasons: Iterable[str], most: int = 3) -> str:
+    """Different reasons, the first few of them."""
+    different = list(dict.fromkeys(reasons))
+    more = len(different) - most
+    return "; ".join(different[:most]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _pushed(grid: Grid, messages: list[Message]) -> list[Message]:
@@ -371,7 +389,7 @@ def _replies(grid: Grid, waiting: set[str], timeout: float) -> Iterator[Message]
 
 def _content(reply: Message) -> RecordDict:
     if reply.has_error():
-        reason = reply.error.reason.strip() or "no reason given"
+        reason = (reply.error.reason or "").strip() or "no reason given"
         raise ValueError(f"it failed with code {reply.error.code}: {reason}")
     return reply.content
 

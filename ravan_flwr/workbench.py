@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
+import torch
 
 from ravan_flwr.config import Config
 from ravan_flwr.dataset import Partition, deal_out, load_splits
@@ -70,7 +71,7 @@ class Workbench:
             selection=config.selection,
         )
         network, classifier, targets = build_network(config.model, self.num_labels, config.seed)
-        network.to(pick_device(config.device))
+        torch.nn.Module.to(network, pick_device(config.device))
         return AdaptedModel(
             network,
             classifier,
@@ -98,4 +99,6 @@ class Workbench:
         random = np.random.default_rng(derive(config.seed, "validation", partition_id))
         held_back = math.ceil(config.validation_share * len(rows))
         rows = random.permutation(rows) if held_back else rows
-        return Examples(self._train_examples, train_rows=rows[held_back:], validation_rows=rows[:held_back])
+        return Examples(
+            self._train_examples, train_rows=rows[held_back:], validation_rows=rows[:held_back]
+        )

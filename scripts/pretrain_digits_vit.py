@@ -159,8 +159,8 @@ def build_model() -> ViTForImageClassification:
         num_attention_heads=4,
         intermediate_size=192,
         layer_norm_eps=1e-6,
-        num_labels=len(CLASSES),
     )
+    config.num_labels = len(CLASSES)
     return ViTForImageClassification(config)
 
 
@@ -181,6 +181,7 @@ def accuracy(model: nn.Module, glyphs: Tensor, labels: Tensor, generator: torch.
 
 
 def main() -> None:
+    """Render, train, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--batch-size", type=int, default=256)
@@ -231,7 +232,9 @@ def main() -> None:
     started = time.monotonic()
     for step in range(arguments.steps):
         model.train()
-        pick = torch.multinomial(weight, arguments.batch_size, replacement=True, generator=generator)
+        pick = torch.multinomial(
+            weight, arguments.batch_size, replacement=True, generator=generator
+        )
         logits = model(pixel_values=normalise(distort(glyphs[pick], generator))).logits
         loss = F.cross_entropy(logits, labels[pick], label_smoothing=0.05)
         optimizer.zero_grad()

@@ -52,5 +52,3 @@ def attach(
         adapters[layer.name] = adapt(layer, linear)
         setattr(parent, child, adapters[layer.name])
     return adapters
-
-

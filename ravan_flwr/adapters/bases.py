@@ -17,7 +17,6 @@ Bases never travel: both sides make them from (seed, layer, scheme), in float64 
 rounded to float32 at the end.
 """
 
-import logging
 import math
 from collections.abc import Callable
 
@@ -25,8 +24,6 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.seeding import generator
-
-log = logging.getLogger(__name__)
 
 
 def make_bases(
@@ -43,8 +40,8 @@ def make_bases(
     """B (heads, out, r) and A (heads, r, in) in float32."""
     if rank > min(out_features, in_features):
         raise ValueError(
-            f"layer {layer}: got rank {rank} for a matrix of {out_features} x {in_features}, "
-            f"expected at most {min(out_features, in_features)}; lower rank or raise heads"
+            f"rank = {rank}: layer {layer} is {out_features} x {in_features}, so expected at most "
+            f"{min(out_features, in_features)}; lower rank"
         )
     random = generator(seed, "bases", layer, scheme)
     B, A = SCHEMES[scheme](heads, rank, out_features, in_features, random)
@@ -105,12 +102,6 @@ def _orthonormal_heads(heads: int, rank: int, side: int, random: torch.Generator
     themselves, and in general position to the earlier blocks.
     """
     fit = side // rank
-    if heads > fit:
-        log.info(
-            "gram-schmidt: %d heads of rank %d do not fit into %d dimensions; "
-            "orthonormal in blocks of %d heads",
-            heads, rank, side, fit,
-        )  # fmt: skip
     blocks = []
     for start in range(0, heads, fit):
         count = min(fit, heads - start)

@@ -57,9 +57,12 @@ class MultiHeadLinear(nn.Module):
         return self.B_stack.view(-1, self.heads, self.rank).transpose(0, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        y: Tensor
         if self.subset is not None:
-            return self.subset(x, self.base.bias)
-        return self.base(x) + _low_rank(x, self.A_stack, _cores(self.H, self.s), self.B_stack)
+            y = self.subset(x, self.base.bias)
+        else:
+            y = self.base(x) + _low_rank(x, self.A_stack, _cores(self.H, self.s), self.B_stack)
+        return y
 
     def delta_weight(self) -> Tensor:
         """sum_i s_i B_i H_i A_i, (out, in), as the layer computes it now."""
@@ -151,5 +154,5 @@ def _low_rank(x: Tensor, A_stack: Tensor, cores: Tensor, B_stack: Tensor) -> Ten
 def _delta(B_stack: Tensor, cores: Tensor, A_stack: Tensor) -> Tensor:
     """sum_i B_i C_i A_i, (out, in)"""
     heads, rank, _ = cores.shape
-    CA = torch.bmm(cores, A_stack.view(heads, rank, -1))  # (heads, r, in)
+    CA = torch.bmm(cores, A_stack.view(heads, rank, A_stack.shape[1]))  # (heads, r, in)
     return B_stack @ CA.flatten(0, 1)

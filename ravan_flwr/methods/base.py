@@ -108,7 +108,7 @@ class Method(ABC):
         adapters: Sequence[nn.Module],
         share: float,
         random: torch.Generator,
-        backward: Callable[[], None],
+        backward: Callable[[], object],
     ) -> None:
         """Make trainable what the share pays for.
 

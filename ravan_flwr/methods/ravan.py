@@ -11,6 +11,7 @@ clients that trained head i of that layer, and the old H_i where nobody did (equ
 the mean of products, so that the aggregate's delta-weight is exactly the mean of theirs.
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
@@ -23,6 +24,8 @@ from ravan_flwr.budgets import affordable
 from ravan_flwr.methods.base import Method, Settings, Tensors, check_names, check_tensor
 from ravan_flwr.selection import best_heads, score_heads
 
+log = logging.getLogger(__name__)
+
 
 class Ravan(Method):
     """The state is {"H"}; an upload is {"H": products, "heads": packed bits}."""
@@ -31,6 +34,13 @@ class Ravan(Method):
         super().__init__(settings, layers)
         self.heads = settings.heads
         self.rank = settings.rank or self._largest_rank()
+        sides = [min(layer.out_features, layer.in_features) for layer in self.layers]
+        if settings.init == "gram-schmidt" and self.heads * self.rank > min(sides):
+            log.info(
+                "gram-schmidt: %d heads of rank %d are more than %d dimensions hold; bases are "
+                "orthonormal in blocks of as many heads as fit",
+                self.heads, self.rank, min(sides),
+            )  # fmt: skip
 
     def _largest_rank(self) -> int:
         """The largest r with layers * heads * (r^2 + 1) parameters within the budget."""
@@ -110,7 +120,7 @@ class Ravan(Method):
         adapters: Sequence[nn.Module],
         share: float,
         random: torch.Generator,
-        backward: Callable[[], None],
+        backward: Callable[[], object],
     ) -> None:
         layers = _multihead(adapters)
         number = affordable(share, self.heads)

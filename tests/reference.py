@@ -1,0 +1,42 @@
+"""Slow and plain: what the fast code must agree with."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def multihead_forward(
+    x: Tensor, W: Tensor, bias: Tensor | None, B: Tensor, H: Tensor, A: Tensor, s: Tensor
+) -> Tensor:
+    """y = W x + b + sum_i s_i B_i H_i A_i x, one head and one example at a time."""
+    rows = []
+    for row in x.reshape(-1, x.shape[-1]):
+        y = W @ row
+        if bias is not None:
+            y = y + bias
+        for i in range(len(H)):
+            y = y + s[i] * (B[i] @ (H[i] @ (A[i] @ row)))
+        rows.append(y)
+    return torch.stack(rows).view(*x.shape[:-1], len(W))
+
+
+def multihead_delta(B: Tensor, H: Tensor, A: Tensor, s: Tensor) -> Tensor:
+    """sum_i s_i B_i H_i A_i"""
+    total = torch.zeros(B.shape[1], A.shape[2], dtype=B.dtype)
+    for i in range(len(H)):
+        total = total + s[i] * B[i] @ H[i] @ A[i]
+    return total
+
+
+def head_means(
+    old: Tensor, uploads: Sequence[tuple[Sequence[Sequence[int]], dict[tuple[int, int], Tensor]]]
+) -> Tensor:
+    """Equation 7, head by head. An upload is (heads of each layer, (layer, head) -> s H)."""
+    new = old.clone()
+    for layer in range(old.shape[0]):
+        for head in range(old.shape[1]):
+            got = [sent[layer, head] for heads, sent in uploads if head in heads[layer]]
+            if got:
+                new[layer, head] = torch.stack([g.double() for g in got]).sum(0) / len(got)
+    return new

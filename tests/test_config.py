@@ -1,0 +1,140 @@
+"""Every check of the configuration, and what its errors tell."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ravan_flwr import config as config_module
+from ravan_flwr.cli import read_settings
+from ravan_flwr.config import KEYS, conf_folder, read_config
+
+ROOT = Path(__file__).resolve().parent.parent
+PUBLIC_KEYS = [
+    "preset",
+    "method",
+    "seed",
+    "num-rounds",
+    "clients-per-round",
+    "local-steps",
+    "batch-size",
+    "learning-rate",
+    "partition",
+    "partition-alpha",
+    "rank",
+    "heads",
+    "init",
+    "scaling",
+    "scoring",
+    "selection",
+    "budgets",
+    "classifier",
+    "eval-every",
+    "device",
+    "precision",
+    "output-dir",
+    "resume",
+]
+
+
+def test_pyproject_has_the_keys_and_the_defaults():
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    declared = content["tool"]["flwr"]["app"]["config"]
+    assert declared == {key: spec.default for key, spec in KEYS.items()}
+    assert set(PUBLIC_KEYS) <= set(declared)
+
+
+@pytest.mark.parametrize("path", sorted(conf_folder().glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_preset_resolves(path):
+    config = read_config({"preset": path.stem})
+    assert "auto" not in {config.init, config.partition, config.classifier}
+    assert config.learning_rate > 0
+    for method, rates in yaml.safe_load(path.read_text())["learning-rate"].items():
+        for classifier, rate in rates.items():
+            resolved = read_config(
+                {"preset": path.stem, "method": method, "classifier": classifier}
+            )
+            assert resolved.learning_rate == rate
+
+
+def test_what_is_given_wins_over_the_preset():
+    config = read_config({"num-rounds": 3, "learning-rate": 1, "heads": 8, "rank": 5})
+    assert (config.num_rounds, config.learning_rate, config.heads, config.rank) == (3, 1.0, 8, 5)
+    assert isinstance(config.learning_rate, float)
+
+
+def test_a_resolved_configuration_is_written_in_kebab_case():
+    written = read_config({}).as_dict()
+    assert written["num-rounds"] == 20
+    assert written["data"]["label-column"] == "label"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "ravn"}, "method 'ravn' is unknown: did you mean 'ravan'"),
+        ({"preset": "digit-vit"}, "preset 'digit-vit' is unknown: did you mean 'digits-vit'"),
+        ({"preset": "../x"}, "preset '../x' is unknown. Expected one of: .*digits-vit"),
+        ({"sed": 1}, "unknown key 'sed': did you mean 'seed'.* The keys are: preset, method"),
+        ({"zzz": 1}, "unknown key 'zzz'. The keys are"),
+        ({"seed": "one"}, "seed = 'one': expected a whole number at least 0 .*; got a text"),
+        ({"seed": 1.0}, "seed = 1.0: expected a whole number .*; got a decimal number"),
+        ({"seed": True}, "seed = True: expected .*; got a truth value"),
+        ({"seed": -1}, "seed = -1: expected a whole number at least 0"),
+        ({"seed": "auto"}, "seed = 'auto': expected a whole number"),
+        ({"num-rounds": 0}, 'num-rounds = 0: expected .* at least 1 .*, or "auto"'),
+        ({"learning-rate": 0.0}, "learning-rate = 0.0: expected a number above 0"),
+        ({"learning-rate": float("nan")}, "learning-rate = nan: expected a number above 0"),
+        ({"learning-rate": float("inf")}, "learning-rate = inf: expected"),
+        ({"partition": "irichlet"}, "did you mean 'dirichlet'"),
+        ({"classifier": 3}, "classifier = 3: expected one of frozen, trained"),
+        ({"device": "gpu"}, "device = 'gpu': expected auto, cpu, cuda, cuda:N or mps"),
+        ({"device": "cuda:x"}, "device = 'cuda:x': expected auto"),
+        ({"evaluate-on": "clients"}, "evaluate-on = 'clients' needs examples .* validation-share"),
+    ],
+)
+def test_errors_name_the_key_the_value_and_what_is_allowed(settings, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(settings)
+
+
+def test_words_of_the_command_line():
+    config, clients = read_settings(
+        ["seed=1", "learning-rate=1e-2", "method='ravan'", "num-clients=5", "resume=/a=b"]
+    )
+    assert config == {"seed": 1, "learning-rate": 0.01, "method": "ravan", "resume": "/a=b"}
+    assert clients == 5
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("seed", "got 'seed', expected KEY=VALUE"),
+        ("num-clients=0", "num-clients = 0: expected a whole number at least 1"),
+        ("num-clients=many", "num-clients = 'many': expected a whole number"),
+    ],
+)
+def test_words_that_are_no_settings(word, message):
+    with pytest.raises(ValueError, match=message):
+        read_settings([word])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"task": "visoin"}, "task = 'visoin': expected one of vision"),
+        ({"tsak": "vision"}, "tsak is unknown; expected the fields"),
+        ({"model": {"source": "bundled"}}, "model.name is missing; expected the fields"),
+        ({"model": None}, "model. is no mapping"),
+        ({"lora-rank": 0}, "rank = 0: expected a whole number at least 1"),
+        ({"learning-rate": {"ravan": {"frozen": -1}}}, "learning-rate = -1.0: expected|= -1:"),
+        ({"learning-rate": {}}, "has no learning rate for method 'ravan' with classifier"),
+    ],
+)
+def test_a_preset_is_checked_too(change, message, tmp_path, monkeypatch):
+    content = yaml.safe_load((conf_folder() / "digits-vit.yaml").read_text()) | change
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
+    monkeypatch.setattr(config_module, "conf_folder", lambda: tmp_path)
+    with pytest.raises(ValueError, match=message):
+        read_config({"preset": "mine"})

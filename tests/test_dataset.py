@@ -1,0 +1,69 @@
+"""The examples, and how clients share them."""
+
+import numpy as np
+import pytest
+
+from ravan_flwr.config import DataSpec, read_config
+from ravan_flwr.dataset import PARTITIONERS, Partition, deal_out, load_splits
+from ravan_flwr.workbench import Workbench
+
+SPEC = DataSpec("sklearn-digits", "label")
+
+
+@pytest.fixture(scope="module")
+def splits():
+    return load_splits(SPEC)
+
+
+def test_digits_are_split_four_to_one_by_class(splits):
+    assert {name: len(split) for name, split in splits.items()} == {"train": 1437, "test": 360}
+    shares = [np.bincount(split["label"][:]) / len(split) for split in splits.values()]
+    np.testing.assert_allclose(shares[0], shares[1], atol=0.005)
+    assert splits["test"]["label"][:20] == load_splits(SPEC)["test"]["label"][:20]
+
+
+@pytest.mark.parametrize("kind", PARTITIONERS)
+@pytest.mark.parametrize("number", [1, 2, 20, 100])
+def test_partitions_are_disjoint_complete_and_a_function_of_the_seed(splits, kind, number):
+    def deal(seed):
+        return deal_out(splits["train"], Partition(kind, 0.3, number, seed), "label")
+
+    dealt = deal(0)
+    assert len(dealt) == number
+    assert sorted(np.concatenate(dealt)) == list(range(1437))
+    assert all(np.array_equal(a, b) for a, b in zip(dealt, deal(0), strict=True))
+    assert min(map(len, dealt)) >= 1
+    if number > 1:
+        assert any(not np.array_equal(a, b) for a, b in zip(dealt, deal(1), strict=True))
+
+
+def test_dirichlet_is_uneven_and_iid_is_not(splits):
+    labels = np.array(splits["train"]["label"][:])
+
+    def unevenness(kind):
+        dealt = deal_out(splits["train"], Partition(kind, 0.3, 20, 0), "label")
+        shares = [np.bincount(labels[rows], minlength=10) / len(rows) for rows in dealt]
+        return np.mean([np.max(share) for share in shares])
+
+    assert unevenness("dirichlet") > 0.35
+    assert unevenness("iid") < 0.25
+
+
+def test_more_clients_than_examples_are_refused(splits):
+    with pytest.raises(ValueError, match="2000 clients share 1437 examples"):
+        deal_out(splits["train"], Partition("iid", 0.3, 2000, 0), "label")
+
+
+def test_a_hopeless_dirichlet_says_what_to_do(splits):
+    with pytest.raises(ValueError, match=r"partition-alpha = 0.001: 50 clients .* raise partition"):
+        deal_out(splits["train"], Partition("dirichlet", 0.001, 50, 0), "label")
+
+
+def test_a_validation_part_is_held_back_from_training():
+    bench = Workbench(read_config({"validation-share": 0.2, "evaluate-on": "clients"}))
+    whole = Workbench(read_config({})).partition(3, 20)
+    part = bench.partition(3, 20)
+    assert len(part.validation_rows) == int(np.ceil(0.2 * len(whole.train_rows)))
+    assert sorted([*part.train_rows, *part.validation_rows]) == sorted(whole.train_rows)
+    assert len(part.validation["labels"]) == len(part.validation_rows)
+    assert np.array_equal(part.validation_rows, bench.partition(3, 20).validation_rows)

@@ -1,0 +1,78 @@
+"""The app bundle, and runs of it through Flower's own simulation runtime."""
+
+import json
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ravan_flwr.cli import main
+from ravan_flwr.flower import LocalSuperLink
+
+ROOT = Path(__file__).resolve().parent.parent
+FEDERATION = "num-supernodes=3 client-resources-num-cpus=1"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fab")
+    subprocess.run(["flwr", "build", "--app", str(ROOT)], cwd=folder, check=True)
+    (path,) = folder.glob("*.fab")
+    return path
+
+
+def test_the_bundle_can_be_published(bundle):
+    assert bundle.stat().st_size < 2_000_000
+    with zipfile.ZipFile(bundle) as archive:
+        for entry in archive.infolist():
+            assert entry.file_size < 1_000_000, entry.filename
+            archive.read(entry).decode("utf-8")
+        names = set(archive.namelist())
+    presets = {f"conf/{path.name}" for path in (ROOT / "conf").glob("*.yaml")}
+    backbones = {f"ravan_flwr/backbones/{p.name}" for p in ROOT.glob("ravan_flwr/backbones/*.json")}
+    assert presets | backbones | {"LICENSE", "pyproject.toml", "ravan_flwr/server_app.py"} <= names
+    assert not any(name.startswith((".venv/", "runs/", "tests/test_")) for name in names)
+
+
+@pytest.fixture(scope="module")
+def superlink():
+    with LocalSuperLink() as link:
+        yield link
+    with pytest.raises(ProcessLookupError):  # nothing is left behind
+        link.signal(0)
+
+
+def test_the_bundle_runs_away_from_the_checkout(bundle, superlink, tmp_path):
+    app = tmp_path / "ravan-flwr"
+    with zipfile.ZipFile(bundle) as archive:
+        archive.extractall(app)
+    # A preset that only this copy has: what runs is the bundle, not the checkout.
+    preset = (app / "conf" / "digits-vit.yaml").read_text()
+    shorter = preset.replace("local-steps: 50", "local-steps: 2")
+    (app / "conf" / "only-here.yaml").write_text(shorter)
+    config = f"output-dir='{tmp_path}/runs' preset='only-here' num-rounds=2 budgets='uniform'"
+    assert superlink.run(app, config, FEDERATION) == "finished:completed"
+
+    (directory,) = (tmp_path / "runs").iterdir()
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["preset"], summary["num-clients"], summary["rounds"]) == ("only-here", 3, 2)
+    for line in (directory / "rounds.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        assert record["rejected"] == []
+        assert [client["partition-id"] for client in record["clients"]] == [0, 1, 2]
+
+
+def test_a_run_that_fails_is_told_as_failed(superlink, tmp_path):
+    config = f"output-dir='{tmp_path}' num-rounds=1 local-steps=1 max-update-norm=1e-9"
+    assert superlink.run(ROOT, config, FEDERATION) == "finished:failed"
+    (directory,) = tmp_path.iterdir()
+    assert "got no valid reply" in json.loads((directory / "failure.json").read_text())["error"]
+
+
+def test_a_folder_without_the_app_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(["run"])
+    assert end.value.code == 2
+    assert "found no pyproject.toml in" in capsys.readouterr().err

@@ -1,0 +1,167 @@
+"""The adapted model is lent, and comes back as it was; backbone files are checked."""
+
+import json
+
+import pytest
+import torch
+
+from ravan_flwr.backbones import encode_backbone, read_backbone
+from ravan_flwr.config import ModelSpec, read_config
+from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.model import build_network, pick_device
+from ravan_flwr.training import LocalSteps, evaluate, train_locally
+from ravan_flwr.workbench import Workbench
+
+
+def bench(**settings):
+    return Workbench(read_config({k.replace("_", "-"): v for k, v in settings.items()}))
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return bench(seed=5)
+
+
+def snapshot(model):
+    return {k: v.detach().clone() for k, v in model.network.state_dict().items()}
+
+
+def same(one, two):
+    return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+
+
+def train(shared, share=1.0, round_number=1, client=0, steps=2, **changes):
+    settings = {"number": steps, "batch_size": 8, "learning_rate": 0.01, "precision": "float32"}
+    return train_locally(
+        shared.model,
+        shared.task,
+        shared.partition(client, 4).train,
+        shared.model.initial_state(),
+        share,
+        LocalSteps(**settings | changes),
+        (5, round_number, client),
+    )
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_no_client_sees_what_another_left(shared, share):
+    before, alone = snapshot(shared.model), train(shared, share)
+    train(shared, share, client=1)
+    again = train(shared, share)
+    assert same(before, snapshot(shared.model))
+    assert same(alone.upload, again.upload)
+    assert alone.train_loss == again.train_loss
+    assert all(p.grad is None for p in shared.model.network.parameters())
+
+
+def test_the_model_comes_back_even_when_the_client_fails(shared):
+    before = snapshot(shared.model)
+
+    def fail():
+        with shared.model.holding(shared.model.initial_state()):
+            for parameter in shared.model.parameters():
+                parameter.data.fill_(3.0)
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail()
+    assert same(before, snapshot(shared.model))
+
+
+def test_only_adapters_and_classifier_are_trained(shared):
+    trained = {n for n, p in shared.model.network.named_parameters() if p.requires_grad}
+    assert {name.rsplit(".", 1)[-1] for name in trained} == {"H", "s", "weight", "bias"}
+    assert {n for n in trained if n.endswith(("weight", "bias"))} == {
+        "classifier.weight",
+        "classifier.bias",
+    }
+    frozen = bench(classifier="frozen", seed=5).model
+    names = {n for n, p in frozen.network.named_parameters() if p.requires_grad}
+    assert {name.rsplit(".", 1)[-1] for name in names} == {"H", "s"}
+    assert CLASSIFIER not in frozen.initial_state()
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_local_steps_move_the_chosen_heads_alone(shared, share):
+    upload = train(shared, share).upload
+    heads = shared.model.method.heads_in(upload)
+    assert {len(row) for row in heads} == {int(4 * share)}
+    assert upload["H"].abs().sum(dim=(1, 2)).min() > 0
+    assert upload[CLASSIFIER].shape == (96 * 10 + 10,)
+
+
+def test_rounds_and_clients_draw_other_batches(shared):
+    losses = {train(shared, 1.0, r, 0, steps=1).train_loss for r in (1, 2, 3)}
+    assert len(losses) == 3
+
+
+def test_training_lowers_the_loss(shared):
+    assert train(shared, steps=30).train_loss < 0.8 * train(shared, steps=1).train_loss
+
+
+def test_evaluation_is_the_mean_whatever_the_batches(shared):
+    network, task, examples = shared.model.network, shared.task, shared.test_examples
+    one, two = (evaluate(network, task, examples, size) for size in (7, 360))
+    assert one == pytest.approx(two, rel=1e-5)
+    logits = network(pixel_values=examples["pixel_values"]).logits
+    right = (logits.argmax(-1) == examples["labels"]).double().mean().item()
+    assert two["accuracy"] == pytest.approx(right)
+    assert two["loss"] == pytest.approx(
+        torch.nn.functional.cross_entropy(logits, examples["labels"]).item(), rel=1e-5
+    )
+
+
+def test_bfloat16_trains_and_float16_wants_an_accelerator(shared):
+    low, full = train(shared, precision="bfloat16"), train(shared)
+    assert low.upload["H"].dtype == torch.float32
+    assert low.train_loss == pytest.approx(full.train_loss, rel=0.05)
+    with pytest.raises(ValueError, match="precision = 'float16': got a CPU"):
+        train(shared, precision="float16")
+
+
+def test_the_seed_makes_the_classifier_and_the_fingerprint_tells():
+    one, two, other = bench(seed=1).model, bench(seed=1).model, bench(seed=2).model
+    assert one.derived_fingerprint() == two.derived_fingerprint()
+    assert one.derived_fingerprint() != pytest.approx(other.derived_fingerprint(), rel=1e-3)
+    assert one.backbone_fingerprint == other.backbone_fingerprint
+
+
+def test_a_changed_weight_changes_the_backbones_fingerprint():
+    from ravan_flwr.model import _fingerprint
+
+    network, classifier, _ = build_network(ModelSpec("bundled", "digits-vit"), 10, 0)
+    before = _fingerprint(network, {id(p) for p in classifier})
+    classifier[0].data += 1
+    assert _fingerprint(network, {id(p) for p in classifier}) == before
+    next(network.parameters()).data.view(-1)[0] += 1e-3
+    assert _fingerprint(network, {id(p) for p in classifier}) != before
+
+
+def test_a_device_that_is_not_there_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match=r"device = 'cuda:1' is not there: PyTorch sees 0 CUDA"):
+        pick_device("cuda:1")
+    assert pick_device("auto").type in {"cpu", "mps"}
+
+
+def test_a_model_that_is_not_bundled_lists_those_that_are():
+    with pytest.raises(ValueError, match="model 'x' is not bundled; expected one of: digits-vit"):
+        build_network(ModelSpec("bundled", "x"), 10, 0)
+
+
+def test_backbone_files_round_trip_and_are_checked(tmp_path):
+    path = tmp_path / "x.json"
+    weights = {"w": torch.tensor([[1.5, -2.25]])}
+    path.write_text(encode_backbone({"model_type": "vit"}, weights, {"seed": 0}))
+    config, read = read_backbone(path)
+    assert config == {"model_type": "vit"}
+    assert same(read, weights)
+
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"sha256": "0" * 64}))
+    with pytest.raises(ValueError, match=r"got checksum .* the file is damaged"):
+        read_backbone(path)
+    path.write_text(json.dumps(content | {"format": "other/1"}))
+    with pytest.raises(ValueError, match="got format 'other/1', expected"):
+        read_backbone(path)

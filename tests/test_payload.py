@@ -1,0 +1,47 @@
+"""Records of unknown origin."""
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ravan_flwr.payload import STYPE, from_record, num_bytes, to_record
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int32]
+
+
+@given(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3))
+def test_tensors_round_trip(dtype, shape):
+    tensor = (torch.rand(shape) * 100).to(dtype)
+    record = to_record({"x": tensor})
+    arrived = from_record(record)["x"]
+    assert arrived.dtype == dtype
+    assert torch.equal(arrived, tensor)
+    assert num_bytes(record) == tensor.numel() * tensor.element_size()
+
+
+def test_what_arrives_can_be_written_to_without_changing_the_record():
+    record = to_record({"x": torch.ones(3)})
+    from_record(record)["x"].zero_()
+    assert torch.equal(from_record(record)["x"], torch.ones(3))
+
+
+def test_transposed_tensors_arrive_as_they_look():
+    tensor = torch.arange(6.0).view(2, 3).T
+    assert torch.equal(from_record(to_record({"x": tensor}))["x"], tensor)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (Array("float32", (2,), "numpy.ndarray", b"\0" * 8), "is of stype 'numpy.ndarray'"),
+        (Array("object", (2,), STYPE, b"\0" * 8), "is of dtype 'object', expected one of float32"),
+        (Array("float32", (3,), STYPE, b"\0" * 8), "has 8 bytes, expected 12"),
+        (Array("float32", (-1, -2), STYPE, b"\0" * 8), "has 8 bytes, expected 8 for"),
+        (Array("float32", (2**40, 2**40), STYPE, b""), "has 0 bytes, expected"),
+    ],
+)
+def test_an_array_that_is_not_sound_is_refused(array, message):
+    with pytest.raises(ValueError, match=message):
+        from_record(ArrayRecord({"x": array}))

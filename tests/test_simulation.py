@@ -1,0 +1,262 @@
+"""The whole app in this process, as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import safetensors.torch
+import torch
+
+from ravan_flwr import client_app, simulate, training
+from ravan_flwr.cli import main
+from ravan_flwr.config import read_config
+from ravan_flwr.model import build_network
+from ravan_flwr.training import evaluate
+from ravan_flwr.workbench import get_workbench
+
+SMALL = {"num-rounds": 2, "local-steps": 3, "batch-size": 8}
+
+
+def run(tmp_path, num_clients=4, **settings):
+    config = SMALL | {k.replace("_", "-"): v for k, v in settings.items()}
+    return simulate(config | {"output-dir": str(tmp_path)}, num_clients)
+
+
+def without_times(summary):
+    return {k: v for k, v in summary.items() if k not in {"seconds", "finished"}}
+
+
+def final_state(simulation):
+    (path,) = sorted((simulation.run_dir / "checkpoints").glob("round-*2.safetensors"))
+    return safetensors.torch.load_file(path)
+
+
+def test_a_run_directory_has_everything(tmp_path):
+    simulation = run(tmp_path)
+    directory = simulation.run_dir
+    assert {p.name for p in directory.iterdir()} == {
+        "config.json", "rounds.jsonl", "summary.json", "checkpoints", "adapter",
+    }  # fmt: skip
+    config = json.loads((directory / "config.json").read_text())
+    assert (config["rank"], config["heads"], config["num-rounds"]) == (13, 4, 2)
+    assert "auto" not in {config["init"], config["learning-rate"], config["partition"]}
+    lines = (directory / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [1, 2]
+    for line in lines:
+        record = json.loads(line)
+        assert set(record) == {"round", "train-loss", "metrics", "clients", "rejected", "seconds"}
+        assert set(record["metrics"]) == {"loss", "accuracy"}
+        assert len(record["clients"]) == 3
+        for client in record["clients"]:
+            assert set(client) == {
+                "partition-id", "heads", "selected", "examples", "train-loss", "seconds",
+                "bytes-up", "bytes-down",
+            }  # fmt: skip
+    summary = simulation.summary
+    assert summary == json.loads((directory / "summary.json").read_text())
+    assert summary["trainable-parameters"] == 8 * 4 * (13**2 + 1) + 970
+    assert summary["num-clients"] == 4
+    assert summary["rounds"] == 2
+    assert summary["metrics"]["final"] == json.loads(lines[-1])["metrics"]
+    clients = [client for line in lines for client in json.loads(line)["clients"]]
+    assert summary["bytes-up"] == sum(client["bytes-up"] for client in clients)
+    assert isinstance(summary["bytes-up"], int)
+
+
+@pytest.mark.parametrize("classifier", ["frozen", "trained"])
+def test_bytes_up_are_those_of_the_selected_heads(tmp_path, classifier):
+    simulation = run(tmp_path, budgets="uniform", classifier=classifier, num_rounds=4)
+    heads = set()
+    for line in (simulation.run_dir / "rounds.jsonl").read_text().splitlines():
+        for client in json.loads(line)["clients"]:
+            heads.add(client["heads"])
+            weigh = 8 * client["heads"] * 13 * 13 * 4
+            weigh += 970 * 4 if classifier == "trained" else 0
+            assert weigh <= client["bytes-up"] <= weigh * 1.01
+            assert [len(row) for row in client["selected"]] == [client["heads"]] * 8
+    assert len(heads) > 1
+
+
+@pytest.mark.parametrize("scoring", ["random", "weight", "gradient"])
+@pytest.mark.parametrize("selection", ["layer", "global"])
+def test_the_same_seed_gives_the_same_bits(tmp_path, scoring, selection):
+    settings = {"budgets": "skewed-right", "scoring": scoring, "selection": selection}
+    one, two = (run(tmp_path, seed=3, **settings) for _ in range(2))
+    assert without_times(one.summary) == without_times(two.summary)
+    states = [final_state(simulation) for simulation in (one, two)]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    other = run(tmp_path, seed=4, **settings)
+    assert without_times(other.summary) != without_times(one.summary)
+
+
+def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    whole = run(tmp_path, num_rounds=4, budgets="uniform")
+
+    train = training.train_locally
+
+    def interrupted(*arguments):
+        if arguments[-1][1] == 4:
+            raise KeyboardInterrupt
+        return train(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client_app, "train_locally", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, num_rounds=4, budgets="uniform")
+    (broken,) = [path for path in tmp_path.iterdir() if path != whole.run_dir]
+    assert not (broken / "summary.json").exists()
+    # As if the process had died between the record of round 3 and its checkpoint.
+    (broken / "checkpoints" / "round-000003.safetensors").unlink()
+
+    resumed = run(tmp_path, num_rounds=4, budgets="uniform", resume=str(broken))
+    assert resumed.run_dir == broken
+    assert without_times(resumed.summary) == without_times(whole.summary)
+    one, two = (
+        safetensors.torch.load_file(path / "checkpoints" / "round-000004.safetensors")
+        for path in (whole.run_dir, broken)
+    )
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    lines = (broken / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_a_run_goes_on_for_more_rounds_but_not_as_another(tmp_path):
+    first = run(tmp_path, num_rounds=1)
+    more = run(tmp_path, num_rounds=2, resume=str(first.run_dir))
+    assert more.summary["rounds"] == 2
+    with pytest.raises(ValueError, match=r"differs from this one in seed: then 0, now 1, "):
+        run(tmp_path, seed=1, local_steps=4, resume=str(first.run_dir))
+
+
+def test_a_failed_run_says_why_in_its_directory(tmp_path):
+    with pytest.raises(RuntimeError, match="round 1: got no valid reply"):
+        run(tmp_path, max_update_norm=1e-9)
+    (directory,) = tmp_path.iterdir()
+    assert "upload has norm" in json.loads((directory / "failure.json").read_text())["error"]
+
+
+def test_fewer_clients_than_asked_for_are_all_taken(tmp_path):
+    simulation = run(tmp_path, num_clients=2, clients_per_round=5)
+    records = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
+    assert all(len(json.loads(line)["clients"]) == 2 for line in records)
+
+
+def test_clients_may_evaluate_on_their_own_examples(tmp_path):
+    simulation = run(tmp_path, evaluate_on="clients", validation_share=0.3)
+    assert 0 <= simulation.summary["metrics"]["final"]["accuracy"] <= 1
+
+
+def test_rounds_that_are_not_evaluated_have_no_metrics_but_the_last(tmp_path):
+    simulation = run(tmp_path, num_rounds=3, eval_every=2)
+    records = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
+    assert [bool(json.loads(line)["metrics"]) for line in records] == [False, True, True]
+
+
+def test_a_node_config_may_set_budget_and_device(tmp_path, monkeypatch):
+    from ravan_flwr.simulation import InProcessGrid
+
+    class Edge(InProcessGrid):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            for context in self._contexts.values():
+                context.node_config |= {"budget": 0.5, "device": "cpu"}
+
+    monkeypatch.setattr("ravan_flwr.simulation.InProcessGrid", Edge)
+    simulation = run(tmp_path)
+    line = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()[0]
+    assert {client["heads"] for client in json.loads(line)["clients"]} == {2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"budget": 2.0}, "node config: budget is 2.0, expected a number above 0 and at most 1"),
+        ({"budget": "big"}, "node config: budget is 'big'"),
+        ({"partition-id": 9}, "node config: partition-id is 9, expected 0 to 3"),
+        ({"partition-id": "0"}, "node config: partition-id is '0', expected a whole number"),
+    ],
+)
+def test_a_node_config_is_checked(tmp_path, monkeypatch, settings, message):
+    from ravan_flwr.simulation import InProcessGrid
+
+    class Edge(InProcessGrid):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            for context in self._contexts.values():
+                context.node_config |= settings
+
+    monkeypatch.setattr("ravan_flwr.simulation.InProcessGrid", Edge)
+    with pytest.raises(RuntimeError, match=message):
+        run(tmp_path)
+
+
+def test_the_exported_adapter_gives_peft_the_same_logits(tmp_path):
+    simulation = run(tmp_path)
+    config = read_config(SMALL)
+    bench = get_workbench(config)
+    examples = bench.test_examples
+    with bench.model.holding(final_state(simulation)), torch.inference_mode():
+        ours = bench.model.network(pixel_values=examples["pixel_values"]).logits
+    network, _, _ = build_network(config.model, 10, seed=99)  # another classifier
+    theirs = peft.PeftModel.from_pretrained(network, simulation.run_dir / "adapter")
+    with torch.inference_mode():
+        logits = theirs.eval()(pixel_values=examples["pixel_values"]).logits
+    torch.testing.assert_close(logits, ours, rtol=1e-4, atol=1e-4)
+    accuracy = simulation.summary["metrics"]["final"]["accuracy"]
+    assert evaluate(theirs, bench.task, examples, 256)["accuracy"] == pytest.approx(accuracy)
+
+
+def test_relative_output_starts_at_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert simulate(SMALL, 2).run_dir.parent == tmp_path / "runs"
+    assert simulate(SMALL | {"output-dir": "mine"}, 2).run_dir.parent == tmp_path / "mine"
+
+
+def test_the_command_prints_a_line_a_round_and_the_directory_first_and_last(tmp_path, capsys):
+    main(["simulate", f"output-dir={tmp_path}", "num-clients=3", "num-rounds=2", "local-steps=1"])
+    lines = capsys.readouterr().out.splitlines()
+    (directory,) = tmp_path.iterdir()
+    assert lines[0] == lines[-1] == f"run directory: {directory}"
+    rounds = [line for line in lines if line.startswith("round ")]
+    assert len(rounds) == 2
+    assert "accuracy 0." in rounds[0]
+    assert "heads 4+4+4" in rounds[0]
+    assert any("the preset means 20 clients" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        (["method=ravn"], 2, "error: method 'ravn' is unknown: did you mean 'ravan'?"),
+        (["num-clients=0"], 2, "error: num-clients = 0: expected a whole number at least 1"),
+        (["rank=97"], 2, "error: rank = 97: layer vit.layers.0.attention.q_proj is 96 x 96"),
+        (["max-update-norm=1e-9", "local-steps=1"], 1, "error: round 1: got no valid reply"),
+    ],
+)
+def test_mistakes_end_with_a_status_and_one_line(tmp_path, capsys, words, status, told):
+    with pytest.raises(SystemExit) as end:
+        main(["simulate", f"output-dir={tmp_path}", *words])
+    assert end.value.code == status
+    assert capsys.readouterr().err.startswith(f"ravan-flwr: {told}")
+
+
+def test_help_is_quick_because_it_loads_no_torch():
+    code = (
+        "import sys; from ravan_flwr.cli import main\n"
+        "try: main(['simulate', '--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'flwr', 'transformers', 'datasets')))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "learning-rate=auto" in ended.stdout
+
+
+def test_the_module_is_the_command():
+    command = [sys.executable, "-m", "ravan_flwr", "simulate", "sed=1"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path.home())
+    assert ended.returncode == 2
+    assert "did you mean 'seed'" in ended.stderr

@@ -1,0 +1,333 @@
+"""The strategy against nodes that misbehave, over a Grid of hand-made replies."""
+
+import math
+import uuid
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+
+from ravan_flwr import strategy as strategy_module
+from ravan_flwr.config import read_config
+from ravan_flwr.payload import from_record, num_bytes, to_record
+from ravan_flwr.roster import Member, check_derived, code_fingerprint, read_member, sample
+from ravan_flwr.simulation import InProcessGrid
+from ravan_flwr.strategy import PeftStrategy
+from tests.test_methods import build, train_client
+
+DERIVED = [1.0, 2.0]
+
+
+def member(node_id=1, partition_id=0, **changes):
+    settings: dict[str, Any] = {
+        "num_partitions": 4, "examples": 10, "share": 1.0, "device": "cpu", "free_memory": 0,
+        "versions": "", "code": code_fingerprint(), "backbone": "b", "derived": tuple(DERIVED),
+    }  # fmt: skip
+    return Member(node_id=node_id, partition_id=partition_id, **settings | changes)
+
+
+class Nodes(InProcessGrid):
+    """Nodes 11 .. with partitions in the reverse order; `behave` changes what one sends."""
+
+    def __init__(self, number=4, behave=None, **changes):
+        super().__init__({}, 1)
+        self.method, self.adapters = build()
+        self.members = {
+            11 + i: member(11 + i, number - 1 - i, num_partitions=number, **changes)
+            for i in range(number)
+        }
+        self.behave = behave or (lambda *_: None)
+        self.trained: list[tuple[int, int]] = []
+
+    def get_node_ids(self):
+        return list(self.members)
+
+    def _deliver(self, message):
+        node = self.members[message.metadata.dst_node_id]
+        reply = self.behave(node.partition_id, message) or self.answer(node, message)
+        reply.metadata.__dict__["_message_id"] = str(uuid.uuid4())
+        return reply
+
+    def answer(self, node, message):
+        if message.metadata.message_type == "query":
+            return Message(RecordDict({"member": ConfigRecord(node.as_config())}), reply_to=message)
+        number = message.content["config"]["round"]
+        if message.metadata.message_type == "evaluate":
+            values = {"round": number, "num-examples": 1 + node.partition_id}
+            values["accuracy"] = float(node.partition_id)
+            return Message(RecordDict({"metrics": MetricRecord(values)}), reply_to=message)
+        self.trained.append((number, node.partition_id))
+        state = from_record(message.content["arrays"])
+        upload = train_client(self.method, self.adapters, state, node.share, node.partition_id)
+        values = {"round": number, "train-loss": 1.0, "seconds": 0.1, "derived": DERIVED}
+        records: dict[str, Any] = {"arrays": to_record(upload), "metrics": MetricRecord(values)}
+        return Message(RecordDict(records), reply_to=message)
+
+
+class Notes:
+    def __init__(self):
+        self.records, self.states = [], []
+
+    def round_done(self, record, state):
+        self.records.append(record)
+        self.states.append(state)
+
+
+def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, **settings):
+    notes = Notes()
+    config = read_config({k.replace("_", "-"): v for k, v in settings.items()})
+    strategy = PeftStrategy(
+        config, nodes.method, backbone="b", derived=DERIVED, recorder=notes
+    )  # fmt: skip
+    state = to_record(nodes.method.initial_state())
+    result = strategy.start(
+        nodes, state, num_rounds=rounds, timeout=timeout, evaluate_fn=evaluate_fn
+    )
+    return notes, strategy, result
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    for name in ("NODES_TIMEOUT", "ROSTER_TIMEOUT", "QUERY_TIMEOUT"):
+        monkeypatch.setattr(strategy_module, name, 0.2)
+
+
+def test_a_round_is_recorded_with_who_did_what():
+    notes, _, result = run(Nodes(), clients_per_round=3, evaluate_fn=lambda *_: MetricRecord({}))
+    assert [record["round"] for record in notes.records] == [1, 2]
+    for record, state in zip(notes.records, notes.states, strict=True):
+        assert len(record["clients"]) == 3
+        ids = [client["partition-id"] for client in record["clients"]]
+        assert ids == sorted(ids)
+        for client in record["clients"]:
+            assert client["heads"] == 3
+            assert client["selected"] == [[0, 1, 2]] * 2
+            assert client["bytes-up"] == 2 * 3 * 4 * 4 + 1
+            assert client["bytes-down"] == 2 * 3 * 4 * 4
+        assert state["H"].abs().sum() > 0
+    assert torch.equal(from_record(result.arrays)["H"], notes.states[-1]["H"])
+
+
+def test_who_trains_depends_on_the_seed_and_the_round_not_on_node_ids():
+    one, other = Nodes(), Nodes()
+    other.members = {node_id + 1000: m for node_id, m in reversed(one.members.items())}
+    other.members = {
+        node_id: member(node_id, m.partition_id) for node_id, m in other.members.items()
+    }
+    for nodes in (one, other):
+        run(nodes, rounds=5, clients_per_round=2, evaluate_fn=lambda *_: None)
+    assert sorted(one.trained) == sorted(other.trained)
+    assert len({tuple(p for r, p in one.trained if r == n) for n in range(1, 6)}) > 1
+
+
+def reply_of(change):
+    """A behaviour of partition 2 in training: its honest reply, changed."""
+
+    def behave(nodes, partition_id, message):
+        if partition_id != 2 or message.metadata.message_type != "train":
+            return None
+        honest = nodes.answer(nodes.members[message.metadata.dst_node_id], message)
+        return change(honest, message)
+
+    return behave
+
+
+def with_metrics(**changes):
+    def change(reply, _):
+        content = reply.content
+        values = {k: v for k, v in {**content["metrics"], **changes}.items() if v is not None}
+        content["metrics"] = MetricRecord(values)
+        return reply
+
+    return change
+
+
+def with_tensor(name, tensor):
+    def change(reply, _):
+        arrays = from_record(reply.content["arrays"]) | {name: tensor}
+        reply.content["arrays"] = to_record(arrays)
+        return reply
+
+    return change
+
+
+def without(record):
+    def change(reply, _):
+        del reply.content[record]
+        return reply
+
+    return change
+
+
+FAULTS = {
+    "it raises": (
+        lambda _, message: Message(Error(2, "ValueError: no disk"), reply_to=message),
+        "it failed with code 2: ValueError: no disk",
+    ),
+    "no reason": (lambda _, m: Message(Error(5), reply_to=m), "code 5: no reason given"),
+    "another round": (with_metrics(round=7), "reply is of round 7, expected 1"),
+    "no loss": (with_metrics(**{"train-loss": None}), "missing 'train-loss'"),
+    "loss not finite": (with_metrics(**{"train-loss": math.nan}), "train-loss is nan"),
+    "loss a list": (with_metrics(**{"train-loss": [1.0]}), r"train-loss is \[1.0\]"),
+    "other bases": (with_metrics(derived=[1.0, 2.1]), r"fingerprint \[1.0, 2.1\], expected"),
+    "no fingerprint": (with_metrics(derived=1.0), r"fingerprint \[\], expected"),
+    "no metrics": (without("metrics"), "missing 'metrics'"),
+    "no arrays": (without("arrays"), "missing 'arrays'"),
+    "wrong shape": (with_tensor("H", torch.zeros(6, 2, 1)), r"H is torch.float32 \(6, 2, 1\)"),
+    "not finite": (with_tensor("H", torch.full((6, 2, 2), torch.inf)), "not finite"),
+    "huge": (with_tensor("H", torch.full((6, 2, 2), 1e9)), r"norm 4.899e\+09, expected at most"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_reply_is_rejected_with_its_reason_and_the_round_goes_on(fault):
+    change, reason = FAULTS[fault]
+    nodes = Nodes()
+    nodes.behave = lambda partition_id, message: reply_of(change)(nodes, partition_id, message)
+    notes, _, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
+    (record,) = notes.records
+    assert [client["partition-id"] for client in record["clients"]] == [0, 1, 3]
+    (rejected,) = record["rejected"]
+    assert rejected["client"] == "partition 2"
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(rejected["reason"])
+
+    honest = Nodes()
+    del honest.members[12]  # partition 2
+    expected, _, _ = run(honest, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
+    assert torch.equal(notes.states[0]["H"], expected.states[0]["H"])
+
+
+def test_a_round_without_a_valid_reply_stops_the_run():
+    def fail(_, message):
+        if message.metadata.message_type == "train" and message.content["config"]["round"] == 2:
+            return Message(Error(2, "out of memory"), reply_to=message)
+        return None
+
+    told = r"round 2: got no valid reply, .*out of memory.*; and 1 more.*resume=RUN"
+    with pytest.raises(RuntimeError, match=told):
+        run(Nodes(behave=fail), clients_per_round=4, evaluate_fn=lambda *_: None)
+
+
+def test_a_silent_client_is_left_behind():
+    class Silent(Nodes):
+        def pull_messages(self, message_ids):
+            return [r for r in super().pull_messages(message_ids) if not self.silent(r)]
+
+        def silent(self, reply):
+            node = self.members[reply.metadata.src_node_id]
+            return reply.metadata.message_type == "train" and node.partition_id == 1
+
+    notes, _, _ = run(
+        Silent(), rounds=1, timeout=0.5, clients_per_round=4, evaluate_fn=lambda *_: None
+    )
+    (rejected,) = notes.records[0]["rejected"]
+    assert rejected == {"client": "partition 1", "reason": "no reply within 0.5 s"}
+
+
+def test_a_message_that_cannot_be_sent_is_told():
+    class Full(Nodes):
+        def push_messages(self, messages):
+            return super().push_messages([m for m in messages if not self.too_large(m)])
+
+        def too_large(self, message):
+            meta = message.metadata
+            return meta.message_type == "train" and meta.dst_node_id == 11
+
+    notes, _, _ = run(Full(), rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
+    assert notes.records[0]["rejected"] == [
+        {"client": "partition 3", "reason": "the message could not be sent"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"code": "x"}, "its ravan_flwr has fingerprint x, expected .* another checkout"),
+        ({"backbone": "x"}, "its backbone has fingerprint x, expected b"),
+        ({"derived": (1.0, 3.0)}, r"its bases have fingerprint \[1.0, 3.0\]"),
+        ({"examples": 0}, "examples is 0, expected at least 1"),
+        ({"share": 1.5}, "share is 1.5, expected above 0 and at most 1"),
+        ({"partition_id": 4}, r"partition-id is 4, expected 0 to 3"),
+        ({"partition_id": 0}, "partition-id 0 is taken by node"),
+        ({"device": ""}, None),
+    ],
+)
+def test_a_node_that_does_not_fit_is_refused_by_name(change, reason, caplog):
+    nodes = Nodes()
+    changed = {"partition_id": 3} | change
+    nodes.members[11] = member(11, **changed)
+    _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
+    if reason is None:
+        assert not strategy.refused
+        return
+    ((node_id, told),) = strategy.refused.items()
+    assert node_id in {11, 14}
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(told)
+    assert len(strategy.roster) == 3
+
+
+def test_no_node_that_can_train_stops_the_run_and_says_why_once():
+    told = r"no node to train on: its backbone [^;]*; give it the server's\. Expected"
+    with pytest.raises(RuntimeError, match=told):
+        run(Nodes(backbone="other"))
+    empty = Nodes()
+    empty.members = {}
+    with pytest.raises(RuntimeError, match="no node to train on: none is connected"):
+        run(empty)
+
+
+def test_nodes_that_come_later_are_asked_then_and_those_that_go_are_not_sampled():
+    nodes = Nodes()
+    late = nodes.members.pop(13)
+
+    def evaluate(number, _):
+        if number == 2:
+            nodes.members[13] = late
+        if number == 4:
+            del nodes.members[11]
+
+    run(nodes, rounds=6, clients_per_round=4, evaluate_fn=evaluate)
+    by_round = [{p for r, p in nodes.trained if r == n} for n in range(1, 7)]
+    assert by_round == [{0, 2, 3}] * 2 + [{0, 1, 2, 3}] * 2 + [{0, 1, 2}] * 2
+
+
+def test_evaluation_on_the_clients_weighs_by_examples():
+    settings = {"evaluate_on": "clients", "validation_share": 0.5, "eval_every": 2}
+    notes, _, _ = run(Nodes(), rounds=3, **settings)
+    mean = (0 * 1 + 1 * 2 + 2 * 3 + 3 * 4) / (1 + 2 + 3 + 4)
+    metrics = [record["metrics"] for record in notes.records]
+    assert metrics == [{}, {"accuracy": pytest.approx(mean)}, {"accuracy": pytest.approx(mean)}]
+
+
+def test_sampling_is_even():
+    members = [member(i, i, num_partitions=10) for i in range(10)]
+    counts = dict.fromkeys(range(10), 0)
+    for number in range(1000):
+        chosen = sample(members, 3, 0, number)
+        assert len({m.partition_id for m in chosen}) == 3
+        for one in chosen:
+            counts[one.partition_id] += 1
+    assert min(counts.values()) > 240  # 300 expected, standard deviation 14.5
+    assert max(counts.values()) < 360
+
+
+def test_answers_round_trip_and_missing_fields_are_named():
+    answer = ConfigRecord(member().as_config())
+    assert read_member(1, answer) == member()
+    for key in list(answer):
+        with pytest.raises(ValueError, match=f"{key} is None, expected"):
+            read_member(1, {k: v for k, v in answer.items() if k != key})
+
+
+def test_fingerprints_agree_to_rounding_only():
+    check_derived([1.0, 2.0 + 1e-6], DERIVED)
+    for other in ([1.0], [1.0, 2.01], [1.0, math.nan]):
+        with pytest.raises(ValueError, match="its bases have fingerprint"):
+            check_derived(other, DERIVED)
+
+
+def test_bytes_are_those_of_the_arrays():
+    assert num_bytes(ArrayRecord()) == 0
