@@ -16,7 +16,7 @@ def splits():
 
 
 def test_digits_are_split_four_to_one_by_class(splits):
-    assert {name: len(split) for name, split in splits.items()} == {"train": 1437, "test": 360}
+    assert {name: len(split) for name, split in splits.items()} == {"train": 1438, "test": 359}
     shares = [np.bincount(split["label"][:]) / len(split) for split in splits.values()]
     np.testing.assert_allclose(shares[0], shares[1], atol=0.005)
     assert splits["test"]["label"][:20] == load_splits(SPEC)["test"]["label"][:20]
@@ -30,7 +30,7 @@ def test_partitions_are_disjoint_complete_and_a_function_of_the_seed(splits, kin
 
     dealt = deal(0)
     assert len(dealt) == number
-    assert sorted(np.concatenate(dealt)) == list(range(1437))
+    assert sorted(np.concatenate(dealt)) == list(range(1438))
     assert all(np.array_equal(a, b) for a, b in zip(dealt, deal(0), strict=True))
     assert min(map(len, dealt)) >= 1
     if number > 1:
@@ -50,7 +50,7 @@ def test_dirichlet_is_uneven_and_iid_is_not(splits):
 
 
 def test_more_clients_than_examples_are_refused(splits):
-    with pytest.raises(ValueError, match="2000 clients share 1437 examples"):
+    with pytest.raises(ValueError, match="2000 clients share 1438 examples"):
         deal_out(splits["train"], Partition("iid", 0.3, 2000, 0), "label")
 
 

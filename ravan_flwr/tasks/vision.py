@@ -3,6 +3,7 @@
 from typing import cast
 
 import datasets
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,11 +16,14 @@ class Vision(Task):
     metric = "accuracy"
 
     def encode(self, examples: datasets.Dataset, label_column: str) -> Batch:
-        columns = examples.with_format("torch", columns=["image", label_column])[:]
-        pixels = columns["image"].float()
+        columns = examples.with_format("numpy", columns=["image", label_column])[:]
+        pixels = torch.from_numpy(columns["image"]).float()
         if pixels.ndim == 3:
             pixels = pixels[:, None]
-        return {"pixel_values": pixels * 2 - 1, "labels": columns[label_column].long()}
+        return {
+            "pixel_values": pixels * 2 - 1,
+            "labels": torch.from_numpy(columns[label_column]).long(),
+        }
 
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(_logits(network, batch), batch["labels"])

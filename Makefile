@@ -1,0 +1,47 @@
+# `make run` and `make test` do all the set-up that they need; `make help` lists the rest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: help run simulate test lint types check clean
+
+help:
+	@echo "make run       a federated run in Flower's simulation runtime, 20 clients, digits"
+	@echo "make simulate  the same in one process"
+	@echo "make test      the tests"
+	@echo "make check     lint, types and tests: what CI runs"
+	@echo "make clean     remove the environment and caches, keep the runs"
+	@echo 'Settings go into ARGS: make run ARGS="seed=1 heads=8"; all of them: $(BIN)/ravan-flwr run --help'
+
+run: $(INSTALLED)
+	@$(BIN)/ravan-flwr run $(ARGS)
+
+simulate: $(INSTALLED)
+	@$(BIN)/ravan-flwr simulate $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+check: lint types test
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than Python 3.11; run make PYTHON=python3.11"; exit 1; }
+	@echo "Making the environment $(VENV) (some minutes; later runs skip this)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "Installing the packages of constraints.txt"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+	@echo "Installed"
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.fab
