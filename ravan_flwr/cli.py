@@ -6,7 +6,8 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 
-from ravan_flwr.config import KEYS, Scalar, read_config
+from ravan_flwr.config import read_config
+from ravan_flwr.keys import KEYS, Scalar
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -7,7 +7,7 @@ import datasets
 import numpy as np
 from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner, Partitioner
 
-from ravan_flwr.config import DataSpec
+from ravan_flwr.preset import DataSpec
 from ravan_flwr.seeding import derive
 
 

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from ravan_flwr.config import Scalar
+from ravan_flwr.keys import Scalar
 
 START_TIMEOUT = 60.0
 

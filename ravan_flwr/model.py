@@ -18,8 +18,8 @@ from transformers import AutoConfig, PreTrainedModel
 from ravan_flwr.adapters import Layer, attach, find_layers
 from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.backbones import read_backbone
-from ravan_flwr.config import ModelSpec
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, check_tensor
+from ravan_flwr.preset import ModelSpec
 from ravan_flwr.seeding import generator
 
 

@@ -10,9 +10,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from ravan_flwr.checkpoint import load_checkpoint, save_checkpoint
-from ravan_flwr.config import AUTO, Config, read_config
+from ravan_flwr.config import Config, read_config
 from ravan_flwr.console import Progress, megabytes, minutes, show
 from ravan_flwr.export import write_adapter
+from ravan_flwr.keys import AUTO
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.payload import from_record, to_record
 from ravan_flwr.records import RunDirectory
@@ -89,7 +90,7 @@ def _run(
     final = from_record(result.arrays) if result.arrays else state
     with model.holding(final):
         write_adapter(directory.path / "adapter", model)
-    summary = _summary(bench, config, records, len(strategy.roster))
+    summary = _summary(bench, config, records, len(strategy.roster.members))
     directory.write_json("summary.json", summary)
     (directory.path / "failure.json").unlink(missing_ok=True)
     _tell(summary, bench.task.metric, directory)

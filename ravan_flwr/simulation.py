@@ -17,7 +17,8 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr import client_app, server_app
-from ravan_flwr.config import AUTO, KEYS, Scalar, read_config
+from ravan_flwr.config import read_config
+from ravan_flwr.keys import AUTO, KEYS, Scalar
 from ravan_flwr.records import RunDirectory
 
 

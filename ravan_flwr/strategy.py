@@ -5,9 +5,8 @@ this one has its own. Replies are folded as they arrive; a bad one is rejected, 
 reason in the record; a round without a valid one stops the run.
 """
 
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any, Protocol
@@ -18,22 +17,17 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from ravan_flwr.aggregation import Aggregate
 from ravan_flwr.config import Config
+from ravan_flwr.exchange import check_round, content_of, finite, pull_replies, push
 from ravan_flwr.methods.base import Method, Tensors
 from ravan_flwr.payload import from_record, num_bytes, to_record
+from ravan_flwr.recruiting import Recruiter, listed
 from ravan_flwr.roster import (
     Member,
     check_derived,
-    check_same_app,
-    code_fingerprint,
-    read_member,
     sample,
 )
 
 log = getLogger(__name__)
-
-NODES_TIMEOUT = 60.0  # seconds to wait for the first node
-ROSTER_TIMEOUT = 20.0  # seconds to wait for the rest, from the last that came
-QUERY_TIMEOUT = 300.0  # seconds to wait for answers: a node loads its model and data first
 
 
 class Recorder(Protocol):
@@ -69,11 +63,9 @@ class PeftStrategy(Strategy):
         first_round: int = 1,
     ) -> None:
         self.config, self.method = config, method
-        self.backbone, self.derived = backbone, derived
+        self.derived = derived
         self.recorder, self.first_round = recorder, first_round
-        self._code = code_fingerprint()
-        self.roster: dict[int, Member] = {}  # by node id
-        self.refused: dict[int, str] = {}  # node id -> reason
+        self.roster = Recruiter(config.num_clients, backbone, derived)
         self._state: Tensors = {}
         self._sent: dict[str, tuple[Member, int]] = {}  # message id -> whom, how many bytes
         self._clients: list[dict[str, Any]] = []
@@ -101,7 +93,7 @@ class PeftStrategy(Strategy):
         train_config = train_config or ConfigRecord()
         evaluate_config = evaluate_config or ConfigRecord()
         self.summary()
-        self.recruit(grid, wait=True)
+        self.roster.recruit(grid, wait=True)
         result = Result()
         arrays = initial_arrays
         for number in range(self.first_round, num_rounds + 1):
@@ -137,83 +129,8 @@ class PeftStrategy(Strategy):
                 },
                 self._state,
             )
-            self.recruit(grid)
+            self.roster.recruit(grid)
         return result
-
-    # Who takes part.
-
-    def recruit(self, grid: Grid, *, wait: bool = False) -> None:
-        """Ask every node that is new the one question; at the start, wait for them to come."""
-        patience = time.monotonic() + (NODES_TIMEOUT if wait else 0.0)
-        while True:
-            known = self.roster.keys() | self.refused.keys()
-            if new := [node_id for node_id in grid.get_node_ids() if node_id not in known]:
-                self._ask(grid, new)
-                patience = time.monotonic() + (ROSTER_TIMEOUT if wait else 0.0)
-            if len(self.roster) + len(self.refused) >= self._expected_nodes():
-                break
-            if time.monotonic() >= patience:
-                break
-            time.sleep(0.05)
-        if not self.roster:
-            raise RuntimeError(
-                f"no node to train on: {_listed(self.refused.values()) or 'none is connected'}. "
-                "Expected at least one that can train; start SuperNodes"
-            )
-        if wait:
-            self._introduce()
-
-    def _expected_nodes(self) -> int:
-        return max((m.num_partitions for m in self.roster.values()), default=1)
-
-    def _introduce(self) -> None:
-        """Say who is there, and how to have as many as the preset means."""
-        members = self.roster.values()
-        shares = sorted({m.share for m in members})
-        log.info(
-            "%d nodes with %d examples, budgets %s, on %s",
-            len(members), sum(m.examples for m in members),
-            ", ".join(f"{s:g}" for s in shares), ", ".join(sorted({m.device for m in members})),
-        )  # fmt: skip
-        if (missing := self._expected_nodes() - len(members)) > 0:
-            log.warning("%d of the nodes' partitions have no node; they are left out", missing)
-        if len(members) < self.config.num_clients:
-            log.info(
-                "the preset means %d clients; a simulation has them with: flwr run . --stream "
-                '--federation-config "num-supernodes=%d client-resources-num-cpus=1"',
-                self.config.num_clients, self.config.num_clients,
-            )  # fmt: skip
-
-    def _ask(self, grid: Grid, nodes: Iterable[int]) -> None:
-        messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in nodes]
-        asked = {m.metadata.message_id: m.metadata.dst_node_id for m in _pushed(grid, messages)}
-        for reply in _replies(grid, set(asked), QUERY_TIMEOUT):
-            node_id = asked.pop(reply.metadata.reply_to_message_id)
-            try:
-                member = read_member(node_id, _content(reply).config_records["member"])
-                taken = {m.partition_id: m.node_id for m in self.roster.values()}
-                if member.partition_id in taken:
-                    raise ValueError(
-                        f"partition-id {member.partition_id} is taken by node "
-                        f"{taken[member.partition_id]}; give every SuperNode its own"
-                    )
-                check_same_app(member, self._code, self.backbone, self.derived)
-            except (ValueError, KeyError) as error:
-                self._refuse(node_id, str(error))
-            else:
-                self.roster[node_id] = member
-        for node_id in asked.values():
-            self._refuse(node_id, f"no answer within {QUERY_TIMEOUT:g} s")
-
-    def _refuse(self, node_id: int, reason: str) -> None:
-        self.refused[node_id] = reason
-        log.warning("refused node %d: %s", node_id, reason)
-
-    def members_present(self, grid: Grid) -> list[Member]:
-        """The members that are connected now, by partition id."""
-        present = set(grid.get_node_ids())
-        members = [m for m in self.roster.values() if m.node_id in present]
-        return sorted(members, key=lambda member: member.partition_id)
 
     # Training.
 
@@ -223,7 +140,7 @@ class PeftStrategy(Strategy):
         """A message for each sampled client, with what the method sends it."""
         self._state = from_record(arrays)
         self._clients, self._rejected = [], []
-        members = self.members_present(grid)
+        members = self.roster.present(grid)
         number = min(self.config.clients_per_round, len(members))
         for member in sample(members, number, self.config.seed, server_round):
             broadcast = to_record(self.method.broadcast(self._state, member.share))
@@ -238,7 +155,7 @@ class PeftStrategy(Strategy):
         for reply in replies:
             member, bytes_down = self._sent.pop(reply.metadata.reply_to_message_id)
             try:
-                content = _content(reply)
+                content = content_of(reply)
                 metrics = self._train_metrics(content, server_round, member)
                 record = content.array_records["arrays"]
                 upload = from_record(record)
@@ -272,10 +189,10 @@ class PeftStrategy(Strategy):
         self, content: RecordDict, server_round: int, member: Member
     ) -> dict[str, float]:
         metrics = content.metric_records["metrics"]
-        _check_round(metrics, server_round)
+        check_round(metrics, server_round)
         derived = metrics["derived"]
         check_derived(derived if isinstance(derived, list) else [], self.derived, member.versions)
-        return {key: _finite(metrics, key) for key in ("train-loss", "seconds")}
+        return {key: finite(metrics, key) for key in ("train-loss", "seconds")}
 
     # Evaluation on the clients' own validation parts.
 
@@ -283,7 +200,7 @@ class PeftStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """A message for every client."""
-        for member in self.members_present(grid):
+        for member in self.roster.present(grid):
             yield self._message(member, MessageType.EVALUATE, server_round, arrays, config)
 
     def aggregate_evaluate(
@@ -294,9 +211,9 @@ class PeftStrategy(Strategy):
         for reply in replies:
             member, _ = self._sent.pop(reply.metadata.reply_to_message_id)
             try:
-                metrics = _content(reply).metric_records["metrics"]
-                _check_round(metrics, server_round)
-                values = {key: _finite(metrics, key) for key in metrics if key != "round"}
+                metrics = content_of(reply).metric_records["metrics"]
+                check_round(metrics, server_round)
+                values = {key: finite(metrics, key) for key in metrics if key != "round"}
                 answers[member.partition_id] = (values.pop("num-examples"), values)
             except (ValueError, KeyError) as error:
                 self._reject(member, error)
@@ -321,18 +238,18 @@ class PeftStrategy(Strategy):
 
     def _exchange(self, grid: Grid, messages: list[Message], timeout: float) -> Iterator[Message]:
         """Send, then yield replies as they arrive, until all came or the time is up."""
-        members = {m.node_id: m for m in self.roster.values()}
+        members = self.roster.members
         self._sent = {}
         sizes = [num_bytes(m.content.array_records["arrays"]) for m in messages]
         everyone = [members[m.metadata.dst_node_id] for m in messages]
-        pushed = {id(m) for m in _pushed(grid, messages)}
+        pushed = {id(m) for m in push(grid, messages)}
         for message, member, size in zip(messages, everyone, sizes, strict=True):
             if id(message) in pushed:
                 self._sent[message.metadata.message_id] = (member, size)
             else:
                 self._reject(member, "the message could not be sent")
         self._timeout = timeout
-        yield from _replies(grid, set(self._sent), timeout)
+        yield from pull_replies(grid, set(self._sent), timeout)
 
     def _reject(self, member: Member, reason: object) -> None:
         text = f"missing {reason}" if isinstance(reason, KeyError) else str(reason)
@@ -345,7 +262,7 @@ class PeftStrategy(Strategy):
         self._sent = {}
 
     def _why_no_reply(self, number: int) -> str:
-        reasons = _listed(f"{r.client}: {r.reason}" for r in self._rejected)
+        reasons = listed(f"{r.client}: {r.reason}" for r in self._rejected)
         message = (
             f"round {number}: got no valid reply, expected at least one: "
             f"{reasons or 'no client is connected'}."
@@ -356,54 +273,6 @@ class PeftStrategy(Strategy):
                 "there with resume=RUN"
             )
         return message
-
-
-def _listed(reasons: Iterable[str], most: int = 3) -> str:
-    """Different reasons, the first few of them."""
-    different = list(dict.fromkeys(reasons))
-    more = len(different) - most
-    return "; ".join(different[:most]) + (f"; and {more} more" if more > 0 else "")
-
-
-def _pushed(grid: Grid, messages: list[Message]) -> list[Message]:
-    """Push, and return those messages that were taken."""
-    taken = set(grid.push_messages(messages))
-    return [message for message in messages if message.metadata.message_id in taken]
-
-
-def _replies(grid: Grid, waiting: set[str], timeout: float) -> Iterator[Message]:
-    """Replies to these messages as they arrive; polls often at first, then less."""
-    deadline = time.monotonic() + timeout
-    pause = 0.005
-    while waiting and time.monotonic() < deadline:
-        came = False
-        for reply in grid.pull_messages(waiting):
-            if reply.metadata.reply_to_message_id in waiting:
-                came = True
-                waiting.remove(reply.metadata.reply_to_message_id)
-                yield reply
-        pause = 0.005 if came else min(pause * 1.5, 0.2)
-        if not came:
-            time.sleep(pause)
-
-
-def _content(reply: Message) -> RecordDict:
-    if reply.has_error():
-        reason = (reply.error.reason or "").strip() or "no reason given"
-        raise ValueError(f"it failed with code {reply.error.code}: {reason}")
-    return reply.content
-
-
-def _check_round(metrics: Mapping[str, Any], expected: int) -> None:
-    if metrics["round"] != expected:
-        raise ValueError(f"reply is of round {metrics['round']}, expected {expected}")
-
-
-def _finite(metrics: Mapping[str, Any], key: str) -> float:
-    value = metrics[key]
-    if isinstance(value, list) or not math.isfinite(value):
-        raise ValueError(f"{key} is {value!r}, expected a finite number")
-    return float(value)
 
 
 def _plain(number: float) -> int | float:

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ravan_flwr import config as config_module
+from ravan_flwr import preset as preset_module
 from ravan_flwr.cli import read_settings
-from ravan_flwr.config import KEYS, conf_folder, read_config
+from ravan_flwr.config import read_config
+from ravan_flwr.keys import KEYS
+from ravan_flwr.preset import conf_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC_KEYS = [
@@ -135,6 +137,6 @@ def test_words_that_are_no_settings(word, message):
 def test_a_preset_is_checked_too(change, message, tmp_path, monkeypatch):
     content = yaml.safe_load((conf_folder() / "digits-vit.yaml").read_text()) | change
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
-    monkeypatch.setattr(config_module, "conf_folder", lambda: tmp_path)
+    monkeypatch.setattr(preset_module, "conf_folder", lambda: tmp_path)
     with pytest.raises(ValueError, match=message):
         read_config({"preset": "mine"})

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from ravan_flwr.config import DataSpec, read_config
+from ravan_flwr.config import read_config
 from ravan_flwr.dataset import PARTITIONERS, Partition, deal_out, load_splits
+from ravan_flwr.preset import DataSpec
 from ravan_flwr.workbench import Workbench
 
 SPEC = DataSpec("sklearn-digits", "label")

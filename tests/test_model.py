@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from ravan_flwr.backbones import encode_backbone, read_backbone
-from ravan_flwr.config import ModelSpec, read_config
+from ravan_flwr.config import read_config
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.model import build_network, pick_device
+from ravan_flwr.preset import ModelSpec
 from ravan_flwr.training import LocalSteps, evaluate, train_locally
 from ravan_flwr.workbench import Workbench
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from ravan_flwr.adapters import MultiHeadLinear, make_bases
 from ravan_flwr.budgets import BUDGETS, SHARES, affordable, budget_share
-from ravan_flwr.config import KEYS
+from ravan_flwr.keys import KEYS
 from ravan_flwr.seeding import generator
 from ravan_flwr.selection import SCORINGS, best_heads, score_heads
 

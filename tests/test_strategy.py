@@ -8,7 +8,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
-from ravan_flwr import strategy as strategy_module
+from ravan_flwr import recruiting
 from ravan_flwr.config import read_config
 from ravan_flwr.payload import from_record, num_bytes, to_record
 from ravan_flwr.roster import Member, check_derived, code_fingerprint, read_member, sample
@@ -90,7 +90,7 @@ def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, **settings):
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     for name in ("NODES_TIMEOUT", "ROSTER_TIMEOUT", "QUERY_TIMEOUT"):
-        monkeypatch.setattr(strategy_module, name, 0.2)
+        monkeypatch.setattr(recruiting, name, 0.2)
 
 
 def test_a_round_is_recorded_with_who_did_what():
@@ -260,13 +260,13 @@ def test_a_node_that_does_not_fit_is_refused_by_name(change, reason, caplog):
     nodes.members[11] = member(11, **changed)
     _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
     if reason is None:
-        assert not strategy.refused
+        assert not strategy.roster.refused
         return
-    ((node_id, told),) = strategy.refused.items()
+    ((node_id, told),) = strategy.roster.refused.items()
     assert node_id in {11, 14}
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(told)
-    assert len(strategy.roster) == 3
+    assert len(strategy.roster.members) == 3
 
 
 def test_no_node_that_can_train_stops_the_run_and_says_why_once():

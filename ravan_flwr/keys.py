@@ -1,0 +1,146 @@
+"""The keys of a run config: what each may hold, and errors that say so.
+
+A run config is what `[tool.flwr.app.config]` holds and `flwr run . -c "key=value"`
+overrides: flat, kebab-case, with bool, int, float and str values. A key that is `"auto"`
+takes the preset's value.
+"""
+
+import difflib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ravan_flwr.budgets import BUDGETS
+from ravan_flwr.methods import METHODS
+
+Scalar: TypeAlias = bool | int | float | str
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Key:
+    """What one key of the run config may hold."""
+
+    kind: type[int] | type[float] | type[str]
+    default: Scalar
+    help: str
+    choices: tuple[str, ...] = ()
+    low: float = -math.inf
+    high: float = math.inf
+    low_open: bool = False  # is `low` itself out of range?
+
+    def allowed(self) -> str:
+        """What the key takes, in words."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.kind is str:
+            return "a text"
+        noun = "a whole number" if self.kind is int else "a number"
+        bounds = []
+        if self.low > -math.inf:
+            bounds.append(f"{'above' if self.low_open else 'at least'} {self.low:.10g}")
+        if self.high < math.inf:
+            bounds.append(f"at most {self.high:.10g}")
+        return " ".join([noun, " and ".join(bounds)]).strip()
+
+
+# What each key is. `pyproject.toml` repeats the defaults for Flower, and a test compares them.
+KEYS: dict[str, Key] = {
+    "preset": Key(str, "digits-vit", "task, model and settings: a file of conf/"),
+    "method": Key(str, "ravan", "federated method", tuple(METHODS)),
+    "seed": Key(int, 0, "every random choice is a function of it", low=0, high=2**31 - 1),
+    "num-rounds": Key(int, AUTO, "rounds", low=1, high=1_000_000),
+    "clients-per-round": Key(int, AUTO, "clients sampled in a round", low=1, high=1_000_000),
+    "local-steps": Key(int, AUTO, "a client's optimiser steps in a round", low=1, high=1_000_000),
+    "batch-size": Key(int, AUTO, "examples in a step", low=1, high=65_536),
+    "learning-rate": Key(float, AUTO, "Adam's", low=0, low_open=True, high=10),
+    "partition": Key(str, AUTO, "how simulated clients share the data", ("iid", "dirichlet")),
+    "partition-alpha": Key(
+        float, AUTO, "Dirichlet concentration", low=0, low_open=True, high=1_000_000
+    ),
+    "rank": Key(int, AUTO, "r; auto: what the preset's budget allows", low=1, high=65_536),
+    "heads": Key(int, AUTO, "h, RAVAN's heads in every adapted matrix", low=1, high=4_096),
+    "init": Key(
+        str, AUTO, "how the frozen bases are made",
+        ("gram-schmidt", "normal", "constant", "shared-subspace"),
+    ),
+    "init-scale": Key(
+        float, 1.0, "norm of the columns of B_i and the rows of A_i", low=0, low_open=True, high=1e3
+    ),
+    "scaling": Key(str, "trained", "the scales s_i of the heads", ("trained", "constant")),
+    "scoring": Key(str, "random", "how a client ranks the heads", ("random", "weight", "gradient")),
+    "selection": Key(
+        str, "layer", "K heads in each layer, or as many anywhere", ("layer", "global")
+    ),
+    "budgets": Key(str, "full", "distribution of the clients' budgets", tuple(BUDGETS)),
+    "classifier": Key(
+        str, AUTO, "random and frozen, or trained and averaged", ("frozen", "trained")
+    ),
+    "eval-every": Key(int, AUTO, "evaluate after every so many rounds", low=1, high=1_000_000),
+    "device": Key(str, AUTO, "auto, cpu, cuda, cuda:N or mps"),
+    "precision": Key(
+        str, "float32", "of the local steps' products", ("float32", "bfloat16", "float16")
+    ),
+    "output-dir": Key(str, AUTO, "folder of the run directories, an absolute path"),
+    "resume": Key(str, "", "a run directory to go on with"),
+    "evaluate-on": Key(
+        str, "server", "the server's test examples, or each client's own validation part",
+        ("server", "clients"),
+    ),
+    "validation-share": Key(
+        float, 0.0, "of its examples that a client holds back to evaluate on", low=0, high=0.9
+    ),
+    "round-timeout": Key(
+        float, 3600.0, "seconds to wait for the replies of a round", low=0, low_open=True
+    ),
+    "max-update-norm": Key(
+        float, 1e6, "a reply with a larger norm is rejected", low=0, low_open=True
+    ),
+}  # fmt: skip
+
+
+def check_key(key: str, value: Scalar) -> Scalar:
+    """The value, with whole numbers widened where the key is a float."""
+    if key not in KEYS:
+        raise ValueError(
+            f"unknown key {key!r}{_did_you_mean(key, KEYS)} The keys are: {', '.join(KEYS)}"
+        )
+    spec = KEYS[key]
+    if value == AUTO and spec.default == AUTO:
+        return value
+    problem = f"{key} = {value!r}: expected {spec.allowed()}"
+    if spec.default == AUTO:
+        problem += ', or "auto"'
+    if isinstance(value, bool):
+        raise ValueError(f"{problem}; got a truth value")
+    if spec.kind is float and isinstance(value, int):
+        value = float(value)
+    if not isinstance(value, spec.kind):
+        raise ValueError(f"{problem}; got a {_TYPE_NAMES[type(value)]}")
+    if spec.choices:
+        check_choice(key, str(value), spec.choices)
+    if isinstance(value, int | float):
+        inside = spec.low < value if spec.low_open else spec.low <= value
+        if not (math.isfinite(value) and inside and value <= spec.high):
+            raise ValueError(f"{problem}; change it")
+    return value
+
+
+_TYPE_NAMES = {str: "text", int: "whole number", float: "decimal number"}
+
+
+def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
+    """Raise ValueError, with the nearest match, unless the value is among the choices."""
+    choices = tuple(choices)
+    if value not in choices:
+        raise ValueError(
+            f"{key} {value!r} is unknown{_did_you_mean(value, choices)} "
+            f"Expected one of: {', '.join(choices)}"
+        )
+
+
+def _did_you_mean(value: str, choices: Iterable[str]) -> str:
+    near = difflib.get_close_matches(value, list(choices), n=1)
+    return f": did you mean {near[0]!r}?" if near else "."
