@@ -74,7 +74,7 @@ class PeftStrategy(Strategy):
     def summary(self) -> None:
         """Say what is about to run."""
         log.info(
-            "%s, rank %d, %d trainable parameters; %d clients a round, %d local steps of %d",
+            "%s, rank %d, %d parameters in the adapters; %d clients a round, %d local steps of %d",
             self.config.method, self.method.rank, self.method.trainable_parameters(),
             self.config.clients_per_round, self.config.local_steps, self.config.batch_size,
         )  # fmt: skip
