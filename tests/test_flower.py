@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -17,7 +18,8 @@ FEDERATION = "num-supernodes=3 client-resources-num-cpus=1"
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fab")
-    subprocess.run(["flwr", "build", "--app", str(ROOT)], cwd=folder, check=True)
+    flwr = Path(sys.executable).parent / "flwr"  # the environment need not be activated
+    subprocess.run([flwr, "build", "--app", ROOT], cwd=folder, check=True)
     (path,) = folder.glob("*.fab")
     return path
 
