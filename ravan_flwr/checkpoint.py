@@ -23,13 +23,35 @@ KEPT = 3
 def save_checkpoint(folder: Path, round_number: int, state: Tensors) -> None:
     """Write the state after a round, then drop all but the last few."""
     data = safetensors.torch.save({k: v.contiguous() for k, v in state.items()})
-    path = folder / f"round-{round_number:06d}.safetensors"
-    checksum = {"round": round_number, "sha256": hashlib.sha256(data).hexdigest()}
-    write_atomically(path, data)
-    write_atomically(path.with_suffix(".json"), json.dumps(checksum).encode())
+    _write(folder / f"round-{round_number:06d}.safetensors", round_number, data)
     for old in sorted(folder.glob("round-*.safetensors"))[:-KEPT]:
         old.with_suffix(".json").unlink(missing_ok=True)
         old.unlink()
+
+
+def save_fixed(folder: Path, fixed: Tensors) -> None:
+    """Write what a calibration round fixed for the run."""
+    _write(folder / "fixed.safetensors", 0, safetensors.torch.save(fixed))
+
+
+def load_fixed(folder: Path) -> Tensors | None:
+    """What a calibration round fixed; None if there was none."""
+    path = folder / "fixed.safetensors"
+    if not path.exists():
+        return None
+    try:
+        return _read(path)[1]
+    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}), expected what the calibration round made; start a new "
+            "run"
+        ) from None
+
+
+def _write(path: Path, round_number: int, data: bytes) -> None:
+    checksum = {"round": round_number, "sha256": hashlib.sha256(data).hexdigest()}
+    write_atomically(path, data)
+    write_atomically(path.with_suffix(".json"), json.dumps(checksum).encode())
 
 
 def load_checkpoint(folder: Path) -> tuple[int, Tensors]:

@@ -5,6 +5,7 @@ import gc
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ravan_flwr.config import read_config
 from ravan_flwr.keys import KEYS, Scalar
@@ -48,6 +49,15 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
         sub.set_defaults(command=command)
+    study = commands.add_parser(
+        "study",
+        help="run a grid of settings and seeds, and write a table",
+        description="Run what a study file names and is not done yet; write its tables.",
+    )
+    study.add_argument("file", type=Path, help="a file such as conf/studies/ablations-digits.yaml")
+    study.add_argument("--output", type=Path, help="folder of the study (default: studies/NAME)")
+    study.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    study.set_defaults(command=_study)
     return parser
 
 
@@ -111,3 +121,17 @@ def _run(parsed: argparse.Namespace) -> None:
     from ravan_flwr.flower import run_in_flower  # noqa: PLC0415
 
     run_in_flower(config, num_clients or checked.num_clients)
+
+
+def _study(parsed: argparse.Namespace) -> None:
+    from ravan_flwr.console import show  # noqa: PLC0415
+    from ravan_flwr.study import run_study  # noqa: PLC0415
+
+    if not parsed.file.is_file():
+        raise ValueError(f"study: found no file {parsed.file}; expected one such as those of conf/")
+    if parsed.jobs < 1:
+        raise ValueError(f"--jobs {parsed.jobs}: expected a whole number at least 1; change it")
+    show()
+    folder = (parsed.output or Path("studies") / parsed.file.stem).absolute()
+    if not run_study(parsed.file, folder, parsed.jobs):
+        raise RuntimeError("some runs failed; they are listed above; the same command tries again")

@@ -16,9 +16,18 @@ from flwr.clientapp import ClientApp
 
 from ravan_flwr.budgets import budget_share
 from ravan_flwr.config import Config, read_config
-from ravan_flwr.payload import from_record, to_record
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.model import AdaptedModel
+from ravan_flwr.payload import FIXED, from_record, hash_of, to_record
 from ravan_flwr.roster import Member, code_fingerprint
-from ravan_flwr.training import LocalSteps, evaluate, train_locally
+from ravan_flwr.tasks.base import Batch, Task
+from ravan_flwr.training import (
+    LocalResult,
+    LocalSteps,
+    calibrate_locally,
+    evaluate,
+    train_locally,
+)
 from ravan_flwr.workbench import Examples, Workbench, get_workbench
 
 app = ClientApp()
@@ -41,7 +50,7 @@ def query(message: Message, context: Context) -> Message:
         f"transformers {transformers.__version__}",
         code=code_fingerprint(),
         backbone=bench.model.backbone_fingerprint,
-        derived=tuple(bench.model.derived_fingerprint()),
+        derived=tuple(bench.model.seed_fingerprint),
     )
     return _reply(message, {"member": ConfigRecord(member.as_config())})
 
@@ -51,29 +60,52 @@ def train(message: Message, context: Context) -> Message:
     """A round of local steps from the server's broadcast."""
     started = time.perf_counter()
     node = _Node(context)
-    config, bench = node.config, node.bench
-    round_number = _round_of(message)
-    result = train_locally(
-        bench.model,
-        bench.task,
-        node.examples.train,
-        from_record(_arrays_of(message)),
-        node.share,
-        LocalSteps(
-            config.local_steps, config.batch_size, config.learning_rate, config.precision
-        ),
-        (config.seed, round_number, node.partition_id),
-    )  # fmt: skip
+    _take_fixed(node.bench.model, message, context)
+    result = train_locally(*node.work(message), node.share, node.steps, node.purpose(message))
+    return _trained(message, node, result, started)
+
+
+@app.train("calibrate")
+def calibrate(message: Message, context: Context) -> Message:
+    """What the method needs of this node's data before the first round."""
+    started = time.perf_counter()
+    node = _Node(context)
+    result = calibrate_locally(*node.work(message), node.steps, node.purpose(message))
+    return _trained(message, node, result, started)
+
+
+def _trained(message: Message, node: "_Node", result: LocalResult, started: float) -> Message:
     metrics = MetricRecord(
         {
-            "round": round_number,
+            "round": _round_of(message),
             "train-loss": result.train_loss,
             "num-examples": len(node.examples.train_rows),
-            "derived": bench.model.derived_fingerprint(),
+            "derived": node.bench.model.derived,
             "seconds": time.perf_counter() - started,
         }
     )
     return _reply(message, {"arrays": to_record(result.upload), "metrics": metrics})
+
+
+def _take_fixed(model: AdaptedModel, message: Message, context: Context) -> None:
+    """The method's fixed tensors: sent once, then kept in this node's state for the run."""
+    wanted = str(message.content.config_records["config"].get("fixed-hash", ""))
+    if not wanted:
+        return
+    if FIXED in message.content:
+        context.state[FIXED] = message.content.array_records[FIXED]
+    if FIXED not in context.state:
+        raise ValueError(
+            f"this node does not have the fixed tensors {wanted}: it was started again since they "
+            "were sent; the server sends them once more in its next round"
+        )
+    record = context.state.array_records[FIXED]
+    if hash_of(record) != wanted:
+        raise ValueError(
+            f"fixed tensors have hash {hash_of(record)}, expected {wanted}; the server sends them "
+            "once more in the node's next round"
+        )
+    model.load_fixed(wanted, from_record(record))
 
 
 @app.evaluate()
@@ -86,6 +118,7 @@ def evaluate_(message: Message, context: Context) -> Message:
             f"partition {node.partition_id} has no validation part: got validation-share = "
             f"{node.config.validation_share}, expected above 0; set it"
         )
+    _take_fixed(model, message, context)
     with model.holding(from_record(_arrays_of(message))):
         means = evaluate(model.network, node.bench.task, node.examples.validation, 256)
     metrics = MetricRecord({"round": _round_of(message), "num-examples": number, **means})
@@ -123,6 +156,22 @@ class _Node:
     @property
     def examples(self) -> Examples:
         return self.bench.partition(self.partition_id, self.num_partitions)
+
+    @property
+    def steps(self) -> LocalSteps:
+        config = self.config
+        return LocalSteps(
+            config.local_steps, config.batch_size, config.learning_rate, config.precision
+        )
+
+    def work(self, message: Message) -> tuple[AdaptedModel, Task, Batch, Tensors]:
+        """What every kind of local work begins with."""
+        bench, broadcast = self.bench, from_record(_arrays_of(message))
+        return bench.model, bench.task, self.examples.train, broadcast
+
+    def purpose(self, message: Message) -> tuple[int, int, int]:
+        """What all randomness of this work is a function of."""
+        return self.config.seed, _round_of(message), self.partition_id
 
 
 def _share(budget: object, config: Config, partition_id: int) -> float:

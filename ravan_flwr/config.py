@@ -36,6 +36,7 @@ class Config:
     heads: int
     init: str
     init_scale: float
+    calibration_steps: int
     scaling: str
     scoring: str
     selection: str

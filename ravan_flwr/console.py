@@ -43,6 +43,15 @@ class Progress:
             total=last, initial=first - 1, unit="round", disable=not bar, leave=False
         )  # fmt: skip
 
+    def calibrated(self, record: dict[str, Any]) -> None:
+        """Tell of a calibration round."""
+        log.info(
+            "calibration  loss %.4f  %d clients  up %s  down %s  %.1f s",
+            record["train-loss"], len(record["clients"]),
+            megabytes(sum(c["bytes-up"] for c in record["clients"])),
+            megabytes(sum(c["bytes-down"] for c in record["clients"])), record["seconds"],
+        )  # fmt: skip
+
     def round(self, record: dict[str, Any]) -> None:
         """Tell of a finished round."""
         self._seconds.append(record["seconds"])

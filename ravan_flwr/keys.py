@@ -64,10 +64,13 @@ KEYS: dict[str, Key] = {
     "heads": Key(int, AUTO, "h, RAVAN's heads in every adapted matrix", low=1, high=4_096),
     "init": Key(
         str, AUTO, "how the frozen bases are made",
-        ("gram-schmidt", "normal", "constant", "shared-subspace"),
+        ("gram-schmidt", "normal", "constant", "shared-subspace", "data-aware"),
     ),
     "init-scale": Key(
         float, 1.0, "norm of the columns of B_i and the rows of A_i", low=0, low_open=True, high=1e3
+    ),
+    "calibration-steps": Key(
+        int, 8, "batches from which data-aware bases are made", low=1, high=1_000_000
     ),
     "scaling": Key(str, "trained", "the scales s_i of the heads", ("trained", "constant")),
     "scoring": Key(str, "random", "how a client ranks the heads", ("random", "weight", "gradient")),

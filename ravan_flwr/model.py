@@ -44,6 +44,8 @@ class AdaptedModel:
         self.classifier = classifier
         self.train_classifier = train_classifier
         self._drawn_classifier = nn.utils.parameters_to_vector(classifier).detach().clone()
+        self.fixed_hash = ""  # of the method's fixed tensors, once it has them
+        self.seed_fingerprint = self.derived = self._derived_fingerprint()
         self._state_at_rest = self.initial_state()
         self._load(self._state_at_rest)
 
@@ -59,8 +61,18 @@ class AdaptedModel:
         classifier = len(self._drawn_classifier) if self.train_classifier else 0
         return self.method.trainable_parameters() + classifier
 
-    def derived_fingerprint(self) -> list[float]:
-        """Numbers that agree where what is derived from the seed agrees: bases, classifier."""
+    def load_fixed(self, fixed_hash: str, fixed: Tensors) -> None:
+        """Take a method's fixed tensors, if they are not those that it has."""
+        if fixed_hash != self.fixed_hash:
+            self.method.load_fixed(self.adapters, fixed)
+            self.fixed_hash, self.derived = fixed_hash, self._derived_fingerprint()
+
+    def _derived_fingerprint(self) -> list[float]:
+        """Numbers that agree where bases and classifier agree.
+
+        `seed_fingerprint` is that of what is made from the seed, `derived` that of what the
+        model has now.
+        """
         weights = self._drawn_classifier.cpu().double()
         ramp = torch.arange(len(weights), dtype=torch.float64).cos()
         return [*self.method.fingerprint(self.adapters), float(weights @ ramp)]

@@ -5,6 +5,7 @@ header, any dtype. Its dtype and shape travel beside the bytes, and are believed
 they agree with their number.
 """
 
+import hashlib
 import math
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from ravan_flwr.methods.base import Tensors
 
 STYPE = "ravan-flwr.raw/1"
+FIXED = "fixed"  # the record of what travels to each client once
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -34,6 +36,15 @@ def from_record(record: ArrayRecord) -> Tensors:
 def num_bytes(record: ArrayRecord) -> int:
     """What the arrays weigh on the wire, without Flower's envelope."""
     return sum(len(array.data) for array in record.values())
+
+
+def hash_of(record: ArrayRecord) -> str:
+    """A checksum over the names and bytes of a record."""
+    digest = hashlib.sha256()
+    for name, array in sorted(record.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.data)
+    return digest.hexdigest()[:16]
 
 
 def _to_array(tensor: Tensor) -> Array:

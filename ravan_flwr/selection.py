@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from ravan_flwr.adapters import MultiHeadLinear
+from ravan_flwr.adapters.sketch import watch_gradients
 
 Heads = list[list[int]]  # for each layer the heads, in ascending order
 
@@ -49,37 +49,21 @@ def _gradient_scores(
 ) -> Tensor:
     """The norms of B_i^T (dL/dy)^T x A_i^T, which is the gradient with respect to s_i H_i.
 
-    All heads are folded into the weights meanwhile, and each layer's gradient is reduced to
-    its heads' norms as soon as it comes by, so that no head's activations are kept: this
-    costs less memory than training a single head.
+    Each layer's gradient is reduced to its heads' norms as soon as it comes by.
     """
     norms: dict[int, Tensor] = {}
     with ExitStack() as stack:
         for position, layer in enumerate(layers):
-            layer.train_heads([])
-            stack.callback(layer.train_all_heads)
-            stack.callback(_probe(layer, position, norms).remove)
+
+            def see(
+                x: Tensor, gy: Tensor, layer: MultiHeadLinear = layer, at: int = position
+            ) -> None:
+                full = gy.T @ x  # (out, in)
+                norms[at] = (layer.B.mT @ full @ layer.A.mT).norm(dim=(1, 2))
+
+            stack.enter_context(watch_gradients(layer, see))
         backward()
     return torch.stack([norms[position] for position in range(len(layers))]).cpu()
-
-
-def _probe(layer: MultiHeadLinear, position: int, norms: dict[int, Tensor]) -> RemovableHandle:
-    # Nothing is trainable meanwhile: a zero that wants a gradient starts the graph.
-    zero = torch.zeros((), device=layer.H.device, requires_grad=True)
-
-    def watch(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        x = inputs[0].detach()
-        output = output + zero.to(output.dtype)
-
-        def reduce(gy: Tensor) -> None:
-            dtype = layer.B.dtype
-            full = gy.flatten(0, -2).to(dtype).T @ x.flatten(0, -2).to(dtype)  # (out, in)
-            norms[position] = (layer.B.mT @ full @ layer.A.mT).norm(dim=(1, 2))
-
-        output.register_hook(reduce)
-        return output
-
-    return layer.register_forward_hook(watch)
 
 
 SCORINGS: dict[

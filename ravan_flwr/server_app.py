@@ -9,13 +9,14 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
-from ravan_flwr.checkpoint import load_checkpoint, save_checkpoint
+from ravan_flwr.checkpoint import load_checkpoint, load_fixed, save_checkpoint, save_fixed
 from ravan_flwr.config import Config, read_config
 from ravan_flwr.console import Progress, megabytes, minutes, show
 from ravan_flwr.export import write_adapter
 from ravan_flwr.keys import AUTO
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.payload import from_record, to_record
+from ravan_flwr.model import AdaptedModel
+from ravan_flwr.payload import from_record, hash_of, to_record
 from ravan_flwr.records import RunDirectory
 from ravan_flwr.strategy import PeftStrategy
 from ravan_flwr.training import evaluate
@@ -54,11 +55,14 @@ def _run(
 ) -> None:
     model = bench.model
     records: list[dict[str, Any]] = []
-    state, first = model.initial_state(), 1
+    state, first, fixed = model.initial_state(), 1, None
     if resume:
         _check_same_run(directory, config)
         done, state = load_checkpoint(directory.checkpoints)
         records, first = directory.keep_rounds(done), done + 1
+        fixed = load_fixed(directory.checkpoints)
+        if fixed is not None:
+            model.load_fixed(hash_of(to_record(fixed)), fixed)
         log.info("going on after round %d", done)
     else:
         directory.write_json("config.json", config.as_dict())
@@ -68,14 +72,17 @@ def _run(
             means = evaluate(model.network, bench.task, bench.test_examples, 256)
         return MetricRecord(dict(means))
 
-    keeper = _Keeper(directory, Progress(first, config.num_rounds, bench.task.metric), records)
+    progress = Progress(first, config.num_rounds, bench.task.metric)
+    keeper = _Keeper(directory, model, progress, records)
     strategy = PeftStrategy(
         config,
         model.method,
         backbone=model.backbone_fingerprint,
-        derived=model.derived_fingerprint(),
+        seed_fingerprint=model.seed_fingerprint,
+        derived=model.derived,
         recorder=keeper,
         first_round=first,
+        fixed=fixed,
     )
     try:
         result = strategy.start(
@@ -100,9 +107,22 @@ class _Keeper:
     """A finished round: to the record, then to the checkpoint, then to the screen."""
 
     def __init__(
-        self, directory: RunDirectory, progress: Progress, records: list[dict[str, Any]]
+        self,
+        directory: RunDirectory,
+        model: AdaptedModel,
+        progress: Progress,
+        records: list[dict[str, Any]],
     ) -> None:
-        self.directory, self.progress, self.records = directory, progress, records
+        self.directory, self.model = directory, model
+        self.progress, self.records = progress, records
+
+    def calibrated(self, record: dict[str, Any], fixed: Tensors) -> list[float]:
+        self.directory.append_round(record)
+        save_fixed(self.directory.checkpoints, fixed)
+        self.model.load_fixed(hash_of(to_record(fixed)), fixed)
+        self.records.append(record)
+        self.progress.calibrated(record)
+        return self.model.derived
 
     def round_done(self, record: dict[str, Any], state: Tensors) -> None:
         self.directory.append_round(record)
@@ -157,7 +177,7 @@ def _summary(
         "seed": config.seed,
         "classifier": config.classifier,
         "num-clients": num_clients,
-        "rounds": len(records),
+        "rounds": sum(record["round"] > 0 for record in records),  # 0 is the calibration
         "rank": config.rank,
         "trainable-parameters": bench.model.trainable_parameters(),
         "metrics": {

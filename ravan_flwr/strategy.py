@@ -6,7 +6,7 @@ reason in the record; a round without a valid one stops the run.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from ravan_flwr.aggregation import Aggregate
 from ravan_flwr.config import Config
 from ravan_flwr.exchange import check_round, content_of, finite, pull_replies, push
 from ravan_flwr.methods.base import Method, Tensors
-from ravan_flwr.payload import from_record, num_bytes, to_record
+from ravan_flwr.payload import FIXED, from_record, hash_of, num_bytes, to_record
 from ravan_flwr.recruiting import Recruiter, listed
 from ravan_flwr.roster import (
     Member,
@@ -32,6 +32,9 @@ log = getLogger(__name__)
 
 class Recorder(Protocol):
     """Where a finished round goes: to the record, to the checkpoint, to the screen."""
+
+    def calibrated(self, record: dict[str, Any], fixed: Tensors) -> list[float]:
+        """Called after a calibration round; the fingerprint of a model with `fixed` in it."""
 
     def round_done(self, record: dict[str, Any], state: Tensors) -> None:
         """Called once a round, before the next one begins."""
@@ -48,8 +51,9 @@ class Rejection:
 class PeftStrategy(Strategy):
     """Rounds of one federated method.
 
-    `backbone` and `derived` are the server's fingerprints, which every node must share.
-    `first_round` is above 1 when a run is resumed.
+    `backbone` and `seed_fingerprint` are the server's, which every node must share, and
+    `derived` is that of the model now. A run that is resumed has a `first_round` above 1, and
+    the method's `fixed` tensors, if its method has any.
     """
 
     def __init__(
@@ -58,14 +62,18 @@ class PeftStrategy(Strategy):
         method: Method,
         *,
         backbone: str,
+        seed_fingerprint: list[float],
         derived: list[float],
         recorder: Recorder,
         first_round: int = 1,
+        fixed: Tensors | None = None,
     ) -> None:
         self.config, self.method = config, method
         self.derived = derived
         self.recorder, self.first_round = recorder, first_round
-        self.roster = Recruiter(config.num_clients, backbone, derived)
+        self.roster = Recruiter(config.num_clients, backbone, seed_fingerprint)
+        self._fixed = to_record(fixed) if fixed else None
+        self._holders: set[int] = set()  # nodes that have the fixed tensors
         self._state: Tensors = {}
         self._sent: dict[str, tuple[Member, int]] = {}  # message id -> whom, how many bytes
         self._clients: list[dict[str, Any]] = []
@@ -96,6 +104,8 @@ class PeftStrategy(Strategy):
         self.roster.recruit(grid, wait=True)
         result = Result()
         arrays = initial_arrays
+        if self._fixed is None:
+            self._calibrate(grid, arrays, timeout)
         for number in range(self.first_round, num_rounds + 1):
             started = time.perf_counter()
             messages = list(self.configure_train(number, arrays, train_config, grid))
@@ -118,19 +128,40 @@ class PeftStrategy(Strategy):
                     )  # fmt: skip
             if metrics is not None:
                 result.evaluate_metrics_serverapp[number] = metrics
-            self.recorder.round_done(
-                {
-                    "round": number,
-                    "train-loss": train_metrics["train-loss"],
-                    "metrics": dict(metrics or {}),
-                    "clients": sorted(self._clients, key=lambda c: c["partition-id"]),
-                    "rejected": [vars(rejection) for rejection in self._rejected],
-                    "seconds": round(time.perf_counter() - started, 4),
-                },
-                self._state,
-            )
+            record = self._record(number, self._mean_loss(), metrics or {}, started)
+            self.recorder.round_done(record, self._state)
             self.roster.recruit(grid)
         return result
+
+    # Calibration.
+
+    def _calibrate(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
+        """Hold the method's calibration round, if it has one, with every node."""
+        sums = self.method.open_calibration()
+        if sums is None:
+            return
+        started = time.perf_counter()
+        self._clients, self._rejected = [], []
+        kind = f"{MessageType.TRAIN}.calibrate"
+        messages = [
+            self._message(member, kind, 0, arrays, ConfigRecord())
+            for member in self.roster.present(grid)
+        ]
+        for member, content, metrics, bytes_down in self._valid(
+            0, self._exchange(grid, messages, timeout)
+        ):
+            try:
+                sums.add(from_record(content.array_records["arrays"]))
+            except (ValueError, KeyError) as error:
+                self._reject(member, error)
+                continue
+            self._note(member, content, metrics, bytes_down, [])
+        if not self._clients:
+            raise RuntimeError(self._why_no_reply(0))
+        fixed = sums.close()
+        self._fixed = to_record(fixed)
+        record = self._record(0, self._mean_loss(), {}, started)
+        self.derived = self.recorder.calibrated(record, fixed)
 
     # Training.
 
@@ -151,39 +182,76 @@ class PeftStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Fold the replies as they come; (None, None) if none was valid."""
         aggregate = Aggregate(self.method, self._state, self.config.max_update_norm)
-        losses: dict[int, float] = {}
+        for member, content, metrics, bytes_down in self._valid(server_round, replies):
+            try:
+                upload = from_record(content.array_records["arrays"])
+                aggregate.offer(upload, member.share)
+            except (ValueError, KeyError) as error:
+                self._reject(member, error)
+                continue
+            self._note(member, content, metrics, bytes_down, self.method.heads_in(upload))
+        if not aggregate.count:
+            return None, None
+        self._state = aggregate.close()
+        return to_record(self._state), MetricRecord({"train-loss": self._mean_loss()})
+
+    def _valid(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> Iterator[tuple[Member, RecordDict, dict[str, float], int]]:
+        """Replies to training messages that are of this round and of the server's bases."""
         for reply in replies:
             member, bytes_down = self._sent.pop(reply.metadata.reply_to_message_id)
             try:
                 content = content_of(reply)
                 metrics = self._train_metrics(content, server_round, member)
-                record = content.array_records["arrays"]
-                upload = from_record(record)
-                aggregate.offer(upload, member.share)
             except (ValueError, KeyError) as error:
                 self._reject(member, error)
-                continue
-            losses[member.partition_id] = metrics["train-loss"]
-            selected = self.method.heads_in(upload)
-            self._clients.append(
-                {
-                    "partition-id": member.partition_id,
-                    "heads": _plain(sum(len(heads) for heads in selected) / len(selected)),
-                    "selected": selected,
-                    "examples": member.examples,
-                    "train-loss": metrics["train-loss"],
-                    "seconds": round(metrics["seconds"], 4),
-                    "bytes-up": num_bytes(record),
-                    "bytes-down": bytes_down,
-                }
-            )
+            else:
+                yield member, content, metrics, bytes_down
         self._reject_silent()
-        if not aggregate.count:
-            return None, None
-        self._state = aggregate.close()
-        # Summed in the order of the partitions, so that the order of arrival does not matter.
-        mean = sum(losses[k] for k in sorted(losses)) / len(losses)
-        return to_record(self._state), MetricRecord({"train-loss": mean})
+
+    def _note(
+        self,
+        member: Member,
+        content: RecordDict,
+        metrics: dict[str, float],
+        bytes_down: int,
+        selected: list[list[int]],
+    ) -> None:
+        """Record a client whose reply was used."""
+        if self._fixed is not None:
+            self._holders.add(member.node_id)
+        heads = sum(map(len, selected)) / max(1, len(selected))
+        self._clients.append(
+            {
+                "partition-id": member.partition_id,
+                "heads": int(heads) if heads.is_integer() else heads,
+                "selected": selected,
+                "examples": member.examples,
+                "train-loss": metrics["train-loss"],
+                "seconds": round(metrics["seconds"], 4),
+                "bytes-up": num_bytes(content.array_records["arrays"]),
+                "bytes-down": bytes_down,
+            }
+        )
+
+    def _mean_loss(self) -> float:
+        """Over the clients, in an order in which that of arrival plays no part."""
+        losses = [c["train-loss"] for c in sorted(self._clients, key=_partition)]
+        return float(sum(losses) / len(losses))
+
+    def _record(
+        self, number: int, loss: float, metrics: Mapping[str, Any], started: float
+    ) -> dict[str, Any]:
+        """A line of `rounds.jsonl`."""
+        return {
+            "round": number,
+            "train-loss": loss,
+            "metrics": dict(metrics),
+            "clients": sorted(self._clients, key=_partition),
+            "rejected": [vars(rejection) for rejection in self._rejected],
+            "seconds": round(time.perf_counter() - started, 4),
+        }
 
     def _train_metrics(
         self, content: RecordDict, server_round: int, member: Member
@@ -234,13 +302,17 @@ class PeftStrategy(Strategy):
     ) -> Message:
         settings = ConfigRecord({**config, "round": number})
         content = RecordDict({"arrays": arrays, "config": settings})
+        if self._fixed is not None:
+            settings["fixed-hash"] = hash_of(self._fixed)
+            if member.node_id not in self._holders:
+                content[FIXED] = self._fixed
         return Message(content, member.node_id, kind, group_id=str(number))
 
     def _exchange(self, grid: Grid, messages: list[Message], timeout: float) -> Iterator[Message]:
         """Send, then yield replies as they arrive, until all came or the time is up."""
         members = self.roster.members
         self._sent = {}
-        sizes = [num_bytes(m.content.array_records["arrays"]) for m in messages]
+        sizes = [sum(map(num_bytes, m.content.array_records.values())) for m in messages]
         everyone = [members[m.metadata.dst_node_id] for m in messages]
         pushed = {id(m) for m in push(grid, messages)}
         for message, member, size in zip(messages, everyone, sizes, strict=True):
@@ -252,6 +324,7 @@ class PeftStrategy(Strategy):
         yield from pull_replies(grid, set(self._sent), timeout)
 
     def _reject(self, member: Member, reason: object) -> None:
+        self._holders.discard(member.node_id)
         text = f"missing {reason}" if isinstance(reason, KeyError) else str(reason)
         self._rejected.append(Rejection(f"partition {member.partition_id}", text))
         log.warning("rejected partition %d: %s", member.partition_id, text)
@@ -275,5 +348,5 @@ class PeftStrategy(Strategy):
         return message
 
 
-def _plain(number: float) -> int | float:
-    return int(number) if number == int(number) else number
+def _partition(client: Mapping[str, Any]) -> int:
+    return int(client["partition-id"])

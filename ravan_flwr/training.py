@@ -57,6 +57,26 @@ def train_locally(
         return LocalResult(model.upload(), float(torch.stack(losses).mean()))
 
 
+def calibrate_locally(
+    model: AdaptedModel,
+    task: Task,
+    examples: Batch,
+    broadcast: Tensors,
+    steps: LocalSteps,
+    purpose: tuple[int, int, int],
+) -> LocalResult:
+    """One client's part of a calibration round: some batches, no update."""
+    seed, *who = purpose
+    batches = _endless(examples, steps.batch_size, generator(seed, "batches", *who))
+    train = _Stepper(model, task, steps)
+    losses: list[Tensor] = []
+    with model.holding(broadcast):
+        upload = model.method.calibrate(
+            model.adapters, lambda: losses.append(train.backward(next(batches)))
+        )
+    return LocalResult(upload, float(torch.stack(losses).mean()))
+
+
 class _Stepper:
     """Forward, backward and Adam, in the precision asked for."""
 

@@ -66,6 +66,7 @@ class Workbench:
             heads=config.heads,
             init=config.init,
             init_scale=config.init_scale,
+            calibration_steps=config.calibration_steps,
             scaling=config.scaling,
             scoring=config.scoring,
             selection=config.selection,

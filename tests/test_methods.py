@@ -20,8 +20,8 @@ from tests.reference import head_means, multihead_delta
 
 LAYERS = [Layer("q", 6, 5), Layer("v", 4, 7)]  # rectangular, both ways
 SETTINGS = Settings(
-    seed=0, lora_rank=2, rank=2, heads=3, init="normal", init_scale=1.0, scaling="trained",
-    scoring="random", selection="layer",
+    seed=0, lora_rank=2, rank=2, heads=3, init="normal", init_scale=1.0, calibration_steps=2,
+    scaling="trained", scoring="random", selection="layer",
 )  # fmt: skip
 SHARES = st.sampled_from([0.25, 0.5, 0.75, 1.0])
 

@@ -10,6 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, Re
 
 from ravan_flwr import recruiting
 from ravan_flwr.config import read_config
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.payload import from_record, num_bytes, to_record
 from ravan_flwr.roster import Member, check_derived, code_fingerprint, read_member, sample
 from ravan_flwr.simulation import InProcessGrid
@@ -67,7 +68,12 @@ class Nodes(InProcessGrid):
 
 class Notes:
     def __init__(self):
-        self.records, self.states = [], []
+        self.records: list[dict[str, Any]] = []
+        self.states: list[Tensors] = []
+
+    def calibrated(self, record, fixed):
+        self.records.append(record)
+        return DERIVED
 
     def round_done(self, record, state):
         self.records.append(record)
@@ -78,7 +84,8 @@ def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, **settings):
     notes = Notes()
     config = read_config({k.replace("_", "-"): v for k, v in settings.items()})
     strategy = PeftStrategy(
-        config, nodes.method, backbone="b", derived=DERIVED, recorder=notes
+        config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
+        recorder=notes,
     )  # fmt: skip
     state = to_record(nodes.method.initial_state())
     result = strategy.start(

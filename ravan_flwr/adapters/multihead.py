@@ -56,6 +56,12 @@ class MultiHeadLinear(nn.Module):
         """(heads, out, r)"""
         return self.B_stack.view(-1, self.heads, self.rank).transpose(0, 1)
 
+    def set_bases(self, B: Tensor, A: Tensor) -> None:
+        """Take other bases of the same shapes."""
+        with torch.no_grad():
+            self.B_stack.copy_(_side_by_side(B))
+            self.A_stack.copy_(A.flatten(0, 1))
+
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor
         if self.subset is not None:

@@ -9,6 +9,9 @@ The global state is a dict of few tensors, and so is what travels. A round is
     check(upload, share)     <------------  upload(adapters)
     open_round(state).add(upload), .close() -> the next state
 
+A method may first hold one calibration round, in which every client uploads something that
+adds up, and the server makes *fixed* tensors of the sum: they travel to each client once.
+
 Nothing here knows of the classifier, of evaluation or of Flower: those are the same for
 every method.
 """
@@ -38,6 +41,7 @@ class Settings:
     heads: int
     init: str
     init_scale: float
+    calibration_steps: int
     scaling: str
     scoring: str
     selection: str
@@ -51,6 +55,16 @@ class Round(Protocol):
 
     def close(self) -> Tensors:
         """The next global state."""
+
+
+class Calibration(Protocol):
+    """The server's running sums over the calibration round's uploads."""
+
+    def add(self, upload: Mapping[str, Tensor]) -> None:
+        """Fold one upload into the sums; ValueError if it is not sound."""
+
+    def close(self) -> Tensors:
+        """The fixed tensors."""
 
 
 class Method(ABC):
@@ -73,6 +87,20 @@ class Method(ABC):
     @abstractmethod
     def adapt(self, layer: Layer, linear: nn.Linear) -> nn.Module:
         """The adapter that takes the place of a layer."""
+
+    # The calibration round, of the methods that have one.
+
+    def open_calibration(self) -> Calibration | None:
+        """Running sums that start empty; None for a method without a calibration round."""
+        return None
+
+    def calibrate(self, adapters: Sequence[nn.Module], backward: Callable[[], object]) -> Tensors:
+        """A client's part: `backward` runs the next mini-batch forward and backward."""
+        raise NotImplementedError
+
+    def load_fixed(self, adapters: Sequence[nn.Module], fixed: Mapping[str, Tensor]) -> None:
+        """Put the fixed tensors into the adapters, for good."""
+        raise NotImplementedError
 
     # The server's half.
 

@@ -9,19 +9,26 @@ s_i (s_i = 1 at the start of every round), and uploads the products s_i H_i of t
 and a bit for each head that says which. The server's new H_i is the plain mean over the
 clients that trained head i of that layer, and the old H_i where nobody did (equation 7):
 the mean of products, so that the aggregate's delta-weight is exactly the mean of theirs.
+
+With `init = data-aware` the bases come from one calibration round instead (adapters/sketch.py):
+half of the heads span the leading subspaces of the clients' summed gradients. Then B and A do
+travel, once to each client.
 """
 
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, MultiHeadLinear, make_bases
+from ravan_flwr.adapters.sketch import GradientSketch, Sketcher, fill_heads, watch_gradients
 from ravan_flwr.budgets import affordable
 from ravan_flwr.methods.base import Method, Settings, Tensors, check_names, check_tensor
+from ravan_flwr.seeding import generator
 from ravan_flwr.selection import best_heads, score_heads
 
 log = logging.getLogger(__name__)
@@ -33,13 +40,14 @@ class Ravan(Method):
     def __init__(self, settings: Settings, layers: Sequence[Layer]) -> None:
         super().__init__(settings, layers)
         self.heads = settings.heads
+        self.data_aware = settings.init == "data-aware"
         self.rank = settings.rank or self._largest_rank()
         sides = [min(layer.out_features, layer.in_features) for layer in self.layers]
-        if settings.init == "gram-schmidt" and self.heads * self.rank > min(sides):
+        if settings.init in {"gram-schmidt", "data-aware"} and self.heads * self.rank > min(sides):
             log.info(
-                "gram-schmidt: %d heads of rank %d are more than %d dimensions hold; bases are "
+                "%s: %d heads of rank %d are more than %d dimensions hold; bases are "
                 "orthonormal in blocks of as many heads as fit",
-                self.heads, self.rank, min(sides),
+                settings.init, self.heads, self.rank, min(sides),
             )  # fmt: skip
 
     def _largest_rank(self) -> int:
@@ -61,8 +69,9 @@ class Ravan(Method):
         return len(self.layers) * self.heads * (self.rank**2 + self._scales_per_head())
 
     def adapt(self, layer: Layer, linear: nn.Linear) -> MultiHeadLinear:
+        # Data-aware bases arrive later; until then there must be some.
         B, A = make_bases(
-            self.settings.init,
+            "gram-schmidt" if self.data_aware else self.settings.init,
             heads=self.heads,
             rank=self.rank,
             out_features=layer.out_features,
@@ -72,6 +81,49 @@ class Ravan(Method):
             scale=self.settings.init_scale,
         )
         return MultiHeadLinear(linear, B, A)
+
+    # The calibration round of `init = data-aware`.
+
+    def _sketchers(self) -> list[Sketcher]:
+        """Half of the heads, at least one, get leading directions."""
+        wanted = max(1, self.heads // 2) * self.rank
+        return [
+            Sketcher(layer, min(wanted, layer.out_features, layer.in_features), self.settings.seed)
+            for layer in self.layers
+        ]
+
+    def open_calibration(self) -> "SketchedBases | None":
+        if not self.data_aware:
+            return None
+        return SketchedBases(self._sketchers(), self.heads, self.rank, self.settings)
+
+    def calibrate(self, adapters: Sequence[nn.Module], backward: Callable[[], object]) -> Tensors:
+        layers = _multihead(adapters)
+        sketches = [
+            GradientSketch(sketcher, layer.H.device)
+            for sketcher, layer in zip(self._sketchers(), layers, strict=True)
+        ]
+        with ExitStack() as stack:
+            for layer, sketch in zip(layers, sketches, strict=True):
+                stack.enter_context(watch_gradients(layer, sketch.see))
+            for _ in range(self.settings.calibration_steps):
+                backward()
+        flat = torch.cat([sketch.flat() for sketch in sketches])
+        return {"sketch": flat / self.settings.calibration_steps}
+
+    def load_fixed(self, adapters: Sequence[nn.Module], fixed: Mapping[str, Tensor]) -> None:
+        outs = [layer.out_features for layer in self.layers]
+        ins = [layer.in_features for layer in self.layers]
+        B_flat = check_tensor(fixed, "B", [self.heads * self.rank * sum(outs)], torch.float32)
+        A_flat = check_tensor(fixed, "A", [self.heads * self.rank * sum(ins)], torch.float32)
+        per = self.heads * self.rank
+        for layer, B, A in zip(
+            _multihead(adapters),
+            B_flat.split([per * side for side in outs]),
+            A_flat.split([per * side for side in ins]),
+            strict=True,
+        ):
+            layer.set_bases(B.view(self.heads, -1, self.rank), A.view(self.heads, self.rank, -1))
 
     # The server's half.
 
@@ -158,6 +210,31 @@ class Ravan(Method):
 
 
 METHOD = Ravan
+
+
+class SketchedBases:
+    """The sum of the clients' sketches, and the bases that it gives."""
+
+    def __init__(
+        self, sketchers: list[Sketcher], heads: int, rank: int, settings: Settings
+    ) -> None:
+        self.sketchers, self.heads, self.rank, self.settings = sketchers, heads, rank, settings
+        self.sum = torch.zeros(sum(s.size for s in sketchers), dtype=torch.float64)
+
+    def add(self, upload: Mapping[str, Tensor]) -> None:
+        check_names(upload, ["sketch"])
+        self.sum += check_tensor(upload, "sketch", self.sum.shape, torch.float32)
+
+    def close(self) -> Tensors:
+        Bs, As = [], []
+        flats = self.sum.split([sketcher.size for sketcher in self.sketchers])
+        for sketcher, flat in zip(self.sketchers, flats, strict=True):
+            random = generator(self.settings.seed, "complement", sketcher.layer.name)
+            U, V = sketcher.subspaces(flat)
+            Bs.append(fill_heads(U, self.heads, self.rank, random).flatten())
+            As.append(fill_heads(V, self.heads, self.rank, random).mT.flatten())
+        scale = self.settings.init_scale
+        return {"B": (scale * torch.cat(Bs)).float(), "A": (scale * torch.cat(As)).float()}
 
 
 class HeadMeans:
