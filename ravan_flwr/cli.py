@@ -5,6 +5,7 @@ import gc
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ravan_flwr.config import read_config
@@ -49,6 +50,15 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
         sub.set_defaults(command=command)
+    plan = commands.add_parser(
+        "plan",
+        help="say what a run will train, send and need, before anything runs",
+        description="Say what a run will train, send and need, before anything runs.",
+        epilog=_key_table(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
+    plan.set_defaults(command=_plan)
     study = commands.add_parser(
         "study",
         help="run a grid of settings and seeds, and write a table",
@@ -135,3 +145,14 @@ def _study(parsed: argparse.Namespace) -> None:
     folder = (parsed.output or Path("studies") / parsed.file.stem).absolute()
     if not run_study(parsed.file, folder, parsed.jobs):
         raise RuntimeError("some runs failed; they are listed above; the same command tries again")
+
+
+def _plan(parsed: argparse.Namespace) -> None:
+    config, num_clients = read_settings(parsed.settings)
+    checked = read_config(config)
+    if num_clients is not None:
+        checked = replace(checked, num_clients=num_clients)
+
+    from ravan_flwr.plan import describe  # noqa: PLC0415
+
+    sys.stdout.write(describe(checked) + "\n")

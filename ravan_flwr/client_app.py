@@ -16,9 +16,11 @@ from flwr.clientapp import ClientApp
 
 from ravan_flwr.budgets import budget_share
 from ravan_flwr.config import Config, read_config
+from ravan_flwr.keys import AUTO
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.model import AdaptedModel
 from ravan_flwr.payload import FIXED, from_record, hash_of, to_record
+from ravan_flwr.plan import largest_share
 from ravan_flwr.roster import Member, code_fingerprint
 from ravan_flwr.tasks.base import Batch, Task
 from ravan_flwr.training import (
@@ -147,7 +149,7 @@ class _Node:
         if "device" in settings:
             config = replace(config, device=read_config({"device": settings["device"]}).device)
         self.config: Config = config
-        self.share = _share(settings.get("budget"), config, self.partition_id)
+        self.budget = settings.get("budget")
 
     @property
     def bench(self) -> Workbench:
@@ -156,6 +158,21 @@ class _Node:
     @property
     def examples(self) -> Examples:
         return self.bench.partition(self.partition_id, self.num_partitions)
+
+    @property
+    def share(self) -> float:
+        """The node's own budget if it has one, or its draw from the run's distribution."""
+        budget, config = self.budget, self.config
+        if budget is None:
+            return budget_share(config.budgets, config.seed, self.partition_id)
+        if budget == AUTO:
+            return largest_share(config, _free_memory(self.bench.model.device))
+        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
+            raise ValueError(
+                f"node config: budget is {budget!r}, expected a number above 0 and at most 1, or "
+                "'auto'; correct it"
+            )
+        return float(budget)
 
     @property
     def steps(self) -> LocalSteps:
@@ -172,18 +189,6 @@ class _Node:
     def purpose(self, message: Message) -> tuple[int, int, int]:
         """What all randomness of this work is a function of."""
         return self.config.seed, _round_of(message), self.partition_id
-
-
-def _share(budget: object, config: Config, partition_id: int) -> float:
-    """The node's own budget if it has one, or its draw from the run's distribution."""
-    if budget is None:
-        return budget_share(config.budgets, config.seed, partition_id)
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
-        raise ValueError(
-            f"node config: budget is {budget!r}, expected a number above 0 and at most 1; "
-            "correct it"
-        )
-    return float(budget)
 
 
 def _free_memory(device: torch.device) -> int:

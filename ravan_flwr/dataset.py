@@ -52,6 +52,11 @@ def _fifth_of_each_class(labels: np.ndarray) -> np.ndarray:
 SOURCES = {"sklearn-digits": _sklearn_digits}
 
 
+def num_labels(spec: DataSpec) -> int:
+    """How many classes a source has, known without loading it."""
+    return {"sklearn-digits": 10}[spec.source]
+
+
 @dataclass(frozen=True)
 class Partition:
     """How simulated clients share the training examples."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -120,42 +121,60 @@ def build_network(
     spec: ModelSpec, num_labels: int, seed: int
 ) -> tuple[PreTrainedModel, list[nn.Parameter], tuple[str, ...]]:
     """The network with pretrained weights, its classifier, and the ends of its targets' names."""
-    network, missing = NETWORKS[spec.source](spec, num_labels)
-    classifier = [network.get_parameter(name) for name in missing]
-    for name, parameter in zip(missing, classifier, strict=True):
+    settings, weights = SOURCES[spec.source](spec)
+    network = _architecture(settings, num_labels)
+    result = network.load_state_dict(weights, strict=False)
+    if result.unexpected_keys or any(not k.startswith("classifier") for k in result.missing_keys):
+        raise ValueError(
+            f"model {spec.name}: its weights do not fit this transformers: unexpected "
+            f"{result.unexpected_keys}, missing {result.missing_keys}; install the version in "
+            "constraints.txt"
+        )
+    classifier = [network.get_parameter(name) for name in result.missing_keys]
+    for name, parameter in zip(result.missing_keys, classifier, strict=True):
         _draw(parameter, generator(seed, "classifier", name))
+    return network.eval(), classifier, _targets(spec, network)
+
+
+def build_skeleton(
+    spec: ModelSpec, num_labels: int
+) -> tuple[PreTrainedModel, list[nn.Parameter], tuple[str, ...]]:
+    """The same network without weights, on the meta device, for plans and estimates."""
+    settings, weights = SOURCES[spec.source](spec)
+    with torch.device("meta"):
+        network = _architecture(settings, num_labels)
+    lacking = [p for name, p in network.named_parameters() if name not in weights]
+    return network, lacking, _targets(spec, network)
+
+
+def _architecture(settings: dict[str, Any], num_labels: int) -> PreTrainedModel:
+    # The class by its name: the Auto classes import every architecture to find one.
+    network_class: type[PreTrainedModel] = getattr(transformers, settings["architectures"][0])
+    config = AutoConfig.for_model(**settings)
+    config.num_labels = num_labels
+    return network_class(config)
+
+
+def _targets(spec: ModelSpec, network: PreTrainedModel) -> tuple[str, ...]:
     model_type = str(network.config.model_type)
     if model_type not in TARGETS:
         raise ValueError(
             f"model {spec.name}: its architecture is {model_type!r}, expected one of "
             f"{', '.join(TARGETS)}; choose another model"
         )
-    return network.eval(), classifier, TARGETS[model_type]
+    return TARGETS[model_type]
 
 
-def _bundled(spec: ModelSpec, num_labels: int) -> tuple[PreTrainedModel, list[str]]:
-    """A backbone that travels with the app."""
+def _bundled(spec: ModelSpec) -> tuple[dict[str, Any], Tensors]:
+    """The configuration and weights of a backbone that travels with the app."""
     path = Path(__file__).resolve().parent / "backbones" / f"{spec.name}.json"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in path.parent.glob("*.json")))
         raise ValueError(f"model {spec.name!r} is not bundled; expected one of: {known}")
-    settings, weights = read_backbone(path)
-    # The class by its name: the Auto classes import every architecture to find one.
-    network_class: type[PreTrainedModel] = getattr(transformers, settings["architectures"][0])
-    config = AutoConfig.for_model(**settings)
-    config.num_labels = num_labels
-    network = network_class(config)
-    result = network.load_state_dict(weights, strict=False)
-    if result.unexpected_keys or any(not k.startswith("classifier") for k in result.missing_keys):
-        raise ValueError(
-            f"backbone file {path}: its weights do not fit this transformers: unexpected "
-            f"{result.unexpected_keys}, missing {result.missing_keys}; install the version in "
-            "constraints.txt"
-        )
-    return network, list(result.missing_keys)
+    return read_backbone(path)
 
 
-NETWORKS = {"bundled": _bundled}
+SOURCES = {"bundled": _bundled}
 
 
 def _draw(parameter: nn.Parameter, random: torch.Generator) -> None:

@@ -13,13 +13,29 @@ import numpy as np
 import torch
 
 from ravan_flwr.config import Config
-from ravan_flwr.dataset import Partition, deal_out, load_splits
+from ravan_flwr.dataset import Partition, deal_out, load_splits, num_labels
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Settings
 from ravan_flwr.model import AdaptedModel, build_network, pick_device
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.base import Batch
+
+
+def method_settings(config: Config) -> Settings:
+    """What of the configuration a method is told."""
+    return Settings(
+        seed=config.seed,
+        lora_rank=config.lora_rank,
+        rank=config.rank,
+        heads=config.heads,
+        init=config.init,
+        init_scale=config.init_scale,
+        calibration_steps=config.calibration_steps,
+        scaling=config.scaling,
+        scoring=config.scoring,
+        selection=config.selection,
+    )
 
 
 @dataclass(frozen=True)
@@ -52,31 +68,19 @@ class Workbench:
         self.config = config
         self.task = get_task(config.task)
         self.splits = load_splits(config.data)
-        self.num_labels = self.splits["train"].features[config.data.label_column].num_classes
+        self.num_labels = num_labels(config.data)
         self._dealt: list[np.ndarray] = []  # the rows of each client
 
     @cached_property
     def model(self) -> AdaptedModel:
         """The adapted model, on its device."""
         config = self.config
-        settings = Settings(
-            seed=config.seed,
-            lora_rank=config.lora_rank,
-            rank=config.rank,
-            heads=config.heads,
-            init=config.init,
-            init_scale=config.init_scale,
-            calibration_steps=config.calibration_steps,
-            scaling=config.scaling,
-            scoring=config.scoring,
-            selection=config.selection,
-        )
         network, classifier, targets = build_network(config.model, self.num_labels, config.seed)
         torch.nn.Module.to(network, pick_device(config.device))
         return AdaptedModel(
             network,
             classifier,
-            lambda layers: get_method(config.method)(settings, layers),
+            lambda layers: get_method(config.method)(method_settings(config), layers),
             targets,
             train_classifier=config.classifier == "trained",
         )

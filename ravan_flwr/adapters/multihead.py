@@ -3,9 +3,9 @@
 W, b, B and A are frozen; H_i (r, r) and s_i are trained. One head with s = 1 is LoRA-XS,
 and Fed-SB up to its initialisation.
 
-A client that cannot afford all heads trains some of them (`train_heads`). The others are
-then folded, once, into an effective weight: they stay in the forward pass, at no cost, and
-have neither gradient nor optimiser state, because they are not parameters any more.
+A client that cannot afford all heads trains some of them (`train_heads`). The others stay
+in the forward pass as constants: they are no parameters any more, so that neither gradient
+nor optimiser state of them exists, and nothing of them is kept for the backward pass.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class MultiHeadLinear(nn.Module):
         self.base = base.requires_grad_(False)
         self.heads, self.rank = heads, rank
         device = base.weight.device
-        A_stack, B_stack = A.reshape(heads * rank, in_features), B.transpose(0, 1).flatten(1)
+        A_stack, B_stack = A.flatten(0, 1), _side_by_side(B)
         self.register_buffer("A_stack", A_stack.to(device).contiguous(), persistent=False)
         self.register_buffer("B_stack", B_stack.to(device).contiguous(), persistent=False)
         self.H = nn.Parameter(A.new_zeros(heads, rank, rank, device=device))
@@ -63,18 +63,16 @@ class MultiHeadLinear(nn.Module):
             self.A_stack.copy_(A.flatten(0, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor
-        if self.subset is not None:
-            y = self.subset(x, self.base.bias)
-        else:
-            y = self.base(x) + _low_rank(x, self.A_stack, _cores(self.H, self.s), self.B_stack)
-        return y
+        u = F.linear(x, self.A_stack).view(-1, self.heads, self.rank).transpose(0, 1)
+        v = _apply(u, self.H, self.s) if self.subset is None else self.subset.apply_cores(u)
+        v = v.transpose(0, 1).reshape(*x.shape[:-1], self.heads * self.rank)
+        y: Tensor = self.base(x)
+        return y + F.linear(v, self.B_stack)
 
     def delta_weight(self) -> Tensor:
         """sum_i s_i B_i H_i A_i, (out, in), as the layer computes it now."""
-        if self.subset is not None:
-            return self.subset.effective_weight() - self.base.weight
-        return _delta(self.B_stack, _cores(self.H, self.s), self.A_stack)
+        cores = _products(self.H, self.s) if self.subset is None else self.subset.cores()
+        return self.B_stack @ torch.bmm(cores, self.A).flatten(0, 1)
 
     def train_heads(self, heads: Sequence[int]) -> None:
         """From now on train these heads alone, by their H and s."""
@@ -95,70 +93,62 @@ class MultiHeadLinear(nn.Module):
 
     def trained_heads(self) -> list[int]:
         """The heads that are trained now, in ascending order."""
-        return list(range(self.heads)) if self.subset is None else self.subset.chosen
+        return list(range(self.heads)) if self.subset is None else self.subset.heads
 
     def products(self) -> Tensor:
         """s_i H_i of the heads that are trained now, (K, r, r): what a client uploads."""
         source = self.subset or self
-        return _cores(source.H, source.s).detach()
+        return _products(source.H, source.s).detach()
 
 
 class _Subset(nn.Module):
-    """Copies of some heads as parameters, over a weight that all other heads are folded into."""
+    """Copies of some heads as parameters, and the products of all others as constants."""
 
-    A_stack: Tensor
-    B_stack: Tensor
-    folded: Tensor
+    index: Tensor  # (K,): the trained heads
+    others: Tensor  # (heads - K,)
+    place: Tensor  # (heads,): where each head is in [index, others]
+    frozen: Tensor  # (heads - K, r, r): s_i H_i
 
     def __init__(self, layer: MultiHeadLinear, heads: Sequence[int]) -> None:
         super().__init__()
-        device = layer.H.device
-        self.chosen = sorted(heads)
-        chosen = torch.tensor(self.chosen, dtype=torch.long, device=device)
-        frozen = torch.ones(layer.heads, dtype=torch.bool, device=device)
-        frozen[chosen] = False
-        self.H = nn.Parameter(layer.H.detach()[chosen])
-        self.s = nn.Parameter(layer.s.detach()[chosen])
-        with torch.no_grad():
-            A_stack, B_stack = layer.A[chosen].flatten(0, 1), _side_by_side(layer.B[chosen])
-            cores = _cores(layer.H[frozen], layer.s[frozen])
-            delta = _delta(_side_by_side(layer.B[frozen]), cores, layer.A[frozen].flatten(0, 1))
-            folded = layer.base.weight + delta if cores.any() else layer.base.weight
-        self.register_buffer("A_stack", A_stack, persistent=False)
-        self.register_buffer("B_stack", B_stack, persistent=False)
-        self.register_buffer("folded", folded.detach(), persistent=False)
+        self.heads = sorted(heads)
+        order = [*self.heads, *(i for i in range(layer.heads) if i not in self.heads)]
+        for name, values in {
+            "index": self.heads,
+            "others": order[len(heads) :],
+            "place": sorted(range(layer.heads), key=order.__getitem__),
+        }.items():
+            tensor = torch.tensor(values, dtype=torch.long, device=layer.H.device)
+            self.register_buffer(name, tensor, persistent=False)
+        self.H = nn.Parameter(layer.H.detach()[self.index])
+        self.s = nn.Parameter(layer.s.detach()[self.index])
+        frozen = _products(layer.H, layer.s).detach()[self.others]
+        self.register_buffer("frozen", frozen, persistent=False)
 
-    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        y = F.linear(x, self.folded, bias)
-        if not len(self.H):
-            return y
-        return y + _low_rank(x, self.A_stack, _cores(self.H, self.s), self.B_stack)
+    def apply_cores(self, u: Tensor) -> Tensor:
+        """(heads, tokens, r) -> the same; only the trained heads' part of u is kept.
 
-    def effective_weight(self) -> Tensor:
-        return self.folded + _delta(self.B_stack, _cores(self.H, self.s), self.A_stack)
+        Copying into place (`index_copy`) would keep what it copies, too.
+        """
+        trained = _apply(u.index_select(0, self.index), self.H, self.s)
+        constant = torch.bmm(u.index_select(0, self.others), self.frozen.to(u.dtype).mT)
+        return torch.cat([trained, constant]).index_select(0, self.place)
+
+    def cores(self) -> Tensor:
+        """s_i H_i of all heads."""
+        return torch.cat([_products(self.H, self.s), self.frozen])[self.place]
 
 
-def _cores(H: Tensor, s: Tensor) -> Tensor:
+def _products(H: Tensor, s: Tensor) -> Tensor:
     """s_i H_i, (heads, r, r)"""
     return s[:, None, None] * H
+
+
+def _apply(u: Tensor, H: Tensor, s: Tensor) -> Tensor:
+    """s_i H_i u_i for all heads and tokens, (heads, tokens, r)"""
+    return torch.bmm(u, _products(H, s).to(u.dtype).mT)
 
 
 def _side_by_side(B: Tensor) -> Tensor:
     """(heads, out, r) -> (out, heads * r)"""
     return B.transpose(0, 1).flatten(1)
-
-
-def _low_rank(x: Tensor, A_stack: Tensor, cores: Tensor, B_stack: Tensor) -> Tensor:
-    """sum_i B_i C_i A_i x, without a loop over the heads."""
-    heads, rank, _ = cores.shape
-    u = F.linear(x, A_stack).view(-1, heads, rank).transpose(0, 1)  # (heads, tokens, r)
-    v = torch.bmm(u, cores.to(u.dtype).transpose(1, 2))  # (heads, tokens, r)
-    v = v.transpose(0, 1).reshape(*x.shape[:-1], heads * rank)
-    return F.linear(v, B_stack)
-
-
-def _delta(B_stack: Tensor, cores: Tensor, A_stack: Tensor) -> Tensor:
-    """sum_i B_i C_i A_i, (out, in)"""
-    heads, rank, _ = cores.shape
-    CA = torch.bmm(cores, A_stack.view(heads, rank, A_stack.shape[1]))  # (heads, r, in)
-    return B_stack @ CA.flatten(0, 1)

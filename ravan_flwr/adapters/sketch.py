@@ -35,8 +35,8 @@ def watch_gradients(
 ) -> Iterator[None]:
     """Call `see(x, dL/dy)`, both (tokens, features), in every backward pass through a layer.
 
-    All heads are folded into the weight meanwhile, so that no head's activations are kept:
-    a backward pass costs less memory than one that trains a single head.
+    No head is trained meanwhile, so that none of their activations are kept: a backward pass
+    costs less memory than one that trains a single head.
     """
     # Nothing is trainable meanwhile: a zero that wants a gradient starts the graph.
     zero = torch.zeros((), device=layer.H.device, requires_grad=True)

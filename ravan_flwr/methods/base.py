@@ -85,6 +85,14 @@ class Method(ABC):
         """How many a client with the whole budget trains, the classifier not counted."""
 
     @abstractmethod
+    def upload_bytes(self, share: float) -> int:
+        """What the upload of a client with that share weighs."""
+
+    def effective_rank_bound(self) -> int | None:
+        """The largest rank that a matrix's update can have, where it is not the rank itself."""
+        return None
+
+    @abstractmethod
     def adapt(self, layer: Layer, linear: nn.Linear) -> nn.Module:
         """The adapter that takes the place of a layer."""
 

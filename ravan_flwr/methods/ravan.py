@@ -68,7 +68,19 @@ class Ravan(Method):
     def trainable_parameters(self) -> int:
         return len(self.layers) * self.heads * (self.rank**2 + self._scales_per_head())
 
+    def upload_bytes(self, share: float) -> int:
+        selected = len(self.layers) * affordable(share, self.heads)
+        return 4 * selected * self.rank**2 + math.ceil(len(self.layers) * self.heads / 8)
+
+    def effective_rank_bound(self) -> int:
+        sides = min(min(layer.out_features, layer.in_features) for layer in self.layers)
+        return min(self.heads * self.rank, sides)
+
     def adapt(self, layer: Layer, linear: nn.Linear) -> MultiHeadLinear:
+        if linear.weight.is_meta:  # a plan needs shapes only
+            shape = (self.heads, self.rank)
+            B = torch.empty(self.heads, layer.out_features, self.rank, device="meta")
+            return MultiHeadLinear(linear, B, torch.empty(*shape, layer.in_features, device="meta"))
         # Data-aware bases arrive later; until then there must be some.
         B, A = make_bases(
             "gram-schmidt" if self.data_aware else self.settings.init,

@@ -1,6 +1,6 @@
 """Image classification: cross-entropy and accuracy."""
 
-from typing import cast
+from typing import Any, cast
 
 import datasets
 import torch
@@ -23,6 +23,16 @@ class Vision(Task):
         return {
             "pixel_values": pixels * 2 - 1,
             "labels": torch.from_numpy(columns[label_column]).long(),
+        }
+
+    def shapes(
+        self, config: Any, batch_size: int
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        side = config.image_size
+        sides = tuple(side) if isinstance(side, list | tuple) else (side, side)
+        return {
+            "pixel_values": ((batch_size, config.num_channels, *sides), torch.float32),
+            "labels": ((batch_size,), torch.int64),
         }
 
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:

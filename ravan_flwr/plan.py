@@ -1,0 +1,222 @@
+"""What a run will cost, before anything runs: no weights, no data, no bases.
+
+The network is built on the meta device, where tensors have shapes and nothing else. One
+forward pass there tells which tensors a training step keeps for its backward pass, so that
+the memory of a step is counted, not guessed, for every number of heads.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from ravan_flwr.adapters import Layer, attach, find_layers
+from ravan_flwr.budgets import SHARES, affordable
+from ravan_flwr.config import Config
+from ravan_flwr.dataset import num_labels
+from ravan_flwr.methods import get_method
+from ravan_flwr.methods.base import Method
+from ravan_flwr.model import build_skeleton
+from ravan_flwr.seeding import generator
+from ravan_flwr.tasks import get_task
+from ravan_flwr.workbench import method_settings
+
+ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 each
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of one training step, by what they are for."""
+
+    weights: int  # everything that is frozen and there anyway: backbone and bases
+    frozen: int  # the products of the heads that are frozen
+    trained: int  # values, gradients and Adam's moments of what is trained
+    activations: int  # kept for the backward pass
+
+    @property
+    def added(self) -> int:
+        """What a step takes beyond the model itself."""
+        return self.frozen + self.trained + self.activations
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.added
+
+
+@dataclass(frozen=True)
+class _Skeleton:
+    """The adapted network without weights."""
+
+    network: nn.Module
+    method: Method
+    layers: list[Layer]
+    adapters: list[nn.Module]
+    classifier: list[nn.Parameter]  # empty when it is frozen
+
+    @classmethod
+    def build(cls, config: Config) -> "_Skeleton":
+        network, lacking, targets = build_skeleton(config.model, num_labels(config.data))
+        network.requires_grad_(False)
+        layers = find_layers(network, targets)
+        # Which heads are chosen is all the same, and scores cannot be computed here.
+        settings = replace(method_settings(config), scoring="random")
+        method = get_method(config.method)(settings, layers)
+        adapters = list(attach(network, layers, method.adapt).values())
+        classifier = lacking if config.classifier == "trained" else []
+        for parameter in classifier:
+            parameter.requires_grad_(True)
+        return cls(network, method, layers, adapters, classifier)
+
+    @property
+    def classifier_size(self) -> int:
+        return sum(parameter.numel() for parameter in self.classifier)
+
+    def bytes_up(self, share: float) -> int:
+        return self.method.upload_bytes(share) + 4 * self.classifier_size
+
+    def bytes_down(self, share: float) -> int:
+        sent = self.method.broadcast(self.method.initial_state(), share)
+        return sum(_bytes([t]) for t in sent.values()) + 4 * self.classifier_size
+
+
+@lru_cache(maxsize=64)
+def step_memory(config: Config, share: float) -> StepMemory:
+    """Of a client with that share of the budget."""
+    built = _Skeleton.build(config)
+    network = built.network
+    weights = _bytes([*network.parameters(), *network.buffers()])
+    built.method.choose(built.adapters, share, generator(0), lambda: None)
+    trained = [*built.method.parameters(built.adapters), *built.classifier]
+    added = _bytes([*network.parameters(), *network.buffers()]) - weights
+    copies = _bytes(trained) - 4 * built.classifier_size if added else 0
+    return StepMemory(
+        weights=weights - (_bytes(trained) - copies),
+        frozen=added - copies,
+        trained=ADAM * _bytes(trained),
+        activations=_kept_for_backward(config, network),
+    )
+
+
+def _kept_for_backward(config: Config, network: nn.Module) -> int:
+    """Bytes of the tensors that autograd saves in a forward pass, each storage once."""
+    task = get_task(config.task)
+    shapes = task.shapes(network.config, config.batch_size)
+    batch = {name: torch.empty(s, dtype=d, device="meta") for name, (s, d) in shapes.items()}
+    there = {_storage(tensor) for tensor in [*network.parameters(), *network.buffers()]}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in there:
+            kept[_storage(tensor)] = tensor
+        return tensor
+
+    network.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = task.loss(network, batch)
+    del loss  # until here the saved tensors live, so that no two share an address
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def largest_share(config: Config, free: int) -> float:
+    """The share that pays for the most heads whose step fits into so many free bytes."""
+    shares = [heads / config.heads for heads in range(1, config.heads + 1)]
+    needs = {share: step_memory(config, share).added for share in shares}
+    fitting = [share for share in shares if needs[share] <= 0.9 * free]
+    if not fitting:
+        raise ValueError(
+            f"node config: budget is 'auto', and one head needs {needs[shares[0]] / 1e6:.0f} MB "
+            f"beside the model, but 90 % of {free / 1e6:.0f} MB free are less; lower batch-size"
+        )
+    return max(fitting)
+
+
+def suggested_heads(budget_a_layer: float, side: int) -> int:
+    """The most heads, doubling from one, for which sqrt(N h) stays below d (section 4.3)."""
+    heads = 1
+    while math.sqrt(budget_a_layer * heads * 2) < side:
+        heads *= 2
+    return heads
+
+
+def describe(config: Config) -> str:
+    """The plan for people."""
+    built = _Skeleton.build(config)
+    return "\n".join(
+        [*_sizes(config, built), "", *_clients(config, built), "", *_run(config, built)]
+    )
+
+
+def _sizes(config: Config, built: _Skeleton) -> list[str]:
+    """Layers, parameters, effective rank."""
+    method, layers = built.method, built.layers
+    sides = sorted({(layer.out_features, layer.in_features) for layer in layers}, reverse=True)
+    side = min(min(pair) for pair in sides)
+    shapes = ", ".join(f"{out_side} x {in_side}" for out_side, in_side in sides)
+    adapters = method.trainable_parameters()
+    bound = method.effective_rank_bound()
+    lines = [
+        f"preset {config.preset}, method {config.method}, classifier {config.classifier}",
+        f"adapted         {len(layers)} matrices of {shapes} (out x in)",
+        f"                {layers[0].name} ... {layers[-1].name}",
+        f"rank            {method.rank}" + (f", {config.heads} heads" if bound else ""),
+        f"trained         {adapters + built.classifier_size:,} parameters, {adapters:,} of them in "
+        "adapters",
+        f"                a LoRA of rank {config.lora_rank} has {method.budget:,}; this is "
+        f"{100 * adapters / method.budget:.1f} % of that",
+    ]
+    if bound:
+        number = adapters / len(layers)
+        advice = suggested_heads(number, side)
+        lines += [
+            f"effective rank  at most {bound} in a matrix, of d = {side}",
+            f"                heads help while sqrt(N h) < d: with N = {number:,.0f} in a matrix,",
+            f"                up to {advice} heads, where sqrt(N h) = {math.sqrt(number * advice):.0f}",
+        ]
+    return lines
+
+
+def _clients(config: Config, built: _Skeleton) -> list[str]:
+    """Bytes and memory by budget."""
+    lines = [
+        "                            bytes of a round            memory of a step, MB",
+        "budget   heads           up          down    model  frozen  trained  kept  all",
+    ]
+    for share in SHARES:
+        memory = step_memory(config, share)
+        parts = (memory.weights, memory.frozen, memory.trained, memory.activations, memory.total)
+        model, folded, trained, kept, total = (f"{part / 1e6:.1f}" for part in parts)
+        lines.append(
+            f"{share:<9g}{affordable(share, config.heads):<8}"
+            f"{built.bytes_up(share):>10,}{built.bytes_down(share):>14,}"
+            f"{model:>9}{folded:>8}{trained:>9}{kept:>6}{total:>6}"
+        )
+    return lines
+
+
+def _run(config: Config, built: _Skeleton) -> list[str]:
+    """Bytes of a round and of the run, and what was assumed."""
+    clients = min(config.clients_per_round, config.num_clients)
+    up, down = clients * built.bytes_up(1.0), clients * built.bytes_down(1.0)
+    rounds = config.num_rounds
+    return [
+        f"a round         {clients} of {config.num_clients} clients: at most {up:,} bytes up,",
+        f"                {down:,} down",
+        f"the run         {rounds} rounds: at most {rounds * up:,} bytes up,",
+        f"                {rounds * down:,} down",
+        "",
+        f"Assumed: batches of {config.batch_size}, float32, Adam. model: backbone and bases.",
+        "frozen: the products of frozen heads. trained: values, gradients, moments. kept: what",
+        "autograd saves in a forward pass, counted without weights. Gradients in flight and the",
+        "workspace of the backend come on top.",
+    ]
