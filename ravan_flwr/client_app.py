@@ -63,7 +63,9 @@ def train(message: Message, context: Context) -> Message:
     started = time.perf_counter()
     node = _Node(context)
     _take_fixed(node.bench.model, message, context)
-    result = train_locally(*node.work(message), node.share, node.steps, node.purpose(message))
+    # The share that this node named when it was asked: free memory may have changed since.
+    share = cast(float, message.content.config_records["config"]["share"])
+    result = train_locally(*node.work(message), share, node.steps, node.purpose(message))
     return _trained(message, node, result, started)
 
 

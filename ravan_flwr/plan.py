@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ravan_flwr.adapters import Layer, attach, find_layers
 from ravan_flwr.budgets import SHARES, affordable
@@ -22,6 +23,7 @@ from ravan_flwr.methods.base import Method
 from ravan_flwr.model import build_skeleton
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks import get_task
+from ravan_flwr.tasks.base import Task
 from ravan_flwr.workbench import method_settings
 
 ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 each
@@ -50,7 +52,7 @@ class StepMemory:
 class _Skeleton:
     """The adapted network without weights."""
 
-    network: nn.Module
+    network: PreTrainedModel
     method: Method
     layers: list[Layer]
     adapters: list[nn.Module]
@@ -96,14 +98,13 @@ def step_memory(config: Config, share: float) -> StepMemory:
         weights=weights - (_bytes(trained) - copies),
         frozen=added - copies,
         trained=ADAM * _bytes(trained),
-        activations=_kept_for_backward(config, network),
+        activations=kept_for_backward(network, get_task(config.task), config.batch_size),
     )
 
 
-def _kept_for_backward(config: Config, network: nn.Module) -> int:
+def kept_for_backward(network: PreTrainedModel, task: Task, batch_size: int) -> int:
     """Bytes of the tensors that autograd saves in a forward pass, each storage once."""
-    task = get_task(config.task)
-    shapes = task.shapes(network.config, config.batch_size)
+    shapes = task.shapes(network.config, batch_size)
     batch = {name: torch.empty(s, dtype=d, device="meta") for name, (s, d) in shapes.items()}
     there = {_storage(tensor) for tensor in [*network.parameters(), *network.buffers()]}
     kept: dict[int, Tensor] = {}
@@ -181,7 +182,7 @@ def _sizes(config: Config, built: _Skeleton) -> list[str]:
         lines += [
             f"effective rank  at most {bound} in a matrix, of d = {side}",
             f"                heads help while sqrt(N h) < d: with N = {number:,.0f} in a matrix,",
-            f"                up to {advice} heads, where sqrt(N h) = {math.sqrt(number * advice):.0f}",
+            f"                up to {advice} heads; then it is {math.sqrt(number * advice):.0f}",
         ]
     return lines
 

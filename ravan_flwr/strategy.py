@@ -5,9 +5,7 @@ this one has its own. Replies are folded as they arrive; a bad one is rejected, 
 reason in the record; a round without a valid one stops the run.
 """
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from logging import getLogger
 from typing import Any, Protocol
 
@@ -18,9 +16,10 @@ from flwr.serverapp.strategy import Result, Strategy
 from ravan_flwr.aggregation import Aggregate
 from ravan_flwr.config import Config
 from ravan_flwr.exchange import check_round, content_of, finite, pull_replies, push
+from ravan_flwr.ledger import Ledger
 from ravan_flwr.methods.base import Method, Tensors
 from ravan_flwr.payload import FIXED, from_record, hash_of, num_bytes, to_record
-from ravan_flwr.recruiting import Recruiter, listed
+from ravan_flwr.recruiting import Recruiter
 from ravan_flwr.roster import (
     Member,
     check_derived,
@@ -38,14 +37,6 @@ class Recorder(Protocol):
 
     def round_done(self, record: dict[str, Any], state: Tensors) -> None:
         """Called once a round, before the next one begins."""
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """A reply that was not used, and why."""
-
-    client: str
-    reason: str
 
 
 class PeftStrategy(Strategy):
@@ -72,12 +63,13 @@ class PeftStrategy(Strategy):
         self.derived = derived
         self.recorder, self.first_round = recorder, first_round
         self.roster = Recruiter(config.num_clients, backbone, seed_fingerprint)
-        self._fixed = to_record(fixed) if fixed else None
+        self._fixed: ArrayRecord | None = None
+        if fixed is not None:
+            self._keep_fixed(fixed)
         self._holders: set[int] = set()  # nodes that have the fixed tensors
         self._state: Tensors = {}
         self._sent: dict[str, tuple[Member, int]] = {}  # message id -> whom, how many bytes
-        self._clients: list[dict[str, Any]] = []
-        self._rejected: list[Rejection] = []
+        self._ledger = Ledger(0)
 
     def summary(self) -> None:
         """Say what is about to run."""
@@ -107,13 +99,13 @@ class PeftStrategy(Strategy):
         if self._fixed is None:
             self._calibrate(grid, arrays, timeout)
         for number in range(self.first_round, num_rounds + 1):
-            started = time.perf_counter()
+            self._ledger = Ledger(number)
             messages = list(self.configure_train(number, arrays, train_config, grid))
             new, train_metrics = self.aggregate_train(
                 number, self._exchange(grid, messages, timeout)
             )
             if new is None or train_metrics is None:
-                raise RuntimeError(self._why_no_reply(number))
+                raise RuntimeError(self._ledger.why_nothing_came())
             arrays = result.arrays = new
             result.train_metrics_clientapp[number] = train_metrics
 
@@ -128,8 +120,7 @@ class PeftStrategy(Strategy):
                     )  # fmt: skip
             if metrics is not None:
                 result.evaluate_metrics_serverapp[number] = metrics
-            record = self._record(number, self._mean_loss(), metrics or {}, started)
-            self.recorder.round_done(record, self._state)
+            self.recorder.round_done(self._ledger.record(metrics or {}), self._state)
             self.roster.recruit(grid)
         return result
 
@@ -140,8 +131,6 @@ class PeftStrategy(Strategy):
         sums = self.method.open_calibration()
         if sums is None:
             return
-        started = time.perf_counter()
-        self._clients, self._rejected = [], []
         kind = f"{MessageType.TRAIN}.calibrate"
         messages = [
             self._message(member, kind, 0, arrays, ConfigRecord())
@@ -155,13 +144,16 @@ class PeftStrategy(Strategy):
             except (ValueError, KeyError) as error:
                 self._reject(member, error)
                 continue
-            self._note(member, content, metrics, bytes_down, [])
-        if not self._clients:
-            raise RuntimeError(self._why_no_reply(0))
+            self._use(member, content, metrics, bytes_down, [])
+        if not self._ledger.clients:
+            raise RuntimeError(self._ledger.why_nothing_came())
         fixed = sums.close()
+        self._keep_fixed(fixed)
+        self.derived = self.recorder.calibrated(self._ledger.record({}), fixed)
+
+    def _keep_fixed(self, fixed: Tensors) -> None:
         self._fixed = to_record(fixed)
-        record = self._record(0, self._mean_loss(), {}, started)
-        self.derived = self.recorder.calibrated(record, fixed)
+        self._fixed_hash = hash_of(self._fixed)
 
     # Training.
 
@@ -170,7 +162,6 @@ class PeftStrategy(Strategy):
     ) -> Iterable[Message]:
         """A message for each sampled client, with what the method sends it."""
         self._state = from_record(arrays)
-        self._clients, self._rejected = [], []
         members = self.roster.present(grid)
         number = min(self.config.clients_per_round, len(members))
         for member in sample(members, number, self.config.seed, server_round):
@@ -189,11 +180,11 @@ class PeftStrategy(Strategy):
             except (ValueError, KeyError) as error:
                 self._reject(member, error)
                 continue
-            self._note(member, content, metrics, bytes_down, self.method.heads_in(upload))
+            self._use(member, content, metrics, bytes_down, self.method.heads_in(upload))
         if not aggregate.count:
             return None, None
         self._state = aggregate.close()
-        return to_record(self._state), MetricRecord({"train-loss": self._mean_loss()})
+        return to_record(self._state), MetricRecord({"train-loss": self._ledger.train_loss})
 
     def _valid(
         self, server_round: int, replies: Iterable[Message]
@@ -210,7 +201,7 @@ class PeftStrategy(Strategy):
                 yield member, content, metrics, bytes_down
         self._reject_silent()
 
-    def _note(
+    def _use(
         self,
         member: Member,
         content: RecordDict,
@@ -218,40 +209,10 @@ class PeftStrategy(Strategy):
         bytes_down: int,
         selected: list[list[int]],
     ) -> None:
-        """Record a client whose reply was used."""
         if self._fixed is not None:
             self._holders.add(member.node_id)
-        heads = sum(map(len, selected)) / max(1, len(selected))
-        self._clients.append(
-            {
-                "partition-id": member.partition_id,
-                "heads": int(heads) if heads.is_integer() else heads,
-                "selected": selected,
-                "examples": member.examples,
-                "train-loss": metrics["train-loss"],
-                "seconds": round(metrics["seconds"], 4),
-                "bytes-up": num_bytes(content.array_records["arrays"]),
-                "bytes-down": bytes_down,
-            }
-        )
-
-    def _mean_loss(self) -> float:
-        """Over the clients, in an order in which that of arrival plays no part."""
-        losses = [c["train-loss"] for c in sorted(self._clients, key=_partition)]
-        return float(sum(losses) / len(losses))
-
-    def _record(
-        self, number: int, loss: float, metrics: Mapping[str, Any], started: float
-    ) -> dict[str, Any]:
-        """A line of `rounds.jsonl`."""
-        return {
-            "round": number,
-            "train-loss": loss,
-            "metrics": dict(metrics),
-            "clients": sorted(self._clients, key=_partition),
-            "rejected": [vars(rejection) for rejection in self._rejected],
-            "seconds": round(time.perf_counter() - started, 4),
-        }
+        bytes_up = num_bytes(content.array_records["arrays"])
+        self._ledger.use(member, metrics, selected, bytes_up, bytes_down)
 
     def _train_metrics(
         self, content: RecordDict, server_round: int, member: Member
@@ -300,10 +261,10 @@ class PeftStrategy(Strategy):
     def _message(
         self, member: Member, kind: str, number: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> Message:
-        settings = ConfigRecord({**config, "round": number})
+        settings = ConfigRecord({**config, "round": number, "share": member.share})
         content = RecordDict({"arrays": arrays, "config": settings})
         if self._fixed is not None:
-            settings["fixed-hash"] = hash_of(self._fixed)
+            settings["fixed-hash"] = self._fixed_hash
             if member.node_id not in self._holders:
                 content[FIXED] = self._fixed
         return Message(content, member.node_id, kind, group_id=str(number))
@@ -325,28 +286,9 @@ class PeftStrategy(Strategy):
 
     def _reject(self, member: Member, reason: object) -> None:
         self._holders.discard(member.node_id)
-        text = f"missing {reason}" if isinstance(reason, KeyError) else str(reason)
-        self._rejected.append(Rejection(f"partition {member.partition_id}", text))
-        log.warning("rejected partition %d: %s", member.partition_id, text)
+        self._ledger.reject(member, reason)
 
     def _reject_silent(self) -> None:
         for member, _ in self._sent.values():
             self._reject(member, f"no reply within {self._timeout:g} s")
         self._sent = {}
-
-    def _why_no_reply(self, number: int) -> str:
-        reasons = listed(f"{r.client}: {r.reason}" for r in self._rejected)
-        message = (
-            f"round {number}: got no valid reply, expected at least one: "
-            f"{reasons or 'no client is connected'}."
-        )
-        if number > 1:
-            message += (
-                f" Round {number - 1} is in the last checkpoint; mend the clients and go on from "
-                "there with resume=RUN"
-            )
-        return message
-
-
-def _partition(client: Mapping[str, Any]) -> int:
-    return int(client["partition-id"])

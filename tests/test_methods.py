@@ -312,3 +312,13 @@ def test_a_classifier_that_is_frozen_may_not_be_sent():
 def test_an_unknown_method_lists_the_methods():
     with pytest.raises(ValueError, match="method 'ravn' is unknown; expected one of ravan"):
         get_method("ravn")
+
+
+def test_heads_that_do_not_fit_are_told_once(caplog):
+    with caplog.at_level("INFO"):
+        build(init="gram-schmidt", heads=4)  # 8 directions in matrices of 4 to 7 sides
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "gram-schmidt: 4 heads of rank 2 are more than 4 dimensions hold; bases are orthonormal "
+        "in blocks of as many heads as fit"
+    ]

@@ -260,3 +260,83 @@ def test_the_module_is_the_command():
     ended = subprocess.run(command, capture_output=True, text=True, cwd=Path.home())
     assert ended.returncode == 2
     assert "did you mean 'seed'" in ended.stderr
+
+
+def bytes_down(directory):
+    lines = (directory / "rounds.jsonl").read_text().splitlines()
+    return {
+        json.loads(line)["round"]: {
+            client["partition-id"]: client["bytes-down"] for client in json.loads(line)["clients"]
+        }
+        for line in lines
+    }
+
+
+def test_data_aware_bases_travel_once_to_each_client_and_are_counted(tmp_path):
+    simulation = run(tmp_path, init="data-aware", num_rounds=6, clients_per_round=2)
+    by_round = bytes_down(simulation.run_dir)
+    assert set(by_round[0]) == {0, 1, 2, 3}  # everybody calibrates
+    state = 4 * (8 * 4 * 13 * 13 + 970)
+    bases = 4 * 8 * 4 * 13 * (96 + 96)
+    seen = set()
+    for number in range(1, 7):
+        for client, size in by_round[number].items():
+            assert size == state + (0 if client in seen else bases)
+            seen.add(client)
+    assert simulation.summary["rounds"] == 6
+    assert simulation.summary["bytes-down"] == sum(
+        size for sizes in by_round.values() for size in sizes.values()
+    )
+
+
+def test_a_data_aware_run_resumes_to_the_same_bits(tmp_path):
+    settings = {"init": "data-aware", "budgets": "uniform", "scoring": "gradient"}
+    whole = run(tmp_path, **settings)
+    part = run(tmp_path, num_rounds=1, **settings)
+    resumed = run(tmp_path, resume=str(part.run_dir), **settings)
+    one, two = final_state(whole), final_state(resumed)
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert resumed.summary["metrics"] == whole.summary["metrics"]
+
+
+def test_a_node_that_lost_the_bases_is_sent_them_again(tmp_path, monkeypatch):
+    from ravan_flwr.simulation import InProcessGrid
+
+    class Forgetful(InProcessGrid):
+        def _deliver(self, message):
+            settings = message.content.get("config", {})
+            if settings.get("round") == 2 and message.metadata.dst_node_id == 1:
+                self._contexts[1].state.clear()
+            return super()._deliver(message)
+
+    monkeypatch.setattr("ravan_flwr.simulation.InProcessGrid", Forgetful)
+    simulation = run(
+        tmp_path, num_clients=2, clients_per_round=2, init="data-aware", num_rounds=4
+    )  # fmt: skip
+    lines = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
+    rejected = {json.loads(line)["round"]: json.loads(line)["rejected"] for line in lines}
+    assert [number for number, some in rejected.items() if some] == [2]
+    assert "does not have the fixed tensors" in rejected[2][0]["reason"]
+    sizes = bytes_down(simulation.run_dir)
+    (kept,) = sizes[2]  # the client that kept its state
+    lost = 1 - kept
+    assert sizes[3][lost] > sizes[3][kept] == sizes[4][lost]
+
+
+def test_an_automatic_budget_follows_the_free_memory(tmp_path, monkeypatch):
+    from ravan_flwr.plan import step_memory
+    from ravan_flwr.simulation import InProcessGrid
+
+    class Edge(InProcessGrid):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            for context in self._contexts.values():
+                context.node_config["budget"] = "auto"
+
+    need = step_memory(read_config(SMALL), 0.5).added
+    free = iter([int(need / 0.9) + 2] * 8)  # two answers of four nodes; later less is free
+    monkeypatch.setattr("ravan_flwr.simulation.InProcessGrid", Edge)
+    monkeypatch.setattr(client_app, "_free_memory", lambda _: next(free, 0))
+    simulation = run(tmp_path)
+    line = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()[0]
+    assert {client["heads"] for client in json.loads(line)["clients"]} == {2}

@@ -35,8 +35,9 @@ def watch_gradients(
 ) -> Iterator[None]:
     """Call `see(x, dL/dy)`, both (tokens, features), in every backward pass through a layer.
 
-    No head is trained meanwhile, so that none of their activations are kept: a backward pass
-    costs less memory than one that trains a single head.
+    No head is trained meanwhile: of their activations nothing is kept, only x, which the
+    layers of a block share. A backward pass costs less memory than one that trains all heads
+    (benchmarks/ravan_memory.py).
     """
     # Nothing is trainable meanwhile: a zero that wants a gradient starts the graph.
     zero = torch.zeros((), device=layer.H.device, requires_grad=True)

@@ -1,0 +1,90 @@
+"""What a plan says is what a run does."""
+
+import json
+
+import pytest
+import torch
+
+from ravan_flwr import simulate
+from ravan_flwr.cli import main
+from ravan_flwr.config import read_config
+from ravan_flwr.plan import describe, largest_share, step_memory, suggested_heads
+from ravan_flwr.workbench import Workbench
+
+
+def config(**settings):
+    return read_config({key.replace("_", "-"): value for key, value in settings.items()})
+
+
+@pytest.mark.parametrize("classifier", ["frozen", "trained"])
+def test_parameters_and_bytes_are_those_of_a_run(classifier, tmp_path, capsys):
+    settings = {"classifier": classifier, "heads": 2, "budgets": "full", "num-rounds": 1}
+    main(["plan", *(f"{key}={value}" for key, value in settings.items())])
+    told = capsys.readouterr().out
+    run = simulate(settings | {"local-steps": 1, "output-dir": str(tmp_path)}, 4)
+    client = json.loads((run.run_dir / "rounds.jsonl").read_text())["clients"][0]
+    assert f"trained         {run.summary['trainable-parameters']:,} parameters" in told
+    assert f"{client['bytes-up']:,}" in told
+    assert f"{client['bytes-down']:,}" in told
+    assert f"rank            {run.summary['rank']}, 2 heads" in told
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_kept_memory_is_what_autograd_keeps_of_the_real_model(share):
+    settings = config(batch_size=16)
+    bench = Workbench(settings)
+    model, kept = bench.model, {}
+    with model.holding(model.initial_state()):
+        model.method.choose(model.adapters, share, torch.Generator(), lambda: None)
+        there = {t.untyped_storage().data_ptr() for t in model.network.parameters()}
+        there |= {t.untyped_storage().data_ptr() for t in model.network.buffers()}
+        batch = {name: tensor[:16].clone() for name, tensor in bench.test_examples.items()}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in there:
+                kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+            return tensor
+
+        model.network.train()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = bench.task.loss(model.network, batch)
+        measured = sum(size for size, _ in kept.values())
+        trained = sum(4 * p.numel() for p in model.parameters())
+        del loss
+    estimate = step_memory(settings, share)
+    assert estimate.trained == 4 * trained
+    # Attention's kernel on the CPU keeps less than the one on the meta device.
+    assert measured == pytest.approx(estimate.activations, rel=0.15)
+
+
+def test_memory_falls_with_every_head_that_is_frozen():
+    totals = [step_memory(config(), share).total for share in (0.25, 0.5, 0.75, 1.0)]
+    assert totals == sorted(totals)
+    assert len(set(totals)) == 4
+
+
+def test_an_automatic_budget_takes_the_most_heads_that_fit():
+    settings = config(heads=4)
+    needs = [step_memory(settings, share).added for share in (0.25, 0.5, 0.75, 1.0)]
+    assert largest_share(settings, 10**12) == 1.0
+    for share, need in zip((0.25, 0.5, 0.75), needs[:3], strict=True):
+        assert largest_share(settings, int(need / 0.9) + 2) == share
+    with pytest.raises(ValueError, match="budget is 'auto', and one head needs .* lower batch-"):
+        largest_share(settings, needs[0] // 2)
+
+
+def test_the_papers_rule_for_the_number_of_heads():
+    # ViT-B/16 at LoRA 32: N = 49,152 a matrix, d = 768: sqrt(N h) < 768 up to h = 12.
+    assert suggested_heads(49_152, 768) == 8
+    assert suggested_heads(98_304, 768) == 4
+    assert suggested_heads(768**2, 768) == 1
+
+
+def test_a_plan_loads_neither_weights_nor_data(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("ravan_flwr.dataset.load_splits", refuse)
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", refuse)
+    assert "8 matrices of 96 x 96" in describe(config())
