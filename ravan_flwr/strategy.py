@@ -131,6 +131,7 @@ class PeftStrategy(Strategy):
         sums = self.method.open_calibration()
         if sums is None:
             return
+        self._ledger = Ledger(0)
         kind = f"{MessageType.TRAIN}.calibrate"
         messages = [
             self._message(member, kind, 0, arrays, ConfigRecord())
