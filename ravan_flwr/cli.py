@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, command, about in (
         ("simulate", _simulate, "run the app in this process, one client after the other"),
         ("run", _run, "run the app in Flower's simulation runtime, and end what that starts"),
+        ("plan", _plan, "say what a run will train, send and need, before anything runs"),
     ):
         sub = commands.add_parser(
             name,
@@ -50,15 +51,6 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
         sub.set_defaults(command=command)
-    plan = commands.add_parser(
-        "plan",
-        help="say what a run will train, send and need, before anything runs",
-        description="Say what a run will train, send and need, before anything runs.",
-        epilog=_key_table(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    plan.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
-    plan.set_defaults(command=_plan)
     study = commands.add_parser(
         "study",
         help="run a grid of settings and seeds, and write a table",

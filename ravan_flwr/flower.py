@@ -144,7 +144,10 @@ def run_in_flower(config: Mapping[str, Scalar], num_clients: int) -> None:
         raise ValueError(
             f"found no pyproject.toml in {app}, expected the app's folder; change into it"
         )
-    settings = {"output-dir": str(app / "runs")} | dict(config)
+    settings: dict[str, Scalar] = {"output-dir": "runs", **config}
+    for key in ("output-dir", "resume"):  # the SuperLink has another working directory
+        if settings.get(key):
+            settings[key] = str(Path(str(settings[key])).expanduser().absolute())
     run_config = " ".join(f"{key}={_toml(value)}" for key, value in settings.items())
     federation = f"num-supernodes={num_clients} client-resources-num-cpus=1"
     sys.stdout.write(
