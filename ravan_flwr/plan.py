@@ -210,7 +210,10 @@ def _run(config: Config, built: _Skeleton) -> list[str]:
     clients = min(config.clients_per_round, config.num_clients)
     up, down = clients * built.bytes_up(1.0), clients * built.bytes_down(1.0)
     rounds = config.num_rounds
+    sketches, fixed = built.method.calibration_bytes()
+    calibration = f"before round 1  a client sends {sketches:,} bytes, and gets {fixed:,} once"
     return [
+        *([calibration] if sketches else []),
         f"a round         {clients} of {config.num_clients} clients: at most {up:,} bytes up,",
         f"                {down:,} down",
         f"the run         {rounds} rounds: at most {rounds * up:,} bytes up,",

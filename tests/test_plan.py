@@ -8,6 +8,7 @@ import torch
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config import read_config
+from ravan_flwr.keys import Scalar
 from ravan_flwr.plan import describe, largest_share, step_memory, suggested_heads
 from ravan_flwr.workbench import Workbench
 
@@ -27,6 +28,17 @@ def test_parameters_and_bytes_are_those_of_a_run(classifier, tmp_path, capsys):
     assert f"{client['bytes-up']:,}" in told
     assert f"{client['bytes-down']:,}" in told
     assert f"rank            {run.summary['rank']}, 2 heads" in told
+
+
+def test_a_calibration_round_is_planned_for(tmp_path):
+    settings: dict[str, Scalar] = {"init": "data-aware", "num-rounds": 1, "local-steps": 1}
+    told = describe(read_config(settings))
+    run = simulate(settings | {"output-dir": str(tmp_path)}, 2)
+    lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
+    (first, *_), (second, *_) = (json.loads(line)["clients"] for line in lines)
+    bases = second["bytes-down"] - first["bytes-down"]
+    assert f"a client sends {first['bytes-up']:,} bytes, and gets {bases:,} once" in told
+    assert "before round 1" not in describe(config())
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])

@@ -102,6 +102,10 @@ class Method(ABC):
         """Running sums that start empty; None for a method without a calibration round."""
         return None
 
+    def calibration_bytes(self) -> tuple[int, int]:
+        """What a client sends in the calibration round, and the fixed tensors that it gets."""
+        return 0, 0
+
     def calibrate(self, adapters: Sequence[nn.Module], backward: Callable[[], object]) -> Tensors:
         """A client's part: `backward` runs the next mini-batch forward and backward."""
         raise NotImplementedError

@@ -109,6 +109,13 @@ class Ravan(Method):
             return None
         return SketchedBases(self._sketchers(), self.heads, self.rank, self.settings)
 
+    def calibration_bytes(self) -> tuple[int, int]:
+        if not self.data_aware:
+            return 0, 0
+        sides = sum(layer.out_features + layer.in_features for layer in self.layers)
+        sketches = sum(sketcher.size for sketcher in self._sketchers())
+        return 4 * sketches, 4 * self.heads * self.rank * sides
+
     def calibrate(self, adapters: Sequence[nn.Module], backward: Callable[[], object]) -> Tensors:
         layers = _multihead(adapters)
         sketches = [
