@@ -42,18 +42,13 @@ def train_locally(
     purpose: tuple[int, int, int],
 ) -> LocalResult:
     """One client's round. `purpose` is (seed, round, partition id): all its randomness."""
-    seed, *who = purpose
-    batches = _endless(examples, steps.batch_size, generator(seed, "batches", *who))
-    train = _Stepper(model, task, steps)
+    train = _Stepper(model, task, examples, steps, purpose)
     with model.holding(broadcast):
-        model.method.choose(
-            model.adapters,
-            share,
-            generator(seed, "heads", *who),
-            lambda: train.backward(next(batches)),
-        )
+        seed, *who = purpose
+        random = generator(seed, "heads", *who)
+        model.method.choose(model.adapters, share, random, train.backward)
         train.begin()
-        losses = [train.step(next(batches)) for _ in range(steps.number)]
+        losses = [train.step() for _ in range(steps.number)]
         return LocalResult(model.upload(), float(torch.stack(losses).mean()))
 
 
@@ -66,22 +61,27 @@ def calibrate_locally(
     purpose: tuple[int, int, int],
 ) -> LocalResult:
     """One client's part of a calibration round: some batches, no update."""
-    seed, *who = purpose
-    batches = _endless(examples, steps.batch_size, generator(seed, "batches", *who))
-    train = _Stepper(model, task, steps)
+    train = _Stepper(model, task, examples, steps, purpose)
     losses: list[Tensor] = []
     with model.holding(broadcast):
-        upload = model.method.calibrate(
-            model.adapters, lambda: losses.append(train.backward(next(batches)))
-        )
+        upload = model.method.calibrate(model.adapters, lambda: losses.append(train.backward()))
     return LocalResult(upload, float(torch.stack(losses).mean()))
 
 
 class _Stepper:
-    """Forward, backward and Adam, in the precision asked for."""
+    """Forward, backward and Adam over a client's batches, in the precision asked for."""
 
-    def __init__(self, model: AdaptedModel, task: Task, steps: LocalSteps) -> None:
+    def __init__(
+        self,
+        model: AdaptedModel,
+        task: Task,
+        examples: Batch,
+        steps: LocalSteps,
+        purpose: tuple[int, int, int],
+    ) -> None:
         self.model, self.task, self.steps = model, task, steps
+        seed, *who = purpose
+        self.batches = _endless(examples, steps.batch_size, generator(seed, "batches", *who))
         self.device = model.device
         self.dtype = PRECISIONS[steps.precision]
         if self.dtype is torch.float16 and self.device.type == "cpu":
@@ -99,17 +99,18 @@ class _Stepper:
             self.model.parameters(), lr=self.steps.learning_rate, fused=self.device.type != "mps"
         )
 
-    def backward(self, batch: Batch) -> Tensor:
-        """Gradients of one batch; the loss, detached."""
+    def backward(self) -> Tensor:
+        """Gradients of the next batch; the loss, detached."""
+        batch = next(self.batches)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
             loss = self.task.loss(self.model.network, _to(batch, self.device))
         self.scaler.scale(loss).backward()
         return loss.detach().float()
 
-    def step(self, batch: Batch) -> Tensor:
+    def step(self) -> Tensor:
         """One step; the loss before it."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.backward(batch)
+        loss = self.backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss

@@ -41,26 +41,25 @@ class Ravan(Method):
         super().__init__(settings, layers)
         self.heads = settings.heads
         self.data_aware = settings.init == "data-aware"
+        self.side = min(min(layer.out_features, layer.in_features) for layer in self.layers)
         self.rank = settings.rank or self._largest_rank()
-        sides = [min(layer.out_features, layer.in_features) for layer in self.layers]
-        if settings.init in {"gram-schmidt", "data-aware"} and self.heads * self.rank > min(sides):
+        if settings.init in {"gram-schmidt", "data-aware"} and self.heads * self.rank > self.side:
             log.info(
                 "%s: %d heads of rank %d are more than %d dimensions hold; bases are "
                 "orthonormal in blocks of as many heads as fit",
-                settings.init, self.heads, self.rank, min(sides),
+                settings.init, self.heads, self.rank, self.side,
             )  # fmt: skip
 
     def _largest_rank(self) -> int:
         """The largest r with layers * heads * (r^2 + 1) parameters within the budget."""
         per_head = self.budget / (len(self.layers) * self.heads)
         rank = math.isqrt(max(0, math.floor(per_head) - self._scales_per_head()))
-        smallest = min(min(layer.out_features, layer.in_features) for layer in self.layers)
         if rank < 1:
             raise ValueError(
                 f"heads = {self.heads}: the budget of {self.budget} trainable parameters has "
                 f"room for {per_head:.2f} a head, expected at least 2; lower heads or set rank"
             )
-        return min(rank, smallest)
+        return min(rank, self.side)
 
     def _scales_per_head(self) -> int:
         return 1 if self.settings.scaling == "trained" else 0
@@ -73,8 +72,7 @@ class Ravan(Method):
         return 4 * selected * self.rank**2 + math.ceil(len(self.layers) * self.heads / 8)
 
     def effective_rank_bound(self) -> int:
-        sides = min(min(layer.out_features, layer.in_features) for layer in self.layers)
-        return min(self.heads * self.rank, sides)
+        return min(self.heads * self.rank, self.side)
 
     def adapt(self, layer: Layer, linear: nn.Linear) -> MultiHeadLinear:
         if linear.weight.is_meta:  # a plan needs shapes only
