@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, check_tensor
+from ravan_flwr.methods.base import CLASSIFIER, Mean, Method, Tensors, check_tensor
 
 
 class Aggregate:
-    """One round's sums: the method's, and the classifier's plain mean if it is trained."""
+    """One round's sums: the method's, and the classifier's mean if it is trained."""
 
     def __init__(self, method: Method, state: Tensors, max_norm: float) -> None:
         self.method, self.max_norm = method, max_norm
@@ -21,7 +21,7 @@ class Aggregate:
         self._round = method.open_round({k: v for k, v in state.items() if k != CLASSIFIER})
         self.count = 0
 
-    def offer(self, upload: Mapping[str, Tensor], share: float) -> None:
+    def offer(self, upload: Mapping[str, Tensor], share: float, weight: float = 1.0) -> None:
         """Fold in an upload of a client with that share; ValueError if it is not sound."""
         own = {k: v for k, v in upload.items() if k != CLASSIFIER or self._classifier is None}
         self.method.check(own, share)
@@ -30,9 +30,9 @@ class Aggregate:
         norm = _norm(upload)
         if not norm <= self.max_norm:
             raise ValueError(f"upload has norm {norm:.4g}, expected at most {self.max_norm:g}")
-        self._round.add(own)
+        self._round.add(own, weight)
         if self._classifier is not None:
-            self._classifier.add(upload[CLASSIFIER])
+            self._classifier.add(upload[CLASSIFIER], weight)
         self.count += 1
 
     def close(self) -> Tensors:
@@ -41,24 +41,6 @@ class Aggregate:
         if self._classifier is not None:
             state[CLASSIFIER] = self._classifier.close()
         return state
-
-
-class Mean:
-    """A plain running mean of float32 tensors, kept in float64."""
-
-    def __init__(self, old: Tensor) -> None:
-        self.old = old
-        self.sum = torch.zeros_like(old, dtype=torch.float64)
-        self.count = 0
-
-    def add(self, tensor: Tensor) -> None:
-        """One more."""
-        self.sum += tensor
-        self.count += 1
-
-    def close(self) -> Tensor:
-        """The mean, or what was there before if nothing came."""
-        return (self.sum / self.count).float() if self.count else self.old.clone()
 
 
 def _norm(upload: Mapping[str, Tensor]) -> float:

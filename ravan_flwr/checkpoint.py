@@ -20,9 +20,15 @@ log = logging.getLogger(__name__)
 KEPT = 3
 
 
-def save_checkpoint(folder: Path, round_number: int, state: Tensors) -> None:
+MOMENTS = "server-optimizer/"  # before the names of the server optimiser's moments
+
+
+def save_checkpoint(
+    folder: Path, round_number: int, state: Tensors, moments: Tensors | None = None
+) -> None:
     """Write the state after a round, then drop all but the last few."""
-    data = safetensors.torch.save({k: v.contiguous() for k, v in state.items()})
+    tensors = state | {MOMENTS + name: tensor for name, tensor in (moments or {}).items()}
+    data = safetensors.torch.save({k: v.contiguous() for k, v in tensors.items()})
     _write(folder / f"round-{round_number:06d}.safetensors", round_number, data)
     for old in sorted(folder.glob("round-*.safetensors"))[:-KEPT]:
         old.with_suffix(".json").unlink(missing_ok=True)
@@ -54,14 +60,18 @@ def _write(path: Path, round_number: int, data: bytes) -> None:
     write_atomically(path.with_suffix(".json"), json.dumps(checksum).encode())
 
 
-def load_checkpoint(folder: Path) -> tuple[int, Tensors]:
-    """(round, state) of the last checkpoint that is whole."""
+def load_checkpoint(folder: Path) -> tuple[int, Tensors, Tensors]:
+    """(round, state, server optimiser's moments) of the last checkpoint that is whole."""
     found = sorted(folder.glob("round-*.safetensors"), reverse=True)
     for path in found:
         try:
-            return _read(path)
+            number, tensors = _read(path)
         except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
             log.warning("checkpoint %s is damaged (%s); trying the one before it", path, error)
+            continue
+        moments = {k.removeprefix(MOMENTS): v for k, v in tensors.items() if k.startswith(MOMENTS)}
+        state = {k: v for k, v in tensors.items() if not k.startswith(MOMENTS)}
+        return number, state, moments
     raise ValueError(
         f"no usable checkpoint in {folder}: found {[p.name for p in found]}, expected at least "
         "one whole round-*.safetensors with its .json; start a new run"

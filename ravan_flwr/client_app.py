@@ -74,7 +74,8 @@ def calibrate(message: Message, context: Context) -> Message:
     """What the method needs of this node's data before the first round."""
     started = time.perf_counter()
     node = _Node(context)
-    result = calibrate_locally(*node.work(message), node.steps, node.purpose(message))
+    steps = replace(node.steps, learning_rate=node.config.calibration_learning_rate)
+    result = calibrate_locally(*node.work(message), steps, node.purpose(message))
     return _trained(message, node, result, started)
 
 
@@ -180,7 +181,11 @@ class _Node:
     def steps(self) -> LocalSteps:
         config = self.config
         return LocalSteps(
-            config.local_steps, config.batch_size, config.learning_rate, config.precision
+            config.local_steps,
+            config.batch_size,
+            config.learning_rate,
+            config.precision,
+            config.proximal_mu,
         )
 
     def work(self, message: Message) -> tuple[AdaptedModel, Task, Batch, Tensors]:

@@ -21,7 +21,6 @@ class Config:
     task: str
     model: ModelSpec
     data: DataSpec
-    lora_rank: int
     method: str
     seed: int
     num_clients: int  # of the preset; a federation may have another number
@@ -30,13 +29,21 @@ class Config:
     local_steps: int
     batch_size: int
     learning_rate: float
+    proximal_mu: float
+    weighting: str
+    server_optimizer: str
+    server_learning_rate: float
+    server_momentum: float
     partition: str
     partition_alpha: float
     rank: int | None  # None: the largest within the budget, known once the layers are
+    lora_scale: float
+    lora_rank: int  # the budget: the parameters of a LoRA of this rank
     heads: int
     init: str
     init_scale: float
     calibration_steps: int
+    calibration_learning_rate: float
     scaling: str
     scoring: str
     selection: str
@@ -77,6 +84,13 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
     if values["learning-rate"] == AUTO:
         method, classifier = str(values["method"]), str(values["classifier"])
         values["learning-rate"] = preset.default_learning_rate(method, classifier)
+    if values["calibration-learning-rate"] == AUTO:
+        rates = preset.learning_rate.get("full", {})
+        values["calibration-learning-rate"] = rates.get(
+            str(values["classifier"]), values["learning-rate"]
+        )
+    if values["server-learning-rate"] == AUTO:
+        values["server-learning-rate"] = 0.01 if values["server-optimizer"] == "adam" else 1.0
     _check_device(str(values["device"]))
     if values["evaluate-on"] == "clients" and not values["validation-share"]:
         raise ValueError(
@@ -89,7 +103,6 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
         task=preset.task,
         model=preset.model,
         data=preset.data,
-        lora_rank=preset.lora_rank,
         num_clients=preset.run["num-clients"],
         **fields,
     )

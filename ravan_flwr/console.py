@@ -60,14 +60,13 @@ class Progress:
         clients = record["clients"]
         up = sum(c["bytes-up"] for c in clients)
         down = sum(c["bytes-down"] for c in clients)
-        heads = sorted(c["heads"] for c in clients)
         value = record["metrics"].get(self.metric)
         score = f"{value:.4f}" if value is not None else "   -  "
         rejected = f"  rejected {len(record['rejected'])}" if record["rejected"] else ""
         log.info(
-            "round %*d/%d  loss %.4f  %s %s  heads %s  up %s  down %s  %.1f s  left %s%s",
+            "round %*d/%d  loss %.4f  %s %s  %sup %s  down %s  %.1f s  left %s%s",
             len(str(self.last)), record["round"], self.last, record["train-loss"],
-            self.metric, score, "+".join(f"{h:g}" for h in heads),
+            self.metric, score, _amounts(clients),
             megabytes(up), megabytes(down), record["seconds"], minutes(left), rejected,
         )  # fmt: skip
         self._bar.update(1)
@@ -75,6 +74,15 @@ class Progress:
     def close(self) -> None:
         """Take the bar away."""
         self._bar.close()
+
+
+def _amounts(clients: list[dict[str, Any]]) -> str:
+    """How many heads each client trained, or what share of another method's ranks."""
+    for name, usual in (("heads", 1), ("share", 1.0)):
+        values = sorted(client[name] for client in clients)
+        if any(value != usual for value in values):
+            return f"{name} " + "+".join(f"{value:g}" for value in values) + "  "
+    return ""
 
 
 def megabytes(number: int) -> str:

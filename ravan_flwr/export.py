@@ -15,12 +15,18 @@ from ravan_flwr.model import AdaptedModel
 from ravan_flwr.records import write_atomically
 
 
-def write_adapter(folder: Path, model: AdaptedModel) -> None:
-    """Write the adapters as the model holds them now, and the classifier, as a PEFT folder."""
+def write_adapter(folder: Path, model: AdaptedModel) -> bool:
+    """Write the adapters as the model holds them now, and the classifier, as a PEFT folder.
+
+    False, and nothing written, if the method changes pretrained weights.
+    """
     tensors: dict[str, Tensor] = {}
     ranks = set()
     for layer, adapter in zip(model.layers, model.adapters, strict=True):
-        B, A = model.method.lora_factors(adapter)
+        factors = model.method.lora_factors(adapter)
+        if factors is None:
+            return False
+        B, A = factors
         ranks.add(len(A))
         tensors[f"base_model.model.{layer.name}.lora_A.weight"] = A
         tensors[f"base_model.model.{layer.name}.lora_B.weight"] = B
@@ -46,3 +52,4 @@ def write_adapter(folder: Path, model: AdaptedModel) -> None:
     write_atomically(
         folder / "adapter_config.json", (json.dumps(settings, indent=2) + "\n").encode()
     )
+    return True

@@ -56,21 +56,42 @@ KEYS: dict[str, Key] = {
     "local-steps": Key(int, AUTO, "a client's optimiser steps in a round", low=1, high=1_000_000),
     "batch-size": Key(int, AUTO, "examples in a step", low=1, high=65_536),
     "learning-rate": Key(float, AUTO, "Adam's", low=0, low_open=True, high=10),
+    "proximal-mu": Key(float, 0.0, "FedProx: pull towards the round's start", low=0, high=1e6),
+    "weighting": Key(str, "uniform", "of the replies in the mean", ("uniform", "examples")),
+    "server-optimizer": Key(
+        str, "none", "on the aggregated update, as FedAvgM or FedAdam", ("none", "momentum", "adam")
+    ),
+    "server-learning-rate": Key(
+        float, AUTO, "the server optimiser's; auto: 1, or 0.01 for adam", low=0, low_open=True,
+        high=1e3,
+    ),
+    "server-momentum": Key(float, 0.9, "momentum's beta, Adam's beta 1", low=0, high=0.9999),
     "partition": Key(str, AUTO, "how simulated clients share the data", ("iid", "dirichlet")),
     "partition-alpha": Key(
         float, AUTO, "Dirichlet concentration", low=0, low_open=True, high=1_000_000
     ),
-    "rank": Key(int, AUTO, "r; auto: what the preset's budget allows", low=1, high=65_536),
+    "lora-rank": Key(
+        int, AUTO, "the budget: as many parameters as a LoRA of this rank has", low=1, high=65_536
+    ),
+    "rank": Key(int, AUTO, "r; auto: what the budget allows the method", low=1, high=65_536),
+    "lora-scale": Key(
+        float, 1.0, "alpha / r of the LoRA methods", low=0, low_open=True, high=1e3
+    ),
     "heads": Key(int, AUTO, "h, RAVAN's heads in every adapted matrix", low=1, high=4_096),
     "init": Key(
         str, AUTO, "how the frozen bases are made",
         ("gram-schmidt", "normal", "constant", "shared-subspace", "data-aware"),
     ),
     "init-scale": Key(
-        float, 1.0, "norm of the columns of B_i and the rows of A_i", low=0, low_open=True, high=1e3
+        float, 1.0, "norm of the columns of B_i and the rows of A_i, of a LoRA's rows of A",
+        low=0, low_open=True, high=1e3,
     ),
     "calibration-steps": Key(
         int, 8, "batches from which data-aware bases are made", low=1, high=1_000_000
+    ),
+    "calibration-learning-rate": Key(
+        float, AUTO, "of Fed-SB's first round; auto: that of method full", low=0, low_open=True,
+        high=10,
     ),
     "scaling": Key(str, "trained", "the scales s_i of the heads", ("trained", "constant")),
     "scoring": Key(str, "random", "how a client ranks the heads", ("random", "weight", "gradient")),

@@ -1,7 +1,7 @@
 """The book of one round: whose reply was used, whose was not and why, and the record of it."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any
@@ -19,7 +19,17 @@ class Ledger:
     number: int
     clients: list[dict[str, Any]] = field(default_factory=list)
     rejected: list[dict[str, str]] = field(default_factory=list)
+    left_out: list[int] = field(default_factory=list)  # partitions that cannot afford to train
     started: float = field(default_factory=time.perf_counter)
+
+    def leave_out(self, members: Sequence[Member]) -> None:
+        """These cannot afford to train, and were not asked."""
+        self.left_out = [member.partition_id for member in members]
+        if self.left_out and self.number <= 1:
+            log.info(
+                "%d clients cannot afford the whole method and are left out: partitions %s",
+                len(self.left_out), ", ".join(map(str, self.left_out)),
+            )  # fmt: skip
 
     def use(
         self,
@@ -34,6 +44,7 @@ class Ledger:
         self.clients.append(
             {
                 "partition-id": member.partition_id,
+                "share": member.share,
                 "heads": int(heads) if heads.is_integer() else heads,
                 "selected": selected,
                 "examples": member.examples,
@@ -64,6 +75,7 @@ class Ledger:
             "metrics": dict(metrics),
             "clients": self._sorted(),
             "rejected": self.rejected,
+            "left-out": self.left_out,
             "seconds": round(time.perf_counter() - self.started, 4),
         }
 

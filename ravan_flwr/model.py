@@ -6,7 +6,7 @@ classifier: drawn from the seed, and then frozen, or trained and averaged.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from ravan_flwr.adapters import Layer, attach, find_layers
+from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.backbones import read_backbone
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, check_tensor
@@ -31,17 +31,18 @@ class AdaptedModel:
         self,
         network: nn.Module,
         classifier: list[nn.Parameter],
-        make_method: Callable[[list[Layer]], Method],
+        make_method: Callable[[list[Layer], int], Method],
         targets: tuple[str, ...],
         *,
         train_classifier: bool,
     ) -> None:
         network.requires_grad_(False)
         self.network = network
-        self.backbone_fingerprint = _fingerprint(network, skip={id(p) for p in classifier})
+        pretrained = pretrained_parameters(network, classifier)
+        self.backbone_fingerprint = _fingerprint(pretrained)
         self.layers = find_layers(network, targets)
-        self.method = make_method(self.layers)
-        self.adapters = list(attach(network, self.layers, self.method.adapt).values())
+        self.method = make_method(self.layers, num_parameters(pretrained))
+        self.adapters = self.method.install(network, pretrained)
         self.classifier = classifier
         self.train_classifier = train_classifier
         self._drawn_classifier = nn.utils.parameters_to_vector(classifier).detach().clone()
@@ -52,7 +53,7 @@ class AdaptedModel:
 
     def initial_state(self) -> Tensors:
         """The global state before the first round, the classifier included if it is trained."""
-        state = self.method.initial_state()
+        state = self.method.initial_state(self.adapters)
         if self.train_classifier:
             state[CLASSIFIER] = self._drawn_classifier.cpu().clone()
         return state
@@ -187,14 +188,26 @@ def _draw(parameter: nn.Parameter, random: torch.Generator) -> None:
         parameter.copy_(values / math.sqrt(parameter.shape[1]))
 
 
-def _fingerprint(network: nn.Module, skip: set[int]) -> str:
+def pretrained_parameters(
+    network: nn.Module, classifier: Sequence[nn.Parameter]
+) -> dict[str, nn.Parameter]:
+    """All but the classifier, by name."""
+    skip = {id(parameter) for parameter in classifier}
+    return {name: p for name, p in network.named_parameters() if id(p) not in skip}
+
+
+def num_parameters(parameters: Mapping[str, nn.Parameter]) -> int:
+    """How many numbers they hold."""
+    return sum(parameter.numel() for parameter in parameters.values())
+
+
+def _fingerprint(pretrained: Mapping[str, nn.Parameter]) -> str:
     """A checksum over the names and bits of everything pretrained."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(network.named_parameters()):
-        if id(parameter) not in skip:
-            digest.update(name.encode())
-            flat = parameter.detach().cpu().reshape(-1)
-            digest.update(flat.view(torch.uint8).numpy().data)
+    for name, parameter in sorted(pretrained.items()):
+        digest.update(name.encode())
+        flat = parameter.detach().cpu().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 

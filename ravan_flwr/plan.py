@@ -6,6 +6,7 @@ the memory of a step is counted, not guessed, for every number of heads.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,17 +15,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ravan_flwr.adapters import Layer, attach, find_layers
+from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.budgets import SHARES, affordable
 from ravan_flwr.config import Config
 from ravan_flwr.dataset import num_labels
-from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Method
-from ravan_flwr.model import build_skeleton
+from ravan_flwr.model import build_skeleton, num_parameters, pretrained_parameters
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.base import Task
-from ravan_flwr.workbench import method_settings
+from ravan_flwr.workbench import make_method
 
 ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 each
 
@@ -63,10 +63,11 @@ class _Skeleton:
         network, lacking, targets = build_skeleton(config.model, num_labels(config.data))
         network.requires_grad_(False)
         layers = find_layers(network, targets)
+        pretrained = pretrained_parameters(network, lacking)
         # Which heads are chosen is all the same, and scores cannot be computed here.
-        settings = replace(method_settings(config), scoring="random")
-        method = get_method(config.method)(settings, layers)
-        adapters = list(attach(network, layers, method.adapt).values())
+        config = replace(config, scoring="random")
+        method = make_method(config, layers, num_parameters(pretrained))
+        adapters = method.install(network, pretrained)
         classifier = lacking if config.classifier == "trained" else []
         for parameter in classifier:
             parameter.requires_grad_(True)
@@ -80,18 +81,19 @@ class _Skeleton:
         return self.method.upload_bytes(share) + 4 * self.classifier_size
 
     def bytes_down(self, share: float) -> int:
-        sent = self.method.broadcast(self.method.initial_state(), share)
-        return sum(_bytes([t]) for t in sent.values()) + 4 * self.classifier_size
+        initial = self.method.initial_state(self.adapters)
+        return self.method.broadcast_bytes(initial, share) + 4 * self.classifier_size
 
 
 @lru_cache(maxsize=64)
 def step_memory(config: Config, share: float) -> StepMemory:
     """Of a client with that share of the budget."""
     built = _Skeleton.build(config)
-    network = built.network
+    network, method = built.network, built.method
+    method.load(built.adapters, method.broadcast(method.initial_state(built.adapters), share))
     weights = _bytes([*network.parameters(), *network.buffers()])
-    built.method.choose(built.adapters, share, generator(0), lambda: None)
-    trained = [*built.method.parameters(built.adapters), *built.classifier]
+    method.choose(built.adapters, share, generator(0), lambda: None)
+    trained = [*method.parameters(built.adapters), *built.classifier]
     added = _bytes([*network.parameters(), *network.buffers()]) - weights
     copies = _bytes(trained) - 4 * built.classifier_size if added else 0
     return StepMemory(
@@ -126,20 +128,31 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """Of their values, those that share a storage counted once."""
+    different = {_storage(tensor): tensor for tensor in tensors}.values()
+    return sum(tensor.numel() * tensor.element_size() for tensor in different)
 
 
 def largest_share(config: Config, free: int) -> float:
-    """The share that pays for the most heads whose step fits into so many free bytes."""
-    shares = [heads / config.heads for heads in range(1, config.heads + 1)]
-    needs = {share: step_memory(config, share).added for share in shares}
-    fitting = [share for share in shares if needs[share] <= 0.9 * free]
+    """The share that pays for the most heads, or ranks, whose step fits into so many bytes."""
+    parts = _Skeleton.build(config).method.parts or 1
+
+    def need(number: int) -> int:
+        return step_memory(config, number / parts).added
+
+    fitting = bisect_right(range(1, parts + 1), 0.9 * free, key=need)
     if not fitting:
         raise ValueError(
-            f"node config: budget is 'auto', and one head needs {needs[shares[0]] / 1e6:.0f} MB "
-            f"beside the model, but 90 % of {free / 1e6:.0f} MB free are less; lower batch-size"
+            f"node config: budget is 'auto', and the least that can be trained needs "
+            f"{need(1) / 1e6:.0f} MB beside the model, but 90 % of {free / 1e6:.0f} MB free are "
+            "less; lower batch-size"
         )
-    return max(fitting)
+    return fitting / parts
+
+
+def adapter_parameters(config: Config) -> int:
+    """How many parameters a client with the whole budget trains, the classifier not counted."""
+    return _Skeleton.build(config).method.trainable_parameters()
 
 
 def suggested_heads(budget_a_layer: float, side: int) -> int:
@@ -170,9 +183,9 @@ def _sizes(config: Config, built: _Skeleton) -> list[str]:
         f"preset {config.preset}, method {config.method}, classifier {config.classifier}",
         f"adapted         {len(layers)} matrices of {shapes} (out x in)",
         f"                {layers[0].name} ... {layers[-1].name}",
-        f"rank            {method.rank}" + (f", {config.heads} heads" if bound else ""),
-        f"trained         {adapters + built.classifier_size:,} parameters, {adapters:,} of them in "
-        "adapters",
+        f"rank            {method.rank or 'any'}" + (f", {config.heads} heads" if bound else ""),
+        f"trained         {adapters + built.classifier_size:,} parameters, {adapters:,} of them "
+        "beside the classifier",
         f"                a LoRA of rank {config.lora_rank} has {method.budget:,}; this is "
         f"{100 * adapters / method.budget:.1f} % of that",
     ]
@@ -191,18 +204,26 @@ def _clients(config: Config, built: _Skeleton) -> list[str]:
     """Bytes and memory by budget."""
     lines = [
         "                            bytes of a round            memory of a step, MB",
-        "budget   heads           up          down    model  frozen  trained  kept  all",
+        "budget   trains          up          down    model  frozen  trained  kept  all",
     ]
     for share in SHARES:
+        if not built.method.can_train(share):
+            lines.append(f"{share:<9g}left out: the method is trained whole or not at all")
+            continue
         memory = step_memory(config, share)
         parts = (memory.weights, memory.frozen, memory.trained, memory.activations, memory.total)
         model, folded, trained, kept, total = (f"{part / 1e6:.1f}" for part in parts)
         lines.append(
-            f"{share:<9g}{affordable(share, config.heads):<8}"
+            f"{share:<9g}{_part(built.method, share):<8}"
             f"{built.bytes_up(share):>10,}{built.bytes_down(share):>14,}"
             f"{model:>9}{folded:>8}{trained:>9}{kept:>6}{total:>6}"
         )
     return lines
+
+
+def _part(method: Method, share: float) -> str:
+    """How much of the method a client trains."""
+    return "all" if method.parts is None else f"{affordable(share, method.parts)}/{method.parts}"
 
 
 def _run(config: Config, built: _Skeleton) -> list[str]:

@@ -10,9 +10,11 @@ from ravan_flwr.keys import AUTO, KEYS, check_choice, check_key
 from ravan_flwr.tasks import TASKS
 
 # The keys that are a preset's to say when they are "auto".
-FROM_PRESET = {
-    key for key, spec in KEYS.items() if spec.default == AUTO
-} - {"learning-rate", "rank", "device", "output-dir"}  # fmt: skip
+_NOT_THERE = {
+    "learning-rate", "calibration-learning-rate", "server-learning-rate", "rank", "device",
+    "output-dir",
+}  # fmt: skip
+FROM_PRESET = {key for key, spec in KEYS.items() if spec.default == AUTO} - _NOT_THERE
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def conf_folder() -> Path:
     )
 
 
-_PRESET_FIELDS = {"task", "model", "data", "lora-rank", "run", "learning-rate"}
+_PRESET_FIELDS = {"task", "model", "data", "run", "learning-rate"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,6 @@ class Preset:
     task: str
     model: ModelSpec
     data: DataSpec
-    lora_rank: int
     run: dict[str, Any]
     learning_rate: dict[str, dict[str, float]]  # method -> classifier -> value
     path: Path
@@ -84,14 +85,12 @@ class Preset:
             for by_classifier in content["learning-rate"].values():
                 for rate in by_classifier.values():
                     check_key("learning-rate", rate)
-            check_key("rank", content["lora-rank"])
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         return cls(
             task=content["task"],
             model=ModelSpec(**content["model"]),
             data=DataSpec(**{k.replace("-", "_"): v for k, v in content["data"].items()}),
-            lora_rank=content["lora-rank"],
             run=run | {"num-clients": clients},
             learning_rate=content["learning-rate"],
             path=path,

@@ -56,9 +56,10 @@ def _run(
     model = bench.model
     records: list[dict[str, Any]] = []
     state, first, fixed = model.initial_state(), 1, None
+    moments: Tensors = {}
     if resume:
         _check_same_run(directory, config)
-        done, state = load_checkpoint(directory.checkpoints)
+        done, state, moments = load_checkpoint(directory.checkpoints)
         records, first = directory.keep_rounds(done), done + 1
         fixed = load_fixed(directory.checkpoints)
         if fixed is not None:
@@ -83,6 +84,7 @@ def _run(
         recorder=keeper,
         first_round=first,
         fixed=fixed,
+        moments=moments,
     )
     try:
         result = strategy.start(
@@ -96,7 +98,11 @@ def _run(
         keeper.progress.close()
     final = from_record(result.arrays) if result.arrays else state
     with model.holding(final):
-        write_adapter(directory.path / "adapter", model)
+        if not write_adapter(directory.path / "adapter", model):
+            log.info(
+                "no adapter folder: method %s changes pretrained weights, which no adapter holds; "
+                "the last checkpoint has them", config.method,
+            )  # fmt: skip
     summary = _summary(bench, config, records, len(strategy.roster.members))
     directory.write_json("summary.json", summary)
     (directory.path / "failure.json").unlink(missing_ok=True)
@@ -116,17 +122,18 @@ class _Keeper:
         self.directory, self.model = directory, model
         self.progress, self.records = progress, records
 
-    def calibrated(self, record: dict[str, Any], fixed: Tensors) -> list[float]:
+    def calibrated(self, record: dict[str, Any], fixed: Tensors, state: Tensors) -> list[float]:
         self.directory.append_round(record)
         save_fixed(self.directory.checkpoints, fixed)
+        save_checkpoint(self.directory.checkpoints, 0, state)
         self.model.load_fixed(hash_of(to_record(fixed)), fixed)
         self.records.append(record)
         self.progress.calibrated(record)
         return self.model.derived
 
-    def round_done(self, record: dict[str, Any], state: Tensors) -> None:
+    def round_done(self, record: dict[str, Any], state: Tensors, moments: Tensors) -> None:
         self.directory.append_round(record)
-        save_checkpoint(self.directory.checkpoints, record["round"], state)
+        save_checkpoint(self.directory.checkpoints, record["round"], state, moments)
         self.records.append(record)
         self.progress.round(record)
 
@@ -180,6 +187,7 @@ def _summary(
         "rounds": sum(record["round"] > 0 for record in records),  # 0 is the calibration
         "rank": config.rank,
         "trainable-parameters": bench.model.trainable_parameters(),
+        "adapter-parameters": bench.model.method.trainable_parameters(),
         "metrics": {
             "final": measured[-1] if measured else {},
             "best": max(measured, key=lambda m: m[metric]) if measured else {},
@@ -187,6 +195,7 @@ def _summary(
         "bytes-up": sum(client["bytes-up"] for client in clients),
         "bytes-down": sum(client["bytes-down"] for client in clients),
         "rejected": sum(len(record["rejected"]) for record in records),
+        "left-out": records[-1]["left-out"] if records else [],
         "seconds": round(sum(record["seconds"] for record in records), 3),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

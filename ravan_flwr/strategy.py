@@ -20,11 +20,8 @@ from ravan_flwr.ledger import Ledger
 from ravan_flwr.methods.base import Method, Tensors
 from ravan_flwr.payload import FIXED, from_record, hash_of, num_bytes, to_record
 from ravan_flwr.recruiting import Recruiter
-from ravan_flwr.roster import (
-    Member,
-    check_derived,
-    sample,
-)
+from ravan_flwr.roster import Member, check_derived, sample
+from ravan_flwr.server_optimizer import ServerOptimizer
 
 log = getLogger(__name__)
 
@@ -32,10 +29,10 @@ log = getLogger(__name__)
 class Recorder(Protocol):
     """Where a finished round goes: to the record, to the checkpoint, to the screen."""
 
-    def calibrated(self, record: dict[str, Any], fixed: Tensors) -> list[float]:
+    def calibrated(self, record: dict[str, Any], fixed: Tensors, state: Tensors) -> list[float]:
         """Called after a calibration round; the fingerprint of a model with `fixed` in it."""
 
-    def round_done(self, record: dict[str, Any], state: Tensors) -> None:
+    def round_done(self, record: dict[str, Any], state: Tensors, moments: Tensors) -> None:
         """Called once a round, before the next one begins."""
 
 
@@ -43,8 +40,8 @@ class PeftStrategy(Strategy):
     """Rounds of one federated method.
 
     `backbone` and `seed_fingerprint` are the server's, which every node must share, and
-    `derived` is that of the model now. A run that is resumed has a `first_round` above 1, and
-    the method's `fixed` tensors, if its method has any.
+    `derived` is that of the model now. A run that is resumed has a `first_round` above 1, the
+    method's `fixed` tensors, if its method has any, and the server optimiser's `moments`.
     """
 
     def __init__(
@@ -58,6 +55,7 @@ class PeftStrategy(Strategy):
         recorder: Recorder,
         first_round: int = 1,
         fixed: Tensors | None = None,
+        moments: Tensors | None = None,
     ) -> None:
         self.config, self.method = config, method
         self.derived = derived
@@ -68,14 +66,21 @@ class PeftStrategy(Strategy):
             self._keep_fixed(fixed)
         self._holders: set[int] = set()  # nodes that have the fixed tensors
         self._state: Tensors = {}
+        self._moments = moments or {}
+        self._optimizer = ServerOptimizer(
+            config.server_optimizer, config.server_learning_rate, config.server_momentum
+        )
         self._sent: dict[str, tuple[Member, int]] = {}  # message id -> whom, how many bytes
         self._ledger = Ledger(0)
 
     def summary(self) -> None:
         """Say what is about to run."""
         log.info(
-            "%s, rank %d, %d parameters in the adapters; %d clients a round, %d local steps of %d",
-            self.config.method, self.method.rank, self.method.trainable_parameters(),
+            "%s%s, %d trained parameters beside the classifier (%.1f %% of a LoRA of rank %d); "
+            "%d clients a round, %d local steps of %d",
+            self.config.method, f", rank {self.method.rank}" if self.method.rank else "",
+            self.method.trainable_parameters(),
+            100 * self.method.trainable_parameters() / self.method.budget, self.config.lora_rank,
             self.config.clients_per_round, self.config.local_steps, self.config.batch_size,
         )  # fmt: skip
 
@@ -97,7 +102,7 @@ class PeftStrategy(Strategy):
         result = Result()
         arrays = initial_arrays
         if self._fixed is None:
-            self._calibrate(grid, arrays, timeout)
+            arrays = self._calibrate(grid, arrays, timeout)
         for number in range(self.first_round, num_rounds + 1):
             self._ledger = Ledger(number)
             messages = list(self.configure_train(number, arrays, train_config, grid))
@@ -120,37 +125,39 @@ class PeftStrategy(Strategy):
                     )  # fmt: skip
             if metrics is not None:
                 result.evaluate_metrics_serverapp[number] = metrics
-            self.recorder.round_done(self._ledger.record(metrics or {}), self._state)
+            self.recorder.round_done(
+                self._ledger.record(metrics or {}), self._state, self._moments
+            )
             self.roster.recruit(grid)
         return result
 
     # Calibration.
 
-    def _calibrate(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> None:
-        """Hold the method's calibration round, if it has one, with every node."""
+    def _calibrate(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> ArrayRecord:
+        """Hold the method's calibration round, if it has one; the state after it."""
         sums = self.method.open_calibration()
         if sums is None:
-            return
+            return arrays
         self._ledger = Ledger(0)
         kind = f"{MessageType.TRAIN}.calibrate"
-        messages = [
-            self._message(member, kind, 0, arrays, ConfigRecord())
-            for member in self.roster.present(grid)
-        ]
+        members = self._able(grid) if self.method.calibrates_everyone else self._sample(grid, 0)
+        messages = [self._message(m, kind, 0, arrays, ConfigRecord()) for m in members]
         for member, content, metrics, bytes_down in self._valid(
             0, self._exchange(grid, messages, timeout)
         ):
             try:
-                sums.add(from_record(content.array_records["arrays"]))
+                sums.add(from_record(content.array_records["arrays"]), self._weight(member))
             except (ValueError, KeyError) as error:
                 self._reject(member, error)
                 continue
             self._use(member, content, metrics, bytes_down, [])
         if not self._ledger.clients:
             raise RuntimeError(self._ledger.why_nothing_came())
-        fixed = sums.close()
+        fixed, changed = sums.close()
         self._keep_fixed(fixed)
-        self.derived = self.recorder.calibrated(self._ledger.record({}), fixed)
+        state = from_record(arrays) | changed
+        self.derived = self.recorder.calibrated(self._ledger.record({}), fixed, state)
+        return to_record(state)
 
     def _keep_fixed(self, fixed: Tensors) -> None:
         self._fixed = to_record(fixed)
@@ -163,11 +170,33 @@ class PeftStrategy(Strategy):
     ) -> Iterable[Message]:
         """A message for each sampled client, with what the method sends it."""
         self._state = from_record(arrays)
-        members = self.roster.present(grid)
-        number = min(self.config.clients_per_round, len(members))
-        for member in sample(members, number, self.config.seed, server_round):
+        for member in self._sample(grid, server_round):
             broadcast = to_record(self.method.broadcast(self._state, member.share))
             yield self._message(member, MessageType.TRAIN, server_round, broadcast, config)
+
+    def _able(self, grid: Grid) -> list[Member]:
+        """The members that are connected and can afford to train; the others are left out."""
+        members = self.roster.present(grid)
+        able = [member for member in members if self.method.can_train(member.share)]
+        self._ledger.leave_out([member for member in members if member not in able])
+        if members and not able:
+            shares = ", ".join(sorted({f"{member.share:g}" for member in members}))
+            raise ValueError(
+                f"method {self.config.method!r} is trained whole or not at all, and no client "
+                f"can afford it: got budgets of {shares}, expected one of 1; use a method that "
+                "can be trained in part, or budgets=full"
+            )
+        return able
+
+    def _sample(self, grid: Grid, server_round: int) -> list[Member]:
+        """The clients of a round."""
+        members = self._able(grid)
+        number = min(self.config.clients_per_round, len(members))
+        return sample(members, number, self.config.seed, server_round)
+
+    def _weight(self, member: Member) -> float:
+        """A reply's weight in a mean."""
+        return float(member.examples) if self.config.weighting == "examples" else 1.0
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -177,14 +206,16 @@ class PeftStrategy(Strategy):
         for member, content, metrics, bytes_down in self._valid(server_round, replies):
             try:
                 upload = from_record(content.array_records["arrays"])
-                aggregate.offer(upload, member.share)
+                aggregate.offer(upload, member.share, self._weight(member))
             except (ValueError, KeyError) as error:
                 self._reject(member, error)
                 continue
             self._use(member, content, metrics, bytes_down, self.method.heads_in(upload))
         if not aggregate.count:
             return None, None
-        self._state = aggregate.close()
+        self._state, self._moments = self._optimizer.step(
+            self._state, aggregate.close(), self._moments
+        )
         return to_record(self._state), MetricRecord({"train-loss": self._ledger.train_loss})
 
     def _valid(

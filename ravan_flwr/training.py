@@ -1,6 +1,6 @@
 """A client's local work: some steps of Adam on its own examples, or an evaluation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ class LocalSteps:
     batch_size: int
     learning_rate: float
     precision: str
+    proximal_mu: float = 0.0  # FedProx: mu / 2 |w - w at the start of the round|^2 on top
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class LocalResult:
     """What came of it."""
 
     upload: Tensors
-    train_loss: float  # mean over the steps
+    train_loss: float  # mean over the steps, without the proximal term
 
 
 def train_locally(
@@ -47,9 +48,8 @@ def train_locally(
         seed, *who = purpose
         random = generator(seed, "heads", *who)
         model.method.choose(model.adapters, share, random, train.backward)
-        train.begin()
-        losses = [train.step() for _ in range(steps.number)]
-        return LocalResult(model.upload(), float(torch.stack(losses).mean()))
+        train.train(model.parameters())
+        return LocalResult(model.upload(), train.mean_loss())
 
 
 def calibrate_locally(
@@ -60,12 +60,11 @@ def calibrate_locally(
     steps: LocalSteps,
     purpose: tuple[int, int, int],
 ) -> LocalResult:
-    """One client's part of a calibration round: some batches, no update."""
-    train = _Stepper(model, task, examples, steps, purpose)
-    losses: list[Tensor] = []
+    """One client's part of a calibration round."""
+    work = _Stepper(model, task, examples, steps, purpose)
     with model.holding(broadcast):
-        upload = model.method.calibrate(model.adapters, lambda: losses.append(train.backward()))
-    return LocalResult(upload, float(torch.stack(losses).mean()))
+        upload = model.method.calibrate(model.adapters, work)
+    return LocalResult(upload, work.mean_loss())
 
 
 class _Stepper:
@@ -91,29 +90,43 @@ class _Stepper:
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.dtype is torch.float16
         )  # fmt: skip
+        self.losses: list[Tensor] = []
         model.network.train()
 
-    def begin(self) -> None:
-        """The optimiser's state starts anew in every round."""
-        self.optimizer = torch.optim.Adam(
-            self.model.parameters(), lr=self.steps.learning_rate, fused=self.device.type != "mps"
+    def train(self, parameters: Sequence[nn.Parameter]) -> None:
+        """A round's steps on these parameters; the optimiser's state starts anew."""
+        optimizer = torch.optim.Adam(
+            parameters, lr=self.steps.learning_rate, fused=self.device.type != "mps"
         )
+        anchors = [p.detach().clone() for p in parameters] if self.steps.proximal_mu else []
+        for _ in range(self.steps.number):
+            optimizer.zero_grad(set_to_none=True)
+            self.backward()
+            if anchors:
+                self.scaler.unscale_(optimizer)
+                _pull_back(parameters, anchors, self.steps.proximal_mu)
+            self.scaler.step(optimizer)
+            self.scaler.update()
 
-    def backward(self) -> Tensor:
-        """Gradients of the next batch; the loss, detached."""
+    def mean_loss(self) -> float:
+        """Of all batches so far."""
+        return float(torch.stack(self.losses).mean())
+
+    def backward(self) -> None:
+        """Gradients of the next batch."""
         batch = next(self.batches)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
             loss = self.task.loss(self.model.network, _to(batch, self.device))
         self.scaler.scale(loss).backward()
-        return loss.detach().float()
+        self.losses.append(loss.detach().float())
 
-    def step(self) -> Tensor:
-        """One step; the loss before it."""
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self.backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return loss
+
+def _pull_back(parameters: Sequence[nn.Parameter], anchors: list[Tensor], mu: float) -> None:
+    """Add the gradient of the proximal term, mu (w - anchor)."""
+    with torch.no_grad():
+        for parameter, anchor in zip(parameters, anchors, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter - anchor, alpha=mu)
 
 
 def evaluate(network: nn.Module, task: Task, examples: Batch, batch_size: int) -> dict[str, float]:

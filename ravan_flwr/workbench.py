@@ -6,28 +6,39 @@ since `AdaptedModel.holding` puts everything back.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 
+from ravan_flwr.adapters import Layer
 from ravan_flwr.config import Config
 from ravan_flwr.dataset import Partition, deal_out, load_splits, num_labels
-from ravan_flwr.methods import get_method
-from ravan_flwr.methods.base import Settings
+from ravan_flwr.methods import METHODS, get_method
+from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.model import AdaptedModel, build_network, pick_device
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.base import Batch
 
 
-def method_settings(config: Config) -> Settings:
-    """What of the configuration a method is told."""
-    return Settings(
+def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
+    """The configuration's method, over these layers of a network of that size."""
+    method = get_method(config.method)
+    if config.server_optimizer != "none" and not method.averages:
+        averaging = [name for name in METHODS if get_method(name).averages]
+        raise ValueError(
+            f"server-optimizer = {config.server_optimizer!r}: method {config.method!r} makes its "
+            f"next state otherwise than by a mean; expected one of {', '.join(averaging)}, or "
+            "server-optimizer=none"
+        )
+    settings = Settings(
         seed=config.seed,
         lora_rank=config.lora_rank,
         rank=config.rank,
+        lora_scale=config.lora_scale,
         heads=config.heads,
         init=config.init,
         init_scale=config.init_scale,
@@ -36,6 +47,7 @@ def method_settings(config: Config) -> Settings:
         scoring=config.scoring,
         selection=config.selection,
     )
+    return method(settings, layers, size)
 
 
 @dataclass(frozen=True)
@@ -80,7 +92,7 @@ class Workbench:
         return AdaptedModel(
             network,
             classifier,
-            lambda layers: get_method(config.method)(method_settings(config), layers),
+            lambda layers, size: make_method(config, layers, size),
             targets,
             train_classifier=config.classifier == "trained",
         )

@@ -67,7 +67,7 @@ def test_gradients_are_those_of_the_loop_for_any_heads(shape, data):
     layer.train_heads(heads)
     fast = (layer(x) - target).square().sum()
     torch.testing.assert_close(fast, slow)
-    parameters = layer.trainable()
+    parameters = trainable(layer)
     assert [tuple(p.shape) for p in parameters] == [
         (len(heads), *layer.H.shape[1:]),
         (len(heads),),
@@ -85,7 +85,7 @@ def test_a_frozen_head_has_no_gradient_and_no_parameter():
     layer(torch.randn(4, 5, dtype=torch.float64)).sum().backward()
     assert layer.H.grad is None
     assert layer.s.grad is None
-    assert sum(p.numel() for p in layer.trainable()) == 2 * 2 + 1
+    assert sum(p.numel() for p in trainable(layer)) == 2 * 2 + 1
     assert layer.trained_heads() == [1]
     torch.testing.assert_close(layer.products(), layer.s[1] * layer.H[[1]])
 
@@ -95,7 +95,7 @@ def test_training_all_heads_again_restores_the_values():
     before = layer.H.detach().clone()
     layer.train_heads([0, 2])
     with torch.no_grad():
-        for parameter in layer.trainable():
+        for parameter in trainable(layer):
             parameter.zero_()
     layer.train_all_heads()
     assert torch.equal(layer.H, before)

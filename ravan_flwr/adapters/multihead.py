@@ -87,10 +87,6 @@ class MultiHeadLinear(nn.Module):
         self.H.requires_grad_(True)
         self.s.requires_grad_(True)
 
-    def trainable(self) -> list[nn.Parameter]:
-        """What an optimiser should be given."""
-        return [p for p in self.parameters() if p.requires_grad]
-
     def trained_heads(self) -> list[int]:
         """The heads that are trained now, in ascending order."""
         return list(range(self.heads)) if self.subset is None else self.subset.heads

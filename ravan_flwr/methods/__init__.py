@@ -11,6 +11,13 @@ if TYPE_CHECKING:
 
 METHODS = {
     "ravan": "ravan_flwr.methods.ravan",
+    "full": "ravan_flwr.methods.full",
+    "fedit": "ravan_flwr.methods.fedit",
+    "fedex-lora": "ravan_flwr.methods.fedex_lora",
+    "ffa-lora": "ravan_flwr.methods.ffa_lora",
+    "fed-sb": "ravan_flwr.methods.fed_sb",
+    "hetlora": "ravan_flwr.methods.hetlora",
+    "flexlora": "ravan_flwr.methods.flexlora",
 }
 
 

@@ -7,24 +7,28 @@ The global state is a dict of few tensors, and so is what travels. A round is
                                             choose(adapters, ...)      what to train
                                             ... local steps ...
     check(upload, share)     <------------  upload(adapters)
-    open_round(state).add(upload), .close() -> the next state
+    open_round(state).add(upload, weight), .close() -> the next state
 
-A method may first hold one calibration round, in which every client uploads something that
-adds up, and the server makes *fixed* tensors of the sum: they travel to each client once.
+Where a method says nothing else, a client trains all that its adapters have to train, and the
+next state is the plain mean of the uploads, tensor by tensor.
+
+A method may first hold one calibration round, in which clients upload something that adds up,
+and the server makes *fixed* tensors of the sum: they travel to each client once.
 
 Nothing here knows of the classifier, of evaluation or of Flower: those are the same for
 every method.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from ravan_flwr.adapters import Layer
+from ravan_flwr.adapters import Layer, attach
 
 Tensors = dict[str, Tensor]
 
@@ -38,6 +42,7 @@ class Settings:
     seed: int
     lora_rank: int
     rank: int | None
+    lora_scale: float
     heads: int
     init: str
     init_scale: float
@@ -50,7 +55,7 @@ class Settings:
 class Round(Protocol):
     """The server's running sums over one round's uploads; order does not matter."""
 
-    def add(self, upload: Mapping[str, Tensor]) -> None:
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Fold one checked upload into the sums."""
 
     def close(self) -> Tensors:
@@ -60,21 +65,42 @@ class Round(Protocol):
 class Calibration(Protocol):
     """The server's running sums over the calibration round's uploads."""
 
-    def add(self, upload: Mapping[str, Tensor]) -> None:
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Fold one upload into the sums; ValueError if it is not sound."""
 
-    def close(self) -> Tensors:
-        """The fixed tensors."""
+    def close(self) -> tuple[Tensors, Tensors]:
+        """The fixed tensors, and what they change in the initial state."""
+
+
+class LocalWork(Protocol):
+    """What a client can do with its examples in a calibration round."""
+
+    def backward(self) -> object:
+        """Run the next mini-batch forward and backward."""
+
+    def train(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take a round's local steps on these parameters."""
 
 
 class Method(ABC):
-    """One federated method over the adapted layers of one network."""
+    """One federated method over the adapted layers of one network.
 
-    rank: int
+    `size` is the number of the network's pretrained parameters, adapted or not.
+    """
 
-    def __init__(self, settings: Settings, layers: Sequence[Layer]) -> None:
+    # Is the next state the mean of the uploads? Then a server optimiser may follow.
+    averages: ClassVar[bool] = True
+    # Does the calibration round take every client, or a sample like any other round?
+    calibrates_everyone: ClassVar[bool] = True
+
+    rank: int | None  # of the adapters; None if the method has no rank
+    # In how many parts a client can train it: heads, or ranks. None: whole, or not at all.
+    parts: int | None = None
+
+    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         self.settings = settings
         self.layers = list(layers)
+        self.size = size
         # The trainable parameters of a LoRA of the preset's rank: what methods are matched to.
         self.budget = settings.lora_rank * sum(
             layer.out_features + layer.in_features for layer in layers
@@ -85,16 +111,32 @@ class Method(ABC):
         """How many a client with the whole budget trains, the classifier not counted."""
 
     @abstractmethod
+    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
+        """The float32 tensors that a client with that share sends."""
+
     def upload_bytes(self, share: float) -> int:
         """What the upload of a client with that share weighs."""
+        return 4 * sum(math.prod(shape) for shape in self.upload_shapes(share).values())
+
+    def can_train(self, share: float) -> bool:
+        """Can a client with that share of the budget take part?"""
+        return self.parts is not None or share >= 1
 
     def effective_rank_bound(self) -> int | None:
         """The largest rank that a matrix's update can have, where it is not the rank itself."""
         return None
 
-    @abstractmethod
+    def install(
+        self,
+        network: nn.Module,
+        pretrained: Mapping[str, nn.Parameter],  # noqa: ARG002 (full fine-tuning trains them)
+    ) -> list[nn.Module]:
+        """Put the adapters into the network; they are what the client's half works on."""
+        return list(attach(network, self.layers, self.adapt).values())
+
     def adapt(self, layer: Layer, linear: nn.Linear) -> nn.Module:
         """The adapter that takes the place of a layer."""
+        raise NotImplementedError
 
     # The calibration round, of the methods that have one.
 
@@ -106,8 +148,8 @@ class Method(ABC):
         """What a client sends in the calibration round, and the fixed tensors that it gets."""
         return 0, 0
 
-    def calibrate(self, adapters: Sequence[nn.Module], backward: Callable[[], object]) -> Tensors:
-        """A client's part: `backward` runs the next mini-batch forward and backward."""
+    def calibrate(self, adapters: Sequence[nn.Module], work: LocalWork) -> Tensors:
+        """A client's part; the adapters are afterwards as they were."""
         raise NotImplementedError
 
     def load_fixed(self, adapters: Sequence[nn.Module], fixed: Mapping[str, Tensor]) -> None:
@@ -117,32 +159,39 @@ class Method(ABC):
     # The server's half.
 
     @abstractmethod
-    def initial_state(self) -> Tensors:
-        """The global state before the first round."""
+    def initial_state(self, adapters: Sequence[nn.Module]) -> Tensors:
+        """The global state before the first round; the adapters are as `install` made them."""
 
     def broadcast(self, state: Tensors, share: float) -> Tensors:  # noqa: ARG002 (some methods differ by share)
         """What a client with that share of the budget is sent."""
         return state
 
-    @abstractmethod
+    def broadcast_bytes(self, initial: Tensors, share: float) -> int:
+        """What a broadcast to such a client weighs at most, in a run from that initial state."""
+        sent = self.broadcast(initial, share).values()
+        return sum(tensor.numel() * tensor.element_size() for tensor in sent)
+
     def check(self, upload: Mapping[str, Tensor], share: float) -> None:
         """Raise ValueError unless such a client may send such an upload."""
+        shapes = self.upload_shapes(share)
+        check_names(upload, list(shapes))
+        for name, shape in shapes.items():
+            check_tensor(upload, name, shape, torch.float32)
 
     def heads_in(self, upload: Mapping[str, Tensor]) -> list[list[int]]:  # noqa: ARG002
         """The heads of each layer that a checked upload holds; a LoRA has the one head 0."""
         return [[0] for _ in self.layers]
 
-    @abstractmethod
     def open_round(self, state: Tensors) -> Round:
         """Running sums that start empty."""
+        return Means(state)
 
-    # The client's half. `adapters` are what `adapt` made, in the order of the layers.
+    # The client's half. `adapters` are what `install` made.
 
     @abstractmethod
     def load(self, adapters: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
         """Put a broadcast, or a global state, into the adapters; everything else is reset."""
 
-    @abstractmethod
     def choose(
         self,
         adapters: Sequence[nn.Module],
@@ -150,26 +199,84 @@ class Method(ABC):
         random: torch.Generator,
         backward: Callable[[], object],
     ) -> None:
-        """Make trainable what the share pays for.
+        """Make trainable what the share pays for, where `load` has not done it.
 
         `backward` runs one mini-batch of the client forward and backward.
         """
 
-    @abstractmethod
     def parameters(self, adapters: Sequence[nn.Module]) -> list[nn.Parameter]:
         """What the client's optimiser is given after `choose`."""
+        return [p for adapter in adapters for p in adapter.parameters() if p.requires_grad]
 
     @abstractmethod
     def upload(self, adapters: Sequence[nn.Module]) -> Tensors:
         """What the client sends after its local steps."""
 
-    @abstractmethod
-    def lora_factors(self, adapter: nn.Module) -> tuple[Tensor, Tensor]:
-        """An adapter's delta-weight as one product: B (out, R) and A (R, in)."""
+    def delta_weights(self, adapters: Sequence[nn.Module]) -> list[Tensor]:
+        """What the adapters add to each layer's pretrained weight, (out, in)."""
+        return [cast(_Adds, adapter).delta_weight().detach() for adapter in adapters]
 
-    @abstractmethod
-    def fingerprint(self, adapters: Sequence[nn.Module]) -> list[float]:
+    def lora_factors(self, adapter: nn.Module) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
+        """An adapter's delta-weight as one product, B (out, R) and A (R, in).
+
+        None if the method changes the pretrained weights: then no adapter holds it all.
+        """
+        return None
+
+    def fingerprint(self, adapters: Sequence[nn.Module]) -> list[float]:  # noqa: ARG002
         """Numbers that agree, to rounding, where what is derived from the seed agrees."""
+        return []
+
+
+class _Adds(Protocol):
+    def delta_weight(self) -> Tensor:
+        """What an adapter adds to its layer's weight."""
+
+
+class Mean:
+    """A running weighted mean of float32 tensors, kept in float64."""
+
+    def __init__(self, old: Tensor) -> None:
+        self.old = old
+        self.sum = torch.zeros_like(old, dtype=torch.float64)
+        self.weight = 0.0
+
+    def add(self, tensor: Tensor, weight: float) -> None:
+        """One more."""
+        self.sum.add_(tensor, alpha=weight)
+        self.weight += weight
+
+    def close(self) -> Tensor:
+        """The mean, or what was there before if nothing came."""
+        return (self.sum / self.weight).float() if self.weight else self.old.clone()
+
+
+class Means:
+    """The mean of every tensor of the state."""
+
+    def __init__(self, state: Tensors) -> None:
+        self.means = {name: Mean(tensor) for name, tensor in state.items()}
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """One more upload, with the names of the state."""
+        for name, mean in self.means.items():
+            mean.add(upload[name], weight)
+
+    def close(self) -> Tensors:
+        """The next state."""
+        return {name: mean.close() for name, mean in self.means.items()}
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """One after the other, in float32 on the CPU."""
+    return torch.cat([tensor.detach().float().cpu().flatten() for tensor in tensors])
+
+
+def probe(basis: Tensor) -> Tensor:
+    """Two sums over a basis in which every entry counts, with weights that no shift keeps."""
+    flat = basis.detach().cpu().double().flatten()
+    angles = torch.arange(len(flat), dtype=torch.float64)
+    return torch.stack([flat @ torch.cos(angles), flat @ torch.sin(angles * 0.7)])
 
 
 def check_tensor(
@@ -183,7 +290,8 @@ def check_tensor(
         raise ValueError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {tuple(shape)}"
         )
-    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+    known = tensor.is_floating_point() and not tensor.is_meta  # a plan has shapes only
+    if known and not torch.isfinite(tensor).all():
         raise ValueError(f"{name} has values that are not finite, expected finite ones")
     return tensor
 

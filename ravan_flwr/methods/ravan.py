@@ -27,7 +27,15 @@ from torch import Tensor, nn
 from ravan_flwr.adapters import Layer, MultiHeadLinear, make_bases
 from ravan_flwr.adapters.sketch import GradientSketch, Sketcher, fill_heads, watch_gradients
 from ravan_flwr.budgets import affordable
-from ravan_flwr.methods.base import Method, Settings, Tensors, check_names, check_tensor
+from ravan_flwr.methods.base import (
+    LocalWork,
+    Method,
+    Settings,
+    Tensors,
+    check_names,
+    check_tensor,
+    probe,
+)
 from ravan_flwr.seeding import generator
 from ravan_flwr.selection import best_heads, score_heads
 
@@ -37,9 +45,11 @@ log = logging.getLogger(__name__)
 class Ravan(Method):
     """The state is {"H"}; an upload is {"H": products, "heads": packed bits}."""
 
-    def __init__(self, settings: Settings, layers: Sequence[Layer]) -> None:
-        super().__init__(settings, layers)
-        self.heads = settings.heads
+    rank: int
+
+    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
+        super().__init__(settings, layers, size)
+        self.heads = self.parts = settings.heads
         self.data_aware = settings.init == "data-aware"
         self.side = min(min(layer.out_features, layer.in_features) for layer in self.layers)
         self.rank = settings.rank or self._largest_rank()
@@ -67,9 +77,11 @@ class Ravan(Method):
     def trainable_parameters(self) -> int:
         return len(self.layers) * self.heads * (self.rank**2 + self._scales_per_head())
 
+    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
+        return {"H": (len(self.layers) * affordable(share, self.heads), self.rank, self.rank)}
+
     def upload_bytes(self, share: float) -> int:
-        selected = len(self.layers) * affordable(share, self.heads)
-        return 4 * selected * self.rank**2 + math.ceil(len(self.layers) * self.heads / 8)
+        return super().upload_bytes(share) + math.ceil(len(self.layers) * self.heads / 8)
 
     def effective_rank_bound(self) -> int:
         return min(self.heads * self.rank, self.side)
@@ -114,7 +126,7 @@ class Ravan(Method):
         sketches = sum(sketcher.size for sketcher in self._sketchers())
         return 4 * sketches, 4 * self.heads * self.rank * sides
 
-    def calibrate(self, adapters: Sequence[nn.Module], backward: Callable[[], object]) -> Tensors:
+    def calibrate(self, adapters: Sequence[nn.Module], work: LocalWork) -> Tensors:
         layers = _multihead(adapters)
         sketches = [
             GradientSketch(sketcher, layer.H.device)
@@ -124,7 +136,7 @@ class Ravan(Method):
             for layer, sketch in zip(layers, sketches, strict=True):
                 stack.enter_context(watch_gradients(layer, sketch.see))
             for _ in range(self.settings.calibration_steps):
-                backward()
+                work.backward()
         flat = torch.cat([sketch.flat() for sketch in sketches])
         return {"sketch": flat / self.settings.calibration_steps}
 
@@ -144,7 +156,7 @@ class Ravan(Method):
 
     # The server's half.
 
-    def initial_state(self) -> Tensors:
+    def initial_state(self, adapters: Sequence[nn.Module]) -> Tensors:  # noqa: ARG002
         return {"H": torch.zeros(len(self.layers), self.heads, self.rank, self.rank)}
 
     def check(self, upload: Mapping[str, Tensor], share: float) -> None:
@@ -202,9 +214,6 @@ class Ravan(Method):
             for layer in layers:
                 (layer.subset or layer).s.requires_grad_(False)
 
-    def parameters(self, adapters: Sequence[nn.Module]) -> list[nn.Parameter]:
-        return [p for layer in _multihead(adapters) for p in layer.trainable()]
-
     def upload(self, adapters: Sequence[nn.Module]) -> Tensors:
         layers = _multihead(adapters)
         chosen = torch.zeros(len(layers), self.heads, dtype=torch.bool)
@@ -222,7 +231,7 @@ class Ravan(Method):
     def fingerprint(self, adapters: Sequence[nn.Module]) -> list[float]:
         total = torch.zeros(4, dtype=torch.float64)
         for position, layer in enumerate(_multihead(adapters), start=1):
-            total += position * torch.stack([_probe(layer.B), _probe(layer.A)]).flatten()
+            total += position * torch.stack([probe(layer.B), probe(layer.A)]).flatten()
         return cast(list[float], total.tolist())
 
 
@@ -238,11 +247,12 @@ class SketchedBases:
         self.sketchers, self.heads, self.rank, self.settings = sketchers, heads, rank, settings
         self.sum = torch.zeros(sum(s.size for s in sketchers), dtype=torch.float64)
 
-    def add(self, upload: Mapping[str, Tensor]) -> None:
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         check_names(upload, ["sketch"])
-        self.sum += check_tensor(upload, "sketch", self.sum.shape, torch.float32)
+        sketch = check_tensor(upload, "sketch", self.sum.shape, torch.float32)
+        self.sum.add_(sketch, alpha=weight)
 
-    def close(self) -> Tensors:
+    def close(self) -> tuple[Tensors, Tensors]:
         Bs, As = [], []
         flats = self.sum.split([sketcher.size for sketcher in self.sketchers])
         for sketcher, flat in zip(self.sketchers, flats, strict=True):
@@ -251,38 +261,34 @@ class SketchedBases:
             Bs.append(fill_heads(U, self.heads, self.rank, random).flatten())
             As.append(fill_heads(V, self.heads, self.rank, random).mT.flatten())
         scale = self.settings.init_scale
-        return {"B": (scale * torch.cat(Bs)).float(), "A": (scale * torch.cat(As)).float()}
+        fixed = {"B": (scale * torch.cat(Bs)).float(), "A": (scale * torch.cat(As)).float()}
+        return fixed, {}
 
 
 class HeadMeans:
-    """A sum and a count for each (layer, head)."""
+    """A sum and a weight for each (layer, head)."""
 
     def __init__(self, H: Tensor) -> None:
         self.old = H
         self.sum = torch.zeros_like(H, dtype=torch.float64).flatten(0, 1)
-        self.count = torch.zeros(len(self.sum), dtype=torch.int64)
+        self.weight = torch.zeros(len(self.sum), dtype=torch.float64)
 
-    def add(self, upload: Mapping[str, Tensor]) -> None:
-        chosen = _unpack_bits(upload["heads"])[: len(self.count)]
-        self.sum[chosen] += upload["H"]
-        self.count += chosen
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Products of some heads, with the bits that say which."""
+        chosen = _unpack_bits(upload["heads"])[: len(self.weight)]
+        self.sum[chosen] += weight * upload["H"].double()
+        self.weight[chosen] += weight
 
     def close(self) -> Tensors:
-        trained = self.count > 0
+        """H, with the mean of every head that somebody trained."""
+        trained = self.weight > 0
         H = self.old.flatten(0, 1).clone()
-        H[trained] = (self.sum[trained] / self.count[trained, None, None]).float()
+        H[trained] = (self.sum[trained] / self.weight[trained, None, None]).float()
         return {"H": H.view_as(self.old)}
 
 
 def _multihead(adapters: Sequence[nn.Module]) -> list[MultiHeadLinear]:
     return [cast(MultiHeadLinear, adapter) for adapter in adapters]
-
-
-def _probe(basis: Tensor) -> Tensor:
-    """Two sums over a basis in which every entry counts, with weights that no shift keeps."""
-    flat = basis.cpu().double().flatten()
-    angles = torch.arange(len(flat), dtype=torch.float64)
-    return torch.stack([flat @ torch.cos(angles), flat @ torch.sin(angles * 0.7)])
 
 
 _BIT = 1 << torch.arange(8)

@@ -1,0 +1,159 @@
+"""Fed-SB: one trained core between frozen bases, from a first round of full fine-tuning
+(Singhal et al., 2025).
+
+    y = W x + b + B H A x
+
+In a first federated round, round 0 of the record, the sampled clients fine-tune the adapted
+matrices themselves and send how these changed. The mean change is decomposed, U S V^T, and
+
+    B = U[:, :r],    H(0) = S[:r, :r],    A = V^T[:r]
+
+B and A are frozen from then on, and travel to each client once; W is the pretrained one again.
+Clients train H, and the server takes the mean, which is exact: B mean(H_c) A = mean(B H_c A).
+It is RAVAN with one head and without a scale, up to the initialisation.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ravan_flwr.adapters import Layer, MultiHeadLinear, make_bases
+from ravan_flwr.adapters.lowrank import svd
+from ravan_flwr.methods.base import (
+    LocalWork,
+    Mean,
+    Method,
+    Settings,
+    Tensors,
+    check_names,
+    check_tensor,
+    flatten,
+    probe,
+)
+
+
+class FedSB(Method):
+    """The state and an upload are {"H"}, (layers, r, r)."""
+
+    rank: int
+    calibrates_everyone = False
+
+    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
+        super().__init__(settings, layers, size)
+        side = min(min(layer.out_features, layer.in_features) for layer in self.layers)
+        self.rank = settings.rank or min(side, math.isqrt(self.budget // len(self.layers)))
+
+    def trainable_parameters(self) -> int:
+        return len(self.layers) * self.rank**2
+
+    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+        return {"H": (len(self.layers), self.rank, self.rank)}
+
+    def adapt(self, layer: Layer, linear: nn.Linear) -> MultiHeadLinear:
+        # The real bases come from the first round; until then any do, since H is zero.
+        B, A = make_bases(
+            "normal", heads=1, rank=self.rank, out_features=layer.out_features,
+            in_features=layer.in_features, seed=self.settings.seed, layer=layer.name,
+        )  # fmt: skip
+        device = linear.weight.device
+        adapter = MultiHeadLinear(linear, B.to(device), A.to(device))
+        adapter.s.requires_grad_(False)
+        return adapter
+
+    # The first round.
+
+    def open_calibration(self) -> "FirstRound":
+        return FirstRound(self.layers, self.rank)
+
+    def calibration_bytes(self) -> tuple[int, int]:
+        matrices = sum(layer.out_features * layer.in_features for layer in self.layers)
+        sides = sum(layer.out_features + layer.in_features for layer in self.layers)
+        return 4 * matrices, 4 * self.rank * sides
+
+    def calibrate(self, adapters: Sequence[nn.Module], work: LocalWork) -> Tensors:
+        weights = [layer.base.weight for layer in _cores(adapters)]
+        before = [weight.detach().clone() for weight in weights]
+        try:
+            for layer, weight in zip(_cores(adapters), weights, strict=True):
+                layer.H.requires_grad_(False)
+                weight.requires_grad_(True)
+            work.train(weights)
+            changes = [
+                weight.detach().float() - old.float()
+                for weight, old in zip(weights, before, strict=True)
+            ]
+        finally:
+            with torch.no_grad():
+                for weight, old in zip(weights, before, strict=True):
+                    weight.requires_grad_(False).copy_(old)
+        return {"change": flatten(changes)}
+
+    def load_fixed(self, adapters: Sequence[nn.Module], fixed: Mapping[str, Tensor]) -> None:
+        outs = [self.rank * layer.out_features for layer in self.layers]
+        ins = [self.rank * layer.in_features for layer in self.layers]
+        B_flat = check_tensor(fixed, "B", [sum(outs)], torch.float32)
+        A_flat = check_tensor(fixed, "A", [sum(ins)], torch.float32)
+        for layer, B, A in zip(
+            _cores(adapters), B_flat.split(outs), A_flat.split(ins), strict=True
+        ):
+            layer.set_bases(B.view(1, -1, self.rank), A.view(1, self.rank, -1))
+
+    # The rounds.
+
+    def initial_state(self, adapters: Sequence[nn.Module]) -> Tensors:  # noqa: ARG002
+        return {"H": torch.zeros(len(self.layers), self.rank, self.rank)}
+
+    def load(self, adapters: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
+        shape = (len(self.layers), self.rank, self.rank)
+        H = check_tensor(tensors, "H", shape, torch.float32)
+        with torch.no_grad():
+            for layer, layer_H in zip(_cores(adapters), H, strict=True):
+                layer.H.requires_grad_(True).copy_(layer_H[None])
+
+    def upload(self, adapters: Sequence[nn.Module]) -> Tensors:
+        return {"H": torch.cat([layer.H.detach() for layer in _cores(adapters)]).cpu()}
+
+    def lora_factors(self, adapter: nn.Module) -> tuple[Tensor, Tensor] | None:
+        (layer,) = _cores([adapter])
+        with torch.no_grad():
+            return layer.B[0] @ layer.H[0], layer.A[0]
+
+    def fingerprint(self, adapters: Sequence[nn.Module]) -> list[float]:
+        total = torch.zeros(4, dtype=torch.float64)
+        for position, layer in enumerate(_cores(adapters), start=1):
+            total += position * torch.stack([probe(layer.B), probe(layer.A)]).flatten()
+        return cast(list[float], total.tolist())
+
+
+METHOD = FedSB
+
+
+class FirstRound:
+    """The mean change of the adapted matrices, and what its decomposition gives."""
+
+    def __init__(self, layers: Sequence[Layer], rank: int) -> None:
+        self.layers, self.rank = layers, rank
+        self.sizes = [layer.out_features * layer.in_features for layer in layers]
+        self.mean = Mean(torch.zeros(sum(self.sizes)))
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """One client's change."""
+        check_names(upload, ["change"])
+        self.mean.add(check_tensor(upload, "change", [sum(self.sizes)], torch.float32), weight)
+
+    def close(self) -> tuple[Tensors, Tensors]:
+        """The bases, and H(0)."""
+        Bs, Hs, As = [], [], []
+        for layer, flat in zip(self.layers, self.mean.close().split(self.sizes), strict=True):
+            U, S, Vh = svd(flat.view(layer.out_features, layer.in_features).double())
+            Bs.append(U[:, : self.rank])
+            Hs.append(S[: self.rank].diag())
+            As.append(Vh[: self.rank])
+        return {"B": flatten(Bs), "A": flatten(As)}, {"H": torch.stack(Hs).float()}
+
+
+def _cores(adapters: Sequence[nn.Module]) -> list[MultiHeadLinear]:
+    return [cast(MultiHeadLinear, adapter) for adapter in adapters]

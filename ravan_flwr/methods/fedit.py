@@ -1,0 +1,17 @@
+"""FedIT: federated averaging of LoRA's B and A, each by itself (Zhang et al., 2024).
+
+    B <- mean_c B_c,    A <- mean_c A_c
+
+It is not exact: the product of the means is not the mean of the products. The difference,
+mean(B A) - mean(B) mean(A) = mean((B_c - mean B) (A_c - mean A)), grows with how far the
+clients are apart; FedEx-LoRA (fedex_lora.py) adds it to W.
+"""
+
+from ravan_flwr.methods.lora import LoraMethod
+
+
+class FedIT(LoraMethod):
+    """Everything as a LoRA method is unless it says otherwise."""
+
+
+METHOD = FedIT

@@ -1,0 +1,34 @@
+"""FFA-LoRA: LoRA with A frozen (Sun et al., 2024).
+
+A is drawn from the seed on both sides and never travels; clients train B and the server takes
+the mean, which is exact: mean(B_c) A = mean(B_c A). At one number of parameters its rank is
+twice that of the other LoRA methods, where matrices are square.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from ravan_flwr.methods.base import Tensors, flatten
+from ravan_flwr.methods.lora import LoraMethod, loras
+
+
+class FFALora(LoraMethod):
+    """The state and an upload are {"B"}."""
+
+    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        return {"B": super().shapes(rank)["B"]}
+
+    def initial_state(self, adapters: Sequence[nn.Module]) -> Tensors:
+        return {"B": super().initial_state(adapters)["B"]}
+
+    def load(self, adapters: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
+        super().load(adapters, {**tensors, "A": flatten(self.drawn_A)})
+        for layer in loras(adapters):
+            layer.A.requires_grad_(False)
+
+    def upload(self, adapters: Sequence[nn.Module]) -> Tensors:
+        return {"B": super().upload(adapters)["B"]}
+
+
+METHOD = FFALora

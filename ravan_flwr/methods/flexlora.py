@@ -1,0 +1,62 @@
+"""FlexLoRA: LoRA with a rank for each client's budget, aggregated by products (Bai et al., 2024).
+
+A client with a share of the budget trains r_c = floor(share * r) ranks, at least one. The
+server decomposes the mean of the products, mean_c(B_c A_c) = U S V^T, and sends each client
+
+    B_c = U[:, :r_c] S[:r_c],    A_c = V^T[:r_c]
+
+The global state is that of rank r, which is also what is evaluated: the best approximation of
+rank r to the mean, and exact where the mean has no larger rank. Where it has a smaller one, A
+gets further orthonormal rows from the seed, whose part of B is zero: a row of zeros in both
+would never train again.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ravan_flwr.adapters.lowrank import ProductSum, complete_rows
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.lora import RankedLora
+from ravan_flwr.seeding import generator
+
+
+class FlexLora(RankedLora):
+    """A LoRA of which a client trains the leading directions."""
+
+    def open_round(self, state: Tensors) -> "MeanOfProducts":
+        return MeanOfProducts(self, state)
+
+
+class MeanOfProducts:
+    """Per layer: the sum of the clients' B_c A_c, as factors."""
+
+    def __init__(self, method: FlexLora, state: Tensors) -> None:
+        self.method, self.state = method, state
+        self.sums = [ProductSum(layer.out_features, layer.in_features) for layer in method.layers]
+        self.weight = 0.0
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """One client's B and A, of its own rank."""
+        for total, B, A in zip(self.sums, *self.method.split(upload), strict=True):
+            total.add(B, A, weight)
+        self.weight += weight
+
+    def close(self) -> Tensors:
+        """The next state."""
+        if not self.weight:
+            return dict(self.state)
+        rank, Bs, As = self.method.rank, [], []
+        for layer, total in zip(self.method.layers, self.sums, strict=True):
+            U, S, Vh = total.svd()
+            found = min(rank, len(S))
+            B = torch.zeros(layer.out_features, rank, dtype=torch.float64)
+            B[:, :found] = U[:, :found] * (S[:found] / self.weight)
+            random = generator(self.method.settings.seed, "complete", layer.name)
+            Bs.append(B)
+            As.append(complete_rows(Vh[:found], rank, random))
+        return self.method.pack(Bs, As)
+
+
+METHOD = FlexLora

@@ -1,0 +1,130 @@
+"""What the methods that train a LoRA have in common: y = W x + b + scale B A x.
+
+B(0) = 0, and A(0) is drawn from the seed, for each layer anew, with rows of norm
+`init_scale` in expectation. The state and an upload are {"B", "A"}: the B of all layers one
+after the other in one flat tensor, and the A in another, since layers have different sides.
+The rank of such a pair is its size divided by the sum of the sides, so that a client of
+smaller rank sends and gets the same two tensors, only shorter.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ravan_flwr.adapters import Layer, LoRALinear
+from ravan_flwr.budgets import affordable
+from ravan_flwr.methods.base import Method, Settings, Tensors, check_tensor, flatten, probe
+from ravan_flwr.seeding import generator
+
+
+class LoraMethod(Method):
+    """B and A travel both ways, and the next state is the mean of each."""
+
+    rank: int
+
+    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
+        super().__init__(settings, layers, size)
+        self.outs = [layer.out_features for layer in self.layers]
+        self.ins = [layer.in_features for layer in self.layers]
+        self.side = min(*self.outs, *self.ins)
+        self.rank = settings.rank or min(self.side, self.budget // self.parameters_a_rank())
+        if self.rank > self.side:
+            raise ValueError(
+                f"rank = {self.rank}: the smallest side of an adapted matrix is {self.side}, so "
+                f"expected at most {self.side}; lower rank"
+            )
+
+    def parameters_a_rank(self) -> int:
+        """What one more rank costs."""
+        return sum(math.prod(shape) for shape in self.shapes(1).values())
+
+    def trainable_parameters(self) -> int:
+        return self.rank * self.parameters_a_rank()
+
+    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """The tensors of that rank that travel."""
+        return {"B": (rank * sum(self.outs),), "A": (rank * sum(self.ins),)}
+
+    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+        return self.shapes(self.rank)
+
+    @cached_property
+    def drawn_A(self) -> list[Tensor]:
+        """A(0) of every layer."""
+        drawn = []
+        for layer in self.layers:
+            random = generator(self.settings.seed, "lora", layer.name)
+            A = torch.randn(self.rank, layer.in_features, generator=random, dtype=torch.float64)
+            drawn.append((self.settings.init_scale / math.sqrt(layer.in_features) * A).float())
+        return drawn
+
+    def adapt(self, layer: Layer, linear: nn.Linear) -> LoRALinear:
+        A = self.drawn_A[self.layers.index(layer)]
+        B = torch.zeros(layer.out_features, self.rank)
+        return LoRALinear(linear, B, A, self.settings.lora_scale)
+
+    def pack(self, Bs: Sequence[Tensor], As: Sequence[Tensor]) -> Tensors:
+        """The two flat tensors of these factors, in float32 on the CPU."""
+        return {"B": flatten(Bs), "A": flatten(As)}
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The factors of two flat tensors of unknown origin, of the rank that their size gives."""
+        rank = max(1, len(tensors.get("B", ())) // sum(self.outs))
+        for name, sides in (("B", self.outs), ("A", self.ins)):
+            check_tensor(tensors, name, (rank * sum(sides),), torch.float32)
+        return self.split(tensors)
+
+    def split(self, tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The factors of two flat tensors, which fit."""
+        rank = len(tensors["B"]) // sum(self.outs)
+        return (
+            [b.view(-1, rank) for b in tensors["B"].split([rank * out for out in self.outs])],
+            [a.view(rank, -1) for a in tensors["A"].split([rank * side for side in self.ins])],
+        )
+
+    def initial_state(self, adapters: Sequence[nn.Module]) -> Tensors:  # noqa: ARG002
+        return self.pack([torch.zeros(out, self.rank) for out in self.outs], self.drawn_A)
+
+    def load(self, adapters: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
+        for adapter, B, A in zip(loras(adapters), *self.unpack(tensors), strict=True):
+            adapter.set_factors(B, A)
+
+    def upload(self, adapters: Sequence[nn.Module]) -> Tensors:
+        layers = loras(adapters)
+        return self.pack([layer.B for layer in layers], [layer.A for layer in layers])
+
+    def lora_factors(self, adapter: nn.Module) -> tuple[Tensor, Tensor] | None:
+        return cast(LoRALinear, adapter).factors()
+
+    def fingerprint(self, adapters: Sequence[nn.Module]) -> list[float]:
+        total = torch.zeros(2, dtype=torch.float64)
+        for position, layer in enumerate(loras(adapters), start=1):
+            total += position * probe(layer.A)
+        return cast(list[float], total.tolist())
+
+
+class RankedLora(LoraMethod):
+    """A LoRA of which a client trains the first r_c = floor(share * r) ranks, at least one."""
+
+    averages = False
+
+    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
+        super().__init__(settings, layers, size)
+        self.parts = self.rank
+
+    def broadcast(self, state: Tensors, share: float) -> Tensors:
+        rank = affordable(share, self.rank)
+        Bs, As = self.split(state)
+        return self.pack([B[:, :rank] for B in Bs], [A[:rank] for A in As])
+
+    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
+        return self.shapes(affordable(share, self.rank))
+
+
+def loras(adapters: Sequence[nn.Module]) -> list[LoRALinear]:
+    """The same modules, as what they are."""
+    return [cast(LoRALinear, adapter) for adapter in adapters]
