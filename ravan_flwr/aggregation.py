@@ -1,4 +1,7 @@
-"""The server's half of a round: uploads are checked one by one and folded into sums.
+"""The server's half of a round: what goes out; uploads, checked one by one, folded into sums.
+
+The method knows nothing of the classifier, which is the same for all of them: it is put beside
+what the method sends, and averaged beside the method's sums.
 
 Memory does not grow with the number of clients. What is rejected never reaches a sum.
 """
@@ -9,6 +12,12 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.methods.base import CLASSIFIER, Mean, Method, Tensors, check_tensor
+
+
+def outgoing(method: Method, state: Tensors, share: float) -> Tensors:
+    """What a client with that share of the budget is sent."""
+    sent = method.broadcast({k: v for k, v in state.items() if k != CLASSIFIER}, share)
+    return sent | {k: v for k, v in state.items() if k == CLASSIFIER}
 
 
 class Aggregate:

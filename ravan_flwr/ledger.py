@@ -19,6 +19,7 @@ class Ledger:
     number: int
     clients: list[dict[str, Any]] = field(default_factory=list)
     rejected: list[dict[str, str]] = field(default_factory=list)
+    evaluated: dict[str, int] = field(default_factory=dict)  # clients, bytes of their evaluation
     left_out: list[int] = field(default_factory=list)  # partitions that cannot afford to train
     started: float = field(default_factory=time.perf_counter)
 
@@ -55,6 +56,11 @@ class Ledger:
             }
         )
 
+    def evaluate(self, bytes_down: int) -> None:
+        """A client evaluated; its answer is numbers, not arrays."""
+        for key, more in (("clients", 1), ("bytes-down", bytes_down)):
+            self.evaluated[key] = self.evaluated.get(key, 0) + more
+
     def reject(self, member: Member, reason: object) -> None:
         """A reply was not used, or did not come."""
         text = f"missing {reason}" if isinstance(reason, KeyError) else str(reason)
@@ -76,6 +82,7 @@ class Ledger:
             "clients": self._sorted(),
             "rejected": self.rejected,
             "left-out": self.left_out,
+            **({"evaluation": self.evaluated} if self.evaluated else {}),
             "seconds": round(time.perf_counter() - self.started, 4),
         }
 

@@ -193,7 +193,8 @@ def _summary(
             "best": max(measured, key=lambda m: m[metric]) if measured else {},
         },
         "bytes-up": sum(client["bytes-up"] for client in clients),
-        "bytes-down": sum(client["bytes-down"] for client in clients),
+        "bytes-down": sum(client["bytes-down"] for client in clients)
+        + sum(record.get("evaluation", {}).get("bytes-down", 0) for record in records),
         "rejected": sum(len(record["rejected"]) for record in records),
         "left-out": records[-1]["left-out"] if records else [],
         "seconds": round(sum(record["seconds"] for record in records), 3),

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from ravan_flwr.aggregation import Aggregate
+from ravan_flwr.aggregation import Aggregate, outgoing
 from ravan_flwr.config import Config
 from ravan_flwr.exchange import check_round, content_of, finite, pull_replies, push
 from ravan_flwr.ledger import Ledger
@@ -125,9 +125,7 @@ class PeftStrategy(Strategy):
                     )  # fmt: skip
             if metrics is not None:
                 result.evaluate_metrics_serverapp[number] = metrics
-            self.recorder.round_done(
-                self._ledger.record(metrics or {}), self._state, self._moments
-            )
+            self.recorder.round_done(self._ledger.record(metrics or {}), self._state, self._moments)
             self.roster.recruit(grid)
         return result
 
@@ -171,7 +169,7 @@ class PeftStrategy(Strategy):
         """A message for each sampled client, with what the method sends it."""
         self._state = from_record(arrays)
         for member in self._sample(grid, server_round):
-            broadcast = to_record(self.method.broadcast(self._state, member.share))
+            broadcast = to_record(outgoing(self.method, self._state, member.share))
             yield self._message(member, MessageType.TRAIN, server_round, broadcast, config)
 
     def _able(self, grid: Grid) -> list[Member]:
@@ -241,10 +239,14 @@ class PeftStrategy(Strategy):
         bytes_down: int,
         selected: list[list[int]],
     ) -> None:
-        if self._fixed is not None:
-            self._holders.add(member.node_id)
+        self._remember(member)
         bytes_up = num_bytes(content.array_records["arrays"])
         self._ledger.use(member, metrics, selected, bytes_up, bytes_down)
+
+    def _remember(self, member: Member) -> None:
+        """A node that answered a message has the fixed tensors from now on."""
+        if self._fixed is not None:
+            self._holders.add(member.node_id)
 
     def _train_metrics(
         self, content: RecordDict, server_round: int, member: Member
@@ -270,7 +272,7 @@ class PeftStrategy(Strategy):
         """The mean over all clients' validation examples."""
         answers: dict[int, tuple[float, dict[str, float]]] = {}
         for reply in replies:
-            member, _ = self._sent.pop(reply.metadata.reply_to_message_id)
+            member, bytes_down = self._sent.pop(reply.metadata.reply_to_message_id)
             try:
                 metrics = content_of(reply).metric_records["metrics"]
                 check_round(metrics, server_round)
@@ -278,6 +280,9 @@ class PeftStrategy(Strategy):
                 answers[member.partition_id] = (values.pop("num-examples"), values)
             except (ValueError, KeyError) as error:
                 self._reject(member, error)
+            else:
+                self._ledger.evaluate(bytes_down)
+                self._remember(member)
         self._reject_silent()
         if not answers:
             return None

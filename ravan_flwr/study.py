@@ -87,7 +87,7 @@ class Row:
 
     def candidates(self, rate: float) -> list[Run]:
         """The runs that tell how good a learning rate is."""
-        held_back = {
+        held_back: dict[str, Scalar] = {
             "learning-rate": rate,
             "evaluate-on": "clients",
             "validation-share": HELD_BACK,
@@ -112,7 +112,7 @@ class Row:
                 means[rate] = statistics.mean(finals)
         return max(means, key=means.__getitem__) if means else None
 
-    def _runs(self, more: Mapping[str, Scalar], seeds: list[int]) -> list[Run]:
+    def _runs(self, more: dict[str, Scalar], seeds: list[int]) -> list[Run]:
         return [
             Run(tuple((self.settings | more | {"seed": seed}).items()), self.num_clients)
             for seed in seeds
@@ -340,7 +340,8 @@ def markdown(study: Study, folder: Path) -> str:
         text += [
             f"## {table.title}",
             "",
-            f"| | {metric}, % | by seed | learning rate | rank | parameters | up | down | seconds |",
+            f"| | {metric}, % | by seed | learning rate | rank | parameters | up | down | "
+            "seconds |",
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         for line in lines:

@@ -93,7 +93,7 @@ class _Stepper:
         self.losses: list[Tensor] = []
         model.network.train()
 
-    def train(self, parameters: Sequence[nn.Parameter]) -> None:
+    def train(self, parameters: Sequence[Tensor]) -> None:
         """A round's steps on these parameters; the optimiser's state starts anew."""
         optimizer = torch.optim.Adam(
             parameters, lr=self.steps.learning_rate, fused=self.device.type != "mps"
@@ -121,7 +121,7 @@ class _Stepper:
         self.losses.append(loss.detach().float())
 
 
-def _pull_back(parameters: Sequence[nn.Parameter], anchors: list[Tensor], mu: float) -> None:
+def _pull_back(parameters: Sequence[Tensor], anchors: list[Tensor], mu: float) -> None:
     """Add the gradient of the proximal term, mu (w - anchor)."""
     with torch.no_grad():
         for parameter, anchor in zip(parameters, anchors, strict=True):

@@ -40,3 +40,33 @@ def head_means(
             if got:
                 new[layer, head] = torch.stack([g.double() for g in got]).sum(0) / len(got)
     return new
+
+
+def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """sum_c w_c T_c / sum_c w_c, in float64."""
+    total = torch.zeros_like(tensors[0], dtype=torch.float64)
+    for tensor, weight in zip(tensors, weights, strict=True):
+        total = total + weight * tensor.double()
+    return total / sum(weights)
+
+
+def hetlora_mean(factors: Sequence[tuple[Tensor, Tensor]], rank: int) -> tuple[Tensor, Tensor]:
+    """One layer: pad each client's B (out, r_c), A (r_c, in) with zeros, weigh by |B A|."""
+    padded = []
+    for B, A in factors:
+        B_c, A_c = torch.zeros(len(B), rank), torch.zeros(rank, A.shape[1])
+        B_c[:, : B.shape[1]] = B
+        A_c[: len(A)] = A
+        padded.append((B_c.double(), A_c.double()))
+    norms = [float(torch.linalg.matrix_norm(B @ A)) for B, A in padded]
+    return (
+        weighted_mean([B for B, _ in padded], norms),
+        weighted_mean([A for _, A in padded], norms),
+    )
+
+
+def best_of_rank(matrix: Tensor, rank: int) -> Tensor:
+    """The best approximation of that rank, by the decomposition of the whole matrix."""
+    U, S, Vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    best: Tensor = U[:, :rank] @ S[:rank].diag() @ Vh[:rank]
+    return best

@@ -18,6 +18,10 @@ SHAPES = st.tuples(
 )
 
 
+def trainable(layer):
+    return [p for p in layer.parameters() if p.requires_grad]
+
+
 def make_layer(heads, rank, out_features, in_features, bias, seed=0):
     torch.manual_seed(seed)
     base = nn.Linear(in_features, out_features, bias=bias, dtype=torch.float64)

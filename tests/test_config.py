@@ -129,7 +129,7 @@ def test_words_that_are_no_settings(word, message):
         ({"tsak": "vision"}, "tsak is unknown; expected the fields"),
         ({"model": {"source": "bundled"}}, "model.name is missing; expected the fields"),
         ({"model": None}, "model. is no mapping"),
-        ({"lora-rank": 0}, "rank = 0: expected a whole number at least 1"),
+        ({"lora-rank": 4}, "lora-rank is unknown; expected the fields"),
         ({"learning-rate": {"ravan": {"frozen": -1}}}, "learning-rate = -1.0: expected|= -1:"),
         ({"learning-rate": {}}, "has no learning rate for method 'ravan' with classifier"),
     ],

@@ -9,6 +9,7 @@ from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config import read_config
 from ravan_flwr.keys import Scalar
+from ravan_flwr.methods import METHODS
 from ravan_flwr.plan import describe, largest_share, step_memory, suggested_heads
 from ravan_flwr.workbench import Workbench
 
@@ -28,6 +29,35 @@ def test_parameters_and_bytes_are_those_of_a_run(classifier, tmp_path, capsys):
     assert f"{client['bytes-up']:,}" in told
     assert f"{client['bytes-down']:,}" in told
     assert f"rank            {run.summary['rank']}, 2 heads" in told
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_methods_plan_is_what_its_run_does(method, tmp_path):
+    settings: dict[str, Scalar] = {
+        "method": method, "num-rounds": 2, "local-steps": 1, "clients-per-round": 4,
+    }  # fmt: skip
+    told = describe(read_config(settings))
+    run = simulate(settings | {"output-dir": str(tmp_path)}, 4)
+    last = json.loads((run.run_dir / "rounds.jsonl").read_text().splitlines()[-1])
+    assert f"trained         {run.summary['trainable-parameters']:,} parameters" in told
+    assert f"{run.summary['adapter-parameters']:,} of them beside the classifier" in told
+    for client in last["clients"]:
+        assert f"{client['bytes-up']:,}" in told
+        # At most: what FedEx-LoRA sends grows to this.
+        assert f"{client['bytes-down']:,}" in told or method == "fedex-lora"
+        assert (
+            step_memory(read_config(settings), 1.0).trained
+            == 16 * (run.summary["trainable-parameters"])
+        )
+
+
+@pytest.mark.parametrize("method", ["hetlora", "fedit"])
+def test_an_automatic_budget_of_ranks(method):
+    settings = config(method=method, lora_rank=8)
+    assert largest_share(settings, 10**12) == 1.0
+    half = step_memory(settings, 0.5 if method == "hetlora" else 1.0).added
+    assert largest_share(settings, int(half / 0.9) + 2) == (0.5 if method == "hetlora" else 1.0)
+    assert ("left out" in describe(settings)) == (method == "fedit")
 
 
 def test_a_calibration_round_is_planned_for(tmp_path):
@@ -82,7 +112,7 @@ def test_an_automatic_budget_takes_the_most_heads_that_fit():
     assert largest_share(settings, 10**12) == 1.0
     for share, need in zip((0.25, 0.5, 0.75), needs[:3], strict=True):
         assert largest_share(settings, int(need / 0.9) + 2) == share
-    with pytest.raises(ValueError, match="budget is 'auto', and one head needs .* lower batch-"):
+    with pytest.raises(ValueError, match="budget is 'auto', and the least .* lower batch-"):
         largest_share(settings, needs[0] // 2)
 
 

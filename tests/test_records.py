@@ -70,7 +70,7 @@ def test_the_last_checkpoints_are_kept_and_the_last_is_loaded(tmp_path):
     for number in range(1, 6):
         save_checkpoint(tmp_path, number, state(number))
     assert len(list(tmp_path.glob("*.safetensors"))) == len(list(tmp_path.glob("*.json"))) == KEPT
-    number, loaded = load_checkpoint(tmp_path)
+    number, loaded, _ = load_checkpoint(tmp_path)
     assert number == 5
     assert all(torch.equal(loaded[key], state(5)[key]) for key in state(5))
 

@@ -11,8 +11,10 @@ import safetensors.torch
 import torch
 
 from ravan_flwr import client_app, simulate, training
+from ravan_flwr.budgets import budget_share
 from ravan_flwr.cli import main
 from ravan_flwr.config import read_config
+from ravan_flwr.methods import METHODS
 from ravan_flwr.model import build_network
 from ravan_flwr.training import evaluate
 from ravan_flwr.workbench import get_workbench
@@ -47,12 +49,14 @@ def test_a_run_directory_has_everything(tmp_path):
     assert [json.loads(line)["round"] for line in lines] == [1, 2]
     for line in lines:
         record = json.loads(line)
-        assert set(record) == {"round", "train-loss", "metrics", "clients", "rejected", "seconds"}
+        assert set(record) == {
+            "round", "train-loss", "metrics", "clients", "rejected", "left-out", "seconds",
+        }  # fmt: skip
         assert set(record["metrics"]) == {"loss", "accuracy"}
         assert len(record["clients"]) == 3
         for client in record["clients"]:
             assert set(client) == {
-                "partition-id", "heads", "selected", "examples", "train-loss", "seconds",
+                "partition-id", "share", "heads", "selected", "examples", "train-loss", "seconds",
                 "bytes-up", "bytes-down",
             }  # fmt: skip
     summary = simulation.summary
@@ -147,6 +151,11 @@ def test_fewer_clients_than_asked_for_are_all_taken(tmp_path):
 def test_clients_may_evaluate_on_their_own_examples(tmp_path):
     simulation = run(tmp_path, evaluate_on="clients", validation_share=0.3)
     assert 0 <= simulation.summary["metrics"]["final"]["accuracy"] <= 1
+    lines = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    state = 4 * (8 * 4 * 13 * 13 + 970)
+    assert [r["evaluation"] for r in records] == 2 * [{"clients": 4, "bytes-down": 4 * state}]
+    assert simulation.summary["bytes-down"] == 2 * (4 + 3) * state
 
 
 def test_rounds_that_are_not_evaluated_have_no_metrics_but_the_last(tmp_path):
@@ -287,6 +296,106 @@ def test_data_aware_bases_travel_once_to_each_client_and_are_counted(tmp_path):
     assert simulation.summary["bytes-down"] == sum(
         size for sizes in by_round.values() for size in sizes.values()
     )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_and_resumes_to_the_same_bits(tmp_path, method):
+    settings = {"method": method, "num_rounds": 3}
+    whole = run(tmp_path, **settings)
+    part = run(tmp_path, **settings | {"num_rounds": 1})
+    resumed = run(tmp_path, **settings, resume=str(part.run_dir))
+    states = [
+        safetensors.torch.load_file(simulation.run_dir / "checkpoints/round-000003.safetensors")
+        for simulation in (whole, resumed)
+    ]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert resumed.summary["metrics"] == whole.summary["metrics"]
+    assert whole.summary["rejected"] == 0
+    assert (whole.run_dir / "adapter").exists() == (method not in {"full", "fedex-lora"})
+    losses = [
+        json.loads(line)["train-loss"]
+        for line in (whole.run_dir / "rounds.jsonl").read_text().splitlines()
+    ]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_small_budgets_train_a_part_or_are_left_out(tmp_path, method):
+    simulation = run(tmp_path, num_clients=6, method=method, budgets="uniform", num_rounds=3)
+    lines = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if record["round"]]
+    shares = {c["partition-id"]: c["share"] for r in records for c in r["clients"]}
+    by_share = {c["share"]: c["bytes-up"] for r in records for c in r["clients"]}
+    assert all(record["left-out"] == simulation.summary["left-out"] for record in records)
+    if method in {"ravan", "hetlora", "flexlora"}:
+        assert simulation.summary["left-out"] == []
+        assert len(by_share) > 1
+        assert list(dict(sorted(by_share.items())).values()) == sorted(by_share.values())
+    else:
+        everybody = {p: budget_share("uniform", 0, p) for p in range(6)}
+        assert set(shares.values()) == {1.0}
+        expected = [p for p, share in everybody.items() if share < 1]
+        assert simulation.summary["left-out"] == expected
+
+
+def test_a_method_that_nobody_can_afford_says_so(tmp_path):
+    with pytest.raises(ValueError, match=r"'fedit' is trained whole or not at all, .*budgets of"):
+        run(tmp_path, num_clients=2, method="fedit", budgets="skewed-right")
+
+
+def test_fed_sbs_first_round_takes_a_sample_and_its_bytes_are_counted(tmp_path):
+    simulation = run(tmp_path, method="fed-sb", num_clients=8, classifier="frozen", num_rounds=3)
+    by_round = bytes_down(simulation.run_dir)
+    assert len(by_round[0]) == 3
+    core, bases = 4 * 8 * 27**2, 4 * 8 * 27 * (96 + 96)
+    seen = set()
+    for number in (1, 2, 3):
+        for client, size in by_round[number].items():
+            assert size == core + (0 if client in seen else bases)
+            seen.add(client)
+    first = json.loads((simulation.run_dir / "rounds.jsonl").read_text().splitlines()[0])
+    assert {client["bytes-up"] for client in first["clients"]} == {4 * 8 * 96 * 96}
+
+
+@pytest.mark.parametrize("method", ["ravan", "full", "hetlora"])
+def test_a_proximal_term_keeps_clients_near_the_start(tmp_path, method):
+    settings = {"method": method, "num_rounds": 1, "local_steps": 10, "classifier": "frozen"}
+    states = {}
+    for mu in (0.0, 1.0, 30.0):
+        simulation = run(tmp_path, **settings, proximal_mu=mu)
+        (path,) = (simulation.run_dir / "checkpoints").glob("*.safetensors")
+        states[mu] = safetensors.torch.load_file(path)
+    initial = get_workbench(read_config(SMALL | {"method": method})).model.initial_state()
+    name = {"ravan": "H", "full": "weights", "hetlora": "B"}[method]
+    moved = [float((state[name] - initial[name]).norm()) for state in states.values()]
+    assert moved[0] > moved[1] > 0
+    assert moved[2] < 0.7 * moved[0]
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adam"])
+@pytest.mark.parametrize("method", ["ravan", "fedit"])
+def test_a_server_optimiser_resumes_to_the_same_bits(tmp_path, method, kind):
+    settings = {"method": method, "server_optimizer": kind}
+    whole = run(tmp_path, num_rounds=2, **settings)
+    part = run(tmp_path, num_rounds=1, **settings)
+    resumed = run(tmp_path, num_rounds=2, resume=str(part.run_dir), **settings)
+    one, two = final_state(whole), final_state(resumed)
+    assert any(name.startswith("server-optimizer/") for name in one)
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    plain = run(tmp_path, num_rounds=2, method=method)
+    assert plain.summary["metrics"] != whole.summary["metrics"]
+
+
+@pytest.mark.parametrize("method", ["fedex-lora", "hetlora", "flexlora"])
+def test_a_server_optimiser_wants_a_plain_mean(tmp_path, method):
+    told = rf"server-optimizer = 'adam': method '{method}' makes its .*expected one of ravan, full"
+    with pytest.raises(ValueError, match=told):
+        run(tmp_path, method=method, server_optimizer="adam")
+
+
+def test_weighting_by_examples_is_another_mean(tmp_path):
+    one, two = (run(tmp_path, method="fedit", weighting=w) for w in ("uniform", "examples"))
+    assert one.summary["metrics"] != two.summary["metrics"]
 
 
 def test_a_data_aware_run_resumes_to_the_same_bits(tmp_path):

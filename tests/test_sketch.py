@@ -1,5 +1,7 @@
 """Data-aware bases: sketches add up, and give the leading subspaces of the sum."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from torch import nn
 from ravan_flwr.adapters import Layer, MultiHeadLinear, make_bases
 from ravan_flwr.adapters.sketch import GradientSketch, Sketcher, fill_heads, watch_gradients
 from ravan_flwr.seeding import generator
-from tests.test_methods import LAYERS, build
+from tests.methods import LAYERS, build
 
 LAYER = Layer("layer", 30, 20)
 
@@ -85,7 +87,7 @@ def test_heads_beyond_the_side_begin_a_new_block():
 
 def calibrated(seeds):
     method, adapters = build(init="data-aware")
-    method.load(adapters, method.initial_state())
+    method.load(adapters, method.initial_state(adapters))
     sums = method.open_calibration()
     uploads = []
     for seed in seeds:
@@ -96,15 +98,16 @@ def calibrated(seeds):
                 x = torch.randn(6, layer.in_features, generator=random)
                 adapter(x).square().mean().backward()
 
-        uploads.append(method.calibrate(adapters, backward))
+        uploads.append(method.calibrate(adapters, SimpleNamespace(backward=backward)))
     for upload in uploads:
-        sums.add(upload)
+        sums.add(upload, 1.0)
     return method, adapters, sums, uploads
 
 
 def test_fixed_tensors_are_orthonormal_bases_on_every_node():
     method, adapters, sums, _ = calibrated([1, 2])
-    fixed = sums.close()
+    fixed, changed = sums.close()
+    assert changed == {}
     before = method.fingerprint(adapters)
     method.load_fixed(adapters, fixed)
     assert method.fingerprint(adapters) != pytest.approx(before, rel=1e-3)
@@ -126,7 +129,7 @@ def test_a_calibration_upload_is_checked():
         ({"sketch": upload["sketch"] * torch.nan}, "not finite"),
     ):
         with pytest.raises(ValueError, match=message):
-            sums.add(bad)
+            sums.add(bad, 1.0)
     assert torch.equal(sums.sum, before)
 
 

@@ -15,7 +15,7 @@ from ravan_flwr.payload import from_record, num_bytes, to_record
 from ravan_flwr.roster import Member, check_derived, code_fingerprint, read_member, sample
 from ravan_flwr.simulation import InProcessGrid
 from ravan_flwr.strategy import PeftStrategy
-from tests.test_methods import build, train_client
+from tests.methods import build, train_client
 
 DERIVED = [1.0, 2.0]
 
@@ -71,11 +71,11 @@ class Notes:
         self.records: list[dict[str, Any]] = []
         self.states: list[Tensors] = []
 
-    def calibrated(self, record, fixed):
+    def calibrated(self, record, fixed, state):
         self.records.append(record)
         return DERIVED
 
-    def round_done(self, record, state):
+    def round_done(self, record, state, moments):
         self.records.append(record)
         self.states.append(state)
 
@@ -87,7 +87,7 @@ def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, **settings):
         config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
         recorder=notes,
     )  # fmt: skip
-    state = to_record(nodes.method.initial_state())
+    state = to_record(nodes.method.initial_state(nodes.adapters))
     result = strategy.start(
         nodes, state, num_rounds=rounds, timeout=timeout, evaluate_fn=evaluate_fn
     )

@@ -31,13 +31,16 @@ def write(tmp_path, **changes):
 
 @pytest.mark.parametrize("path", sorted((conf_folder() / "studies").glob("*.yaml")), ids=str)
 def test_every_study_can_be_read(path):
-    assert read_study(path).runs
+    study = read_study(path)
+    assert study.rows
+    assert study.candidates() or study.runs(Path("nowhere"))
 
 
 def test_rows_that_mean_the_same_share_their_runs(tmp_path):
     study = read_study(write(tmp_path))
-    assert len(study.runs) == 4
-    assert len({run.name for run in study.runs}) == 4
+    runs = study.runs(tmp_path)
+    assert len(runs) == 4
+    assert len({run.name for run in runs}) == 4
     assert study.tables[0].rows["base"] == study.tables[1].rows["same as base"]
 
 
@@ -47,6 +50,13 @@ def test_rows_that_mean_the_same_share_their_runs(tmp_path):
         ({"seed": 1}, "expected the fields"),
         ({"seeds": 3}, "seeds is no list"),
         ({"settings": {"method": "ravn"}}, "row 'base': method 'ravn' is unknown: did you mean"),
+        ({"choose": {"seeds": [1]}}, r"choose: got \['seeds'\], expected the fields"),
+        ({"choose": {"learning-rate": [-1], "seeds": [1]}}, "row 'base': learning-rate = -1"),
+        ({"tables": [{"title": "T"}]}, r"a table: got \['title'\], expected the fields"),
+        (
+            {"tables": [{"title": "T", "rows": {}, "equal-parameters": 1}]},
+            "a table: equal-parameters is no bool",
+        ),
     ],
 )
 def test_a_study_file_is_checked_before_anything_runs(tmp_path, changes, message):
@@ -70,6 +80,46 @@ def test_a_study_runs_resumes_and_writes_its_tables(tmp_path, monkeypatch, capsy
     main(["study", str(path), "--output", str(folder)])  # nothing is left to run
     assert (folder / "results.md").read_text() == text
     assert "4 runs, 4 of them done" in capsys.readouterr().out
+
+
+METHODS = {"ravan": {}, "fedit": {"method": "fedit"}, "full": {"method": "full"}}
+
+
+def test_methods_of_different_sizes_are_not_called_equal(tmp_path):
+    table = {"title": "T", "equal-parameters": True, "rows": METHODS}
+    told = r"rows equal, but .* differ by 98.2 % \(fedit 6,144, full 301,536, ravan 5,440\)"
+    with pytest.raises(ValueError, match=told):
+        read_study(write(tmp_path, tables=[table]))
+    table["references"] = ["full"]
+    with pytest.raises(ValueError, match="differ by 11.5 %"):
+        read_study(write(tmp_path, tables=[table]))
+    table["settings"] = {"lora-rank": 7}
+    assert read_study(write(tmp_path, tables=[table])).tables[0].rows
+
+
+def test_a_learning_rate_is_chosen_on_examples_that_are_held_back(tmp_path):
+    choose = {"learning-rate": [1e-5, 1e-2, 5.0], "seeds": [7]}
+    rows = {"chosen": {}, "given": {"learning-rate": 1e-5}}
+    settings = {"num-rounds": 2, "local-steps": 20, "classifier": "frozen"}
+    tables = [{"title": "T", "rows": rows}]
+    path = write(tmp_path, choose=choose, tables=tables, settings=settings, seeds=[0])
+    study, folder = read_study(path), tmp_path / "out"
+    for candidate in study.candidates():
+        given = dict(candidate.settings)
+        assert (given["evaluate-on"], given["validation-share"], given["seed"]) == (
+            "clients", 0.2, 7,
+        )  # fmt: skip
+    assert len(study.candidates()) == 3
+    assert study.tables[0].rows["chosen"].runs(folder) == []  # nothing is known yet
+    assert run_study(path, folder, jobs=2)
+    chosen = study.tables[0].rows["chosen"]
+    assert chosen.chosen_rate(folder) == 1e-2
+    (final,) = chosen.runs(folder)
+    assert "evaluate-on" not in dict(final.settings)
+    text = markdown(study, folder)
+    assert "| 0.01 |" in text
+    assert "| 1e-05 |" in text
+    assert "(edge)" not in text
 
 
 def test_a_failed_run_is_listed_and_the_others_go_on(tmp_path, caplog):

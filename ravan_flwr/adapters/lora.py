@@ -37,7 +37,7 @@ class LoRALinear(nn.Module):
         return y + F.linear(u if self.scale == 1 else self.scale * u, self.B)
 
     def delta_weight(self) -> Tensor:
-        """scale B A, (out, in)"""
+        """Scale B A, (out, in)"""
         return self.scale * self.B @ self.A
 
     def factors(self) -> tuple[Tensor, Tensor]:

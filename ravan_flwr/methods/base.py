@@ -78,7 +78,7 @@ class LocalWork(Protocol):
     def backward(self) -> object:
         """Run the next mini-batch forward and backward."""
 
-    def train(self, parameters: Sequence[nn.Parameter]) -> None:
+    def train(self, parameters: Sequence[Tensor]) -> None:
         """Take a round's local steps on these parameters."""
 
 
@@ -192,7 +192,7 @@ class Method(ABC):
     def load(self, adapters: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
         """Put a broadcast, or a global state, into the adapters; everything else is reset."""
 
-    def choose(
+    def choose(  # noqa: B027 (most methods have nothing left to choose)
         self,
         adapters: Sequence[nn.Module],
         share: float,

@@ -166,7 +166,7 @@ class ResidualLoRALinear(LoRALinear):
         self.base.weight.data = weight
 
     def delta_weight(self) -> Tensor:
-        """scale B A and the residual, (out, in)"""
+        """Scale B A and the residual, (out, in)"""
         return super().delta_weight() + (self.base.weight - self.pretrained)
 
 

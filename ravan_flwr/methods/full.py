@@ -62,7 +62,8 @@ class Everything(nn.Module):
         super().__init__()
         self.weights = dict(pretrained)
         for number, weight in enumerate(pretrained.values()):
-            self.register_parameter(str(number), weight.requires_grad_(True))
+            weight.requires_grad_(True)
+            self.register_parameter(str(number), weight)
         if any(weight.is_meta for weight in pretrained.values()):
             size = sum(weight.numel() for weight in pretrained.values())
             self.pretrained = torch.empty(size, device="meta")

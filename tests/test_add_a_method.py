@@ -1,0 +1,42 @@
+"""`docs/add-a-method.md` works as it stands: a file, a row, and the method is there."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(folder, *words):
+    return subprocess.run(
+        [sys.executable, "-m", *words], cwd=folder, check=True, capture_output=True, text=True
+    )
+
+
+def test_the_example_is_a_file_and_a_row(tmp_path):
+    for name in ("ravan_flwr", "conf", "tests", "pyproject.toml"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    text = (ROOT / "docs" / "add-a-method.md").read_text()
+    method, row = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(method.splitlines()) < 60
+    (tmp_path / "ravan_flwr/methods/lora_xs.py").write_text(method)
+    listing = tmp_path / "ravan_flwr/methods/__init__.py"
+    listing.write_text(listing.read_text().replace("METHODS = {\n", "METHODS = {\n" + row))
+
+    laws = run(tmp_path, "pytest", "-q", "tests/test_methods.py", "-k", "lora-xs")
+    assert int(re.findall(r"(\d+) passed", laws.stdout)[0]) > 20
+
+    settings = ["method=lora-xs", "learning-rate=1e-2", "classifier=frozen", "num-clients=3"]
+    plan = run(tmp_path, "ravan_flwr", "plan", *settings).stdout
+    assert "5,832 of them beside the classifier" in plan
+    short = ["num-rounds=2", "local-steps=10", "output-dir=out"]
+    run(tmp_path, "ravan_flwr", "simulate", *settings, *short)
+    (directory,) = (tmp_path / "out").iterdir()
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["method"], summary["adapter-parameters"]) == ("lora-xs", 8 * 27**2)
+    first, last = map(json.loads, (directory / "rounds.jsonl").read_text().splitlines())
+    assert last["train-loss"] < first["train-loss"]

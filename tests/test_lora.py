@@ -1,0 +1,96 @@
+"""The LoRA layer, and sums of products of small rank, against the plain way."""
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ravan_flwr.adapters import LoRALinear
+from ravan_flwr.adapters.lowrank import ProductSum, complete_rows, svd
+from tests.methods import assert_close
+
+SIDES = st.integers(1, 8)
+
+
+def factors(out, inside, rank, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(out, rank, generator=random), torch.randn(rank, inside, generator=random)
+
+
+@pytest.mark.parametrize(("alpha", "rank"), [(4, 4), (16, 4), (3, 2)])
+@pytest.mark.parametrize(("out", "inside"), [(6, 5), (5, 6), (8, 8)])
+def test_the_layer_gives_the_logits_of_pefts(alpha, rank, out, inside):
+    torch.manual_seed(0)
+    B, A = factors(out, inside, rank)
+    network, plain = (
+        nn.Sequential(nn.Linear(inside, out), nn.ReLU(), nn.Linear(out, 3)) for _ in range(2)
+    )
+    plain.load_state_dict(network.state_dict())
+    settings = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=["0"])
+    theirs: Any = peft.get_peft_model(network, settings)
+    layer = theirs.base_model.model[0]
+    with torch.no_grad():
+        layer.lora_A["default"].weight.copy_(A)
+        layer.lora_B["default"].weight.copy_(B)
+    first, *rest = plain
+    assert isinstance(first, nn.Linear)
+    ours = LoRALinear(first, B, A, alpha / rank)
+    plain = nn.Sequential(ours, *rest)
+    x = torch.randn(2, 7, inside)
+    assert_close([plain(x)], [theirs(x)], rtol=1e-6, atol=1e-6)
+
+    theirs(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    assert_close(
+        [ours.B.grad, ours.A.grad],
+        [layer.lora_B["default"].weight.grad, layer.lora_A["default"].weight.grad],
+    )
+    assert ours.base.weight.grad is None
+
+
+def test_factors_may_have_another_rank_and_must_fit():
+    layer = LoRALinear(nn.Linear(5, 6), *factors(6, 5, 3))
+    layer.set_factors(*factors(6, 5, 1, seed=1))
+    B, A = factors(6, 5, 1, seed=1)
+    assert_close([layer.delta_weight()], [B @ A])
+    for wrong in (factors(5, 6, 2), (B, factors(6, 5, 2)[1])):
+        with pytest.raises(ValueError, match=r"factors of a 6 x 5 layer: got B .*expected B \(6,"):
+            layer.set_factors(*wrong)
+
+
+@given(SIDES, SIDES, st.lists(st.tuples(st.integers(1, 4), st.floats(0.1, 3)), max_size=12))
+def test_a_sum_of_products_is_the_sum_and_its_memory_is_bounded(out, inside, parts):
+    total, plain = ProductSum(out, inside), torch.zeros(out, inside, dtype=torch.float64)
+    for seed, (rank, weight) in enumerate(parts):
+        B, A = factors(out, inside, rank, seed)
+        total.add(B, A, weight)
+        plain += weight * B.double() @ A.double()
+        assert len(total.A) <= 2 * min(out, inside) + 4
+    assert_close([total.B @ total.A], [plain], rtol=1e-9, atol=1e-9)
+
+
+@given(SIDES, SIDES, st.integers(1, 12))
+def test_singular_values_of_the_factors_are_those_of_the_matrix(out, inside, rank):
+    B, A = factors(out, inside, rank)
+    total = ProductSum(out, inside)
+    total.add(B, A)
+    U, S, Vh = total.svd()
+    plain = torch.linalg.svdvals(B.double() @ A.double())
+    assert_close([U @ S.diag() @ Vh], [B.double() @ A.double()], rtol=1e-9, atol=1e-9)
+    assert_close([S], [plain[: len(S)]], rtol=1e-9, atol=1e-9)
+    eye = torch.eye(len(S), dtype=torch.float64)
+    assert_close([U.T @ U, Vh @ Vh.T], [eye, eye], rtol=1e-9, atol=1e-9)
+    assert (U.gather(0, U.abs().argmax(0, keepdim=True)) > 0).all()
+
+
+@given(st.integers(0, 4), st.integers(0, 4))
+def test_rows_are_completed_to_orthonormal_ones(given_rows, more):
+    _, _, Vh = svd(torch.randn(8, 8, dtype=torch.float64))
+    whole = complete_rows(Vh[:given_rows], given_rows + more, torch.Generator())
+    assert torch.equal(whole[:given_rows], Vh[:given_rows])
+    eye = torch.eye(given_rows + more, dtype=torch.float64)
+    assert_close([whole @ whole.T], [eye], rtol=1e-9, atol=1e-9)

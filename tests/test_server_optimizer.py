@@ -1,0 +1,85 @@
+"""The server optimiser against Flower's FedAvgM, and FedAdam's formula written out."""
+
+import math
+import uuid
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvgM
+
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.server_optimizer import ServerOptimizer
+from ravan_flwr.simulation import InProcessGrid
+from tests.methods import assert_close
+
+
+def means(number=4):
+    random = torch.Generator().manual_seed(0)
+    return [
+        {"H": torch.randn(3, 2, generator=random), "classifier": torch.randn(4, generator=random)}
+        for _ in range(number)
+    ]
+
+
+def run(optimizer, start, rounds):
+    moments: Tensors = {}
+    state, states = start, []
+    for mean in rounds:
+        kept = {k: v.clone() for k, v in state.items()}
+        new, moments = optimizer.step(state, mean, moments)
+        assert all(torch.equal(state[k], kept[k]) for k in state)  # the old state is left alone
+        state = new
+        states.append(state)
+    return states
+
+
+def test_none_takes_the_mean_as_it_is():
+    start, *rounds = means()
+    assert run(ServerOptimizer("none", 1.0, 0.9), start, rounds) == rounds
+
+
+def test_momentum_without_memory_and_at_rate_one_is_the_mean():
+    start, *rounds = means()
+    for got, mean in zip(
+        run(ServerOptimizer("momentum", 1.0, 0.0), start, rounds), rounds, strict=True
+    ):
+        assert_close(got.values(), mean.values(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rate", "beta"), [(1.0, 0.9), (0.3, 0.5)])
+def test_momentum_is_flowers_fedavgm(rate, beta):
+    InProcessGrid({}, 1)  # messages need a task's identity
+    start, *rounds = means()
+    theirs = FedAvgM(server_learning_rate=rate, server_momentum=beta)
+    theirs.current_arrays = ArrayRecord(start)
+    for mean, ours in zip(
+        rounds, run(ServerOptimizer("momentum", rate, beta), start, rounds), strict=True
+    ):
+        asked = Message(RecordDict({"config": ConfigRecord()}), 1, "train")
+        asked.metadata.__dict__["_message_id"] = str(uuid.uuid4())
+        content = RecordDict(
+            {"arrays": ArrayRecord(mean), "metrics": MetricRecord({"num-examples": 1})}
+        )
+        arrays, _ = theirs.aggregate_train(1, [Message(content, reply_to=asked)])
+        assert arrays is not None
+        for name, array in arrays.items():
+            np.testing.assert_allclose(ours[name].numpy(), array.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_adam_is_the_formula():
+    start, *rounds = means()
+    state = {k: v.double() for k, v in start.items()}
+    m = {k: torch.zeros_like(v) for k, v in state.items()}
+    v = {k: torch.zeros_like(x) for k, x in state.items()}
+    got = run(ServerOptimizer("adam", 0.1, 0.9), start, rounds)
+    for t, (mean, ours) in enumerate(zip(rounds, got, strict=True), start=1):
+        for key, old in state.items():
+            step = mean[key].double() - old
+            m[key] = 0.9 * m[key] + 0.1 * step
+            v[key] = 0.99 * v[key] + 0.01 * step.square()
+            m_hat, v_hat = m[key] / (1 - 0.9**t), v[key] / (1 - 0.99**t)
+            state[key] = old + 0.1 * m_hat / (v_hat.sqrt() + 1e-3)
+        assert_close(ours.values(), state.values(), rtol=1e-5, atol=1e-5)
+    assert math.isfinite(float(ours["H"].sum()))
