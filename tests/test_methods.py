@@ -12,6 +12,7 @@ from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.payload import from_record, to_record
 from tests.methods import (
     INEXACT,
+    LAYERS,
     aggregate,
     assert_close,
     build,
@@ -185,13 +186,20 @@ def test_nothing_that_travels_is_shared_with_the_model(name):
 
 @every_method
 def test_lora_factors_are_the_delta_weight_or_the_weights_have_changed(name):
-    method, adapters = build(name, lora_scale=0.5)
+    method, adapters, network = build_whole(name, lora_scale=0.5)
+    rest = pretrained_weights(network)
     expected = deltas(method, adapters, some_state(method, adapters))
-    if name in {"full", "fedex-lora"}:
-        assert method.lora_factors(adapters[0]) is None
-        return
-    products = [B @ A for B, A in map(method.lora_factors, adapters)]
-    assert_close(products, expected)
+    factors = [method.lora_factors(adapter) for adapter in adapters]
+    if all(map(torch.equal, rest, pretrained_weights(network))):
+        assert_close([B @ A for B, A in factors], expected)
+    else:
+        assert factors == [None] * len(adapters)
+
+
+def pretrained_weights(network):
+    """Those of the adapted layers, as they are now."""
+    modules = [network.get_submodule(layer.name) for layer in LAYERS]
+    return [getattr(module, "base", module).weight.detach().clone() for module in modules]
 
 
 @every_method
@@ -226,9 +234,14 @@ def test_fingerprints_tell_seeds_apart_and_ignore_what_is_trained(name):
     train_client(method, adapters, some_state(method, adapters), 0.5, 1)
     method.load(adapters, method.initial_state(adapters))
     assert method.fingerprint(adapters) == before
-    other = build(name, seed=1)
-    if name != "full":  # nothing of it is made from the seed
-        assert other[0].fingerprint(other[1]) != pytest.approx(before, rel=1e-3)
+    other, others = build(name, seed=1)
+    pairs = zip(tensors_of(adapters), tensors_of(others), strict=True)
+    same = all(torch.equal(one, two) for one, two in pairs)  # nothing is made from the seed
+    assert (other.fingerprint(others) == pytest.approx(before, rel=1e-3)) == same
+
+
+def tensors_of(adapters):
+    return [t for adapter in adapters for t in (*adapter.parameters(), *adapter.buffers())]
 
 
 BAD_TENSORS = {
