@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.flower import LocalSuperLink
+from ravan_flwr.methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 FEDERATION = "num-supernodes=3 client-resources-num-cpus=1"
@@ -63,6 +65,25 @@ def test_the_bundle_runs_away_from_the_checkout(bundle, superlink, tmp_path):
         record = json.loads(line)
         assert record["rejected"] == []
         assert [client["partition-id"] for client in record["clients"]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_in_flowers_runtime(method, superlink, tmp_path):
+    config = (
+        f"output-dir='{tmp_path}' method='{method}' num-rounds=2 local-steps=3 clients-per-round=2"
+    )
+    assert superlink.run(ROOT, config, FEDERATION) == "finished:completed"
+    (directory,) = tmp_path.iterdir()
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["method"], summary["rounds"], summary["rejected"]) == (method, 2, 0)
+    in_process = simulate(
+        {"method": method, "num-rounds": 2, "local-steps": 3, "clients-per-round": 2,
+         "output-dir": str(tmp_path / "in-process")}, 3,
+    ).summary  # fmt: skip
+    for key in ("bytes-up", "bytes-down", "trainable-parameters", "rank"):
+        assert summary[key] == in_process[key], key
+    got, expected = (s["metrics"]["final"] for s in (summary, in_process))
+    assert got == pytest.approx(expected, abs=0.02)
 
 
 def test_a_run_that_fails_is_told_as_failed(superlink, tmp_path):
