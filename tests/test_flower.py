@@ -1,6 +1,7 @@
 """The app bundle, and runs of it through Flower's own simulation runtime."""
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -15,6 +16,7 @@ from ravan_flwr.methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 FEDERATION = "num-supernodes=3 client-resources-num-cpus=1"
+ONE_ACTOR = f"num-supernodes=3 client-resources-num-cpus={os.cpu_count()}"  # imports once
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,7 @@ def test_every_method_runs_in_flowers_runtime(method, superlink, tmp_path):
     config = (
         f"output-dir='{tmp_path}' method='{method}' num-rounds=2 local-steps=3 clients-per-round=2"
     )
-    assert superlink.run(ROOT, config, FEDERATION) == "finished:completed"
+    assert superlink.run(ROOT, config, ONE_ACTOR) == "finished:completed"
     (directory,) = tmp_path.iterdir()
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["method"], summary["rounds"], summary["rejected"]) == (method, 2, 0)

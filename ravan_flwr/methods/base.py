@@ -272,11 +272,20 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().float().cpu().flatten() for tensor in tensors])
 
 
-def probe(basis: Tensor) -> Tensor:
-    """Two sums over a basis in which every entry counts, with weights that no shift keeps."""
+def probe(layers: Sequence[Sequence[Tensor]]) -> list[float]:
+    """For the bases of each layer, numbers to which every entry of every layer counts."""
+    sums = [
+        torch.stack([number for basis in bases for number in _probe(basis)]) * position
+        for position, bases in enumerate(layers, start=1)
+    ]
+    return cast(list[float], torch.stack(sums).sum(0).tolist())
+
+
+def _probe(basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Two sums with weights that no shift keeps."""
     flat = basis.detach().cpu().double().flatten()
     angles = torch.arange(len(flat), dtype=torch.float64)
-    return torch.stack([flat @ torch.cos(angles), flat @ torch.sin(angles * 0.7)])
+    return flat @ torch.cos(angles), flat @ torch.sin(angles * 0.7)
 
 
 def check_tensor(

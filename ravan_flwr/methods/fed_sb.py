@@ -122,10 +122,7 @@ class FedSB(Method):
             return layer.B[0] @ layer.H[0], layer.A[0]
 
     def fingerprint(self, adapters: Sequence[nn.Module]) -> list[float]:
-        total = torch.zeros(4, dtype=torch.float64)
-        for position, layer in enumerate(_cores(adapters), start=1):
-            total += position * torch.stack([probe(layer.B), probe(layer.A)]).flatten()
-        return cast(list[float], total.tolist())
+        return probe([(layer.B, layer.A) for layer in _cores(adapters)])
 
 
 METHOD = FedSB

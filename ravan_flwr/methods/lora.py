@@ -101,10 +101,7 @@ class LoraMethod(Method):
         return cast(LoRALinear, adapter).factors()
 
     def fingerprint(self, adapters: Sequence[nn.Module]) -> list[float]:
-        total = torch.zeros(2, dtype=torch.float64)
-        for position, layer in enumerate(loras(adapters), start=1):
-            total += position * probe(layer.A)
-        return cast(list[float], total.tolist())
+        return probe([(layer.A,) for layer in loras(adapters)])
 
 
 class RankedLora(LoraMethod):

@@ -229,10 +229,7 @@ class Ravan(Method):
         return B, layer.A_stack
 
     def fingerprint(self, adapters: Sequence[nn.Module]) -> list[float]:
-        total = torch.zeros(4, dtype=torch.float64)
-        for position, layer in enumerate(_multihead(adapters), start=1):
-            total += position * torch.stack([probe(layer.B), probe(layer.A)]).flatten()
-        return cast(list[float], total.tolist())
+        return probe([(layer.B, layer.A) for layer in _multihead(adapters)])
 
 
 METHOD = Ravan
