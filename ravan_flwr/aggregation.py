@@ -36,9 +36,7 @@ class Aggregate:
         self.method.check(own, share)
         if self._classifier is not None:
             check_tensor(upload, CLASSIFIER, self._classifier.sum.shape, torch.float32)
-        norm = _norm(upload)
-        if not norm <= self.max_norm:
-            raise ValueError(f"upload has norm {norm:.4g}, expected at most {self.max_norm:g}")
+        check_norm(upload, self.max_norm)
         self._round.add(own, weight)
         if self._classifier is not None:
             self._classifier.add(upload[CLASSIFIER], weight)
@@ -52,6 +50,12 @@ class Aggregate:
         return state
 
 
-def _norm(upload: Mapping[str, Tensor]) -> float:
+def check_norm(upload: Mapping[str, Tensor], max_norm: float) -> None:
+    """Raise ValueError if the norm over all tensors is larger, or no number."""
     squares = [t.double().square().sum() for t in upload.values() if t.is_floating_point()]
-    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+    norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+    if not norm <= max_norm:
+        raise ValueError(
+            f"upload has norm {norm:.4g}, expected at most {max_norm:g}; lower learning-rate, or "
+            "raise max-update-norm"
+        )

@@ -54,6 +54,8 @@ class Config:
     precision: str
     output_dir: str
     resume: str
+    report: str
+    tracking: str
     evaluate_on: str
     validation_share: float
     round_timeout: float
@@ -69,6 +71,25 @@ def _kebab(values: Mapping[str, Any]) -> dict[str, Any]:
         key.replace("_", "-"): _kebab(value) if isinstance(value, dict) else value
         for key, value in values.items()
     }
+
+
+def resolved_config(content: Mapping[str, Any], where: str) -> Config:
+    """The configuration that a run's `config.json` holds; `as_dict` is the inverse."""
+    values = _snake(content)
+    fields = {field.name for field in dataclasses.fields(Config)}
+    if values.keys() != fields:
+        different = sorted(key.replace("_", "-") for key in values.keys() ^ fields)
+        raise ValueError(
+            f"{where}: its config.json lacks or has too many of {different}, expected the fields "
+            "of this version; use the version of ravan-flwr that made the run"
+        )
+    values["model"] = ModelSpec(**_snake(values["model"]))
+    values["data"] = DataSpec(**_snake(values["data"]))
+    return Config(**values)
+
+
+def _snake(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.replace("-", "_"): value for key, value in values.items()}
 
 
 def read_config(run_config: Mapping[str, Scalar]) -> Config:

@@ -1,7 +1,12 @@
-"""What a run is for: its adapters, in a form that other software loads.
+"""What a run is for: its result, in forms that other software loads.
 
-A RAVAN layer is a LoRA layer of rank heads * r: A is the A_i on top of each other, B the
-s_i B_i H_i side by side. A folder of it loads with `PeftModel.from_pretrained`.
+- `peft`: a folder for `PeftModel.from_pretrained`. A RAVAN layer is a LoRA layer of rank
+  heads * r: A is the A_i on top of each other, B the s_i B_i H_i side by side.
+- `merged`: a folder for transformers' `from_pretrained`, with every adapter added to the weight
+  that it adapts, in float32, and rounded back to the weight's own type.
+
+A method that changes pretrained weights has no adapter that holds its result, and is exported
+merged only. Both folders have a model card.
 """
 
 import json
@@ -9,23 +14,53 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
+import transformers
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from ravan_flwr.model import AdaptedModel
-from ravan_flwr.records import write_atomically
+from ravan_flwr.model import build_network
+from ravan_flwr.records import RunDirectory, write_atomically
+from ravan_flwr.result import result_of
+from ravan_flwr.workbench import Workbench
+
+FORMS = ("peft", "merged")
 
 
-def write_adapter(folder: Path, model: AdaptedModel) -> bool:
-    """Write the adapters as the model holds them now, and the classifier, as a PEFT folder.
+def export_run(run: Path, form: str, folder: Path) -> None:
+    """Write a finished run's result to a new folder."""
+    directory = RunDirectory.open(run, "export")
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"export: {folder} is not empty, expected a new folder; name another")
+    with result_of(directory) as bench:
+        write_result(form, folder, bench)
+    write_card(folder, form, directory)
 
-    False, and nothing written, if the method changes pretrained weights.
-    """
+
+def natural_form(bench: Workbench) -> str:
+    """`peft` where an adapter holds the whole result, `merged` elsewhere."""
+    model = bench.model
+    return "peft" if model.method.lora_factors(model.adapters[0]) else "merged"
+
+
+def write_result(form: str, folder: Path, bench: Workbench) -> None:
+    """Write the model as it is now in one of the forms; ValueError if it has no such form."""
+    if form == "peft" and natural_form(bench) != "peft":
+        raise ValueError(
+            f"export --as peft: method {bench.config.method!r} changes pretrained weights, which "
+            "no adapter holds; expected --as merged; use that"
+        )
+    {"peft": write_adapter, "merged": write_merged}[form](folder, bench)
+
+
+def write_adapter(folder: Path, bench: Workbench) -> None:
+    """Write the adapters, and the classifier, as a PEFT folder."""
+    model = bench.model
     tensors: dict[str, Tensor] = {}
     ranks = set()
     for layer, adapter in zip(model.layers, model.adapters, strict=True):
         factors = model.method.lora_factors(adapter)
-        if factors is None:
-            return False
+        assert factors is not None
         B, A = factors
         ranks.add(len(A))
         tensors[f"base_model.model.{layer.name}.lora_A.weight"] = A
@@ -52,4 +87,99 @@ def write_adapter(folder: Path, model: AdaptedModel) -> bool:
     write_atomically(
         folder / "adapter_config.json", (json.dumps(settings, indent=2) + "\n").encode()
     )
-    return True
+
+
+def write_merged(folder: Path, bench: Workbench) -> None:
+    """Write the network without adapters, their delta-weights added to its weights."""
+    network = merged_network(bench)
+    labels = bench.label_names
+    network.config.id2label = dict(enumerate(labels))
+    network.config.label2id = {label: number for number, label in enumerate(labels)}
+    # The bar that it draws would end up among a run's lines.
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        network.save_pretrained(folder)
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()
+
+
+def merged_network(bench: Workbench) -> PreTrainedModel:
+    """A network of its own, which computes what the adapted one does now."""
+    model, config = bench.model, bench.config
+    network, _, _ = build_network(config.model, bench.num_labels, config.seed)
+    now = dict(model.network.named_parameters())
+    deltas = dict(zip(model.layers, model.method.delta_weights(model.adapters), strict=True))
+    adapted = {f"{layer.name}.weight": delta for layer, delta in deltas.items()}
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name in now:
+                parameter.copy_(now[name])
+            elif name in adapted:
+                parameter.copy_(parameter.float() + adapted[name].float().cpu())
+    return network
+
+
+def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
+    """A model card: what this is, where it comes from, how good it is, how to load it."""
+    config, summary = directory.read_json("config.json"), directory.read_json("summary.json")
+    final = summary["metrics"]["final"]
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in final.items()) or "not evaluated"
+    partition = config["partition"]
+    if partition == "dirichlet":
+        partition += f" {config['partition-alpha']:g}"
+    method = config["method"] + (f", rank {summary['rank']}" if summary["rank"] else "")
+    rows = {
+        "backbone": f"{config['model']['name']} ({config['model']['source']})",
+        "data": f"{config['data']['source']}, {summary['num-clients']} clients, {partition}",
+        "method": method + (f", {config['heads']} heads" if config["method"] == "ravan" else ""),
+        "classifier": config["classifier"],
+        "rounds": f"{summary['rounds']}, {config['clients-per-round']} clients a round, "
+        f"{config['local-steps']} local steps of {config['batch-size']}",
+        "trained parameters": f"{summary['trainable-parameters']:,}",
+        "result": scores,
+        "seed": summary["seed"],
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    text = CARD.format(library=LIBRARIES[form], task=config["task"], table=table, how=HOW[form])
+    write_atomically(folder / "README.md", text.encode())
+
+
+LIBRARIES = {"peft": "peft", "merged": "transformers"}
+
+HOW = {
+    "peft": """\
+Load it onto the backbone that it was trained on:
+
+```python
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(backbone, "this folder")
+```""",
+    "merged": """\
+```python
+from transformers import AutoModelForImageClassification
+
+model = AutoModelForImageClassification.from_pretrained("this folder")
+```""",
+}
+
+CARD = """\
+---
+library_name: {library}
+tags: [federated-learning, flower, ravan-flwr, {task}]
+---
+# A federated fine-tuning, by ravan-flwr
+
+The examples stayed on the clients; what they sent was averaged.
+
+| | |
+| --- | --- |
+{table}
+
+The result was measured on the server's test examples after the last round, unless `evaluate-on` of
+the run was `clients`.
+
+{how}
+"""

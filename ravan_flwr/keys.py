@@ -90,8 +90,8 @@ KEYS: dict[str, Key] = {
         int, 8, "batches from which data-aware bases are made", low=1, high=1_000_000
     ),
     "calibration-learning-rate": Key(
-        float, AUTO, "of Fed-SB's first round; auto: that of method full", low=0, low_open=True,
-        high=10,
+        float, AUTO, "of Fed-SB's first round; auto: the preset's of method full, or the run's",
+        low=0, low_open=True, high=10,
     ),
     "scaling": Key(str, "trained", "the scales s_i of the heads", ("trained", "constant")),
     "scoring": Key(str, "random", "how a client ranks the heads", ("random", "weight", "gradient")),
@@ -109,6 +109,11 @@ KEYS: dict[str, Key] = {
     ),
     "output-dir": Key(str, AUTO, "folder of the run directories, an absolute path"),
     "resume": Key(str, "", "a run directory to go on with"),
+    "report": Key(str, "yes", "a page and pictures at the end of the run", ("yes", "no")),
+    "tracking": Key(
+        str, "tensorboard", "who is told of each round; wandb and mlflow beside tensorboard",
+        ("tensorboard", "wandb", "mlflow", "none"),
+    ),
     "evaluate-on": Key(
         str, "server", "the server's test examples, or each client's own validation part",
         ("server", "clients"),

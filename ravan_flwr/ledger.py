@@ -1,7 +1,8 @@
 """The book of one round: whose reply was used, whose was not and why, and the record of it."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any
@@ -17,20 +18,26 @@ class Ledger:
     """One round, from its first message to its record."""
 
     number: int
+    partitions: int  # in how many the data is shared
     clients: list[dict[str, Any]] = field(default_factory=list)
     rejected: list[dict[str, str]] = field(default_factory=list)
-    evaluated: dict[str, int] = field(default_factory=dict)  # clients, bytes of their evaluation
+    phases: dict[str, float] = field(default_factory=dict)  # seconds
     left_out: list[int] = field(default_factory=list)  # partitions that cannot afford to train
+    bytes_up: int = 0  # of all replies, also those that were rejected, and of evaluations
+    bytes_down: int = 0  # of all messages
     started: float = field(default_factory=time.perf_counter)
 
-    def leave_out(self, members: Sequence[Member]) -> None:
-        """These cannot afford to train, and were not asked."""
-        self.left_out = [member.partition_id for member in members]
-        if self.left_out and self.number <= 1:
-            log.info(
-                "%d clients cannot afford the whole method and are left out: partitions %s",
-                len(self.left_out), ", ".join(map(str, self.left_out)),
-            )  # fmt: skip
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the seconds of what happens inside as that phase's."""
+        began = time.perf_counter()
+        yield
+        self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - began
+
+    def count(self, bytes_up: int, bytes_down: int) -> None:
+        """What travelled between the server and one client, whatever became of it."""
+        self.bytes_up += bytes_up
+        self.bytes_down += bytes_down
 
     def use(
         self,
@@ -56,11 +63,6 @@ class Ledger:
             }
         )
 
-    def evaluate(self, bytes_down: int) -> None:
-        """A client evaluated; its answer is numbers, not arrays."""
-        for key, more in (("clients", 1), ("bytes-down", bytes_down)):
-            self.evaluated[key] = self.evaluated.get(key, 0) + more
-
     def reject(self, member: Member, reason: object) -> None:
         """A reply was not used, or did not come."""
         text = f"missing {reason}" if isinstance(reason, KeyError) else str(reason)
@@ -82,8 +84,11 @@ class Ledger:
             "clients": self._sorted(),
             "rejected": self.rejected,
             "left-out": self.left_out,
-            **({"evaluation": self.evaluated} if self.evaluated else {}),
+            "partitions": self.partitions,
+            "bytes-up": self.bytes_up,
+            "bytes-down": self.bytes_down,
             "seconds": round(time.perf_counter() - self.started, 4),
+            "phases": {phase: round(seconds, 4) for phase, seconds in self.phases.items()},
         }
 
     def why_nothing_came(self) -> str:

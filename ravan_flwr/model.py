@@ -96,7 +96,8 @@ class AdaptedModel:
             shape = self._drawn_classifier.shape
             flat = check_tensor(tensors, CLASSIFIER, shape, torch.float32)
             with torch.no_grad():
-                nn.utils.vector_to_parameters(flat.to(self.device), self.classifier)
+                # It makes the parameters views of what it is given.
+                nn.utils.vector_to_parameters(flat.to(self.device, copy=True), self.classifier)
         for parameter in self.classifier:
             parameter.requires_grad_(self.train_classifier)
 

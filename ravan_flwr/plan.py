@@ -135,7 +135,9 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 def largest_share(config: Config, free: int) -> float:
     """The share that pays for the most heads, or ranks, whose step fits into so many bytes."""
-    parts = _Skeleton.build(config).method.parts or 1
+    parts = _Skeleton.build(config).method.parts
+    if parts is None:  # whole, or left out: then the share is that of the memory it needs
+        return max(1e-6, min(1.0, 0.9 * free / step_memory(config, 1.0).added))
 
     def need(number: int) -> int:
         return step_memory(config, number / parts).added
@@ -230,18 +232,26 @@ def _run(config: Config, built: _Skeleton) -> list[str]:
     """Bytes of a round and of the run, and what was assumed."""
     clients = min(config.clients_per_round, config.num_clients)
     up, down = clients * built.bytes_up(1.0), clients * built.bytes_down(1.0)
-    rounds = config.num_rounds
-    sketches, fixed = built.method.calibration_bytes()
-    calibration = f"before round 1  a client sends {sketches:,} bytes, and gets {fixed:,} once"
+    rounds, method = config.num_rounds, built.method
+    first, fixed = method.calibration_bytes()
+    calibrated = config.num_clients if method.calibrates_everyone else clients
+    reached = min(rounds * clients, config.num_clients)  # those that ever get the fixed tensors
+    all_up = rounds * up + (calibrated * first)
+    all_down = rounds * down + (calibrated * down // clients + reached * fixed if first else 0)
+    calibration = [
+        f"before round 1  {calibrated} clients send {first:,} bytes each; a client gets {fixed:,} "
+        "once",
+    ]
     return [
-        *([calibration] if sketches else []),
+        *(calibration if first else []),
         f"a round         {clients} of {config.num_clients} clients: at most {up:,} bytes up,",
         f"                {down:,} down",
-        f"the run         {rounds} rounds: at most {rounds * up:,} bytes up,",
-        f"                {rounds * down:,} down",
+        f"the run         {rounds} rounds: at most {all_up:,} bytes up,",
+        f"                {all_down:,} down",
         "",
         f"Assumed: batches of {config.batch_size}, float32, Adam. model: backbone and bases.",
         "frozen: the products of frozen heads. trained: values, gradients, moments. kept: what",
         "autograd saves in a forward pass, counted without weights. Gradients in flight and the",
-        "workspace of the backend come on top.",
+        "workspace of the backend come on top; so do FedEx-LoRA's second copy of the adapted",
+        "matrices, and Adam's moments of them in Fed-SB's first round.",
     ]

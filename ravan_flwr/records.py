@@ -41,11 +41,11 @@ class RunDirectory:
         raise ValueError(f"output-dir = {str(parent)!r}: 1000 runs began in one second")
 
     @classmethod
-    def open(cls, path: Path) -> "RunDirectory":
-        """A folder of an earlier run."""
+    def open(cls, path: Path, asked: str = "resume") -> "RunDirectory":
+        """A folder of an earlier run; `asked` is what asked for it."""
         if not (path / "config.json").is_file():
             raise ValueError(
-                f"resume = {str(path)!r}: found no config.json there, expected a run directory "
+                f"{asked} = {str(path)!r}: found no config.json there, expected a run directory "
                 "(its absolute path is printed first and last by every run); correct the path"
             )
         return cls(path)

@@ -38,7 +38,7 @@ class Recruiter:
             if new := [node_id for node_id in grid.get_node_ids() if node_id not in known]:
                 self._ask(grid, new)
                 patience = time.monotonic() + (ROSTER_TIMEOUT if wait else 0.0)
-            if len(self.members) + len(self.refused) >= self._expected_nodes():
+            if len(self.members) + len(self.refused) >= self.partitions:
                 break
             if time.monotonic() >= patience:
                 break
@@ -51,7 +51,9 @@ class Recruiter:
         if wait:
             self._introduce()
 
-    def _expected_nodes(self) -> int:
+    @property
+    def partitions(self) -> int:
+        """In how many parts the members say that the data is shared."""
         return max((m.num_partitions for m in self.members.values()), default=1)
 
     def _introduce(self) -> None:
@@ -63,7 +65,7 @@ class Recruiter:
             len(members), sum(m.examples for m in members),
             ", ".join(f"{s:g}" for s in shares), ", ".join(sorted({m.device for m in members})),
         )  # fmt: skip
-        if (missing := self._expected_nodes() - len(members)) > 0:
+        if (missing := self.partitions - len(members)) > 0:
             log.warning("%d of the nodes' partitions have no node; they are left out", missing)
         if len(members) < self.meant:
             log.info(

@@ -12,15 +12,17 @@ from flwr.serverapp import Grid, ServerApp
 from ravan_flwr.checkpoint import load_checkpoint, load_fixed, save_checkpoint, save_fixed
 from ravan_flwr.config import Config, read_config
 from ravan_flwr.console import Progress, megabytes, minutes, show
-from ravan_flwr.export import write_adapter
+from ravan_flwr.export import natural_form, write_card, write_result
 from ravan_flwr.keys import AUTO
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.model import AdaptedModel
 from ravan_flwr.payload import from_record, hash_of, to_record
 from ravan_flwr.records import RunDirectory
+from ravan_flwr.report import write_report
 from ravan_flwr.strategy import PeftStrategy
+from ravan_flwr.tracking import Trackers, check_tracking
 from ravan_flwr.training import evaluate
-from ravan_flwr.workbench import Workbench, get_workbench
+from ravan_flwr.workbench import Workbench, check_method, get_workbench
 
 app = ServerApp()
 log = getLogger(__name__)
@@ -34,6 +36,8 @@ def main(grid: Grid, context: Context) -> None:
     show()
     config = read_config(context.run_config)
     parent = _output_folder(config)  # refused, if at all, before anything is loaded
+    check_tracking(config.tracking)
+    check_method(config)
     earlier = _resumed(config)
     bench = get_workbench(config)
     resolved = dataclasses.replace(config, rank=bench.model.method.rank)
@@ -62,6 +66,11 @@ def _run(
         done, state, moments = load_checkpoint(directory.checkpoints)
         records, first = directory.keep_rounds(done), done + 1
         fixed = load_fixed(directory.checkpoints)
+        if fixed is None and model.method.open_calibration() is not None:
+            raise ValueError(
+                f"resume = {str(directory.path)!r}: found no checkpoints/fixed.safetensors, "
+                "expected what the calibration round made; restore it, or start a new run"
+            )
         if fixed is not None:
             model.load_fixed(hash_of(to_record(fixed)), fixed)
         log.info("going on after round %d", done)
@@ -74,7 +83,8 @@ def _run(
         return MetricRecord(dict(means))
 
     progress = Progress(first, config.num_rounds, bench.task.metric)
-    keeper = _Keeper(directory, model, progress, records)
+    trackers = Trackers(config.tracking, directory.path, config.as_dict())
+    keeper = _Keeper(directory, model, progress, trackers, records)
     strategy = PeftStrategy(
         config,
         model.method,
@@ -85,6 +95,7 @@ def _run(
         first_round=first,
         fixed=fixed,
         moments=moments,
+        partitions=records[-1]["partitions"] if records else None,
     )
     try:
         result = strategy.start(
@@ -95,18 +106,26 @@ def _run(
             evaluate_fn=evaluate_state if config.evaluate_on == "server" else None,
         )
     finally:
-        keeper.progress.close()
+        progress.close()
+        trackers.close()
     final = from_record(result.arrays) if result.arrays else state
+    form = natural_form(bench)
+    folder = directory.path / {"peft": "adapter", "merged": "merged"}[form]
     with model.holding(final):
-        if not write_adapter(directory.path / "adapter", model):
-            log.info(
-                "no adapter folder: method %s changes pretrained weights, which no adapter holds; "
-                "the last checkpoint has them", config.method,
-            )  # fmt: skip
+        write_result(form, folder, bench)
+        norms = model.method.head_norms(model.adapters)
     summary = _summary(bench, config, records, len(strategy.roster.members))
+    summary["head-norms"] = dict(zip([layer.name for layer in model.layers], norms, strict=True))
     directory.write_json("summary.json", summary)
+    write_card(folder, form, directory)
     (directory.path / "failure.json").unlink(missing_ok=True)
-    _tell(summary, bench.task.metric, directory)
+    page = None
+    if config.report == "yes":
+        try:
+            page = write_report([directory.path], directory.path / "report")
+        except (OSError, ValueError, RuntimeError) as error:  # the result is safe already
+            log.warning("no report: %s; try again with ravan-flwr report %s", error, directory.path)
+    _tell(summary, bench.task.metric, directory, page)
 
 
 class _Keeper:
@@ -117,10 +136,11 @@ class _Keeper:
         directory: RunDirectory,
         model: AdaptedModel,
         progress: Progress,
+        trackers: Trackers,
         records: list[dict[str, Any]],
     ) -> None:
         self.directory, self.model = directory, model
-        self.progress, self.records = progress, records
+        self.progress, self.trackers, self.records = progress, trackers, records
 
     def calibrated(self, record: dict[str, Any], fixed: Tensors, state: Tensors) -> list[float]:
         self.directory.append_round(record)
@@ -129,6 +149,7 @@ class _Keeper:
         self.model.load_fixed(hash_of(to_record(fixed)), fixed)
         self.records.append(record)
         self.progress.calibrated(record)
+        self.trackers.round(record)
         return self.model.derived
 
     def round_done(self, record: dict[str, Any], state: Tensors, moments: Tensors) -> None:
@@ -136,6 +157,7 @@ class _Keeper:
         save_checkpoint(self.directory.checkpoints, record["round"], state, moments)
         self.records.append(record)
         self.progress.round(record)
+        self.trackers.round(record)
 
 
 def _output_folder(config: Config) -> Path:
@@ -158,7 +180,10 @@ def _resumed(config: Config) -> RunDirectory | None:
 
 
 # What may differ between a run and its continuation.
-_FREE = {"resume", "output-dir", "num-rounds", "device", "round-timeout", "eval-every"}
+_FREE = {
+    "resume", "output-dir", "num-rounds", "device", "round-timeout", "eval-every", "report",
+    "tracking",
+}  # fmt: skip
 
 
 def _check_same_run(directory: RunDirectory, config: Config) -> None:
@@ -177,7 +202,6 @@ def _summary(
 ) -> dict[str, Any]:
     measured = [record["metrics"] for record in records if record["metrics"]]
     metric = bench.task.metric
-    clients = [client for record in records for client in record["clients"]]
     return {
         "method": config.method,
         "preset": config.preset,
@@ -192,9 +216,8 @@ def _summary(
             "final": measured[-1] if measured else {},
             "best": max(measured, key=lambda m: m[metric]) if measured else {},
         },
-        "bytes-up": sum(client["bytes-up"] for client in clients),
-        "bytes-down": sum(client["bytes-down"] for client in clients)
-        + sum(record.get("evaluation", {}).get("bytes-down", 0) for record in records),
+        "bytes-up": sum(record["bytes-up"] for record in records),
+        "bytes-down": sum(record["bytes-down"] for record in records),
         "rejected": sum(len(record["rejected"]) for record in records),
         "left-out": records[-1]["left-out"] if records else [],
         "seconds": round(sum(record["seconds"] for record in records), 3),
@@ -202,7 +225,7 @@ def _summary(
     }
 
 
-def _tell(summary: dict[str, Any], metric: str, directory: RunDirectory) -> None:
+def _tell(summary: dict[str, Any], metric: str, directory: RunDirectory, page: Path | None) -> None:
     final, best = (summary["metrics"][which].get(metric) for which in ("final", "best"))
     score = "not evaluated" if final is None else f"{metric} {final:.4f} (best {best:.4f})"
     log.info(
@@ -210,4 +233,6 @@ def _tell(summary: dict[str, Any], metric: str, directory: RunDirectory) -> None
         score, summary["rounds"], minutes(summary["seconds"]), summary["trainable-parameters"],
         megabytes(summary["bytes-up"]), megabytes(summary["bytes-down"]),
     )  # fmt: skip
+    if page is not None:
+        log.info("report: %s", page)
     log.info("run directory: %s", directory.path)

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from ravan_flwr.aggregation import Aggregate, outgoing
+from ravan_flwr.aggregation import Aggregate, check_norm, outgoing
 from ravan_flwr.config import Config
 from ravan_flwr.exchange import check_round, content_of, finite, pull_replies, push
 from ravan_flwr.ledger import Ledger
@@ -41,7 +41,8 @@ class PeftStrategy(Strategy):
 
     `backbone` and `seed_fingerprint` are the server's, which every node must share, and
     `derived` is that of the model now. A run that is resumed has a `first_round` above 1, the
-    method's `fixed` tensors, if its method has any, and the server optimiser's `moments`.
+    method's `fixed` tensors, if its method has any, the server optimiser's `moments`, and
+    the number of `partitions` that its nodes shared the data in.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class PeftStrategy(Strategy):
         first_round: int = 1,
         fixed: Tensors | None = None,
         moments: Tensors | None = None,
+        partitions: int | None = None,
     ) -> None:
         self.config, self.method = config, method
         self.derived = derived
@@ -65,13 +67,15 @@ class PeftStrategy(Strategy):
         if fixed is not None:
             self._keep_fixed(fixed)
         self._holders: set[int] = set()  # nodes that have the fixed tensors
+        self._partitions = partitions
         self._state: Tensors = {}
         self._moments = moments or {}
         self._optimizer = ServerOptimizer(
             config.server_optimizer, config.server_learning_rate, config.server_momentum
         )
+        self._left_out: list[int] = []
         self._sent: dict[str, tuple[Member, int]] = {}  # message id -> whom, how many bytes
-        self._ledger = Ledger(0)
+        self._ledger = Ledger(0, 0)
 
     def summary(self) -> None:
         """Say what is about to run."""
@@ -99,16 +103,17 @@ class PeftStrategy(Strategy):
         evaluate_config = evaluate_config or ConfigRecord()
         self.summary()
         self.roster.recruit(grid, wait=True)
+        self._check_partitions()
         result = Result()
         arrays = initial_arrays
         if self._fixed is None:
             arrays = self._calibrate(grid, arrays, timeout)
         for number in range(self.first_round, num_rounds + 1):
-            self._ledger = Ledger(number)
+            self._ledger = Ledger(number, self.roster.partitions)
             messages = list(self.configure_train(number, arrays, train_config, grid))
-            new, train_metrics = self.aggregate_train(
-                number, self._exchange(grid, messages, timeout)
-            )
+            with self._ledger.timed("train"):
+                replies = self._exchange(grid, messages, timeout)
+                new, train_metrics = self.aggregate_train(number, replies)
             if new is None or train_metrics is None:
                 raise RuntimeError(self._ledger.why_nothing_came())
             arrays = result.arrays = new
@@ -116,18 +121,29 @@ class PeftStrategy(Strategy):
 
             metrics: MetricRecord | None = None
             if number % self.config.eval_every == 0 or number == num_rounds:
-                if evaluate_fn is not None:
-                    metrics = evaluate_fn(number, arrays)
-                else:
-                    asked = list(self.configure_evaluate(number, arrays, evaluate_config, grid))
-                    metrics = self.aggregate_evaluate(
-                        number, self._exchange(grid, asked, timeout)
-                    )  # fmt: skip
+                with self._ledger.timed("evaluate"):
+                    if evaluate_fn is not None:
+                        metrics = evaluate_fn(number, arrays)
+                    else:
+                        asked = list(self.configure_evaluate(number, arrays, evaluate_config, grid))
+                        metrics = self.aggregate_evaluate(
+                            number, self._exchange(grid, asked, timeout)
+                        )
             if metrics is not None:
                 result.evaluate_metrics_serverapp[number] = metrics
             self.recorder.round_done(self._ledger.record(metrics or {}), self._state, self._moments)
             self.roster.recruit(grid)
         return result
+
+    def _check_partitions(self) -> None:
+        """A run that goes on must find its data dealt out as it was."""
+        now = self.roster.partitions
+        if self._partitions not in (None, now):
+            raise ValueError(
+                f"resume: the nodes have num-partitions = {now}, expected {self._partitions} as "
+                "before, since the data is dealt out by it; start as many clients again"
+            )
+        self._partitions = now
 
     # Calibration.
 
@@ -136,7 +152,7 @@ class PeftStrategy(Strategy):
         sums = self.method.open_calibration()
         if sums is None:
             return arrays
-        self._ledger = Ledger(0)
+        self._ledger = Ledger(0, self.roster.partitions)
         kind = f"{MessageType.TRAIN}.calibrate"
         members = self._able(grid) if self.method.calibrates_everyone else self._sample(grid, 0)
         messages = [self._message(m, kind, 0, arrays, ConfigRecord()) for m in members]
@@ -144,7 +160,9 @@ class PeftStrategy(Strategy):
             0, self._exchange(grid, messages, timeout)
         ):
             try:
-                sums.add(from_record(content.array_records["arrays"]), self._weight(member))
+                upload = from_record(content.array_records["arrays"])
+                check_norm(upload, self.config.max_update_norm)
+                sums.add(upload, self._weight(member))
             except (ValueError, KeyError) as error:
                 self._reject(member, error)
                 continue
@@ -168,17 +186,27 @@ class PeftStrategy(Strategy):
     ) -> Iterable[Message]:
         """A message for each sampled client, with what the method sends it."""
         self._state = from_record(arrays)
+        broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
         for member in self._sample(grid, server_round):
-            broadcast = to_record(outgoing(self.method, self._state, member.share))
-            yield self._message(member, MessageType.TRAIN, server_round, broadcast, config)
+            share = member.share if self.method.parts else 1.0
+            if share not in broadcasts:
+                broadcasts[share] = to_record(outgoing(self.method, self._state, share))
+            yield self._message(member, MessageType.TRAIN, server_round, broadcasts[share], config)
 
     def _able(self, grid: Grid) -> list[Member]:
         """The members that are connected and can afford to train; the others are left out."""
         members = self.roster.present(grid)
         able = [member for member in members if self.method.can_train(member.share)]
-        self._ledger.leave_out([member for member in members if member not in able])
-        if members and not able:
-            shares = ", ".join(sorted({f"{member.share:g}" for member in members}))
+        left_out = [member.partition_id for member in members if member not in able]
+        if left_out != self._left_out:
+            log.info(
+                "%d clients cannot afford the whole of %s and are left out: partitions %s",
+                len(left_out), self.config.method, ", ".join(map(str, left_out)) or "none",
+            )  # fmt: skip
+        self._ledger.left_out = self._left_out = left_out
+        everybody = self.roster.members.values()
+        if not any(self.method.can_train(member.share) for member in everybody):
+            shares = ", ".join(sorted({f"{member.share:g}" for member in everybody}))
             raise ValueError(
                 f"method {self.config.method!r} is trained whole or not at all, and no client "
                 f"can afford it: got budgets of {shares}, expected one of 1; use a method that "
@@ -222,6 +250,7 @@ class PeftStrategy(Strategy):
         """Replies to training messages that are of this round and of the server's bases."""
         for reply in replies:
             member, bytes_down = self._sent.pop(reply.metadata.reply_to_message_id)
+            self._ledger.count(_bytes_of(reply), bytes_down)
             try:
                 content = content_of(reply)
                 metrics = self._train_metrics(content, server_round, member)
@@ -273,6 +302,7 @@ class PeftStrategy(Strategy):
         answers: dict[int, tuple[float, dict[str, float]]] = {}
         for reply in replies:
             member, bytes_down = self._sent.pop(reply.metadata.reply_to_message_id)
+            self._ledger.count(_bytes_of(reply), bytes_down)
             try:
                 metrics = content_of(reply).metric_records["metrics"]
                 check_round(metrics, server_round)
@@ -281,7 +311,6 @@ class PeftStrategy(Strategy):
             except (ValueError, KeyError) as error:
                 self._reject(member, error)
             else:
-                self._ledger.evaluate(bytes_down)
                 self._remember(member)
         self._reject_silent()
         if not answers:
@@ -326,6 +355,12 @@ class PeftStrategy(Strategy):
         self._ledger.reject(member, reason)
 
     def _reject_silent(self) -> None:
-        for member, _ in self._sent.values():
+        for member, bytes_down in self._sent.values():
+            self._ledger.count(0, bytes_down)
             self._reject(member, f"no reply within {self._timeout:g} s")
         self._sent = {}
+
+
+def _bytes_of(reply: Message) -> int:
+    """What a reply's arrays weigh, whatever is in them."""
+    return sum(map(num_bytes, reply.content.array_records.values())) if reply.has_content() else 0

@@ -171,13 +171,24 @@ def read_study(path: Path) -> Study:
             row = Row(settings, content["num-clients"], content["seeds"], rates, choose["seeds"])
             try:
                 for rate in rates or [settings.get("learning-rate", AUTO)]:
-                    read_config(settings | {"learning-rate": rate})
+                    config = read_config(settings | {"learning-rate": rate})
+                if config.server_optimizer != "none":
+                    from ravan_flwr.workbench import check_method  # noqa: PLC0415 (torch)
+
+                    check_method(config)
             except ValueError as error:
                 raise ValueError(f"study {path}: row {name!r}: {error}") from None
             rows[str(name)] = row
         if table.get("equal-parameters"):
-            compared = {k: v for k, v in rows.items() if k not in table.get("references", [])}
-            _check_equal(f"study {path}: table {table['title']!r}", compared)
+            where, references = (
+                f"study {path}: table {table['title']!r}",
+                table.get("references", []),
+            )
+            if unknown := [name for name in references if name not in rows]:
+                raise ValueError(
+                    f"{where}: references {unknown} are no rows, expected some of {list(rows)}"
+                )
+            _check_equal(where, {k: v for k, v in rows.items() if k not in references})
         tables.append(Table(table["title"], rows))
     return Study(content["title"], tables)
 
@@ -200,6 +211,8 @@ def _check_equal(where: str, rows: Mapping[str, Row]) -> None:
     """Raise ValueError unless the rows train the same number of parameters, to 5 %."""
     from ravan_flwr.plan import adapter_parameters  # noqa: PLC0415 (torch, which others do without)
 
+    if len(rows) < 2:
+        raise ValueError(f"{where}: equal-parameters has rows {list(rows)}, expected at least two")
     numbers = {
         name: adapter_parameters(read_config({"learning-rate": 1.0, **row.settings}))
         for name, row in rows.items()

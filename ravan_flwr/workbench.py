@@ -5,6 +5,7 @@ server shares it with them when everything runs in one; each finds the model as 
 since `AdaptedModel.holding` puts everything back.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.base import Batch
 
 
-def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
-    """The configuration's method, over these layers of a network of that size."""
+def check_method(config: Config) -> type[Method]:
+    """The configuration's method; ValueError if the server optimiser does not go with it."""
     method = get_method(config.method)
     if config.server_optimizer != "none" and not method.averages:
         averaging = [name for name in METHODS if get_method(name).averages]
@@ -34,20 +35,14 @@ def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
             f"next state otherwise than by a mean; expected one of {', '.join(averaging)}, or "
             "server-optimizer=none"
         )
-    settings = Settings(
-        seed=config.seed,
-        lora_rank=config.lora_rank,
-        rank=config.rank,
-        lora_scale=config.lora_scale,
-        heads=config.heads,
-        init=config.init,
-        init_scale=config.init_scale,
-        calibration_steps=config.calibration_steps,
-        scaling=config.scaling,
-        scoring=config.scoring,
-        selection=config.selection,
-    )
-    return method(settings, layers, size)
+    return method
+
+
+def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
+    """The configuration's method, over these layers of a network of that size."""
+    method = check_method(config)
+    told = {field.name: getattr(config, field.name) for field in dataclasses.fields(Settings)}
+    return method(Settings(**told), layers, size)
 
 
 @dataclass(frozen=True)
@@ -96,6 +91,12 @@ class Workbench:
             targets,
             train_classifier=config.classifier == "trained",
         )
+
+    @property
+    def label_names(self) -> list[str]:
+        """The classes, in the order of the logits."""
+        names: list[str] = self.splits["train"].features[self.config.data.label_column].names
+        return names
 
     @cached_property
     def test_examples(self) -> Batch:

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from ravan_flwr.aggregation import Aggregate
 from ravan_flwr.backbones import encode_backbone, read_backbone
 from ravan_flwr.config import read_config
 from ravan_flwr.methods import METHODS
@@ -38,13 +39,13 @@ def same(one, two):
     return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
 
 
-def train(shared, share=1.0, round_number=1, client=0, steps=2, **changes):
+def train(shared, share=1.0, round_number=1, client=0, steps=2, state=None, **changes):
     settings = {"number": steps, "batch_size": 8, "learning_rate": 0.01, "precision": "float32"}
     return train_locally(
         shared.model,
         shared.task,
         shared.partition(client, 4).train,
-        shared.model.initial_state(),
+        state or shared.model.initial_state(),
         share,
         LocalSteps(**settings | changes),
         (5, round_number, client),
@@ -76,7 +77,16 @@ def test_nothing_leaks_from_one_client_to_the_next(method, classifier):
     """Pretrained weights, adapters and classifier come back to the bit, also after an error."""
     shared = bench(seed=5, method=method, classifier=classifier)
     before, alone = snapshot(shared.model), train(shared)
-    train(shared, round_number=2, client=1)
+    state = shared.model.initial_state()
+    for client in (1, 2):  # a state in the middle of a run, where W may have changed
+        pot = Aggregate(shared.model.method, state, 1e9)
+        for upload in [train(shared, client=client, round_number=r, state=state) for r in (1, 2)]:
+            pot.offer(upload.upload, 1.0)
+        state = pot.close()
+    assert not same(state, shared.model.initial_state())
+    # Nothing of what is sent is changed by training on it.
+    one, two = (train(shared, client=1, state=state) for _ in range(2))
+    assert same(one.upload, two.upload)
     with pytest.raises(ZeroDivisionError):
         spoil(shared.model)
     assert same(before, snapshot(shared.model))

@@ -1,6 +1,7 @@
 """What a plan says is what a run does."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -41,6 +42,13 @@ def test_every_methods_plan_is_what_its_run_does(method, tmp_path):
     last = json.loads((run.run_dir / "rounds.jsonl").read_text().splitlines()[-1])
     assert f"trained         {run.summary['trainable-parameters']:,} parameters" in told
     assert f"{run.summary['adapter-parameters']:,} of them beside the classifier" in told
+    # At most: bytes of a run with the preset's 20 clients, of which this one has four.
+    lines = told.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("the run"))
+    numbers = [re.findall(r"([\d,]{5,})", line)[-1] for line in lines[start : start + 2]]
+    most = [int(number.replace(",", "")) for number in numbers]
+    assert run.summary["bytes-up"] <= most[0]
+    assert run.summary["bytes-down"] <= most[1]
     for client in last["clients"]:
         assert f"{client['bytes-up']:,}" in told
         # At most: what FedEx-LoRA sends grows to this.
@@ -57,6 +65,9 @@ def test_an_automatic_budget_of_ranks(method):
     assert largest_share(settings, 10**12) == 1.0
     half = step_memory(settings, 0.5 if method == "hetlora" else 1.0).added
     assert largest_share(settings, int(half / 0.9) + 2) == (0.5 if method == "hetlora" else 1.0)
+    if method == "fedit":  # with less it is left out, and not refused
+        assert 0 < largest_share(settings, half // 3) < 0.34
+        assert 0 < largest_share(settings, 0) < 0.01
     assert ("left out" in describe(settings)) == (method == "fedit")
 
 
@@ -67,7 +78,8 @@ def test_a_calibration_round_is_planned_for(tmp_path):
     lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
     (first, *_), (second, *_) = (json.loads(line)["clients"] for line in lines)
     bases = second["bytes-down"] - first["bytes-down"]
-    assert f"a client sends {first['bytes-up']:,} bytes, and gets {bases:,} once" in told
+    assert f"20 clients send {first['bytes-up']:,} bytes each" in told
+    assert f"a client gets {bases:,} once" in told
     assert "before round 1" not in describe(config())
 
 

@@ -142,8 +142,8 @@ def _damage(**changes):
 H = torch.zeros(4, 2, 2)
 BEYOND = torch.tensor([0b11011011], dtype=torch.uint8)
 BAD_UPLOADS = {
-    "a tensor is missing": (_damage(heads=None), r"upload has \['H'\], expected"),
-    "a tensor too many": (_damage(x=torch.zeros(1)), "upload has .*'x'"),
+    "a tensor is missing": (_damage(heads=None), r"got tensors \['H'\], expected"),
+    "a tensor too many": (_damage(x=torch.zeros(1)), "got tensors .*'x'"),
     "another shape": (_damage(H=torch.zeros(4, 2, 3)), r"H is torch.float32 \(4, 2, 3\), exp"),
     "a head too few": (_damage(H=torch.zeros(3, 2, 2)), r"expected torch.float32 \(4, 2, 2\)"),
     "broadcastable": (_damage(H=torch.zeros(1, 2, 2)), r"expected torch.float32 \(4, 2, 2\)"),

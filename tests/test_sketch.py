@@ -124,7 +124,7 @@ def test_a_calibration_upload_is_checked():
     _, _, sums, (upload,) = calibrated([1])
     before = sums.sum.clone()
     for bad, message in (
-        ({}, r"upload has \[\], expected \['sketch'\]"),
+        ({}, r"got tensors \[\], expected \['sketch'\]"),
         ({"sketch": upload["sketch"][:-1]}, "sketch is torch.float32"),
         ({"sketch": upload["sketch"] * torch.nan}, "not finite"),
     ):

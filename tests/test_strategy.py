@@ -16,6 +16,7 @@ from ravan_flwr.roster import Member, check_derived, code_fingerprint, read_memb
 from ravan_flwr.simulation import InProcessGrid
 from ravan_flwr.strategy import PeftStrategy
 from tests.methods import build, train_client
+from tests.reference import weighted_mean
 
 DERIVED = [1.0, 2.0]
 
@@ -31,9 +32,9 @@ def member(node_id=1, partition_id=0, **changes):
 class Nodes(InProcessGrid):
     """Nodes 11 .. with partitions in the reverse order; `behave` changes what one sends."""
 
-    def __init__(self, number=4, behave=None, **changes):
+    def __init__(self, number=4, behave=None, method="ravan", **changes):
         super().__init__({}, 1)
-        self.method, self.adapters = build()
+        self.method, self.adapters = build(method)
         self.members = {
             11 + i: member(11 + i, number - 1 - i, num_partitions=number, **changes)
             for i in range(number)
@@ -60,10 +61,28 @@ class Nodes(InProcessGrid):
             return Message(RecordDict({"metrics": MetricRecord(values)}), reply_to=message)
         self.trained.append((number, node.partition_id))
         state = from_record(message.content["arrays"])
+        if message.metadata.message_type == "train.calibrate":
+            upload = self.method.calibrate(self.adapters, Shifts(1 + node.partition_id))
+            return self.reply(message, upload, number)
         upload = train_client(self.method, self.adapters, state, node.share, node.partition_id)
+        return self.reply(message, upload, number)
+
+    def reply(self, message, upload, number):
         values = {"round": number, "train-loss": 1.0, "seconds": 0.1, "derived": DERIVED}
         records: dict[str, Any] = {"arrays": to_record(upload), "metrics": MetricRecord(values)}
         return Message(RecordDict(records), reply_to=message)
+
+
+class Shifts:
+    """Local steps that add a number to every weight."""
+
+    def __init__(self, by):
+        self.by = by
+
+    def train(self, parameters):
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(self.by)
 
 
 class Notes:
@@ -73,6 +92,7 @@ class Notes:
 
     def calibrated(self, record, fixed, state):
         self.records.append(record)
+        self.calibrated_state = state
         return DERIVED
 
     def round_done(self, record, state, moments):
@@ -128,11 +148,11 @@ def test_who_trains_depends_on_the_seed_and_the_round_not_on_node_ids():
     assert len({tuple(p for r, p in one.trained if r == n) for n in range(1, 6)}) > 1
 
 
-def reply_of(change):
+def reply_of(change, kind="train"):
     """A behaviour of partition 2 in training: its honest reply, changed."""
 
     def behave(nodes, partition_id, message):
-        if partition_id != 2 or message.metadata.message_type != "train":
+        if partition_id != 2 or message.metadata.message_type != kind:
             return None
         honest = nodes.answer(nodes.members[message.metadata.dst_node_id], message)
         return change(honest, message)
@@ -204,6 +224,80 @@ def test_a_bad_reply_is_rejected_with_its_reason_and_the_round_goes_on(fault):
     del honest.members[12]  # partition 2
     expected, _, _ = run(honest, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
     assert torch.equal(notes.states[0]["H"], expected.states[0]["H"])
+
+
+CALIBRATION_FAULTS = {key: FAULTS[key] for key in ("it raises", "other bases", "no arrays")} | {
+    "wrong shape": (with_tensor("change", torch.zeros(3)), r"change is torch.float32 \(3,\)"),
+    "not finite": (with_tensor("change", torch.full((58,), torch.nan)), "norm nan"),
+    "huge": (with_tensor("change", torch.full((58,), 1e9)), r"norm 7.616e\+09, expected at most"),
+}
+
+
+@pytest.mark.parametrize("fault", CALIBRATION_FAULTS)
+def test_a_bad_reply_to_the_calibration_never_reaches_the_bases(fault):
+    change, reason = CALIBRATION_FAULTS[fault]
+    nodes = Nodes(method="fed-sb")
+    behave = reply_of(change, "train.calibrate")
+    nodes.behave = lambda partition_id, message: behave(nodes, partition_id, message)
+    settings = {"rounds": 1, "clients_per_round": 4, "method": "fed-sb"}
+    notes, _, _ = run(nodes, evaluate_fn=lambda *_: None, **settings)
+    calibration = notes.records[0]
+    assert (calibration["round"], len(calibration["clients"])) == (0, 3)
+    (rejected,) = calibration["rejected"]
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(rejected["reason"])
+    # The mean of the others': every weight 1, 2 and 4 larger.
+    expected = torch.tensor([(1 + 2 + 4) / 3 * (rows * columns) ** 0.5
+                             for rows, columns in ((6, 5), (4, 7))])  # fmt: skip
+    torch.testing.assert_close(notes.calibrated_state["H"][:, 0, 0], expected)
+
+
+def test_a_calibration_without_a_valid_reply_stops_the_run():
+    nodes = Nodes(method="fed-sb")
+    nodes.behave = lambda _, m: (
+        Message(Error(2, "boom"), reply_to=m) if "calibrate" in m.metadata.message_type else None
+    )
+    with pytest.raises(RuntimeError, match=r"round 0: got no valid reply.*boom"):
+        run(nodes, rounds=1, clients_per_round=4, method="fed-sb")
+
+
+def test_replies_weigh_the_same_or_by_their_examples():
+    states = {}
+    for weighting in ("uniform", "examples"):
+        nodes = Nodes(3, method="fedit")
+        nodes.members = {
+            node_id: member(node_id, m.partition_id, num_partitions=3, examples=1 + 5 * node_id)
+            for node_id, m in nodes.members.items()
+        }
+        settings = {"rounds": 1, "clients_per_round": 3, "method": "fedit", "weighting": weighting}
+        notes, _, _ = run(nodes, evaluate_fn=lambda *_: None, **settings)
+        states[weighting] = notes.states[0]
+    nodes = Nodes(3, method="fedit")
+    initial = nodes.method.initial_state(nodes.adapters)
+    uploads = [train_client(nodes.method, nodes.adapters, initial, 1.0, p) for p in (2, 1, 0)]
+    weights = {"uniform": [1.0] * 3, "examples": [56.0, 61.0, 66.0]}  # of nodes 11, 12, 13
+    for weighting, state in states.items():
+        for name in ("B", "A"):
+            expected = weighted_mean([upload[name] for upload in uploads], weights[weighting])
+            torch.testing.assert_close(state[name], expected.float())
+
+
+def test_clients_that_can_afford_the_method_may_be_away_for_a_round():
+    nodes = Nodes(3, method="fedit")
+    nodes.members[11] = member(11, 2, num_partitions=3)
+    for node_id, partition_id in ((12, 1), (13, 0)):
+        nodes.members[node_id] = member(node_id, partition_id, num_partitions=3, share=0.5)
+
+    def leave(_, message):
+        if message.metadata.message_type == "train":
+            reply = nodes.answer(nodes.members[11], message)
+            del nodes.members[11]
+            return reply
+        return None
+
+    nodes.behave = leave
+    with pytest.raises(RuntimeError, match=r"round 2: got no valid reply.*resume=RUN"):
+        run(nodes, evaluate_fn=lambda *_: None, method="fedit")
 
 
 def test_a_round_without_a_valid_reply_stops_the_run():

@@ -50,6 +50,10 @@ def test_rows_that_mean_the_same_share_their_runs(tmp_path):
         ({"seed": 1}, "expected the fields"),
         ({"seeds": 3}, "seeds is no list"),
         ({"settings": {"method": "ravn"}}, "row 'base': method 'ravn' is unknown: did you mean"),
+        (
+            {"settings": {"method": "hetlora", "server-optimizer": "adam"}},
+            "row 'base': server-optimizer = 'adam': method 'hetlora' makes its next state",
+        ),
         ({"choose": {"seeds": [1]}}, r"choose: got \['seeds'\], expected the fields"),
         ({"choose": {"learning-rate": [-1], "seeds": [1]}}, "row 'base': learning-rate = -1"),
         ({"tables": [{"title": "T"}]}, r"a table: got \['title'\], expected the fields"),
@@ -93,6 +97,14 @@ def test_methods_of_different_sizes_are_not_called_equal(tmp_path):
     table["references"] = ["full"]
     with pytest.raises(ValueError, match="differ by 11.5 %"):
         read_study(write(tmp_path, tables=[table]))
+    for references, told in (
+        (["ful"], r"references \['ful'\] are no rows"),
+        (["full", "ravan"], r"has rows \['fedit'\], expected at least two"),
+    ):
+        table["references"] = references
+        with pytest.raises(ValueError, match=told):
+            read_study(write(tmp_path, tables=[table]))
+    table["references"] = ["full"]
     table["settings"] = {"lora-rank": 7}
     assert read_study(write(tmp_path, tables=[table])).tables[0].rows
 

@@ -216,6 +216,10 @@ class Method(ABC):
         """What the adapters add to each layer's pretrained weight, (out, in)."""
         return [cast(_Adds, adapter).delta_weight().detach() for adapter in adapters]
 
+    def head_norms(self, adapters: Sequence[nn.Module]) -> list[list[float]]:
+        """The norm of what each head adds to its layer's weight; a LoRA has one head."""
+        return [[float(delta.norm())] for delta in self.delta_weights(adapters)]
+
     def lora_factors(self, adapter: nn.Module) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
         """An adapter's delta-weight as one product, B (out, R) and A (R, in).
 
@@ -293,7 +297,7 @@ def check_tensor(
 ) -> Tensor:
     """The upload's tensor of that name, of exactly that shape and dtype, finite throughout."""
     if name not in upload:
-        raise ValueError(f"upload has {sorted(upload)}, expected {name!r} among them")
+        raise ValueError(f"got tensors {sorted(upload)}, expected {name!r} among them")
     tensor = upload[name]
     if tensor.dtype != dtype or tensor.shape != torch.Size(shape):
         raise ValueError(
@@ -308,4 +312,4 @@ def check_tensor(
 def check_names(upload: Mapping[str, Tensor], expected: Sequence[str]) -> None:
     """Raise ValueError unless the upload has exactly these tensors."""
     if sorted(upload) != sorted(expected):
-        raise ValueError(f"upload has {sorted(upload)}, expected {sorted(expected)}")
+        raise ValueError(f"got tensors {sorted(upload)}, expected {sorted(expected)}")

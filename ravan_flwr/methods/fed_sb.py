@@ -15,7 +15,6 @@ It is RAVAN with one head and without a scale, up to the initialisation.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +30,8 @@ from ravan_flwr.methods.base import (
     check_names,
     check_tensor,
     flatten,
-    probe,
 )
+from ravan_flwr.methods.multihead import fingerprint_of_bases, load_bases, multiheads
 
 
 class FedSB(Method):
@@ -74,10 +73,10 @@ class FedSB(Method):
         return 4 * matrices, 4 * self.rank * sides
 
     def calibrate(self, adapters: Sequence[nn.Module], work: LocalWork) -> Tensors:
-        weights = [layer.base.weight for layer in _cores(adapters)]
+        weights = [layer.base.weight for layer in multiheads(adapters)]
         before = [weight.detach().clone() for weight in weights]
         try:
-            for layer, weight in zip(_cores(adapters), weights, strict=True):
+            for layer, weight in zip(multiheads(adapters), weights, strict=True):
                 layer.H.requires_grad_(False)
                 weight.requires_grad_(True)
             work.train(weights)
@@ -92,14 +91,7 @@ class FedSB(Method):
         return {"change": flatten(changes)}
 
     def load_fixed(self, adapters: Sequence[nn.Module], fixed: Mapping[str, Tensor]) -> None:
-        outs = [self.rank * layer.out_features for layer in self.layers]
-        ins = [self.rank * layer.in_features for layer in self.layers]
-        B_flat = check_tensor(fixed, "B", [sum(outs)], torch.float32)
-        A_flat = check_tensor(fixed, "A", [sum(ins)], torch.float32)
-        for layer, B, A in zip(
-            _cores(adapters), B_flat.split(outs), A_flat.split(ins), strict=True
-        ):
-            layer.set_bases(B.view(1, -1, self.rank), A.view(1, self.rank, -1))
+        load_bases(adapters, fixed)
 
     # The rounds.
 
@@ -110,19 +102,19 @@ class FedSB(Method):
         shape = (len(self.layers), self.rank, self.rank)
         H = check_tensor(tensors, "H", shape, torch.float32)
         with torch.no_grad():
-            for layer, layer_H in zip(_cores(adapters), H, strict=True):
+            for layer, layer_H in zip(multiheads(adapters), H, strict=True):
                 layer.H.requires_grad_(True).copy_(layer_H[None])
 
     def upload(self, adapters: Sequence[nn.Module]) -> Tensors:
-        return {"H": torch.cat([layer.H.detach() for layer in _cores(adapters)]).cpu()}
+        return {"H": torch.cat([layer.H.detach() for layer in multiheads(adapters)]).cpu()}
 
     def lora_factors(self, adapter: nn.Module) -> tuple[Tensor, Tensor] | None:
-        (layer,) = _cores([adapter])
+        (layer,) = multiheads([adapter])
         with torch.no_grad():
             return layer.B[0] @ layer.H[0], layer.A[0]
 
     def fingerprint(self, adapters: Sequence[nn.Module]) -> list[float]:
-        return probe([(layer.B, layer.A) for layer in _cores(adapters)])
+        return fingerprint_of_bases(adapters)
 
 
 METHOD = FedSB
@@ -150,7 +142,3 @@ class FirstRound:
             Hs.append(S[: self.rank].diag())
             As.append(Vh[: self.rank])
         return {"B": flatten(Bs), "A": flatten(As)}, {"H": torch.stack(Hs).float()}
-
-
-def _cores(adapters: Sequence[nn.Module]) -> list[MultiHeadLinear]:
-    return [cast(MultiHeadLinear, adapter) for adapter in adapters]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.adapters.lowrank import ProductSum
-from ravan_flwr.methods.base import Means, Tensors, check_tensor, flatten
+from ravan_flwr.methods.base import Mean, Tensors, check_tensor, flatten
 from ravan_flwr.methods.lora import LoraMethod
 
 
@@ -115,22 +115,22 @@ class ExactMeans:
 
     def __init__(self, method: FedExLora, state: Tensors) -> None:
         self.method, self.state = method, state
-        self.means = Means({name: state[name] for name in ("B", "A")})
+        self.means = {name: Mean(state[name]) for name in ("B", "A")}
         self.moments = [
             ProductSum(layer.out_features, layer.in_features) for layer in method.layers
         ]
-        self.weight, self.count = 0.0, 0
+        self.count = 0
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """One client's B and A."""
         if self.count:
-            before = {name: mean.sum / mean.weight for name, mean in self.means.means.items()}
-            apart = {name: upload[name].double() - before[name] for name in before}
-            factor = weight * self.weight / (self.weight + weight)
+            before = self.means["B"].weight
+            apart = {k: upload[k].double() - m.sum / before for k, m in self.means.items()}
+            factor = weight * before / (before + weight)
             for moment, B, A in zip(self.moments, *self.method.split(apart), strict=True):
                 moment.add(B, A, factor)
-        self.means.add(upload, weight)
-        self.weight += weight
+        for name, mean in self.means.items():
+            mean.add(upload[name], weight)
         self.count += 1
 
     def close(self) -> Tensors:
@@ -138,12 +138,12 @@ class ExactMeans:
         residuals = self.method.residuals(self.state)
         rank = int(self.state["residual-rank"]) + max(0, self.count - 1) * self.method.rank
         if self.count > 1:
-            factor = self.method.settings.lora_scale / self.weight
+            factor = self.method.settings.lora_scale / self.means["B"].weight
             residuals = [
                 residual.plus(factor * moment.B, moment.A, rank)
                 for residual, moment in zip(residuals, self.moments, strict=True)
             ]
-        return self.means.close() | {
+        return {name: mean.close() for name, mean in self.means.items()} | {
             "residual": torch.cat([residual.flat() for residual in residuals]),
             "residual-rank": torch.tensor([rank], dtype=torch.int32),
         }

@@ -19,7 +19,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +33,8 @@ from ravan_flwr.methods.base import (
     Tensors,
     check_names,
     check_tensor,
-    probe,
 )
+from ravan_flwr.methods.multihead import fingerprint_of_bases, load_bases, multiheads
 from ravan_flwr.seeding import generator
 from ravan_flwr.selection import best_heads, score_heads
 
@@ -127,7 +126,7 @@ class Ravan(Method):
         return 4 * sketches, 4 * self.heads * self.rank * sides
 
     def calibrate(self, adapters: Sequence[nn.Module], work: LocalWork) -> Tensors:
-        layers = _multihead(adapters)
+        layers = multiheads(adapters)
         sketches = [
             GradientSketch(sketcher, layer.H.device)
             for sketcher, layer in zip(self._sketchers(), layers, strict=True)
@@ -141,18 +140,7 @@ class Ravan(Method):
         return {"sketch": flat / self.settings.calibration_steps}
 
     def load_fixed(self, adapters: Sequence[nn.Module], fixed: Mapping[str, Tensor]) -> None:
-        outs = [layer.out_features for layer in self.layers]
-        ins = [layer.in_features for layer in self.layers]
-        B_flat = check_tensor(fixed, "B", [self.heads * self.rank * sum(outs)], torch.float32)
-        A_flat = check_tensor(fixed, "A", [self.heads * self.rank * sum(ins)], torch.float32)
-        per = self.heads * self.rank
-        for layer, B, A in zip(
-            _multihead(adapters),
-            B_flat.split([per * side for side in outs]),
-            A_flat.split([per * side for side in ins]),
-            strict=True,
-        ):
-            layer.set_bases(B.view(self.heads, -1, self.rank), A.view(self.heads, self.rank, -1))
+        load_bases(adapters, fixed)
 
     # The server's half.
 
@@ -191,7 +179,7 @@ class Ravan(Method):
             tensors, "H", [len(self.layers), self.heads, self.rank, self.rank], torch.float32
         )
         with torch.no_grad():
-            for adapter, layer_H in zip(_multihead(adapters), H, strict=True):
+            for adapter, layer_H in zip(multiheads(adapters), H, strict=True):
                 adapter.train_all_heads()
                 adapter.H.copy_(layer_H)
                 adapter.s.fill_(1.0)
@@ -203,7 +191,7 @@ class Ravan(Method):
         random: torch.Generator,
         backward: Callable[[], object],
     ) -> None:
-        layers = _multihead(adapters)
+        layers = multiheads(adapters)
         number = affordable(share, self.heads)
         if number < self.heads:
             scores = score_heads(self.settings.scoring, layers, random, backward)
@@ -215,21 +203,31 @@ class Ravan(Method):
                 (layer.subset or layer).s.requires_grad_(False)
 
     def upload(self, adapters: Sequence[nn.Module]) -> Tensors:
-        layers = _multihead(adapters)
+        layers = multiheads(adapters)
         chosen = torch.zeros(len(layers), self.heads, dtype=torch.bool)
         for row, layer in zip(chosen, layers, strict=True):
             row[layer.trained_heads()] = True
         products = torch.cat([layer.products() for layer in layers])
         return {"H": products.cpu(), "heads": _pack_bits(chosen.flatten())}
 
+    def head_norms(self, adapters: Sequence[nn.Module]) -> list[list[float]]:
+        norms = []
+        for layer in multiheads(adapters):
+            cores = layer.s[:, None, None] * layer.H
+            # |B C A|^2 = sum((B^T B C) * (C A A^T)), all of side r
+            left = torch.bmm(layer.B.mT @ layer.B, cores)
+            right = torch.bmm(cores, layer.A @ layer.A.mT)
+            norms.append((left * right).sum((1, 2)).clamp(min=0).sqrt().tolist())
+        return norms
+
     def lora_factors(self, adapter: nn.Module) -> tuple[Tensor, Tensor]:
-        (layer,) = _multihead([adapter])
+        (layer,) = multiheads([adapter])
         with torch.no_grad():
             B = torch.cat(list(layer.s[:, None, None] * (layer.B @ layer.H)), dim=1)
         return B, layer.A_stack
 
     def fingerprint(self, adapters: Sequence[nn.Module]) -> list[float]:
-        return probe([(layer.B, layer.A) for layer in _multihead(adapters)])
+        return fingerprint_of_bases(adapters)
 
 
 METHOD = Ravan
@@ -282,10 +280,6 @@ class HeadMeans:
         H = self.old.flatten(0, 1).clone()
         H[trained] = (self.sum[trained] / self.weight[trained, None, None]).float()
         return {"H": H.view_as(self.old)}
-
-
-def _multihead(adapters: Sequence[nn.Module]) -> list[MultiHeadLinear]:
-    return [cast(MultiHeadLinear, adapter) for adapter in adapters]
 
 
 _BIT = 1 << torch.arange(8)

@@ -1,0 +1,188 @@
+"""The pictures of a report, each one figure, by matplotlib.
+
+Text and axes are drawn in one colour that stands for the page's own (`INK`): in an SVG for a
+page it becomes `currentColor`, so that one picture serves light and dark pages alike. The
+series' colours are told apart on both, and by people who see few colours (Okabe and Ito).
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+INK = "#010203"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#7F7F7F")
+DASHES: tuple[str, ...] = ("-", "--", "-.", ":")
+
+STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.size": 11,
+    "svg.fonttype": "none",
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": INK,
+    "grid.alpha": 0.12,
+    "legend.frameon": False,
+    "figure.constrained_layout.use": True,
+    "savefig.transparent": True,
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture with its name, its heading and what it says to those who do not see it."""
+
+    name: str
+    title: str
+    about: str
+    figure: Figure
+
+    def svg(self) -> str:
+        """For a page: no XML header, and the page's own colour for text and axes."""
+        buffer = io.StringIO()
+        with mpl.rc_context(STYLE | {"svg.hashsalt": self.name}):
+            self.figure.savefig(buffer, format="svg", metadata={"Date": None})
+        text = buffer.getvalue()
+        return text[text.index("<svg") :].replace(INK, "currentColor")
+
+    def png(self) -> bytes:
+        """For everywhere else, on white."""
+        buffer = io.BytesIO()
+        with mpl.rc_context(STYLE | {"savefig.transparent": False}):
+            self.figure.savefig(buffer, format="png", dpi=150, facecolor="white")
+        return buffer.getvalue()
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart: a point a round for each of several runs (seeds)."""
+
+    label: str
+    runs: Sequence[tuple[Sequence[float], Sequence[float]]]  # x and y of each
+
+
+def lines(
+    name: str, title: str, about: str, series: Sequence[Series], x: str, y: str, whole: bool = True
+) -> Chart:
+    """Means over runs as lines, and from the least to the greatest as a band."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure()
+        for number, one in enumerate(series):
+            _band(axes, one, COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % 4])
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        if whole:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if len(series) > 1:
+            axes.legend(fontsize=9)
+    return Chart(name, title, about, figure)
+
+
+def _band(axes: Axes, series: Series, colour: str, dash: str) -> None:
+    runs = [(np.asarray(x, float), np.asarray(y, float)) for x, y in series.runs if len(x)]
+    if not runs:
+        return
+    # Runs may have points at other places (bytes): compare them where the shortest has some.
+    grid = min((x for x, _ in runs), key=lambda x: (x[-1], len(x)))
+    values = np.stack([np.interp(grid, x, y) for x, y in runs])
+    marker = "o" if len(grid) == 1 else None
+    axes.plot(grid, values.mean(0), dash, color=colour, label=series.label, lw=1.8, marker=marker)
+    if len(runs) > 1:
+        axes.fill_between(grid, values.min(0), values.max(0), color=colour, alpha=0.2, lw=0)
+
+
+def bars(name: str, title: str, about: str, values: Mapping[str, float], x: str, y: str) -> Chart:
+    """One bar for each name."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure()
+        axes.bar(range(len(values)), list(values.values()), color=COLOURS[0], width=0.8)
+        step = -(-len(values) // 10)
+        axes.set_xticks(range(0, len(values), step), list(values)[::step])
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(visible=False, axis="x")
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+    return Chart(name, title, about, figure)
+
+
+def stacks(
+    name: str, title: str, about: str, x: Sequence[float], parts: Mapping[str, Sequence[float]],
+    labels: tuple[str, str],
+) -> Chart:  # fmt: skip
+    """Parts on top of each other at each x."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure()
+        bottom = np.zeros(len(x))
+        for number, (part, values) in enumerate(parts.items()):
+            axes.bar(x, values, bottom=bottom, color=COLOURS[number], label=part, width=0.8)
+            bottom += np.asarray(values)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(visible=False, axis="x")
+        axes.set_xlabel(labels[0])
+        axes.set_ylabel(labels[1])
+        axes.legend(fontsize=9, ncols=len(parts), loc="lower left", bbox_to_anchor=(0, 1))
+    return Chart(name, title, about, figure)
+
+
+def boxes(
+    name: str, title: str, about: str, values: Mapping[str, Sequence[float]], y: str
+) -> Chart:
+    """The distribution of numbers under each name: median, quartiles, and all that is beyond."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure()
+        drawn = axes.boxplot(
+            [list(numbers) for numbers in values.values()],
+            tick_labels=list(values),
+            patch_artist=True,
+            medianprops={"color": INK},
+            boxprops={"edgecolor": INK},
+            whiskerprops={"color": INK},
+            capprops={"color": INK},
+            flierprops={"markeredgecolor": INK, "markersize": 3},
+        )
+        for number, box in enumerate(drawn["boxes"]):
+            box.set_facecolor(COLOURS[number % len(COLOURS)])
+        axes.tick_params(axis="x", labelrotation=25 if len(values) > 3 else 0)
+        axes.set_ylabel(y)
+    return Chart(name, title, about, figure)
+
+
+def heat(
+    name: str, title: str, about: str, values: Sequence[Sequence[float]], rows: Sequence[str],
+    label: str,
+) -> Chart:  # fmt: skip
+    """A map of numbers, layers by heads; each cell says its number where there is room."""
+    table = np.asarray(values, float)
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure(height=max(2.6, 0.32 * len(table) + 1.0))
+        axes.grid(visible=False)
+        top = float(table.max()) or 1.0
+        image = axes.imshow(table, aspect="auto", cmap="viridis", vmin=0, vmax=top)
+        axes.set_xticks(range(table.shape[1]), [str(i) for i in range(table.shape[1])])
+        axes.set_yticks(range(len(table)), rows, fontsize=8)
+        axes.set_xlabel("head")
+        if table.size <= 128:
+            for (row, column), value in np.ndenumerate(table):
+                dark = value < 0.6 * top
+                axes.text(column, row, f"{value:.3g}", ha="center", va="center", fontsize=8,
+                          color="#ffffff" if dark else "#000000")  # fmt: skip
+        bar = figure.colorbar(image, ax=axes, label=label)
+        bar.outline.set_visible(False)
+    return Chart(name, title, about, figure)
+
+
+def _figure(height: float = 3.2) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(5.2, height))
+    return figure, figure.add_subplot()

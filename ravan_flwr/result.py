@@ -1,0 +1,23 @@
+"""A run's result, back from its directory: the model with the last checkpoint in it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ravan_flwr.checkpoint import load_checkpoint, load_fixed
+from ravan_flwr.config import resolved_config
+from ravan_flwr.payload import hash_of, to_record
+from ravan_flwr.records import RunDirectory
+from ravan_flwr.workbench import Workbench
+
+
+@contextmanager
+def result_of(directory: RunDirectory) -> Iterator[Workbench]:
+    """The run's workbench, its model holding the state after the last round."""
+    config = resolved_config(directory.read_json("config.json"), str(directory.path))
+    bench = Workbench(config)
+    _, state, _ = load_checkpoint(directory.checkpoints)
+    fixed = load_fixed(directory.checkpoints)
+    if fixed is not None:
+        bench.model.load_fixed(hash_of(to_record(fixed)), fixed)
+    with bench.model.holding(state):
+        yield bench

@@ -1,0 +1,102 @@
+"""What a run is exported to computes what the run's model does, in PEFT and in transformers."""
+
+import json
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForImageClassification
+
+from ravan_flwr import simulate
+from ravan_flwr.cli import main
+from ravan_flwr.config import resolved_config
+from ravan_flwr.keys import Scalar
+from ravan_flwr.methods import METHODS
+from ravan_flwr.model import build_network
+from ravan_flwr.records import RunDirectory
+from ravan_flwr.result import result_of
+from ravan_flwr.training import evaluate
+
+SHORT: dict[str, Scalar] = {
+    "num-rounds": 2, "local-steps": 5, "batch-size": 8, "report": "no", "tracking": "none",
+    "lora-scale": 0.5,
+}  # fmt: skip
+METHODS_OF_WEIGHTS = {"full", "fedex-lora"}  # no adapter holds what they change
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def run(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return simulate(SHORT | {"method": request.param, "output-dir": str(folder)}, 3)
+
+
+def logits_of(network, examples):
+    with torch.inference_mode():
+        return network.eval()(pixel_values=examples["pixel_values"]).logits
+
+
+def test_the_exports_give_the_logits_of_the_run(run, tmp_path):
+    method = run.summary["method"]
+    with result_of(RunDirectory(run.run_dir)) as bench:
+        examples = bench.test_examples
+        ours = logits_of(bench.model.network, examples)
+        means = evaluate(bench.model.network, bench.task, examples, 256)
+    assert means == pytest.approx(run.summary["metrics"]["final"])
+
+    main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged")])
+    merged = AutoModelForImageClassification.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits_of(merged, examples), ours, rtol=1e-4, atol=1e-4)
+    assert merged.config.id2label[7] == "7"
+
+    natural = run.run_dir / ("merged" if method in METHODS_OF_WEIGHTS else "adapter")
+    assert natural.is_dir()
+    if method in METHODS_OF_WEIGHTS:
+        theirs = AutoModelForImageClassification.from_pretrained(natural)
+        torch.testing.assert_close(logits_of(theirs, examples), ours, rtol=1e-4, atol=1e-4)
+        return
+    main(["export", str(run.run_dir), "--as", "peft", str(tmp_path / "peft")])
+    for folder in (tmp_path / "peft", natural):
+        backbone, _, _ = build_network(bench.config.model, 10, seed=99)  # another classifier
+        theirs = peft.PeftModel.from_pretrained(backbone, folder)
+        torch.testing.assert_close(logits_of(theirs, examples), ours, rtol=1e-4, atol=1e-4)
+
+
+def test_a_method_that_changes_weights_has_no_adapter(run, tmp_path, capsys):
+    if run.summary["method"] not in METHODS_OF_WEIGHTS:
+        return
+    with pytest.raises(SystemExit) as end:
+        main(["export", str(run.run_dir), "--as", "peft", str(tmp_path / "x")])
+    assert end.value.code == 2
+    assert "changes pretrained weights, which no adapter holds" in capsys.readouterr().err
+
+
+def test_a_card_says_what_it_is(run, tmp_path):
+    main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "out")])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert f"| method | {run.summary['method']}" in card
+    assert f"{run.summary['trainable-parameters']:,}" in card
+    assert f"accuracy {run.summary['metrics']['final']['accuracy']:.4f}" in card
+    assert "2, 3 clients a round" in card
+
+
+def test_a_run_is_read_back_as_it_was(run):
+    content = json.loads((run.run_dir / "config.json").read_text())
+    assert resolved_config(content, "here").as_dict() == content
+    del content["heads"]
+    with pytest.raises(ValueError, match=r"here: its config.json lacks or has too many of \['hea"):
+        resolved_config(content, "here")
+
+
+def test_mistakes(tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("")
+    run = simulate(SHORT | {"num-rounds": 1, "output-dir": str(tmp_path / "runs")}, 2)
+    for words, told in (
+        ([str(tmp_path), "--as", "peft", str(tmp_path / "y")], "found no config.json there"),
+        ([str(run.run_dir), "--as", "peft", str(tmp_path / "full")], "is not empty, expected a"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(["export", *words])
+        assert end.value.code == 2
+        assert told in capsys.readouterr().err

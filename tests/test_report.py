@@ -1,0 +1,265 @@
+"""Reports, spectra and tracking: what they say is what the records say."""
+
+import csv
+import json
+import re
+import struct
+import sys
+from html.parser import HTMLParser
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensorboardX.proto.event_pb2 import Event
+
+from ravan_flwr import simulate
+from ravan_flwr.adapters import MultiHeadLinear
+from ravan_flwr.cli import main
+from ravan_flwr.keys import Scalar
+from ravan_flwr.records import RunDirectory
+from ravan_flwr.report import Run, group_runs, run_charts
+from ravan_flwr.result import result_of
+from ravan_flwr.spectrum import effective_rank
+from ravan_flwr.tracking import Trackers, check_tracking
+
+SHORT: dict[str, Scalar] = {
+    "num-rounds": 3, "local-steps": 2, "batch-size": 8, "report": "no", "tracking": "none",
+    "budgets": "uniform",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return [
+        simulate(SHORT | {"method": method, "seed": seed, "output-dir": str(folder)}, 5).run_dir
+        for method in ("ravan", "hetlora")
+        for seed in (0, 1)
+    ]
+
+
+class Page(HTMLParser):
+    """Tags, checked to be closed, and the text."""
+
+    VOID = ("meta", "br", "img")
+
+    def __init__(self):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def read_page(path):
+    page = Page()
+    page.feed(path.read_text())
+    assert page.open == []
+    for tag, attributes in page.tags:  # self-contained
+        for name in ("src", "href", "xlink:href", "srcset"):
+            assert not (attributes.get(name) or "#").startswith(("http", "/", "file")), tag
+    return page
+
+
+def test_a_report_of_one_run(runs, tmp_path, capsys):
+    main(["report", str(runs[0]), "--output", str(tmp_path)])
+    assert str(tmp_path / "index.html") in capsys.readouterr().out
+    page = read_page(tmp_path / "index.html")
+    figures = [attributes["aria-label"] for tag, attributes in page.tags if tag == "figure"]
+    assert len(figures) == 8
+    assert len(list(tmp_path.glob("*.png"))) == 8
+    summary = json.loads((runs[0] / "summary.json").read_text())
+    assert f"{summary['metrics']['final']['accuracy']:.4f}" in page.text
+    assert f"{summary['trainable-parameters']:,}" in page.text
+    assert "#010203" not in (tmp_path / "index.html").read_text()
+    assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in tmp_path.glob("*.png"))
+
+
+def test_heads_and_participation_are_those_of_the_records(runs):
+    run = Run.read(runs[0])
+    records = [json.loads(line) for line in (runs[0] / "rounds.jsonl").read_text().splitlines()]
+    charts: dict[str, Any] = {chart.name: chart for chart in run_charts(run)}
+    heights = [patch.get_height() for patch in charts["participation"].figure.axes[0].patches]
+    counted = [0] * 5
+    times = torch.zeros(8, 4)
+    for record in records:
+        for client in record["clients"]:
+            counted[client["partition-id"]] += 1
+            for layer, heads in enumerate(client["selected"]):
+                times[layer, heads] += 1
+    assert heights == counted
+    shown = charts["heads"].figure.axes[0].images[0].get_array()
+    assert torch.equal(torch.tensor(shown.tolist()), times)
+    norms = charts["norms"].figure.axes[0].images[0].get_array()
+    assert norms.shape == (8, 4)
+
+
+def test_norms_of_heads_are_those_of_their_parts_of_the_delta_weight(runs):
+    written = json.loads((runs[0] / "summary.json").read_text())["head-norms"]
+    with result_of(RunDirectory(runs[0])) as bench:
+        for layer, adapter in zip(bench.model.layers, bench.model.adapters, strict=True):
+            assert isinstance(adapter, MultiHeadLinear)
+            parts = adapter.B @ adapter.H @ adapter.A
+            expected = torch.linalg.matrix_norm(parts).tolist()
+            assert written[layer.name] == pytest.approx(expected, rel=1e-4)
+
+
+def test_several_runs_are_laid_over_each_other_with_seeds_as_a_band(runs, tmp_path):
+    groups = group_runs([Run.read(path) for path in runs])
+    assert {name: len(members) for name, members in groups.items()} == {"ravan": 2, "hetlora": 2}
+    main(["report", *map(str, runs), "--output", str(tmp_path)])
+    page = read_page(tmp_path / "index.html")
+    assert page.text.count("seed 1: ") == 2
+    finals = [
+        json.loads((path / "summary.json").read_text())["metrics"]["final"]["accuracy"]
+        for path in runs[:2]
+    ]
+    assert f"{sum(finals) / 2:.4f}" in page.text
+    assert f"{min(finals):.4f} to {max(finals):.4f}" in page.text
+
+
+def test_text_from_outside_is_escaped_and_rejections_are_listed(runs, tmp_path):
+    for name in ("config.json", "rounds.jsonl"):
+        (tmp_path / name).write_text((runs[0] / name).read_text())
+    lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
+    record = json.loads(lines[0])
+    record["rejected"] = [{"client": "partition 1", "reason": "<script>alert(1)</script>"}]
+    (tmp_path / "rounds.jsonl").write_text("\n".join([json.dumps(record), *lines[1:], ""]))
+    main(["report", str(tmp_path)])
+    page = read_page(tmp_path / "report" / "index.html")
+    assert "<script>alert(1)</script>" in page.text  # as text
+    assert not [tag for tag, _ in page.tags if tag == "script"]
+    assert "This run has not finished." in page.text
+
+
+def test_what_is_no_run_is_told(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path)])
+    assert "found no config.json there" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path)])
+    assert "has no finished round, expected at least one" in capsys.readouterr().err
+
+
+def test_spectra_are_the_singular_values_of_the_delta_weights(runs, tmp_path):
+    main(["spectrum", *map(str, runs), "--output", str(tmp_path)])
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "spectrum.png", "effective-rank.png", "spectrum.csv",
+    }  # fmt: skip
+    with (tmp_path / "spectrum.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["group"] == "ravan"]
+    rows = [row for row in rows if row["seed"] == "1"]
+    with result_of(RunDirectory(runs[1])) as bench:
+        deltas = bench.model.method.delta_weights(bench.model.adapters)
+        names = [layer.name for layer in bench.model.layers]
+    assert [row["layer"] for row in rows] == names
+    for row, delta in zip(rows, deltas, strict=True):
+        values = torch.tensor([float(word) for word in row["singular-values"].split()])
+        torch.testing.assert_close(values, torch.linalg.svdvals(delta), rtol=1e-4, atol=1e-5)
+        assert float(row["norm"]) == pytest.approx(float(delta.norm()), rel=1e-4)
+
+
+def test_the_effective_rank():
+    assert effective_rank(torch.ones(5)) == pytest.approx(5)
+    assert effective_rank(torch.tensor([3.0, 0.0])) == pytest.approx(1)
+    assert effective_rank(torch.zeros(4)) == 0
+    assert 1 < effective_rank(torch.tensor([1.0, 0.1])) < 2
+
+
+def events_in(folder):
+    """TFRecords: length, its checksum, data, its checksum."""
+    events = []
+    for path in folder.iterdir():
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            events.append(Event.FromString(data[at + 12 : at + 12 + length]))
+            at += 16 + length
+    return events
+
+
+def test_tensorboard_gets_every_round(tmp_path):
+    run = simulate(SHORT | {"tracking": "tensorboard", "output-dir": str(tmp_path)}, 3).run_dir
+    got = {
+        (event.step, value.tag): value.simple_value
+        for event in events_in(run / "tensorboard")
+        for value in event.summary.value
+    }
+    for line in (run / "rounds.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        for tag, value in (
+            ("train-loss", record["train-loss"]),
+            ("evaluation/accuracy", record["metrics"]["accuracy"]),
+            ("bytes/up", record["bytes-up"]),
+        ):
+            assert got[record["round"], tag] == pytest.approx(value, rel=1e-5)
+
+
+class FakeWandB:
+    """As much of the package as is used."""
+
+    def __init__(self, fails=False):
+        self.logged, self.finished, self.fails = [], False, fails
+
+    def init(self, **settings):
+        self.settings = settings
+        return self
+
+    def log(self, numbers, step):
+        if self.fails:
+            raise ConnectionError("no network")
+        self.logged.append((step, numbers["train-loss"]))
+
+    def finish(self):
+        self.finished = True
+
+
+def test_wandb_and_mlflow_are_told_every_round(tmp_path, monkeypatch):
+    wandb = FakeWandB()
+    logged: list[tuple[int, float]] = []
+    mlflow = SimpleNamespace(
+        set_experiment=lambda name: None,
+        start_run=lambda run_name: None,
+        log_params=lambda settings: None,
+        log_metrics=lambda numbers, step: logged.append((step, numbers["train-loss"])),
+        end_run=lambda: None,
+    )
+    for name, module in (("wandb", wandb), ("mlflow", mlflow)):
+        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr("ravan_flwr.server_app.check_tracking", lambda _: None)
+        run = simulate(SHORT | {"tracking": name, "output-dir": str(tmp_path)}, 3).run_dir
+        lines = (run / "rounds.jsonl").read_text().splitlines()
+        expected = [(r["round"], r["train-loss"]) for r in map(json.loads, lines)]
+        assert (wandb.logged if name == "wandb" else logged) == expected
+    assert wandb.finished
+    assert wandb.settings["config"]["method"] == "ravan"
+
+
+def test_a_run_is_not_lost_to_its_tracking(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandB(fails=True))
+    monkeypatch.setattr("ravan_flwr.server_app.check_tracking", lambda _: None)
+    simulation = simulate(SHORT | {"tracking": "wandb", "output-dir": str(tmp_path)}, 3)
+    assert simulation.summary["rounds"] == 3
+    assert len(re.findall("tracking with WandB stops: no network", caplog.text)) == 1
+
+
+def test_a_package_that_is_not_installed_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"tracking = 'mlflow': the package mlflow is not install"):
+        check_tracking("mlflow")
+    Trackers("none", tmp_path, {}).close()
+    assert list(tmp_path.iterdir()) == []
