@@ -5,7 +5,6 @@ import gc
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ravan_flwr.config import read_config
@@ -59,6 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     study.add_argument("file", type=Path, help="a file such as conf/studies/ablations-digits.yaml")
     study.add_argument("--output", type=Path, help="folder of the study (default: studies/NAME)")
     study.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    study.add_argument(
+        "--engine", choices=("process", "flower"), default="process",
+        help="process: each run as `simulate` does; flower: as `run` does (default: process)",
+    )  # fmt: skip
     study.set_defaults(command=_study)
     report = commands.add_parser(
         "report",
@@ -158,7 +161,7 @@ def _run(parsed: argparse.Namespace) -> None:
 
 def _study(parsed: argparse.Namespace) -> None:
     from ravan_flwr.console import show  # noqa: PLC0415
-    from ravan_flwr.study import run_study  # noqa: PLC0415
+    from ravan_flwr.studies.running import run_study  # noqa: PLC0415
 
     if not parsed.file.is_file():
         raise ValueError(f"study: found no file {parsed.file}; expected one such as those of conf/")
@@ -166,7 +169,7 @@ def _study(parsed: argparse.Namespace) -> None:
         raise ValueError(f"--jobs {parsed.jobs}: expected a whole number at least 1; change it")
     show()
     folder = (parsed.output or Path("studies") / parsed.file.stem).absolute()
-    if not run_study(parsed.file, folder, parsed.jobs):
+    if not run_study(parsed.file, folder, parsed.jobs, parsed.engine):
         raise RuntimeError("some runs failed; they are listed above; the same command tries again")
 
 
@@ -196,10 +199,8 @@ def _export(parsed: argparse.Namespace) -> None:
 
 def _plan(parsed: argparse.Namespace) -> None:
     config, num_clients = read_settings(parsed.settings)
-    checked = read_config(config)
-    if num_clients is not None:
-        checked = replace(checked, num_clients=num_clients)
+    read_config(config)  # before anything heavy is imported
 
-    from ravan_flwr.plan import describe  # noqa: PLC0415
+    from ravan_flwr.plan import plan_of  # noqa: PLC0415
 
-    sys.stdout.write(describe(checked) + "\n")
+    sys.stdout.write(plan_of(config, num_clients) + "\n")

@@ -7,7 +7,7 @@ the memory of a step is counted, not guessed, for every number of heads.
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.budgets import SHARES, affordable
-from ravan_flwr.config import Config
+from ravan_flwr.config import Config, read_config
 from ravan_flwr.dataset import num_labels
+from ravan_flwr.keys import Scalar
 from ravan_flwr.methods.base import Method
 from ravan_flwr.model import build_skeleton, num_parameters, pretrained_parameters
 from ravan_flwr.seeding import generator
@@ -163,6 +164,12 @@ def suggested_heads(budget_a_layer: float, side: int) -> int:
     while math.sqrt(budget_a_layer * heads * 2) < side:
         heads *= 2
     return heads
+
+
+def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> str:
+    """The plan of a run with these settings, for people."""
+    config = read_config(settings)
+    return describe(replace(config, num_clients=num_clients or config.num_clients))
 
 
 def describe(config: Config) -> str:

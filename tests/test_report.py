@@ -4,8 +4,10 @@ import csv
 import json
 import re
 import struct
+import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -256,6 +258,20 @@ def test_a_run_is_not_lost_to_its_tracking(tmp_path, monkeypatch, caplog):
     simulation = simulate(SHORT | {"tracking": "wandb", "output-dir": str(tmp_path)}, 3)
     assert simulation.summary["rounds"] == 3
     assert len(re.findall("tracking with WandB stops: no network", caplog.text)) == 1
+
+
+def test_the_example_runs(tmp_path):
+    script = Path(__file__).resolve().parent.parent / "examples" / "compare_methods.py"
+    words = [str(tmp_path), "num-rounds=2", "local-steps=2", "num-clients=4", "report=no"]
+    ended = subprocess.run(
+        [sys.executable, script, *words], check=True, capture_output=True, text=True
+    )
+    assert (tmp_path / "report" / "index.html").is_file()
+    assert (tmp_path / "spectra" / "spectrum.csv").is_file()
+    assert (tmp_path / "model" / "config.json").is_file()
+    # What the run measured last, the model from its directory measures again.
+    final = re.findall(r"'accuracy': ([\d.]+)", ended.stdout)
+    assert float(final[0]) == pytest.approx(float(final[2]))
 
 
 def test_a_package_that_is_not_installed_is_named(tmp_path):

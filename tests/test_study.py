@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ravan_flwr import study as study_module
 from ravan_flwr.cli import main
 from ravan_flwr.preset import conf_folder
-from ravan_flwr.study import markdown, read_study, run_study
+from ravan_flwr.studies import spec
+from ravan_flwr.studies.running import run_study
+from ravan_flwr.studies.spec import read_study
+from ravan_flwr.studies.tables import markdown
 
 CONTENT = {
     "title": "A study",
@@ -79,8 +81,13 @@ def test_a_study_runs_resumes_and_writes_its_tables(tmp_path, monkeypatch, capsy
     assert len(rows) == 1 + 3
     finals = [json.loads(p.read_text())["metrics"]["final"]["accuracy"] for p in summaries]
     assert all(str(final) in "".join(rows) for final in finals)
+    assert {path.name for path in folder.glob("*.png")} == {
+        "one-accuracy.png", "one-accuracy-by-bytes.png", "two-accuracy.png",
+        "two-accuracy-by-bytes.png",
+    }  # fmt: skip
+    assert "(one-accuracy.png)" in text
 
-    monkeypatch.setattr(study_module.Run, "command", lambda *_: ["false"])
+    monkeypatch.setattr(spec.Run, "command", lambda *_: ["false"])
     main(["study", str(path), "--output", str(folder)])  # nothing is left to run
     assert (folder / "results.md").read_text() == text
     assert "4 runs, 4 of them done" in capsys.readouterr().out

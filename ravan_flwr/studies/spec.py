@@ -24,18 +24,11 @@ Learning rates are chosen on examples that the clients hold back, never on the t
 with seeds of their own: the rate with the best mean metric after the last round.
 """
 
-import csv
 import hashlib
-import io
 import json
-import logging
-import os
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,15 +36,12 @@ from typing import Any
 import yaml
 
 from ravan_flwr.config import read_config
-from ravan_flwr.console import megabytes, minutes
 from ravan_flwr.keys import AUTO, Scalar
-from ravan_flwr.records import write_atomically
-
-log = logging.getLogger(__name__)
 
 Summary = dict[str, Any]
 
 HELD_BACK = 0.2  # the share of its examples that a client holds back while rates are chosen
+ENGINES = {"process": "simulate", "flower": "run"}  # and the commands that run them
 TOLERANCE = 0.05  # numbers of parameters that differ by no more are called equal
 
 
@@ -68,11 +58,29 @@ class Run:
         text = json.dumps([sorted(self.settings), self.num_clients])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    def command(self, folder: Path) -> list[str]:
-        """What a person would type to run this alone."""
-        words = [f"{key}={value}" for key, value in self.settings]
-        words += [f"num-clients={self.num_clients}", f"output-dir={folder}"]
-        return [sys.executable, "-m", "ravan_flwr", "simulate", *words]
+    def command(self, folder: Path, engine: str) -> list[str]:
+        """What a person would type to run this alone; the study draws its own pictures."""
+        words = {"report": "no", "tracking": "none"} | dict(self.settings)
+        words |= {"num-clients": self.num_clients, "output-dir": str(self.folder(folder))}
+        given = [f"{key}={value}" for key, value in words.items()]
+        return [sys.executable, "-m", "ravan_flwr", ENGINES[engine], *given]
+
+    def folder(self, study: Path) -> Path:
+        """Where the run's own directory is made."""
+        return study / "runs" / self.name
+
+    def directory(self, study: Path) -> Path | None:
+        """The run's directory, if the run is done."""
+        found = sorted(self.folder(study).glob("*/summary.json"))
+        return found[-1].parent if found else None
+
+    def summary(self, study: Path) -> Summary | None:
+        """How the run ended, if it is done."""
+        directory = self.directory(study)
+        if directory is None:
+            return None
+        content: Summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+        return content
 
 
 @dataclass(frozen=True)
@@ -106,8 +114,8 @@ class Row:
         """The rate with the best mean over its seeds, the smallest of equals."""
         means = {}
         for rate in sorted(self.rates):
-            done = [_summary(folder, run) for run in self.candidates(rate)]
-            finals = [_final(summary)[1] for summary in done if summary is not None]
+            done = [run.summary(folder) for run in self.candidates(rate)]
+            finals = [final_of(summary)[1] for summary in done if summary is not None]
             if len(finals) == len(done):
                 means[rate] = statistics.mean(finals)
         return max(means, key=means.__getitem__) if means else None
@@ -227,163 +235,7 @@ def _check_equal(where: str, rows: Mapping[str, Row]) -> None:
         )
 
 
-def run_study(path: Path, folder: Path, jobs: int) -> bool:
-    """Run what is not done yet, `jobs` at a time, and write the tables; True if none failed."""
-    study = read_study(path)
-    log.info("%s: %d at a time; folder %s", study.title, jobs, folder)
-    failed: dict[Run, str] = {}
-    if candidates := study.candidates():
-        failed |= _run_missing("choosing learning rates", candidates, folder, jobs)
-    failed |= _run_missing("the tables", study.runs(folder), folder, jobs)
-    write_atomically(folder / "results.md", markdown(study, folder).encode())
-    write_atomically(folder / "results.csv", comma_separated(study, folder).encode())
-    for run, reason in failed.items():
-        log.warning("failed: %s: %s", " ".join(f"{k}={v}" for k, v in run.settings), reason)
-    log.info("tables: %s", folder / "results.md")
-    return not failed
-
-
-def _run_missing(what: str, runs: list[Run], folder: Path, jobs: int) -> dict[Run, str]:
-    """Run those that are not done; those that failed, with the reason."""
-    todo = [run for run in runs if _summary(folder, run) is None]
-    log.info("%s: %d runs, %d of them done", what, len(runs), len(runs) - len(todo))
-    return dict(_run_all(todo, folder, jobs))
-
-
-def _run_all(todo: list[Run], folder: Path, jobs: int) -> Iterator[tuple[Run, str]]:
-    """Run all; yield those that failed with the reason."""
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    started = time.monotonic()
-
-    def execute(run: Run) -> subprocess.CompletedProcess[str]:
-        target = folder / "runs" / run.name
-        return subprocess.run(
-            run.command(target), env=environment, check=False, capture_output=True, text=True
-        )
-
-    with ThreadPoolExecutor(jobs) as pool:
-        waiting = {pool.submit(execute, run): run for run in todo}
-        for number, future in enumerate(as_completed(waiting), start=1):
-            run, ended = waiting[future], future.result()
-            left = (time.monotonic() - started) / number * (len(todo) - number)
-            told = (ended.stdout if ended.returncode == 0 else ended.stderr).strip().splitlines()
-            last = next((line for line in reversed(told) if line.startswith("done")), told[-1])
-            log.info(
-                "%d/%d  left %s  %s: %s",
-                number, len(todo), minutes(left),
-                " ".join(f"{k}={v}" for k, v in run.settings), last,
-            )  # fmt: skip
-            if ended.returncode:
-                yield run, told[-1]
-
-
-def _summary(folder: Path, run: Run) -> Summary | None:
-    """The summary of a run that is done."""
-    found = sorted((folder / "runs" / run.name).glob("*/summary.json"))
-    if not found:
-        return None
-    content: Summary = json.loads(found[-1].read_text(encoding="utf-8"))
-    return content
-
-
-def _final(summary: Summary) -> tuple[str, float]:
+def final_of(summary: Summary) -> tuple[str, float]:
     """The task's metric after the last round: its name and value."""
     final: dict[str, float] = summary["metrics"]["final"]
     return next((name, value) for name, value in final.items() if name != "loss")
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A row of a table: what its seeds came to."""
-
-    table: str
-    row: str
-    metric: str
-    finals: list[float]
-    rate: float
-    chosen: bool  # from a grid
-    at_the_edge: bool  # of that grid
-    parameters: int
-    rank: int | None
-    bytes_up: float
-    bytes_down: float
-    seconds: float
-
-    @property
-    def mean(self) -> float:
-        return statistics.mean(self.finals)
-
-    @property
-    def spread(self) -> float:
-        return statistics.stdev(self.finals) if len(self.finals) > 1 else 0.0
-
-
-def _lines(table: Table, folder: Path) -> Iterator[_Line]:
-    for name, row in table.rows.items():
-        runs = [run for run in row.runs(folder) if _summary(folder, run) is not None]
-        done = [summary for run in runs if (summary := _summary(folder, run)) is not None]
-        if not done:
-            continue
-        rate = read_config(dict(runs[0].settings)).learning_rate
-        yield _Line(
-            table.title,
-            name,
-            _final(done[0])[0],
-            [_final(summary)[1] for summary in done],
-            rate,
-            bool(row.rates),
-            bool(row.rates) and rate in (min(row.rates), max(row.rates)),
-            done[0]["adapter-parameters"],
-            done[0]["rank"],
-            *(
-                statistics.mean(summary[key] for summary in done)
-                for key in ("bytes-up", "bytes-down", "seconds")
-            ),
-        )
-
-
-def markdown(study: Study, folder: Path) -> str:
-    """The tables for people: mean and standard deviation over the seeds, the best in bold."""
-    text = [f"# {study.title}", ""]
-    for table in study.tables:
-        lines = list(_lines(table, folder))
-        best = max((line.mean for line in lines), default=0.0)
-        metric = lines[0].metric if lines else "metric"
-        text += [
-            f"## {table.title}",
-            "",
-            f"| | {metric}, % | by seed | learning rate | rank | parameters | up | down | "
-            "seconds |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        ]
-        for line in lines:
-            value = f"{100 * line.mean:.1f} ± {100 * line.spread:.1f}"
-            value = f"**{value}**" if line.mean == best else value
-            seeds = " ".join(f"{100 * final:.1f}" for final in line.finals)
-            rate = f"{line.rate:g}" + (" (edge)" if line.at_the_edge else "")
-            text.append(
-                f"| {line.row} | {value} | {seeds} | {rate} | {line.rank or '-'} | "
-                f"{line.parameters:,} | {megabytes(round(line.bytes_up))} | "
-                f"{megabytes(round(line.bytes_down))} | {line.seconds:.0f} |"
-            )
-        text.append("")
-    return "\n".join(text)
-
-
-def comma_separated(study: Study, folder: Path) -> str:
-    """The same for machines, in full precision."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer)
-    writer.writerow(
-        ["table", "row", "metric", "mean", "spread", "seeds", "learning-rate", "chosen", "rank",
-         "parameters", "bytes-up", "bytes-down", "seconds"]
-    )  # fmt: skip
-    for table in study.tables:
-        for line in _lines(table, folder):
-            writer.writerow(
-                [line.table, line.row, line.metric, line.mean, line.spread,
-                 " ".join(map(str, line.finals)), line.rate, line.chosen, line.rank,
-                 line.parameters, line.bytes_up, line.bytes_down, line.seconds]
-            )  # fmt: skip
-    return buffer.getvalue()

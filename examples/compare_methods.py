@@ -1,0 +1,41 @@
+"""Compare two methods from Python: run, lay over each other, look inside, take home.
+
+    python examples/compare_methods.py FOLDER [KEY=VALUE ...]
+
+Settings such as `num-rounds=3` go to both runs.
+"""
+
+import sys
+from pathlib import Path
+
+from ravan_flwr import RunDirectory, export_run, result_of, simulate, write_report, write_spectra
+from ravan_flwr.cli import read_settings
+from ravan_flwr.training import evaluate
+
+
+def main(folder: Path, words: list[str]) -> None:
+    """Run RAVAN and HetLoRA on the same clients, of which a quarter can afford everything."""
+    settings, num_clients = read_settings(words)
+    runs = []
+    for method in ("ravan", "hetlora"):
+        given = {"budgets": "uniform"} | settings | {"method": method, "output-dir": str(folder)}
+        run = simulate(given, num_clients)
+        runs.append(run.run_dir)
+        print(method, run.summary["metrics"]["final"], f"{run.summary['bytes-up']:,} bytes up")
+
+    print("report", write_report(runs, folder / "report"))
+    print("spectra", *write_spectra(runs, folder / "spectra", top=32))
+
+    # The model itself, with the last state in it, as long as the block lasts.
+    with result_of(RunDirectory(runs[0])) as bench:
+        model = bench.model
+        print(evaluate(model.network, bench.task, bench.test_examples, 256))
+        first = model.method.delta_weights(model.adapters)[0]
+        print("delta-weight of", model.layers[0].name, tuple(first.shape), float(first.norm()))
+
+    export_run(runs[0], "merged", folder / "model")
+    print("model", folder / "model")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

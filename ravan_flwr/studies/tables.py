@@ -1,0 +1,139 @@
+"""What came of a study: tables for people and for machines, and pictures."""
+
+import csv
+import io
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ravan_flwr.charts import Chart
+from ravan_flwr.config import read_config
+from ravan_flwr.console import megabytes
+from ravan_flwr.records import write_atomically
+from ravan_flwr.report import Run as Directory
+from ravan_flwr.report import comparison_charts
+from ravan_flwr.studies.spec import Study, Table, final_of
+
+
+def write_tables(study: Study, folder: Path) -> None:
+    """Write `results.md`, `results.csv` and the pictures of what is done."""
+    pictures = {table.title: charts(table, folder) for table in study.tables}
+    write_atomically(folder / "results.md", markdown(study, folder, pictures).encode())
+    write_atomically(folder / "results.csv", comma_separated(study, folder).encode())
+    for chart in (chart for drawn in pictures.values() for chart in drawn):
+        write_atomically(folder / f"{chart.name}.png", chart.png())
+
+
+def charts(table: Table, folder: Path) -> list[Chart]:
+    """The metric by round and by megabyte, a line for each row with a band over its seeds."""
+    groups = {
+        name: [Directory.read(path) for run in row.runs(folder) if (path := run.directory(folder))]
+        for name, row in table.rows.items()
+    }
+    groups = {name: runs for name, runs in groups.items() if runs}
+    if not groups:
+        return []
+    slug = re.sub(r"[^a-z0-9]+", "-", table.title.lower()).strip("-")
+    drawn = comparison_charts(groups)[:2]
+    return [replace(chart, name=f"{slug}-{chart.name}") for chart in drawn]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A row of a table: what its seeds came to."""
+
+    table: str
+    row: str
+    metric: str
+    finals: list[float]
+    rate: float
+    chosen: bool  # from a grid
+    at_the_edge: bool  # of that grid
+    parameters: int
+    rank: int | None
+    bytes_up: float
+    bytes_down: float
+    seconds: float
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.finals)
+
+    @property
+    def spread(self) -> float:
+        return statistics.stdev(self.finals) if len(self.finals) > 1 else 0.0
+
+
+def _lines(table: Table, folder: Path) -> Iterator[_Line]:
+    for name, row in table.rows.items():
+        runs = [run for run in row.runs(folder) if run.summary(folder) is not None]
+        done = [summary for run in runs if (summary := run.summary(folder)) is not None]
+        if not done:
+            continue
+        rate = read_config(dict(runs[0].settings)).learning_rate
+        yield _Line(
+            table.title,
+            name,
+            final_of(done[0])[0],
+            [final_of(summary)[1] for summary in done],
+            rate,
+            bool(row.rates),
+            bool(row.rates) and rate in (min(row.rates), max(row.rates)),
+            done[0]["adapter-parameters"],
+            done[0]["rank"],
+            *(
+                statistics.mean(summary[key] for summary in done)
+                for key in ("bytes-up", "bytes-down", "seconds")
+            ),
+        )
+
+
+def markdown(
+    study: Study, folder: Path, pictures: Mapping[str, Sequence[Chart]] | None = None
+) -> str:
+    """The tables for people: mean and standard deviation over the seeds, the best in bold."""
+    text = [f"# {study.title}", ""]
+    for table in study.tables:
+        lines = list(_lines(table, folder))
+        best = max((line.mean for line in lines), default=0.0)
+        metric = lines[0].metric if lines else "metric"
+        text += [
+            f"## {table.title}",
+            "",
+            f"| | {metric}, % | by seed | learning rate | rank | parameters | up | down | "
+            "seconds |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        ]
+        for line in lines:
+            value = f"{100 * line.mean:.1f} ± {100 * line.spread:.1f}"
+            value = f"**{value}**" if line.mean == best else value
+            seeds = " ".join(f"{100 * final:.1f}" for final in line.finals)
+            rate = f"{line.rate:g}" + (" (edge)" if line.at_the_edge else "")
+            text.append(
+                f"| {line.row} | {value} | {seeds} | {rate} | {line.rank or '-'} | "
+                f"{line.parameters:,} | {megabytes(round(line.bytes_up))} | "
+                f"{megabytes(round(line.bytes_down))} | {line.seconds:.0f} |"
+            )
+        drawn = (pictures or {}).get(table.title, ())
+        text += ["", *(f"![{chart.about}]({chart.name}.png)" for chart in drawn), ""]
+    return "\n".join(text)
+
+
+def comma_separated(study: Study, folder: Path) -> str:
+    """The same for machines, in full precision."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer)
+    writer.writerow(
+        ["table", "row", "metric", "mean", "spread", "seeds", "learning-rate", "chosen", "rank",
+         "parameters", "bytes-up", "bytes-down", "seconds"]
+    )  # fmt: skip
+    for table in study.tables:
+        for line in _lines(table, folder):
+            writer.writerow(
+                [line.table, line.row, line.metric, line.mean, line.spread,
+                 " ".join(map(str, line.finals)), line.rate, line.chosen, line.rank,
+                 line.parameters, line.bytes_up, line.bytes_down, line.seconds]
+            )  # fmt: skip
+    return buffer.getvalue()
