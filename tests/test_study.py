@@ -93,6 +93,20 @@ def test_a_study_runs_resumes_and_writes_its_tables(tmp_path, monkeypatch, capsy
     assert "4 runs, 4 of them done" in capsys.readouterr().out
 
 
+def test_a_table_may_draw_spectra_of_runs_with_their_own_number_of_clients(tmp_path):
+    rows = {"alone": {"num-clients": 1, "method": "full", "learning-rate": 1e-3}, "three": {}}
+    tables = [{"title": "T", "rows": rows, "spectra": True}]
+    path, folder = write(tmp_path, tables=tables, seeds=[0]), tmp_path / "out"
+    assert run_study(path, folder, jobs=2)
+    clients = {
+        json.loads(p.read_text())["num-clients"] for p in folder.glob("runs/*/*/summary.json")
+    }
+    assert clients == {1, 3}
+    assert {path.name for path in folder.glob("*.png")} == {
+        "t-accuracy.png", "t-accuracy-by-bytes.png", "t-spectrum.png", "t-effective-rank.png",
+    }  # fmt: skip
+
+
 METHODS = {"ravan": {}, "fedit": {"method": "fedit"}, "full": {"method": "full"}}
 
 

@@ -12,6 +12,7 @@
         settings: {partition: iid}          # optional: of the rows of this table
         equal-parameters: true              # optional: refuse rows that differ by more than 5 %
         references: [full]                  # optional: rows that are not compared so
+        spectra: true                       # optional: draw the rows' singular values
         rows:
           ravan: {}                         # the settings in which a row differs
           fedit: {method: fedit}
@@ -133,6 +134,7 @@ class Table:
 
     title: str
     rows: dict[str, Row]
+    spectra: bool  # draw the singular values of the rows' updates?
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,9 @@ class Study:
 _FIELDS = {"title": str, "num-clients": int, "seeds": list, "settings": dict, "tables": list}
 _CHOOSE = {"learning-rate": list, "seeds": list}
 _TABLE = {"title": str, "rows": dict}
-_TABLE_OPTIONS = {"settings": dict, "equal-parameters": bool, "references": list}
+_TABLE_OPTIONS = {
+    "settings": dict, "equal-parameters": bool, "references": list, "spectra": bool,
+}  # fmt: skip
 
 
 def read_study(path: Path) -> Study:
@@ -175,8 +179,9 @@ def read_study(path: Path) -> Study:
         rows = {}
         for name, changes in table["rows"].items():
             settings = content["settings"] | table.get("settings", {}) | changes
+            clients = settings.pop("num-clients", content["num-clients"])
             rates = [] if "learning-rate" in changes else choose["learning-rate"]
-            row = Row(settings, content["num-clients"], content["seeds"], rates, choose["seeds"])
+            row = Row(settings, clients, content["seeds"], rates, choose["seeds"])
             try:
                 for rate in rates or [settings.get("learning-rate", AUTO)]:
                     config = read_config(settings | {"learning-rate": rate})
@@ -197,7 +202,7 @@ def read_study(path: Path) -> Study:
                     f"{where}: references {unknown} are no rows, expected some of {list(rows)}"
                 )
             _check_equal(where, {k: v for k, v in rows.items() if k not in references})
-        tables.append(Table(table["title"], rows))
+        tables.append(Table(table["title"], rows, table.get("spectra", False)))
     return Study(content["title"], tables)
 
 

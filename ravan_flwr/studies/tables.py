@@ -14,6 +14,8 @@ from ravan_flwr.console import megabytes
 from ravan_flwr.records import write_atomically
 from ravan_flwr.report import Run as Directory
 from ravan_flwr.report import comparison_charts
+from ravan_flwr.spectrum import Spectra
+from ravan_flwr.spectrum import charts as spectrum_charts
 from ravan_flwr.studies.spec import Study, Table, final_of
 
 
@@ -27,7 +29,10 @@ def write_tables(study: Study, folder: Path) -> None:
 
 
 def charts(table: Table, folder: Path) -> list[Chart]:
-    """The metric by round and by megabyte, a line for each row with a band over its seeds."""
+    """The metric by round and by megabyte, a line for each row with a band over its seeds.
+
+    And the spectra of what the runs added, if the table asks for them.
+    """
     groups = {
         name: [Directory.read(path) for run in row.runs(folder) if (path := run.directory(folder))]
         for name, row in table.rows.items()
@@ -37,6 +42,9 @@ def charts(table: Table, folder: Path) -> list[Chart]:
         return []
     slug = re.sub(r"[^a-z0-9]+", "-", table.title.lower()).strip("-")
     drawn = comparison_charts(groups)[:2]
+    if table.spectra:
+        spectra = {name: [Spectra.of(run.path) for run in runs] for name, runs in groups.items()}
+        drawn += spectrum_charts(spectra, top=64)
     return [replace(chart, name=f"{slug}-{chart.name}") for chart in drawn]
 
 
