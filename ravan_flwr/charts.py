@@ -80,17 +80,21 @@ def lines(
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
         for number, one in enumerate(series):
-            _band(axes, one, COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % 4])
+            colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % 4]
+            _band(axes, one, colour, dash, 0.2 if len(series) < 5 else 0.08)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
+        ends = [x[-1] for one in series for x, _ in one.runs if len(x)]
         if whole:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        elif ends and max(ends) > 20 * min(ends):
+            axes.set_xscale("log")
         if len(series) > 1:
-            axes.legend(fontsize=9)
+            axes.legend(fontsize=9, ncols=1 if len(series) < 5 else 2)
     return Chart(name, title, about, figure)
 
 
-def _band(axes: Axes, series: Series, colour: str, dash: str) -> None:
+def _band(axes: Axes, series: Series, colour: str, dash: str, opacity: float) -> None:
     runs = [(np.asarray(x, float), np.asarray(y, float)) for x, y in series.runs if len(x)]
     if not runs:
         return
@@ -100,7 +104,7 @@ def _band(axes: Axes, series: Series, colour: str, dash: str) -> None:
     marker = "o" if len(grid) == 1 else None
     axes.plot(grid, values.mean(0), dash, color=colour, label=series.label, lw=1.8, marker=marker)
     if len(runs) > 1:
-        axes.fill_between(grid, values.min(0), values.max(0), color=colour, alpha=0.2, lw=0)
+        axes.fill_between(grid, values.min(0), values.max(0), color=colour, alpha=opacity, lw=0)
 
 
 def bars(name: str, title: str, about: str, values: Mapping[str, float], x: str, y: str) -> Chart:
