@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.charts import Chart, Series, boxes, lines
+from ravan_flwr.history import Run, group_runs
 from ravan_flwr.records import RunDirectory, write_atomically
-from ravan_flwr.report import Run, group_runs
 from ravan_flwr.result import result_of
 
 

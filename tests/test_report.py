@@ -18,9 +18,10 @@ from tensorboardX.proto.event_pb2 import Event
 from ravan_flwr import simulate
 from ravan_flwr.adapters import MultiHeadLinear
 from ravan_flwr.cli import main
+from ravan_flwr.history import Run, group_runs
 from ravan_flwr.keys import Scalar
 from ravan_flwr.records import RunDirectory
-from ravan_flwr.report import Run, group_runs, run_charts
+from ravan_flwr.report import run_charts
 from ravan_flwr.result import result_of
 from ravan_flwr.spectrum import effective_rank
 from ravan_flwr.tracking import Trackers, check_tracking

@@ -11,8 +11,8 @@ from pathlib import Path
 from ravan_flwr.charts import Chart
 from ravan_flwr.config import read_config
 from ravan_flwr.console import megabytes
+from ravan_flwr.history import Run as Directory
 from ravan_flwr.records import write_atomically
-from ravan_flwr.report import Run as Directory
 from ravan_flwr.report import comparison_charts
 from ravan_flwr.spectrum import Spectra
 from ravan_flwr.spectrum import charts as spectrum_charts
