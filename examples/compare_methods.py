@@ -8,7 +8,7 @@ Settings such as `num-rounds=3` go to both runs.
 import sys
 from pathlib import Path
 
-from ravan_flwr import RunDirectory, export_run, result_of, simulate, write_report, write_spectra
+from ravan_flwr import export_run, result_of, simulate, write_report, write_spectra
 from ravan_flwr.cli import read_settings
 from ravan_flwr.training import evaluate
 
@@ -27,7 +27,7 @@ def main(folder: Path, words: list[str]) -> None:
     print("spectra", *write_spectra(runs, folder / "spectra", top=32))
 
     # The model itself, with the last state in it, as long as the block lasts.
-    with result_of(RunDirectory(runs[0])) as bench:
+    with result_of(runs[0]) as bench:
         model = bench.model
         print(evaluate(model.network, bench.task, bench.test_examples, 256))
         first = model.method.delta_weights(model.adapters)[0]

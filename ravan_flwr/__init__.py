@@ -4,7 +4,7 @@ For scripts and notebooks (docs/python.md):
 
     simulate(settings, num_clients)     run the app in this process -> run_dir, summary
     plan_of(settings, num_clients)      what a run will train, send and need, as text
-    result_of(RunDirectory(path))       a finished run's model, method and data
+    result_of(run)                      a finished run's model, method and data
     write_report(runs, folder)          a page and pictures
     write_spectra(runs, folder, top)    singular values of what runs added
     export_run(run, form, folder)       a PEFT or transformers folder
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ravan_flwr.export import export_run
     from ravan_flwr.plan import plan_of
-    from ravan_flwr.records import RunDirectory
     from ravan_flwr.report import write_report
     from ravan_flwr.result import result_of
     from ravan_flwr.simulation import Simulation, simulate
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 # Imported when first used: most of them bring torch and Flower.
 _HOMES = {
-    "RunDirectory": "ravan_flwr.records",
     "Simulation": "ravan_flwr.simulation",
     "export_run": "ravan_flwr.export",
     "plan_of": "ravan_flwr.plan",
@@ -38,7 +36,7 @@ _HOMES = {
 }
 
 __all__ = [
-    "RunDirectory", "Simulation", "export_run", "plan_of", "result_of", "run_study", "simulate",
+    "Simulation", "export_run", "plan_of", "result_of", "run_study", "simulate",
     "write_report", "write_spectra",
 ]  # fmt: skip
 

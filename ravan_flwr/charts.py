@@ -2,10 +2,12 @@
 
 Text and axes are drawn in one colour that stands for the page's own (`INK`): in an SVG for a
 page it becomes `currentColor`, so that one picture serves light and dark pages alike. The
-series' colours are told apart on both, and by people who see few colours (Okabe and Ito).
+series' colours are told apart on both, and by people who see few colours (after Okabe and Ito),
+and lines have dashes as well.
 """
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 INK = "#010203"
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#7F7F7F")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B97F00", "#3A93CC", "#8C6BB1", "#7F7F7F")
 DASHES: tuple[str, ...] = ("-", "--", "-.", ":")
 
 STYLE: dict[Any, Any] = {
@@ -55,7 +57,9 @@ class Chart:
         with mpl.rc_context(STYLE | {"svg.hashsalt": self.name}):
             self.figure.savefig(buffer, format="svg", metadata={"Date": None})
         text = buffer.getvalue()
-        return text[text.index("<svg") :].replace(INK, "currentColor")
+        text = text[text.index("<svg") :].replace(INK, "currentColor")
+        # Groups are numbered in each picture anew, and nothing refers to them.
+        return re.sub(r'<g id="[^"]*"', "<g", text)
 
     def png(self) -> bytes:
         """For everywhere else, on white."""
@@ -80,7 +84,7 @@ def lines(
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
         for number, one in enumerate(series):
-            colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % 4]
+            colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
             _band(axes, one, colour, dash, 0.2 if len(series) < 5 else 0.08)
         axes.set_xlabel(x)
         axes.set_ylabel(y)

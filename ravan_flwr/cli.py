@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command(parsed)
     except ValueError as error:
         sys.exit(_complain(error, 2))
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         sys.exit(_complain(error, 1))
     except KeyboardInterrupt:
         sys.exit(_complain("interrupted", 130))

@@ -27,12 +27,14 @@ from ravan_flwr.workbench import Workbench
 FORMS = ("peft", "merged")
 
 
-def export_run(run: Path, form: str, folder: Path) -> None:
+def export_run(run: Path | str, form: str, folder: Path | str) -> None:
     """Write a finished run's result to a new folder."""
-    directory = RunDirectory.open(run, "export")
+    folder = Path(folder)
+    directory = RunDirectory.open(Path(run), "export")
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"export: {folder} is not empty, expected a new folder; name another")
-    with result_of(directory) as bench:
+    directory.read_json("summary.json")  # of a finished run, for the card
+    with result_of(directory.path) as bench:
         write_result(form, folder, bench)
     write_card(folder, form, directory)
 
@@ -142,7 +144,14 @@ def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
         "seed": summary["seed"],
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    text = CARD.format(library=LIBRARIES[form], task=config["task"], table=table, how=HOW[form])
+    examples = {
+        "server": "the server's test examples",
+        "clients": "examples that clients held back",
+    }
+    text = CARD.format(
+        library=LIBRARIES[form], task=config["task"], table=table, how=HOW[form],
+        examples=examples[config["evaluate-on"]],
+    )  # fmt: skip
     write_atomically(folder / "README.md", text.encode())
 
 
@@ -150,11 +159,14 @@ LIBRARIES = {"peft": "peft", "merged": "transformers"}
 
 HOW = {
     "peft": """\
-Load it onto the backbone that it was trained on:
+Load it onto the backbone that it was trained on, with as many labels:
 
 ```python
 from peft import PeftModel
+from ravan_flwr.model import build_network
+from ravan_flwr.preset import Preset
 
+backbone, _, _ = build_network(Preset.read(PRESET).model, num_labels=NUM_LABELS, seed=0)
 model = PeftModel.from_pretrained(backbone, "this folder")
 ```""",
     "merged": """\
@@ -178,8 +190,7 @@ The examples stayed on the clients; what they sent was averaged.
 | --- | --- |
 {table}
 
-The result was measured on the server's test examples after the last round, unless `evaluate-on` of
-the run was `clients`.
+The result is that after the last round, on {examples}.
 
 {how}
 """

@@ -17,6 +17,10 @@ _NOT_A_DIFFERENCE = {
 }  # fmt: skip
 
 
+# What a round's record must have.
+_NEEDED = {"round", "clients", "metrics", "rejected", "partitions", "bytes-up", "phases"}
+
+
 @dataclass(frozen=True)
 class Run:
     """What a run directory tells."""
@@ -27,26 +31,29 @@ class Run:
     summary: Record | None  # None: it has not finished
 
     @classmethod
-    def read(cls, path: Path) -> "Run":
+    def read(cls, path: Path, asked: str = "report") -> "Run":
         """Read a run directory; ValueError if it is none, or no round has ended."""
-        directory = RunDirectory.open(path, "report")
+        directory = RunDirectory.open(path, asked)
         rounds = directory.read_rounds()
+        if any(not record.keys() >= _NEEDED for record in rounds):
+            raise ValueError(
+                f"{asked}: {path} lacks {sorted(_NEEDED - rounds[0].keys())} in its rounds, "
+                "expected the records of this version; use the one that made the run"
+            )
         if not any(record["round"] for record in rounds):
             raise ValueError(
-                f"report: {path} has no finished round, expected at least one; run it longer"
+                f"{asked}: {path} has no finished round, expected at least one; run it longer"
             )
         done = (path / "summary.json").is_file()
         summary = directory.read_json("summary.json") if done else None
         config = directory.read_json("config.json")
-        if summary:  # the preset's number stands in the configuration, the true one here
-            config["num-clients"] = summary["num-clients"]
+        config["num-clients"] = rounds[-1]["partitions"]  # there it is the preset's
         return cls(path, config, rounds, summary)
 
     @property
-    def metric(self) -> str:
-        """The name of what was measured beside the loss."""
-        names = {name for record in self.rounds for name in record["metrics"]} - {"loss"}
-        return min(names, default="loss")
+    def metrics(self) -> set[str]:
+        """The names of all that was measured."""
+        return {name for record in self.rounds for name in record["metrics"]}
 
     def bytes_so_far(self) -> list[float]:
         """Megabytes both ways, up to the end of each round."""
@@ -72,6 +79,18 @@ class Run:
 Groups = dict[str, list[Run]]
 
 
+def common_metric(runs: Sequence[Run]) -> str:
+    """What the runs are compared by: what all have that were evaluated, rather than the loss."""
+    evaluated = [run for run in runs if run.metrics]
+    common = set.intersection(*(run.metrics for run in evaluated)) if evaluated else set()
+    if evaluated and not common:
+        raise ValueError(
+            f"report: the runs have measured {sorted(set.union(*(r.metrics for r in evaluated)))}, "
+            "and none of it in all of them; expected a metric in common; report them apart"
+        )
+    return min(common - {"loss"}, default="loss")
+
+
 def group_runs(runs: Sequence[Run]) -> Groups:
     """Runs that differ in the seed alone, under a name made of what sets them apart."""
     keys = [
@@ -79,8 +98,12 @@ def group_runs(runs: Sequence[Run]) -> Groups:
         for key in runs[0].config
         if key not in _NOT_A_DIFFERENCE and len({_text(run.config.get(key)) for run in runs}) > 1
     ]
-    if "method" in keys:  # its rate and rank go with it
-        keys = [key for key in keys if key not in {"learning-rate", "rank"}]
+    if "preset" in keys:  # what it says goes with it
+        keys = [key for key in keys if key not in {"task", "model", "data"}]
+    for key in ("learning-rate", "rank"):  # where it goes with the method it says nothing
+        by_method = {(run.config["method"], _text(run.config[key])) for run in runs}
+        if key in keys and len(by_method) == len({run.config["method"] for run in runs}):
+            keys.remove(key)
     groups: Groups = {}
     for run in runs:
         named = [run.config[key] if key == "method" else f"{key} {run.config[key]}" for key in keys]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ravan_flwr.charts import Chart
 from ravan_flwr.console import megabytes, minutes
-from ravan_flwr.history import Groups, Run
+from ravan_flwr.history import Groups, Run, common_metric
 
 
 def page_of(
@@ -30,9 +30,10 @@ def page_of(
 
 def _facts(run: Run) -> str:
     """The end of a run in a few numbers."""
-    last = run.measured(run.metric)[1]
+    metric = common_metric([run])
+    last = run.measured(metric)[1]
     facts = {
-        run.metric: f"{last[-1]:.4f}" if last else "not evaluated",
+        metric: f"{last[-1]:.4f}" if last else "not evaluated",
         "best": f"{max(last):.4f}" if last else "-",
         "rounds": f"{run.rounds[-1]['round']} of {run.config['num-rounds']}",
         "up": megabytes(sum(record["bytes-up"] for record in run.rounds)),
@@ -49,25 +50,31 @@ def _facts(run: Run) -> str:
 
 def _table_of(groups: Groups) -> str:
     """A row for each line of the charts."""
+    metric = common_metric([run for runs in groups.values() for run in runs])
     rows = []
     for name, runs in groups.items():
-        finals = [run.measured(run.metric)[1][-1:] for run in runs]
-        values = [value for final in finals for value in final]
-        mean = sum(values) / len(values) if values else 0.0
+        values = [value for run in runs for value in run.measured(metric)[1][-1:]]
+        mean = f"{sum(values) / len(values):.4f}" if values else "not evaluated"
         spread = f"{min(values):.4f} to {max(values):.4f}" if len(values) > 1 else ""
         sent = sum(run.bytes_so_far()[-1] for run in runs) / len(runs)
-        cells = [name, len(runs), f"{mean:.4f}", spread, f"{sent:.2f} MB"]
-        rows.append("".join(f"<td>{_safe(cell)}</td>" for cell in cells))
-    metric = next(iter(groups.values()))[0].metric
-    heads = "".join(f"<th>{_safe(h)}</th>" for h in ("", "runs", metric, "least to best", "sent"))
+        rounds = sorted({run.rounds[-1]["round"] for run in runs})
+        told = ", ".join(map(str, rounds)) + (
+            "" if all(r.summary for r in runs) else ", unfinished"
+        )
+        cells = [len(runs), told, mean, spread, f"{sent:.2f} MB"]
+        row = "".join(f"<td>{_safe(cell)}</td>" for cell in cells)
+        rows.append(f'<th scope="row">{_safe(name)}</th>{row}')
+    titles = ("", "runs", "rounds", metric, "least to best", "sent")
+    heads = "".join(f'<th scope="col">{_safe(title)}</th>' for title in titles)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     return f"<div class=wide><table><tr>{heads}</tr>{body}</table></div>"
 
 
 def _grid(charts: Sequence[Chart]) -> str:
     figures = "".join(
-        f'<figure role="img" aria-label="{_safe(chart.about)}">'
-        f"<figcaption>{_safe(chart.title)}</figcaption>{chart.svg()}</figure>"
+        f"<figure><figcaption>{_safe(chart.title)}</figcaption>"
+        + chart.svg().replace("<svg", f'<svg role="img" aria-label="{_safe(chart.about)}"', 1)
+        + "</figure>"
         for chart in charts
     )
     return f"<div class=grid>{figures}</div>"
@@ -101,9 +108,10 @@ def _safe(value: object) -> str:
 
 CSS = """\
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1b1f24; --soft: #5c6670;
-  --line: #d8dee4; --card: #f6f8fa; }
+  --line: #d8dee4; --card: #f6f8fa; --warn: #9a4c00; }
 @media (prefers-color-scheme: dark) {
-  :root { --paper: #0e1116; --ink: #e6e9ed; --soft: #9aa5b1; --line: #2b323a; --card: #161b22; } }
+  :root { --paper: #0e1116; --ink: #e6e9ed; --soft: #9aa5b1; --line: #2b323a; --card: #161b22;
+  --warn: #f0a35e; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 76rem; padding: 1.2rem; background: var(--paper);
   color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
@@ -122,7 +130,7 @@ figure svg { width: 100%; height: auto; display: block; color: var(--ink); }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line);
   vertical-align: top; overflow-wrap: anywhere; }
 th { color: var(--soft); font-weight: 500; }
-summary { cursor: pointer; padding: .5rem 0; } .warn { color: #b35900; }
+summary { cursor: pointer; padding: .5rem 0; } .warn { color: var(--warn); }
 """
 
 PAGE = """\

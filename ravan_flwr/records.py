@@ -4,7 +4,10 @@ config.json        the resolved configuration
 rounds.jsonl       a line a round, on disk before the next round begins
 summary.json       the end: method, parameters, metrics, bytes, seconds
 checkpoints/       the global state after the last rounds (checkpoint.py)
-adapter/           the trained adapters (export.py)
+adapter/           the trained adapters, or merged/, the whole network (export.py)
+report/            a page and pictures (report.py)
+tensorboard/       each round's numbers (tracking.py)
+failure.json       why it failed, if it did
 """
 
 import json
@@ -61,7 +64,16 @@ class RunDirectory:
 
     def read_json(self, name: str) -> Record:
         """The content of `name`."""
-        content = json.loads((self.path / name).read_text(encoding="utf-8"))
+        path = self.path / name
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(
+                f"{path} is not there, expected the file of a finished run; let the run end, with "
+                "resume=RUN if it was stopped"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}), expected JSON; restore it") from None
         if not isinstance(content, dict):
             raise ValueError(f"{self.path / name}: got no JSON object, expected one; restore it")
         return content
@@ -79,8 +91,16 @@ class RunDirectory:
         path = self.path / "rounds.jsonl"
         if not path.is_file():
             return []
-        lines = path.read_text(encoding="utf-8").split("\n")
-        return [json.loads(line) for line in lines[:-1]]
+        records = []
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(
+                    f"{path}: line {number} is damaged ({error}), expected a round's record; "
+                    "restore it"
+                ) from None
+        return records
 
     def keep_rounds(self, last: int) -> list[Record]:
         """Drop what was recorded after round `last`, which will be run again; the rest."""

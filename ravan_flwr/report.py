@@ -7,48 +7,52 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ravan_flwr.charts import Chart, Series, bars, heat, lines, stacks
-from ravan_flwr.history import Groups, Run, group_runs
+from ravan_flwr.history import Groups, Run, common_metric, group_runs
 from ravan_flwr.page import page_of
 from ravan_flwr.records import write_atomically
 
 
 def comparison_charts(groups: Groups) -> list[Chart]:
-    """Metric and losses by round, and the metric by megabyte."""
-    metric = next(iter(groups.values()))[0].metric
+    """Metric and losses by round and by megabyte, as far as they were measured."""
+    metric = common_metric([run for runs in groups.values() for run in runs])
 
-    def series(points: Callable[[Run], tuple[list[float], list[float]]]) -> list[Series]:
+    def series(points: Callable[..., tuple[list[float], list[float]]]) -> list[Series]:
         return [Series(name, [points(run) for run in runs]) for name, runs in groups.items()]
 
-    by_bytes = series(lambda run: run.measured(metric, by_bytes=True))
-    return [
-        lines(
-            metric, f"{metric.capitalize()} by round",
-            f"{metric} on the examples held for evaluation, after each round",
-            series(lambda run: run.measured(metric)), "round", metric,
-        ),
-        lines(
-            f"{metric}-by-bytes", f"{metric.capitalize()} by megabyte sent",
-            f"{metric} against all bytes sent so far, up and down", by_bytes,
-            "MB sent, up and down", metric, whole=False,
-        ),
-        lines(
-            "loss", "Loss by round", "loss on the examples held for evaluation, after each round",
-            series(lambda run: run.measured("loss")), "round", "loss",
-        ),
+    charts = []
+    for name in dict.fromkeys((metric, "loss")):
+        what = f"{name} on the examples held for evaluation"
+        if not any(name in run.metrics for runs in groups.values() for run in runs):
+            continue
+        by_round = series(lambda run, name=name: run.measured(name))
+        by_bytes = series(lambda run, name=name: run.measured(name, by_bytes=True))
+        charts += [
+            lines(
+                name, f"{name.capitalize()} by round", f"{what}, after each round", by_round,
+                "round", name,
+            ),
+            lines(
+                f"{name}-by-bytes", f"{name.capitalize()} by megabyte sent",
+                f"{what}, against all bytes sent so far, up and down", by_bytes,
+                "MB sent, up and down", name, whole=False,
+            ),
+        ]  # fmt: skip
+    charts.append(
         lines(
             "train-loss", "Training loss by round",
             "the mean loss of the clients' local steps in each round",
             series(Run.train_loss), "round", "training loss",
-        ),
-    ]  # fmt: skip
+        )
+    )  # fmt: skip
+    return charts
 
 
 def run_charts(run: Run, prefix: str = "") -> list[Chart]:
     """Who took part, which heads trained, what they became, and where the time went."""
     charts = [_participation(run, prefix)]
-    times = _heads_trained(run)
-    layers = [_short(name) for name in (run.summary or {}).get("head-norms", {})]
-    layers = layers or [str(number) for number in range(len(times))]
+    norms: dict[str, list[float]] = (run.summary or {}).get("head-norms", {})
+    times = _heads_trained(run, len(next(iter(norms.values()), [])))
+    layers = [_short(name) for name in norms] or [str(number) for number in range(len(times))]
     if times and len(times[0]) > 1:
         charts.append(
             heat(
@@ -56,12 +60,12 @@ def run_charts(run: Run, prefix: str = "") -> list[Chart]:
                 "for each layer and head, in how many replies it was", times, layers, "replies",
             )
         )  # fmt: skip
-    if norms := list((run.summary or {}).get("head-norms", {}).values()):
+    if norms:
         charts.append(
             heat(
                 f"{prefix}norms", "The norm of what each head adds",
                 "for each layer and head, the Frobenius norm of its part of the delta-weight",
-                norms, layers, "norm",
+                list(norms.values()), layers, "norm",
             )
         )  # fmt: skip
     charts.append(_seconds(run, prefix))
@@ -69,8 +73,7 @@ def run_charts(run: Run, prefix: str = "") -> list[Chart]:
 
 
 def _participation(run: Run, prefix: str) -> Chart:
-    number = max((run.summary or {}).get("num-clients", 0), *_partitions(run), 0)
-    counts = {str(partition): 0.0 for partition in range(number)}
+    counts = {str(partition): 0.0 for partition in range(run.config["num-clients"])}
     for record in run.rounds:
         for client in record["clients"] if record["round"] else []:
             counts[str(client["partition-id"])] += 1
@@ -81,20 +84,17 @@ def _participation(run: Run, prefix: str) -> Chart:
     )  # fmt: skip
 
 
-def _partitions(run: Run) -> list[int]:
-    return [client["partition-id"] + 1 for record in run.rounds for client in record["clients"]]
-
-
-def _heads_trained(run: Run) -> list[list[int]]:
-    """Layers by heads: in how many replies each head was."""
+def _heads_trained(run: Run, known: int) -> list[list[int]]:
+    """Layers by heads, of which so many are known: in how many replies each head was."""
     replies = [client["selected"] for r in run.rounds if r["round"] for client in r["clients"]]
     if not replies:
         return []
-    heads = 1 + max(head for reply in replies for layer in reply for head in layer)
+    chosen = [head + 1 for reply in replies for layer in reply for head in layer]
+    heads = max([known, *chosen])
     table = [[0] * heads for _ in replies[0]]
     for reply in replies:
-        for row, chosen in zip(table, reply, strict=True):
-            for head in chosen:
+        for row, trained in zip(table, reply, strict=True):
+            for head in trained:
                 row[head] += 1
     return table
 
@@ -118,9 +118,10 @@ def _short(name: str) -> str:
     return name.removeprefix("vit.").replace("layers.", "").replace("attention.", "")
 
 
-def write_report(paths: Sequence[Path], folder: Path) -> Path:
+def write_report(paths: Sequence[Path | str], folder: Path | str) -> Path:
     """Write `index.html` and a PNG for each picture; the page's path."""
-    runs = [Run.read(path) for path in paths]
+    folder = Path(folder)
+    runs = [Run.read(path) for path in map(Path, paths)]
     groups = group_runs(runs)
     compared = comparison_charts(groups)
     of_runs = [

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from ravan_flwr.checkpoint import load_checkpoint, load_fixed
 from ravan_flwr.config import resolved_config
@@ -11,8 +12,9 @@ from ravan_flwr.workbench import Workbench
 
 
 @contextmanager
-def result_of(directory: RunDirectory) -> Iterator[Workbench]:
-    """The run's workbench, its model holding the state after the last round."""
+def result_of(run: Path | str) -> Iterator[Workbench]:
+    """The workbench of a run directory, its model holding the state after the last round."""
+    directory = RunDirectory.open(Path(run), "result")
     config = resolved_config(directory.read_json("config.json"), str(directory.path))
     bench = Workbench(config)
     _, state, _ = load_checkpoint(directory.checkpoints)

@@ -74,6 +74,7 @@ def _run(
         if fixed is not None:
             model.load_fixed(hash_of(to_record(fixed)), fixed)
         log.info("going on after round %d", done)
+        (directory.path / "summary.json").unlink(missing_ok=True)  # it will have another end
     else:
         directory.write_json("config.json", config.as_dict())
 
@@ -111,19 +112,20 @@ def _run(
     final = from_record(result.arrays) if result.arrays else state
     form = natural_form(bench)
     folder = directory.path / {"peft": "adapter", "merged": "merged"}[form]
-    with model.holding(final):
-        write_result(form, folder, bench)
-        norms = model.method.head_norms(model.adapters)
     summary = _summary(bench, config, records, len(strategy.roster.members))
-    summary["head-norms"] = dict(zip([layer.name for layer in model.layers], norms, strict=True))
-    directory.write_json("summary.json", summary)
+    with model.holding(final):
+        norms = model.method.head_norms(model.adapters)
+        names = [layer.name for layer in model.layers]
+        summary["head-norms"] = dict(zip(names, norms, strict=True))
+        directory.write_json("summary.json", summary)
+        write_result(form, folder, bench)
     write_card(folder, form, directory)
     (directory.path / "failure.json").unlink(missing_ok=True)
     page = None
     if config.report == "yes":
         try:
             page = write_report([directory.path], directory.path / "report")
-        except (OSError, ValueError, RuntimeError) as error:  # the result is safe already
+        except Exception as error:  # noqa: BLE001 (the result is safe already)
             log.warning("no report: %s; try again with ravan-flwr report %s", error, directory.path)
     _tell(summary, bench.task.metric, directory, page)
 
@@ -210,8 +212,10 @@ def _summary(
         "num-clients": num_clients,
         "rounds": sum(record["round"] > 0 for record in records),  # 0 is the calibration
         "rank": config.rank,
+        "learning-rate": config.learning_rate,
         "trainable-parameters": bench.model.trainable_parameters(),
         "adapter-parameters": bench.model.method.trainable_parameters(),
+        "metric": metric,
         "metrics": {
             "final": measured[-1] if measured else {},
             "best": max(measured, key=lambda m: m[metric]) if measured else {},

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ravan_flwr.charts import Chart, Series, boxes, lines
 from ravan_flwr.history import Run, group_runs
-from ravan_flwr.records import RunDirectory, write_atomically
+from ravan_flwr.records import write_atomically
 from ravan_flwr.result import result_of
 
 
@@ -31,8 +31,8 @@ class Spectra:
     @classmethod
     def of(cls, path: Path) -> "Spectra":
         """From the run's last checkpoint."""
-        run = Run.read(path)
-        with result_of(RunDirectory.open(path, "spectrum")) as bench:
+        run = Run.read(path, "spectrum")
+        with result_of(path) as bench:
             deltas = bench.model.method.delta_weights(bench.model.adapters)
             names = [layer.name for layer in bench.model.layers]
             values = [torch.linalg.svdvals(delta.double().cpu()) for delta in deltas]
@@ -53,9 +53,10 @@ def effective_rank(values: Tensor) -> float:
     return float(torch.special.entr(shares).sum().exp())
 
 
-def write_spectra(paths: Sequence[Path], folder: Path, top: int) -> list[Path]:
+def write_spectra(paths: Sequence[Path | str], folder: Path | str, top: int = 64) -> list[Path]:
     """Write the pictures and a CSV; their paths."""
-    spectra = {path: Spectra.of(path) for path in paths}
+    folder = Path(folder)
+    spectra = {path: Spectra.of(path) for path in map(Path, paths)}
     groups = group_runs([one.run for one in spectra.values()])
     members = {name: [spectra[run.path] for run in runs] for name, runs in groups.items()}
     written = []

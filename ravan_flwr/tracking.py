@@ -87,11 +87,15 @@ TRACKERS: dict[str, Callable[[Path, str, Record], Tracker]] = {"wandb": WandB, "
 
 def check_tracking(tracking: str) -> None:
     """ValueError unless the package that was asked for is there."""
-    if tracking in TRACKERS and importlib.util.find_spec(tracking) is None:
+    if tracking in TRACKERS and not _is_installed(tracking):
         raise ValueError(
             f"tracking = {tracking!r}: the package {tracking} is not installed, expected it; "
             f"run pip install {tracking}, or leave tracking out"
         )
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 class Trackers:
@@ -100,24 +104,34 @@ class Trackers:
     def __init__(self, tracking: str, run: Path, settings: Record) -> None:
         kinds = [] if tracking == "none" else [TensorBoard]
         chosen = [TRACKERS[tracking]] if tracking in TRACKERS else []
-        self._all = [kind(run, run.name, settings) for kind in [*kinds, *chosen]]
+        self._all: list[Tracker] = []
+        for kind in [*kinds, *chosen]:
+            try:
+                self._all.append(kind(run, run.name, settings))
+            except Exception as error:  # noqa: BLE001 (a run must not be lost to its tracking)
+                log.warning("no tracking with %s: %s", tracking, error)
 
     def round(self, record: Record) -> None:
         """A round has ended."""
         for tracker in list(self._all):
             try:
                 tracker.log(numbers_of(record), record["round"])
-            except Exception as error:  # noqa: BLE001 (a run must not be lost to its tracking)
+            except Exception as error:  # noqa: BLE001 (as above)
                 log.warning("tracking with %s stops: %s", type(tracker).__name__, error)
                 self._all.remove(tracker)
+                _close(tracker)
 
     def close(self) -> None:
         """The run has ended, or failed."""
         for tracker in self._all:
-            try:
-                tracker.close()
-            except Exception as error:  # noqa: BLE001 (as above)
-                log.warning("tracking with %s: %s", type(tracker).__name__, error)
+            _close(tracker)
+
+
+def _close(tracker: Tracker) -> None:
+    try:
+        tracker.close()
+    except Exception as error:  # noqa: BLE001 (as above)
+        log.warning("tracking with %s: %s", type(tracker).__name__, error)
 
 
 def numbers_of(record: Record) -> dict[str, float]:

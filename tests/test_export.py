@@ -1,6 +1,7 @@
 """What a run is exported to computes what the run's model does, in PEFT and in transformers."""
 
 import json
+import shutil
 
 import peft
 import pytest
@@ -13,7 +14,6 @@ from ravan_flwr.config import resolved_config
 from ravan_flwr.keys import Scalar
 from ravan_flwr.methods import METHODS
 from ravan_flwr.model import build_network
-from ravan_flwr.records import RunDirectory
 from ravan_flwr.result import result_of
 from ravan_flwr.training import evaluate
 
@@ -37,7 +37,7 @@ def logits_of(network, examples):
 
 def test_the_exports_give_the_logits_of_the_run(run, tmp_path):
     method = run.summary["method"]
-    with result_of(RunDirectory(run.run_dir)) as bench:
+    with result_of(run.run_dir) as bench:
         examples = bench.test_examples
         ours = logits_of(bench.model.network, examples)
         means = evaluate(bench.model.network, bench.task, examples, 256)
@@ -61,9 +61,10 @@ def test_the_exports_give_the_logits_of_the_run(run, tmp_path):
         torch.testing.assert_close(logits_of(theirs, examples), ours, rtol=1e-4, atol=1e-4)
 
 
-def test_a_method_that_changes_weights_has_no_adapter(run, tmp_path, capsys):
-    if run.summary["method"] not in METHODS_OF_WEIGHTS:
-        return
+@pytest.mark.parametrize("method", sorted(METHODS_OF_WEIGHTS))
+def test_a_method_that_changes_weights_has_no_adapter(method, tmp_path, capsys):
+    settings = {"method": method, "num-rounds": 1, "output-dir": str(tmp_path / "runs")}
+    run = simulate(SHORT | settings, 2)
     with pytest.raises(SystemExit) as end:
         main(["export", str(run.run_dir), "--as", "peft", str(tmp_path / "x")])
     assert end.value.code == 2
@@ -92,7 +93,14 @@ def test_mistakes(tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
     run = simulate(SHORT | {"num-rounds": 1, "output-dir": str(tmp_path / "runs")}, 2)
+    stopped = tmp_path / "stopped"
+    shutil.copytree(run.run_dir, stopped)
+    (stopped / "summary.json").unlink()
     for words, told in (
+        (
+            [str(stopped), "--as", "peft", str(tmp_path / "z")],
+            "summary.json is not there, expected",
+        ),
         ([str(tmp_path), "--as", "peft", str(tmp_path / "y")], "found no config.json there"),
         ([str(run.run_dir), "--as", "peft", str(tmp_path / "full")], "is not empty, expected a"),
     ):

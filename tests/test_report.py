@@ -15,12 +15,11 @@ import pytest
 import torch
 from tensorboardX.proto.event_pb2 import Event
 
-from ravan_flwr import simulate
+from ravan_flwr import simulate, tracking
 from ravan_flwr.adapters import MultiHeadLinear
 from ravan_flwr.cli import main
 from ravan_flwr.history import Run, group_runs
 from ravan_flwr.keys import Scalar
-from ravan_flwr.records import RunDirectory
 from ravan_flwr.report import run_charts
 from ravan_flwr.result import result_of
 from ravan_flwr.spectrum import effective_rank
@@ -72,6 +71,8 @@ def read_page(path):
     page = Page()
     page.feed(path.read_text())
     assert page.open == []
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
     for tag, attributes in page.tags:  # self-contained
         for name in ("src", "href", "xlink:href", "srcset"):
             assert not (attributes.get(name) or "#").startswith(("http", "/", "file")), tag
@@ -82,9 +83,9 @@ def test_a_report_of_one_run(runs, tmp_path, capsys):
     main(["report", str(runs[0]), "--output", str(tmp_path)])
     assert str(tmp_path / "index.html") in capsys.readouterr().out
     page = read_page(tmp_path / "index.html")
-    figures = [attributes["aria-label"] for tag, attributes in page.tags if tag == "figure"]
-    assert len(figures) == 8
-    assert len(list(tmp_path.glob("*.png"))) == 8
+    figures = [attributes["aria-label"] for tag, attributes in page.tags if tag == "svg"]
+    assert len(figures) == 9
+    assert len(list(tmp_path.glob("*.png"))) == 9
     summary = json.loads((runs[0] / "summary.json").read_text())
     assert f"{summary['metrics']['final']['accuracy']:.4f}" in page.text
     assert f"{summary['trainable-parameters']:,}" in page.text
@@ -113,7 +114,7 @@ def test_heads_and_participation_are_those_of_the_records(runs):
 
 def test_norms_of_heads_are_those_of_their_parts_of_the_delta_weight(runs):
     written = json.loads((runs[0] / "summary.json").read_text())["head-norms"]
-    with result_of(RunDirectory(runs[0])) as bench:
+    with result_of(runs[0]) as bench:
         for layer, adapter in zip(bench.model.layers, bench.model.adapters, strict=True):
             assert isinstance(adapter, MultiHeadLinear)
             parts = adapter.B @ adapter.H @ adapter.A
@@ -124,6 +125,13 @@ def test_norms_of_heads_are_those_of_their_parts_of_the_delta_weight(runs):
 def test_several_runs_are_laid_over_each_other_with_seeds_as_a_band(runs, tmp_path):
     groups = group_runs([Run.read(path) for path in runs])
     assert {name: len(members) for name, members in groups.items()} == {"ravan": 2, "hetlora": 2}
+    # Another rate is no other seed.
+    ravan, faster, hetlora = Run.read(runs[0]), Run.read(runs[1]), Run.read(runs[2])
+    faster.config["learning-rate"] = 9.0
+    assert set(group_runs([ravan, faster, hetlora])) == {
+        "ravan, learning-rate 0.003", "ravan, learning-rate 9.0",
+        f"hetlora, learning-rate {hetlora.config['learning-rate']}",
+    }  # fmt: skip
     main(["report", *map(str, runs), "--output", str(tmp_path)])
     page = read_page(tmp_path / "index.html")
     assert page.text.count("seed 1: ") == 2
@@ -149,6 +157,68 @@ def test_text_from_outside_is_escaped_and_rejections_are_listed(runs, tmp_path):
     assert "This run has not finished." in page.text
 
 
+def copied(run, folder, change=lambda records: records):
+    """The records of a run, changed, and no summary."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text((run / "config.json").read_text())
+    records = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+    lines = [json.dumps(record) for record in change(records)]
+    (folder / "rounds.jsonl").write_text("".join(line + "\n" for line in lines))
+    return folder
+
+
+def test_heads_that_nobody_trained_are_shown(runs, tmp_path):
+    def first_heads_only(records):
+        for client in (client for record in records for client in record["clients"]):
+            client["selected"] = [[0] for _ in client["selected"]]
+        return records
+
+    folder = copied(runs[0], tmp_path, first_heads_only)
+    (folder / "summary.json").write_text((runs[0] / "summary.json").read_text())
+    charts: dict[str, Any] = {chart.name: chart for chart in run_charts(Run.read(folder))}
+    shown = torch.tensor(charts["heads"].figure.axes[0].images[0].get_array().tolist())
+    assert shown.shape == (8, 4)
+    assert (shown[:, 0] > 0).all()
+    assert not shown[:, 1:].any()
+
+
+def test_runs_that_were_not_evaluated_or_otherwise(runs, tmp_path, capsys):
+    def without(records):
+        return [record | {"metrics": {}} for record in records]
+
+    def other(records):
+        return [record | {"metrics": {"f1": 0.5}} for record in records]
+
+    blind, f1 = copied(runs[0], tmp_path / "a", without), copied(runs[0], tmp_path / "b", other)
+    main(["report", str(blind), str(runs[2]), "--output", str(tmp_path / "out")])
+    page = read_page(tmp_path / "out" / "index.html")
+    assert "not evaluated" in page.text
+    assert "0.0000" not in page.text
+    main(["report", str(blind), "--output", str(tmp_path / "one")])
+    assert not (tmp_path / "one" / "loss.png").exists()  # nothing to draw
+    with pytest.raises(SystemExit):
+        main(["report", str(f1), str(runs[2]), "--output", str(tmp_path / "two")])
+    assert "expected a metric in common" in capsys.readouterr().err
+
+
+def test_what_is_damaged_is_named(runs, tmp_path, capsys):
+    old = copied(runs[0], tmp_path / "old", lambda records: [{"round": 1, "clients": []}])
+    cut = copied(runs[0], tmp_path / "cut")
+    text = (cut / "rounds.jsonl").read_text()
+    (cut / "rounds.jsonl").write_text(text[:50] + "\n" + text[50:])
+    bad = copied(runs[0], tmp_path / "bad")
+    (bad / "summary.json").write_text("{")
+    for folder, told in (
+        (old, "lacks ['bytes-up', 'metrics', 'partitions', 'phases', 'rejected'] in its rounds"),
+        (cut, "rounds.jsonl: line 1 is damaged"),
+        (bad, "summary.json is damaged"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(["report", str(folder)])
+        assert end.value.code == 2
+        assert told in capsys.readouterr().err
+
+
 def test_what_is_no_run_is_told(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path)])
@@ -167,7 +237,7 @@ def test_spectra_are_the_singular_values_of_the_delta_weights(runs, tmp_path):
     with (tmp_path / "spectrum.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["group"] == "ravan"]
     rows = [row for row in rows if row["seed"] == "1"]
-    with result_of(RunDirectory(runs[1])) as bench:
+    with result_of(runs[1]) as bench:
         deltas = bench.model.method.delta_weights(bench.model.adapters)
         names = [layer.name for layer in bench.model.layers]
     assert [row["layer"] for row in rows] == names
@@ -232,6 +302,13 @@ class FakeWandB:
         self.finished = True
 
 
+@pytest.fixture
+def installed(monkeypatch):
+    """Any package is found."""
+    monkeypatch.setattr(tracking, "_is_installed", lambda name: True)
+
+
+@pytest.mark.usefixtures("installed")
 def test_wandb_and_mlflow_are_told_every_round(tmp_path, monkeypatch):
     wandb = FakeWandB()
     logged: list[tuple[int, float]] = []
@@ -244,7 +321,6 @@ def test_wandb_and_mlflow_are_told_every_round(tmp_path, monkeypatch):
     )
     for name, module in (("wandb", wandb), ("mlflow", mlflow)):
         monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.setattr("ravan_flwr.server_app.check_tracking", lambda _: None)
         run = simulate(SHORT | {"tracking": name, "output-dir": str(tmp_path)}, 3).run_dir
         lines = (run / "rounds.jsonl").read_text().splitlines()
         expected = [(r["round"], r["train-loss"]) for r in map(json.loads, lines)]
@@ -253,12 +329,22 @@ def test_wandb_and_mlflow_are_told_every_round(tmp_path, monkeypatch):
     assert wandb.settings["config"]["method"] == "ravan"
 
 
+@pytest.mark.usefixtures("installed")
+def test_a_run_is_not_lost_to_a_tracker_that_cannot_begin(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace())  # it has no init
+    simulation = simulate(SHORT | {"tracking": "wandb", "output-dir": str(tmp_path)}, 3)
+    assert simulation.summary["rounds"] == 3
+    assert "no tracking with wandb" in caplog.text
+
+
+@pytest.mark.usefixtures("installed")
 def test_a_run_is_not_lost_to_its_tracking(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "wandb", FakeWandB(fails=True))
-    monkeypatch.setattr("ravan_flwr.server_app.check_tracking", lambda _: None)
+    wandb = FakeWandB(fails=True)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     simulation = simulate(SHORT | {"tracking": "wandb", "output-dir": str(tmp_path)}, 3)
     assert simulation.summary["rounds"] == 3
     assert len(re.findall("tracking with WandB stops: no network", caplog.text)) == 1
+    assert wandb.finished
 
 
 def test_the_example_runs(tmp_path):
@@ -275,7 +361,8 @@ def test_the_example_runs(tmp_path):
     assert float(final[0]) == pytest.approx(float(final[2]))
 
 
-def test_a_package_that_is_not_installed_is_named(tmp_path):
+def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "_is_installed", lambda name: False)
     with pytest.raises(ValueError, match=r"tracking = 'mlflow': the package mlflow is not install"):
         check_tracking("mlflow")
     Trackers("none", tmp_path, {}).close()

@@ -129,10 +129,15 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch):
     assert [json.loads(line)["round"] for line in lines] == [1, 2, 3, 4]
 
 
-def test_a_run_goes_on_for_more_rounds_but_not_as_another(tmp_path):
+def test_a_run_goes_on_for_more_rounds_but_not_as_another(tmp_path, monkeypatch):
     first = run(tmp_path, num_rounds=1)
     more = run(tmp_path, num_rounds=2, resume=str(first.run_dir))
     assert more.summary["rounds"] == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(client_app, "train_locally", lambda *_: 1 / 0)
+        with pytest.raises(RuntimeError, match="round 3: got no valid reply"):
+            run(tmp_path, num_rounds=3, resume=str(first.run_dir))
+    assert not (first.run_dir / "summary.json").exists()  # the old end is none any more
     with pytest.raises(ValueError, match=r"differs from this one in seed: then 0, now 1, "):
         run(tmp_path, seed=1, local_steps=4, resume=str(first.run_dir))
 

@@ -13,15 +13,16 @@ from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.spec import read_study
 from ravan_flwr.studies.tables import markdown
 
+TABLES = [
+    {"title": "One", "rows": {"base": {}, "more": {"heads": 8}}},
+    {"title": "Two", "rows": {"same as base": {}}},
+]
 CONTENT = {
     "title": "A study",
     "num-clients": 3,
     "seeds": [0, 1],
     "settings": {"num-rounds": 1, "local-steps": 1, "classifier": "frozen"},
-    "tables": [
-        {"title": "One", "rows": {"base": {}, "more": {"heads": 8}}},
-        {"title": "Two", "rows": {"same as base": {}}},
-    ],
+    "tables": TABLES,
 }
 
 
@@ -56,6 +57,11 @@ def test_rows_that_mean_the_same_share_their_runs(tmp_path):
             {"settings": {"method": "hetlora", "server-optimizer": "adam"}},
             "row 'base': server-optimizer = 'adam': method 'hetlora' makes its next state",
         ),
+        ({"seeds": []}, "got seeds .*, expected at least one"),
+        ({"seeds": ["x"]}, "seed = 'x': expected a whole number"),
+        ({"choose": {"learning-rate": [1e-3], "seeds": []}}, "expected at least one"),
+        ({"settings": {"num-clients": "many"}}, "row 'base': num-clients = 'many': expected a"),
+        ({"tables": 2 * TABLES[:1]}, "two tables are called 'One', expected diff"),
         ({"choose": {"seeds": [1]}}, r"choose: got \['seeds'\], expected the fields"),
         ({"choose": {"learning-rate": [-1], "seeds": [1]}}, "row 'base': learning-rate = -1"),
         ({"tables": [{"title": "T"}]}, r"a table: got \['title'\], expected the fields"),
@@ -153,6 +159,37 @@ def test_a_learning_rate_is_chosen_on_examples_that_are_held_back(tmp_path):
     assert "| 0.01 |" in text
     assert "| 1e-05 |" in text
     assert "(edge)" not in text
+
+
+def test_a_file_that_is_no_yaml_is_told(tmp_path):
+    (tmp_path / "x.yaml").write_text("a: [")
+    with pytest.raises(ValueError, match="expected YAML; correct it"):
+        read_study(tmp_path / "x.yaml")
+
+
+def test_runs_that_die_without_a_word_are_listed(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(spec.Run, "command", lambda *_: ["sh", "-c", "kill -9 $$"])
+    assert not run_study(write(tmp_path), tmp_path / "out", jobs=2)
+    assert caplog.text.count("failed: ") == 4
+    assert "it ended with status -9 and said nothing" in caplog.text
+    assert (tmp_path / "out" / "results.md").is_file()
+
+
+def test_an_interrupted_study_begins_no_further_run(tmp_path, monkeypatch):
+    begun = []
+
+    def command(run, *_):
+        begun.append(run)
+        return ["sleep", "0.3"]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(spec.Run, "command", command)
+    monkeypatch.setattr("ravan_flwr.studies.running._words", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(write(tmp_path), tmp_path / "out", jobs=1)
+    assert len(begun) <= 2  # the one that ended, and the one that began meanwhile
 
 
 def test_a_failed_run_is_listed_and_the_others_go_on(tmp_path, caplog):

@@ -4,8 +4,8 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ravan_flwr.console import minutes
@@ -19,52 +19,73 @@ def run_study(path: Path, folder: Path, jobs: int = 1, engine: str = "process") 
     """Run what is not done yet, `jobs` at a time, and write the tables; True if none failed."""
     study = read_study(path)
     log.info("%s: %d at a time; folder %s", study.title, jobs, folder)
+    clock = _Clock(sum(len(row.seeds) for row in study.rows))
     failed: dict[Run, str] = {}
     if candidates := study.candidates():
-        failed |= _run_missing("choosing learning rates", candidates, folder, jobs, engine)
-    failed |= _run_missing("the tables", study.runs(folder), folder, jobs, engine)
-    write_tables(study, folder)
+        failed |= _run_missing("choosing learning rates", candidates, folder, jobs, engine, clock)
+    tables = study.runs(folder)
+    clock.later = 0
+    failed |= _run_missing("the tables", tables, folder, jobs, engine, clock)
     for run, reason in failed.items():
-        log.warning("failed: %s: %s", " ".join(f"{k}={v}" for k, v in run.settings), reason)
+        log.warning("failed: %s: %s", _words(run), reason)
+    write_tables(study, folder)
     log.info("tables: %s", folder / "results.md")
     return not failed
 
 
+@dataclass
+class _Clock:
+    """How long runs take, for the time left over the whole study."""
+
+    later: int  # runs of the tables, while learning rates are chosen
+    done: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def left(self, now: int) -> str:
+        """The time for so many runs of this part, and for those of the next."""
+        self.done += 1
+        return minutes((time.monotonic() - self.started) / self.done * (now + self.later))
+
+
 def _run_missing(
-    what: str, runs: list[Run], folder: Path, jobs: int, engine: str
+    what: str, runs: list[Run], folder: Path, jobs: int, engine: str, clock: _Clock
 ) -> dict[Run, str]:
     """Run those that are not done; those that failed, with the reason."""
     todo = [run for run in runs if run.summary(folder) is None]
     log.info("%s: %d runs, %d of them done", what, len(runs), len(runs) - len(todo))
-    return dict(_run_all(todo, folder, jobs, engine))
-
-
-def _run_all(todo: list[Run], folder: Path, jobs: int, engine: str) -> Iterator[tuple[Run, str]]:
-    """Run all; yield those that failed with the reason."""
     threads = max(1, (os.cpu_count() or 1) // jobs)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    started = time.monotonic()
+    failed: dict[Run, str] = {}
 
-    def execute(run: Run) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            run.command(folder, engine),
-            env=environment,
-            check=False,
-            capture_output=True,
-            text=True,
-        )
+    def execute(run: Run) -> tuple[bool, str]:
+        """Whether it went well, and the last thing that it said."""
+        command = run.command(folder, engine)
+        try:
+            ended = subprocess.run(
+                command, env=environment, check=False, capture_output=True, text=True
+            )
+        except OSError as error:
+            return False, str(error)
+        well = ended.returncode == 0
+        told = (ended.stdout if well else ended.stderr).strip().splitlines()
+        told = told or [f"it ended with status {ended.returncode} and said nothing"]
+        return well, next((line for line in reversed(told) if line.startswith("done")), told[-1])
 
-    with ThreadPoolExecutor(jobs) as pool:
+    pool = ThreadPoolExecutor(jobs)
+    try:
         waiting = {pool.submit(execute, run): run for run in todo}
         for number, future in enumerate(as_completed(waiting), start=1):
-            run, ended = waiting[future], future.result()
-            left = (time.monotonic() - started) / number * (len(todo) - number)
-            told = (ended.stdout if ended.returncode == 0 else ended.stderr).strip().splitlines()
-            last = next((line for line in reversed(told) if line.startswith("done")), told[-1])
+            run, (well, last) = waiting[future], future.result()
             log.info(
                 "%d/%d  left %s  %s: %s",
-                number, len(todo), minutes(left),
-                " ".join(f"{k}={v}" for k, v in run.settings), last,
+                number, len(todo), clock.left(len(todo) - number), _words(run), last,
             )  # fmt: skip
-            if ended.returncode:
-                yield run, told[-1]
+            if not well:
+                failed[run] = last
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interrupted study begins no further run
+    return failed
+
+
+def _words(run: Run) -> str:
+    return " ".join(f"{key}={value}" for key, value in run.settings)

@@ -37,7 +37,7 @@ from typing import Any
 import yaml
 
 from ravan_flwr.config import read_config
-from ravan_flwr.keys import AUTO, Scalar
+from ravan_flwr.keys import AUTO, Scalar, check_key
 
 Summary = dict[str, Any]
 
@@ -169,18 +169,35 @@ _TABLE_OPTIONS = {
 
 def read_study(path: Path) -> Study:
     """Read and check a study; every run's settings must be such as `simulate` takes."""
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"study {path}: {error}; expected YAML; correct it") from None
     _check_fields(f"study {path}", content, _FIELDS, {"choose": dict})
     choose = content.get("choose", {"learning-rate": [], "seeds": []})
     _check_fields(f"study {path}: choose", choose, _CHOOSE, {})
-    tables = []
+    for seed in (seeds := [*content["seeds"], *choose["seeds"]]):
+        check_key("seed", seed)
+    if not content["seeds"] or bool(choose["seeds"]) != bool(choose["learning-rate"]):
+        raise ValueError(f"study {path}: got seeds {seeds}, expected at least one; name some")
+    tables: list[Table] = []
     for table in content["tables"]:
         _check_fields(f"study {path}: a table", table, _TABLE, _TABLE_OPTIONS)
+        if table["title"] in (known.title for known in tables):
+            raise ValueError(
+                f"study {path}: two tables are called {table['title']!r}, expected different "
+                "titles; rename one"
+            )
         rows = {}
         for name, changes in table["rows"].items():
-            settings = content["settings"] | table.get("settings", {}) | changes
+            settings = content["settings"] | table.get("settings", {}) | (changes or {})
             clients = settings.pop("num-clients", content["num-clients"])
-            rates = [] if "learning-rate" in changes else choose["learning-rate"]
+            rates = [] if "learning-rate" in settings else choose["learning-rate"]
+            if type(clients) is not int or clients < 1:
+                raise ValueError(
+                    f"study {path}: row {name!r}: num-clients = {clients!r}: expected a whole "
+                    "number at least 1; change it"
+                )
             row = Row(settings, clients, content["seeds"], rates, choose["seeds"])
             try:
                 for rate in rates or [settings.get("learning-rate", AUTO)]:
@@ -242,5 +259,7 @@ def _check_equal(where: str, rows: Mapping[str, Row]) -> None:
 
 def final_of(summary: Summary) -> tuple[str, float]:
     """The task's metric after the last round: its name and value."""
-    final: dict[str, float] = summary["metrics"]["final"]
-    return next((name, value) for name, value in final.items() if name != "loss")
+    name, final = summary["metric"], summary["metrics"]["final"]
+    if name not in final:
+        raise ValueError(f"a run has measured {sorted(final)}, expected {name!r}; evaluate it")
+    return name, final[name]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ravan_flwr.charts import Chart
-from ravan_flwr.config import read_config
 from ravan_flwr.console import megabytes
 from ravan_flwr.history import Run as Directory
 from ravan_flwr.records import write_atomically
@@ -80,7 +79,7 @@ def _lines(table: Table, folder: Path) -> Iterator[_Line]:
         done = [summary for run in runs if (summary := run.summary(folder)) is not None]
         if not done:
             continue
-        rate = read_config(dict(runs[0].settings)).learning_rate
+        rate = done[0]["learning-rate"]
         yield _Line(
             table.title,
             name,
@@ -115,7 +114,8 @@ def markdown(
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         for line in lines:
-            value = f"{100 * line.mean:.1f} ± {100 * line.spread:.1f}"
+            value = f"{100 * line.mean:.1f}"
+            value += f" ± {100 * line.spread:.1f}" if len(line.finals) > 1 else ""
             value = f"**{value}**" if line.mean == best else value
             seeds = " ".join(f"{100 * final:.1f}" for final in line.finals)
             rate = f"{line.rate:g}" + (" (edge)" if line.at_the_edge else "")
@@ -134,7 +134,7 @@ def comma_separated(study: Study, folder: Path) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer)
     writer.writerow(
-        ["table", "row", "metric", "mean", "spread", "seeds", "learning-rate", "chosen", "rank",
+        ["table", "row", "metric", "mean", "spread", "finals", "learning-rate", "chosen", "rank",
          "parameters", "bytes-up", "bytes-down", "seconds"]
     )  # fmt: skip
     for table in study.tables:
