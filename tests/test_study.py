@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from ravan_flwr.cli import main
+from ravan_flwr.config import read_config
 from ravan_flwr.preset import conf_folder
 from ravan_flwr.studies import spec
 from ravan_flwr.studies.running import run_study
@@ -113,6 +114,18 @@ def test_a_table_may_draw_spectra_of_runs_with_their_own_number_of_clients(tmp_p
     }  # fmt: skip
 
 
+def test_a_run_of_a_preset_that_changed_is_run_again(tmp_path):
+    study = read_study(write(tmp_path))
+    run, folder = study.runs(tmp_path)[0], tmp_path / "out"
+    directory = run.folder(folder) / "x"
+    directory.mkdir(parents=True)
+    (directory / "summary.json").write_text("{}")
+    config = read_config(dict(run.settings)).as_dict()
+    for change, done in (({"rank": 13}, True), ({"learning-rate": 0.5}, False)):
+        (directory / "config.json").write_text(json.dumps(config | change))
+        assert (run.directory(folder) is not None) == done
+
+
 METHODS = {"ravan": {}, "fedit": {"method": "fedit"}, "full": {"method": "full"}}
 
 
@@ -172,7 +185,8 @@ def test_runs_that_die_without_a_word_are_listed(tmp_path, monkeypatch, caplog):
     assert not run_study(write(tmp_path), tmp_path / "out", jobs=2)
     assert caplog.text.count("failed: ") == 4
     assert "it ended with status -9 and said nothing" in caplog.text
-    assert (tmp_path / "out" / "results.md").is_file()
+    listed = (tmp_path / "out" / "results.md").read_text().partition("## Failed")[2]
+    assert listed.count("seed=1") == 2
 
 
 def test_an_interrupted_study_begins_no_further_run(tmp_path, monkeypatch):

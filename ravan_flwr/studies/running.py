@@ -28,7 +28,7 @@ def run_study(path: Path, folder: Path, jobs: int = 1, engine: str = "process") 
     failed |= _run_missing("the tables", tables, folder, jobs, engine, clock)
     for run, reason in failed.items():
         log.warning("failed: %s: %s", _words(run), reason)
-    write_tables(study, folder)
+    write_tables(study, folder, {_words(run): reason for run, reason in failed.items()})
     log.info("tables: %s", folder / "results.md")
     return not failed
 

@@ -31,6 +31,7 @@ import statistics
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ from ravan_flwr.keys import AUTO, Scalar, check_key
 Summary = dict[str, Any]
 
 HELD_BACK = 0.2  # the share of its examples that a client holds back while rates are chosen
+# Of a run's configuration, what it may be run with otherwise: a rank of "auto" is a number there.
+_NO_MATTER = {"rank", "output-dir", "report", "tracking", "device", "round-timeout"}
 ENGINES = {"process": "simulate", "flower": "run"}  # and the commands that run them
 TOLERANCE = 0.05  # numbers of parameters that differ by no more are called equal
 
@@ -71,9 +74,19 @@ class Run:
         return study / "runs" / self.name
 
     def directory(self, study: Path) -> Path | None:
-        """The run's directory, if the run is done."""
+        """The run's directory, if it is done, and with the settings as they resolve today."""
         found = sorted(self.folder(study).glob("*/summary.json"))
-        return found[-1].parent if found else None
+        if not found:
+            return None
+        text = (found[-1].parent / "config.json").read_text(encoding="utf-8")
+        same = all(json.loads(text).get(key) == value for key, value in self.resolved.items())
+        return found[-1].parent if same else None
+
+    @cached_property
+    def resolved(self) -> dict[str, Any]:
+        """What a preset and the defaults make of the settings, as far as it matters."""
+        config = read_config(dict(self.settings)).as_dict()
+        return {key: value for key, value in config.items() if key not in _NO_MATTER}
 
     def summary(self, study: Path) -> Summary | None:
         """How the run ended, if it is done."""

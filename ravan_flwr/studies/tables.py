@@ -18,10 +18,13 @@ from ravan_flwr.spectrum import charts as spectrum_charts
 from ravan_flwr.studies.spec import Study, Table, final_of
 
 
-def write_tables(study: Study, folder: Path) -> None:
-    """Write `results.md`, `results.csv` and the pictures of what is done."""
+def write_tables(study: Study, folder: Path, failed: Mapping[str, str]) -> None:
+    """Write `results.md`, `results.csv` and the pictures of what is done, and what failed."""
     pictures = {table.title: charts(table, folder) for table in study.tables}
-    write_atomically(folder / "results.md", markdown(study, folder, pictures).encode())
+    text = markdown(study, folder, pictures)
+    if failed:
+        text += "\n".join(["## Failed", "", *(f"- `{k}`: {v}" for k, v in failed.items()), ""])
+    write_atomically(folder / "results.md", text.encode())
     write_atomically(folder / "results.csv", comma_separated(study, folder).encode())
     for chart in (chart for drawn in pictures.values() for chart in drawn):
         write_atomically(folder / f"{chart.name}.png", chart.png())
