@@ -6,9 +6,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from ravan_flwr.config import read_config
 from ravan_flwr.keys import KEYS, Scalar
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="ravan-flwr",
         description="Federated fine-tuning with multi-head low-rank adapters.",
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands: _Commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command, about in (
         ("simulate", _simulate, "run the app in this process, one client after the other"),
         ("run", _run, "run the app in Flower's simulation runtime, and end what that starts"),
@@ -50,6 +53,14 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
         sub.set_defaults(command=command)
+    _add_study(commands)
+    _add_report(commands)
+    _add_spectrum(commands)
+    _add_export(commands)
+    return parser
+
+
+def _add_study(commands: _Commands) -> None:
     study = commands.add_parser(
         "study",
         help="run a grid of settings and seeds, and write a table",
@@ -63,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
         help="process: each run as `simulate` does; flower: as `run` does (default: process)",
     )  # fmt: skip
     study.set_defaults(command=_study)
+
+
+def _add_report(commands: _Commands) -> None:
     report = commands.add_parser(
         "report",
         help="write a page and pictures of one run, or of several laid over each other",
@@ -73,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, help="folder (default: report/ in the run, or here for several)"
     )
     report.set_defaults(command=_report)
+
+
+def _add_spectrum(commands: _Commands) -> None:
     spectrum = commands.add_parser(
         "spectrum",
         help="plot the singular values and effective ranks of what runs added to the weights",
@@ -82,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     spectrum.add_argument("--output", type=Path, default=Path("spectrum"), help="folder")
     spectrum.add_argument("--top", type=int, default=64, help="values to show (default: 64)")
     spectrum.set_defaults(command=_spectrum)
+
+
+def _add_export(commands: _Commands) -> None:
     export = commands.add_parser(
         "export",
         help="write a run's result as a PEFT or transformers folder",
@@ -94,7 +114,6 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     export.add_argument("folder", type=Path, help="a folder that is new")
     export.set_defaults(command=_export)
-    return parser
 
 
 def _key_table() -> str:

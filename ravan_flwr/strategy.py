@@ -197,7 +197,7 @@ class PeftStrategy(Strategy):
         """The members that are connected and can afford to train; the others are left out."""
         members = self.roster.present(grid)
         able = [member for member in members if self.method.can_train(member.share)]
-        left_out = [member.partition_id for member in members if member not in able]
+        left_out = [m.partition_id for m in members if not self.method.can_train(m.share)]
         if left_out != self._left_out:
             log.info(
                 "%d clients cannot afford the whole of %s and are left out: partitions %s",

@@ -78,8 +78,8 @@ class _Line:
 
 def _lines(table: Table, folder: Path) -> Iterator[_Line]:
     for name, row in table.rows.items():
-        runs = [run for run in row.runs(folder) if run.summary(folder) is not None]
-        done = [summary for run in runs if (summary := run.summary(folder)) is not None]
+        summaries = [run.summary(folder) for run in row.runs(folder)]
+        done = [summary for summary in summaries if summary is not None]
         if not done:
             continue
         rate = done[0]["learning-rate"]
