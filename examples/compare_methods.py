@@ -10,7 +10,6 @@ from pathlib import Path
 
 from ravan_flwr import export_run, result_of, simulate, write_report, write_spectra
 from ravan_flwr.cli import read_settings
-from ravan_flwr.training import evaluate
 
 
 def main(folder: Path, words: list[str]) -> None:
@@ -29,7 +28,7 @@ def main(folder: Path, words: list[str]) -> None:
     # The model itself, with the last state in it, as long as the block lasts.
     with result_of(runs[0]) as bench:
         model = bench.model
-        print(evaluate(model.network, bench.task, bench.test_examples, 256))
+        print(bench.evaluate())
         first = model.method.delta_weights(model.adapters)[0]
         print("delta-weight of", model.layers[0].name, tuple(first.shape), float(first.norm()))
 

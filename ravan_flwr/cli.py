@@ -53,11 +53,25 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
         sub.set_defaults(command=command)
+    _add_fetch(commands)
     _add_study(commands)
     _add_report(commands)
     _add_spectrum(commands)
     _add_export(commands)
     return parser
+
+
+def _add_fetch(commands: _Commands) -> None:
+    fetch = commands.add_parser(
+        "fetch",
+        help="download a preset's model and data, for devices without a connection later",
+        description="Bring what a preset needs of the hub into its cache on this machine.",
+    )
+    fetch.add_argument("preset", help="a preset such as glue-llama")
+    fetch.add_argument(
+        "settings", nargs="*", metavar="KEY=VALUE", help="such as glue-task, model, data"
+    )
+    fetch.set_defaults(command=_fetch)
 
 
 def _add_study(commands: _Commands) -> None:
@@ -176,6 +190,16 @@ def _run(parsed: argparse.Namespace) -> None:
     from ravan_flwr.flower import run_in_flower  # noqa: PLC0415
 
     run_in_flower(config, num_clients or checked.num_clients)
+
+
+def _fetch(parsed: argparse.Namespace) -> None:
+    config, _ = read_settings(parsed.settings)
+    read_config(config | {"preset": parsed.preset})
+
+    from ravan_flwr.fetch import fetch  # noqa: PLC0415
+
+    for line in fetch(config | {"preset": parsed.preset}):
+        sys.stdout.write(line + "\n")
 
 
 def _study(parsed: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from ravan_flwr.model import AdaptedModel
 from ravan_flwr.payload import FIXED, from_record, hash_of, to_record
 from ravan_flwr.plan import largest_share
 from ravan_flwr.roster import Member, code_fingerprint
-from ravan_flwr.tasks.base import Batch, Task
+from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.training import (
     LocalResult,
     LocalSteps,
@@ -30,7 +30,7 @@ from ravan_flwr.training import (
     evaluate,
     train_locally,
 )
-from ravan_flwr.workbench import Examples, Workbench, get_workbench
+from ravan_flwr.workbench import EVALUATION_BATCH, Examples, Workbench, get_workbench
 
 app = ClientApp()
 
@@ -44,7 +44,7 @@ def query(message: Message, context: Context) -> Message:
         node_id=context.node_id,
         partition_id=node.partition_id,
         num_partitions=node.num_partitions,
-        examples=len(node.examples.train_rows),
+        examples=len(node.examples.train),
         share=node.share,
         device=str(bench.model.device),
         free_memory=_free_memory(bench.model.device),
@@ -84,7 +84,7 @@ def _trained(message: Message, node: "_Node", result: LocalResult, started: floa
         {
             "round": _round_of(message),
             "train-loss": result.train_loss,
-            "num-examples": len(node.examples.train_rows),
+            "num-examples": len(node.examples.train),
             "derived": node.bench.model.derived,
             "seconds": time.perf_counter() - started,
         }
@@ -117,7 +117,7 @@ def _take_fixed(model: AdaptedModel, message: Message, context: Context) -> None
 def evaluate_(message: Message, context: Context) -> Message:
     """The global model on this node's own validation part."""
     node = _Node(context)
-    model, number = node.bench.model, len(node.examples.validation_rows)
+    model, number = node.bench.model, len(node.examples.validation)
     if not number:
         raise ValueError(
             f"partition {node.partition_id} has no validation part: got validation-share = "
@@ -125,7 +125,8 @@ def evaluate_(message: Message, context: Context) -> Message:
         )
     _take_fixed(model, message, context)
     with model.holding(from_record(_arrays_of(message))):
-        means = evaluate(model.network, node.bench.task, node.examples.validation, 256)
+        bench, examples = node.bench, node.examples.validation
+        means = evaluate(model, bench.task, examples, EVALUATION_BATCH, bench.config.precision)
     metrics = MetricRecord({"round": _round_of(message), "num-examples": number, **means})
     return _reply(message, {"metrics": metrics})
 
@@ -153,6 +154,13 @@ class _Node:
             config = replace(config, device=read_config({"device": settings["device"]}).device)
         self.config: Config = config
         self.budget = settings.get("budget")
+        path = settings.get("data-path")
+        if path is not None and not isinstance(path, str):
+            raise ValueError(
+                f"node config: data-path is {path!r}, expected the path of a folder as text; "
+                "write it in quotation marks"
+            )
+        self.data_path = path
 
     @property
     def bench(self) -> Workbench:
@@ -160,6 +168,8 @@ class _Node:
 
     @property
     def examples(self) -> Examples:
+        if self.data_path is not None:
+            return self.bench.own_examples(self.data_path, self.partition_id)
         return self.bench.partition(self.partition_id, self.num_partitions)
 
     @property
@@ -188,7 +198,7 @@ class _Node:
             config.proximal_mu,
         )
 
-    def work(self, message: Message) -> tuple[AdaptedModel, Task, Batch, Tensors]:
+    def work(self, message: Message) -> tuple[AdaptedModel, Task, Encoded, Tensors]:
         """What every kind of local work begins with."""
         bench, broadcast = self.bench, from_record(_arrays_of(message))
         return bench.model, bench.task, self.examples.train, broadcast

@@ -5,8 +5,10 @@ plain arguments.
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ravan_flwr.keys import AUTO, KEYS, Scalar, check_key
@@ -21,6 +23,7 @@ class Config:
     task: str
     model: ModelSpec
     data: DataSpec
+    glue_task: str  # "" where there is none
     method: str
     seed: int
     num_clients: int  # of the preset; a federation may have another number
@@ -38,6 +41,7 @@ class Config:
     partition_alpha: float
     rank: int | None  # None: the largest within the budget, known once the layers are
     lora_scale: float
+    parameter_budget: str
     lora_rank: int  # the budget: the parameters of a LoRA of this rank
     heads: int
     init: str
@@ -52,6 +56,9 @@ class Config:
     eval_every: int
     device: str
     precision: str
+    max_length: int  # tokens of a text; 0 where there is none
+    gradient_checkpointing: str
+    quantize: str
     output_dir: str
     resume: str
     report: str
@@ -62,8 +69,10 @@ class Config:
     max_update_norm: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For `config.json`: kebab-case keys, as in the run config."""
-        return _kebab(dataclasses.asdict(self))
+        """For `config.json`: kebab-case keys, as in the run config, and what JSON holds."""
+        values = _kebab(dataclasses.asdict(self))
+        plain: dict[str, Any] = json.loads(json.dumps(values))
+        return plain
 
 
 def _kebab(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +98,12 @@ def resolved_config(content: Mapping[str, Any], where: str) -> Config:
 
 
 def _snake(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key.replace("-", "_"): value for key, value in values.items()}
+    return {key.replace("-", "_"): _tuples(value) for key, value in values.items()}
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has lists only."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def read_config(run_config: Mapping[str, Scalar]) -> Config:
@@ -102,14 +116,19 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
     for key in FROM_PRESET:
         if values[key] == AUTO:
             values[key] = preset.run[key]
+    budget, method = str(values["parameter-budget"]), str(values["method"])
+    if values["rank"] == AUTO and run_config.get("lora-rank", AUTO) == AUTO:
+        # The preset's ranks are those of its own heads.
+        own = run_config.get("heads", AUTO) in (AUTO, preset.run["heads"])
+        values["rank"] = preset.ranks[budget].get(method, AUTO) if own else AUTO
+    if values["lora-rank"] == AUTO:
+        values["lora-rank"] = preset.lora_rank[budget]
     if values["learning-rate"] == AUTO:
-        method, classifier = str(values["method"]), str(values["classifier"])
-        values["learning-rate"] = preset.default_learning_rate(method, classifier)
+        values["learning-rate"] = preset.learning_rate(method, values)
     if values["calibration-learning-rate"] == AUTO:
-        rates = preset.learning_rate.get("full", {})
-        values["calibration-learning-rate"] = rates.get(
-            str(values["classifier"]), values["learning-rate"]
-        )
+        known = "full" in preset.rates
+        rate = preset.learning_rate("full", values) if known else values["learning-rate"]
+        values["calibration-learning-rate"] = rate
     if values["server-learning-rate"] == AUTO:
         values["server-learning-rate"] = 0.01 if values["server-optimizer"] == "adam" else 1.0
     _check_device(str(values["device"]))
@@ -118,15 +137,82 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
             "evaluate-on = 'clients' needs examples to evaluate on: got validation-share = 0, "
             "expected above 0; set validation-share=0.1, say"
         )
+    glue_task = str(values.pop("glue-task"))
+    data = preset.data_of(glue_task)
+    values["max-length"] = _max_length(values["max-length"], preset)
+    model = _model(preset.model, str(values.pop("model")), str(values.pop("targets")))
+    place = str(values.pop("data"))
     fields: dict[str, Any] = {key.replace("-", "_"): value for key, value in values.items()}
     fields["rank"] = None if fields["rank"] == AUTO else fields["rank"]
     return Config(
         task=preset.task,
-        model=preset.model,
-        data=preset.data,
+        model=model,
+        data=data if place == AUTO else _data(data, place),
+        glue_task=data.subset if preset.glue_tasks else "",
         num_clients=preset.run["num-clients"],
         **fields,
     )
+
+
+def absolute_paths(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """The same with every path absolute: other processes may have other working directories."""
+    values = dict(run_config)
+    for key in ("resume", "output-dir", "model", "data"):
+        path = Path(str(values.get(key) or AUTO)).expanduser()
+        named = key in ("resume", "output-dir") or path.is_dir()  # not an id of the hub
+        if str(path) != AUTO and named:
+            values[key] = str(path.absolute())
+    return values
+
+
+def _model(spec: ModelSpec, name: str, targets: str) -> ModelSpec:
+    """The preset's model, or another one in its place."""
+    if name != AUTO:
+        spec = ModelSpec("hub", *_place("model", name))
+    if targets != AUTO:
+        ends = tuple(end.strip() for end in targets.split(","))
+        if not all(ends):
+            raise ValueError(
+                f"targets = {targets!r}: expected ends of layers' names with commas between "
+                "them, such as q_proj,v_proj; correct it"
+            )
+        spec = dataclasses.replace(spec, targets=ends)
+    return spec
+
+
+def _data(spec: DataSpec, place: str) -> DataSpec:
+    """The preset's data from another place."""
+    name, revision = _place("data", place)
+    if spec.source != "hub":
+        raise ValueError(
+            f"data = {place!r}: the preset's examples come with the app, expected 'auto'; leave "
+            "it out, or take a preset whose data set is on the hub"
+        )
+    return dataclasses.replace(spec, name=name, revision=revision)
+
+
+def _place(key: str, text: str) -> tuple[str, str]:
+    """(name, revision) of `name`, or `name@revision`; a folder has no revision."""
+    if Path(text).expanduser().is_dir():
+        return str(Path(text).expanduser()), ""
+    name, _, revision = text.partition("@")
+    parts = name.split("/")
+    if len(parts) > 2 or not all(parts) or name.startswith((".", "~")):
+        raise ValueError(
+            f"{key} = {text!r}: found no such folder, and an id of the hub looks like org/name or "
+            "org/name@revision; correct it"
+        )
+    return name, revision
+
+
+def _max_length(value: Scalar, preset: Preset) -> int:
+    if value == AUTO:
+        return preset.max_length
+    if not preset.max_length:
+        raise ValueError(
+            f"max-length = {value!r}: {preset.path} has no texts, expected 'auto'; leave it out"
+        )
+    return int(value)
 
 
 def _check_device(device: str) -> None:

@@ -1,22 +1,32 @@
-"""The examples: a source split into train and test, and a client's partition of the first."""
+"""The examples: a source split into train and test, a client's part of the first, or its own.
+
+Simulated clients share a data set, dealt out by the partitioners of flwr-datasets. A device
+has a folder of its own (`data-path` in its node config), which is read where it lies.
+"""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import datasets
 import numpy as np
 from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner, Partitioner
 
+from ravan_flwr.hub import cache_of, load_data, telling
 from ravan_flwr.preset import DataSpec
 from ravan_flwr.seeding import derive
 
 
 def load_splits(spec: DataSpec) -> datasets.DatasetDict:
-    """`train` and `test` of the source, the same on every machine."""
-    return SOURCES[spec.source](spec)
+    """`train` and the server's test splits, the same on every machine, columns by their role."""
+    splits = SOURCES[spec.source](spec)
+    for name, split in splits.items():
+        splits[name] = _by_role(split, spec, f"data {spec.name or spec.source}, {name}")
+    return splits
 
 
-def _sklearn_digits(spec: DataSpec) -> datasets.DatasetDict:
+def _sklearn_digits(_: DataSpec) -> datasets.DatasetDict:
     """The 1,797 handwritten 8 x 8 digits of scikit-learn, 80 % to train and 20 % to test."""
     from sklearn.datasets import load_digits  # noqa: PLC0415 (only this source needs it)
 
@@ -25,14 +35,14 @@ def _sklearn_digits(spec: DataSpec) -> datasets.DatasetDict:
     features = datasets.Features(
         {
             "image": datasets.Array2D((8, 8), "float32"),
-            spec.label_column: datasets.ClassLabel(names=[str(digit) for digit in range(10)]),
+            "label": datasets.ClassLabel(names=[str(digit) for digit in range(10)]),
         }
     )
     test = _fifth_of_each_class(labels)
     return datasets.DatasetDict(
         {
             name: datasets.Dataset.from_dict(
-                {"image": images[rows], spec.label_column: labels[rows]}, features=features
+                {"image": images[rows], "label": labels[rows]}, features=features
             )
             for name, rows in (("train", ~test), ("test", test))
         }
@@ -49,12 +59,105 @@ def _fifth_of_each_class(labels: np.ndarray) -> np.ndarray:
     return chosen
 
 
-SOURCES = {"sklearn-digits": _sklearn_digits}
+SOURCES = {"sklearn-digits": _sklearn_digits, "hub": load_data}
 
 
-def num_labels(spec: DataSpec) -> int:
-    """How many classes a source has, known without loading it."""
-    return {"sklearn-digits": 10}[spec.source]
+def _by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.Dataset:
+    """The same with its columns called as what they are for; others are left out.
+
+    A column may be called as in the preset, or by its role already.
+    """
+    found = {}
+    for role, column in spec.columns:
+        there = next((name for name in (column, role) if name in examples.column_names), None)
+        if there is None:
+            raise ValueError(
+                f"{where}: got the columns {examples.column_names}, expected {column!r} or "
+                f"{role!r} among them; rename one"
+            )
+        found[there] = role
+    kept, other = [*found], spec.partition_by
+    if other not in dict(spec.columns) and other in examples.column_names:
+        kept = list(dict.fromkeys([*kept, other]))
+    return examples.select_columns(kept).rename_columns(
+        {column: role for column, role in found.items() if column != role}
+    )
+
+
+def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str) -> np.ndarray:
+    """The numbers of the examples' labels: names are looked up, numbers must be in range."""
+    feature, column = examples.features["label"], examples["label"][:]
+    if isinstance(feature, datasets.ClassLabel):
+        column = [feature.names[number] if number >= 0 else None for number in column]
+    if column and isinstance(column[0], int):
+        numbers = np.asarray(column)
+        wrong = sorted(set(numbers[(numbers < 0) | (numbers >= len(labels))].tolist()))
+        expected = f"numbers from 0 to {len(labels) - 1}"
+    else:
+        known = {name: number for number, name in enumerate(labels)}
+        wrong = sorted({str(name) for name in column if name not in known})
+        numbers = np.asarray([known.get(name, -1) for name in column])
+        expected = ", ".join(labels)
+    if wrong:
+        shown = ", ".join(map(str, wrong[:20])) + (", ..." if len(wrong) > 20 else "")
+        raise ValueError(
+            f"{where}: got unknown labels {shown}; expected {expected}; rename them, or take the "
+            "examples out"
+        )
+    return numbers
+
+
+# A device's own examples.
+
+_KINDS = {
+    ".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json",
+    ".png": "imagefolder", ".jpg": "imagefolder", ".jpeg": "imagefolder", ".bmp": "imagefolder",
+    ".webp": "imagefolder", ".tif": "imagefolder", ".tiff": "imagefolder",
+}  # fmt: skip
+
+
+def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
+    """The examples in a device's folder: images in a folder a label, parquet, CSV, JSON lines."""
+    folder = Path(path).expanduser()
+    where = f"node config: data-path = {path!r}"
+    if not folder.is_absolute() or not folder.exists():
+        raise ValueError(
+            f"{where}: found no such folder, expected the absolute path of one on this device; "
+            "correct it"
+        )
+    files = sorted(file for file in folder.rglob("*") if file.is_file()) or [folder]
+    by_kind: dict[str, list[str]] = {}
+    for file in files:
+        if kind := _KINDS.get(file.suffix.lower()):
+            by_kind.setdefault(kind, []).append(str(file))
+    if "imagefolder" in by_kind:  # a metadata.csv or .jsonl may stand beside the images
+        by_kind = {"imagefolder": by_kind["imagefolder"]}
+    if len(by_kind) != 1:
+        got = " and ".join(sorted(by_kind)) or f"{len(files)} files of other kinds"
+        raise ValueError(
+            f"{where}: got {got}, expected images, parquet, CSV or JSON lines, and one kind of "
+            "them; take the others out"
+        )
+    ((kind, names),) = by_kind.items()
+    how = {"data_dir": str(folder)} if kind == "imagefolder" else {"data_files": names}
+    with telling("data", path):
+        try:
+            cache = str(cache_of(folder))
+            examples = datasets.load_dataset(kind, split="train", cache_dir=cache, **how)
+        except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+            if "corresponds to no data" in str(error):
+                raise ValueError(f"{where}: got no example, expected some; fill it") from None
+            cause = error.__cause__ or error
+            raise ValueError(
+                f"{where}: it cannot be read as {kind}: {type(cause).__name__}: {cause}; correct "
+                "the files"
+            ) from None
+    if not len(examples):
+        raise ValueError(f"{where}: got no example, expected some; fill it")
+    return _by_role(examples, spec, where)
+
+
+# Shares of a data set.
 
 
 @dataclass(frozen=True)
@@ -67,18 +170,24 @@ class Partition:
     seed: int
 
 
-def deal_out(train: datasets.Dataset, partition: Partition, label_column: str) -> list[np.ndarray]:
-    """The rows of `train` that each client has, as the partitioners of flwr-datasets deal them."""
+def deal_out(train: datasets.Dataset, partition: Partition, column: str) -> list[np.ndarray]:
+    """The rows of `train` that each client has, as the partitioners of flwr-datasets deal them.
+
+    Under Dirichlet, clients differ in how often they have each value of the column.
+    """
     if partition.number > len(train):
         raise ValueError(
             f"{partition.number} clients share {len(train)} examples, expected at least one "
             "each; use fewer clients"
         )
-    rows = datasets.Dataset.from_dict(
-        {"row": np.arange(len(train)), label_column: train[label_column][:]}
-    )
+    if column not in train.column_names:
+        raise ValueError(
+            f"partition-by = {column!r}: the examples have {train.column_names}, expected one of "
+            "them; correct the preset"
+        )
+    rows = datasets.Dataset.from_dict({"row": np.arange(len(train)), column: train[column][:]})
     seed = derive(partition.seed, "partition") % 2**32
-    partitioner = PARTITIONERS[partition.kind](rows, partition, label_column, seed)
+    partitioner = PARTITIONERS[partition.kind](rows, partition, column, seed)
     return [
         np.asarray(partitioner.load_partition(client).with_format("numpy")["row"][:])
         for client in range(partition.number)
@@ -92,10 +201,8 @@ def _iid(rows: datasets.Dataset, partition: Partition, _: str, seed: int) -> Par
     return partitioner
 
 
-def _dirichlet(
-    rows: datasets.Dataset, partition: Partition, label_column: str, seed: int
-) -> Partitioner:
-    """Every client's class proportions drawn from a Dirichlet distribution.
+def _dirichlet(rows: datasets.Dataset, partition: Partition, column: str, seed: int) -> Partitioner:
+    """Every client's proportions drawn from a Dirichlet distribution.
 
     Draws that leave a client with next to nothing are repeated, by flwr-datasets ten times
     a seed, then with further seeds.
@@ -106,7 +213,7 @@ def _dirichlet(
         for attempt in range(20):
             partitioner = DirichletPartitioner(
                 num_partitions=partition.number,
-                partition_by=label_column,
+                partition_by=column,
                 alpha=partition.alpha,
                 min_partition_size=smallest,
                 seed=seed + attempt,
@@ -114,7 +221,9 @@ def _dirichlet(
             partitioner.dataset = rows
             try:
                 partitioner.load_partition(0)  # this draws, for all clients
-            except ValueError:
+            except ValueError as error:
+                if "number of attempts" not in str(error):
+                    raise
                 continue
             return partitioner
     raise ValueError(

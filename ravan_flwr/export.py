@@ -15,10 +15,10 @@ from typing import Any
 
 import safetensors.torch
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ravan_flwr.hub import no_bars
 from ravan_flwr.model import build_network
 from ravan_flwr.records import RunDirectory, write_atomically
 from ravan_flwr.result import result_of
@@ -93,30 +93,26 @@ def write_adapter(folder: Path, bench: Workbench) -> None:
 
 def write_merged(folder: Path, bench: Workbench) -> None:
     """Write the network without adapters, their delta-weights added to its weights."""
-    network = merged_network(bench)
-    labels = bench.label_names
-    network.config.id2label = dict(enumerate(labels))
-    network.config.label2id = {label: number for number, label in enumerate(labels)}
-    # The bar that it draws would end up among a run's lines.
-    shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
+    network, reader = merged_network(bench), bench.task.reader
+    with no_bars():
         network.save_pretrained(folder)
-    finally:
-        if shown:
-            transformers.utils.logging.enable_progress_bar()
+        if reader is not None:
+            reader.save_pretrained(folder)
 
 
 def merged_network(bench: Workbench) -> PreTrainedModel:
     """A network of its own, which computes what the adapted one does now."""
     model, config = bench.model, bench.config
-    network, _, _ = build_network(config.model, bench.num_labels, config.seed)
+    network = build_network(config.model, bench.task, config.seed).network
+    if labels := config.data.labels:
+        network.config.id2label = dict(enumerate(labels))
+        network.config.label2id = {label: number for number, label in enumerate(labels)}
     now = dict(model.network.named_parameters())
     deltas = dict(zip(model.layers, model.method.delta_weights(model.adapters), strict=True))
     adapted = {f"{layer.name}.weight": delta for layer, delta in deltas.items()}
     with torch.no_grad():
         for name, parameter in network.named_parameters():
-            if name in now:
+            if name in now and now[name].dtype == parameter.dtype:  # not in few bits
                 parameter.copy_(now[name])
             elif name in adapted:
                 parameter.copy_(parameter.float() + adapted[name].float().cpu())

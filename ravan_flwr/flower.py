@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from ravan_flwr.config import absolute_paths
 from ravan_flwr.keys import Scalar
 
 START_TIMEOUT = 60.0
@@ -144,10 +145,7 @@ def run_in_flower(config: Mapping[str, Scalar], num_clients: int) -> None:
         raise ValueError(
             f"found no pyproject.toml in {app}, expected the app's folder; change into it"
         )
-    settings: dict[str, Scalar] = {"output-dir": "runs", **config}
-    for key in ("output-dir", "resume"):  # the SuperLink has another working directory
-        if settings.get(key):
-            settings[key] = str(Path(str(settings[key])).expanduser().absolute())
+    settings = absolute_paths({"output-dir": "runs", **config})
     run_config = " ".join(f"{key}={_toml(value)}" for key, value in settings.items())
     federation = f"num-supernodes={num_clients} client-resources-num-cpus=1"
     sys.stdout.write(

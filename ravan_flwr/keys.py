@@ -49,6 +49,18 @@ class Key:
 # What each key is. `pyproject.toml` repeats the defaults for Flower, and a test compares them.
 KEYS: dict[str, Key] = {
     "preset": Key(str, "digits-vit", "task, model and settings: a file of conf/"),
+    "model": Key(
+        str, AUTO, "in place of the preset's: an id of the hub, id@revision, or a folder"
+    ),
+    "targets": Key(
+        str, AUTO, "layers to adapt, by the ends of their names, with commas; auto: q and v"
+    ),
+    "data": Key(
+        str, AUTO, "in place of the preset's, of its schema: an id of the hub, or a folder"
+    ),
+    "glue-task": Key(
+        str, AUTO, "of preset glue-llama", ("mnli", "qnli", "qqp", "sst2", "rte")
+    ),
     "method": Key(str, "ravan", "federated method", tuple(METHODS)),
     "seed": Key(int, 0, "every random choice is a function of it", low=0, high=2**31 - 1),
     "num-rounds": Key(int, AUTO, "rounds", low=1, high=1_000_000),
@@ -70,10 +82,15 @@ KEYS: dict[str, Key] = {
     "partition-alpha": Key(
         float, AUTO, "Dirichlet concentration", low=0, low_open=True, high=1_000_000
     ),
+    "parameter-budget": Key(
+        str, "lower", "of the preset's two: its ranks and rates", ("lower", "higher")
+    ),
     "lora-rank": Key(
         int, AUTO, "the budget: as many parameters as a LoRA of this rank has", low=1, high=65_536
     ),
-    "rank": Key(int, AUTO, "r; auto: what the budget allows the method", low=1, high=65_536),
+    "rank": Key(
+        int, AUTO, "r; auto: the preset's, or what the budget allows the method", low=1, high=65_536
+    ),
     "lora-scale": Key(
         float, 1.0, "alpha / r of the LoRA methods", low=0, low_open=True, high=1e3
     ),
@@ -106,6 +123,15 @@ KEYS: dict[str, Key] = {
     "device": Key(str, AUTO, "auto, cpu, cuda, cuda:N or mps"),
     "precision": Key(
         str, "float32", "of the local steps' products", ("float32", "bfloat16", "float16")
+    ),
+    "max-length": Key(
+        int, AUTO, "tokens of a text, the rest is cut off", low=1, high=1_048_576
+    ),
+    "gradient-checkpointing": Key(
+        str, "no", "compute activations twice and keep few", ("yes", "no")
+    ),
+    "quantize": Key(
+        str, "none", "the frozen backbone, by bitsandbytes", ("none", "8bit", "4bit")
     ),
     "output-dir": Key(str, AUTO, "folder of the run directories, an absolute path"),
     "resume": Key(str, "", "a run directory to go on with"),

@@ -5,9 +5,11 @@ classifier: drawn from the seed, and then frozen, or trained and averaged.
 """
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 
 from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.backbones import read_backbone
+from ravan_flwr.hub import config_of, model_folder, no_bars
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, check_tensor
 from ravan_flwr.preset import ModelSpec
 from ravan_flwr.seeding import generator
+from ravan_flwr.tasks.base import Task
 
 
 class AdaptedModel:
@@ -29,23 +34,27 @@ class AdaptedModel:
 
     def __init__(
         self,
-        network: nn.Module,
-        classifier: list[nn.Parameter],
+        backbone: "Backbone",
         make_method: Callable[[list[Layer], int], Method],
-        targets: tuple[str, ...],
         *,
         train_classifier: bool,
     ) -> None:
+        network, classifier = backbone.network, backbone.classifier
         network.requires_grad_(False)
         self.network = network
+        self.backbone_fingerprint = backbone.fingerprint
         pretrained = pretrained_parameters(network, classifier)
-        self.backbone_fingerprint = _fingerprint(pretrained)
-        self.layers = find_layers(network, targets)
-        self.method = make_method(self.layers, num_parameters(pretrained))
+        self.layers = find_layers(network, backbone.targets)
+        self.method = make_method(self.layers, backbone.size)
         self.adapters = self.method.install(network, pretrained)
         self.classifier = classifier
         self.train_classifier = train_classifier
-        self._drawn_classifier = nn.utils.parameters_to_vector(classifier).detach().clone()
+        if train_classifier and not classifier:
+            raise ValueError(
+                "classifier = 'trained': the model has none, it answers with its pretrained "
+                "language-model head; expected 'frozen'; set it"
+            )
+        self._drawn_classifier = self._flat_classifier()
         self.fixed_hash = ""  # of the method's fixed tensors, once it has them
         self.seed_fingerprint = self.derived = self._derived_fingerprint()
         self._state_at_rest = self.initial_state()
@@ -62,6 +71,11 @@ class AdaptedModel:
         """How many a client with the whole budget trains, the classifier included."""
         classifier = len(self._drawn_classifier) if self.train_classifier else 0
         return self.method.trainable_parameters() + classifier
+
+    def _flat_classifier(self) -> Tensor:
+        """One after the other; a copy."""
+        parts = [parameter.detach().flatten() for parameter in self.classifier]
+        return torch.cat(parts) if parts else torch.zeros(0)
 
     def load_fixed(self, fixed_hash: str, fixed: Tensors) -> None:
         """Take a method's fixed tensors, if they are not those that it has."""
@@ -89,6 +103,8 @@ class AdaptedModel:
             self._load(self._state_at_rest)
             for parameter in self.network.parameters():
                 parameter.grad = None
+            if self.device.type == "cuda":  # for the other processes on it
+                torch.cuda.empty_cache()
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         self.method.load(self.adapters, {k: v for k, v in tensors.items() if k != CLASSIFIER})
@@ -105,8 +121,7 @@ class AdaptedModel:
         """What the client sends after its local steps."""
         tensors = self.method.upload(self.adapters)
         if self.train_classifier:
-            flat = nn.utils.parameters_to_vector(self.classifier).detach()
-            tensors[CLASSIFIER] = flat.cpu().clone()
+            tensors[CLASSIFIER] = self._flat_classifier().cpu()
         return tensors
 
     def parameters(self) -> list[nn.Parameter]:
@@ -116,77 +131,192 @@ class AdaptedModel:
 
     @property
     def device(self) -> torch.device:
-        return self.classifier[0].device
+        return next(self.network.parameters()).device
 
 
-def build_network(
-    spec: ModelSpec, num_labels: int, seed: int
-) -> tuple[PreTrainedModel, list[nn.Parameter], tuple[str, ...]]:
-    """The network with pretrained weights, its classifier, and the ends of its targets' names."""
-    settings, weights = SOURCES[spec.source](spec)
-    network = _architecture(settings, num_labels)
+@dataclass(frozen=True)
+class Backbone:
+    """A network before anything is put into it."""
+
+    network: PreTrainedModel
+    classifier: list[nn.Parameter]  # what is drawn from the seed, or was trained for these labels
+    targets: tuple[str, ...]  # the ends of the names of the layers to adapt
+    fingerprint: str  # of what is pretrained
+    size: int  # how many pretrained parameters
+
+
+def build_network(spec: ModelSpec, task: Task, seed: int) -> Backbone:
+    """The network for a task with its pretrained weights, on the CPU."""
+    network, lacking = LOADERS[spec.source](spec, task)
+    for name in lacking:
+        _draw(name, network.get_parameter(name), generator(seed, "classifier", name))
+    heads = _heads(network) if task.data.labels and not _generates(task) else []
+    names = sorted({*lacking, *heads}, key=[n for n, _ in network.named_parameters()].index)
+    classifier = [network.get_parameter(name) for name in names]
+    pretrained = pretrained_parameters(network, classifier)
+    task.adjust(network)
+    return Backbone(
+        network.eval(), classifier, _targets(spec, network), _fingerprint(pretrained),
+        num_parameters(pretrained),
+    )  # fmt: skip
+
+
+def build_skeleton(spec: ModelSpec, task: Task) -> Backbone:
+    """The same network without weights, on the meta device, for plans and estimates."""
+    settings = dict(spec.shape) or CONFIGS[spec.source](spec)
+    with torch.device("meta"):
+        network = _architecture(settings, task)
+    task.adjust(network)
+    heads = [] if _generates(task) else [network.get_parameter(n) for n in _heads(network)]
+    size = num_parameters(pretrained_parameters(network, heads))
+    return Backbone(network, heads, _targets(spec, network), "", size)
+
+
+def _generates(task: Task) -> bool:
+    """Does it answer with the pretrained language-model head, which is no classifier?"""
+    return task.data.target_length > 0
+
+
+def _heads(network: PreTrainedModel) -> list[str]:
+    """The parameters beside the base model: the classifier."""
+    base = network.base_model_prefix + "."
+    return [name for name, _ in network.named_parameters() if not name.startswith(base)]
+
+
+def _architecture(settings: Mapping[str, Any], task: Task) -> PreTrainedModel:
+    return network_class(settings, task)(_config(settings, task))
+
+
+def network_class(settings: Mapping[str, Any], task: Task) -> type[PreTrainedModel]:
+    """The class of transformers that serves an architecture for a task."""
+    # By its name: the Auto classes import every architecture to find one.
+    table: dict[str, str | tuple[str, ...]] = getattr(modeling_auto, task.classes)
+    kind = settings.get("model_type", "")
+    if kind not in table:
+        words = task.classes.removeprefix("MODEL_FOR_").removesuffix("_MAPPING_NAMES")
+        raise ValueError(
+            f"model of architecture {kind!r}: transformers has none of that architecture for "
+            f"{words.lower().replace('_', ' ')}; choose another model"
+        )
+    names = table[kind]
+    first = names if isinstance(names, str) else names[0]
+    network: type[PreTrainedModel] = getattr(transformers, first)
+    return network
+
+
+def _config(settings: Mapping[str, Any], task: Task) -> Any:
+    config = AutoConfig.for_model(**settings)
+    if task.data.labels and not _generates(task):
+        config.num_labels = len(task.data.labels)
+    return config
+
+
+def _targets(spec: ModelSpec, network: PreTrainedModel) -> tuple[str, ...]:
+    if spec.targets:
+        return spec.targets
+    model_type = str(network.config.model_type)
+    if model_type not in TARGETS:
+        linears = [
+            name for name, module in network.named_modules() if isinstance(module, nn.Linear)
+        ]
+        raise ValueError(
+            f"model {spec.name}: no layers to adapt are known for its architecture "
+            f"{model_type!r}, only for {', '.join(TARGETS)}; name the ends of their names with "
+            f"targets=..., of its linear layers {', '.join(linears)}"
+        )
+    return TARGETS[model_type]
+
+
+def _bundled(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str]]:
+    """A backbone that travels with the app, and the names of the parameters that it lacks."""
+    settings, weights = read_backbone(bundled_file(spec))
+    network = _architecture(settings, task)
     result = network.load_state_dict(weights, strict=False)
-    if result.unexpected_keys or any(not k.startswith("classifier") for k in result.missing_keys):
+    if result.unexpected_keys or set(result.missing_keys) != set(_heads(network)):
         raise ValueError(
             f"model {spec.name}: its weights do not fit this transformers: unexpected "
             f"{result.unexpected_keys}, missing {result.missing_keys}; install the version in "
             "constraints.txt"
         )
-    classifier = [network.get_parameter(name) for name in result.missing_keys]
-    for name, parameter in zip(result.missing_keys, classifier, strict=True):
-        _draw(parameter, generator(seed, "classifier", name))
-    return network.eval(), classifier, _targets(spec, network)
+    return network, result.missing_keys
 
 
-def build_skeleton(
-    spec: ModelSpec, num_labels: int
-) -> tuple[PreTrainedModel, list[nn.Parameter], tuple[str, ...]]:
-    """The same network without weights, on the meta device, for plans and estimates."""
-    settings, weights = SOURCES[spec.source](spec)
-    with torch.device("meta"):
-        network = _architecture(settings, num_labels)
-    lacking = [p for name, p in network.named_parameters() if name not in weights]
-    return network, lacking, _targets(spec, network)
-
-
-def _architecture(settings: dict[str, Any], num_labels: int) -> PreTrainedModel:
-    # The class by its name: the Auto classes import every architecture to find one.
-    network_class: type[PreTrainedModel] = getattr(transformers, settings["architectures"][0])
-    config = AutoConfig.for_model(**settings)
-    config.num_labels = num_labels
-    return network_class(config)
-
-
-def _targets(spec: ModelSpec, network: PreTrainedModel) -> tuple[str, ...]:
-    model_type = str(network.config.model_type)
-    if model_type not in TARGETS:
-        raise ValueError(
-            f"model {spec.name}: its architecture is {model_type!r}, expected one of "
-            f"{', '.join(TARGETS)}; choose another model"
-        )
-    return TARGETS[model_type]
-
-
-def _bundled(spec: ModelSpec) -> tuple[dict[str, Any], Tensors]:
-    """The configuration and weights of a backbone that travels with the app."""
+def bundled_file(spec: ModelSpec) -> Path:
+    """The file of a bundled backbone."""
     path = Path(__file__).resolve().parent / "backbones" / f"{spec.name}.json"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in path.parent.glob("*.json")))
         raise ValueError(f"model {spec.name!r} is not bundled; expected one of: {known}")
-    return read_backbone(path)
+    return path
 
 
-SOURCES = {"bundled": _bundled}
+def _from_folder(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str]]:
+    """A model of the hub or of a folder, and the names of the parameters that it lacks.
+
+    A classifier is kept where it was trained for the task's labels, and drawn anew elsewhere.
+    """
+    folder = model_folder(spec)
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    _check_shape(spec, settings)
+    config = _config(settings, task)
+    with no_bars():
+        loaded: Any = network_class(settings, task).from_pretrained(
+            folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True,
+            output_loading_info=True, use_safetensors=True, local_files_only=True,
+        )  # fmt: skip
+    network, found = loaded
+    lacking = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    heads = set(_heads(network))
+    if wrong := sorted(name for name in lacking - heads if ".pooler." not in f".{name}"):
+        raise ValueError(
+            f"model {spec.name}: its weights lack {', '.join(wrong[:5])}"
+            f"{' and more' if len(wrong) > 5 else ''} of {type(network).__name__}, which only "
+            "pretraining gives; choose another model"
+        )
+    names = tuple(str(settings.get("id2label", {}).get(str(n))) for n in range(config.num_labels))
+    if names != task.data.labels and not _generates(task):
+        lacking |= heads
+    return network, [name for name, _ in network.named_parameters() if name in lacking]
 
 
-def _draw(parameter: nn.Parameter, random: torch.Generator) -> None:
+def _check_shape(spec: ModelSpec, settings: Mapping[str, Any]) -> None:
+    """A preset's plan was made for a shape, which must be that of the model."""
+    for key, expected in spec.shape:
+        if key in settings and settings[key] != expected:
+            raise ValueError(
+                f"model {spec.name}: its config.json says {key} = {settings[key]!r}, but the "
+                f"preset's shape {expected!r}; correct the preset"
+            )
+
+
+# source -> the network with its weights, and what it lacks; its configuration alone.
+LOADERS = {"bundled": _bundled, "hub": _from_folder}
+CONFIGS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
+    "bundled": lambda spec: read_backbone(bundled_file(spec))[0],
+    "hub": config_of,
+}
+
+
+def _draw(name: str, parameter: nn.Parameter, random: torch.Generator) -> None:
     """Weights so that logits of normalised features have variance one; biases of zero."""
     with torch.no_grad():
         if parameter.ndim < 2:
-            parameter.zero_()
+            parameter.fill_(float(name.endswith("weight")))  # that of a normalisation
             return
         values = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
         parameter.copy_(values / math.sqrt(parameter.shape[1]))
+
+
+def checkpoint_gradients(network: PreTrainedModel, name: str) -> None:
+    """Keep few activations for the backward pass, and compute the others again."""
+    if not network.supports_gradient_checkpointing:
+        raise ValueError(
+            f"gradient-checkpointing = 'yes': model {name}, a {type(network).__name__}, cannot; "
+            "leave it out"
+        )
+    # The method's name of transformers 5, and that of its first releases.
+    newer = getattr(network, "activation_checkpointing_enable", None)
+    (newer or network.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def pretrained_parameters(

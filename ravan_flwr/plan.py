@@ -18,14 +18,13 @@ from transformers import PreTrainedModel
 from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.budgets import SHARES, affordable
 from ravan_flwr.config import Config, read_config
-from ravan_flwr.dataset import num_labels
 from ravan_flwr.keys import Scalar
 from ravan_flwr.methods.base import Method
-from ravan_flwr.model import build_skeleton, num_parameters, pretrained_parameters
+from ravan_flwr.model import build_skeleton, checkpoint_gradients, pretrained_parameters
+from ravan_flwr.quantize import BITS, quantizable
 from ravan_flwr.seeding import generator
-from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.base import Task
-from ravan_flwr.workbench import make_method
+from ravan_flwr.workbench import make_method, make_task
 
 ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 each
 
@@ -58,21 +57,25 @@ class _Skeleton:
     layers: list[Layer]
     adapters: list[nn.Module]
     classifier: list[nn.Parameter]  # empty when it is frozen
+    saved: int  # bytes, by keeping the backbone in few bits
 
     @classmethod
     def build(cls, config: Config) -> "_Skeleton":
-        network, lacking, targets = build_skeleton(config.model, num_labels(config.data))
-        network.requires_grad_(False)
-        layers = find_layers(network, targets)
+        skeleton = build_skeleton(config.model, make_task(config))
+        network, lacking = skeleton.network.requires_grad_(False), skeleton.classifier
+        if config.gradient_checkpointing == "yes":
+            checkpoint_gradients(network, config.model.name)
+        layers = find_layers(network, skeleton.targets)
         pretrained = pretrained_parameters(network, lacking)
         # Which heads are chosen is all the same, and scores cannot be computed here.
         config = replace(config, scoring="random")
-        method = make_method(config, layers, num_parameters(pretrained))
+        saved = saved_by_quantizing(network, lacking, config.quantize)
+        method = make_method(config, layers, skeleton.size)
         adapters = method.install(network, pretrained)
         classifier = lacking if config.classifier == "trained" else []
         for parameter in classifier:
             parameter.requires_grad_(True)
-        return cls(network, method, layers, adapters, classifier)
+        return cls(network, method, layers, adapters, classifier, saved)
 
     @property
     def classifier_size(self) -> int:
@@ -98,11 +101,19 @@ def step_memory(config: Config, share: float) -> StepMemory:
     added = _bytes([*network.parameters(), *network.buffers()]) - weights
     copies = _bytes(trained) - 4 * built.classifier_size if added else 0
     return StepMemory(
-        weights=weights - (_bytes(trained) - copies),
+        weights=weights - (_bytes(trained) - copies) - built.saved,
         frozen=added - copies,
         trained=ADAM * _bytes(trained),
-        activations=kept_for_backward(network, get_task(config.task), config.batch_size),
+        activations=kept_for_backward(network, make_task(config), config.batch_size),
     )
+
+
+def saved_by_quantizing(network: nn.Module, classifier: Sequence[nn.Parameter], how: str) -> int:
+    """What linear layers in few bits weigh less than in float32."""
+    if how == "none":
+        return 0
+    linears = quantizable(network, classifier).values()
+    return round(sum(linear.weight.numel() for linear in linears) * (32 - BITS[how]) / 8)
 
 
 def kept_for_backward(network: PreTrainedModel, task: Task, batch_size: int) -> int:
@@ -212,8 +223,8 @@ def _sizes(config: Config, built: _Skeleton) -> list[str]:
 def _clients(config: Config, built: _Skeleton) -> list[str]:
     """Bytes and memory by budget."""
     lines = [
-        "                            bytes of a round            memory of a step, MB",
-        "budget   trains          up          down    model  frozen  trained  kept  all",
+        "                            bytes of a round                memory of a step, MB",
+        "budget   trains            up          down    model  frozen  trained     kept      all",
     ]
     for share in SHARES:
         if not built.method.can_train(share):
@@ -224,8 +235,8 @@ def _clients(config: Config, built: _Skeleton) -> list[str]:
         model, folded, trained, kept, total = (f"{part / 1e6:.1f}" for part in parts)
         lines.append(
             f"{share:<9g}{_part(built.method, share):<8}"
-            f"{built.bytes_up(share):>10,}{built.bytes_down(share):>14,}"
-            f"{model:>9}{folded:>8}{trained:>9}{kept:>6}{total:>6}"
+            f"{built.bytes_up(share):>12,}{built.bytes_down(share):>14,}"
+            f"{model:>9}{folded:>8}{trained:>9}{kept:>9}{total:>9}"
         )
     return lines
 

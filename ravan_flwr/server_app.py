@@ -21,7 +21,6 @@ from ravan_flwr.records import RunDirectory
 from ravan_flwr.report import write_report
 from ravan_flwr.strategy import PeftStrategy
 from ravan_flwr.tracking import Trackers, check_tracking
-from ravan_flwr.training import evaluate
 from ravan_flwr.workbench import Workbench, check_method, get_workbench
 
 app = ServerApp()
@@ -80,8 +79,7 @@ def _run(
 
     def evaluate_state(_: int, arrays: ArrayRecord) -> MetricRecord:
         with model.holding(from_record(arrays)):
-            means = evaluate(model.network, bench.task, bench.test_examples, 256)
-        return MetricRecord(dict(means))
+            return MetricRecord(dict(bench.evaluate()))
 
     progress = Progress(first, config.num_rounds, bench.task.metric)
     trackers = Trackers(config.tracking, directory.path, config.as_dict())

@@ -17,7 +17,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr import client_app, server_app
-from ravan_flwr.config import read_config
+from ravan_flwr.config import absolute_paths, read_config
 from ravan_flwr.keys import AUTO, KEYS, Scalar
 from ravan_flwr.records import RunDirectory
 
@@ -44,10 +44,9 @@ def simulate(config: Mapping[str, Scalar], num_clients: int | None = None) -> Si
         raise ValueError(
             f"num-clients = {num_clients}: expected a whole number at least 1; change it"
         )
-    folder = "runs" if checked.output_dir == AUTO else checked.output_dir
-    run_config["output-dir"] = str(Path(folder).expanduser().absolute())
-    if checked.resume:
-        run_config["resume"] = str(Path(checked.resume).expanduser().absolute())
+    if checked.output_dir == AUTO:
+        run_config["output-dir"] = "runs"
+    run_config = absolute_paths(run_config)
 
     context = Context(
         run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=run_config

@@ -1,15 +1,18 @@
 """A client's local work: some steps of Adam on its own examples, or an evaluation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.model import AdaptedModel
-from ravan_flwr.seeding import generator
-from ravan_flwr.tasks.base import Batch, Task
+from ravan_flwr.seeding import derive, generator
+from ravan_flwr.tasks.base import Batch, Encoded, Task
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -36,7 +39,7 @@ class LocalResult:
 def train_locally(
     model: AdaptedModel,
     task: Task,
-    examples: Batch,
+    examples: Encoded,
     broadcast: Tensors,
     share: float,
     steps: LocalSteps,
@@ -44,7 +47,7 @@ def train_locally(
 ) -> LocalResult:
     """One client's round. `purpose` is (seed, round, partition id): all its randomness."""
     train = _Stepper(model, task, examples, steps, purpose)
-    with model.holding(broadcast):
+    with model.holding(broadcast), _dropout_of(purpose, model.device):
         seed, *who = purpose
         random = generator(seed, "heads", *who)
         model.method.choose(model.adapters, share, random, train.backward)
@@ -55,16 +58,26 @@ def train_locally(
 def calibrate_locally(
     model: AdaptedModel,
     task: Task,
-    examples: Batch,
+    examples: Encoded,
     broadcast: Tensors,
     steps: LocalSteps,
     purpose: tuple[int, int, int],
 ) -> LocalResult:
     """One client's part of a calibration round."""
     work = _Stepper(model, task, examples, steps, purpose)
-    with model.holding(broadcast):
+    with model.holding(broadcast), _dropout_of(purpose, model.device):
         upload = model.method.calibrate(model.adapters, work)
     return LocalResult(upload, work.mean_loss())
+
+
+@contextmanager
+def _dropout_of(purpose: tuple[int, int, int], device: torch.device) -> Iterator[None]:
+    """Dropout draws from PyTorch's own generators: they are a function of the purpose, too."""
+    seed, *who = purpose
+    devices = [device.index or 0] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(derive(seed, "dropout", *who) % 2**63)
+        yield
 
 
 class _Stepper:
@@ -74,14 +87,15 @@ class _Stepper:
         self,
         model: AdaptedModel,
         task: Task,
-        examples: Batch,
+        examples: Encoded,
         steps: LocalSteps,
         purpose: tuple[int, int, int],
     ) -> None:
         self.model, self.task, self.steps = model, task, steps
         seed, *who = purpose
-        self.batches = _endless(examples, steps.batch_size, generator(seed, "batches", *who))
         self.device = model.device
+        order = _endless(len(examples), steps.batch_size, generator(seed, "batches", *who))
+        self.batches = _batches(examples, task, order, self.device)
         self.dtype = PRECISIONS[steps.precision]
         if self.dtype is torch.float16 and self.device.type == "cpu":
             raise ValueError(
@@ -116,7 +130,7 @@ class _Stepper:
         """Gradients of the next batch."""
         batch = next(self.batches)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
-            loss = self.task.loss(self.model.network, _to(batch, self.device))
+            loss = self.task.loss(self.model.network, batch)
         self.scaler.scale(loss).backward()
         self.losses.append(loss.detach().float())
 
@@ -129,31 +143,68 @@ def _pull_back(parameters: Sequence[Tensor], anchors: list[Tensor], mu: float) -
                 parameter.grad.add_(parameter - anchor, alpha=mu)
 
 
-def evaluate(network: nn.Module, task: Task, examples: Batch, batch_size: int) -> dict[str, float]:
+def evaluate(
+    model: AdaptedModel, task: Task, examples: Encoded, batch_size: int, precision: str = "float32"
+) -> dict[str, float]:
     """`loss` and the task's metrics, as means over the examples."""
-    device = next(network.parameters()).device
-    network.eval()
+    model.network.eval()
+    dtype, device = PRECISIONS[precision], model.device
     sums: dict[str, float] = {}
-    number = _length(examples)
-    with torch.inference_mode():
-        for start in range(0, number, batch_size):
-            batch = {k: v[start : start + batch_size] for k, v in examples.items()}
-            for name, value in task.measure(network, _to(batch, device)).items():
+    order = list(np.array_split(np.arange(len(examples)), -(-len(examples) // batch_size)))
+    with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
+        for rows, batch in zip(order, _batches(examples, task, iter(order), device), strict=True):
+            answers = examples.answers_of(rows)
+            for name, value in task.measure(model.network, batch, answers).items():
                 sums[name] = sums.get(name, 0.0) + value
-    return {name: value / number for name, value in sums.items()}
+    return {name: value / len(examples) for name, value in sums.items()}
 
 
-def _endless(examples: Batch, batch_size: int, random: torch.Generator) -> Iterator[Batch]:
-    """Batches of one shuffled pass after the other; the last of a pass may be short."""
+def evaluate_all(
+    model: AdaptedModel,
+    task: Task,
+    sets: Mapping[str, Encoded],
+    batch_size: int,
+    precision: str = "float32",
+) -> dict[str, float]:
+    """The same over the examples of all sets, and `NAME-SET` for each if there are several."""
+    means = {name: evaluate(model, task, one, batch_size, precision) for name, one in sets.items()}
+    total = sum(map(len, sets.values()))
+    together: dict[str, float] = {}
+    for name, one in sets.items():
+        for metric, mean in means[name].items():
+            together[metric] = together.get(metric, 0.0) + mean * len(one) / total
+    if len(sets) > 1:
+        for name, found in means.items():
+            together |= {f"{metric}-{name}": mean for metric, mean in found.items()}
+    return together
+
+
+def _endless(number: int, batch_size: int, random: torch.Generator) -> Iterator[np.ndarray]:
+    """Rows of batches of one shuffled pass after the other; the last of a pass may be short."""
     while True:
-        order = torch.randperm(_length(examples), generator=random)
-        for rows in order.split(batch_size):
-            yield {name: tensor[rows] for name, tensor in examples.items()}
+        for rows in torch.randperm(number, generator=random).split(batch_size):
+            yield rows.numpy()
 
 
-def _length(examples: Batch) -> int:
-    return len(next(iter(examples.values())))
+def _batches(
+    examples: Encoded, task: Task, order: Iterator[np.ndarray], device: torch.device
+) -> Iterator[Batch]:
+    """Batches on the device; the next one is read while an accelerator works on this one."""
 
+    def read(rows: np.ndarray | None) -> Batch | None:
+        if rows is None:
+            return None
+        batch = task.collate(examples.take(rows))
+        return {k: t.pin_memory() for k, t in batch.items()} if device.type == "cuda" else batch
 
-def _to(batch: Batch, device: torch.device) -> Batch:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    if device.type == "cpu":
+        for rows in order:
+            batch = read(rows)
+            assert batch is not None
+            yield batch
+        return
+    with ThreadPoolExecutor(1) as reader:
+        ahead = reader.submit(read, next(order, None))
+        while (batch := ahead.result()) is not None:
+            ahead = reader.submit(read, next(order, None))
+            yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

@@ -10,24 +10,37 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 
+import datasets
 import numpy as np
 import torch
 
 from ravan_flwr.adapters import Layer
 from ravan_flwr.config import Config
-from ravan_flwr.dataset import Partition, deal_out, load_splits, num_labels
+from ravan_flwr.dataset import Partition, deal_out, load_splits, own_examples
+from ravan_flwr.hub import model_folder
 from ravan_flwr.methods import METHODS, get_method
 from ravan_flwr.methods.base import Method, Settings
-from ravan_flwr.model import AdaptedModel, build_network, pick_device
+from ravan_flwr.model import AdaptedModel, build_network, checkpoint_gradients, pick_device
+from ravan_flwr.quantize import quantize
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import get_task
-from ravan_flwr.tasks.base import Batch
+from ravan_flwr.tasks.base import Encoded, Task
+from ravan_flwr.training import PRECISIONS, evaluate_all
+
+EVALUATION_BATCH = 256
 
 
 def check_method(config: Config) -> type[Method]:
-    """The configuration's method; ValueError if the server optimiser does not go with it."""
+    """The configuration's method; ValueError if other settings do not go with it."""
     method = get_method(config.method)
+    if config.quantize != "none" and not method.frozen_backbone:
+        able = [name for name in METHODS if get_method(name).frozen_backbone]
+        raise ValueError(
+            f"quantize = {config.quantize!r}: method {config.method!r} changes pretrained weights, "
+            f"which few bits cannot hold; expected one of {', '.join(able)}, or quantize=none"
+        )
     if config.server_optimizer != "none" and not method.averages:
         averaging = [name for name in METHODS if get_method(name).averages]
         raise ValueError(
@@ -45,21 +58,22 @@ def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
     return method(Settings(**told), layers, size)
 
 
+def make_task(config: Config) -> Task:
+    """The configuration's task, which asks the model's folder for a reader when it needs one."""
+    spec = config.model
+
+    def folder() -> Path | None:
+        return None if spec.source == "bundled" else model_folder(spec)
+
+    return get_task(config.task)(config.data, config.max_length, folder)
+
+
 @dataclass(frozen=True)
 class Examples:
-    """What one client has: rows of everybody's, taken when they are needed."""
+    """What one client has."""
 
-    everybody: Batch
-    train_rows: np.ndarray
-    validation_rows: np.ndarray  # held back from training; empty unless asked for
-
-    @property
-    def train(self) -> Batch:
-        return {name: tensor[self.train_rows] for name, tensor in self.everybody.items()}
-
-    @property
-    def validation(self) -> Batch:
-        return {name: tensor[self.validation_rows] for name, tensor in self.everybody.items()}
+    train: Encoded
+    validation: Encoded  # held back from training; empty unless asked for
 
 
 @lru_cache(maxsize=1)
@@ -73,50 +87,73 @@ class Workbench:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.task = get_task(config.task)
-        self.splits = load_splits(config.data)
-        self.num_labels = num_labels(config.data)
+        self.task = make_task(config)
         self._dealt: list[np.ndarray] = []  # the rows of each client
+        self._own: dict[str, Encoded] = {}  # a device's own examples, by path
 
     @cached_property
     def model(self) -> AdaptedModel:
         """The adapted model, on its device."""
         config = self.config
-        network, classifier, targets = build_network(config.model, self.num_labels, config.seed)
-        torch.nn.Module.to(network, pick_device(config.device))
+        device = pick_device(config.device)
+        backbone = build_network(config.model, self.task, config.seed)
+        torch.nn.Module.to(backbone.network, device)
+        if config.quantize != "none":
+            dtype = PRECISIONS[config.precision] or torch.float32
+            quantize(backbone.network, config.quantize, backbone.classifier, dtype)
+        if config.gradient_checkpointing == "yes":
+            checkpoint_gradients(backbone.network, config.model.name)
         return AdaptedModel(
-            network,
-            classifier,
+            backbone,
             lambda layers, size: make_method(config, layers, size),
-            targets,
             train_classifier=config.classifier == "trained",
         )
 
-    @property
-    def label_names(self) -> list[str]:
-        """The classes, in the order of the logits."""
-        names: list[str] = self.splits["train"].features[self.config.data.label_column].names
-        return names
+    @cached_property
+    def splits(self) -> datasets.DatasetDict:
+        """The shared data set: a device with its own examples loads none."""
+        return load_splits(self.config.data)
 
     @cached_property
-    def test_examples(self) -> Batch:
+    def test_sets(self) -> dict[str, Encoded]:
         """The server's own examples, which no client has."""
-        return self.task.encode(self.splits["test"], self.config.data.label_column)
+        names = dict(self.config.data.tests)
+        return {name: self.task.encode(self.splits[name]) for name in names}
+
+    def evaluate(self) -> dict[str, float]:
+        """The model as it is now on the server's examples."""
+        return evaluate_all(
+            self.model, self.task, self.test_sets, EVALUATION_BATCH, self.config.precision
+        )
 
     @cached_property
-    def _train_examples(self) -> Batch:
-        return self.task.encode(self.splits["train"], self.config.data.label_column)
+    def _shared(self) -> Encoded:
+        return self.task.encode(self.splits["train"])
 
     def partition(self, partition_id: int, number: int) -> Examples:
         """A client's examples, when `number` clients share them."""
         config = self.config
         if len(self._dealt) != number:
             how = Partition(config.partition, config.partition_alpha, number, config.seed)
-            self._dealt = deal_out(self.splits["train"], how, config.data.label_column)
-        rows = self._dealt[partition_id]
-        random = np.random.default_rng(derive(config.seed, "validation", partition_id))
+            self._dealt = deal_out(self.splits["train"], how, config.data.partition_by)
+        return self._split(self._shared.select(self._dealt[partition_id]), partition_id)
+
+    def own_examples(self, path: str, partition_id: int) -> Examples:
+        """A device's own examples."""
+        if path not in self._own:
+            self._own[path] = self.task.encode(own_examples(path, self.config.data))
+        return self._split(self._own[path], partition_id)
+
+    def _split(self, examples: Encoded, partition_id: int) -> Examples:
+        """Hold back what the client is evaluated on."""
+        config, rows = self.config, np.arange(len(examples))
         held_back = math.ceil(config.validation_share * len(rows))
-        rows = random.permutation(rows) if held_back else rows
-        return Examples(
-            self._train_examples, train_rows=rows[held_back:], validation_rows=rows[:held_back]
-        )
+        if held_back:
+            random = np.random.default_rng(derive(config.seed, "validation", partition_id))
+            rows = random.permutation(rows)
+        if held_back >= len(rows):
+            raise ValueError(
+                f"validation-share = {config.validation_share}: partition {partition_id} has "
+                f"{len(rows)} examples, and none would be left to train on; lower it"
+            )
+        return Examples(examples.select(rows[held_back:]), examples.select(rows[:held_back]))

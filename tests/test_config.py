@@ -1,5 +1,6 @@
 """Every check of the configuration, and what its errors tell."""
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import yaml
 
 from ravan_flwr import preset as preset_module
 from ravan_flwr.cli import read_settings
-from ravan_flwr.config import read_config
+from ravan_flwr.config import read_config, resolved_config
 from ravan_flwr.keys import KEYS
+from ravan_flwr.methods import METHODS
 from ravan_flwr.preset import conf_folder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,12 +54,10 @@ def test_every_preset_resolves(path):
     config = read_config({"preset": path.stem})
     assert "auto" not in {config.init, config.partition, config.classifier}
     assert config.learning_rate > 0
-    for method, rates in yaml.safe_load(path.read_text())["learning-rate"].items():
-        for classifier, rate in rates.items():
-            resolved = read_config(
-                {"preset": path.stem, "method": method, "classifier": classifier}
-            )
-            assert resolved.learning_rate == rate
+    for method in METHODS:
+        for classifier in ("frozen", "trained"):
+            given = {"preset": path.stem, "method": method, "classifier": classifier}
+            assert 0 < read_config(given).learning_rate < 1
 
 
 def test_what_is_given_wins_over_the_preset():
@@ -69,7 +69,11 @@ def test_what_is_given_wins_over_the_preset():
 def test_a_resolved_configuration_is_written_in_kebab_case():
     written = read_config({}).as_dict()
     assert written["num-rounds"] == 20
-    assert written["data"]["label-column"] == "label"
+    assert written["data"]["partition-by"] == "label"
+    assert resolved_config(written, "x") == read_config({})
+    llama = read_config({"preset": "glue-llama", "glue-task": "mnli", "targets": "q_proj,v_proj"})
+    assert resolved_config(json.loads(json.dumps(llama.as_dict())), "x") == llama
+    assert llama.as_dict() == json.loads(json.dumps(llama.as_dict()))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,7 @@ def test_a_resolved_configuration_is_written_in_kebab_case():
         ({"method": "ravn"}, "method 'ravn' is unknown: did you mean 'ravan'"),
         ({"preset": "digit-vit"}, "preset 'digit-vit' is unknown: did you mean 'digits-vit'"),
         ({"preset": "../x"}, "preset '../x' is unknown. Expected one of: .*digits-vit"),
-        ({"sed": 1}, "unknown key 'sed': did you mean 'seed'.* The keys are: preset, method"),
+        ({"sed": 1}, "unknown key 'sed': did you mean 'seed'.* The keys are: preset, model"),
         ({"zzz": 1}, "unknown key 'zzz'. The keys are"),
         ({"seed": "one"}, "seed = 'one': expected a whole number at least 0 .*; got a text"),
         ({"seed": 1.0}, "seed = 1.0: expected a whole number .*; got a decimal number"),
@@ -130,8 +134,9 @@ def test_words_that_are_no_settings(word, message):
         ({"model": {"source": "bundled"}}, "model.name is missing; expected the fields"),
         ({"model": None}, "model. is no mapping"),
         ({"lora-rank": 4}, "lora-rank is unknown; expected the fields"),
-        ({"learning-rate": {"ravan": {"frozen": -1}}}, "learning-rate = -1.0: expected|= -1:"),
-        ({"learning-rate": {}}, "has no learning rate for method 'ravan' with classifier"),
+        ({"learning-rate": {"ravan": -1}}, "learning-rate = -1.0: expected|= -1:"),
+        ({"learning-rate": {"x": 1.0}}, "learning-rate.x is unknown; expected the fields"),
+        ({"learning-rate": {}}, "has no learning rate for method 'ravan'"),
     ],
 )
 def test_a_preset_is_checked_too(change, message, tmp_path, monkeypatch):

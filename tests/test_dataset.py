@@ -8,7 +8,7 @@ from ravan_flwr.dataset import PARTITIONERS, Partition, deal_out, load_splits
 from ravan_flwr.preset import DataSpec
 from ravan_flwr.workbench import Workbench
 
-SPEC = DataSpec("sklearn-digits", "label")
+SPEC = DataSpec("sklearn-digits", columns=(("image", "image"), ("label", "label")))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,9 @@ def test_a_validation_part_is_held_back_from_training():
     bench = Workbench(read_config({"validation-share": 0.2, "evaluate-on": "clients"}))
     whole = Workbench(read_config({})).partition(3, 20)
     part = bench.partition(3, 20)
-    assert len(part.validation_rows) == int(np.ceil(0.2 * len(whole.train_rows)))
-    assert sorted([*part.train_rows, *part.validation_rows]) == sorted(whole.train_rows)
-    assert len(part.validation["labels"]) == len(part.validation_rows)
-    assert np.array_equal(part.validation_rows, bench.partition(3, 20).validation_rows)
+    assert len(part.validation) == int(np.ceil(0.2 * len(whole.train)))
+    assert sorted([*part.train.rows, *part.validation.rows]) == sorted(whole.train.rows)
+    assert np.array_equal(part.validation.rows, bench.partition(3, 20).validation.rows)
+    config = read_config({"validation-share": 0.2, "partition": "iid"})
+    with pytest.raises(ValueError, match="validation-share = 0.2: partition 5 has 1 examples"):
+        Workbench(config).partition(5, 1438)

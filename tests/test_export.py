@@ -15,7 +15,6 @@ from ravan_flwr.keys import Scalar
 from ravan_flwr.methods import METHODS
 from ravan_flwr.model import build_network
 from ravan_flwr.result import result_of
-from ravan_flwr.training import evaluate
 
 SHORT: dict[str, Scalar] = {
     "num-rounds": 2, "local-steps": 5, "batch-size": 8, "report": "no", "tracking": "none",
@@ -38,9 +37,10 @@ def logits_of(network, examples):
 def test_the_exports_give_the_logits_of_the_run(run, tmp_path):
     method = run.summary["method"]
     with result_of(run.run_dir) as bench:
-        examples = bench.test_examples
+        (encoded,) = bench.test_sets.values()
+        examples = encoded.take(encoded.rows)
         ours = logits_of(bench.model.network, examples)
-        means = evaluate(bench.model.network, bench.task, examples, 256)
+        means = bench.evaluate()
     assert means == pytest.approx(run.summary["metrics"]["final"])
 
     main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged")])
@@ -56,7 +56,8 @@ def test_the_exports_give_the_logits_of_the_run(run, tmp_path):
         return
     main(["export", str(run.run_dir), "--as", "peft", str(tmp_path / "peft")])
     for folder in (tmp_path / "peft", natural):
-        backbone, _, _ = build_network(bench.config.model, 10, seed=99)  # another classifier
+        # another classifier
+        backbone = build_network(bench.config.model, bench.task, seed=99).network
         theirs = peft.PeftModel.from_pretrained(backbone, folder)
         torch.testing.assert_close(logits_of(theirs, examples), ours, rtol=1e-4, atol=1e-4)
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -144,10 +145,11 @@ def test_training_lowers_the_loss(shared):
 
 
 def test_evaluation_is_the_mean_whatever_the_batches(shared):
-    network, task, examples = shared.model.network, shared.task, shared.test_examples
-    one, two = (evaluate(network, task, examples, size) for size in (7, 360))
+    (encoded,) = shared.test_sets.values()
+    one, two = (evaluate(shared.model, shared.task, encoded, size) for size in (7, 360))
     assert one == pytest.approx(two, rel=1e-5)
-    logits = network(pixel_values=examples["pixel_values"]).logits
+    examples = encoded.take(np.arange(len(encoded)))
+    logits = shared.model.network(pixel_values=examples["pixel_values"]).logits
     right = (logits.argmax(-1) == examples["labels"]).double().mean().item()
     assert two["accuracy"] == pytest.approx(right)
     assert two["loss"] == pytest.approx(
@@ -171,7 +173,9 @@ def test_the_seed_makes_the_classifier_and_the_fingerprint_tells():
 
 
 def test_a_changed_weight_changes_the_backbones_fingerprint():
-    network, classifier, _ = build_network(ModelSpec("bundled", "digits-vit"), 10, 0)
+    made = bench()
+    backbone = build_network(made.config.model, made.task, 0)
+    network, classifier = backbone.network, backbone.classifier
 
     def fingerprint():
         return _fingerprint(pretrained_parameters(network, classifier))
@@ -193,7 +197,7 @@ def test_a_device_that_is_not_there_is_refused():
 
 def test_a_model_that_is_not_bundled_lists_those_that_are():
     with pytest.raises(ValueError, match="model 'x' is not bundled; expected one of: digits-vit"):
-        build_network(ModelSpec("bundled", "x"), 10, 0)
+        build_network(ModelSpec("bundled", "x"), bench().task, 0)
 
 
 def test_backbone_files_round_trip_and_are_checked(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -92,7 +93,7 @@ def test_kept_memory_is_what_autograd_keeps_of_the_real_model(share):
         model.method.choose(model.adapters, share, torch.Generator(), lambda: None)
         there = {t.untyped_storage().data_ptr() for t in model.network.parameters()}
         there |= {t.untyped_storage().data_ptr() for t in model.network.buffers()}
-        batch = {name: tensor[:16].clone() for name, tensor in bench.test_examples.items()}
+        batch = bench.test_sets["test"].take(np.arange(16))
 
         def pack(tensor):
             storage = tensor.untyped_storage()

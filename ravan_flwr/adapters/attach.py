@@ -15,10 +15,24 @@ class Layer:
     in_features: int
 
 
-# The query and value projections of the self-attention, by architecture (`model_type`).
-# More than one spelling where releases of `transformers` differ.
+# The query and value projections of the self-attention, by architecture (`model_type`), where
+# they are one matrix with the keys that one. More than one spelling where releases of
+# `transformers` differ.
+_OF_VISION = ("attention.q_proj", "attention.v_proj", "attention.query", "attention.value")
+_OF_BERT = ("self.query", "self.value")
+_OF_DECODERS = ("self_attn.q_proj", "self_attn.v_proj")
 TARGETS: dict[str, tuple[str, ...]] = {
-    "vit": ("attention.q_proj", "attention.v_proj", "attention.query", "attention.value"),
+    **dict.fromkeys(("vit", "deit", "beit", "dinov2", "swin", "swinv2"), (*_OF_VISION, *_OF_BERT)),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra"), _OF_BERT),
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "bart", "mbart"),
+        _OF_DECODERS,
+    ),
+    **dict.fromkeys(("t5", "mt5"), ("SelfAttention.q", "SelfAttention.v")),
+    "distilbert": ("attention.q_lin", "attention.v_lin"),
+    "deberta-v2": ("self.query_proj", "self.value_proj"),
+    "phi3": ("self_attn.qkv_proj",),
+    "gpt_neox": ("attention.query_key_value",),
 }
 
 

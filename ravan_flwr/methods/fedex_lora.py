@@ -27,6 +27,7 @@ class FedExLora(LoraMethod):
     """The state is {"B", "A", "residual", "residual-rank"}; an upload is {"B", "A"}."""
 
     averages = False
+    frozen_backbone = False
 
     def adapt(self, layer: Layer, linear: nn.Linear) -> "ResidualLoRALinear":
         lora = super().adapt(layer, linear)

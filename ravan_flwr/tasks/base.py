@@ -1,35 +1,159 @@
 """What a task must say: how examples become tensors, what the loss and the metrics are."""
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
 
 import datasets
+import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
+from ravan_flwr.hub import no_bars
+from ravan_flwr.preset import DataSpec
+
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Batch = dict[str, Tensor]  # every tensor's first dimension runs over the examples
+Columns = dict[str, np.ndarray]
+
+IN_MEMORY = 2**28  # bytes of encoded examples; what is larger is read from its file
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Examples as tensors, each of one shape, in memory or in a memory-mapped file.
+
+    `answers` are the right answers of each, for tasks that are measured on texts.
+    """
+
+    whole: Batch | datasets.Dataset
+    rows: np.ndarray  # which of the whole
+    answers: Sequence[Sequence[str]] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, rows: np.ndarray) -> "Encoded":
+        """Some of them."""
+        return replace(self, rows=self.rows[rows])
+
+    def take(self, rows: np.ndarray) -> Batch:
+        """A batch of these."""
+        chosen = self.rows[rows]
+        if isinstance(self.whole, dict):
+            index = torch.from_numpy(chosen)
+            return {name: tensor[index] for name, tensor in self.whole.items()}
+        return _tensors(self.whole, chosen)
+
+    def answers_of(self, rows: np.ndarray) -> list[Sequence[str]]:
+        """The right answers of these; none where a label is all there is."""
+        return [self.answers[row] for row in self.rows[rows]] if self.answers else []
 
 
 class Task(ABC):
-    """One kind of learning problem; it keeps no state."""
+    """One kind of learning problem, on one data set, for one model.
 
-    metric: str  # the name of the metric by which runs are compared; higher is better
+    `reader` is what turns examples into numbers as the model expects: an image processor or a
+    tokenizer, from the model's folder; None for a model that travels with the app.
+    """
+
+    metric: ClassVar[str]  # the name of the metric by which runs are compared; higher is better
+    # Which class of transformers serves an architecture: a table of its `modeling_auto`.
+    classes: ClassVar[str]
+
+    def __init__(
+        self, data: DataSpec, max_length: int, model_folder: Callable[[], Path | None]
+    ) -> None:
+        self.data, self.max_length = data, max_length
+        self._model_folder = model_folder
+
+    @cached_property
+    def reader(self) -> Any:
+        """Made when it is first needed: a plan needs none."""
+        folder = self._model_folder()
+        if folder is None:
+            return None
+        with no_bars():
+            return self.load_reader(folder)
 
     @abstractmethod
-    def encode(self, examples: datasets.Dataset, label_column: str) -> Batch:
-        """All examples as tensors, once, before training."""
+    def load_reader(self, folder: Path) -> Any:
+        """The model's own reader."""
 
     @abstractmethod
-    def shapes(
-        self, config: Any, batch_size: int
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def encode(self, examples: datasets.Dataset) -> Encoded:
+        """All examples as tensors, once, before training; columns are called by their role."""
+
+    def adjust(self, network: nn.Module) -> None:  # noqa: B027 (most networks are ready)
+        """Tell the network what it has to know of the reader."""
+
+    @abstractmethod
+    def shapes(self, config: Any, batch_size: int) -> Shapes:
         """Shape and dtype of every tensor of a batch for a model of that configuration."""
+
+    def collate(self, batch: Batch) -> Batch:
+        """A batch as it goes to the device."""
+        return batch
 
     @abstractmethod
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
         """The mean loss over the batch."""
 
     @abstractmethod
-    def measure(self, network: nn.Module, batch: Batch) -> dict[str, float]:
+    def measure(
+        self, network: Any, batch: Batch, answers: Sequence[Sequence[str]]
+    ) -> dict[str, float]:
         """`loss` and the metrics, as sums over the batch."""
+
+
+def encode_in_batches(
+    examples: datasets.Dataset,
+    function: Callable[[Mapping[str, Any]], Columns],
+    features: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> Encoded:
+    """What a function makes of all examples, batch by batch, kept in the cache of `datasets`.
+
+    The settings must say all that the function depends on: what was made with the same ones
+    is found again.
+    """
+    told = json.dumps([examples._fingerprint, settings], sort_keys=True, default=str)
+    with no_bars():
+        encoded = examples.map(
+            function,
+            batched=True,
+            batch_size=256,
+            remove_columns=examples.column_names,
+            features=datasets.Features(features),
+            new_fingerprint=hashlib.sha256(told.encode()).hexdigest()[:16],
+        )
+    rows = np.arange(len(encoded))
+    small = encoded.data.nbytes <= IN_MEMORY
+    return Encoded(_tensors(encoded, rows) if small else encoded, rows)
+
+
+def _tensors(encoded: datasets.Dataset, rows: np.ndarray) -> Batch:
+    """Some rows as tensors of the types that they have in the file, which no format keeps."""
+    table = encoded.with_format("arrow")[rows]
+    tensors = {}
+    for name, feature in encoded.features.items():
+        values = table[name].combine_chunks()
+        values = getattr(values, "storage", values)
+        while pa.types.is_nested(values.type):
+            values = values.flatten()
+        array = values.to_numpy(zero_copy_only=False).reshape(len(rows), *_shape(feature))
+        tensors[name] = torch.from_numpy(array.copy())
+    return tensors
+
+
+def _shape(feature: Any) -> tuple[int, ...]:
+    """Of one example."""
+    if isinstance(feature, datasets.List):
+        return (feature.length,)
+    return tuple(getattr(feature, "shape", ()))

@@ -1,33 +1,91 @@
-"""Image classification: cross-entropy and accuracy."""
+"""Image classification: cross-entropy and accuracy.
 
+A model's own image processor brings every image to the model's size once, as bytes; what it
+does beyond that, rescaling and normalising, is one multiplication and one addition a channel,
+done on the device. A model without a processor takes images of its size, floats in [0, 1].
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import datasets
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoImageProcessor
 
-from ravan_flwr.tasks.base import Batch, Task
+from ravan_flwr.dataset import label_numbers
+from ravan_flwr.tasks.base import (
+    Batch,
+    Columns,
+    Encoded,
+    Shapes,
+    Task,
+    encode_in_batches,
+)
 
 
 class Vision(Task):
-    """Images in the column `image`, floats in [0, 1], (height, width) or (channels, ...)."""
+    """Columns `image` and `label`."""
 
     metric = "accuracy"
+    classes = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
 
-    def encode(self, examples: datasets.Dataset, label_column: str) -> Batch:
-        columns = examples.with_format("numpy", columns=["image", label_column])[:]
-        pixels = torch.from_numpy(columns["image"]).float()
+    def load_reader(self, folder: Path) -> Any:
+        if not (folder / "preprocessor_config.json").is_file():
+            return None
+        # Pillow's resizing is the same on every machine; torchvision's depends on it.
+        return AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+    def encode(self, examples: datasets.Dataset) -> Encoded:
+        labels = label_numbers(examples, self.data.labels, "labels")
+        if self.reader is None:
+            return self._as_they_are(examples, labels)
+        first = self._pixels([examples[0]["image"]])[0]
+        numbered = examples.remove_columns("label").add_column("labels", labels)
+        return encode_in_batches(
+            numbered,
+            self._encode_batch,
+            {
+                "pixel_values": datasets.Array3D(first.shape, str(first.dtype)),
+                "labels": datasets.Value("int64"),
+            },
+            {"reader": self.reader.to_dict(), "labels": self.data.labels},
+        )
+
+    def _as_they_are(self, examples: datasets.Dataset, labels: np.ndarray) -> Encoded:
+        if isinstance(examples.features["image"], datasets.Image):
+            images = np.stack([_array(image) for image in examples["image"][:]])
+        else:
+            images = examples.with_format("numpy", columns=["image"])[:]["image"]
+        pixels = torch.from_numpy(images).float()
         if pixels.ndim == 3:
             pixels = pixels[:, None]
+        batch = {"pixel_values": pixels * 2 - 1, "labels": torch.from_numpy(labels).long()}
+        return Encoded(batch, np.arange(len(labels)))
+
+    def _encode_batch(self, columns: Mapping[str, Any]) -> Columns:
         return {
-            "pixel_values": pixels * 2 - 1,
-            "labels": torch.from_numpy(columns[label_column]).long(),
+            "pixel_values": self._pixels(columns["image"]),
+            "labels": np.asarray(columns["labels"]),
         }
 
-    def shapes(
-        self, config: Any, batch_size: int
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def _pixels(self, images: Sequence[Any]) -> np.ndarray:
+        """(images, channels, height, width) at the model's size, neither rescaled nor normalised.
+
+        Images that are not of one size after that, which a processor may allow, do not stack.
+        """
+        read = self.reader(
+            images=[_rgb(image) for image in images],
+            do_rescale=False,
+            do_normalize=False,
+            return_tensors="np",
+        )
+        return cast(np.ndarray, read["pixel_values"])
+
+    def shapes(self, config: Any, batch_size: int) -> Shapes:
         side = config.image_size
         sides = tuple(side) if isinstance(side, list | tuple) else (side, side)
         return {
@@ -36,17 +94,56 @@ class Vision(Task):
         }
 
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(_logits(network, batch), batch["labels"])
+        return F.cross_entropy(self._logits(network, batch), batch["labels"])
 
-    def measure(self, network: nn.Module, batch: Batch) -> dict[str, float]:
-        logits = _logits(network, batch)
-        right = (logits.argmax(-1) == batch["labels"]).sum()
-        loss = F.cross_entropy(logits.float(), batch["labels"], reduction="sum")
-        return {"loss": float(loss), "accuracy": float(right)}
+    def measure(
+        self,
+        network: Any,
+        batch: Batch,
+        answers: Sequence[Sequence[str]],  # noqa: ARG002
+    ) -> dict[str, float]:
+        return right_and_loss(self._logits(network, batch), batch["labels"])
+
+    def _logits(self, network: nn.Module, batch: Batch) -> Tensor:
+        pixels = batch["pixel_values"]
+        if pixels.dtype == torch.uint8:  # as they left the processor
+            scale, shift = self._affine(pixels.device)
+            pixels = torch.addcmul(shift, pixels.float(), scale)
+        return cast(Tensor, network(pixel_values=pixels).logits)
+
+    def _affine(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What the processor does after resizing: pixels * scale + shift, by channel."""
+        reader = self.reader
+        factor = float(reader.rescale_factor) if reader.do_rescale else 1.0
+        mean, std = (0.0,), (1.0,)
+        if reader.do_normalize:
+            mean, std = reader.image_mean, reader.image_std
+        means = torch.tensor(mean, dtype=torch.float32, device=device).view(-1, 1, 1)
+        stds = torch.tensor(std, dtype=torch.float32, device=device).view(-1, 1, 1)
+        return factor / stds, -means / stds
 
 
-TASK = Vision()
+TASK = Vision
 
 
-def _logits(network: nn.Module, batch: Batch) -> Tensor:
-    return cast(Tensor, network(pixel_values=batch["pixel_values"]).logits)
+def right_and_loss(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """Sums over a batch."""
+    right = (logits.argmax(-1) == labels).sum()
+    loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+    return {"loss": float(loss), "accuracy": float(right)}
+
+
+def _rgb(image: Any) -> Any:
+    """A processor wants three channels of bytes."""
+    if hasattr(image, "convert"):
+        return image.convert("RGB")
+    array = np.asarray(image)
+    if array.dtype != np.uint8:
+        array = (array * 255).round().astype(np.uint8)
+    return np.repeat(array[..., None], 3, axis=-1) if array.ndim == 2 else array
+
+
+def _array(image: Any) -> np.ndarray:
+    """(height, width) or (channels, height, width), in [0, 1]"""
+    array = np.asarray(image, dtype=np.float32) / 255
+    return np.moveaxis(array, -1, 0) if array.ndim == 3 else array

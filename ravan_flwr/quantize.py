@@ -1,0 +1,71 @@
+"""The frozen backbone in 8 or 4 bits, by bitsandbytes, as QLoRA trains (Dettmers et al., 2023).
+
+Every linear layer but the classifier and the language-model head is replaced by one that keeps
+its weight in few bits and computes in the precision of the run. Adapters stay in float32.
+"""
+
+from collections.abc import Collection
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+BITS = {"8bit": 8.0, "4bit": 4.127}  # a weight with its share of the scales
+
+
+def quantize(
+    network: nn.Module,
+    how: str,
+    classifier: Collection[nn.Parameter],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Replace the linear layers, on the device that they are on; they compute in `dtype`."""
+    library = _library()
+    for name, linear in quantizable(network, classifier).items():
+        parent, _, child = name.rpartition(".")
+        setattr(network.get_submodule(parent), child, _replacement(library, how, linear, dtype))
+
+
+def quantizable(network: nn.Module, classifier: Collection[nn.Parameter]) -> dict[str, nn.Linear]:
+    """The linear layers that are frozen whatever the method, by name."""
+    kept = {id(parameter) for parameter in classifier}
+    head = getattr(network, "get_output_embeddings", lambda: None)()
+    return {
+        name: module
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and id(module.weight) not in kept
+    }
+
+
+def _replacement(library: ModuleType, how: str, linear: nn.Linear, dtype: torch.dtype) -> nn.Module:
+    sides = linear.in_features, linear.out_features
+    device, weight = linear.weight.device, linear.weight.detach().cpu()
+    if how == "4bit":
+        small = library.nn.Linear4bit(
+            *sides, bias=linear.bias is not None, compute_dtype=dtype, quant_type="nf4",
+            device="meta",
+        )  # fmt: skip
+        # On some CPUs it would pack its weights anew for evaluation, in a form that does not train.
+        small.support_avx512bf16_for_cpu = False
+        small.weight = library.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
+    else:
+        small = library.nn.Linear8bitLt(
+            *sides, bias=linear.bias is not None, has_fp16_weights=False, device="meta"
+        )
+        small.weight = library.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    if linear.bias is not None:
+        small.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
+    return cast(nn.Module, small.to(device))
+
+
+def _library() -> ModuleType:
+    try:
+        import bitsandbytes  # noqa: PLC0415 (an extra that few need)
+    except ImportError as error:
+        raise ValueError(
+            f"quantize: bitsandbytes cannot be imported ({error}); install it, "
+            "pip install 'ravan-flwr[quantize]', or set quantize=none"
+        ) from None
+    library: Any = bitsandbytes
+    return cast(ModuleType, library)

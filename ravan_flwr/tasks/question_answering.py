@@ -1,0 +1,52 @@
+"""Questions on a context, answered in free text: the F1 of SQuAD, averaged over questions.
+
+Answers are compared as bags of words, in lower case, without punctuation and articles; the
+right answer that fits best counts (Rajpurkar et al., 2016).
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+import datasets
+
+from ravan_flwr.tasks.generation import TextToText
+
+
+class QuestionAnswering(TextToText):
+    """Columns `question`, `context` and `answers`, a list of texts."""
+
+    metric = "f1"
+
+    def answers(self, examples: datasets.Dataset) -> list[Sequence[str]]:
+        column = examples["answers"][:]
+        if missing := [row for row, answers in enumerate(column) if not answers]:
+            raise ValueError(
+                f"answers: examples {missing[:10]} have none, expected at least one each; take "
+                "them out"
+            )
+        return [[answers] if isinstance(answers, str) else answers for answers in column]
+
+    def score(self, answer: str, right: Sequence[str]) -> float:
+        return max(f1(answer, one) for one in right)
+
+
+TASK = QuestionAnswering
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def words(text: str) -> list[str]:
+    """Those that count."""
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def f1(answer: str, right: str) -> float:
+    """The harmonic mean of precision and recall of an answer's words."""
+    got, expected = Counter(words(answer)), Counter(words(right))
+    if not got or not expected:
+        return float(got == expected)
+    common = (got & expected).total()
+    return 2 * common / (got.total() + expected.total())

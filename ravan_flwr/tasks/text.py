@@ -1,0 +1,141 @@
+"""Classification of a text, or of a pair of texts: cross-entropy and accuracy."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoTokenizer
+
+from ravan_flwr.dataset import label_numbers
+from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, Task, encode_in_batches
+from ravan_flwr.tasks.vision import right_and_loss
+
+
+class Text(Task):
+    """Columns `text`, `label`, and `text-pair` if there is one."""
+
+    metric = "accuracy"
+    classes = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
+
+    def load_reader(self, folder: Path) -> Any:
+        return load_tokenizer(folder)
+
+    def encode(self, examples: datasets.Dataset) -> Encoded:
+        labels = label_numbers(examples, self.data.labels, "labels")
+        numbered = examples.remove_columns("label").add_column("labels", labels)
+        inputs = fixed_length(self.reader.model_input_names, self.max_length)
+        return encode_in_batches(
+            numbered,
+            self._encode_batch,
+            inputs | {"labels": datasets.Value("int64")},
+            {"reader": describe(self.reader), "length": self.max_length},
+        )
+
+    def _encode_batch(self, columns: Mapping[str, Any]) -> Columns:
+        texts = [columns["text"]]
+        if self.data.column("text-pair"):
+            texts.append(columns["text-pair"])
+        read = tokenize(self.reader, self.max_length, *texts)
+        return read | {"labels": np.asarray(columns["labels"])}
+
+    def adjust(self, network: nn.Module) -> None:
+        config = cast(Any, network).config
+        # A decoder classifies by its last token that is not padding. A plan has no reader.
+        planned = next(network.parameters()).is_meta
+        config.pad_token_id = 0 if planned else self.reader.pad_token_id
+        config.use_cache = False  # of keys and values, for generation
+
+    def shapes(self, config: Any, batch_size: int) -> Shapes:  # noqa: ARG002
+        length = self.max_length
+        return {
+            "input_ids": ((batch_size, length), torch.int64),
+            # What networks make of a mask by token, by looking at its values, is this.
+            "attention_mask": ((batch_size, 1, length, length), torch.bool),
+            "labels": ((batch_size,), torch.int64),
+        }
+
+    def collate(self, batch: Batch) -> Batch:
+        return trim(batch)
+
+    def loss(self, network: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(_logits(network, batch), batch["labels"])
+
+    def measure(
+        self,
+        network: Any,
+        batch: Batch,
+        answers: Sequence[Sequence[str]],  # noqa: ARG002
+    ) -> dict[str, float]:
+        return right_and_loss(_logits(network, batch), batch["labels"])
+
+
+TASK = Text
+
+
+def _logits(network: nn.Module, batch: Batch) -> Tensor:
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    return cast(Tensor, network(**inputs).logits)
+
+
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The model's tokenizer, which pads on the right."""
+    # Without any of them transformers makes a tokenizer that knows no word.
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise ValueError(
+            f"model {folder}: it has no tokenizer, expected tokenizer.json; choose another model"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise ValueError(
+            f"model {folder}: its tokenizer has neither a padding token nor one for the end; "
+            "choose another model"
+        )
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def describe(tokenizer: Any) -> dict[str, Any]:
+    """All that what it makes of a text depends on."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    return {"tokenizer": backend.to_str(), "pad": tokenizer.pad_token}
+
+
+def tokenize(tokenizer: Any, length: int, *texts: Sequence[str]) -> Columns:
+    """Texts, or pairs of texts, cut off and padded to one length."""
+    read = tokenizer(
+        *(list(text) for text in texts),
+        truncation=True,
+        max_length=length,
+        padding="max_length",
+        return_tensors="np",
+    )
+    return {name: array.astype(np.int32) for name, array in read.items()}
+
+
+def fixed_length(names: Sequence[str], length: int) -> dict[str, Any]:
+    """Features of so many tokens."""
+    return {name: datasets.List(datasets.Value("int32"), length=length) for name in names}
+
+
+def trim(batch: Batch) -> Batch:
+    """Without the columns in which every text of the batch is padding; token ids as int64."""
+    length = int(batch["attention_mask"].sum(1).max())
+    return {
+        name: tensor[:, :length].long() if name in _BY_TOKEN else tensor
+        for name, tensor in batch.items()
+    }
+
+
+_BY_TOKEN = {"input_ids", "attention_mask", "token_type_ids"}

@@ -1,0 +1,241 @@
+"""Any model of transformers: found by its architecture, adapted, trained, exported."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+
+from ravan_flwr import result_of, simulate
+from ravan_flwr.cli import main
+from ravan_flwr.config import read_config
+from ravan_flwr.export import merged_network
+from ravan_flwr.keys import Scalar
+from ravan_flwr.model import build_network
+from ravan_flwr.workbench import Workbench, make_task
+from tests.tiny import MODELS, OF_IMAGES, save_data, save_model
+
+# How many matrices each small model's query and value projections are.
+MATRICES = {"t5": 8, "phi3": 2}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    """architecture -> a run of its small model on small data of a task that it serves."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def of(kind):
+        preset, task = ("svhn-vit-b16", "") if kind in OF_IMAGES else ("glue-llama", "mnli")
+        preset = "newsgroups-t5" if kind == "t5" else preset
+        task = "" if kind == "t5" else task
+        if not (folder / kind).is_dir():
+            save_model(kind, folder / kind)
+        if not (folder / preset).is_dir():
+            save_data(preset, folder / preset, task)
+        made: dict[str, Scalar] = {
+            "preset": preset, "model": str(folder / kind), "data": str(folder / preset),
+            "lora-rank": 2, "num-rounds": 1, "local-steps": 2, "batch-size": 8, "eval-every": 1,
+            "partition": "iid", "report": "no", "tracking": "none", "learning-rate": 1e-2,
+            **({"glue-task": task} if task else {}),
+            **({"max-length": 16} if kind not in OF_IMAGES else {}),
+        }  # fmt: skip
+        return made
+
+    return of
+
+
+def batch_of(bench, number=8):
+    (first, *_) = bench.test_sets.values()
+    return bench.task.collate(first.take(np.arange(number)))
+
+
+def loss_of(network, bench):
+    with torch.inference_mode():
+        return bench.task.loss(network.eval(), batch_of(bench))
+
+
+@pytest.mark.parametrize("method", ["ravan", "fedit", "full"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_trains_and_comes_home(kind, method, settings, tmp_path):
+    run = simulate(settings(kind) | {"method": method, "output-dir": str(tmp_path)}, 3)
+    (record,) = map(json.loads, (run.run_dir / "rounds.jsonl").read_text().splitlines())
+    assert not record["rejected"]
+    with result_of(run.run_dir) as bench:
+        assert len(bench.model.layers) == MATRICES.get(kind, 4)
+        deltas = bench.model.method.delta_weights(bench.model.adapters)
+        assert all(delta.abs().max() > 0 for delta in deltas)
+        merged = merged_network(bench)
+        ours, theirs = loss_of(bench.model.network, bench), loss_of(merged, bench)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        if method == "full":
+            return
+        base: Any = copy.deepcopy(
+            build_network(bench.config.model, bench.task, seed=99).network
+        )  # another classifier
+        loaded: Any = peft.PeftModel.from_pretrained(base, run.run_dir / "adapter")
+        # As it is called in training: PEFT's wrapper has no other methods of its own.
+        theirs = loss_of(loaded.base_model.model, bench)
+        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+
+
+def test_a_merged_model_is_one_to_go_on_from(settings, tmp_path):
+    """Its reader is beside it, and its classifier is kept, not drawn anew."""
+    given = settings("bert") | {"classifier": "trained", "method": "fedit"}
+    run = simulate(given | {"output-dir": str(tmp_path)}, 3)
+    main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged")])
+    with result_of(run.run_dir) as bench:
+        expected = loss_of(bench.model.network, bench)
+    again = Workbench(read_config(given | {"model": str(tmp_path / "merged"), "seed": 5}))
+    torch.testing.assert_close(loss_of(again.model.network, again), expected, rtol=1e-5, atol=1e-5)
+    # For other labels it is drawn anew, of another size or not.
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    config["id2label"]["0"] = "other"
+    (tmp_path / "merged" / "config.json").write_text(json.dumps(config))
+    other = Workbench(read_config(given | {"model": str(tmp_path / "merged"), "seed": 5}))
+    assert loss_of(other.model.network, other) != pytest.approx(float(expected), abs=1e-4)
+
+
+def test_the_classifier_is_what_pretraining_lacks_and_a_function_of_the_seed(settings):
+    def built(kind, seed):
+        config = read_config(settings(kind) | {"seed": seed})
+        return build_network(config.model, make_task(config), seed)
+
+    for kind, names in {
+        "roberta": {"classifier.dense", "classifier.out_proj"},
+        "distilbert": {"pre_classifier", "classifier"},
+        "llama": {"score"},
+        "vit": {"classifier"},
+        "t5": set(),
+    }.items():
+        one, two, other = built(kind, 1), built(kind, 1), built(kind, 2)
+        by_id = {id(p): name.rpartition(".")[0] for name, p in one.network.named_parameters()}
+        assert {by_id[id(p)] for p in one.classifier} == names
+        assert one.fingerprint == two.fingerprint == other.fingerprint
+        for a, b, c in zip(one.classifier, two.classifier, other.classifier, strict=True):
+            assert torch.equal(a, b)
+            assert a.ndim == 1 or not torch.equal(a, c)
+
+
+def test_dropout_is_a_function_of_seed_round_and_client(settings, tmp_path):
+    """BERT has dropout: two runs are the same to the bit, whatever else drew before."""
+    finals: list[float] = []
+    for name in ("one", "two"):
+        torch.manual_seed(len(name) + len(finals))
+        run = simulate(settings("bert") | {"output-dir": str(tmp_path / name)}, 3)
+        finals.append(run.summary["metrics"]["final"]["loss"])
+    assert finals[0] == finals[1]
+
+
+def test_targets_of_ones_own(settings):
+    config = read_config(settings("llama") | {"targets": "self_attn.o_proj, mlp.up_proj"})
+    names = [layer.name for layer in Workbench(config).model.layers]
+    ends = "self_attn.o_proj", "mlp.up_proj"
+    assert names == [f"model.layers.{i}.{end}" for i in (0, 1) for end in ends]
+    with pytest.raises(ValueError, match=r"no layer to adapt: got targets \['nothing'\].*o_proj"):
+        _ = Workbench(read_config(settings("llama") | {"targets": "nothing"})).model
+
+
+def test_an_architecture_that_is_not_in_the_table_lists_its_layers(settings, tmp_path, monkeypatch):
+    monkeypatch.delitem(__import__("ravan_flwr.model").model.TARGETS, "bert")
+    with pytest.raises(ValueError, match=r"architecture 'bert'.*targets=.*self\.query"):
+        _ = Workbench(read_config(settings("bert"))).model
+
+
+def changed(settings, tmp_path, kind="vit", **files):
+    """The model's folder with other files; None for one that is gone."""
+    folder = tmp_path / "model"
+    shutil.copytree(settings(kind)["model"], folder)
+    for name, content in files.items():
+        path = folder / name.replace("__", ".")
+        path.unlink() if content is None else path.write_text(content)
+    return read_config(settings(kind) | {"model": str(folder)})
+
+
+def test_models_that_do_not_fit(settings, tmp_path):
+    with pytest.raises(ValueError, match=r"has no config.json, expected config.json and weights"):
+        _ = Workbench(changed(settings, tmp_path / "a", config__json=None)).model
+    with pytest.raises(ValueError, match=r"has no model.safetensors, expected config.json and"):
+        _ = Workbench(changed(settings, tmp_path / "b", model__safetensors=None)).model
+    config = read_config(settings("vit") | {"model": settings("t5")["model"]})
+    with pytest.raises(ValueError, match=r"architecture 't5': transformers has none .* for image"):
+        _ = Workbench(config).model
+    content = json.loads(Path(f"{settings('vit')['model']}/config.json").read_text())
+    content["num_hidden_layers"] = 3
+    with pytest.raises(ValueError, match=r"its weights lack vit.layers.2.* which only pretraining"):
+        _ = Workbench(changed(settings, tmp_path / "c", config__json=json.dumps(content))).model
+    with pytest.raises(ValueError, match="classifier = 'trained': the model has none"):
+        _ = Workbench(read_config(settings("t5") | {"classifier": "trained"})).model
+
+
+def test_a_model_without_a_tokenizer(settings, tmp_path):
+    with pytest.raises(ValueError, match="it has no tokenizer, expected tokenizer.json"):
+        _ = Workbench(
+            changed(settings, tmp_path, "bert", tokenizer__json=None, tokenizer_config__json=None)
+        ).model
+
+
+def test_a_presets_shape_is_that_of_its_model(settings):
+    config = read_config(settings("vit"))
+    spec = type(config.model)(
+        "hub", config.model.name, shape=(("model_type", "vit"), ("hidden_size", 768))
+    )
+    with pytest.raises(ValueError, match="hidden_size = 16, but the preset's shape 768"):
+        build_network(spec, make_task(config), 0)
+
+
+def test_padding_does_not_matter(settings):
+    """A batch's loss is the mean of its texts', each by itself."""
+    for kind in ("bert", "llama", "t5"):
+        bench = Workbench(read_config(settings(kind) | {"max-length": 48}))
+        (first, *_) = bench.test_sets.values()
+        network = bench.model.network.eval()
+        with torch.inference_mode():
+            alone = [
+                bench.task.loss(network, bench.task.collate(first.take(np.array([row]))))
+                for row in range(8)
+            ]
+            together = bench.task.loss(network, batch_of(bench))
+        lengths = {int(first.take(np.array([r]))["attention_mask"].sum()) for r in range(8)}
+        assert len(lengths) > 1
+        torch.testing.assert_close(torch.stack(alone).mean(), together, rtol=1e-4, atol=1e-5)
+
+
+def test_images_are_those_of_the_models_own_processor(settings):
+    bench = Workbench(read_config(settings("vit")))
+    reader, test = bench.task.reader, bench.splits["test"]
+    images = [image.convert("RGB") for image in test["image"][:8]]
+    expected = reader(images=images, return_tensors="pt")
+    got = {}
+    network = bench.model.network.eval()
+    handle = network.register_forward_pre_hook(
+        lambda _, args, kwargs: got.update(kwargs), with_kwargs=True
+    )
+    bench.task.loss(network, batch_of(bench))
+    handle.remove()
+    torch.testing.assert_close(got["pixel_values"], expected["pixel_values"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["vit", "bert", "t5", "llama"])
+def test_examples_read_from_their_file_are_the_same(kind, settings, monkeypatch):
+    config = read_config(settings(kind))
+    in_memory = batch_of(Workbench(config))
+    monkeypatch.setattr("ravan_flwr.tasks.base.IN_MEMORY", 0)
+    from_file = batch_of(Workbench(config))
+    assert in_memory.keys() == from_file.keys()
+    for name, tensor in in_memory.items():
+        assert torch.equal(tensor, from_file[name])
+        assert tensor.dtype == from_file[name].dtype
+
+
+@pytest.mark.parametrize("kind", ["vit", "bert", "t5", "llama"])
+def test_gradient_checkpointing_changes_nothing_but_memory(kind, settings, tmp_path):
+    losses = []
+    for how in ("no", "yes"):
+        given = settings(kind) | {"gradient-checkpointing": how, "output-dir": str(tmp_path / how)}
+        losses.append(simulate(given, 2).summary["metrics"]["final"]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

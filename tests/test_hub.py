@@ -1,0 +1,218 @@
+"""The hub's trouble, told plainly: a small hub of our own on loopback gives each kind of answer."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ravan_flwr.config import read_config
+from ravan_flwr.hub import model_folder
+from ravan_flwr.workbench import Workbench
+from tests.tiny import save_data, save_model
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories that are folders, and some that answer with an error."""
+
+    def __init__(self, folders):
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.folders = folders
+        self.asked = []
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self.server_close()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+ERRORS = {
+    "gated": (403, "GatedRepo"),
+    "gone": (404, "RevisionNotFound"),
+    "nobody": (401, "RepoNotFound"),
+}
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        path = self.path.split("?")[0].strip("/")
+        self.server.asked.append(path)
+        for name, (status, code) in ERRORS.items():
+            if f"org/{name}" in path:
+                return self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
+        for name, folder in self.server.folders.items():
+            if path.startswith(f"api/models/{name}"):
+                return self._model(name, folder, path)
+            if path.startswith(f"{name}/resolve/"):
+                file = folder / path.split("/", 4)[4]
+                if file.is_file():
+                    return self._send(200, file.read_bytes(), self._about(file))
+        return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+
+    def _model(self, name, folder, path):
+        files = [file for file in sorted(folder.iterdir()) if file.is_file()]
+        if "/tree/" in path:
+            content: Any = [
+                {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": file.name}
+                for file in files
+            ]
+        else:
+            content = {
+                "_id": "1", "id": name, "modelId": name, "sha": COMMIT, "private": False,
+                "siblings": [{"rfilename": file.name} for file in files],
+            }  # fmt: skip
+        return self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def _about(self, file):
+        return {"ETag": f'"{file.name}-{file.stat().st_size}"', "X-Repo-Commit": COMMIT}
+
+    def _send(self, status, body, headers):
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    save_model("bert", folder / "bert")
+    with Hub({"org/bert": folder / "bert"}) as hub:
+        yield hub
+
+
+def run(hub, home, *words, offline=False):
+    """A command with this hub and a cache of its own; `hub` None: nobody answers."""
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9",
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "1" if offline else "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_ETAG_TIMEOUT": "2",
+        "PYTHONWARNINGS": "ignore",
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "ravan_flwr", *words], env=environment, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+
+
+def words(folder, model):
+    return [
+        "simulate", "preset=glue-llama", "glue-task=rte", f"model={model}", f"data={folder}",
+        "num-rounds=1", "local-steps=1", "num-clients=2", "max-length=16", "lora-rank=2",
+        "report=no", f"output-dir={folder}/runs",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("org/gated", "the hub gives it only to those who accepted its terms; accept them on its"),
+        ("org/nobody", "the hub has no such model, or it is private; correct the id, or log in"),
+        ("org/gone@abc", "model org/gone at revision abc: the hub has no such revision any more"),
+    ],
+)
+def test_what_the_hub_says_is_told(hub, model, told, tmp_path):
+    save_data("glue-llama", tmp_path / "data", "rte")
+    ended = run(hub, tmp_path / "home", *words(tmp_path / "data", model))
+    assert ended.returncode == 2
+    assert told in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_no_connection_and_not_in_the_cache(offline, tmp_path):
+    save_data("glue-llama", tmp_path / "data", "rte")
+    ended = run(None, tmp_path / "home", *words(tmp_path / "data", "org/bert"), offline=offline)
+    assert ended.returncode == 2
+    assert "model org/bert: it is not in the cache, and the hub cannot be reached" in ended.stderr
+    assert "ravan-flwr fetch PRESET" in ended.stderr
+
+
+def test_what_was_fetched_is_there_without_a_connection(hub, tmp_path):
+    save_data("glue-llama", tmp_path / "data", "rte")
+    given = [f"model=org/bert@{COMMIT}", f"data={tmp_path / 'data'}", "glue-task=rte"]
+    fetched = run(hub, tmp_path / "home", "fetch", "glue-llama", *given)
+    assert fetched.returncode == 0, fetched.stderr
+    assert "model org/bert" in fetched.stdout
+    assert "120 examples to train, 40 to test" in fetched.stdout
+    asked = len(hub.asked)
+    ended = run(None, tmp_path / "home", *words(tmp_path / "data", f"org/bert@{COMMIT}"))
+    assert ended.returncode == 0, ended.stderr
+    # With a connection as well: what is there is not asked for.
+    given = words(tmp_path / "data", f"org/bert@{COMMIT}")
+    assert run(hub, tmp_path / "home", *given).returncode == 0
+    assert len(hub.asked) == asked
+    config = json.loads(next((tmp_path / "data" / "runs").glob("*/config.json")).read_text())
+    assert config["model"] | {"shape": []} == {
+        "source": "hub", "name": "org/bert", "revision": COMMIT, "shape": [], "targets": [],
+    }  # fmt: skip
+
+
+def test_a_download_that_was_cut_off_is_completed(hub, tmp_path):
+    given = words(save_data("glue-llama", tmp_path / "data", "rte"), "org/bert")
+    assert run(hub, tmp_path / "home", *given).returncode == 0
+    (weights,) = (tmp_path / "home").rglob("model.safetensors")
+    weights.unlink()
+    assert run(hub, tmp_path / "home", *given).returncode == 0
+    assert weights.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["nothing"], "preset 'nothing' is unknown"),
+        (["digits-vit"], "nothing to fetch: its model and data come with the app"),
+        (["glue-llama", "data=org/gated"], "data org/gated"),
+    ],
+)
+def test_fetching(given, told, hub, tmp_path):
+    model = ["model=org/bert"] if len(given) > 1 else []
+    ended = run(hub, tmp_path / "home", "fetch", *given, *model)
+    assert told in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.returncode == (0 if given == ["digits-vit"] else 2)
+
+
+def test_data_that_nobody_has_is_told():
+    with pytest.raises(ValueError, match="data org/nothing.*run `ravan-flwr fetch PRESET`"):
+        _ = Workbench(read_config({"preset": "mrqa-t5", "data": "org/nothing"})).splits
+
+
+def test_weights_in_parts_are_all_there(tmp_path):
+    folder = save_model("bert", tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    parts = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    index = {"weight_map": dict(zip("ab", parts, strict=True))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    spec = read_config({"preset": "glue-llama", "model": str(folder)}).model
+    with pytest.raises(ValueError, match="has no model-00002-of-00002.safetensors, expected"):
+        model_folder(spec)
+    (folder / "model-00002-of-00002.safetensors").touch()
+    assert model_folder(spec) == Path(folder)

@@ -1,0 +1,85 @@
+"""The metrics equal their reference implementations on random cases."""
+
+import random
+import string
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import accuracy_score, log_loss
+from torchmetrics.functional.text import squad
+
+from ravan_flwr.preset import DataSpec
+from ravan_flwr.tasks.base import Encoded
+from ravan_flwr.tasks.question_answering import QuestionAnswering, f1, words
+from ravan_flwr.tasks.text_to_label import TextToLabel
+from ravan_flwr.tasks.vision import Vision, right_and_loss
+from ravan_flwr.training import evaluate_all
+
+PARTS = st.sampled_from(
+    ["the", "a", "An", "cat", "Cat", "sat", "on", "mat", "U.S.", "3,000", "don't", "—", "!", "é"]
+)
+ANSWERS = st.lists(PARTS, max_size=6).map(" ".join)
+
+
+def task(kind, labels=()):
+    return kind(DataSpec("hub", labels=labels, target_length=8), 16, lambda: None)
+
+
+@given(ANSWERS, st.lists(ANSWERS, min_size=1, max_size=4))
+def test_f1_is_that_of_the_squad_scorer(answer, right):
+    prediction: dict[str, str] = {"prediction_text": answer, "id": "1"}
+    target: Any = {"answers": {"answer_start": [0] * len(right), "text": right}, "id": "1"}
+    expected = float(squad([prediction], [target])["f1"]) / 100
+    assert task(QuestionAnswering).score(answer, right) == pytest.approx(expected, abs=1e-6)
+
+
+def test_words_of_random_text_are_those_of_the_scorer():
+    draw = random.Random(0)
+    alphabet = string.ascii_letters + string.punctuation + " \t\nàß"
+    for _ in range(300):
+        text = "".join(draw.choices(alphabet, k=draw.randint(0, 40)))
+        other = "".join(draw.choices(alphabet, k=draw.randint(0, 40)))
+        target: Any = {"answers": {"answer_start": [0], "text": [other]}, "id": "1"}
+        expected = float(squad([{"prediction_text": text, "id": "1"}], [target])["f1"]) / 100
+        assert f1(text, other) == pytest.approx(expected, abs=1e-6)
+    assert words("The Cat's  mat!") == ["cats", "mat"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=40))
+def test_accuracy_and_loss_are_scikit_learns(pairs):
+    wanted, leaning = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    logits = torch.randn(len(pairs), 5, generator=torch.Generator().manual_seed(0))
+    logits[torch.arange(len(pairs)), leaning] += 10
+    sums = right_and_loss(logits, wanted)
+    assert sums["accuracy"] / len(pairs) == pytest.approx(accuracy_score(wanted, logits.argmax(-1)))
+    reference = log_loss(wanted, logits.double().softmax(-1), labels=range(5))
+    assert sums["loss"] / len(pairs) == pytest.approx(reference, rel=1e-4, abs=1e-6)
+
+
+def test_a_label_is_right_if_it_is_written_exactly():
+    names = ("sci.med", "sci.space")
+    draw = random.Random(1)
+    answers = [draw.choice([*names, "sci.Med", " sci.med ", "sci", ""]) for _ in range(50)]
+    right = [draw.choice(names) for _ in range(50)]
+    scores = [task(TextToLabel, names).score(a, [r]) for a, r in zip(answers, right, strict=True)]
+    stripped = [answer.strip() for answer in answers]
+    assert np.mean(scores) == pytest.approx(accuracy_score(right, stripped))
+
+
+def test_several_test_sets_are_told_together_and_apart(monkeypatch):
+    sets = {"one": Encoded({}, np.arange(30)), "two": Encoded({}, np.arange(10))}
+    found = {30: {"accuracy": 0.5, "loss": 1.0}, 10: {"accuracy": 1.0, "loss": 3.0}}
+    monkeypatch.setattr("ravan_flwr.training.evaluate", lambda _m, _t, one, *_: found[len(one)])
+    model: Any = None
+    means = evaluate_all(model, task(Vision), sets, 8)
+    assert means == pytest.approx(
+        {
+            "accuracy": 0.625, "loss": 1.5, "accuracy-one": 0.5, "loss-one": 1.0,
+            "accuracy-two": 1.0, "loss-two": 3.0,
+        }
+    )  # fmt: skip
+    assert evaluate_all(model, task(Vision), {"one": sets["one"]}, 8) == found[30]

@@ -1,0 +1,194 @@
+"""A device's own folder: read, checked against the preset, never sent."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+from flwr.app import Context, RecordDict
+
+from ravan_flwr import simulate
+from ravan_flwr.client_app import _Node
+from ravan_flwr.config import read_config
+from ravan_flwr.dataset import label_numbers, own_examples
+from ravan_flwr.keys import Scalar
+from ravan_flwr.simulation import InProcessGrid
+from tests.tiny import WORDS, newsgroups, pictures, save_model
+
+LABELS = ("red", "green", "blue")
+
+
+def spec(preset="glue-llama", **changes):
+    return read_config({"preset": preset} | changes).data
+
+
+@pytest.fixture
+def rows():
+    return {"sentence": ["good", "bad", "fine"], "label": ["positive", "negative", "positive"]}
+
+
+# `datasets` leaves the closing of CSV files to the garbage collector.
+LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@LEFT_OPEN
+@pytest.mark.parametrize("kind", ["csv", "parquet", "json", "jsonl"])
+def test_tables(kind, rows, tmp_path):
+    table = datasets.Dataset.from_dict(rows)
+    write = {"csv": table.to_csv, "parquet": table.to_parquet}.get(kind, table.to_json)
+    (tmp_path / "deeper").mkdir()
+    write(tmp_path / "deeper" / f"mine.{kind}")
+    examples = own_examples(str(tmp_path), spec())
+    assert examples["text"][:] == rows["sentence"]
+    assert list(label_numbers(examples, spec().labels, "x")) == [1, 0, 1]
+    alone = own_examples(str(tmp_path / "deeper" / f"mine.{kind}"), spec())
+    assert alone["label"][:] == rows["label"]
+
+
+def test_a_folder_of_images(tmp_path):
+    for number, label in enumerate(["7", "0", "7"]):
+        (tmp_path / label).mkdir(exist_ok=True)
+        pictures([number])[0].save(tmp_path / label / f"{number}.png")
+    (tmp_path / "notes.txt").write_text("not an example")
+    examples = own_examples(str(tmp_path), spec("svhn-vit-b16"))
+    assert sorted(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == [0, 7, 7]
+
+
+def test_a_folder_that_changed_is_read_again(rows, tmp_path):
+    def write(name, text):
+        (tmp_path / name).mkdir()
+        path = tmp_path / name / "data" / "train.jsonl"
+        path.parent.mkdir()
+        path.write_text(json.dumps({"sentence": text, "label": 1}) + "\n")
+        return path.parent
+
+    one, two = write("a", "one"), write("b", "two")  # the same names within
+    assert own_examples(str(one), spec())["text"][:] == ["one"]
+    assert own_examples(str(two), spec())["text"][:] == ["two"]
+    (one / "train.jsonl").write_text(json.dumps({"sentence": "three", "label": 1}) + "\n")
+    assert own_examples(str(one), spec())["text"][:] == ["three"]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"label": ["positive"]}, r"got the columns \['label'\], expected 'sentence' or 'text'"),
+        ({"sentence": [], "label": []}, "got no example, expected some"),
+    ],
+)
+def test_columns(content, told, tmp_path):
+    features = datasets.Features(dict.fromkeys(content, datasets.Value("string")))
+    datasets.Dataset.from_dict(content, features=features).to_parquet(tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match=f"node config: data-path = .*{told}"):
+        own_examples(str(tmp_path), spec())
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ([], "got 1 files of other kinds, expected images, parquet, CSV or JSON lines"),
+        (["a.csv", "b.parquet"], "got csv and parquet, expected images"),
+        (["broken.parquet"], "it cannot be read as parquet"),
+    ],
+)
+def test_files(names, told, tmp_path):
+    for name in names:
+        (tmp_path / name).write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=told):
+        own_examples(str(tmp_path), spec())
+
+
+@pytest.mark.parametrize("path", ["relative", "/nowhere/at/all"])
+def test_paths(path):
+    with pytest.raises(ValueError, match="found no such folder, expected the absolute path"):
+        own_examples(path, spec())
+
+
+def test_unknown_labels_are_listed():
+    def numbers(labels, feature=None):
+        features = datasets.Features({"label": feature}) if feature else None
+        table = datasets.Dataset.from_dict({"label": labels}, features=features)
+        return list(label_numbers(table, LABELS, "here"))
+
+    assert numbers(["blue", "red"]) == [2, 0]
+    assert numbers([1, 0], datasets.ClassLabel(names=["blue", "green"])) == [1, 2]
+    assert numbers([2, 0]) == [2, 0]
+    with pytest.raises(ValueError, match="here: got unknown labels gold, pink; expected red, gre"):
+        numbers(["pink", "red", "gold", "pink"])
+    with pytest.raises(ValueError, match="unknown labels -1, 3; expected numbers from 0 to 2"):
+        numbers([3, 0, -1])
+    with pytest.raises(ValueError, match="unknown labels None"):
+        numbers([-1, 0], datasets.ClassLabel(names=["red", "green"]))
+
+
+def node(run_config, **settings):
+    return _Node(
+        Context(
+            run_id=1, node_id=1, state=RecordDict(), run_config=run_config,
+            node_config={"partition-id": 1, "num-partitions": 2} | settings,
+        )
+    )  # fmt: skip
+
+
+@LEFT_OPEN
+def test_a_node_trains_on_its_folder_and_needs_no_shared_data(tmp_path, monkeypatch):
+    own = newsgroups(30, 5)
+    (tmp_path / "mine").mkdir()
+    own.to_csv(tmp_path / "mine" / "news.csv")
+    run_config = {
+        "preset": "newsgroups-t5", "model": str(save_model("t5", tmp_path / "model")),
+        "validation-share": 0.2, "max-length": 16, "lora-rank": 2,
+    }  # fmt: skip
+
+    def refuse(_):
+        raise AssertionError("the shared data set was loaded")
+
+    monkeypatch.setattr("ravan_flwr.workbench.load_splits", refuse)
+    mine = node(run_config, **{"data-path": str(tmp_path / "mine")}).examples
+    assert (len(mine.train), len(mine.validation)) == (24, 6)
+    assert sorted([*mine.train.rows, *mine.validation.rows]) == list(range(30))
+    answers = mine.train.answers_of(np.arange(24))
+    assert {name for (name,) in answers} <= set(spec("newsgroups-t5").labels)
+    with pytest.raises(AssertionError, match="was loaded"):
+        _ = node(run_config).examples
+    with pytest.raises(ValueError, match="data-path is 3, expected the path of a folder as text"):
+        node(run_config, **{"data-path": 3})
+
+
+@LEFT_OPEN
+def test_nothing_of_a_folder_but_numbers_leaves_the_node(tmp_path, monkeypatch):
+    """Every reply of a run: tensors of the method's shapes, and no word of a text."""
+    folders = []
+    for client in range(2):
+        folders.append(tmp_path / f"device{client}")
+        folders[-1].mkdir()
+        newsgroups(20, client).to_csv(folders[-1] / "news.csv")
+    replies = []
+
+    class Devices(InProcessGrid):
+        def __init__(self, *given):
+            super().__init__(*given)
+            for context, folder in zip(self._contexts.values(), folders, strict=True):
+                context.node_config["data-path"] = str(folder)
+
+        def _deliver(self, message):
+            replies.append(super()._deliver(message))
+            return replies[-1]
+
+    monkeypatch.setattr("ravan_flwr.simulation.InProcessGrid", Devices)
+    run_config: dict[str, Scalar] = {
+        "preset": "newsgroups-t5", "model": str(save_model("t5", tmp_path / "model")),
+        "data": "nobody/has-this", "evaluate-on": "clients", "validation-share": 0.2,
+        "max-length": 16, "lora-rank": 2, "num-rounds": 1, "local-steps": 2, "eval-every": 1,
+        "output-dir": str(tmp_path / "runs"), "report": "no",
+    }  # fmt: skip
+    run = simulate(run_config, 2)
+    (record,) = map(json.loads, (run.run_dir / "rounds.jsonl").read_text().splitlines())
+    assert [client["examples"] for client in record["clients"]] == [16, 16]
+    assert set(record["metrics"]) == {"loss", "accuracy"}
+    assert len(replies) == 6  # two questions, two trainings, two evaluations
+    for reply in replies:
+        arrays = {name: set(part) for name, part in reply.content.array_records.items()}
+        assert arrays in ({}, {"arrays": {"H", "heads"}})
+        told = f"{reply.content.config_records} {reply.content.metric_records}"
+        assert not any(word in told for word in WORDS)

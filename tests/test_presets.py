@@ -1,0 +1,263 @@
+"""Every preset, from its YAML to its metric, with a small model and small data of its kind."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import yaml
+
+from ravan_flwr import simulate
+from ravan_flwr.config import read_config
+from ravan_flwr.keys import KEYS
+from ravan_flwr.methods import METHODS
+from ravan_flwr.plan import adapter_parameters, describe
+from ravan_flwr.preset import Preset, conf_folder, preset_names
+from ravan_flwr.studies.spec import read_study
+from ravan_flwr.workbench import get_workbench
+from tests.tiny import ARCHITECTURES, DATA, SOURCES, save_data, save_model
+
+PUBLIC = {
+    "digits-vit", "cifar100-vit-b16", "svhn-vit-b16", "newsgroups-t5", "mrqa-t5", "glue-llama",
+}  # fmt: skip
+REAL = sorted(PUBLIC - {"digits-vit"})
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """preset, GLUE task -> settings with a small model and data in place of the real."""
+    made = {}
+
+    def settings(preset, glue_task=""):
+        if (preset, glue_task) not in made:
+            folder = tmp_path_factory.mktemp(f"{preset}-{glue_task}")
+            kind = ARCHITECTURES[preset]
+            made[preset, glue_task] = {
+                "preset": preset,
+                "model": str(save_model(kind, folder / "model")),
+                "data": str(save_data(preset, folder / "data", glue_task)),
+                **({"glue-task": glue_task} if glue_task else {}),
+                **({"max-length": 24} if kind != "vit" else {}),
+                "lora-rank": 2, "num-rounds": 2, "local-steps": 2, "batch-size": 8, "eval-every": 1,
+                "partition-alpha": 1.0, "report": "no", "tracking": "none",
+            }  # fmt: skip
+        return made[preset, glue_task]
+
+    return settings
+
+
+def test_every_file_is_a_preset_or_a_study():
+    assert set(preset_names()) == PUBLIC
+    found = sorted(conf_folder().rglob("*"))
+    presets = [Preset.read(path.stem).path for path in found if path.parent == conf_folder()
+               and path.suffix == ".yaml"]  # fmt: skip
+    studies = [path for path in found if path.parent.name == "studies" and path.suffix == ".yaml"]
+    assert all(read_study(path).rows for path in studies)
+    assert len(studies) >= 4
+    files = {path for path in found if path.is_file() and path.suffix != ".csv"}
+    assert {*presets, *studies} == files
+
+
+@pytest.mark.parametrize("method", ["ravan", "fedit", "full"])
+@pytest.mark.parametrize(("preset", "glue_task"), DATA)
+def test_a_preset_runs_from_yaml_to_metric(preset, glue_task, method, small, tmp_path):
+    run = simulate(small(preset, glue_task) | {"method": method, "output-dir": str(tmp_path)}, 4)
+    first, last = map(json.loads, (run.run_dir / "rounds.jsonl").read_text().splitlines())
+    assert not first["rejected"] + last["rejected"]
+    assert len(last["clients"]) == 3
+    metric = "f1" if preset == "mrqa-t5" else "accuracy"
+    assert run.summary["metric"] == metric
+    assert 0 <= last["metrics"][metric] <= 1
+    assert np.isfinite(last["metrics"]["loss"])
+    assert last["metrics"]["loss"] != first["metrics"]["loss"]
+    assert sum(client["examples"] for client in last["clients"]) < 120
+    if glue_task == "mnli":
+        both = [last["metrics"][f"accuracy-{name}"] for name in ("matched", "mismatched")]
+        assert last["metrics"]["accuracy"] == pytest.approx(np.mean(both))  # of as many examples
+
+
+def test_a_text_to_text_model_learns(small, tmp_path):
+    """The metric, too: generation is the trained model's."""
+    settings = small("mrqa-t5") | {
+        "method": "full", "learning-rate": 1e-2, "num-rounds": 3, "local-steps": 40,
+        "batch-size": 32, "partition": "iid", "output-dir": str(tmp_path),
+    }  # fmt: skip
+    run = simulate(settings, 2)
+    rounds = [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
+    assert rounds[-1]["train-loss"] < 0.8 * rounds[0]["train-loss"]
+    assert run.summary["metrics"]["final"]["f1"] > 0.05
+
+
+def test_the_sources_of_mrqa_are_what_its_clients_differ_in(small):
+    bench = get_workbench(read_config(small("mrqa-t5") | {"partition-alpha": 0.1}))
+    sources = np.array(bench.splits["train"]["subset"][:])
+    assert set(sources) == set(SOURCES)
+    shares = []
+    for client in range(3):
+        mine = sources[bench.partition(client, 3).train.rows]
+        shares.append(max(np.mean(mine == source) for source in SOURCES))
+    assert max(shares) > 2 / 6
+
+
+# The numbers of METHODS: trained parameters beside the classifier, from configurations alone.
+VIT, T5 = 24, 48  # adapted matrices of 768 x 768
+COUNTS = {
+    ("cifar100-vit-b16", "lower"): {
+        "ravan": VIT * 4 * (110**2 + 1), "fedit": VIT * 32 * 2 * 768, "ffa-lora": VIT * 64 * 768,
+        "fed-sb": VIT * 221**2,
+    },
+    ("svhn-vit-b16", "higher"): {
+        "ravan": VIT * 4 * (156**2 + 1), "fedit": VIT * 64 * 2 * 768, "ffa-lora": VIT * 128 * 768,
+        "fed-sb": VIT * 313**2,
+    },
+    ("newsgroups-t5", "lower"): {
+        "ravan": T5 * 4 * (110**2 + 1), "fedit": T5 * 32 * 2 * 768, "ffa-lora": T5 * 64 * 768,
+        "fed-sb": T5 * 221**2,
+    },
+    ("mrqa-t5", "higher"): {
+        "ravan": T5 * 4 * (156**2 + 1), "fedit": T5 * 64 * 2 * 768, "ffa-lora": T5 * 128 * 768,
+        "fed-sb": T5 * 313**2,
+    },
+    ("glue-llama", "lower"): {
+        "ravan": 32 * 4 * (181**2 + 1),
+        "fedit": 16 * 32 * (2048 + 2048 + 2048 + 512),
+        "ffa-lora": 16 * 64 * (2048 + 512),
+        "fed-sb": 32 * 362**2,
+    },
+    ("glue-llama", "higher"): {
+        "ravan": 32 * 4 * (256**2 + 1),
+        "fedit": 16 * 64 * (2048 + 2048 + 2048 + 512),
+        "ffa-lora": 16 * 128 * (2048 + 512),
+        "fed-sb": 32 * 512**2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "budget"), COUNTS)
+def test_parameters_are_those_of_the_paper(preset, budget):
+    expected = COUNTS[preset, budget]
+    expected |= dict.fromkeys(("fedex-lora", "hetlora", "flexlora"), expected["fedit"])
+    for method, count in expected.items():
+        config = read_config({"preset": preset, "parameter-budget": budget, "method": method})
+        assert adapter_parameters(config) == count, method
+
+
+def test_the_rounded_counts_are_those_of_the_paper():
+    def millions(preset, method):
+        return adapter_parameters(read_config({"preset": preset, "method": method})) / 1e6
+
+    assert millions("cifar100-vit-b16", "fedit") == pytest.approx(1.180, abs=5e-4)
+    assert millions("cifar100-vit-b16", "ravan") == pytest.approx(1.162, abs=5e-4)
+    assert millions("mrqa-t5", "fedit") == pytest.approx(2.4, abs=0.05)
+    assert [millions("glue-llama", m) for m in ("fedit", "ffa-lora", "ravan")] == pytest.approx(
+        [3.41, 2.62, 4.19], abs=5e-3
+    )
+
+
+@pytest.mark.parametrize("preset", REAL)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_methods_plan_needs_neither_weights_nor_a_connection(preset, method):
+    told = describe(read_config({"preset": preset, "method": method}))
+    adapted = {"cifar100-vit-b16": 24, "svhn-vit-b16": 24, "glue-llama": 32}.get(preset, 48)
+    assert f"adapted         {adapted} matrices" in told
+
+
+# Learning rates of the appendix: (iid, dirichlet) of the lower budget, then of the higher.
+RATES = {
+    ("cifar100-vit-b16", "fed-sb"): (1e-3, 5e-4, 1e-3, 5e-4),
+    ("cifar100-vit-b16", "fedit"): (5e-3, 5e-3, 5e-3, 5e-3),
+    ("svhn-vit-b16", "fedex-lora"): (1e-3, 1e-3, 1e-3, 5e-4),
+    ("svhn-vit-b16", "fed-sb"): (5e-3, 5e-3, 1e-3, 1e-3),
+    ("newsgroups-t5", "ravan"): (5e-4, 5e-4, 1e-4, 1e-4),
+    ("newsgroups-t5", "fed-sb"): (5e-3, 1e-3, 5e-3, 1e-3),
+    ("mrqa-t5", "ffa-lora"): (5e-3, 5e-3, 1e-2, 5e-3),
+    ("mrqa-t5", "fed-sb"): (1e-3, 5e-4, 5e-4, 5e-4),
+    ("mrqa-t5", "fedit"): (1e-3, 1e-3, 5e-4, 5e-4),
+    ("glue-llama", "ravan"): (5e-5, 5e-5, 5e-5, 5e-5),
+}
+
+
+@pytest.mark.parametrize(("preset", "method"), RATES)
+def test_learning_rates_are_those_of_the_paper(preset, method):
+    got = [
+        read_config(
+            {"preset": preset, "method": method, "parameter-budget": budget, "partition": partition}
+        ).learning_rate
+        for budget in ("lower", "higher")
+        for partition in ("iid", "dirichlet")
+    ]
+    assert tuple(got) == RATES[preset, method]
+
+
+def test_a_budget_or_heads_of_ones_own_leave_the_papers_ranks():
+    def rank(**settings):
+        given = {key.replace("_", "-"): value for key, value in settings.items()}
+        return read_config({"preset": "cifar100-vit-b16"} | given).rank
+
+    assert rank() == 110
+    assert rank(heads=4) == 110
+    assert rank(heads=8) is None  # what the budget allows, then
+    assert rank(lora_rank=16) is None
+    assert rank(rank=7) == 7
+    assert rank(parameter_budget="higher", method="ffa-lora") == 128
+
+
+@pytest.mark.parametrize("preset", REAL)
+def test_rounds_batches_and_lengths_are_those_of_the_paper(preset):
+    config = read_config({"preset": preset})
+    rounds = {"newsgroups-t5": 100, "mrqa-t5": 20, "glue-llama": 20}.get(preset, 50)
+    batch = 16 if preset == "glue-llama" else 32
+    length = {"newsgroups-t5": 256, "mrqa-t5": 256, "glue-llama": 128}.get(preset, 0)
+    assert (config.num_rounds, config.batch_size, config.max_length) == (rounds, batch, length)
+    assert (config.local_steps, config.clients_per_round, config.num_clients) == (50, 3, 20)
+    assert config.classifier == "frozen"
+    assert re.fullmatch(r"[0-9a-f]{40}", config.model.revision)
+
+
+def broken(tmp_path, monkeypatch, preset="glue-llama", **changes):
+    """The preset with other fields, in a folder of its own."""
+    content = yaml.safe_load((conf_folder() / f"{preset}.yaml").read_text())
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        part = content
+        for name in parents:
+            part = part[name.replace("_", "-")]
+        part[last.replace("_", "-")] = value
+    (tmp_path / f"{preset}.yaml").write_text(yaml.safe_dump(content))
+    monkeypatch.setattr("ravan_flwr.preset.conf_folder", lambda: tmp_path)
+    return {"preset": preset}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"task": "x"}, "task = 'x': expected one of vision, text"),
+        ({"data__max_length": 0}, "max-length = 0: expected a whole number at least 1"),
+        ({"data__glue_tasks__x": {}}, "data.glue-tasks.x is unknown"),
+        ({"data__glue_tasks__rte__labels": []}, r"rte.labels = \[\]: expected the names"),
+        ({"data__glue_tasks__rte__columns": {"text": "a"}}, "rte.columns.label is missing"),
+        ({"parameter_budgets__lower__ravan": 0}, "rank = 0: expected a whole number"),
+        ({"parameter_budgets__lower__x": 1}, "parameter-budgets.lower.x is unknown"),
+        ({"learning_rate__by": ["seed"]}, "learning-rate.by 'seed' is unknown"),
+        ({"learning_rate__ravan": {"x": 1.0}}, "expected a number, or numbers by the values of"),
+        ({"model__shape": {"hidden_size": 1}}, "model.shape.model_type is missing"),
+    ],
+)
+def test_a_damaged_preset_is_named(changes, told, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=f"glue-llama.yaml: .*{told}"):
+        read_config(broken(tmp_path, monkeypatch, **changes))
+
+
+def test_keys_that_a_preset_has_no_use_for():
+    with pytest.raises(ValueError, match="glue-task = 'rte': .* has no GLUE tasks"):
+        read_config({"glue-task": "rte"})
+    with pytest.raises(ValueError, match=r"max-length = 9: .* has no texts"):
+        read_config({"max-length": 9})
+    with pytest.raises(ValueError, match="data = 'org/name': the preset's examples come with"):
+        read_config({"data": "org/name"})
+    with pytest.raises(ValueError, match=r"model = './here': found no such folder, and an id"):
+        read_config({"model": "./here"})
+    with pytest.raises(ValueError, match=r"targets = 'q,': expected ends"):
+        read_config({"targets": "q,"})
+    assert read_config({"model": "org/name@abc"}).model.revision == "abc"
+    assert set(KEYS["glue-task"].choices) == set(Preset.read("glue-llama").glue_tasks)

@@ -1,0 +1,97 @@
+"""A backbone in few bits: the same network to the bits' rounding, trained and taken home whole."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from ravan_flwr import result_of, simulate
+from ravan_flwr.config import read_config
+from ravan_flwr.export import merged_network
+from ravan_flwr.plan import step_memory
+from ravan_flwr.quantize import BITS, quantizable, quantize
+from ravan_flwr.workbench import Workbench
+from tests.tiny import save_data, save_model
+
+pytest.importorskip("bitsandbytes")
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quantized")
+    save_model("llama", folder / "model", hidden_size=64, intermediate_size=128)
+    save_data("glue-llama", folder / "data", "rte")
+    return {
+        "preset": "glue-llama", "glue-task": "rte", "model": str(folder / "model"),
+        "data": str(folder / "data"), "lora-rank": 4, "max-length": 16, "num-rounds": 2,
+        "local-steps": 3, "batch-size": 8, "report": "no", "tracking": "none",
+        "learning-rate": 1e-2,
+    }  # fmt: skip
+
+
+def logits_of(bench):
+    (first, *_) = bench.test_sets.values()
+    batch = bench.task.collate(first.take(first.rows[:8]))
+    batch.pop("labels")
+    with torch.inference_mode():
+        return bench.model.network.eval()(**batch).logits
+
+
+@pytest.mark.parametrize("how", BITS)
+def test_the_network_is_the_same_to_the_bits_rounding(how, settings):
+    whole = Workbench(read_config(settings))
+    few = Workbench(read_config(settings | {"quantize": how}))
+    assert whole.model.backbone_fingerprint == few.model.backbone_fingerprint
+    assert whole.model.method.size == few.model.method.size
+    expected, got = logits_of(whole), logits_of(few)
+    assert not torch.equal(expected, got)
+    assert (got - expected).abs().max() < {"8bit": 0.1, "4bit": 0.6}[how] * expected.abs().max()
+    kinds = {type(m).__name__ for m in few.model.network.modules() if "Linear" in type(m).__name__}
+    small = {"8bit": "Linear8bitLt", "4bit": "Linear4bit"}[how]
+    assert kinds == {small, "MultiHeadLinear", "Linear"}
+    head = few.model.network.get_submodule("score")
+    assert type(head) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", ["ravan", "fedit", "ffa-lora", "hetlora", "flexlora"])
+@pytest.mark.parametrize("how", BITS)
+def test_a_run_trains_and_its_export_is_whole(how, method, precision, settings, tmp_path):
+    given = settings | {"quantize": how, "method": method, "precision": precision}
+    run = simulate(given | {"output-dir": str(tmp_path)}, 2)
+    records = [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
+    assert not [reply for record in records for reply in record["rejected"]]
+    with result_of(run.run_dir) as bench:
+        deltas = bench.model.method.delta_weights(bench.model.adapters)
+        assert all(delta.abs().max() > 0 for delta in deltas)
+        merged = merged_network(bench)
+        whole = dict(Workbench(read_config(settings)).model.network.named_parameters())
+        for layer, delta in zip(bench.model.layers, deltas, strict=True):
+            weight = merged.get_parameter(f"{layer.name}.weight")
+            old = whole[f"{layer.name}.base.weight"]
+            torch.testing.assert_close(weight, old + delta, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["full", "fedex-lora", "fed-sb"])
+def test_methods_that_change_the_backbone_are_refused(method, settings, tmp_path):
+    with pytest.raises(ValueError, match=f"quantize = '4bit': method '{method}' changes pretrain"):
+        simulate(settings | {"quantize": "4bit", "method": method, "output-dir": str(tmp_path)}, 2)
+
+
+def test_without_the_library_it_says_what_to_install(settings, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ValueError, match=r"pip install 'ravan-flwr\[quantize\]'"):
+        quantize(torch.nn.Sequential(torch.nn.Linear(2, 2)), "4bit", [])
+
+
+@pytest.mark.parametrize("how", BITS)
+def test_the_plan_counts_the_bits(how, settings):
+    whole, few = (
+        step_memory(read_config(settings | {"quantize": kind}), 1.0) for kind in ("none", how)
+    )
+    network = Workbench(read_config(settings)).model.network
+    linears = quantizable(network, [network.get_parameter("score.weight")]).values()
+    expected = sum(linear.weight.numel() for linear in linears) * (32 - BITS[how]) / 8
+    assert whole.weights - few.weights == pytest.approx(expected, abs=1)
+    assert whole.activations == few.activations
