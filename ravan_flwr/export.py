@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ravan_flwr.card import write_card
 from ravan_flwr.hub import no_bars
-from ravan_flwr.model import build_network
+from ravan_flwr.model import build_network, stored_dtype
 from ravan_flwr.records import RunDirectory, write_atomically
 from ravan_flwr.result import result_of
 from ravan_flwr.workbench import Workbench
@@ -67,7 +68,7 @@ def write_adapter(folder: Path, bench: Workbench) -> None:
         ranks.add(len(A))
         tensors[f"base_model.model.{layer.name}.lora_A.weight"] = A
         tensors[f"base_model.model.{layer.name}.lora_B.weight"] = B
-    (rank,) = ranks
+    (rank,), spec = ranks, bench.config.model
     names = {id(parameter): name for name, parameter in model.network.named_parameters()}
     for parameter in model.classifier:
         tensors[f"base_model.model.{names[id(parameter)]}"] = parameter
@@ -81,7 +82,8 @@ def write_adapter(folder: Path, bench: Workbench) -> None:
         "bias": "none",
         "lora_dropout": 0.0,
         "inference_mode": True,
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": spec.name if spec.source == "hub" else None,
+        "revision": spec.revision or None,
         "task_type": None,
     }
     saved = {k: v.detach().float().cpu().contiguous().clone() for k, v in tensors.items()}
@@ -94,6 +96,7 @@ def write_adapter(folder: Path, bench: Workbench) -> None:
 def write_merged(folder: Path, bench: Workbench) -> None:
     """Write the network without adapters, their delta-weights added to its weights."""
     network, reader = merged_network(bench), bench.task.reader
+    torch.nn.Module.to(network, stored_dtype(bench.config.model))
     with no_bars():
         network.save_pretrained(folder)
         if reader is not None:
@@ -117,76 +120,3 @@ def merged_network(bench: Workbench) -> PreTrainedModel:
             elif name in adapted:
                 parameter.copy_(parameter.float() + adapted[name].float().cpu())
     return network
-
-
-def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
-    """A model card: what this is, where it comes from, how good it is, how to load it."""
-    config, summary = directory.read_json("config.json"), directory.read_json("summary.json")
-    final = summary["metrics"]["final"]
-    scores = ", ".join(f"{name} {value:.4f}" for name, value in final.items()) or "not evaluated"
-    partition = config["partition"]
-    if partition == "dirichlet":
-        partition += f" {config['partition-alpha']:g}"
-    method = config["method"] + (f", rank {summary['rank']}" if summary["rank"] else "")
-    rows = {
-        "backbone": f"{config['model']['name']} ({config['model']['source']})",
-        "data": f"{config['data']['source']}, {summary['num-clients']} clients, {partition}",
-        "method": method + (f", {config['heads']} heads" if config["method"] == "ravan" else ""),
-        "classifier": config["classifier"],
-        "rounds": f"{summary['rounds']}, {config['clients-per-round']} clients a round, "
-        f"{config['local-steps']} local steps of {config['batch-size']}",
-        "trained parameters": f"{summary['trainable-parameters']:,}",
-        "result": scores,
-        "seed": summary["seed"],
-    }
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    examples = {
-        "server": "the server's test examples",
-        "clients": "examples that clients held back",
-    }
-    text = CARD.format(
-        library=LIBRARIES[form], task=config["task"], table=table, how=HOW[form],
-        examples=examples[config["evaluate-on"]],
-    )  # fmt: skip
-    write_atomically(folder / "README.md", text.encode())
-
-
-LIBRARIES = {"peft": "peft", "merged": "transformers"}
-
-HOW = {
-    "peft": """\
-Load it onto the backbone that it was trained on, with as many labels:
-
-```python
-from peft import PeftModel
-from ravan_flwr.model import build_network
-from ravan_flwr.preset import Preset
-
-backbone, _, _ = build_network(Preset.read(PRESET).model, num_labels=NUM_LABELS, seed=0)
-model = PeftModel.from_pretrained(backbone, "this folder")
-```""",
-    "merged": """\
-```python
-from transformers import AutoModelForImageClassification
-
-model = AutoModelForImageClassification.from_pretrained("this folder")
-```""",
-}
-
-CARD = """\
----
-library_name: {library}
-tags: [federated-learning, flower, ravan-flwr, {task}]
----
-# A federated fine-tuning, by ravan-flwr
-
-The examples stayed on the clients; what they sent was averaged.
-
-| | |
-| --- | --- |
-{table}
-
-The result is that after the last round, on {examples}.
-
-{how}
-"""

@@ -161,6 +161,16 @@ def build_network(spec: ModelSpec, task: Task, seed: int) -> Backbone:
     )  # fmt: skip
 
 
+def stored_dtype(spec: ModelSpec) -> torch.dtype:
+    """What a model's weights are kept in, which may be less than they are trained in."""
+    if spec.source == "bundled":
+        return torch.float32
+    settings = config_of(spec)
+    name = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    dtype: torch.dtype = getattr(torch, str(name).removeprefix("torch."))
+    return dtype
+
+
 def build_skeleton(spec: ModelSpec, task: Task) -> Backbone:
     """The same network without weights, on the meta device, for plans and estimates."""
     settings = dict(spec.shape) or CONFIGS[spec.source](spec)

@@ -9,10 +9,11 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
+from ravan_flwr.card import write_card
 from ravan_flwr.checkpoint import load_checkpoint, load_fixed, save_checkpoint, save_fixed
 from ravan_flwr.config import Config, read_config
 from ravan_flwr.console import Progress, megabytes, minutes, show
-from ravan_flwr.export import natural_form, write_card, write_result
+from ravan_flwr.export import natural_form, write_result
 from ravan_flwr.keys import AUTO
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.model import AdaptedModel

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import peft
 import pytest
+import safetensors.torch
 import torch
+import transformers
 
 from ravan_flwr import result_of, simulate
 from ravan_flwr.cli import main
@@ -98,6 +100,24 @@ def test_a_merged_model_is_one_to_go_on_from(settings, tmp_path):
     (tmp_path / "merged" / "config.json").write_text(json.dumps(config))
     other = Workbench(read_config(given | {"model": str(tmp_path / "merged"), "seed": 5}))
     assert loss_of(other.model.network, other) != pytest.approx(float(expected), abs=1e-4)
+
+
+def test_an_export_is_of_the_models_own_precision(settings, tmp_path):
+    """The delta-weight is added in float32, and the sum rounded to what the checkpoint has."""
+    folder = save_model("llama", tmp_path / "model", dtype="bfloat16")
+    network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    network.save_pretrained(folder)
+    given = settings("llama") | {"model": str(folder), "learning-rate": 1e-2}
+    run = simulate(given | {"output-dir": str(tmp_path / "runs")}, 3)
+    main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged")])
+    with result_of(run.run_dir) as bench:
+        exact = dict(merged_network(bench).named_parameters())
+    saved = safetensors.torch.load_file(tmp_path / "merged" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, exact[name].to(torch.bfloat16))
+    card = (run.run_dir / "adapter" / "README.md").read_text()
+    assert f'AutoModelForSequenceClassification.from_pretrained("{folder}", num_labels=3)' in card
 
 
 def test_the_classifier_is_what_pretraining_lacks_and_a_function_of_the_seed(settings):

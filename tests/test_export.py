@@ -1,7 +1,9 @@
 """What a run is exported to computes what the run's model does, in PEFT and in transformers."""
 
 import json
+import re
 import shutil
+from typing import Any
 
 import peft
 import pytest
@@ -80,6 +82,23 @@ def test_a_card_says_what_it_is(run, tmp_path):
     assert f"{run.summary['trainable-parameters']:,}" in card
     assert f"accuracy {run.summary['metrics']['final']['accuracy']:.4f}" in card
     assert "2, 3 clients a round" in card
+
+
+def test_a_card_says_how_to_load_it_and_that_works(run, tmp_path, monkeypatch):
+    """Its code, run as it stands."""
+    for form in ("peft", "merged"):
+        if form == "peft" and run.summary["method"] in METHODS_OF_WEIGHTS:
+            continue
+        folder = tmp_path / form
+        main(["export", str(run.run_dir), "--as", form, str(folder)])
+        (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+        found: dict[str, Any] = {}
+        exec(code.replace("this folder", str(folder)), found)
+        with result_of(run.run_dir) as bench:
+            (encoded,) = bench.test_sets.values()
+            examples = encoded.take(encoded.rows[:16])
+            ours = logits_of(bench.model.network, examples)
+        torch.testing.assert_close(logits_of(found["model"], examples), ours, rtol=1e-4, atol=1e-4)
 
 
 def test_a_run_is_read_back_as_it_was(run):

@@ -48,14 +48,14 @@ def small(tmp_path_factory):
 
 def test_every_file_is_a_preset_or_a_study():
     assert set(preset_names()) == PUBLIC
-    found = sorted(conf_folder().rglob("*"))
-    presets = [Preset.read(path.stem).path for path in found if path.parent == conf_folder()
-               and path.suffix == ".yaml"]  # fmt: skip
-    studies = [path for path in found if path.parent.name == "studies" and path.suffix == ".yaml"]
-    assert all(read_study(path).rows for path in studies)
-    assert len(studies) >= 4
-    files = {path for path in found if path.is_file() and path.suffix != ".csv"}
-    assert {*presets, *studies} == files
+    parsed = {Preset.read(name).path for name in PUBLIC}
+    studies = sorted((conf_folder() / "studies").glob("*.yaml"))
+    for path in studies:
+        assert read_study(path).tables
+        parsed.add(path)
+        if paper := yaml.safe_load(path.read_text()).get("paper"):
+            parsed.add(path.parent / "paper" / f"{paper}.yaml")
+    assert parsed == {path for path in conf_folder().rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("method", ["ravan", "fedit", "full"])

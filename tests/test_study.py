@@ -1,5 +1,6 @@
 """Studies: shared runs, resumption, failures, tables."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from ravan_flwr.preset import conf_folder
 from ravan_flwr.studies import spec
 from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.spec import read_study
-from ravan_flwr.studies.tables import markdown
+from ravan_flwr.studies.tables import comma_separated, markdown
 
 TABLES = [
     {"title": "One", "rows": {"base": {}, "more": {"heads": 8}}},
@@ -224,3 +225,89 @@ def test_mistakes_on_the_command_line(tmp_path, capsys):
     told = capsys.readouterr().err
     assert f"found no file {Path(tmp_path / 'x.yaml')}" in told
     assert "--jobs 0: expected a whole number at least 1" in told
+
+
+# The paper's numbers, and its studies.
+
+
+def with_paper(tmp_path, numbers, **changes):
+    (tmp_path / "paper").mkdir(exist_ok=True)
+    (tmp_path / "paper" / "theirs.yaml").write_text(yaml.safe_dump(numbers))
+    content = {
+        "title": "t", "num-clients": 2, "seeds": [0], "settings": {}, "paper": "theirs",
+        "tables": [{"title": "A", "rows": {"ravan": {}, "fedit": {"method": "fedit"}}}],
+    }  # fmt: skip
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(content | changes))
+    return path
+
+
+def test_the_papers_numbers_stand_beside_ours(tmp_path):
+    path = with_paper(tmp_path, {"A": {"ravan": 84.42}})
+    study = read_study(path)
+    for run in study.runs(tmp_path):
+        accuracy = 0.25 if ("method", "fedit") in run.settings else 0.5
+        folder = run.folder(tmp_path) / "run"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(run.resolved))
+        summary = {
+            "metric": "accuracy", "metrics": {"final": {"accuracy": accuracy, "f1": 0.9}},
+            "learning-rate": 0.1, "adapter-parameters": 7, "rank": 3, "bytes-up": 1,
+            "bytes-down": 1, "seconds": 1,
+        }  # fmt: skip
+        (folder / "summary.json").write_text(json.dumps(summary))
+    text = markdown(study, tmp_path).splitlines()
+    assert text[4].startswith("|  | accuracy, % | paper, % | by seed |")
+    assert any(line.startswith("| ravan | **50.0** | 84.4 | 50.0 |") for line in text)
+    assert any(line.startswith("| fedit | 25.0 | - | 25.0 |") for line in text)
+    rows = list(csv.DictReader(comma_separated(study, tmp_path).splitlines()))
+    assert {row["row"]: row["paper"] for row in rows} == {"ravan": "84.42", "fedit": ""}
+    # Another metric than the task's.
+    tables = [{"title": "A", "rows": {"ravan": {}}, "metric": "f1"}]
+    other = read_study(with_paper(tmp_path, {}, tables=tables))
+    assert "| ravan | **90.0** |" in markdown(other, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        ({"B": {"ravan": 1.0}}, r"the paper's numbers name tables \['B'\], which it does not"),
+        ({"A": {"x": 1.0}}, r"the paper's \['x'\] are no rows, expected some of"),
+        ({"A": {"ravan": "x"}}, "expected numbers by row"),
+    ],
+)
+def test_numbers_that_fit_nothing(numbers, told, tmp_path):
+    with pytest.raises(ValueError, match=told):
+        read_study(with_paper(tmp_path, numbers))
+
+
+def test_numbers_that_are_not_there(tmp_path):
+    path = with_paper(tmp_path, {}, paper="nothing")
+    with pytest.raises(ValueError, match="paper = 'nothing': found no file"):
+        read_study(path)
+
+
+# study -> tables, runs of its tables, a number of its table in the paper
+PAPER = {
+    "vision": (16, 264, ("SVHN, 50 clients, non-IID, higher budget", "ffa-lora", 84.24)),
+    "language": (16, 264, ("MRQA, 20 clients, IID, lower budget", "fed-sb", 59.93)),
+    "initialisation": (2, 24, ("SVHN", "gram-schmidt", 91.25)),
+    "scales": (8, 48, ("20 Newsgroups, 50 clients", "trained", 65.67)),
+    "glue": (24, 300, ("RTE, 50 clients, higher budget", "fedex-lora", 58.12)),
+    "heads": (4, 60, None),
+    "heterogeneity": (24, 360, None),
+    "spectra": (2, 18, None),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_studies_are_complete(name, tmp_path):
+    tables, runs, number = PAPER[name]
+    study = read_study(conf_folder() / "studies" / f"{name}.yaml")
+    assert len(study.tables) == tables
+    assert len(study.runs(tmp_path)) == runs
+    assert all(table.paper.keys() == table.rows.keys() for table in study.tables) == bool(number)
+    if number:
+        title, row, value = number
+        (table,) = [table for table in study.tables if table.title == title]
+        assert table.paper[row] == value

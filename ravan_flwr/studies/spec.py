@@ -1,6 +1,7 @@
 """Studies: a file names rows of settings; every row is run with every seed, once.
 
     title: ...
+    paper: vision                           # optional: numbers of paper/vision.yaml beside ours
     num-clients: 20
     seeds: [0, 1, 2]
     settings: {num-rounds: 10}              # of all rows
@@ -13,6 +14,7 @@
         equal-parameters: true              # optional: refuse rows that differ by more than 5 %
         references: [full]                  # optional: rows that are not compared so
         spectra: true                       # optional: draw the rows' singular values
+        metric: accuracy-matched            # optional: another one than the task's
         rows:
           ravan: {}                         # the settings in which a row differs
           fedit: {method: fedit}
@@ -148,6 +150,8 @@ class Table:
     title: str
     rows: dict[str, Row]
     spectra: bool  # draw the singular values of the rows' updates?
+    metric: str  # "": the task's
+    paper: dict[str, float]  # row -> what the paper has, in percent
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,7 @@ _CHOOSE = {"learning-rate": list, "seeds": list}
 _TABLE = {"title": str, "rows": dict}
 _TABLE_OPTIONS = {
     "settings": dict, "equal-parameters": bool, "references": list, "spectra": bool,
+    "metric": str,
 }  # fmt: skip
 
 
@@ -186,13 +191,14 @@ def read_study(path: Path) -> Study:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"study {path}: {error}; expected YAML; correct it") from None
-    _check_fields(f"study {path}", content, _FIELDS, {"choose": dict})
-    choose = content.get("choose", {"learning-rate": [], "seeds": []})
+    _check_fields(f"study {path}", content, _FIELDS, {"choose": dict, "paper": str})
+    choose = content.setdefault("choose", {"learning-rate": [], "seeds": []})
     _check_fields(f"study {path}: choose", choose, _CHOOSE, {})
     for seed in (seeds := [*content["seeds"], *choose["seeds"]]):
         check_key("seed", seed)
     if not content["seeds"] or bool(choose["seeds"]) != bool(choose["learning-rate"]):
         raise ValueError(f"study {path}: got seeds {seeds}, expected at least one; name some")
+    numbers = _read_paper(path, content["paper"]) if "paper" in content else {}
     tables: list[Table] = []
     for table in content["tables"]:
         _check_fields(f"study {path}: a table", table, _TABLE, _TABLE_OPTIONS)
@@ -201,39 +207,70 @@ def read_study(path: Path) -> Study:
                 f"study {path}: two tables are called {table['title']!r}, expected different "
                 "titles; rename one"
             )
-        rows = {}
-        for name, changes in table["rows"].items():
-            settings = content["settings"] | table.get("settings", {}) | (changes or {})
-            clients = settings.pop("num-clients", content["num-clients"])
-            rates = [] if "learning-rate" in settings else choose["learning-rate"]
-            if type(clients) is not int or clients < 1:
-                raise ValueError(
-                    f"study {path}: row {name!r}: num-clients = {clients!r}: expected a whole "
-                    "number at least 1; change it"
-                )
-            row = Row(settings, clients, content["seeds"], rates, choose["seeds"])
-            try:
-                for rate in rates or [settings.get("learning-rate", AUTO)]:
-                    config = read_config(settings | {"learning-rate": rate})
-                if config.server_optimizer != "none":
-                    from ravan_flwr.workbench import check_method  # noqa: PLC0415 (torch)
-
-                    check_method(config)
-            except ValueError as error:
-                raise ValueError(f"study {path}: row {name!r}: {error}") from None
-            rows[str(name)] = row
-        if table.get("equal-parameters"):
-            where, references = (
-                f"study {path}: table {table['title']!r}",
-                table.get("references", []),
-            )
-            if unknown := [name for name in references if name not in rows]:
-                raise ValueError(
-                    f"{where}: references {unknown} are no rows, expected some of {list(rows)}"
-                )
-            _check_equal(where, {k: v for k, v in rows.items() if k not in references})
-        tables.append(Table(table["title"], rows, table.get("spectra", False)))
+        paper = numbers.pop(table["title"], {})
+        tables.append(_read_table(path, content, table, paper))
+    if numbers:
+        raise ValueError(
+            f"study {path}: the paper's numbers name tables {list(numbers)}, which it does not "
+            "have; correct them"
+        )
     return Study(content["title"], tables)
+
+
+def _read_table(
+    path: Path, study: Mapping[str, Any], table: Mapping[str, Any], paper: dict[str, float]
+) -> Table:
+    where = f"study {path}: table {table['title']!r}"
+    rows = {
+        str(name): _read_row(
+            f"study {path}: row {name!r}", study,
+            study["settings"] | table.get("settings", {}) | (changes or {}),
+        )
+        for name, changes in table["rows"].items()
+    }  # fmt: skip
+    for what, names in (("references", table.get("references", [])), ("the paper's", paper)):
+        if unknown := [name for name in names if name not in rows]:
+            raise ValueError(
+                f"{where}: {what} {unknown} are no rows, expected some of {list(rows)}; correct "
+                "them"
+            )
+    if table.get("equal-parameters"):
+        compared = {k: v for k, v in rows.items() if k not in table.get("references", [])}
+        _check_equal(where, compared)
+    return Table(table["title"], rows, table.get("spectra", False), table.get("metric", ""), paper)
+
+
+def _read_row(where: str, study: Mapping[str, Any], settings: dict[str, Any]) -> Row:
+    clients = settings.pop("num-clients", study["num-clients"])
+    if type(clients) is not int or clients < 1:
+        raise ValueError(
+            f"{where}: num-clients = {clients!r}: expected a whole number at least 1; change it"
+        )
+    choose = study["choose"]
+    rates = [] if "learning-rate" in settings else choose["learning-rate"]
+    try:
+        for rate in rates or [settings.get("learning-rate", AUTO)]:
+            config = read_config(settings | {"learning-rate": rate})
+        if config.server_optimizer != "none":
+            from ravan_flwr.workbench import check_method  # noqa: PLC0415 (torch)
+
+            check_method(config)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return Row(settings, clients, study["seeds"], rates, choose["seeds"])
+
+
+def _read_paper(study: Path, name: str) -> dict[str, dict[str, float]]:
+    """Table -> row -> percent, of a file in `paper/` beside the study."""
+    path = study.parent / "paper" / f"{name}.yaml"
+    if not path.is_file():
+        raise ValueError(f"study {study}: paper = {name!r}: found no file {path}; correct it")
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    tables = content.items() if isinstance(content, dict) else []
+    for title, rows in tables:
+        if not isinstance(rows, dict) or not all(type(x) in (int, float) for x in rows.values()):
+            raise ValueError(f"{path}: {title!r} is {rows!r}, expected numbers by row; correct it")
+    return {str(title): {str(row): float(x) for row, x in rows.items()} for title, rows in tables}
 
 
 def _check_fields(
@@ -270,9 +307,9 @@ def _check_equal(where: str, rows: Mapping[str, Row]) -> None:
         )
 
 
-def final_of(summary: Summary) -> tuple[str, float]:
-    """The task's metric after the last round: its name and value."""
-    name, final = summary["metric"], summary["metrics"]["final"]
+def final_of(summary: Summary, metric: str = "") -> tuple[str, float]:
+    """A metric after the last round, the task's own if none is named: its name and value."""
+    name, final = metric or summary["metric"], summary["metrics"]["final"]
     if name not in final:
         raise ValueError(f"a run has measured {sorted(final)}, expected {name!r}; evaluate it")
     return name, final[name]

@@ -63,6 +63,7 @@ class _Line:
     at_the_edge: bool  # of that grid
     parameters: int
     rank: int | None
+    paper: float | None  # in percent
     bytes_up: float
     bytes_down: float
     seconds: float
@@ -86,13 +87,14 @@ def _lines(table: Table, folder: Path) -> Iterator[_Line]:
         yield _Line(
             table.title,
             name,
-            final_of(done[0])[0],
-            [final_of(summary)[1] for summary in done],
+            final_of(done[0], table.metric)[0],
+            [final_of(summary, table.metric)[1] for summary in done],
             rate,
             bool(row.rates),
             bool(row.rates) and rate in (min(row.rates), max(row.rates)),
             done[0]["adapter-parameters"],
             done[0]["rank"],
+            table.paper.get(name),
             *(
                 statistics.mean(summary[key] for summary in done)
                 for key in ("bytes-up", "bytes-down", "seconds")
@@ -109,27 +111,30 @@ def markdown(
         lines = list(_lines(table, folder))
         best = max((line.mean for line in lines), default=0.0)
         metric = lines[0].metric if lines else "metric"
-        text += [
-            f"## {table.title}",
-            "",
-            f"| | {metric}, % | by seed | learning rate | rank | parameters | up | down | "
-            "seconds |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        ]
+        columns = ["", f"{metric}, %", *(["paper, %"] if table.paper else []), "by seed"]
+        columns += ["learning rate", "rank", "parameters", "up", "down", "seconds"]
+        text += [f"## {table.title}", "", _row(columns), _row(["---"] * len(columns))]
         for line in lines:
             value = f"{100 * line.mean:.1f}"
             value += f" ± {100 * line.spread:.1f}" if len(line.finals) > 1 else ""
             value = f"**{value}**" if line.mean == best else value
             seeds = " ".join(f"{100 * final:.1f}" for final in line.finals)
             rate = f"{line.rate:g}" + (" (edge)" if line.at_the_edge else "")
+            theirs = ["-" if line.paper is None else f"{line.paper:.1f}"] if table.paper else []
+            sent = megabytes(round(line.bytes_up)), megabytes(round(line.bytes_down))
             text.append(
-                f"| {line.row} | {value} | {seeds} | {rate} | {line.rank or '-'} | "
-                f"{line.parameters:,} | {megabytes(round(line.bytes_up))} | "
-                f"{megabytes(round(line.bytes_down))} | {line.seconds:.0f} |"
-            )
+                _row(
+                    [line.row, value, *theirs, seeds, rate, str(line.rank or "-"),
+                     f"{line.parameters:,}", *sent, f"{line.seconds:.0f}"]
+                )
+            )  # fmt: skip
         drawn = (pictures or {}).get(table.title, ())
         text += ["", *(f"![{chart.about}]({chart.name}.png)" for chart in drawn), ""]
     return "\n".join(text)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def comma_separated(study: Study, folder: Path) -> str:
@@ -138,13 +143,13 @@ def comma_separated(study: Study, folder: Path) -> str:
     writer = csv.writer(buffer)
     writer.writerow(
         ["table", "row", "metric", "mean", "spread", "finals", "learning-rate", "chosen", "rank",
-         "parameters", "bytes-up", "bytes-down", "seconds"]
+         "parameters", "bytes-up", "bytes-down", "seconds", "paper"]
     )  # fmt: skip
     for table in study.tables:
         for line in _lines(table, folder):
             writer.writerow(
                 [line.table, line.row, line.metric, line.mean, line.spread,
                  " ".join(map(str, line.finals)), line.rate, line.chosen, line.rank,
-                 line.parameters, line.bytes_up, line.bytes_down, line.seconds]
+                 line.parameters, line.bytes_up, line.bytes_down, line.seconds, line.paper]
             )  # fmt: skip
     return buffer.getvalue()

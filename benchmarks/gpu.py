@@ -1,0 +1,188 @@
+"""Seconds and peak memory of a client's local steps on a GPU, at the shapes of the real models.
+
+    python benchmarks/gpu.py                       # ViT-B/16 and LLaMA-3.2-1B, some minutes
+    python benchmarks/gpu.py --device cpu --small  # does it run? small shapes, on a CPU
+
+Random weights of the presets' shapes and random examples, no hub. A line is a model in a
+precision: RAVAN at the paper's rank beside LoRA, with the same batches, in one process, in turn;
+medians over the repetitions. Memory is PyTorch's: of the model with its adapters, and the most
+that the steps took beyond it.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from ravan_flwr.config import Config, read_config
+from ravan_flwr.model import AdaptedModel, Backbone, network_class
+from ravan_flwr.preset import ModelSpec
+from ravan_flwr.quantize import quantize
+from ravan_flwr.tasks.base import Encoded, Task
+from ravan_flwr.training import PRECISIONS, LocalSteps, train_locally
+from ravan_flwr.workbench import make_method, make_task
+
+VARIANTS = (
+    {"precision": "float32"},
+    {"precision": "bfloat16"},
+    {"precision": "bfloat16", "gradient-checkpointing": "yes"},
+    {"precision": "bfloat16", "quantize": "4bit"},
+)
+SMALL = {
+    "vit": {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2,
+            "intermediate_size": 128, "image_size": 32},
+    "llama": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2,
+              "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 128,
+              "vocab_size": 1000},
+}  # fmt: skip
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, and write a table and JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=50, help="local steps of a round")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="small shapes, to try the script")
+    parser.add_argument("--json", type=Path, help="write the numbers here, too")
+    given = parser.parse_args(arguments)
+    lines = []
+    sys.stdout.write(
+        "| model | precision | method | seconds a round | to fedit's | model, MB | steps, MB |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |\n"
+    )
+    for preset in ("cifar100-vit-b16", "glue-llama"):
+        for variant in VARIANTS:
+            if variant.get("quantize") and given.device == "cpu":
+                continue
+            for line in measure(preset, variant, given):
+                lines.append(line)
+                sys.stdout.write(
+                    f"| {line['model']} | {line['variant']} | {line['method']} | "
+                    f"{line['seconds']:.3f} | {line['ratio']:.2f} | {line['weights'] / 1e6:,.0f} | "
+                    f"{line['steps'] / 1e6:,.0f} |\n"
+                )
+                sys.stdout.flush()
+    if given.json:
+        about = torch.cuda.get_device_name() if given.device != "cpu" else "cpu"
+        content = {"device": about, "torch": torch.__version__, "steps": given.steps,
+                   "repeat": given.repeat, "lines": lines}  # fmt: skip
+        given.json.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def measure(
+    preset: str, variant: dict[str, str], given: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Both methods, in turn."""
+    made = {}
+    for method in ("ravan", "fedit"):
+        small = {"lora-rank": 4} if given.small else {}
+        config = read_config({"preset": preset, "method": method, **variant, **small})
+        config = replace(config, device=given.device, model=shape_of(config.model, given.small))
+        made[method] = config, build(config)
+    seconds: dict[str, list[float]] = {method: [] for method in made}
+    peaks = dict.fromkeys(made, 0)
+    for repetition in range(given.repeat + 1):
+        for method, (config, (model, task, examples)) in made.items():
+            before = reset_peak(given.device)
+            started = time.perf_counter()
+            train_locally(
+                model, task, examples, model.initial_state(), 1.0,
+                LocalSteps(given.steps, config.batch_size, 1e-4, config.precision),
+                (0, repetition, 0),
+            )  # fmt: skip
+            if repetition:  # the first warms up
+                seconds[method].append(time.perf_counter() - started)
+                peaks[method] = max(peaks[method], peak(given.device) - before)
+    ratios = [a / b for a, b in zip(seconds["ravan"], seconds["fedit"], strict=True)]
+    return [
+        {
+            "model": made[method][0].model.name,
+            "variant": ", ".join(
+                value if key == "precision" else f"{key} {value}" for key, value in variant.items()
+            ),
+            "method": method,
+            "seconds": statistics.median(seconds[method]),
+            "ratio": statistics.median(ratios) if method == "ravan" else 1.0,
+            "weights": weight(made[method][1][0]),
+            "steps": peaks[method],
+        }
+        for method in made
+    ]
+
+
+def shape_of(spec: ModelSpec, small: bool) -> ModelSpec:
+    """The preset's shape, or a small one."""
+    if not small:
+        return spec
+    shape = dict(spec.shape)
+    return replace(spec, shape=tuple((shape | SMALL[str(shape["model_type"])]).items()))
+
+
+def build(config: Config) -> tuple[AdaptedModel, Task, Encoded]:
+    """A model with random weights, its task, and random examples."""
+    task, device = make_task(config), torch.device(config.device)
+    torch.manual_seed(0)
+    settings = AutoConfig.for_model(**dict(config.model.shape))
+    settings.num_labels, settings.pad_token_id = len(config.data.labels), 0
+    with device:
+        network = network_class(dict(config.model.shape), task)(settings)
+    network.config.use_cache = False
+    base = f"{network.base_model_prefix}."
+    heads = [p for name, p in network.named_parameters() if not name.startswith(base)]
+    size = sum(p.numel() for p in network.parameters()) - sum(p.numel() for p in heads)
+    if config.quantize != "none":
+        quantize(network, config.quantize, heads, PRECISIONS[config.precision] or torch.float32)
+    if config.gradient_checkpointing == "yes":
+        network.activation_checkpointing_enable()
+    targets = ("attention.q_proj", "attention.v_proj", "self_attn.q_proj", "self_attn.v_proj")
+    model = AdaptedModel(
+        Backbone(network.eval(), heads, targets, "", size),
+        lambda layers, number: make_method(config, layers, number),
+        train_classifier=False,
+    )
+    random, rows = np.random.default_rng(0), 4 * config.batch_size
+    if config.task == "vision":
+        sides = (3, settings.image_size, settings.image_size)
+        inputs = {"pixel_values": torch.from_numpy(random.random((rows, *sides), np.float32))}
+    else:
+        tokens = random.integers(1, settings.vocab_size, (rows, config.max_length))
+        ids = torch.from_numpy(tokens.astype(np.int32))
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    labels = torch.from_numpy(random.integers(0, settings.num_labels, rows))
+    return model, task, Encoded(inputs | {"labels": labels}, np.arange(rows))
+
+
+def reset_peak(device: str) -> int:
+    """Begin to count anew; the bytes in use now."""
+    if device == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def peak(device: str) -> int:
+    """The most bytes in use since then."""
+    if device == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def weight(model: AdaptedModel) -> int:
+    """Bytes of the model with its adapters."""
+    tensors = [*model.network.parameters(), *model.network.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
