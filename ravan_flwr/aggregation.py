@@ -3,7 +3,8 @@
 The method knows nothing of the classifier, which is the same for all of them: it is put beside
 what the method sends, and averaged beside the method's sums.
 
-Memory does not grow with the number of clients. What is rejected never reaches a sum.
+Memory does not grow with the number of clients, but for a robust round, which keeps every reply
+until it closes. What is rejected never reaches a sum.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ravan_flwr.methods.base import CLASSIFIER, Mean, Method, Tensors, check_tensor
+from ravan_flwr.methods.base import CLASSIFIER, Means, Method, Round, Tensors, check_tensor
+from ravan_flwr.robust import RobustRound
 
 
 def outgoing(method: Method, state: Tensors, share: float) -> Tensors:
@@ -21,33 +23,44 @@ def outgoing(method: Method, state: Tensors, share: float) -> Tensors:
 
 
 class Aggregate:
-    """One round's sums: the method's, and the classifier's mean if it is trained."""
+    """One round's sums: the method's, and the classifier's mean if it is trained.
 
-    def __init__(self, method: Method, state: Tensors, max_norm: float) -> None:
+    `robust` puts a median or a trimmed mean in the place of the means, for methods whose next
+    state is one.
+    """
+
+    def __init__(
+        self, method: Method, state: Tensors, max_norm: float, robust: str = "none"
+    ) -> None:
         self.method, self.max_norm = method, max_norm
-        classifier = state.get(CLASSIFIER)
-        self._classifier = None if classifier is None else Mean(classifier)
-        self._round = method.open_round({k: v for k, v in state.items() if k != CLASSIFIER})
+        self._state = {k: v for k, v in state.items() if k != CLASSIFIER}
+        self._classifier = {k: v for k, v in state.items() if k == CLASSIFIER}
+        self._robust = robust != "none"
+        self._rounds: tuple[Round, Round] = (
+            (RobustRound(self._state, robust), RobustRound(self._classifier, robust))
+            if self._robust
+            else (method.open_round(self._state), Means(self._classifier))
+        )
         self.count = 0
 
     def offer(self, upload: Mapping[str, Tensor], share: float, weight: float = 1.0) -> None:
         """Fold in an upload of a client with that share; ValueError if it is not sound."""
-        own = {k: v for k, v in upload.items() if k != CLASSIFIER or self._classifier is None}
+        own = {k: v for k, v in upload.items() if k not in self._classifier}
         self.method.check(own, share)
-        if self._classifier is not None:
-            check_tensor(upload, CLASSIFIER, self._classifier.sum.shape, torch.float32)
+        for name, tensor in self._classifier.items():
+            check_tensor(upload, name, tensor.shape, torch.float32)
         check_norm(upload, self.max_norm)
-        self._round.add(own, weight)
-        if self._classifier is not None:
-            self._classifier.add(upload[CLASSIFIER], weight)
+        if self._robust:
+            own = self.method.filled(own, self._state)
+        of_method, of_classifier = self._rounds
+        of_method.add(own, weight)
+        of_classifier.add(upload, weight)
         self.count += 1
 
     def close(self) -> Tensors:
         """The next global state."""
-        state = self._round.close()
-        if self._classifier is not None:
-            state[CLASSIFIER] = self._classifier.close()
-        return state
+        of_method, of_classifier = self._rounds
+        return of_method.close() | of_classifier.close()
 
 
 def check_norm(upload: Mapping[str, Tensor], max_norm: float) -> None:

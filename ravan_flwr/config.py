@@ -66,6 +66,8 @@ class Config:
     evaluate_on: str
     validation_share: float
     round_timeout: float
+    min_replies: int
+    robust: str
     max_update_norm: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -132,6 +134,7 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
     if values["server-learning-rate"] == AUTO:
         values["server-learning-rate"] = 0.01 if values["server-optimizer"] == "adam" else 1.0
     _check_device(str(values["device"]))
+    _check_replies(values)
     if values["evaluate-on"] == "clients" and not values["validation-share"]:
         raise ValueError(
             "evaluate-on = 'clients' needs examples to evaluate on: got validation-share = 0, "
@@ -213,6 +216,21 @@ def _max_length(value: Scalar, preset: Preset) -> int:
             f"max-length = {value!r}: {preset.path} has no texts, expected 'auto'; leave it out"
         )
     return int(value)
+
+
+def _check_replies(values: Mapping[str, Scalar]) -> None:
+    least, clients = int(values["min-replies"]), int(values["clients-per-round"])
+    if least > clients:
+        raise ValueError(
+            f"min-replies = {least}: got clients-per-round = {clients}, expected at least as many; "
+            "lower the one or raise the other"
+        )
+    if values["robust"] != "none" and values["weighting"] != "uniform":
+        raise ValueError(
+            f"robust = {values['robust']!r}: got weighting = {values['weighting']!r}, expected "
+            "'uniform', since a weight that a client claims is no more to be trusted than the "
+            "rest; leave one of them out"
+        )
 
 
 def _check_device(device: str) -> None:

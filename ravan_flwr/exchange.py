@@ -1,11 +1,9 @@
 """Messages out, replies in: what every exchange with nodes needs, whatever it is about."""
 
-import math
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator
 
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 
@@ -15,39 +13,21 @@ def push(grid: Grid, messages: list[Message]) -> list[Message]:
     return [message for message in messages if message.metadata.message_id in taken]
 
 
-def pull_replies(grid: Grid, waiting: set[str], timeout: float) -> Iterator[Message]:
-    """Replies to these messages as they arrive; polls often at first, then less."""
+def pull_replies(
+    grid: Grid, waiting: set[str], timeout: float, also: Collection[str] = ()
+) -> Iterator[Message]:
+    """Replies to these messages as they arrive; polls often at first, then less.
+
+    Replies to the messages `also` are passed on, too, but not waited for.
+    """
     deadline = time.monotonic() + timeout
     pause = 0.005
     while waiting and time.monotonic() < deadline:
         came = False
-        for reply in grid.pull_messages(waiting):
-            if reply.metadata.reply_to_message_id in waiting:
-                came = True
-                waiting.remove(reply.metadata.reply_to_message_id)
-                yield reply
+        for reply in grid.pull_messages({*waiting, *also}):
+            came = True
+            waiting.discard(reply.metadata.reply_to_message_id)
+            yield reply
         pause = 0.005 if came else min(pause * 1.5, 0.2)
         if not came:
             time.sleep(pause)
-
-
-def content_of(reply: Message) -> RecordDict:
-    """What a reply brings; ValueError with the node's reason if it brings an error."""
-    if reply.has_error():
-        reason = (reply.error.reason or "").strip() or "no reason given"
-        raise ValueError(f"it failed with code {reply.error.code}: {reason}")
-    return reply.content
-
-
-def check_round(metrics: Mapping[str, Any], expected: int) -> None:
-    """Raise ValueError unless a reply is of the round that is running."""
-    if metrics["round"] != expected:
-        raise ValueError(f"reply is of round {metrics['round']}, expected {expected}")
-
-
-def finite(metrics: Mapping[str, Any], key: str) -> float:
-    """One number of a reply, which must be one and finite."""
-    value = metrics[key]
-    if isinstance(value, list) or not math.isfinite(value):
-        raise ValueError(f"{key} is {value!r}, expected a finite number")
-    return float(value)

@@ -150,6 +150,13 @@ KEYS: dict[str, Key] = {
     "round-timeout": Key(
         float, 3600.0, "seconds to wait for the replies of a round", low=0, low_open=True
     ),
+    "min-replies": Key(
+        int, 1, "valid replies without which a round stops the run", low=1, high=1_000_000
+    ),
+    "robust": Key(
+        str, "none", "in place of the mean, against a few false replies",
+        ("none", "median", "trimmed-mean"),
+    ),
     "max-update-norm": Key(
         float, 1e6, "a reply with a larger norm is rejected", low=0, low_open=True
     ),

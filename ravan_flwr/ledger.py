@@ -91,12 +91,14 @@ class Ledger:
             "phases": {phase: round(seconds, 4) for phase, seconds in self.phases.items()},
         }
 
-    def why_nothing_came(self) -> str:
-        """For people, when no reply was used."""
+    def why_too_few_came(self, least: int) -> str:
+        """For people, when fewer replies were used than a round needs."""
         reasons = listed(f"{one['client']}: {one['reason']}" for one in self.rejected)
+        got = len(self.clients) or "no"
         message = (
-            f"round {self.number}: got no valid reply, expected at least one: "
-            f"{reasons or 'no client is connected'}."
+            f"round {self.number}: got {got} valid {'reply' if got in (1, 'no') else 'replies'}, "
+            f"expected at least {'one' if least == 1 else f'min-replies = {least}'}: "
+            f"{reasons or 'no other client is connected'}."
         )
         if self.number > 1:
             message += (

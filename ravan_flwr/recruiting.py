@@ -7,7 +7,8 @@ from logging import getLogger
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from ravan_flwr.exchange import content_of, pull_replies, push
+from ravan_flwr.exchange import pull_replies, push
+from ravan_flwr.replies import content_of
 from ravan_flwr.roster import Member, check_same_app, code_fingerprint, read_member
 
 log = getLogger(__name__)

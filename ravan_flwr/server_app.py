@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from contextlib import suppress
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ def main(grid: Grid, context: Context) -> None:
     try:
         _run(grid, bench, resolved, directory, resume=earlier is not None)
     except Exception as error:
-        directory.write_json("failure.json", {"error": f"{type(error).__name__}: {error}"})
+        with suppress(OSError):  # the disk itself may be what failed
+            directory.write_json("failure.json", {"error": f"{type(error).__name__}: {error}"})
         log.info("run directory: %s", directory.path)
         raise
 
@@ -96,6 +98,7 @@ def _run(
         fixed=fixed,
         moments=moments,
         partitions=records[-1]["partitions"] if records else None,
+        measured=("loss", bench.task.metric),
     )
     try:
         result = strategy.start(
@@ -182,8 +185,8 @@ def _resumed(config: Config) -> RunDirectory | None:
 
 # What may differ between a run and its continuation.
 _FREE = {
-    "resume", "output-dir", "num-rounds", "device", "round-timeout", "eval-every", "report",
-    "tracking",
+    "resume", "output-dir", "num-rounds", "device", "round-timeout", "min-replies", "eval-every",
+    "report", "tracking",
 }  # fmt: skip
 
 

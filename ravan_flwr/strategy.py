@@ -5,22 +5,24 @@ this one has its own. Replies are folded as they arrive; a bad one is rejected, 
 reason in the record; a round without a valid one stops the run.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from logging import getLogger
 from typing import Any, Protocol
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from ravan_flwr.aggregation import Aggregate, check_norm, outgoing
 from ravan_flwr.config import Config
-from ravan_flwr.exchange import check_round, content_of, finite, pull_replies, push
 from ravan_flwr.ledger import Ledger
+from ravan_flwr.mailbox import Mailbox
 from ravan_flwr.methods.base import Method, Tensors
-from ravan_flwr.payload import FIXED, from_record, hash_of, num_bytes, to_record
+from ravan_flwr.payload import from_record, num_bytes, to_record
 from ravan_flwr.recruiting import Recruiter
-from ravan_flwr.roster import Member, check_derived, sample
+from ravan_flwr.replies import Trained, read_evaluated, read_trained
+from ravan_flwr.roster import Member, sample
 from ravan_flwr.server_optimizer import ServerOptimizer
 
 log = getLogger(__name__)
@@ -42,7 +44,8 @@ class PeftStrategy(Strategy):
     `backbone` and `seed_fingerprint` are the server's, which every node must share, and
     `derived` is that of the model now. A run that is resumed has a `first_round` above 1, the
     method's `fixed` tensors, if its method has any, the server optimiser's `moments`, and
-    the number of `partitions` that its nodes shared the data in.
+    the number of `partitions` that its nodes shared the data in. `measured` is what a client
+    that evaluates must tell.
     """
 
     def __init__(
@@ -58,23 +61,20 @@ class PeftStrategy(Strategy):
         fixed: Tensors | None = None,
         moments: Tensors | None = None,
         partitions: int | None = None,
+        measured: Sequence[str] = ("loss", "accuracy"),
     ) -> None:
         self.config, self.method = config, method
         self.derived = derived
         self.recorder, self.first_round = recorder, first_round
         self.roster = Recruiter(config.num_clients, backbone, seed_fingerprint)
-        self._fixed: ArrayRecord | None = None
-        if fixed is not None:
-            self._keep_fixed(fixed)
-        self._holders: set[int] = set()  # nodes that have the fixed tensors
-        self._partitions = partitions
+        self.mail = Mailbox(None if fixed is None else to_record(fixed))
+        self._partitions, self._measured = partitions, measured
         self._state: Tensors = {}
         self._moments = moments or {}
         self._optimizer = ServerOptimizer(
             config.server_optimizer, config.server_learning_rate, config.server_momentum
         )
         self._left_out: list[int] = []
-        self._sent: dict[str, tuple[Member, int]] = {}  # message id -> whom, how many bytes
         self._ledger = Ledger(0, 0)
 
     def summary(self) -> None:
@@ -106,16 +106,17 @@ class PeftStrategy(Strategy):
         self._check_partitions()
         result = Result()
         arrays = initial_arrays
-        if self._fixed is None:
+        if self.mail.fixed is None:
             arrays = self._calibrate(grid, arrays, timeout)
         for number in range(self.first_round, num_rounds + 1):
             self._ledger = Ledger(number, self.roster.partitions)
+            self._wait_for_enough(grid, timeout)
             messages = list(self.configure_train(number, arrays, train_config, grid))
             with self._ledger.timed("train"):
                 replies = self._exchange(grid, messages, timeout)
                 new, train_metrics = self.aggregate_train(number, replies)
             if new is None or train_metrics is None:
-                raise RuntimeError(self._ledger.why_nothing_came())
+                raise RuntimeError(self._ledger.why_too_few_came(self.config.min_replies))
             arrays = result.arrays = new
             result.train_metrics_clientapp[number] = train_metrics
 
@@ -144,6 +145,11 @@ class PeftStrategy(Strategy):
                 "before, since the data is dealt out by it; start as many clients again"
             )
         self._partitions = now
+        if now < self.config.min_replies:
+            raise ValueError(
+                f"min-replies = {self.config.min_replies}: the nodes have num-partitions = {now}, "
+                "and a round no more replies than that; lower it, or start more clients"
+            )
 
     # Calibration.
 
@@ -155,29 +161,24 @@ class PeftStrategy(Strategy):
         self._ledger = Ledger(0, self.roster.partitions)
         kind = f"{MessageType.TRAIN}.calibrate"
         members = self._able(grid) if self.method.calibrates_everyone else self._sample(grid, 0)
-        messages = [self._message(m, kind, 0, arrays, ConfigRecord()) for m in members]
-        for member, content, metrics, bytes_down in self._valid(
+        messages = [self.mail.message(m, kind, 0, arrays, ConfigRecord()) for m in members]
+        for member, trained, bytes_up, bytes_down in self._valid(
             0, self._exchange(grid, messages, timeout)
         ):
             try:
-                upload = from_record(content.array_records["arrays"])
-                check_norm(upload, self.config.max_update_norm)
-                sums.add(upload, self._weight(member))
-            except (ValueError, KeyError) as error:
+                check_norm(trained.upload, self.config.max_update_norm)
+                sums.add(trained.upload, self._weight(member))
+            except ValueError as error:
                 self._reject(member, error)
                 continue
-            self._use(member, content, metrics, bytes_down, [])
-        if not self._ledger.clients:
-            raise RuntimeError(self._ledger.why_nothing_came())
+            self._use(member, trained, [], bytes_up, bytes_down)
+        if len(self._ledger.clients) < self.config.min_replies:
+            raise RuntimeError(self._ledger.why_too_few_came(self.config.min_replies))
         fixed, changed = sums.close()
-        self._keep_fixed(fixed)
+        self.mail.keep_fixed(to_record(fixed))
         state = from_record(arrays) | changed
         self.derived = self.recorder.calibrated(self._ledger.record({}), fixed, state)
         return to_record(state)
-
-    def _keep_fixed(self, fixed: Tensors) -> None:
-        self._fixed = to_record(fixed)
-        self._fixed_hash = hash_of(self._fixed)
 
     # Training.
 
@@ -191,7 +192,8 @@ class PeftStrategy(Strategy):
             share = member.share if self.method.parts else 1.0
             if share not in broadcasts:
                 broadcasts[share] = to_record(outgoing(self.method, self._state, share))
-            yield self._message(member, MessageType.TRAIN, server_round, broadcasts[share], config)
+            kind = MessageType.TRAIN
+            yield self.mail.message(member, kind, server_round, broadcasts[share], config)
 
     def _able(self, grid: Grid) -> list[Member]:
         """The members that are connected and can afford to train; the others are left out."""
@@ -228,16 +230,17 @@ class PeftStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Fold the replies as they come; (None, None) if none was valid."""
-        aggregate = Aggregate(self.method, self._state, self.config.max_update_norm)
-        for member, content, metrics, bytes_down in self._valid(server_round, replies):
+        aggregate = Aggregate(
+            self.method, self._state, self.config.max_update_norm, self.config.robust
+        )
+        for member, trained, bytes_up, bytes_down in self._valid(server_round, replies):
             try:
-                upload = from_record(content.array_records["arrays"])
-                aggregate.offer(upload, member.share, self._weight(member))
-            except (ValueError, KeyError) as error:
+                aggregate.offer(trained.upload, member.share, self._weight(member))
+            except ValueError as error:
                 self._reject(member, error)
                 continue
-            self._use(member, content, metrics, bytes_down, self.method.heads_in(upload))
-        if not aggregate.count:
+            self._use(member, trained, self.method.heads_in(trained.upload), bytes_up, bytes_down)
+        if aggregate.count < self.config.min_replies:
             return None, None
         self._state, self._moments = self._optimizer.step(
             self._state, aggregate.close(), self._moments
@@ -246,45 +249,28 @@ class PeftStrategy(Strategy):
 
     def _valid(
         self, server_round: int, replies: Iterable[Message]
-    ) -> Iterator[tuple[Member, RecordDict, dict[str, float], int]]:
+    ) -> Iterator[tuple[Member, Trained, int, int]]:
         """Replies to training messages that are of this round and of the server's bases."""
         for reply in replies:
-            member, bytes_down = self._sent.pop(reply.metadata.reply_to_message_id)
-            self._ledger.count(_bytes_of(reply), bytes_down)
+            member, bytes_down = self.mail.sender(reply, self._ledger)
             try:
-                content = content_of(reply)
-                metrics = self._train_metrics(content, server_round, member)
-            except (ValueError, KeyError) as error:
+                trained = read_trained(reply, member, server_round, self.derived)
+            except ValueError as error:
                 self._reject(member, error)
             else:
-                yield member, content, metrics, bytes_down
-        self._reject_silent()
+                bytes_up = num_bytes(reply.content.array_records["arrays"])
+                yield member, trained, bytes_up, bytes_down
 
     def _use(
         self,
         member: Member,
-        content: RecordDict,
-        metrics: dict[str, float],
-        bytes_down: int,
+        trained: Trained,
         selected: list[list[int]],
+        bytes_up: int,
+        bytes_down: int,
     ) -> None:
-        self._remember(member)
-        bytes_up = num_bytes(content.array_records["arrays"])
-        self._ledger.use(member, metrics, selected, bytes_up, bytes_down)
-
-    def _remember(self, member: Member) -> None:
-        """A node that answered a message has the fixed tensors from now on."""
-        if self._fixed is not None:
-            self._holders.add(member.node_id)
-
-    def _train_metrics(
-        self, content: RecordDict, server_round: int, member: Member
-    ) -> dict[str, float]:
-        metrics = content.metric_records["metrics"]
-        check_round(metrics, server_round)
-        derived = metrics["derived"]
-        check_derived(derived if isinstance(derived, list) else [], self.derived, member.versions)
-        return {key: finite(metrics, key) for key in ("train-loss", "seconds")}
+        self.mail.accept(member)
+        self._ledger.use(member, trained.metrics, selected, bytes_up, bytes_down)
 
     # Evaluation on the clients' own validation parts.
 
@@ -293,26 +279,25 @@ class PeftStrategy(Strategy):
     ) -> Iterable[Message]:
         """A message for every client."""
         for member in self.roster.present(grid):
-            yield self._message(member, MessageType.EVALUATE, server_round, arrays, config)
+            yield self.mail.message(member, MessageType.EVALUATE, server_round, arrays, config)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """The mean over all clients' validation examples."""
         answers: dict[int, tuple[float, dict[str, float]]] = {}
+        share = self.config.validation_share
         for reply in replies:
-            member, bytes_down = self._sent.pop(reply.metadata.reply_to_message_id)
-            self._ledger.count(_bytes_of(reply), bytes_down)
+            member, _ = self.mail.sender(reply, self._ledger)
             try:
-                metrics = content_of(reply).metric_records["metrics"]
-                check_round(metrics, server_round)
-                values = {key: finite(metrics, key) for key in metrics if key != "round"}
-                answers[member.partition_id] = (values.pop("num-examples"), values)
-            except (ValueError, KeyError) as error:
+                # As many as it can have held back: no claim outweighs the others.
+                most = member.examples * share / (1 - share) + 1
+                answer = read_evaluated(reply, server_round, self._measured, most)
+            except ValueError as error:
                 self._reject(member, error)
             else:
-                self._remember(member)
-        self._reject_silent()
+                answers[member.partition_id] = answer
+                self.mail.accept(member)
         if not answers:
             return None
         ordered = [answers[key] for key in sorted(answers)]
@@ -322,45 +307,18 @@ class PeftStrategy(Strategy):
             {name: sum(n * values[name] for n, values in ordered) / total for name in names}
         )
 
-    # Messages.
-
-    def _message(
-        self, member: Member, kind: str, number: int, arrays: ArrayRecord, config: ConfigRecord
-    ) -> Message:
-        settings = ConfigRecord({**config, "round": number, "share": member.share})
-        content = RecordDict({"arrays": arrays, "config": settings})
-        if self._fixed is not None:
-            settings["fixed-hash"] = self._fixed_hash
-            if member.node_id not in self._holders:
-                content[FIXED] = self._fixed
-        return Message(content, member.node_id, kind, group_id=str(number))
-
     def _exchange(self, grid: Grid, messages: list[Message], timeout: float) -> Iterator[Message]:
-        """Send, then yield replies as they arrive, until all came or the time is up."""
         members = self.roster.members
-        self._sent = {}
-        sizes = [sum(map(num_bytes, m.content.array_records.values())) for m in messages]
-        everyone = [members[m.metadata.dst_node_id] for m in messages]
-        pushed = {id(m) for m in push(grid, messages)}
-        for message, member, size in zip(messages, everyone, sizes, strict=True):
-            if id(message) in pushed:
-                self._sent[message.metadata.message_id] = (member, size)
-            else:
-                self._reject(member, "the message could not be sent")
-        self._timeout = timeout
-        yield from pull_replies(grid, set(self._sent), timeout)
+        return self.mail.exchange(grid, messages, members, timeout, self._ledger)
 
     def _reject(self, member: Member, reason: object) -> None:
-        self._holders.discard(member.node_id)
-        self._ledger.reject(member, reason)
+        self.mail.reject(member, reason, self._ledger)
 
-    def _reject_silent(self) -> None:
-        for member, bytes_down in self._sent.values():
-            self._ledger.count(0, bytes_down)
-            self._reject(member, f"no reply within {self._timeout:g} s")
-        self._sent = {}
-
-
-def _bytes_of(reply: Message) -> int:
-    """What a reply's arrays weigh, whatever is in them."""
-    return sum(map(num_bytes, reply.content.array_records.values())) if reply.has_content() else 0
+    def _wait_for_enough(self, grid: Grid, timeout: float) -> None:
+        """Until as many members are connected as a round needs, or the time is up."""
+        deadline = time.monotonic() + timeout
+        while len(self._able(grid)) < self.config.min_replies:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.2)
+            self.roster.recruit(grid)

@@ -41,13 +41,16 @@ def check_method(config: Config) -> type[Method]:
             f"quantize = {config.quantize!r}: method {config.method!r} changes pretrained weights, "
             f"which few bits cannot hold; expected one of {', '.join(able)}, or quantize=none"
         )
-    if config.server_optimizer != "none" and not method.averages:
-        averaging = [name for name in METHODS if get_method(name).averages]
-        raise ValueError(
-            f"server-optimizer = {config.server_optimizer!r}: method {config.method!r} makes its "
-            f"next state otherwise than by a mean; expected one of {', '.join(averaging)}, or "
-            "server-optimizer=none"
-        )
+    for key, value in (
+        ("server-optimizer", config.server_optimizer),
+        ("robust", config.robust),
+    ):
+        if value != "none" and not method.averages:
+            averaging = [name for name in METHODS if get_method(name).averages]
+            raise ValueError(
+                f"{key} = {value!r}: method {config.method!r} makes its next state otherwise than "
+                f"by a mean; expected one of {', '.join(averaging)}, or {key}=none"
+            )
     return method
 
 

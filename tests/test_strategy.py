@@ -57,7 +57,7 @@ class Nodes(InProcessGrid):
         number = message.content["config"]["round"]
         if message.metadata.message_type == "evaluate":
             values = {"round": number, "num-examples": 1 + node.partition_id}
-            values["accuracy"] = float(node.partition_id)
+            values |= {"accuracy": float(node.partition_id), "loss": 1.0}
             return Message(RecordDict({"metrics": MetricRecord(values)}), reply_to=message)
         self.trained.append((number, node.partition_id))
         state = from_record(message.content["arrays"])
@@ -327,6 +327,110 @@ def test_a_silent_client_is_left_behind():
     assert rejected == {"client": "partition 1", "reason": "no reply within 0.5 s"}
 
 
+class Slow(Nodes):
+    """Partition 1's training replies of round 1 come in round 2."""
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.held = []
+
+    def pull_messages(self, message_ids):
+        wanted = set(message_ids)
+        now = [r for r in self.held if r.metadata.reply_to_message_id in wanted and self.later]
+        self.held = [reply for reply in self.held if reply not in now]
+        for reply in super().pull_messages(wanted):
+            (self.held if self.is_slow(reply) else now).append(reply)
+        return now
+
+    @property
+    def later(self):
+        return any(number == 2 for number, _ in self.trained)
+
+    def is_slow(self, reply):
+        node = self.members[reply.metadata.src_node_id]
+        kind = reply.metadata.message_type == "train"
+        return kind and node.partition_id == 1 and not self.later
+
+
+def test_a_late_reply_is_refused_and_recorded():
+    notes, _, _ = run(
+        Slow(), rounds=3, timeout=0.5, clients_per_round=4, evaluate_fn=lambda *_: None
+    )
+    first, second, third = notes.records
+    assert first["rejected"] == [{"client": "partition 1", "reason": "no reply within 0.5 s"}]
+    late = {"client": "partition 1", "reason": "late: a reply to round 1, which closed after 0.5 s"}
+    assert late in second["rejected"]
+    assert [c["partition-id"] for c in third["clients"]] == [0, 1, 2, 3]
+    assert not third["rejected"]
+    # Its bytes came, too.
+    one = second["clients"][0]["bytes-up"]
+    assert second["bytes-up"] == one * (len(second["clients"]) + 1)
+
+
+def test_a_round_closes_with_those_that_came_if_they_are_enough():
+    class Silent(Nodes):
+        def pull_messages(self, message_ids):
+            return [r for r in super().pull_messages(message_ids) if not self.silent(r)]
+
+        def silent(self, reply):
+            node = self.members[reply.metadata.src_node_id]
+            return reply.metadata.message_type == "train" and node.partition_id in {1, 3}
+
+    given: dict[str, Any] = {
+        "rounds": 1,
+        "timeout": 0.3,
+        "clients_per_round": 4,
+        "evaluate_fn": lambda *_: None,
+    }
+    notes, _, _ = run(Silent(), min_replies=2, **given)
+    assert [c["partition-id"] for c in notes.records[0]["clients"]] == [0, 2]
+    told = "got 2 valid replies, expected at least min-replies = 3: partition 1: no reply within"
+    with pytest.raises(RuntimeError, match=told):
+        run(Silent(), min_replies=3, **given)
+    with pytest.raises(ValueError, match="min-replies = 5: the nodes have num-partitions = 4"):
+        run(Nodes(), min_replies=5, clients_per_round=5, rounds=1, evaluate_fn=lambda *_: None)
+    with pytest.raises(ValueError, match="min-replies = 4: got clients-per-round = 3"):
+        read_config({"min-replies": 4})
+
+
+def test_a_round_waits_for_nodes_that_are_away():
+    class Away(Nodes):
+        asked = 0
+
+        def get_node_ids(self):
+            self.asked += bool(self.trained)  # after the first round
+            return [11] if 0 < self.asked < 6 else list(self.members)
+
+    nodes = Away()
+    notes, _, _ = run(
+        nodes, rounds=3, min_replies=3, clients_per_round=4, evaluate_fn=lambda *_: None
+    )
+    assert all(len(record["clients"]) == 4 for record in notes.records)
+
+
+def test_what_clients_say_of_their_evaluation_is_checked():
+    def behave(partition_id, message):
+        if message.metadata.message_type != "evaluate" or partition_id == 3:
+            return None
+        values: dict[str, Any] = {
+            0: {"round": 1, "num-examples": 1, "accuracy": 1.0},  # without a loss
+            1: {"round": 1, "num-examples": 10**12, "accuracy": 1.0, "loss": 0.0},
+            2: {"round": 1, "num-examples": 1, "accuracy": float("nan"), "loss": 0.0},
+        }[partition_id]
+        return Message(RecordDict({"metrics": MetricRecord(values)}), reply_to=message)
+
+    settings = {"evaluate_on": "clients", "validation_share": 0.5}
+    notes, _, _ = run(Nodes(behave=behave), rounds=1, clients_per_round=4, **settings)
+    (record,) = notes.records
+    assert record["metrics"] == {"accuracy": 3.0, "loss": 1.0}
+    reasons = {one["client"]: one["reason"] for one in record["rejected"]}
+    assert reasons == {
+        "partition 0": "missing 'loss'",
+        "partition 1": "num-examples is 1e+12, expected above 0 and at most 11",
+        "partition 2": "accuracy is nan, expected a finite number",
+    }
+
+
 def test_a_message_that_cannot_be_sent_is_told():
     class Full(Nodes):
         def push_messages(self, messages):
@@ -400,7 +504,8 @@ def test_evaluation_on_the_clients_weighs_by_examples():
     notes, _, _ = run(Nodes(), rounds=3, **settings)
     mean = (0 * 1 + 1 * 2 + 2 * 3 + 3 * 4) / (1 + 2 + 3 + 4)
     metrics = [record["metrics"] for record in notes.records]
-    assert metrics == [{}, {"accuracy": pytest.approx(mean)}, {"accuracy": pytest.approx(mean)}]
+    expected = {"accuracy": pytest.approx(mean), "loss": 1.0}
+    assert metrics == [{}, expected, expected]
 
 
 def test_sampling_is_even():

@@ -184,6 +184,10 @@ class Method(ABC):
         """The heads of each layer that a checked upload holds; a LoRA has the one head 0."""
         return [[0] for _ in self.layers]
 
+    def filled(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:  # noqa: ARG002
+        """A checked upload in the shapes of the state, NaN where it has nothing."""
+        return dict(upload)
+
     def open_round(self, state: Tensors) -> Round:
         """Running sums that start empty."""
         return Means(state)

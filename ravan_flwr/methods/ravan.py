@@ -169,6 +169,11 @@ class Ravan(Method):
         bits = _unpack_bits(upload["heads"])[: len(self.layers) * self.heads]
         return [row.nonzero().flatten().tolist() for row in bits.view(-1, self.heads)]
 
+    def filled(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
+        H = torch.full_like(state["H"], torch.nan).flatten(0, 1)
+        H[_unpack_bits(upload["heads"])[: len(H)]] = upload["H"]
+        return {"H": H.view_as(state["H"])}
+
     def open_round(self, state: Tensors) -> "HeadMeans":
         return HeadMeans(state["H"])
 

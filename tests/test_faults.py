@@ -1,0 +1,196 @@
+"""A run that is killed or that cannot write goes on from its last checkpoint, to the same bits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from ravan_flwr import simulate
+from ravan_flwr.checkpoint import load_checkpoint
+from ravan_flwr.keys import Scalar
+
+SETTINGS: dict[str, Scalar] = {
+    "num-rounds": 4, "local-steps": 2, "batch-size": 8, "clients-per-round": 2, "eval-every": 2,
+    "report": "no", "tracking": "none", "classifier": "trained",
+}  # fmt: skip
+CLIENTS = 4
+
+# Moments of a round: a function of the server, and how often it is called before the end comes.
+MOMENTS = {
+    "while the roster fills": ("ravan_flwr.roster.Member.as_config", 2),
+    "before the first checkpoint": ("ravan_flwr.server_app.save_checkpoint", 1),
+    "while clients train": ("ravan_flwr.client_app.train_locally", 5),
+    "before the record": ("ravan_flwr.records.RunDirectory.append_round", 3),
+    "between record and checkpoint": ("ravan_flwr.server_app.save_checkpoint", 3),
+    "between a checkpoint and its checksum": ("ravan_flwr.checkpoint.write_atomically", 6),
+    "in the middle of a file": ("ravan_flwr.records.os.fsync", 9),
+    "while old checkpoints are dropped": ("pathlib.Path.unlink", 10),
+    "at the end": ("ravan_flwr.server_app._summary", 1),
+}
+
+KILLER = """
+import importlib, json, os, signal, sys
+from ravan_flwr import simulate
+import ravan_flwr.server_app, ravan_flwr.client_app
+
+where, number, settings, clients = json.loads(sys.argv[1])
+parts = where.split(".")
+for depth in range(len(parts) - 1, 0, -1):
+    try:
+        owner = importlib.import_module(".".join(parts[:depth]))
+        break
+    except ImportError:
+        continue
+for name in parts[depth:-1]:
+    owner = getattr(owner, name)
+real, calls = getattr(owner, parts[-1]), 0
+
+def last(*given, **named):
+    global calls
+    calls += 1
+    if calls == number:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*given, **named)
+
+setattr(owner, parts[-1], last)
+simulate(settings, clients)
+"""
+
+
+def run_killed(where, number, settings):
+    told = json.dumps([where, number, settings, CLIENTS])
+    return subprocess.run(
+        [sys.executable, "-c", KILLER, told], capture_output=True, text=True, timeout=200
+    )
+
+
+def final_of(run_dir):
+    number, state, _ = load_checkpoint(run_dir / "checkpoints")
+    assert number == 4
+    return {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+
+
+def without_times(run_dir):
+    lines = (run_dir / "rounds.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    for record in records:
+        del record["seconds"], record["phases"]
+        for client in record["clients"]:
+            del client["seconds"]
+    return records
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    return simulate(SETTINGS | {"output-dir": str(folder)}, CLIENTS).run_dir
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_server_killed_at_any_moment_ends_with_the_same_bits(moment, whole, tmp_path):
+    settings = SETTINGS | {"output-dir": str(tmp_path)}
+    ended = run_killed(*MOMENTS[moment], settings)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    (run_dir,) = tmp_path.iterdir()
+    if not list((run_dir / "checkpoints").glob("round-*.safetensors")):
+        with pytest.raises(ValueError, match="no usable checkpoint .* start a new run"):
+            simulate(settings | {"resume": str(run_dir)}, CLIENTS)
+        return
+    again = simulate(settings | {"resume": str(run_dir)}, CLIENTS)
+    assert again.run_dir == run_dir
+    assert final_of(run_dir) == final_of(whole)
+    assert without_times(run_dir) == without_times(whole)
+    assert again.summary["rounds"] == 4
+    left = [path.name for path in run_dir.rglob("*.tmp")]
+    assert len(left) <= 1  # what was being written when the end came
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_it_says_so(whole, tmp_path, caplog):
+    settings = SETTINGS | {"output-dir": str(tmp_path), "num-rounds": 3}
+    run_dir = simulate(settings, CLIENTS).run_dir
+    last = run_dir / "checkpoints" / "round-000003.safetensors"
+    data = bytearray(last.read_bytes())
+    data[len(data) // 2] ^= 1
+    last.write_bytes(bytes(data))
+    simulate(settings | {"num-rounds": 4, "resume": str(run_dir)}, CLIENTS)
+    assert "round-000003.safetensors is damaged (its checksum is" in caplog.text
+    assert "going on after round 2" in caplog.text
+    assert final_of(run_dir) == final_of(whole)
+
+
+LIMITED = """
+import json, resource, sys
+from ravan_flwr.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+main(["simulate", *sys.argv[2:]])
+"""
+
+
+def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(whole, tmp_path):
+    """Files may not grow beyond less than a checkpoint has: the system's own error."""
+    settings = SETTINGS | {"output-dir": str(tmp_path)}
+    run_dir = simulate(settings | {"num-rounds": 2}, CLIENTS).run_dir
+    size = (run_dir / "checkpoints" / "round-000002.safetensors").stat().st_size
+    words = [f"{k}={v}" for k, v in settings.items()]
+    words += [f"resume={run_dir}", f"num-clients={CLIENTS}"]
+    ended = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(size - 1), *words], capture_output=True, text=True,
+        timeout=200,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "File too large" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not list((run_dir / "checkpoints").glob(".*.tmp"))
+    assert load_checkpoint(run_dir / "checkpoints")[0] == 2
+    simulate(settings | {"resume": str(run_dir)}, CLIENTS)
+    assert final_of(run_dir) == final_of(whole)
+    assert without_times(run_dir) == without_times(whole)
+
+
+def test_a_disk_that_cannot_be_written_to_stops_the_run(tmp_path, monkeypatch):
+    settings = SETTINGS | {"output-dir": str(tmp_path)}
+
+    def refuse(path, *_):
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr("ravan_flwr.checkpoint.write_atomically", refuse)
+    monkeypatch.setattr("ravan_flwr.records.write_atomically", refuse, raising=True)
+    with pytest.raises(OSError, match="Read-only file system"):
+        simulate(settings, CLIENTS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"method": "fedit"}, {"seed": 1}, {"heads": 2}, {"partition-alpha": 1.0},
+        {"learning-rate": 0.5}, {"robust": "median"}, {"quantize": "4bit"},
+    ],
+)  # fmt: skip
+def test_another_run_is_not_gone_on_with(change, whole, tmp_path):
+    (key,) = change
+    given = SETTINGS | change | {"resume": str(whole), "num-rounds": 5}
+    with pytest.raises(ValueError, match=f"the run differs from this one in.* {key}: then .* now"):
+        simulate(given, CLIENTS)
+
+
+def test_two_runs_at_once_do_not_meet(whole, tmp_path):
+    """Two processes, one folder, in the same second."""
+    words = [f"{k}={v}" for k, v in SETTINGS.items()]
+    words += [f"output-dir={tmp_path}", f"num-clients={CLIENTS}"]
+    command = [sys.executable, "-m", "ravan_flwr", "simulate", *words]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ)
+        for _ in range(2)
+    ]
+    for process in both:
+        told, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, textwrap.shorten(told.decode(), 2000)
+    folders = list(tmp_path.iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        assert final_of(folder) == final_of(whole)
