@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_spectrum(commands)
     _add_export(commands)
+    _add_keys(commands)
     return parser
 
 
@@ -128,6 +129,28 @@ def _add_export(commands: _Commands) -> None:
     )  # fmt: skip
     export.add_argument("folder", type=Path, help="a folder that is new")
     export.set_defaults(command=_export)
+
+
+def _add_keys(commands: _Commands) -> None:
+    keys = commands.add_parser(
+        "keys",
+        help="make the certificates and keys of a deployment",
+        description="Make a certificate authority, the SuperLink's TLS certificate and the keys "
+        "of SuperNodes, a folder for each machine. What is missing is made and what exists is "
+        "never overwritten: the same command with a larger --nodes adds nodes, and a node's "
+        "folder that was removed is made anew.",
+    )
+    keys.add_argument("folder", type=Path, help="a folder that is new, or one made by this command")
+    keys.add_argument(
+        "--host", dest="hosts", action="append", default=[], metavar="NAME",
+        help="name or IP address at which SuperNodes reach the SuperLink, once for each; "
+        "localhost is always among them, and later calls need none",
+    )  # fmt: skip
+    keys.add_argument(
+        "--nodes", type=int, required=True, metavar="N",
+        help="how many SuperNodes there are, those that have keys already included",
+    )  # fmt: skip
+    keys.set_defaults(command=_keys)
 
 
 def _key_table() -> str:
@@ -238,6 +261,28 @@ def _export(parsed: argparse.Namespace) -> None:
 
     export_run(parsed.run, parsed.form, parsed.folder)
     sys.stdout.write(f"wrote {parsed.folder.absolute()}\n")
+
+
+def _keys(parsed: argparse.Namespace) -> None:
+    from ravan_flwr.credentials import (  # noqa: PLC0415
+        certificate_of,
+        hosts_of,
+        make_credentials,
+    )
+
+    folder = parsed.folder.absolute()
+    for made in make_credentials(folder, parsed.hosts, parsed.nodes):
+        sys.stdout.write(f"made {made}\n")
+    certificate = certificate_of(folder / "superlink" / "superlink.crt")
+    sys.stdout.write(
+        f"The SuperLink's certificate is for {', '.join(hosts_of(certificate))}, until "
+        f"{certificate.not_valid_after_utc:%Y-%m-%d}.\n"
+        "superlink/          goes to the SuperLink's machine, whole\n"
+        "node-0/, node-1/... go to one SuperNode's machine each, whole\n"
+        "node-*/node.pub     are registered: flwr supernode register node-0/node.pub NAME\n"
+        "authority/ca.crt    goes to whoever calls flwr run; it is no secret\n"
+        "authority/ca.key    stays here, or better offline: it can sign a SuperLink of its own\n"
+    )
 
 
 def _plan(parsed: argparse.Namespace) -> None:

@@ -8,14 +8,17 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import datasets
 import numpy as np
-from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner, Partitioner
 
 from ravan_flwr.hub import cache_of, load_data, telling
 from ravan_flwr.preset import DataSpec
 from ravan_flwr.seeding import derive
+
+if TYPE_CHECKING:
+    from flwr_datasets.partitioner import Partitioner
 
 
 def load_splits(spec: DataSpec) -> datasets.DatasetDict:
@@ -157,7 +160,8 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
     return _by_role(examples, spec, where)
 
 
-# Shares of a data set.
+# Shares of a data set. flwr-datasets imports matplotlib and seaborn, a second of every message to
+# a device, which has a process of its own for each; one with its own examples never comes here.
 
 
 @dataclass(frozen=True)
@@ -194,19 +198,25 @@ def deal_out(train: datasets.Dataset, partition: Partition, column: str) -> list
     ]
 
 
-def _iid(rows: datasets.Dataset, partition: Partition, _: str, seed: int) -> Partitioner:
+def _iid(rows: datasets.Dataset, partition: Partition, _: str, seed: int) -> "Partitioner":
     """Equal shares of a shuffled whole."""
+    from flwr_datasets.partitioner import IidPartitioner  # noqa: PLC0415
+
     partitioner = IidPartitioner(num_partitions=partition.number)
     partitioner.dataset = rows.shuffle(seed=seed)
     return partitioner
 
 
-def _dirichlet(rows: datasets.Dataset, partition: Partition, column: str, seed: int) -> Partitioner:
+def _dirichlet(
+    rows: datasets.Dataset, partition: Partition, column: str, seed: int
+) -> "Partitioner":
     """Every client's proportions drawn from a Dirichlet distribution.
 
     Draws that leave a client with next to nothing are repeated, by flwr-datasets ten times
     a seed, then with further seeds.
     """
+    from flwr_datasets.partitioner import DirichletPartitioner  # noqa: PLC0415
+
     smallest = max(1, min(10, len(rows) // (4 * partition.number)))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The specified min_partition_size")

@@ -16,7 +16,6 @@ from typing import Any
 import datasets
 import transformers
 from datasets.exceptions import DatasetsError
-from flwr_datasets import FederatedDataset
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -103,6 +102,8 @@ def lacks(folder: Path) -> str:
 
 def load_data(spec: DataSpec) -> datasets.DatasetDict:
     """`train` and the server's test splits, by the names that the preset gives them."""
+    from flwr_datasets import FederatedDataset  # noqa: PLC0415 (with matplotlib and seaborn)
+
     folder = Path(spec.name)
     # A copy of the hub's repository has its subsets in README.md; any other folder, as folders.
     plain = folder.is_dir() and not (folder / "README.md").is_file()

@@ -1,6 +1,8 @@
 """A device's own folder: read, checked against the preset, never sent."""
 
 import json
+import subprocess
+import sys
 
 import datasets
 import numpy as np
@@ -192,3 +194,13 @@ def test_nothing_of_a_folder_but_numbers_leaves_the_node(tmp_path, monkeypatch):
         assert arrays in ({}, {"arrays": {"H", "heads"}})
         told = f"{reply.content.config_records} {reply.content.metric_records}"
         assert not any(word in told for word in WORDS)
+
+
+def test_a_device_imports_nothing_that_draws():
+    """A SuperNode starts a process for every message: each second of imports counts there."""
+    code = (
+        "import sys, ravan_flwr.client_app; "
+        "print([n for n in ('flwr_datasets', 'seaborn', 'matplotlib', 'ray') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,346 @@
+"""A whole deployment on loopback: TLS, SuperNode authentication, every process ended.
+
+Each machine of a real deployment is a folder here, which is the `FLWR_HOME` of its processes;
+by that they are found, whoever started them.
+
+    with Deployment(tmp_path, nodes=3) as deployment:
+        for number in range(3):
+            deployment.register(number)
+            deployment.start_node(number, f"partition-id={number} num-partitions=3")
+        run = deployment.run("num-rounds=3")
+        deployment.kill_node(1)
+        assert run.wait() == "finished:completed"
+    assert deployment.left_running == []
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import ssl
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any
+
+from ravan_flwr.flower import _free_ports
+
+ROOT = Path(__file__).resolve().parent.parent
+NAME = "edge"  # of the SuperLink in config.toml
+START_TIMEOUT = 90.0
+
+
+class Deployment(AbstractContextManager["Deployment"]):
+    """A SuperLink, started on entry, and SuperNodes with keys, none of them registered yet."""
+
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self.folder, self.keys = folder, folder / "keys"
+        self.left_running: list[str] = []  # what did not end when it was asked to
+        (self._port,) = _free_ports(1)
+        self.address = f"127.0.0.1:{self._port}"
+        self._nodes = nodes
+        self._superlink: subprocess.Popen[bytes] | None = None
+        self._supernodes: dict[int, subprocess.Popen[bytes]] = {}
+        self._runs: list[Run] = []
+
+    def __enter__(self) -> "Deployment":
+        self.make_keys(self._nodes, "--host", "127.0.0.1")
+        (self._home("operator") / "config.toml").write_text(
+            f'[superlink.{NAME}]\naddress = "{self.address}"\n'
+            f'root-certificates = "{self.keys}/authority/ca.crt"\n'
+        )
+        try:
+            self.start_superlink()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End everything, politely first, the SuperLink last."""
+        for run in self._runs:
+            run.abandon()
+        for number in self._supernodes:
+            self.stop_node(number)
+        self.stop_superlink()
+        with suppress(TimeoutError):
+            wait_for(lambda: not self._processes(self.folder), 20, "the last process to end")
+        for pid in self._processes(self.folder):
+            self.left_running.append(_command_line(pid))
+            _send(pid, signal.SIGKILL)
+
+    def make_keys(self, nodes: int, *options: str) -> None:
+        """`ravan-flwr keys` for this many nodes: those that have keys keep them."""
+        _command(
+            self._environment("operator"), sys.executable, "-m", "ravan_flwr",
+            "keys", str(self.keys), "--nodes", str(nodes), *options,
+        )  # fmt: skip
+
+    # The SuperLink.
+
+    def start_superlink(self) -> None:
+        """Start it, with what it knew before if it ran before."""
+        secrets = self.keys / "superlink"
+        self._superlink = self.start(
+            "superlink",
+            "flower-superlink", "--enable-supernode-auth",
+            "--ssl-ca-certfile", str(secrets / "ca.crt"),
+            "--ssl-certfile", str(secrets / "superlink.crt"),
+            "--ssl-keyfile", str(secrets / "superlink.key"),
+            "--host", "127.0.0.1", "--port", str(self._port),
+            "--database", str(self._home("superlink") / "state.db"),
+        )  # fmt: skip
+        context = ssl.create_default_context(cafile=self.keys / "authority" / "ca.crt")
+
+        def answers() -> bool:
+            assert self._superlink is not None
+            if self._superlink.poll() is not None:
+                raise RuntimeError(f"the SuperLink ended: {self.log('superlink')[-2000:]}")
+            with suppress(OSError):
+                url = f"https://{self.address}/health"
+                with urllib.request.urlopen(url, timeout=1, context=context) as reply:
+                    return bool(reply.status == 200)
+            return False
+
+        wait_for(answers, START_TIMEOUT, "the SuperLink to answer")
+
+    def health(self) -> int:
+        """The status that the containers' health check ends with for the SuperLink."""
+        check = [sys.executable, str(ROOT / "deploy" / "health.py")]
+        asked = {
+            "HEALTH_URL": f"https://{self.address}/health",
+            "HEALTH_CA": str(self.keys / "authority" / "ca.crt"),
+        }
+        environment = self._environment("operator") | asked
+        return subprocess.run(check, env=environment, capture_output=True).returncode
+
+    def stop_superlink(self) -> None:
+        """End it as an administrator does."""
+        _end(self._superlink)
+
+    def kill_superlink(self) -> None:
+        """Let its machine die."""
+        self._kill("superlink", self._superlink)
+
+    # SuperNodes.
+
+    def register(self, number: int) -> int:
+        """Let the SuperLink know a node's key; its node id."""
+        key = str(self.keys / f"node-{number}" / "node.pub")
+        told = json.loads(self.flwr("supernode", "register", key, NAME, "--format", "json"))
+        if "node-id" not in told:  # `flwr` ends with 0 all the same
+            raise RuntimeError(f"node {number} was not registered: {told}")
+        return int(told["node-id"])
+
+    def unregister(self, node_id: int) -> None:
+        """Take a node's right to connect; one that is connected ends."""
+        self.flwr("supernode", "unregister", str(node_id), NAME)
+
+    def listed_nodes(self) -> dict[int, str]:
+        """The status of each node that the SuperLink knows, by node id."""
+        told = json.loads(self.flwr("supernode", "list", NAME, "--format", "json"))
+        return {int(node["node-id"]): node["status"] for node in told["nodes"]}
+
+    def start_node(self, number: int, node_config: str) -> None:
+        """Start a SuperNode with that key; `wait_for_node` sees it connected, or refused."""
+        secrets, (port,) = self.keys / f"node-{number}", _free_ports(1)
+        self._supernodes[number] = self.start(
+            f"node-{number}",
+            "flower-supernode", "--superlink", self.address,
+            "--root-certificates", str(secrets / "ca.crt"),
+            "--auth-supernode-private-key", str(secrets / "node.key"),
+            "--port", str(port), "--node-config", node_config,
+        )  # fmt: skip
+
+    def wait_for_node(self, number: int) -> bool:
+        """Whether a node that was started connected; its log says why if not."""
+        process = self._supernodes[number]
+
+        def settled() -> bool:
+            return process.poll() is not None or "SuperNode ID: " in self.log(f"node-{number}")
+
+        wait_for(settled, START_TIMEOUT, f"node {number} to connect")
+        return process.poll() is None
+
+    def is_running(self, number: int) -> bool:
+        """Whether a SuperNode's process is there."""
+        return self._supernodes[number].poll() is None
+
+    def stop_node(self, number: int) -> None:
+        """End it as an administrator does."""
+        _end(self._supernodes[number])
+
+    def kill_node(self, number: int) -> None:
+        """Let its machine die: everything on it, at once, with no last word."""
+        self._kill(f"node-{number}", self._supernodes[number])
+
+    # Runs.
+
+    def run(self, run_config: str) -> "Run":
+        """`flwr run` of this app, going on in the background; its output is in a folder."""
+        folder = self.folder / f"run-{len(self._runs)}"
+        self._runs.append(Run(self, folder, f"output-dir='{folder}' {run_config}"))
+        return self._runs[-1]
+
+    def flwr(self, *arguments: str) -> str:
+        """What a `flwr` command of the operator prints."""
+        return _command(self._environment("operator"), "flwr", *arguments)
+
+    # Machines.
+
+    def log(self, machine: str) -> str:
+        """What the processes of `superlink` or `node-0` said, since the last start."""
+        path = self._home(machine) / "log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def start(self, machine: str, *command: str, log: str = "log") -> subprocess.Popen[bytes]:
+        """Start a command on a machine, its output in a file."""
+        path = self._home(machine) / log
+        path.unlink(missing_ok=True)  # what an earlier process started may still write to that
+        with path.open("wb") as file:
+            return subprocess.Popen(
+                command,
+                env=self._environment(machine),
+                cwd=self._home(machine),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _home(self, machine: str) -> Path:
+        home = self.folder / machine
+        home.mkdir(parents=True, exist_ok=True)
+        return home
+
+    def _environment(self, machine: str) -> dict[str, str]:
+        scripts = str(Path(sys.executable).parent)
+        return os.environ | {
+            "FLWR_HOME": str(self._home(machine)),
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",  # many processes share few cores
+            "PATH": os.pathsep.join([scripts, os.environ["PATH"]]),
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def _kill(self, machine: str, process: subprocess.Popen[bytes] | None) -> None:
+        for pid in self._processes(self._home(machine)):
+            _send(pid, signal.SIGKILL)
+        if process is not None:
+            process.wait()
+
+    def _processes(self, home: Path) -> list[int]:
+        """All processes whose FLWR_HOME is this folder, or within it."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                for setting in path.read_bytes().split(b"\0"):
+                    name, _, value = setting.decode(errors="replace").partition("=")
+                    if name == "FLWR_HOME" and Path(value).is_relative_to(home):
+                        found.append(int(path.parent.name))
+        return found
+
+
+class Run:
+    """One `flwr run`, from its submission to its end."""
+
+    def __init__(self, deployment: Deployment, folder: Path, run_config: str) -> None:
+        self.folder, self._deployment = folder, deployment
+        self._log_name = f"{folder.name}.log"
+        self._process = deployment.start(
+            "operator", "flwr", "run", str(ROOT), NAME, "--stream", "-c", run_config,
+            log=self._log_name,
+        )  # fmt: skip
+        self.id = ""
+
+        def began() -> bool:
+            found = re.search(r"Successfully started run (\d+)", self.log)
+            if found is None and self._process.poll() is not None:
+                raise RuntimeError(f"no run began: {self.log}")
+            self.id = found[1] if found else ""
+            return bool(found)
+
+        wait_for(began, START_TIMEOUT, "the run to begin")
+
+    @property
+    def log(self) -> str:
+        """What `flwr run --stream` printed so far."""
+        return (self._deployment.folder / "operator" / self._log_name).read_text(errors="replace")
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        (directory,) = self.folder.iterdir()
+        return directory
+
+    @property
+    def rounds(self) -> list[dict[str, Any]]:
+        """The record so far, a dict for each round that is finished."""
+        paths = list(self.folder.glob("*/rounds.jsonl"))
+        return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+    @property
+    def status(self) -> str:
+        """As the SuperLink has it, such as `running` or `finished:completed`."""
+        told = self._deployment.flwr("ls", NAME, "--run-id", self.id, "--format", "json")
+        return str(json.loads(told)["runs"][0]["status"])
+
+    def wait(self, timeout: float = 240.0) -> str:
+        """The status that the run ended with."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"the run goes on after {timeout:g} s: {self.log[-2000:]}") from None
+        return self.status
+
+    def abandon(self) -> None:
+        """Look no longer; the run ends with the SuperLink."""
+        _end(self._process)
+
+
+def wait_for(condition: Callable[[], bool], timeout: float, what: str) -> None:
+    """Return once the condition holds; TimeoutError if it takes too long."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout:g} s for {what}")
+        time.sleep(0.1)
+
+
+def _command(environment: dict[str, str], *command: str) -> str:
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(
+            f"{shlex.join(command)} ended with {done.returncode}: {done.stdout}{done.stderr}"
+        )
+    return done.stdout
+
+
+def _end(process: subprocess.Popen[bytes] | None) -> None:
+    if process is None or process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _send(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _command_line(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    return f"process {pid}"

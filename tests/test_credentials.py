@@ -1,0 +1,167 @@
+"""The secrets of a deployment: whole, private, never overwritten, and of the forms Flower reads."""
+
+import ipaddress
+import shutil
+import ssl
+import stat
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509 import verification
+from flwr.cli.supernode.register import try_load_public_key
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_ec_curve
+
+from ravan_flwr.cli import main
+from ravan_flwr.credentials import certificate_of, hosts_of, make_credentials
+
+HOSTS = ["server.example.org", "192.0.2.7"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_credentials(tmp_path / "keys", HOSTS, 2)
+    return tmp_path / "keys"
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_for_each_machine(folder):
+    assert {str(path.relative_to(folder)) for path in contents(folder)} == {
+        "authority/ca.key", "authority/ca.crt",
+        "superlink/ca.crt", "superlink/superlink.crt", "superlink/superlink.key",
+        "node-0/ca.crt", "node-0/node.key", "node-0/node.pub",
+        "node-1/ca.crt", "node-1/node.key", "node-1/node.pub",
+    }  # fmt: skip
+    assert len(set(contents(folder).values())) == 8  # of ca.crt there are four copies
+
+
+def test_private_files_are_private(folder):
+    for path in [folder, *folder.rglob("*")]:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if path.is_dir():
+            assert mode == 0o700, path
+        else:
+            assert mode == (0o600 if path.suffix == ".key" else 0o644), path
+
+
+@pytest.mark.parametrize("name", ["server.example.org", "localhost", "192.0.2.7", "127.0.0.1"])
+def test_the_certificate_is_valid_for_its_hosts(name, folder):
+    authority = certificate_of(folder / "authority" / "ca.crt")
+    certificate = certificate_of(folder / "superlink" / "superlink.crt")
+    try:
+        subject: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        subject = x509.DNSName(name)
+    assert isinstance(subject, x509.DNSName | x509.IPAddress)
+    builder = verification.PolicyBuilder().store(verification.Store([authority]))
+    assert builder.build_server_verifier(subject).verify(certificate, [])
+    with pytest.raises(verification.VerificationError):
+        builder.build_server_verifier(x509.DNSName("elsewhere.org")).verify(certificate, [])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*(folder / "superlink" / f"superlink.{end}" for end in ("crt", "key")))
+
+
+def test_nodes_keys_are_what_flower_reads(folder):
+    for node in ("node-0", "node-1"):
+        key = serialization.load_ssh_private_key((folder / node / "node.key").read_bytes(), None)
+        public = key.public_key()
+        assert isinstance(public, ec.EllipticCurvePublicKey)
+        assert uses_nist_ec_curve(public)
+        assert try_load_public_key(folder / node / "node.pub") == public_key_to_bytes(public)
+
+
+def test_more_nodes_keep_the_others(folder):
+    before = contents(folder)
+    for key in folder.glob("*/*.key"):  # gone to their machines, that of the authority offline
+        key.unlink()
+        del before[key]
+    made = make_credentials(folder, [], 4)
+    assert made == [folder / "node-2", folder / "node-3"]
+    assert before.items() <= contents(folder).items()
+
+
+def test_what_was_removed_is_made_anew(folder):
+    before = contents(folder)
+    shutil.rmtree(folder / "node-0")
+    shutil.rmtree(folder / "superlink")
+    assert make_credentials(folder, ["new.org"], 2) == [folder / "superlink", folder / "node-0"]
+    after = contents(folder)
+    assert {p.parent.name for p in before if before[p] != after[p]} == {"superlink", "node-0"}
+    assert hosts_of(certificate_of(folder / "superlink" / "superlink.crt"))[0] == "new.org"
+
+
+def test_no_half_folder_after_a_failure(folder, monkeypatch):
+    before = contents(folder)
+
+    def full(_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("ravan_flwr.credentials.os.fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        make_credentials(folder, [], 3)
+    assert contents(folder) == before
+    assert not (folder / "node-2").exists()
+
+
+@pytest.mark.parametrize("host", ["https://a.org", "a.org:8000", "", "a b", "-a", "ä.org", "a..b"])
+def test_hosts(host, tmp_path):
+    with pytest.raises(ValueError, match=r"--host .*: expected a name such as server\.example"):
+        make_credentials(tmp_path / "keys", [host], 1)
+    assert not (tmp_path / "keys").exists()
+
+
+def test_refusals(folder, tmp_path):
+    before = contents(folder)
+    for hosts, nodes, told in (
+        (HOSTS, 2, "has the secrets of 2 nodes already, and none is overwritten; give a larger"),
+        (["other.org"], 3, r"--host: got other\.org, but the certificate in .* is for server"),
+        ([], 0, "--nodes 0: expected a whole number at least 1"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            make_credentials(folder, hosts, nodes)
+    assert contents(folder) == before
+    with pytest.raises(ValueError, match="--host: got none, expected the name or the address"):
+        make_credentials(tmp_path / "new", [], 1)
+    (folder / "node-1" / "node.pub").unlink()
+    with pytest.raises(ValueError, match=r"node-1: found no node\.pub, expected it there; restore"):
+        make_credentials(folder, [], 3)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"it has files but no authority/ca\.crt"):
+        make_credentials(tmp_path / "mine", HOSTS, 1)
+    with pytest.raises(ValueError, match="got a file, expected a folder"):
+        make_credentials(tmp_path / "mine" / "notes.txt", HOSTS, 1)
+
+
+def test_an_authority_must_be_whole(folder, tmp_path):
+    shutil.rmtree(folder / "superlink")
+    key = folder / "authority" / "ca.key"
+    make_credentials(tmp_path / "other", HOSTS, 1)
+    for content, told in (
+        (
+            (tmp_path / "other" / "authority" / "ca.key").read_bytes(),
+            "the key of another authority",
+        ),
+        (b"nothing", "cannot be read as a key"),
+    ):
+        key.write_bytes(content)
+        with pytest.raises(ValueError, match=told):
+            make_credentials(folder, HOSTS, 2)
+    key.unlink()
+    with pytest.raises(ValueError, match=r"ca\.key: it cannot be read as a key .*; put it back"):
+        make_credentials(folder, HOSTS, 2)
+
+
+def test_the_command(tmp_path, capsys):
+    main(["keys", str(tmp_path / "keys"), "--host", "a.org", "--host", "192.0.2.1", "--nodes", "1"])
+    told = capsys.readouterr().out
+    assert f"made {tmp_path}/keys/node-0" in told
+    assert "certificate is for a.org, 192.0.2.1, localhost, 127.0.0.1, ::1, until" in told
+    with pytest.raises(SystemExit) as end:
+        main(["keys", str(tmp_path / "keys"), "--nodes", "1"])
+    assert end.value.code == 2
+    assert "none is overwritten" in capsys.readouterr().err

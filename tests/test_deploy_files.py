@@ -1,0 +1,227 @@
+"""Files for systemd and containers, none of which runs here: they fit Flower and each other."""
+
+import configparser
+import fnmatch
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from flwr.common.config import parse_config_args
+from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
+from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
+
+from ravan_flwr.credentials import make_credentials
+
+ROOT = Path(__file__).resolve().parent.parent
+PARSERS = {
+    "flower-superlink": _parse_args_run_superlink,
+    "flower-supernode": _parse_args_run_supernode,
+}
+
+
+def parsed(command):
+    """A command as Flower itself reads it: an option that it does not have ends the test."""
+    return PARSERS[Path(command[0]).name]().parse_args(command[1:])
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made") / "keys"
+    make_credentials(folder, ["superlink"], 3)
+    return {f"keys/{path.relative_to(folder)}" for path in folder.rglob("*")}
+
+
+# Containers.
+
+
+def compose(*names: str) -> dict[str, Any]:
+    """Compose files, each merged into those before it: maps by key, lists one after the other."""
+
+    def merge(one, two):
+        if isinstance(one, dict) and isinstance(two, dict):
+            both = {key: merge(one[key], two[key]) for key in one.keys() & two.keys()}
+            return one | two | both
+        return one + two if isinstance(one, list) and isinstance(two, list) else two
+
+    merged: dict[str, Any] = {}
+    for name in names:
+        merged = merge(merged, yaml.safe_load((ROOT / name).read_text()))
+    return merged
+
+
+def test_every_service_is_confined():
+    services = compose("compose.yaml")["services"]
+    assert set(services) == {"superlink", "supernode-0", "supernode-1", "supernode-2", "operator"}
+    for service in services.values():
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert set(service["build"]["args"]) <= set(re.findall(r"ARG (\w+)", dockerfile()))
+
+
+def test_the_superlink_has_tls_and_authentication():
+    content = compose("compose.yaml")
+    superlink = content["services"]["superlink"]
+    arguments = parsed(superlink["command"])
+    assert arguments.enable_supernode_auth
+    assert not arguments.insecure
+    files = {arguments.ssl_ca_certfile, arguments.ssl_certfile, arguments.ssl_keyfile}
+    assert files == {f"/run/secrets/{name}" for name in superlink["secrets"]}
+    assert superlink["ports"] == ["${BIND:-127.0.0.1}:8000:8000"]
+    (volume,) = superlink["volumes"]
+    assert Path(arguments.database).parent == Path(volume.split(":")[1])  # outlives the container
+    assert superlink["environment"] == {
+        "HEALTH_URL": f"https://localhost:{arguments.port}/health",
+        "HEALTH_CA": arguments.ssl_ca_certfile,
+    }
+
+
+def test_three_supernodes_with_keys_and_data_of_their_own():
+    services = compose("compose.yaml")["services"]
+    for number in range(3):
+        node = services[f"supernode-{number}"]
+        arguments = parsed(node["command"])
+        assert arguments.superlink == "superlink:8000"
+        assert arguments.root_certificates == "/run/secrets/ca.crt"
+        assert arguments.auth_supernode_private_key == f"/run/secrets/node-{number}.key"
+        assert node["secrets"] == ["ca.crt", f"node-{number}.key"]
+        assert f"./data/node-{number}:/data:ro" in node["volumes"]
+        config = parse_config_args([arguments.node_config])
+        assert (config["partition-id"], config["num-partitions"]) == (number, 3)
+        assert config["data-path"] == "/data"
+        assert isinstance(config["budget"], float)
+        assert node["depends_on"] == {"superlink": {"condition": "service_healthy"}}
+    assert len({services[f"supernode-{n}"]["volumes"][0] for n in range(3)}) == 3
+
+
+def test_secrets_and_volumes_are_there(keys):
+    content = compose("compose.yaml")
+    assert {secret["file"] for secret in content["secrets"].values()} <= keys
+    for name, service in content["services"].items():
+        assert set(service["secrets"]) <= set(content["secrets"]), name
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            if source.startswith("./keys"):
+                assert source.removeprefix("./") in keys
+                assert source.endswith(".pub")
+                assert volume.endswith(":ro")
+            elif source.startswith("./deploy"):
+                assert (ROOT / source).is_file()
+            elif not source.startswith("./data"):
+                assert source in content["volumes"]
+
+
+def test_the_gpu_is_the_nodes():
+    services = compose("compose.yaml", "compose.gpu.yaml")["services"]
+    assert "deploy" not in services["superlink"]
+    for number in range(3):
+        node = services[f"supernode-{number}"]
+        (device,) = node["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+        assert node["image"] == "ravan-flwr:cuda"
+        assert "UID" in node["build"]["args"]  # from compose.yaml
+        assert "TORCH_INDEX_GPU" in node["build"]["args"]["TORCH_INDEX"]
+        assert node["command"][0] == "flower-supernode"
+
+
+def dockerfile():
+    return (ROOT / "Dockerfile").read_text()
+
+
+def test_the_image_copies_what_is_there_and_nothing_else_can_get_in():
+    rules = [
+        line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] not in "#"
+    ]
+    assert rules[0] == "*"
+    let_in = [rule[1:] for rule in rules if rule.startswith("!")]
+    copied = [
+        source
+        for line in re.findall(r"^COPY (?!--from)(.*)$", dockerfile(), re.MULTILINE)
+        for source in line.split()[:-1]
+    ]
+    assert sorted(copied) == sorted(let_in)
+    for source in copied:
+        assert (ROOT / source).exists(), source
+        assert not fnmatch.filter([source], "*key*")
+    assert re.search(r"^USER \$UID$", dockerfile(), re.MULTILINE)
+    assert "HEALTHCHECK" in dockerfile()
+    assert re.search(r"^torch==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+
+
+# systemd.
+
+
+def unit(name):
+    parser = configparser.ConfigParser(
+        strict=False, interpolation=None, dict_type=MultiDict, empty_lines_in_values=False
+    )
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read_string((ROOT / "deploy" / name).read_text().replace("\\\n", ""))
+    return parser["Service"]
+
+
+class MultiDict(dict[str, Any]):
+    """Keys that come again add a line."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self and isinstance(value, list) and isinstance(self[key], list):
+            self[key].extend(value)
+        else:
+            super().__setitem__(key, value)
+
+
+def started(name, environment_file):
+    """ExecStart as systemd starts it: ${NAME} is one word, whatever is in it."""
+    settings = {"CREDENTIALS_DIRECTORY": "/run/credentials"}
+    for line in shlex.split((ROOT / "deploy" / environment_file).read_text(), comments=True):
+        key, _, value = line.partition("=")
+        settings[key] = value
+    words = unit(name)["ExecStart"].split()
+    return parsed([re.sub(r"\$\{(\w+)\}", lambda m: settings[m[1]], word) for word in words])
+
+
+def test_the_superlinks_unit():
+    arguments = started("ravan-superlink.service", "superlink.env.example")
+    assert arguments.enable_supernode_auth
+    assert (arguments.host, arguments.port) == ("0.0.0.0", 8000)
+    service = unit("ravan-superlink.service")
+    given = {line.split(":")[0] for line in service["LoadCredential"].split("\n")}
+    files = (arguments.ssl_ca_certfile, arguments.ssl_certfile, arguments.ssl_keyfile)
+    assert {Path(file).name for file in files} == given
+    assert arguments.database.startswith("/var/lib/ravan-flwr/")
+
+
+def test_the_supernodes_unit():
+    arguments = started("ravan-supernode@.service", "supernode.env.example")
+    assert arguments.superlink == "server.example.org:8000"
+    config = parse_config_args([arguments.node_config])
+    assert config == {
+        "partition-id": 0, "num-partitions": 3, "data-path": "/data/mine", "budget": 0.5
+    }  # fmt: skip
+    service = unit("ravan-supernode@.service")
+    given = {line.split(":")[0] for line in service["LoadCredential"].split("\n")}
+    files = (arguments.root_certificates, arguments.auth_supernode_private_key)
+    assert {Path(file).name for file in files} == given
+
+
+@pytest.mark.parametrize("name", ["ravan-superlink.service", "ravan-supernode@.service"])
+def test_units_are_confined_and_come_back(name, keys):
+    service = unit(name)
+    assert service["User"] == "ravan"
+    assert service["Restart"] == "on-failure"
+    assert service["NoNewPrivileges"] == "yes"
+    assert service["ProtectSystem"] == "strict"
+    for line in service["LoadCredential"].split("\n"):
+        path = line.split(":")[1].replace("%i", "node-0")
+        assert f"keys/{Path(path).relative_to('/etc/ravan-flwr')}" in keys
+    if analyze := shutil.which("systemd-analyze"):
+        told = subprocess.run(
+            [analyze, "verify", str(ROOT / "deploy" / name)], capture_output=True, text=True
+        ).stderr
+        lines = [line for line in told.splitlines() if "is not executable" not in line]
+        assert lines == []
