@@ -23,11 +23,13 @@ from ravan_flwr.adapters import Layer, attach, find_layers, make_bases
 from ravan_flwr.methods.base import Settings
 from ravan_flwr.methods.ravan import Ravan
 from ravan_flwr.plan import ADAM, kept_for_backward
+from ravan_flwr.preset import DataSpec
 from ravan_flwr.seeding import generator
 from ravan_flwr.selection import score_heads
-from ravan_flwr.tasks import get_task
+from ravan_flwr.tasks.vision import Vision
 
 HEADS = 4
+TASK = Vision(DataSpec("none"), 0, lambda: None)
 
 
 def build(rank: int, device: str) -> tuple[ViTForImageClassification, Ravan, list[torch.nn.Module]]:
@@ -48,7 +50,7 @@ def build(rank: int, device: str) -> tuple[ViTForImageClassification, Ravan, lis
 def measure(heads: int, batch_size: int) -> float:
     """Megabytes that two steps take beyond the model; 0 heads: one gradient scoring."""
     network, method, adapters = build(110, "cpu")
-    task = get_task("vision")
+    task = TASK
     shapes = task.shapes(network.config, batch_size)
     batch = {
         "pixel_values": torch.randn(shapes["pixel_values"][0]),
@@ -78,7 +80,7 @@ def count(heads: int, batch_size: int) -> float:
     network, method, adapters = build(110, "meta")
     method.choose(adapters, heads / HEADS, generator(0), lambda: None)
     trained = sum(4 * p.numel() for p in method.parameters(adapters))
-    return (kept_for_backward(network, get_task("vision"), batch_size) + ADAM * trained) / 1e6
+    return (kept_for_backward(network, TASK, batch_size) + ADAM * trained) / 1e6
 
 
 def _status(field: str) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from ravan_flwr.keys import AUTO, KEYS, Scalar, check_choice, check_key
+from ravan_flwr.kinds import TASKS
 from ravan_flwr.methods import METHODS
-from ravan_flwr.tasks import TASKS
 
 # The keys that are a preset's to say, in its `run`, when they are "auto".
 _NOT_THERE = {

@@ -15,7 +15,9 @@ log = getLogger(__name__)
 
 NODES_TIMEOUT = 60.0  # seconds to wait for the first node
 ROSTER_TIMEOUT = 20.0  # seconds to wait for the rest, from the last that came
-QUERY_TIMEOUT = 300.0  # seconds to wait for answers: a node loads its model and data first
+QUERY_TIMEOUT = (
+    1800.0  # seconds to wait for answers: a node loads, and reads, its model and data first
+)
 
 
 class Recruiter:

@@ -1,35 +1,12 @@
-"""Tasks: what a batch, a loss and a metric are. One file a task; a preset names one.
-
-The values name modules, not classes, so that listing the tasks imports no torch.
-"""
+"""Tasks: what a batch, a loss and a metric are. One file a task; a preset names one."""
 
 import importlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-if TYPE_CHECKING:
-    from ravan_flwr.tasks.base import Task
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A task's module, and the columns of a data set that it reads, by what they are for."""
-
-    module: str
-    roles: tuple[str, ...]
-    optional: tuple[str, ...] = ()
+from ravan_flwr.kinds import TASKS
+from ravan_flwr.tasks.base import Task
 
 
-TASKS = {
-    "vision": Kind("ravan_flwr.tasks.vision", ("image", "label")),
-    "text": Kind("ravan_flwr.tasks.text", ("text", "label"), ("text-pair",)),
-    "text-to-label": Kind("ravan_flwr.tasks.text_to_label", ("text", "label")),
-    "question-answering": Kind(
-        "ravan_flwr.tasks.question_answering", ("question", "context", "answers")
-    ),
-}
-
-
-def get_task(name: str) -> "type[Task]":
+def get_task(name: str) -> type[Task]:
     """The task of that name: `TASK` in its module."""
-    return cast("type[Task]", importlib.import_module(TASKS[name].module).TASK)
+    return cast(type[Task], importlib.import_module(TASKS[name].module).TASK)
