@@ -131,10 +131,11 @@ def build(config: Config) -> tuple[AdaptedModel, Task, Encoded]:
     """A model with random weights, its task, and random examples."""
     task, device = make_task(config), torch.device(config.device)
     torch.manual_seed(0)
-    settings = AutoConfig.for_model(**dict(config.model.shape))
+    shape: dict[str, Any] = dict(config.model.shape)
+    settings = AutoConfig.for_model(**shape)
     settings.num_labels, settings.pad_token_id = len(config.data.labels), 0
     with device:
-        network = network_class(dict(config.model.shape), task)(settings)
+        network = network_class(shape, task)(settings)
     network.config.use_cache = False
     base = f"{network.base_model_prefix}."
     heads = [p for name, p in network.named_parameters() if not name.startswith(base)]

@@ -39,11 +39,12 @@ def build(rank: int, device: str) -> tuple[ViTForImageClassification, Ravan, lis
         network = ViTForImageClassification(ViTConfig())
     network.requires_grad_(False)
     settings = Settings(
-        seed=0, lora_rank=32, rank=rank, heads=HEADS, init="normal", init_scale=1.0,
+        seed=0, lora_rank=32, rank=rank, lora_scale=1.0, heads=HEADS, init="normal", init_scale=1.0,
         calibration_steps=1, scaling="trained", scoring="random", selection="layer",
     )  # fmt: skip
     layers = find_layers(network, ("attention.q_proj", "attention.v_proj"))
-    method = Ravan(settings, layers)
+    size = sum(parameter.numel() for parameter in network.parameters())
+    method = Ravan(settings, layers, size)
     return network, method, list(attach(network, layers, method.adapt).values())
 
 
