@@ -150,9 +150,8 @@ def build_network(spec: ModelSpec, task: Task, seed: int) -> Backbone:
     network, lacking = LOADERS[spec.source](spec, task)
     for name in lacking:
         _draw(name, network.get_parameter(name), generator(seed, "classifier", name))
-    heads = _heads(network) if task.data.labels and not _generates(task) else []
-    names = sorted({*lacking, *heads}, key=[n for n, _ in network.named_parameters()].index)
-    classifier = [network.get_parameter(name) for name in names]
+    wanted = {*lacking, *_heads(network, task)}
+    classifier = [p for name, p in network.named_parameters() if name in wanted]
     pretrained = pretrained_parameters(network, classifier)
     task.adjust(network)
     return Backbone(
@@ -177,7 +176,7 @@ def build_skeleton(spec: ModelSpec, task: Task) -> Backbone:
     with torch.device("meta"):
         network = _architecture(settings, task)
     task.adjust(network)
-    heads = [] if _generates(task) else [network.get_parameter(n) for n in _heads(network)]
+    heads = [network.get_parameter(name) for name in _heads(network, task)]
     size = num_parameters(pretrained_parameters(network, heads))
     return Backbone(network, heads, _targets(spec, network), "", size)
 
@@ -187,8 +186,10 @@ def _generates(task: Task) -> bool:
     return task.data.target_length > 0
 
 
-def _heads(network: PreTrainedModel) -> list[str]:
-    """The parameters beside the base model: the classifier."""
+def _heads(network: PreTrainedModel, task: Task) -> list[str]:
+    """The parameters beside the base model: the classifier, where the task has one."""
+    if _generates(task):
+        return []
     base = network.base_model_prefix + "."
     return [name for name, _ in network.named_parameters() if not name.startswith(base)]
 
@@ -216,7 +217,7 @@ def network_class(settings: Mapping[str, Any], task: Task) -> type[PreTrainedMod
 
 def _config(settings: Mapping[str, Any], task: Task) -> Any:
     config = AutoConfig.for_model(**settings)
-    if task.data.labels and not _generates(task):
+    if not _generates(task):
         config.num_labels = len(task.data.labels)
     return config
 
@@ -242,7 +243,7 @@ def _bundled(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str]]:
     settings, weights = read_backbone(bundled_file(spec))
     network = _architecture(settings, task)
     result = network.load_state_dict(weights, strict=False)
-    if result.unexpected_keys or set(result.missing_keys) != set(_heads(network)):
+    if result.unexpected_keys or set(result.missing_keys) != set(_heads(network, task)):
         raise ValueError(
             f"model {spec.name}: its weights do not fit this transformers: unexpected "
             f"{result.unexpected_keys}, missing {result.missing_keys}; install the version in "
@@ -276,7 +277,7 @@ def _from_folder(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str
         )  # fmt: skip
     network, found = loaded
     lacking = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
-    heads = set(_heads(network))
+    heads = set(_heads(network, task))
     if wrong := sorted(name for name in lacking - heads if ".pooler." not in f".{name}"):
         raise ValueError(
             f"model {spec.name}: its weights lack {', '.join(wrong[:5])}"
@@ -284,7 +285,7 @@ def _from_folder(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str
             "pretraining gives; choose another model"
         )
     names = tuple(str(settings.get("id2label", {}).get(str(n))) for n in range(config.num_labels))
-    if names != task.data.labels and not _generates(task):
+    if names != task.data.labels:
         lacking |= heads
     return network, [name for name, _ in network.named_parameters() if name in lacking]
 

@@ -311,17 +311,24 @@ def test_a_round_without_a_valid_reply_stops_the_run():
         run(Nodes(behave=fail), clients_per_round=4, evaluate_fn=lambda *_: None)
 
 
+class Silent(Nodes):
+    """Some partitions never answer a training message."""
+
+    def __init__(self, *partitions):
+        super().__init__()
+        self.silent = partitions
+
+    def pull_messages(self, message_ids):
+        return [r for r in super().pull_messages(message_ids) if not self.is_silent(r)]
+
+    def is_silent(self, reply):
+        node = self.members[reply.metadata.src_node_id]
+        return reply.metadata.message_type == "train" and node.partition_id in self.silent
+
+
 def test_a_silent_client_is_left_behind():
-    class Silent(Nodes):
-        def pull_messages(self, message_ids):
-            return [r for r in super().pull_messages(message_ids) if not self.silent(r)]
-
-        def silent(self, reply):
-            node = self.members[reply.metadata.src_node_id]
-            return reply.metadata.message_type == "train" and node.partition_id == 1
-
     notes, _, _ = run(
-        Silent(), rounds=1, timeout=0.5, clients_per_round=4, evaluate_fn=lambda *_: None
+        Silent(1), rounds=1, timeout=0.5, clients_per_round=4, evaluate_fn=lambda *_: None
     )
     (rejected,) = notes.records[0]["rejected"]
     assert rejected == {"client": "partition 1", "reason": "no reply within 0.5 s"}
@@ -368,25 +375,17 @@ def test_a_late_reply_is_refused_and_recorded():
 
 
 def test_a_round_closes_with_those_that_came_if_they_are_enough():
-    class Silent(Nodes):
-        def pull_messages(self, message_ids):
-            return [r for r in super().pull_messages(message_ids) if not self.silent(r)]
-
-        def silent(self, reply):
-            node = self.members[reply.metadata.src_node_id]
-            return reply.metadata.message_type == "train" and node.partition_id in {1, 3}
-
     given: dict[str, Any] = {
         "rounds": 1,
         "timeout": 0.3,
         "clients_per_round": 4,
         "evaluate_fn": lambda *_: None,
     }
-    notes, _, _ = run(Silent(), min_replies=2, **given)
+    notes, _, _ = run(Silent(1, 3), min_replies=2, **given)
     assert [c["partition-id"] for c in notes.records[0]["clients"]] == [0, 2]
     told = "got 2 valid replies, expected at least min-replies = 3: partition 1: no reply within"
     with pytest.raises(RuntimeError, match=told):
-        run(Silent(), min_replies=3, **given)
+        run(Silent(1, 3), min_replies=3, **given)
     with pytest.raises(ValueError, match="min-replies = 5: the nodes have num-partitions = 4"):
         run(Nodes(), min_replies=5, clients_per_round=5, rounds=1, evaluate_fn=lambda *_: None)
     with pytest.raises(ValueError, match="min-replies = 4: got clients-per-round = 3"):

@@ -1,4 +1,4 @@
-"""Classification of a text, or of a pair of texts: cross-entropy and accuracy."""
+"""Classification of a text, or of a pair of texts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,18 +8,16 @@ import datasets
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoTokenizer
 
 from ravan_flwr.dataset import label_numbers
-from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, Task, encode_in_batches
-from ravan_flwr.tasks.vision import right_and_loss
+from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, encode_in_batches
+from ravan_flwr.tasks.classification import Classification
 
 
-class Text(Task):
+class Text(Classification):
     """Columns `text`, `label`, and `text-pair` if there is one."""
 
-    metric = "accuracy"
     classes = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
 
     def load_reader(self, folder: Path) -> Any:
@@ -62,24 +60,12 @@ class Text(Task):
     def collate(self, batch: Batch) -> Batch:
         return trim(batch)
 
-    def loss(self, network: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(_logits(network, batch), batch["labels"])
-
-    def measure(
-        self,
-        network: Any,
-        batch: Batch,
-        answers: Sequence[Sequence[str]],  # noqa: ARG002
-    ) -> dict[str, float]:
-        return right_and_loss(_logits(network, batch), batch["labels"])
+    def logits(self, network: nn.Module, batch: Batch) -> Tensor:
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        return cast(Tensor, network(**inputs).logits)
 
 
 TASK = Text
-
-
-def _logits(network: nn.Module, batch: Batch) -> Tensor:
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    return cast(Tensor, network(**inputs).logits)
 
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")

@@ -1,4 +1,4 @@
-"""Image classification: cross-entropy and accuracy.
+"""Image classification.
 
 A model's own image processor brings every image to the model's size once, as bytes; what it
 does beyond that, rescaling and normalising, is one multiplication and one addition a channel,
@@ -13,7 +13,6 @@ import datasets
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoImageProcessor
 
 from ravan_flwr.dataset import label_numbers
@@ -22,15 +21,14 @@ from ravan_flwr.tasks.base import (
     Columns,
     Encoded,
     Shapes,
-    Task,
     encode_in_batches,
 )
+from ravan_flwr.tasks.classification import Classification
 
 
-class Vision(Task):
+class Vision(Classification):
     """Columns `image` and `label`."""
 
-    metric = "accuracy"
     classes = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
 
     def load_reader(self, folder: Path) -> Any:
@@ -93,18 +91,7 @@ class Vision(Task):
             "labels": ((batch_size,), torch.int64),
         }
 
-    def loss(self, network: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(self._logits(network, batch), batch["labels"])
-
-    def measure(
-        self,
-        network: Any,
-        batch: Batch,
-        answers: Sequence[Sequence[str]],  # noqa: ARG002
-    ) -> dict[str, float]:
-        return right_and_loss(self._logits(network, batch), batch["labels"])
-
-    def _logits(self, network: nn.Module, batch: Batch) -> Tensor:
+    def logits(self, network: nn.Module, batch: Batch) -> Tensor:
         pixels = batch["pixel_values"]
         if pixels.dtype == torch.uint8:  # as they left the processor
             scale, shift = self._affine(pixels.device)
@@ -124,13 +111,6 @@ class Vision(Task):
 
 
 TASK = Vision
-
-
-def right_and_loss(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Sums over a batch."""
-    right = (logits.argmax(-1) == labels).sum()
-    loss = F.cross_entropy(logits.float(), labels, reduction="sum")
-    return {"loss": float(loss), "accuracy": float(right)}
 
 
 def _rgb(image: Any) -> Any:

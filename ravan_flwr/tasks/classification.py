@@ -1,0 +1,38 @@
+"""What every task with a classifier on top does: cross-entropy and accuracy of its logits."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ravan_flwr.tasks.base import Batch, Task
+
+
+class Classification(Task):
+    """One label of several, in the batch's `labels`."""
+
+    metric = "accuracy"
+
+    @abstractmethod
+    def logits(self, network: nn.Module, batch: Batch) -> Tensor:
+        """(examples, labels)"""
+
+    def loss(self, network: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(self.logits(network, batch), batch["labels"])
+
+    def measure(
+        self,
+        network: Any,
+        batch: Batch,
+        answers: Sequence[Sequence[str]],  # noqa: ARG002
+    ) -> dict[str, float]:
+        return right_and_loss(self.logits(network, batch), batch["labels"])
+
+
+def right_and_loss(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """Sums over a batch."""
+    right = (logits.argmax(-1) == labels).sum()
+    loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+    return {"loss": float(loss), "accuracy": float(right)}
