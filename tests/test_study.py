@@ -266,6 +266,12 @@ def test_the_papers_numbers_stand_beside_ours(tmp_path):
     tables = [{"title": "A", "rows": {"ravan": {}}, "metric": "f1"}]
     other = read_study(with_paper(tmp_path, {}, tables=tables))
     assert "| ravan | **90.0** |" in markdown(other, tmp_path)
+    # A reference is no competitor.
+    both = {"ravan": {}, "fedit": {"method": "fedit"}}
+    alone = [{"title": "A", "rows": both, "references": ["ravan"]}]
+    last = markdown(read_study(with_paper(tmp_path, {}, tables=alone)), tmp_path)
+    assert "| ravan | 50.0 |" in last
+    assert "| fedit | **25.0** |" in last
 
 
 @pytest.mark.parametrize(

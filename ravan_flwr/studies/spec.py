@@ -12,7 +12,7 @@
       - title: IID
         settings: {partition: iid}          # optional: of the rows of this table
         equal-parameters: true              # optional: refuse rows that differ by more than 5 %
-        references: [full]                  # optional: rows that are not compared so
+        references: [full]                  # optional: rows that do not compete
         spectra: true                       # optional: draw the rows' singular values
         metric: accuracy-matched            # optional: another one than the task's
         rows:
@@ -152,6 +152,7 @@ class Table:
     spectra: bool  # draw the singular values of the rows' updates?
     metric: str  # "": the task's
     paper: dict[str, float]  # row -> what the paper has, in percent
+    references: tuple[str, ...] = ()  # rows that do not compete with the others
 
 
 @dataclass(frozen=True)
@@ -228,16 +229,19 @@ def _read_table(
         )
         for name, changes in table["rows"].items()
     }  # fmt: skip
-    for what, names in (("references", table.get("references", [])), ("the paper's", paper)):
+    references = tuple(table.get("references", []))
+    for what, names in (("references", references), ("the paper's", paper)):
         if unknown := [name for name in names if name not in rows]:
             raise ValueError(
                 f"{where}: {what} {unknown} are no rows, expected some of {list(rows)}; correct "
                 "them"
             )
     if table.get("equal-parameters"):
-        compared = {k: v for k, v in rows.items() if k not in table.get("references", [])}
-        _check_equal(where, compared)
-    return Table(table["title"], rows, table.get("spectra", False), table.get("metric", ""), paper)
+        _check_equal(where, {k: v for k, v in rows.items() if k not in references})
+    return Table(
+        table["title"], rows, table.get("spectra", False), table.get("metric", ""), paper,
+        references,
+    )  # fmt: skip
 
 
 def _read_row(where: str, study: Mapping[str, Any], settings: dict[str, Any]) -> Row:

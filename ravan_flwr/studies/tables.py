@@ -109,7 +109,8 @@ def markdown(
     text = [f"# {study.title}", ""]
     for table in study.tables:
         lines = list(_lines(table, folder))
-        best = max((line.mean for line in lines), default=0.0)
+        competing = [line.mean for line in lines if line.row not in table.references]
+        best = max(competing, default=0.0)
         metric = lines[0].metric if lines else "metric"
         columns = ["", f"{metric}, %", *(["paper, %"] if table.paper else []), "by seed"]
         columns += ["learning rate", "rank", "parameters", "up", "down", "seconds"]
