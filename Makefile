@@ -11,7 +11,7 @@ help:
 	@echo "make run       a federated run in Flower's simulation runtime, 20 clients, digits"
 	@echo "make simulate  the same in one process"
 	@echo "make test      the tests"
-	@echo "make e2e       only the test of a deployment: a SuperLink with TLS, SuperNodes with keys"
+	@echo "make e2e       only the tests of a deployment: a SuperLink with TLS, SuperNodes with keys"
 	@echo "make check     lint, types and tests: what CI runs"
 	@echo "make clean     remove the environment and caches, keep the runs"
 	@echo 'Settings go into ARGS: make run ARGS="seed=1 heads=8"; all of them: $(BIN)/ravan-flwr run --help'
@@ -26,7 +26,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
 
 e2e: $(INSTALLED)
-	$(BIN)/python -m pytest -v tests/test_deployment.py $(ARGS)
+	$(BIN)/python -m pytest -v tests/test_deployment.py tests/test_deployment_faults.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -146,7 +146,7 @@ def build(config: Config) -> tuple[AdaptedModel, Task, Encoded]:
         network.activation_checkpointing_enable()
     targets = ("attention.q_proj", "attention.v_proj", "self_attn.q_proj", "self_attn.v_proj")
     model = AdaptedModel(
-        Backbone(network.eval(), heads, targets, "", size),
+        Backbone(network.eval(), heads, targets, size),
         lambda layers, number: make_method(config, layers, number),
         train_classifier=False,
     )

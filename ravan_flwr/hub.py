@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 # Weights are read from safetensors alone: every other format runs code when it is opened.
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-_INDEX = "model.safetensors.index.json"
+WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def model_folder(spec: ModelSpec) -> Path:
@@ -94,10 +94,15 @@ def lacks(folder: Path) -> str:
     """What a model's folder is without: "" if nothing."""
     if not (folder / "config.json").is_file():
         return "config.json"
-    if (folder / _INDEX).is_file():
-        parts = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        return next((part for part in sorted(set(parts)) if not (folder / part).is_file()), "")
-    return "" if any(folder.glob("*.safetensors")) else "model.safetensors"
+    return next((path.name for path in weight_files(folder) if not path.is_file()), "")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a model's weights, there or not, as transformers finds them."""
+    if (folder / WHOLE).is_file() or not (folder / _INDEX).is_file():
+        return [folder / WHOLE]
+    parts = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+    return [folder / part for part in sorted(set(parts))]
 
 
 def load_data(spec: DataSpec) -> datasets.DatasetDict:

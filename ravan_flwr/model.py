@@ -22,7 +22,7 @@ from transformers.models.auto import modeling_auto
 from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.backbones import read_backbone
-from ravan_flwr.hub import config_of, model_folder, no_bars
+from ravan_flwr.hub import config_of, model_folder, no_bars, weight_files
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, check_tensor
 from ravan_flwr.preset import ModelSpec
 from ravan_flwr.seeding import generator
@@ -42,7 +42,6 @@ class AdaptedModel:
         network, classifier = backbone.network, backbone.classifier
         network.requires_grad_(False)
         self.network = network
-        self.backbone_fingerprint = backbone.fingerprint
         pretrained = pretrained_parameters(network, classifier)
         self.layers = find_layers(network, backbone.targets)
         self.method = make_method(self.layers, backbone.size)
@@ -141,7 +140,6 @@ class Backbone:
     network: PreTrainedModel
     classifier: list[nn.Parameter]  # what is drawn from the seed, or was trained for these labels
     targets: tuple[str, ...]  # the ends of the names of the layers to adapt
-    fingerprint: str  # of what is pretrained
     size: int  # how many pretrained parameters
 
 
@@ -154,10 +152,7 @@ def build_network(spec: ModelSpec, task: Task, seed: int) -> Backbone:
     classifier = [p for name, p in network.named_parameters() if name in wanted]
     pretrained = pretrained_parameters(network, classifier)
     task.adjust(network)
-    return Backbone(
-        network.eval(), classifier, _targets(spec, network), _fingerprint(pretrained),
-        num_parameters(pretrained),
-    )  # fmt: skip
+    return Backbone(network.eval(), classifier, _targets(spec, network), num_parameters(pretrained))
 
 
 def stored_dtype(spec: ModelSpec) -> torch.dtype:
@@ -178,7 +173,7 @@ def build_skeleton(spec: ModelSpec, task: Task) -> Backbone:
     task.adjust(network)
     heads = [network.get_parameter(name) for name in _heads(network, task)]
     size = num_parameters(pretrained_parameters(network, heads))
-    return Backbone(network, heads, _targets(spec, network), "", size)
+    return Backbone(network, heads, _targets(spec, network), size)
 
 
 def _generates(task: Task) -> bool:
@@ -343,13 +338,13 @@ def num_parameters(parameters: Mapping[str, nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters.values())
 
 
-def _fingerprint(pretrained: Mapping[str, nn.Parameter]) -> str:
-    """A checksum over the names and bits of everything pretrained."""
+def backbone_fingerprint(spec: ModelSpec) -> str:
+    """A checksum over the files of everything pretrained."""
+    files = [bundled_file(spec)] if spec.source == "bundled" else weight_files(model_folder(spec))
     digest = hashlib.sha256()
-    for name, parameter in sorted(pretrained.items()):
-        digest.update(name.encode())
-        flat = parameter.detach().cpu().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
 
 

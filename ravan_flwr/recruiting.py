@@ -8,8 +8,9 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from ravan_flwr.exchange import pull_replies, push
+from ravan_flwr.fingerprint import code_fingerprint
 from ravan_flwr.replies import content_of
-from ravan_flwr.roster import Member, check_same_app, code_fingerprint, read_member
+from ravan_flwr.roster import Member, check_same_app, read_member
 
 log = getLogger(__name__)
 

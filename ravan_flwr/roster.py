@@ -4,11 +4,9 @@ Simulated node ids are random, so nothing may depend on them: members are kept s
 partition id, and a round's clients are a function of (seed, round) and the members.
 """
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ class Member:
     node_id: int
     partition_id: int
     num_partitions: int
+    own_data: bool  # not a share of the data that all know
     examples: int
     share: float  # of the largest budget
     device: str
@@ -37,6 +36,7 @@ class Member:
         return {
             "partition-id": self.partition_id,
             "num-partitions": self.num_partitions,
+            "own-data": self.own_data,
             "examples": self.examples,
             "share": self.share,
             "device": self.device,
@@ -53,6 +53,7 @@ def read_member(node_id: int, answer: Mapping[str, Any]) -> Member:
     kinds: dict[str, type] = {
         "partition-id": int,
         "num-partitions": int,
+        "own-data": bool,
         "examples": int,
         "share": float,
         "device": str,
@@ -76,20 +77,6 @@ def read_member(node_id: int, answer: Mapping[str, Any]) -> Member:
         raise ValueError(f"share is {answer['share']}, expected above 0 and at most 1")
     values = {key.replace("-", "_"): answer[key] for key in kinds}
     return Member(node_id=node_id, **values | {"derived": tuple(answer["derived"])})
-
-
-def code_fingerprint() -> str:
-    """A checksum over this package's own files, wherever it was imported from.
-
-    A SuperNode has the server's files from the app bundle, but Ray's actors in a simulation
-    import from the working directory of the SuperLink first, which may be another checkout.
-    """
-    package = Path(__file__).resolve().parent
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.relative_to(package).as_posix().encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def check_same_app(member: Member, code: str, backbone: str, derived: Sequence[float]) -> None:

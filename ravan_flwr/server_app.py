@@ -90,7 +90,7 @@ def _run(
     strategy = PeftStrategy(
         config,
         model.method,
-        backbone=model.backbone_fingerprint,
+        backbone=bench.backbone_fingerprint,
         seed_fingerprint=model.seed_fingerprint,
         derived=model.derived,
         recorder=keeper,

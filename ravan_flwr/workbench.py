@@ -22,7 +22,13 @@ from ravan_flwr.dataset import Partition, deal_out, load_splits, own_examples
 from ravan_flwr.hub import model_folder
 from ravan_flwr.methods import METHODS, get_method
 from ravan_flwr.methods.base import Method, Settings
-from ravan_flwr.model import AdaptedModel, build_network, checkpoint_gradients, pick_device
+from ravan_flwr.model import (
+    AdaptedModel,
+    backbone_fingerprint,
+    build_network,
+    checkpoint_gradients,
+    pick_device,
+)
 from ravan_flwr.quantize import quantize
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import get_task
@@ -111,6 +117,11 @@ class Workbench:
             lambda layers, size: make_method(config, layers, size),
             train_classifier=config.classifier == "trained",
         )
+
+    @cached_property
+    def backbone_fingerprint(self) -> str:
+        """A checksum over what is pretrained, which reads the whole of it."""
+        return backbone_fingerprint(self.config.model)
 
     @cached_property
     def splits(self) -> datasets.DatasetDict:

@@ -23,9 +23,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ravan_flwr.flower import _free_ports
@@ -146,7 +147,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         told = json.loads(self.flwr("supernode", "list", NAME, "--format", "json"))
         return {int(node["node-id"]): node["status"] for node in told["nodes"]}
 
-    def start_node(self, number: int, node_config: str) -> None:
+    def start_node(self, number: int, node_config: str, **environment: str) -> None:
         """Start a SuperNode with that key; `wait_for_node` sees it connected, or refused."""
         secrets, (port,) = self.keys / f"node-{number}", _free_ports(1)
         self._supernodes[number] = self.start(
@@ -155,6 +156,7 @@ class Deployment(AbstractContextManager["Deployment"]):
             "--root-certificates", str(secrets / "ca.crt"),
             "--auth-supernode-private-key", str(secrets / "node.key"),
             "--port", str(port), "--node-config", node_config,
+            environment=environment,
         )  # fmt: skip
 
     def wait_for_node(self, number: int) -> bool:
@@ -181,10 +183,12 @@ class Deployment(AbstractContextManager["Deployment"]):
 
     # Runs.
 
-    def run(self, run_config: str) -> "Run":
-        """`flwr run` of this app, going on in the background; its output is in a folder."""
+    def run(self, run_config: str, app: Path = ROOT) -> "Run":
+        """`flwr run` of an app, going on in the background; this one's output is in a folder."""
         folder = self.folder / f"run-{len(self._runs)}"
-        self._runs.append(Run(self, folder, f"output-dir='{folder}' {run_config}"))
+        if app == ROOT:
+            run_config = f"output-dir='{folder}' {run_config}"
+        self._runs.append(Run(self, folder, app, run_config))
         return self._runs[-1]
 
     def flwr(self, *arguments: str) -> str:
@@ -198,14 +202,20 @@ class Deployment(AbstractContextManager["Deployment"]):
         path = self._home(machine) / "log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def start(self, machine: str, *command: str, log: str = "log") -> subprocess.Popen[bytes]:
+    def start(
+        self,
+        machine: str,
+        *command: str,
+        log: str = "log",
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> subprocess.Popen[bytes]:
         """Start a command on a machine, its output in a file."""
         path = self._home(machine) / log
         path.unlink(missing_ok=True)  # what an earlier process started may still write to that
         with path.open("wb") as file:
             return subprocess.Popen(
                 command,
-                env=self._environment(machine),
+                env={**self._environment(machine), **environment},
                 cwd=self._home(machine),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -224,6 +234,7 @@ class Deployment(AbstractContextManager["Deployment"]):
             "FLWR_HOME": str(self._home(machine)),
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
             "FLWR_TELEMETRY_ENABLED": "0",
             "OMP_NUM_THREADS": "1",  # many processes share few cores
             "PATH": os.pathsep.join([scripts, os.environ["PATH"]]),
@@ -252,11 +263,11 @@ class Deployment(AbstractContextManager["Deployment"]):
 class Run:
     """One `flwr run`, from its submission to its end."""
 
-    def __init__(self, deployment: Deployment, folder: Path, run_config: str) -> None:
+    def __init__(self, deployment: Deployment, folder: Path, app: Path, run_config: str) -> None:
         self.folder, self._deployment = folder, deployment
         self._log_name = f"{folder.name}.log"
         self._process = deployment.start(
-            "operator", "flwr", "run", str(ROOT), NAME, "--stream", "-c", run_config,
+            "operator", "flwr", "run", str(app), NAME, "--stream", "-c", run_config,
             log=self._log_name,
         )  # fmt: skip
         self.id = ""

@@ -23,7 +23,7 @@ CLIENTS = 4
 MOMENTS = {
     "while the roster fills": ("ravan_flwr.roster.Member.as_config", 2),
     "before the first checkpoint": ("ravan_flwr.server_app.save_checkpoint", 1),
-    "while clients train": ("ravan_flwr.client_app.train_locally", 5),
+    "while clients train": ("ravan_flwr.client.train_locally", 5),
     "before the record": ("ravan_flwr.records.RunDirectory.append_round", 3),
     "between record and checkpoint": ("ravan_flwr.server_app.save_checkpoint", 3),
     "between a checkpoint and its checksum": ("ravan_flwr.checkpoint.write_atomically", 6),
@@ -35,7 +35,7 @@ MOMENTS = {
 KILLER = """
 import importlib, json, os, signal, sys
 from ravan_flwr import simulate
-import ravan_flwr.server_app, ravan_flwr.client_app
+import ravan_flwr.server_app, ravan_flwr.client
 
 where, number, settings, clients = json.loads(sys.argv[1])
 parts = where.split(".")

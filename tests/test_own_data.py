@@ -10,7 +10,7 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from ravan_flwr import simulate
-from ravan_flwr.client_app import _Node
+from ravan_flwr.client import _Client
 from ravan_flwr.config import read_config
 from ravan_flwr.dataset import label_numbers, own_examples
 from ravan_flwr.keys import Scalar
@@ -124,11 +124,12 @@ def test_unknown_labels_are_listed():
 
 
 def node(run_config, **settings):
-    return _Node(
+    return _Client(
+        RecordDict(),
         Context(
             run_id=1, node_id=1, state=RecordDict(), run_config=run_config,
             node_config={"partition-id": 1, "num-partitions": 2} | settings,
-        )
+        ),
     )  # fmt: skip
 
 
@@ -199,7 +200,7 @@ def test_nothing_of_a_folder_but_numbers_leaves_the_node(tmp_path, monkeypatch):
 def test_a_device_imports_nothing_that_draws():
     """A SuperNode starts a process for every message: each second of imports counts there."""
     code = (
-        "import sys, ravan_flwr.client_app; "
+        "import sys, ravan_flwr.client; "
         "print([n for n in ('flwr_datasets', 'seaborn', 'matplotlib', 'ray') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

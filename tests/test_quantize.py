@@ -42,7 +42,7 @@ def logits_of(bench):
 def test_the_network_is_the_same_to_the_bits_rounding(how, settings):
     whole = Workbench(read_config(settings))
     few = Workbench(read_config(settings | {"quantize": how}))
-    assert whole.model.backbone_fingerprint == few.model.backbone_fingerprint
+    assert whole.backbone_fingerprint == few.backbone_fingerprint
     assert whole.model.method.size == few.model.method.size
     expected, got = logits_of(whole), logits_of(few)
     assert not torch.equal(expected, got)

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from ravan_flwr import client_app, simulate, training
+from ravan_flwr import simulate, training
 from ravan_flwr.budgets import affordable, budget_share
 from ravan_flwr.cli import main
 from ravan_flwr.config import read_config
@@ -109,7 +109,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch):
         return train(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(client_app, "train_locally", interrupted)
+        patch.setattr("ravan_flwr.client.train_locally", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, num_rounds=4, budgets="uniform")
     (broken,) = [path for path in tmp_path.iterdir() if path != whole.run_dir]
@@ -134,7 +134,7 @@ def test_a_run_goes_on_for_more_rounds_but_not_as_another(tmp_path, monkeypatch)
     more = run(tmp_path, num_rounds=2, resume=str(first.run_dir))
     assert more.summary["rounds"] == 2
     with monkeypatch.context() as patch:
-        patch.setattr(client_app, "train_locally", lambda *_: 1 / 0)
+        patch.setattr("ravan_flwr.client.train_locally", lambda *_: 1 / 0)
         with pytest.raises(RuntimeError, match="round 3: got no valid reply"):
             run(tmp_path, num_rounds=3, resume=str(first.run_dir))
     assert not (first.run_dir / "summary.json").exists()  # the old end is none any more
@@ -341,7 +341,7 @@ def test_a_failed_reply_is_rejected_and_its_bytes_are_counted(tmp_path, monkeypa
             raise RuntimeError("no memory")
         return train(*arguments)
 
-    monkeypatch.setattr(client_app, "train_locally", fails)
+    monkeypatch.setattr("ravan_flwr.client.train_locally", fails)
     simulation = run(tmp_path, method="fedit", clients_per_round=4, classifier="frozen")
     state = 4 * 6144
     assert simulation.summary["rejected"] == 2
@@ -383,7 +383,7 @@ def test_a_run_stopped_in_its_first_round_keeps_its_calibration(tmp_path, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(client_app, "train_locally", interrupted)
+        patch.setattr("ravan_flwr.client.train_locally", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, method="fed-sb")
     (broken,) = [path for path in tmp_path.iterdir() if path != whole.run_dir]
@@ -490,7 +490,7 @@ def test_an_automatic_budget_follows_the_free_memory(tmp_path, monkeypatch):
     need = step_memory(read_config(SMALL), 0.5).added
     free = iter([int(need / 0.9) + 2] * 8)  # two answers of four nodes; later less is free
     monkeypatch.setattr("ravan_flwr.simulation.InProcessGrid", Edge)
-    monkeypatch.setattr(client_app, "_free_memory", lambda _: next(free, 0))
+    monkeypatch.setattr("ravan_flwr.client._free_memory", lambda _: next(free, 0))
     simulation = run(tmp_path)
     line = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()[0]
     assert {client["heads"] for client in json.loads(line)["clients"]} == {2}

@@ -10,9 +10,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, Re
 
 from ravan_flwr import recruiting
 from ravan_flwr.config import read_config
+from ravan_flwr.fingerprint import code_fingerprint
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.payload import from_record, num_bytes, to_record
-from ravan_flwr.roster import Member, check_derived, code_fingerprint, read_member, sample
+from ravan_flwr.roster import Member, check_derived, read_member, sample
 from ravan_flwr.simulation import InProcessGrid
 from ravan_flwr.strategy import PeftStrategy
 from tests.methods import build, train_client
@@ -23,8 +24,9 @@ DERIVED = [1.0, 2.0]
 
 def member(node_id=1, partition_id=0, **changes):
     settings: dict[str, Any] = {
-        "num_partitions": 4, "examples": 10, "share": 1.0, "device": "cpu", "free_memory": 0,
-        "versions": "", "code": code_fingerprint(), "backbone": "b", "derived": tuple(DERIVED),
+        "num_partitions": 4, "own_data": False, "examples": 10, "share": 1.0,
+        "device": "cpu", "free_memory": 0, "versions": "",
+        "code": code_fingerprint(), "backbone": "b", "derived": tuple(DERIVED),
     }  # fmt: skip
     return Member(node_id=node_id, partition_id=partition_id, **settings | changes)
 

@@ -1,0 +1,1 @@
+"""FedIT, written as Flower's fine-tuning examples are."""

@@ -1,0 +1,67 @@
+"""The node config is checked before anything is loaded."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ravan_flwr.keys import Scalar
+from ravan_flwr.node import Node, read_node, use_cache
+
+OWN: dict[str, Scalar] = {"partition-id": 0, "num-partitions": 2}
+
+
+def test_a_node_config_is_read():
+    assert read_node(OWN) == Node(0, 2)
+    told = OWN | {
+        "data-path": "/data", "budget": 1, "device": "cuda:1", "cache-dir": "/cache",
+        "warm-worker": True, "sensor": "left",
+    }  # fmt: skip
+    assert read_node(told) == Node(0, 2, "/data", 1.0, "cuda:1", "/cache", warm_worker=True)
+    assert read_node(OWN | {"budget": "auto"}).budget == "auto"
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"partition-id": "0"}, "partition-id is '0', expected a whole number"),
+        ({"num-partitions": True}, "num-partitions is True, expected a whole number"),
+        ({"partition-id": 2}, r"partition-id is 2, expected 0 to 1 \(num-partitions - 1\)"),
+        ({"budget": 0}, "budget is 0, expected a number above 0 and at most 1, or 'auto'"),
+        ({"budget": "half"}, "budget is 'half', expected a number"),
+        ({"device": "gpu"}, "device = 'gpu': expected auto, cpu, cuda"),
+        ({"data-path": 3}, "data-path is 3, expected the path of a folder as text"),
+        ({"cache-dir": "here"}, "cache-dir is 'here', expected the absolute path of a folder"),
+        ({"warm-worker": "true"}, "warm-worker is 'true', expected true or false, without quot"),
+        ({"buget": 0.5}, "got buget, expected budget perhaps"),
+        ({"data_path": "/data"}, "got data_path, expected data-path perhaps"),
+    ],
+)
+def test_what_a_node_config_may_not_hold(changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        read_node(OWN | changes)
+
+
+def test_the_cache_is_the_nodes(tmp_path):
+    program = (
+        "from ravan_flwr.node import use_cache; use_cache({!r}); import datasets, huggingface_hub;"
+        "print(huggingface_hub.constants.HF_HUB_CACHE, datasets.config.HF_DATASETS_CACHE)"
+    )
+    folder = tmp_path / "cache"
+    done = subprocess.run(
+        [sys.executable, "-c", program.format(str(folder))],
+        env=os.environ | {"HF_HUB_CACHE": "/elsewhere"}, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(folder / "hub"), str(folder / "datasets")]
+
+
+def test_a_cache_that_comes_too_late_or_cannot_be_made_is_refused(tmp_path, monkeypatch):
+    use_cache(None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", sys)
+    with pytest.raises(ValueError, match="this process has another cache already"):
+        use_cache(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "huggingface_hub")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be made"):
+        use_cache(str(tmp_path / "file" / "cache"))

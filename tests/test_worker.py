@@ -1,0 +1,208 @@
+"""The warm worker: the same bits as without, and never left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+
+from ravan_flwr import client, worker
+from ravan_flwr.config import read_config
+from ravan_flwr.payload import FIXED, from_record, to_record
+from ravan_flwr.workbench import Workbench
+from tests.deployment import wait_for
+
+RUN_CONFIG = {"local-steps": 2, "batch-size": 8, "clients-per-round": 2, "init": "data-aware"}
+BUSY = RUN_CONFIG | {"local-steps": 100_000}
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A folder of its own for the sockets; a path of a socket must be short."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def owner(home, monkeypatch):
+    """What stands for the process that starts Flower's client processes."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        monkeypatch.setattr(os, "getppid", lambda: process.pid)
+        yield process
+        process.kill()
+        process.wait()
+        wait_for(lambda: not workers(process.pid), 20, "the worker to end with its owner")
+
+
+def workers(owner):
+    """The processes that work for this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_text().split("\0")
+        except OSError:
+            continue
+        if "ravan_flwr.worker" in words and str(owner) in words:
+            found.append(int(path.parent.name))
+    return found
+
+
+def context(run_config=RUN_CONFIG, **changes):
+    config = {"partition-id": 1, "num-partitions": 2, "warm-worker": True} | changes
+    return Context(
+        run_id=1, node_id=7, node_config=config, state=RecordDict(), run_config=dict(run_config)
+    )
+
+
+def training(run_config=RUN_CONFIG):
+    state = Workbench(read_config(run_config)).model.initial_state()
+    config = ConfigRecord({"round": 1, "share": 0.5})
+    return RecordDict({"arrays": to_record(state), "config": config})
+
+
+def comparable(reply):
+    """All of a reply but how long it took."""
+    arrays = {k: from_record(v) for k, v in reply.array_records.items()}
+    bits = {k: {n: t.numpy().tobytes() for n, t in v.items()} for k, v in arrays.items()}
+    metrics = {k: dict(v) | {"seconds": 0} for k, v in reply.metric_records.items()}
+    configs = {
+        k: {key: v for key, v in record.items() if key != "free-memory"}
+        for k, record in reply.config_records.items()
+    }
+    return bits, metrics, configs
+
+
+def test_answers_are_the_same_warm_and_cold_and_soon_there(owner):
+    seconds, message = [], training()
+    for kind, content in (("query", RecordDict()), ("train", message), ("train", message)):
+        began = time.perf_counter()
+        warm = worker.ask(kind, content, context())
+        seconds.append(time.perf_counter() - began)
+        assert comparable(warm) == comparable(client.answer(kind, content, context()))
+    assert len(workers(owner.pid)) == 1
+    assert seconds[2] < seconds[0] / 4  # neither imports nor a model
+
+
+def test_the_nodes_state_is_kept_by_flower_and_not_by_the_worker(owner):
+    one, two = context(), context()
+    sent = training()
+    fixed = client.answer("calibrate", sent, context()).array_records["arrays"]
+    sent[FIXED] = ArrayRecord(dict(fixed))
+    sent.config_records["config"]["fixed-hash"] = "0"
+    for mine in (one, two):
+        with pytest.raises(ValueError, match=r"fixed tensors have hash \w+, expected 0"):
+            worker.ask("train", sent, mine)
+    del sent[FIXED]
+    with pytest.raises(ValueError, match="this node does not have the fixed tensors 0"):
+        worker.ask("train", sent, two)
+
+
+def test_what_is_wrong_is_told_as_it_would_be_without(owner):
+    with pytest.raises(ValueError, match="budget is 2, expected a number above 0"):
+        worker.ask("query", RecordDict(), context(budget=2))
+    with pytest.raises(RuntimeError, match="KeyError: 'arrays'"):
+        worker.ask("train", RecordDict({"config": ConfigRecord({"share": 1.0})}), context())
+    (pid,) = workers(owner.pid)
+    assert worker.ask("query", RecordDict(), context())
+    assert workers(owner.pid) == [pid]  # it survived both
+
+
+@contextmanager
+def asked_by_another_process(owner, home):
+    """A process that asks for a training of hours."""
+    program = f"""
+import os, tempfile
+from flwr.app import RecordDict
+from ravan_flwr import worker
+from tests import test_worker
+tempfile.tempdir, os.getppid = {str(home)!r}, lambda: {owner.pid}
+worker.ask("train", test_worker.training(), test_worker.context(test_worker.BUSY))
+"""
+    root = str(Path(__file__).resolve().parent.parent)
+    environment = os.environ | {"PYTHONPATH": root}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE
+    ) as process:
+        wait_for(lambda: workers(owner.pid), 60, "the worker to be asked")
+        (pid,) = workers(owner.pid)
+        # It holds its model once it has torch's threads; then it trains.
+        wait_for(lambda: _seconds(pid) > 6, 120, "the worker to train")
+        yield process
+        process.kill()
+
+
+def _seconds(pid):
+    """Of CPU time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_it_ends_with_its_owner_in_the_middle_of_its_work(owner, home):
+    with asked_by_another_process(owner, home) as process:
+        owner.kill()
+        wait_for(lambda: not workers(owner.pid), 20, "the worker to end")
+        assert "the warm worker ended before it answered" in process.stderr.read().decode()
+    assert not list(home.rglob("*.sock"))
+
+
+def test_it_ends_when_whoever_asked_is_gone_and_another_takes_its_place(owner, home):
+    with asked_by_another_process(owner, home) as process:
+        process.send_signal(signal.SIGKILL)
+        wait_for(lambda: not workers(owner.pid), 20, "the worker to end")
+    assert worker.ask("query", RecordDict(), context())
+
+
+def test_other_code_has_a_worker_of_its_own(owner, monkeypatch):
+    worker.ask("query", RecordDict(), context())
+    (old,) = workers(owner.pid)
+    monkeypatch.setattr(worker, "code_fingerprint", lambda: "of another version")
+    with pytest.raises(RuntimeError, match="the warm worker did not start"):
+        worker.ask("query", RecordDict(), context())  # since it has this version, in fact
+    wait_for(lambda: not workers(owner.pid), 20, "both workers to end")
+    monkeypatch.undo()
+    assert old not in workers(owner.pid)
+
+
+def test_a_worker_that_died_is_replaced(owner):
+    worker.ask("query", RecordDict(), context())
+    (pid,) = workers(owner.pid)
+    os.kill(pid, signal.SIGKILL)  # its socket stays
+    wait_for(lambda: not workers(owner.pid), 20, "the worker to end")
+    assert worker.ask("query", RecordDict(), context())
+
+
+def test_an_idle_worker_ends(owner, home):
+    program = (
+        "import sys; from pathlib import Path; from ravan_flwr import worker; "
+        "worker.IDLE_SECONDS = 1; worker.Worker(Path(sys.argv[1]), int(sys.argv[2])).serve()"
+    )
+    path = home / "idle.sock"
+    done = subprocess.run([sys.executable, "-c", program, str(path), str(owner.pid)], timeout=60)
+    assert (done.returncode, path.exists()) == (0, False)
+
+
+def test_nobody_else_can_open_the_socket(home):
+    folder = worker._folder()
+    assert folder.parent == home
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert worker._folder() == folder
+    folder.chmod(0o755)
+    with pytest.raises(RuntimeError, match="is not a folder that user"):
+        worker._folder()
+
+
+def test_the_client_process_imports_no_torch_when_it_has_a_worker():
+    program = (
+        "import sys, json, ravan_flwr.client_app, ravan_flwr.worker; "
+        "print(json.dumps([n for n in ('torch', 'transformers', 'datasets') if n in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert json.loads(done.stdout) == []
