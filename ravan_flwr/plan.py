@@ -24,6 +24,7 @@ from ravan_flwr.model import build_skeleton, checkpoint_gradients, pretrained_pa
 from ravan_flwr.quantize import BITS, quantizable
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Task
+from ravan_flwr.wire import num_bytes
 from ravan_flwr.workbench import make_method, make_task
 
 ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 each
@@ -34,14 +35,13 @@ class StepMemory:
     """Bytes of one training step, by what they are for."""
 
     weights: int  # everything that is frozen and there anyway: backbone and bases
-    frozen: int  # the products of the heads that are frozen
     trained: int  # values, gradients and Adam's moments of what is trained
     activations: int  # kept for the backward pass
 
     @property
     def added(self) -> int:
         """What a step takes beyond the model itself."""
-        return self.frozen + self.trained + self.activations
+        return self.trained + self.activations
 
     @property
     def total(self) -> int:
@@ -58,6 +58,7 @@ class _Skeleton:
     adapters: list[nn.Module]
     classifier: list[nn.Parameter]  # empty when it is frozen
     saved: int  # bytes, by keeping the backbone in few bits
+    wire: str
 
     @classmethod
     def build(cls, config: Config) -> "_Skeleton":
@@ -75,18 +76,26 @@ class _Skeleton:
         classifier = lacking if config.classifier == "trained" else []
         for parameter in classifier:
             parameter.requires_grad_(True)
-        return cls(network, method, layers, adapters, classifier, saved)
+        return cls(network, method, layers, adapters, classifier, saved, config.wire)
 
     @property
     def classifier_size(self) -> int:
         return sum(parameter.numel() for parameter in self.classifier)
 
     def bytes_up(self, share: float) -> int:
-        return self.method.upload_bytes(share) + 4 * self.classifier_size
+        shapes = list(self.method.upload_shapes(share).values())
+        return self._coded(self.method.upload_bytes(share), shapes)
 
     def bytes_down(self, share: float) -> int:
         initial = self.method.initial_state(self.adapters)
-        return self.method.broadcast_bytes(initial, share) + 4 * self.classifier_size
+        sent = self.method.broadcast(initial, share).values()
+        shapes = [tuple(tensor.shape) for tensor in sent if tensor.dtype == torch.float32]
+        return self._coded(self.method.broadcast_bytes(initial, share), shapes)
+
+    def _coded(self, number: int, shapes: Sequence[tuple[int, ...]]) -> int:
+        """Bytes on the wire of so many beside the classifier's, most of them in these shapes."""
+        rest = number - 4 * sum(math.prod(shape) for shape in shapes)
+        return rest + num_bytes([*shapes, (self.classifier_size,)], self.wire)
 
 
 @lru_cache(maxsize=64)
@@ -99,10 +108,9 @@ def step_memory(config: Config, share: float) -> StepMemory:
     method.choose(built.adapters, share, generator(0), lambda: None)
     trained = [*method.parameters(built.adapters), *built.classifier]
     added = _bytes([*network.parameters(), *network.buffers()]) - weights
-    copies = _bytes(trained) - 4 * built.classifier_size if added else 0
+    copies = _bytes(trained) - 4 * built.classifier_size if added else 0  # of some heads
     return StepMemory(
         weights=weights - (_bytes(trained) - copies) - built.saved,
-        frozen=added - copies,
         trained=ADAM * _bytes(trained),
         activations=kept_for_backward(network, make_task(config), config.batch_size),
     )
@@ -223,20 +231,20 @@ def _sizes(config: Config, built: _Skeleton) -> list[str]:
 def _clients(config: Config, built: _Skeleton) -> list[str]:
     """Bytes and memory by budget."""
     lines = [
-        "                            bytes of a round                memory of a step, MB",
-        "budget   trains            up          down    model  frozen  trained     kept      all",
+        "                            bytes of a round            memory of a step, MB",
+        "budget   trains            up          down    model  trained     kept      all",
     ]
     for share in SHARES:
         if not built.method.can_train(share):
             lines.append(f"{share:<9g}left out: the method is trained whole or not at all")
             continue
         memory = step_memory(config, share)
-        parts = (memory.weights, memory.frozen, memory.trained, memory.activations, memory.total)
-        model, folded, trained, kept, total = (f"{part / 1e6:.1f}" for part in parts)
+        parts = (memory.weights, memory.trained, memory.activations, memory.total)
+        model, trained, kept, total = (f"{part / 1e6:.1f}" for part in parts)
         lines.append(
             f"{share:<9g}{_part(built.method, share):<8}"
             f"{built.bytes_up(share):>12,}{built.bytes_down(share):>14,}"
-            f"{model:>9}{folded:>8}{trained:>9}{kept:>9}{total:>9}"
+            f"{model:>9}{trained:>9}{kept:>9}{total:>9}"
         )
     return lines
 
@@ -268,7 +276,7 @@ def _run(config: Config, built: _Skeleton) -> list[str]:
         f"                {all_down:,} down",
         "",
         f"Assumed: batches of {config.batch_size}, float32, Adam. model: backbone and bases.",
-        "frozen: the products of frozen heads. trained: values, gradients, moments. kept: what",
+        "trained: values, gradients, moments. kept: what",
         "autograd saves in a forward pass, counted without weights. Gradients in flight and the",
         "workspace of the backend come on top; so do FedEx-LoRA's second copy of the adapted",
         "matrices, and Adam's moments of them in Fed-SB's first round.",

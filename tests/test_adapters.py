@@ -1,12 +1,16 @@
 """The laws of the adapted layer, against plain loops in float64."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ravan_flwr.adapters import MultiHeadLinear, attach, find_layers, make_bases
+from ravan_flwr.adapters.merged import factored_cost, merged_cost
 from tests.reference import multihead_delta, multihead_forward
 
 SHAPES = st.tuples(
@@ -42,9 +46,13 @@ def oracle(layer, x):
     )
 
 
-@given(SHAPES, st.lists(st.integers(1, 3), min_size=1, max_size=3))
-def test_forward_is_the_loop_over_heads(shape, batch):
+FORMS = st.sampled_from(["auto", "merged", "factored"])
+
+
+@given(SHAPES, FORMS, st.lists(st.integers(1, 3), max_size=3))
+def test_forward_is_the_loop_over_heads(shape, form, batch):
     layer = make_layer(*shape)
+    layer.form = form
     x = torch.randn(*batch, layer.base.in_features, dtype=torch.float64)
     torch.testing.assert_close(layer(x), oracle(layer, x))
 
@@ -58,9 +66,13 @@ def test_forward_is_base_plus_delta_weight(shape):
     torch.testing.assert_close(layer.delta_weight(), expected)
 
 
-@given(SHAPES, st.data())
-def test_gradients_are_those_of_the_loop_for_any_heads(shape, data):
+WAYS = st.sampled_from(["tokens", "factors", "dense"])
+
+
+@given(SHAPES, FORMS, WAYS, st.data())
+def test_gradients_are_those_of_the_loop_for_any_heads(shape, form, way, data):
     layer = make_layer(*shape)
+    layer.form = form
     heads = sorted(data.draw(st.sets(st.integers(0, shape[0] - 1))))
     x = torch.randn(4, layer.base.in_features, dtype=torch.float64, requires_grad=True)
     target = torch.randn(4, layer.base.out_features, dtype=torch.float64)
@@ -76,11 +88,86 @@ def test_gradients_are_those_of_the_loop_for_any_heads(shape, data):
         (len(heads), *layer.H.shape[1:]),
         (len(heads),),
     ]
-    got = torch.autograd.grad(fast, [x, *parameters], allow_unused=not heads)
+    with mock.patch("ravan_flwr.adapters.merged.cheapest_way", return_value=way):
+        got = torch.autograd.grad(fast, [x, *parameters], allow_unused=not heads)
     torch.testing.assert_close(got[0], x_grad)
     if heads:
         torch.testing.assert_close(got[1], H_grad[heads])
         torch.testing.assert_close(got[2], s_grad[heads])
+
+
+def test_the_first_layers_input_gets_no_gradient():
+    layer = make_layer(2, 2, 6, 5, True)
+    for layer.form in ("merged", "factored"):
+        x = torch.randn(4, 5, dtype=torch.float64)
+        with FlopCounterMode(display=False) as first:
+            layer(x).sum().backward()
+        with FlopCounterMode(display=False) as later:
+            layer(x.requires_grad_()).sum().backward()
+        assert first.get_total_flops() < later.get_total_flops()
+
+
+COSTS = st.tuples(
+    st.integers(1, 4096), st.integers(1, 1024), st.integers(1, 1024), st.integers(1, 8),
+    st.integers(1, 64),
+)  # fmt: skip
+
+
+def cost_layer(shape):
+    """A float32 layer on the meta device, and its input's gradient wanted."""
+    tokens, out, in_, heads, rank = shape
+    with torch.device("meta"):
+        layer = MultiHeadLinear(
+            nn.Linear(in_, out), torch.empty(heads, out, rank), torch.empty(heads, rank, in_)
+        )
+        return layer, torch.empty(tokens, in_, requires_grad=True)
+
+
+@given(COSTS, st.data())
+def test_the_cost_model_counts_what_is_done(shape, data):
+    """Multiplications, beyond those of the frozen layer: PyTorch's own count, for both forms."""
+    tokens, out, in_, heads, rank = shape
+    trained = data.draw(st.integers(1, heads))
+    layer, x = cost_layer(shape)
+    if trained < heads:
+        layer.train_heads(range(trained))
+    cost = {
+        name: count(tokens, out, in_, heads, trained, rank)
+        for name, count in {"merged": merged_cost, "factored": factored_cost}.items()
+    }
+    for layer.form in ("merged", "factored"):
+        with FlopCounterMode(display=False) as counter:
+            layer(x).sum().backward()
+        backbone = 2 * tokens * out * in_
+        assert counter.get_total_flops() // 2 - backbone == cost[layer.form]
+    layer.form = "auto"
+    assert layer._merges(x) == (cost["merged"] < cost["factored"])
+
+
+def test_low_precision_is_factored_so_that_no_small_update_is_lost():
+    base = nn.Linear(64, 64)
+    nn.init.constant_(base.weight, 1.0)
+    B, A = make_bases("normal", heads=2, rank=8, out_features=64, in_features=64, seed=0, layer="l")
+    layer = MultiHeadLinear(base, B, A)
+    nn.init.normal_(layer.H, std=1e-6)
+    x = torch.randn(4096, 64)
+    expected = (x.double() @ layer.delta_weight().double().T).detach()
+
+    def error(low):
+        with torch.no_grad():
+            return float((low.double() - expected).norm() / expected.norm())
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not layer._merges(x)
+        layer.base.weight.zero_()  # what remains is the update as it is computed
+        layer.base.bias.zero_()
+        assert error(layer(x)) < 0.02
+    nn.init.constant_(base.weight, 1.0)
+    merged = (base.weight + layer.delta_weight()).bfloat16().float() - base.weight
+    assert error(x @ merged.T) > 0.9
+    assert layer._merges(x)  # in float32
+    layer.bfloat16()
+    assert not layer._merges(x.bfloat16())
 
 
 def test_a_frozen_head_has_no_gradient_and_no_parameter():

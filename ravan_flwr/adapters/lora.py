@@ -34,6 +34,12 @@ class LoRALinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         u = F.linear(x, self.A)
         y: Tensor = self.base(x)
+        if type(self.base) is nn.Linear and u.dtype == y.dtype == self.B.dtype:
+            # In place: neither a tensor of the product nor a pass that adds it.
+            flat = y.view(-1, y.shape[-1]).addmm_(
+                u.view(-1, u.shape[-1]), self.B.mT, alpha=self.scale
+            )
+            return flat.view(y.shape)
         return y + F.linear(u if self.scale == 1 else self.scale * u, self.B)
 
     def delta_weight(self) -> Tensor:

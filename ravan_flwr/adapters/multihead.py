@@ -6,6 +6,9 @@ and Fed-SB up to its initialisation.
 A client that cannot afford all heads trains some of them (`train_heads`). The others stay
 in the forward pass as constants: they are no parameters any more, so that neither gradient
 nor optimiser state of them exists, and nothing of them is kept for the backward pass.
+
+The layer has two exact forms, factored as above and merged (merged.py); it takes the one that
+is less work, by its shapes, the number of tokens, and how many heads are trained.
 """
 
 from collections.abc import Sequence
@@ -14,19 +17,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ravan_flwr.adapters.merged import factored_cost, merged_cost, merged_linear
+
+MERGED_BITS = 32  # of a weight in which no small update is lost
+
 
 class MultiHeadLinear(nn.Module):
     """A frozen linear layer with `heads` trainable cores between frozen bases.
 
     `B` is (heads, out, r), `A` is (heads, r, in); parameters `H` (heads, r, r), zero at
-    first, and `s` (heads,), one at first.
+    first, and `s` (heads,), one at first. `form` is "merged", "factored", or "auto".
     """
 
     A_stack: Tensor  # (heads * r, in): all A_i on top of each other, so that one product does
     B_stack: Tensor  # (out, heads * r): all B_i side by side
 
-    def __init__(self, base: nn.Linear, B: Tensor, A: Tensor) -> None:
+    def __init__(self, base: nn.Linear, B: Tensor, A: Tensor, form: str = "auto") -> None:
         super().__init__()
+        self.form = form
         heads, rank, in_features = A.shape
         expected = (heads, base.out_features, rank)
         if B.shape != expected or in_features != base.in_features:
@@ -63,16 +71,58 @@ class MultiHeadLinear(nn.Module):
             self.A_stack.copy_(A.flatten(0, 1))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._merges(x):
+            trained = None if self.subset is None else self.subset.index
+            return merged_linear(
+                x, self.base.weight, self.base.bias, self.B_stack, self._cores(), self.A_stack,
+                trained,
+            )  # fmt: skip
         u = F.linear(x, self.A_stack).view(-1, self.heads, self.rank).transpose(0, 1)
-        v = _apply(u, self.H, self.s) if self.subset is None else self.subset.apply_cores(u)
+        v = self._apply_cores(u)
         v = v.transpose(0, 1).reshape(*x.shape[:-1], self.heads * self.rank)
         y: Tensor = self.base(x)
         return y + F.linear(v, self.B_stack)
 
+    def _merges(self, x: Tensor) -> bool:
+        """Is W + B C A to be used as one weight? If that is exact enough, and less work."""
+        weight, device = self.base.weight, x.device.type
+        if self.form != "auto":
+            return self.form == "merged"
+        if weight.dtype != x.dtype or torch.finfo(x.dtype).bits < MERGED_BITS:
+            return False
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            return False
+        trained = len(self.trained_heads()) if torch.is_grad_enabled() else 0
+        shape = (x.numel() // x.shape[-1], *weight.shape, self.heads, trained, self.rank)
+        return merged_cost(*shape) < factored_cost(*shape)
+
+    def _cores(self) -> Tensor:
+        """s_i H_i of all heads, (heads, r, r)"""
+        if self.subset is None:
+            return _products(self.H, self.s)
+        return self.subset.joined(_products(self.subset.H, self.subset.s), self._constants())
+
+    def _apply_cores(self, u: Tensor) -> Tensor:
+        """s_i H_i u_i for all heads and tokens, (heads, tokens, r)
+
+        Of u only the trained heads' part is kept; copying into place (`index_copy`) would keep
+        what it copies, too.
+        """
+        if self.subset is None:
+            return _apply(u, _products(self.H, self.s))
+        mine, others = (u.index_select(0, i) for i in (self.subset.index, self.subset.others))
+        trained = _apply(mine, _products(self.subset.H, self.subset.s))
+        return self.subset.joined(trained, _apply(others, self._constants()))
+
+    def _constants(self) -> Tensor:
+        """s_i H_i of the heads that are not trained."""
+        assert self.subset is not None
+        others = self.subset.others
+        return _products(self.H.detach()[others], self.s.detach()[others])
+
     def delta_weight(self) -> Tensor:
         """sum_i s_i B_i H_i A_i, (out, in), as the layer computes it now."""
-        cores = _products(self.H, self.s) if self.subset is None else self.subset.cores()
-        return self.B_stack @ torch.bmm(cores, self.A).flatten(0, 1)
+        return self.B_stack @ torch.bmm(self._cores(), self.A).flatten(0, 1)
 
     def train_heads(self, heads: Sequence[int]) -> None:
         """From now on train these heads alone, by their H and s."""
@@ -98,12 +148,11 @@ class MultiHeadLinear(nn.Module):
 
 
 class _Subset(nn.Module):
-    """Copies of some heads as parameters, and the products of all others as constants."""
+    """Copies of some heads as parameters."""
 
     index: Tensor  # (K,): the trained heads
     others: Tensor  # (heads - K,)
     place: Tensor  # (heads,): where each head is in [index, others]
-    frozen: Tensor  # (heads - K, r, r): s_i H_i
 
     def __init__(self, layer: MultiHeadLinear, heads: Sequence[int]) -> None:
         super().__init__()
@@ -118,21 +167,10 @@ class _Subset(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
         self.H = nn.Parameter(layer.H.detach()[self.index])
         self.s = nn.Parameter(layer.s.detach()[self.index])
-        frozen = _products(layer.H, layer.s).detach()[self.others]
-        self.register_buffer("frozen", frozen, persistent=False)
 
-    def apply_cores(self, u: Tensor) -> Tensor:
-        """(heads, tokens, r) -> the same; only the trained heads' part of u is kept.
-
-        Copying into place (`index_copy`) would keep what it copies, too.
-        """
-        trained = _apply(u.index_select(0, self.index), self.H, self.s)
-        constant = torch.bmm(u.index_select(0, self.others), self.frozen.to(u.dtype).mT)
-        return torch.cat([trained, constant]).index_select(0, self.place)
-
-    def cores(self) -> Tensor:
-        """s_i H_i of all heads."""
-        return torch.cat([_products(self.H, self.s), self.frozen])[self.place]
+    def joined(self, trained: Tensor, others: Tensor) -> Tensor:
+        """What was computed for either kind of heads, in the order of the heads."""
+        return torch.cat([trained, others]).index_select(0, self.place)
 
 
 def _products(H: Tensor, s: Tensor) -> Tensor:
@@ -140,9 +178,9 @@ def _products(H: Tensor, s: Tensor) -> Tensor:
     return s[:, None, None] * H
 
 
-def _apply(u: Tensor, H: Tensor, s: Tensor) -> Tensor:
-    """s_i H_i u_i for all heads and tokens, (heads, tokens, r)"""
-    return torch.bmm(u, _products(H, s).to(u.dtype).mT)
+def _apply(u: Tensor, cores: Tensor) -> Tensor:
+    """C_i u_i for heads and tokens, (heads, tokens, r)"""
+    return torch.bmm(u, cores.to(u.dtype).mT)
 
 
 def _side_by_side(B: Tensor) -> Tensor:
