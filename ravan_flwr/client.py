@@ -24,6 +24,7 @@ from ravan_flwr.node import read_node
 from ravan_flwr.payload import FIXED, from_record, hash_of, to_record
 from ravan_flwr.plan import largest_share
 from ravan_flwr.roster import Member
+from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.training import (
     LocalResult,
@@ -32,6 +33,7 @@ from ravan_flwr.training import (
     evaluate,
     train_locally,
 )
+from ravan_flwr.wire import decode, encode
 from ravan_flwr.workbench import EVALUATION_BATCH, Examples, Workbench, get_workbench
 
 
@@ -94,7 +96,8 @@ class _Client:
 
     @property
     def broadcast(self) -> Tensors:
-        return from_record(self.content.array_records["arrays"])
+        sent = from_record(self.content.array_records["arrays"])
+        return decode(sent, self.config.wire) if self.round else sent
 
     @property
     def purpose(self) -> tuple[int, int, int]:
@@ -156,6 +159,10 @@ def _calibrate(client: _Client) -> RecordDict:
 
 
 def _trained(client: _Client, result: LocalResult) -> RecordDict:
+    seed, *who = client.purpose
+    upload, wire = result.upload, client.config.wire
+    if client.round:  # a calibration travels as it is
+        upload = encode(upload, wire, generator(seed, "wire up", *who))
     metrics = MetricRecord(
         {
             "round": client.round,
@@ -165,7 +172,7 @@ def _trained(client: _Client, result: LocalResult) -> RecordDict:
             "seconds": time.perf_counter() - client.started,
         }
     )
-    return RecordDict({"arrays": to_record(result.upload), "metrics": metrics})
+    return RecordDict({"arrays": to_record(upload), "metrics": metrics})
 
 
 def _evaluate(client: _Client) -> RecordDict:

@@ -58,6 +58,8 @@ class Config:
     precision: str
     max_length: int  # tokens of a text; 0 where there is none
     gradient_checkpointing: str
+    wire: str
+    layer_form: str
     quantize: str
     output_dir: str
     resume: str
@@ -135,6 +137,7 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
         values["server-learning-rate"] = 0.01 if values["server-optimizer"] == "adam" else 1.0
     _check_device(str(values["device"]))
     _check_replies(values)
+    _check_form(values)
     if values["evaluate-on"] == "clients" and not values["validation-share"]:
         raise ValueError(
             "evaluate-on = 'clients' needs examples to evaluate on: got validation-share = 0, "
@@ -231,6 +234,16 @@ def _check_replies(values: Mapping[str, Scalar]) -> None:
             "'uniform', since a weight that a client claims is no more to be trusted than the "
             "rest; leave one of them out"
         )
+
+
+def _check_form(values: Mapping[str, Scalar]) -> None:
+    """A merged weight of few bits would lose small updates."""
+    for key, whole in (("precision", "float32"), ("quantize", "none")):
+        if values["layer-form"] == "merged" and values[key] != whole:
+            raise ValueError(
+                f"layer-form = 'merged': got {key} = {values[key]!r}, expected {whole!r}, since a "
+                "weight of few bits loses small updates; leave layer-form out"
+            )
 
 
 def _check_device(device: str) -> None:

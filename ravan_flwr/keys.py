@@ -130,6 +130,14 @@ KEYS: dict[str, Key] = {
     "gradient-checkpointing": Key(
         str, "no", "compute activations twice and keep few", ("yes", "no")
     ),
+    "wire": Key(
+        str, "float32", "how numbers travel, both ways; int8: by head, rounded at random",
+        ("float32", "float16", "bfloat16", "int8"),
+    ),
+    "layer-form": Key(
+        str, AUTO, "how multi-head layers are computed; auto: what is less work, and exact",
+        (AUTO, "merged", "factored"),
+    ),
     "quantize": Key(
         str, "none", "the frozen backbone, by bitsandbytes", ("none", "8bit", "4bit")
     ),

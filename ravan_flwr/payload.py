@@ -19,7 +19,14 @@ FIXED = "fixed"  # the record of what travels to each client once
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int32)
+    for dtype in (
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+    )
 }
 
 

@@ -1,7 +1,7 @@
 """What a reply of unknown origin must be before anything of it is used.
 
 Whatever a node sends, reading it gives sound values or a ValueError that says what is wrong:
-no other exception, and nothing that is larger than what was sent.
+no other exception, and nothing that is larger than four times what was sent.
 """
 
 import math
@@ -14,6 +14,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.payload import from_record
 from ravan_flwr.roster import Member, check_derived
+from ravan_flwr.wire import decode
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,11 @@ class Trained:
 
 
 def read_trained(
-    reply: Message, member: Member, round_number: int, derived: Sequence[float]
+    reply: Message,
+    member: Member,
+    round_number: int,
+    derived: Sequence[float],
+    wire: str = "float32",
 ) -> Trained:
     """A reply of that round, of a node with the server's bases; what its tensors are is the
     method's to check."""
@@ -35,7 +40,7 @@ def read_trained(
     numbers = told if isinstance(told, list) else []
     check_derived([float(number) for number in numbers], derived, member.versions)
     values = {key: finite(metrics, key) for key in ("train-loss", "seconds")}
-    return Trained(from_record(_arrays_of(content)), values)
+    return Trained(decode(from_record(_arrays_of(content)), wire), values)
 
 
 def read_evaluated(

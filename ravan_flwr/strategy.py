@@ -23,7 +23,9 @@ from ravan_flwr.payload import from_record, num_bytes, to_record
 from ravan_flwr.recruiting import Recruiter
 from ravan_flwr.replies import Trained, read_evaluated, read_trained
 from ravan_flwr.roster import Member, sample
+from ravan_flwr.seeding import generator
 from ravan_flwr.server_optimizer import ServerOptimizer
+from ravan_flwr.wire import encode
 
 log = getLogger(__name__)
 
@@ -192,9 +194,16 @@ class PeftStrategy(Strategy):
         for member in self._sample(grid, server_round):
             share = member.share if self.method.parts else 1.0
             if share not in broadcasts:
-                broadcasts[share] = to_record(outgoing(self.method, self._state, share))
+                sent = outgoing(self.method, self._state, share)
+                broadcasts[share] = self._coded(sent, server_round)
             kind = MessageType.TRAIN
             yield self.mail.message(member, kind, server_round, broadcasts[share], config)
+
+    def _coded(self, tensors: Tensors, server_round: int) -> ArrayRecord:
+        """As they travel."""
+        config = self.config
+        random = generator(config.seed, "wire down", server_round)
+        return to_record(encode(tensors, config.wire, random))
 
     def _able(self, grid: Grid) -> list[Member]:
         """The members that are connected and can afford to train; the others are left out."""
@@ -255,7 +264,8 @@ class PeftStrategy(Strategy):
         for reply in replies:
             member, bytes_down = self.mail.sender(reply, self._ledger)
             try:
-                trained = read_trained(reply, member, server_round, self.derived)
+                wire = self.config.wire if server_round else "float32"  # a calibration's
+                trained = read_trained(reply, member, server_round, self.derived, wire)
             except ValueError as error:
                 self._reject(member, error)
             else:
@@ -279,6 +289,7 @@ class PeftStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """A message for every client."""
+        arrays = self._coded(from_record(arrays), server_round)
         for member in self.roster.present(grid):
             yield self.mail.message(member, MessageType.EVALUATE, server_round, arrays, config)
 

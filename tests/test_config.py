@@ -145,3 +145,10 @@ def test_a_preset_is_checked_too(change, message, tmp_path, monkeypatch):
     monkeypatch.setattr(preset_module, "conf_folder", lambda: tmp_path)
     with pytest.raises(ValueError, match=message):
         read_config({"preset": "mine"})
+
+
+@pytest.mark.parametrize("few_bits", [{"precision": "bfloat16"}, {"quantize": "4bit"}])
+def test_a_merged_weight_has_no_few_bits(few_bits):
+    assert read_config({"layer-form": "merged"}).layer_form == "merged"
+    with pytest.raises(ValueError, match="layer-form = 'merged': got (precision|quantize) = "):
+        read_config({"layer-form": "merged", **few_bits})

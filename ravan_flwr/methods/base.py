@@ -50,6 +50,7 @@ class Settings:
     scaling: str
     scoring: str
     selection: str
+    layer_form: str = "auto"  # of multi-head layers
 
 
 class Round(Protocol):

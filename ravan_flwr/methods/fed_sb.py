@@ -59,7 +59,7 @@ class FedSB(Method):
             in_features=layer.in_features, seed=self.settings.seed, layer=layer.name,
         )  # fmt: skip
         device = linear.weight.device
-        adapter = MultiHeadLinear(linear, B.to(device), A.to(device))
+        adapter = MultiHeadLinear(linear, B.to(device), A.to(device), self.settings.layer_form)
         adapter.s.requires_grad_(False)
         return adapter
 

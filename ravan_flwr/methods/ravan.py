@@ -89,7 +89,8 @@ class Ravan(Method):
         if linear.weight.is_meta:  # a plan needs shapes only
             shape = (self.heads, self.rank)
             B = torch.empty(self.heads, layer.out_features, self.rank, device="meta")
-            return MultiHeadLinear(linear, B, torch.empty(*shape, layer.in_features, device="meta"))
+            A = torch.empty(*shape, layer.in_features, device="meta")
+            return MultiHeadLinear(linear, B, A, self.settings.layer_form)
         # Data-aware bases arrive later; until then there must be some.
         B, A = make_bases(
             "gram-schmidt" if self.data_aware else self.settings.init,
@@ -101,7 +102,7 @@ class Ravan(Method):
             layer=layer.name,
             scale=self.settings.init_scale,
         )
-        return MultiHeadLinear(linear, B, A)
+        return MultiHeadLinear(linear, B, A, self.settings.layer_form)
 
     # The calibration round of `init = data-aware`.
 

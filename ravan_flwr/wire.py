@@ -1,0 +1,102 @@
+"""How numbers travel: as they are, in 16 bits, or in 8 with a scale for each head.
+
+What is encoded are the float32 tensors of uploads and of broadcasts; the server's state, its sums
+and the clients' training stay what they are. `int8` divides a head by its largest absolute value
+and rounds to one of 255 steps, up or down at random, so that the mean over many clients is
+unbiased. Tensors that are no heads (a LoRA's factors, a classifier) have a scale for every 1024
+numbers.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ravan_flwr.methods.base import Tensors
+
+_HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_BLOCK = 1024
+_SCALES = "/scales"
+_STEPS = 127
+
+
+def encode(tensors: Mapping[str, Tensor], wire: str, random: torch.Generator) -> Tensors:
+    """For the wire; `random` rounds. ValueError for a number that it has no room for."""
+    coded: Tensors = {}
+    for name, tensor in tensors.items():
+        if wire == "float32" or tensor.dtype != torch.float32:
+            coded[name] = tensor
+        elif wire == "int8":
+            coded[name], coded[name + _SCALES] = _to_steps(tensor, random)
+        else:
+            coded[name] = tensor.to(_HALVES[wire])
+            if not coded[name].isfinite().all():
+                raise ValueError(
+                    f"wire = {wire!r}: {name} has numbers up to {float(tensor.abs().max()):.3g}, "
+                    f"expected at most {torch.finfo(_HALVES[wire]).max:.6g}; use wire=bfloat16, or "
+                    "lower learning-rate"
+                )
+    return coded
+
+
+def decode(tensors: Mapping[str, Tensor], wire: str) -> Tensors:
+    """What was encoded, in float32; ValueError for what no `encode` makes."""
+    if wire == "float32":
+        return dict(tensors)
+    expected = _HALVES.get(wire, torch.int8)
+    plain: Tensors = {}
+    for name, tensor in tensors.items():
+        if name.endswith(_SCALES):
+            if name.removesuffix(_SCALES) not in tensors:
+                raise ValueError(f"{name} has no tensor that it scales")
+        elif tensor.dtype == expected:
+            scales = tensors.get(name + _SCALES)
+            plain[name] = tensor.float() if wire != "int8" else _from_steps(name, tensor, scales)
+        elif tensor.dtype.is_floating_point:
+            raise ValueError(f"{name} is {tensor.dtype}, expected {expected} by wire = {wire!r}")
+        else:
+            plain[name] = tensor
+    return plain
+
+
+def num_bytes(shapes: Iterable[Sequence[int]], wire: str) -> int:
+    """What float32 tensors of these shapes weigh on the wire."""
+    width = {"float32": 4, "int8": 1}.get(wire, 2)
+    scales = 4 if wire == "int8" else 0
+    return sum(width * math.prod(shape) + scales * _num_scales(shape) for shape in shapes)
+
+
+def _num_scales(shape: Sequence[int]) -> int:
+    return math.prod(shape[:-2]) if len(shape) > 2 else -(-math.prod(shape) // _BLOCK)
+
+
+def _in_rows(tensor: Tensor) -> Tensor:
+    """A row for each scale; the last may be filled up with zeros."""
+    rows = _num_scales(tensor.shape)
+    if tensor.ndim > 2:
+        return tensor.reshape(rows, math.prod(tensor.shape[-2:]))
+    flat = tensor.new_zeros(rows * _BLOCK)
+    flat[: tensor.numel()] = tensor.flatten()
+    return flat.view(rows, _BLOCK)
+
+
+def _to_steps(tensor: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(steps as int8 in the tensor's shape, a scale for each row)"""
+    rows = _in_rows(tensor.detach().cpu())
+    scales = rows.abs().amax(1) / _STEPS if rows.numel() else rows.new_zeros(len(rows))
+    divisor = torch.where(scales > 0, scales, 1.0)[:, None]
+    steps = (rows / divisor + torch.rand(rows.shape, generator=random)).floor_()
+    steps = steps.clamp_(-_STEPS, _STEPS).to(torch.int8)
+    return steps.flatten()[: tensor.numel()].view(tensor.shape), scales
+
+
+def _from_steps(name: str, steps: Tensor, scales: Tensor | None) -> Tensor:
+    number = _num_scales(steps.shape)
+    if scales is None or scales.dtype != torch.float32 or tuple(scales.shape) != (number,):
+        got = "none" if scales is None else f"{scales.dtype} {tuple(scales.shape)}"
+        raise ValueError(f"{name}{_SCALES} is {got}, expected torch.float32 ({number},)")
+    if not (scales.isfinite() & (scales >= 0)).all():
+        raise ValueError(f"{name}{_SCALES} has values that are negative or not finite")
+    rows = _in_rows(steps).float() * scales[:, None]
+    return rows.flatten()[: steps.numel()].view(steps.shape)
