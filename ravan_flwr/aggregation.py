@@ -7,12 +7,14 @@ Memory does not grow with the number of clients, but for a robust round, which k
 until it closes. What is rejected never reaches a sum.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from ravan_flwr.methods.base import CLASSIFIER, Means, Method, Round, Tensors, check_tensor
+from ravan_flwr.methods.base import CLASSIFIER, Method, Round, Tensors, check_tensor
+from ravan_flwr.methods.means import Means
 from ravan_flwr.robust import RobustRound
 
 
@@ -65,8 +67,8 @@ class Aggregate:
 
 def check_norm(upload: Mapping[str, Tensor], max_norm: float) -> None:
     """Raise ValueError if the norm over all tensors is larger, or no number."""
-    squares = [t.double().square().sum() for t in upload.values() if t.is_floating_point()]
-    norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+    flat = [t.reshape(-1) for t in upload.values() if t.is_floating_point()]
+    norm = math.sqrt(sum(float(t @ t) for t in flat))
     if not norm <= max_norm:
         raise ValueError(
             f"upload has norm {norm:.4g}, expected at most {max_norm:g}; lower learning-rate, or "

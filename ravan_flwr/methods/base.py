@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, attach
+from ravan_flwr.methods.means import Means
 
 Tensors = dict[str, Tensor]
 
@@ -244,40 +245,6 @@ class _Adds(Protocol):
         """What an adapter adds to its layer's weight."""
 
 
-class Mean:
-    """A running weighted mean of float32 tensors, kept in float64."""
-
-    def __init__(self, old: Tensor) -> None:
-        self.old = old
-        self.sum = torch.zeros_like(old, dtype=torch.float64)
-        self.weight = 0.0
-
-    def add(self, tensor: Tensor, weight: float) -> None:
-        """One more."""
-        self.sum.add_(tensor, alpha=weight)
-        self.weight += weight
-
-    def close(self) -> Tensor:
-        """The mean, or what was there before if nothing came."""
-        return (self.sum / self.weight).float() if self.weight else self.old.clone()
-
-
-class Means:
-    """The mean of every tensor of the state."""
-
-    def __init__(self, state: Tensors) -> None:
-        self.means = {name: Mean(tensor) for name, tensor in state.items()}
-
-    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """One more upload, with the names of the state."""
-        for name, mean in self.means.items():
-            mean.add(upload[name], weight)
-
-    def close(self) -> Tensors:
-        """The next state."""
-        return {name: mean.close() for name, mean in self.means.items()}
-
-
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """One after the other, in float32 on the CPU."""
     return torch.cat([tensor.detach().float().cpu().flatten() for tensor in tensors])
@@ -310,10 +277,17 @@ def check_tensor(
         raise ValueError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {tuple(shape)}"
         )
-    known = tensor.is_floating_point() and not tensor.is_meta  # a plan has shapes only
-    if known and not torch.isfinite(tensor).all():
+    if not tensor.is_meta and not is_finite(tensor):  # a plan has shapes only
         raise ValueError(f"{name} has values that are not finite, expected finite ones")
     return tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Has it neither infinities nor NaN? The sum of squares tells, unless it is too large."""
+    if not tensor.is_floating_point():
+        return True
+    flat = tensor.detach().reshape(-1)
+    return math.isfinite(flat @ flat) or bool(torch.isfinite(flat).all())
 
 
 def check_names(upload: Mapping[str, Tensor], expected: Sequence[str]) -> None:

@@ -23,7 +23,6 @@ from ravan_flwr.adapters import Layer, MultiHeadLinear, make_bases
 from ravan_flwr.adapters.lowrank import svd
 from ravan_flwr.methods.base import (
     LocalWork,
-    Mean,
     Method,
     Settings,
     Tensors,
@@ -31,6 +30,7 @@ from ravan_flwr.methods.base import (
     check_tensor,
     flatten,
 )
+from ravan_flwr.methods.means import Mean
 from ravan_flwr.methods.multihead import fingerprint_of_bases, load_bases, multiheads
 
 

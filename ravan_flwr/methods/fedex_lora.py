@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.adapters.lowrank import ProductSum
-from ravan_flwr.methods.base import Mean, Tensors, check_tensor, flatten
+from ravan_flwr.methods.base import Tensors, check_tensor, flatten
 from ravan_flwr.methods.lora import LoraMethod
+from ravan_flwr.methods.means import Mean
 
 
 class FedExLora(LoraMethod):

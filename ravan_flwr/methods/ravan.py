@@ -17,7 +17,7 @@ travel, once to each client.
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -271,13 +271,16 @@ class HeadMeans:
 
     def __init__(self, H: Tensor) -> None:
         self.old = H
-        self.sum = torch.zeros_like(H, dtype=torch.float64).flatten(0, 1)
+        self.sum = torch.zeros(H.shape, dtype=torch.float64).flatten(0, 1)
         self.weight = torch.zeros(len(self.sum), dtype=torch.float64)
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Products of some heads, with the bits that say which."""
         chosen = _unpack_bits(upload["heads"])[: len(self.weight)]
-        self.sum[chosen] += weight * upload["H"].double()
+        at = 0
+        for start, number in _runs(chosen):
+            self.sum[start : start + number].add_(upload["H"][at : at + number], alpha=weight)
+            at += number
         self.weight[chosen] += weight
 
     def close(self) -> Tensors:
@@ -286,6 +289,14 @@ class HeadMeans:
         H = self.old.flatten(0, 1).clone()
         H[trained] = (self.sum[trained] / self.weight[trained, None, None]).float()
         return {"H": H.view_as(self.old)}
+
+
+def _runs(chosen: Tensor) -> Iterator[tuple[int, int]]:
+    """Where consecutive ones begin, and how many they are."""
+    padded = torch.nn.functional.pad(chosen.to(torch.int8), (1, 1))
+    edges = padded.diff().nonzero().flatten().tolist()
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        yield start, end - start
 
 
 _BIT = 1 << torch.arange(8)

@@ -1,0 +1,161 @@
+"""The server's work in a round, against Flower's FedAvg on the same bytes; a roster of thousands.
+
+    python benchmarks/server.py                    # half a minute
+
+A reply has 1.16 million float32 numbers: RAVAN's H of ViT-B/16, 24 layers of 4 heads of rank 110,
+which Flower's FedAvg gets as one Array in its own format. Both start from the messages and end
+with the next global arrays; ours checks every reply (shape, dtype, finite, norm) on the way.
+Sixteen different replies are taken again and again, the two take turns, and a row is the median
+of the repetitions. Memory is what the process grew by.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvg
+from flwr.supercore.task_identity import TaskIdentity
+from torch import Tensor
+
+from ravan_flwr.adapters import Layer
+from ravan_flwr.aggregation import Aggregate
+from ravan_flwr.methods.base import Method, Settings
+from ravan_flwr.methods.fedit import FedIT
+from ravan_flwr.methods.ravan import Ravan, _pack_bits
+from ravan_flwr.payload import from_record, to_record
+from ravan_flwr.roster import Member, sample
+
+LAYERS, HEADS, RANK, SIDE, DIFFERENT = 24, 4, 110, 768, 16
+BAR, ROSTER_BAR = 0.5, 0.010
+
+
+def methods() -> dict[str, Method]:
+    """RAVAN and FedIT over ViT-B/16's adapted matrices, with equal numbers of parameters."""
+    layers = [Layer(str(n), SIDE, SIDE) for n in range(LAYERS)]
+    settings = Settings(
+        seed=0, lora_rank=32, rank=None, lora_scale=1.0, heads=HEADS, init="normal", init_scale=1.0,
+        calibration_steps=1, scaling="constant", scoring="random", selection="layer",
+    )  # fmt: skip
+    return {"RAVAN": Ravan(settings, layers, 0), "FedIT": FedIT(settings, layers, 0)}
+
+
+def upload(method: Method, seed: int) -> dict[str, Tensor]:
+    """What a client with the whole budget might send."""
+    random = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.randn(shape, generator=random)
+        for name, shape in method.upload_shapes(1.0).items()
+    }
+    if isinstance(method, Ravan):
+        tensors["heads"] = _pack_bits(torch.ones(LAYERS * HEADS, dtype=torch.bool))
+    return tensors
+
+
+def messages(records: list[ArrayRecord], number: int) -> Iterator[Message]:
+    """So many replies."""
+    for n in range(number):
+        metrics = MetricRecord({"num-examples": 10, "train-loss": 1.0})
+        content = RecordDict({"arrays": records[n % len(records)], "metrics": metrics})
+        yield Message(content, dst_node_id=0, message_type="train")
+
+
+def of_flower(records: list[ArrayRecord], number: int) -> float:
+    """Seconds."""
+    replies = list(messages(records, number))
+    began = time.perf_counter()
+    FedAvg().aggregate_train(1, replies)
+    return time.perf_counter() - began
+
+
+def of_ours(method: Method, records: list[ArrayRecord], number: int) -> float:
+    """Seconds."""
+    state = {name: torch.zeros_like(t) for name, t in from_record(records[0]).items()}
+    if isinstance(method, Ravan):
+        state = {"H": state["H"].view(LAYERS, HEADS, *state["H"].shape[1:])}
+    replies = list(messages(records, number))
+    began = time.perf_counter()
+    aggregate = Aggregate(method, state, max_norm=1e6)
+    for reply in replies:
+        aggregate.offer(from_record(reply.content.array_records["arrays"]), 1.0)
+    to_record(aggregate.close())
+    return time.perf_counter() - began
+
+
+def resident() -> float:
+    """Megabytes of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 1e6
+
+
+def sampling(clients: int = 10_000) -> float:
+    """Seconds to sample a round's clients of a large roster."""
+    members = [
+        Member(
+            node_id=n, partition_id=n, num_partitions=clients, own_data=False, examples=1,
+            share=1.0, device="cpu", free_memory=0, versions="", code="", backbone="", derived=(),
+        )
+        for n in range(clients)
+    ]  # fmt: skip
+    times = []
+    for number in range(9):
+        began = time.perf_counter()
+        sample(members, 100, 0, number)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--replies", type=int, default=400)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--check", action="store_true", help="end with 1 if a bar is missed")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    asked = parser.parse_args()
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    found: dict[str, dict[str, float]] = {}
+    missed = []
+    print("| aggregation | ms a reply | Flower's FedAvg, ms | ratio | MB grown |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, method in methods().items():
+        uploads = [upload(method, seed) for seed in range(DIFFERENT)]
+        records = [to_record(tensors) for tensors in uploads]
+        theirs = [
+            ArrayRecord({"H": Array.from_torch_tensor(torch.cat([t.flatten() for t in floats]))})
+            for floats in ([t for t in u.values() if t.is_floating_point()] for u in uploads)
+        ]
+        of_ours(method, records, DIFFERENT)
+        before = resident()
+        of_ours(method, records, asked.replies)
+        grown = resident() - before
+        times = [
+            (of_ours(method, records, asked.replies), of_flower(theirs, asked.replies))
+            for _ in range(asked.repetitions)
+        ]
+        ours, flower = zip(*times, strict=True)
+        mine, peer = (statistics.median(t) * 1e3 / asked.replies for t in (ours, flower))
+        ratio = statistics.median(a / b for a, b in zip(ours, flower, strict=True))
+        found[name] = {"ms": mine, "peer ms": peer, "ratio": ratio, "MB grown": grown}
+        print(f"| {name} | {mine:.3f} | {peer:.3f} | {ratio:.2f} | {grown:.0f} |")
+        if ratio > BAR:
+            missed.append(f"{name}: {ratio:.2f} x FedAvg's time, bar {BAR}")
+    seconds = sampling()
+    found["roster"] = {"ms": seconds * 1e3}
+    print(f"\n10,000 clients in the roster: {seconds * 1e3:.1f} ms to sample a round")
+    if seconds > ROSTER_BAR:
+        missed.append(f"roster: {seconds * 1e3:.1f} ms, bar {ROSTER_BAR * 1e3:g} ms")
+    if asked.json:
+        asked.json.write_text(json.dumps({"server": found}, indent=1) + "\n")
+    for words in missed:
+        print("missed:", words)
+    sys.exit(asked.check and bool(missed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""From the command to the first training step: seconds by phase.
+
+    python benchmarks/startup.py                   # two minutes
+
+Every figure is the median of some runs, each a process of its own, files already in the system's
+cache. "Flower" is `ravan-flwr run` with 20 nodes, until the record of a first round of one step.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HELP_BAR = 0.5
+COMMANDS = {
+    "ravan-flwr --help": ["-m", "ravan_flwr", "--help"],
+    "import ravan_flwr.client_app": ["-c", "import ravan_flwr.client_app"],
+    "import ravan_flwr.client (torch, transformers)": [
+        "-c",
+        "from ravan_flwr.importing import importing\nwith importing(): import ravan_flwr.client",
+    ],
+}
+
+# What `ravan-flwr simulate` does, with a clock at its doors; it ends after the first step.
+SIMULATED = """
+import json, os, sys, time
+began = float(os.environ["BEGAN"])
+from ravan_flwr.importing import importing
+with importing():
+    from ravan_flwr import model, simulation, training, workbench
+phases = {"imports": time.time() - began}
+
+def clocked(home, name, phase):
+    inner = getattr(home, name)
+    def outer(*given, **named):
+        start = time.time()
+        try:
+            return inner(*given, **named)
+        finally:
+            phases[phase] = phases.get(phase, 0.0) + time.time() - start
+    setattr(home, name, outer)
+
+clocked(workbench, "build_network", "backbone")
+clocked(model.AdaptedModel, "__init__", "bases and adapters")
+clocked(workbench, "load_splits", "data")
+step = training._Stepper.backward
+def first(self):
+    start = time.time()
+    step(self)
+    phases["the first step"] = time.time() - start
+    phases["all of it"] = time.time() - began
+    sys.stdout.write("\\n" + json.dumps(phases))
+    sys.stdout.flush()
+    os._exit(0)
+training._Stepper.backward = first
+simulation.simulate({"report": "no", "tracking": "none", "output-dir": sys.argv[1]}, 20)
+"""
+
+
+def seconds_of(command: list[str]) -> float:
+    """Of a whole process."""
+    began = time.perf_counter()
+    subprocess.run([sys.executable, *command], check=True, capture_output=True)
+    return time.perf_counter() - began
+
+
+def simulated(folder: str) -> dict[str, float]:
+    """Phases of a run in process."""
+    done = subprocess.run(
+        [sys.executable, "-c", SIMULATED, folder],
+        env=os.environ | {"BEGAN": str(time.time())}, check=True, capture_output=True,
+    )  # fmt: skip
+    phases: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    known = sum(phases.values()) - phases["all of it"]
+    return {**phases, "everything else": phases["all of it"] - known}
+
+
+def in_flower(folder: str) -> float:
+    """Seconds until a first round is recorded."""
+    began = time.perf_counter()
+    settings = [
+        "local-steps=1",
+        "num-rounds=1",
+        "report=no",
+        "tracking=none",
+        "clients-per-round=1",
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-m", "ravan_flwr", "run", f"output-dir={folder}", *settings],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    ) as process:  # fmt: skip
+        while not list(Path(folder).glob("*/rounds.jsonl")):
+            if process.poll() is not None or time.perf_counter() - began > 300:
+                raise RuntimeError("ravan-flwr run recorded no round; run it by hand")
+            time.sleep(0.05)
+        return time.perf_counter() - began
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--check", action="store_true", help="end with 1 if a bar is missed")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    asked = parser.parse_args()
+    found = {
+        name: statistics.median(seconds_of(command) for _ in range(asked.runs))
+        for name, command in COMMANDS.items()
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        phases = [simulated(folder) for _ in range(asked.runs)]
+        for phase in phases[0]:
+            found[f"simulate: {phase}"] = statistics.median(run[phase] for run in phases)
+        found["Flower: a first round of one step"] = in_flower(str(Path(folder) / "flower"))
+    print("| start-up | seconds |\n| --- | --- |")
+    for name, seconds in found.items():
+        print(f"| {name} | {seconds:.2f} |")
+    if asked.json:
+        asked.json.write_text(json.dumps({"startup": found}, indent=1) + "\n")
+    slow = found["ravan-flwr --help"] > HELP_BAR
+    if slow:
+        print(f"missed: ravan-flwr --help, bar {HELP_BAR} s")
+    sys.exit(asked.check and slow)
+
+
+if __name__ == "__main__":
+    main()
