@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help run simulate test e2e lint types check clean
+.PHONY: help run simulate test e2e bench lint types check clean
 
 help:
 	@echo "make run       a federated run in Flower's simulation runtime, 20 clients, digits"
 	@echo "make simulate  the same in one process"
 	@echo "make test      the tests"
 	@echo "make e2e       only the tests of a deployment: a SuperLink with TLS, SuperNodes with keys"
+	@echo "make bench     speed and memory against peers, ten minutes; CHECK=--check fails on a missed bar"
 	@echo "make check     lint, types and tests: what CI runs"
 	@echo "make clean     remove the environment and caches, keep the runs"
 	@echo 'Settings go into ARGS: make run ARGS="seed=1 heads=8"; all of them: $(BIN)/ravan-flwr run --help'
@@ -27,6 +28,13 @@ test: $(INSTALLED)
 
 e2e: $(INSTALLED)
 	$(BIN)/python -m pytest -v tests/test_deployment.py tests/test_deployment_faults.py $(ARGS)
+
+bench: $(INSTALLED)
+	@mkdir -p bench
+	$(BIN)/python benchmarks/layers.py --repetitions 5 --json bench/layers.json $(CHECK)
+	$(BIN)/python benchmarks/server.py --json bench/server.json $(CHECK)
+	$(BIN)/python benchmarks/startup.py --runs 3 --json bench/startup.json $(CHECK)
+	$(BIN)/python -m benchmarks.rounds ray --runs 1 --steps 50 --json bench/rounds.json $(CHECK)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Seconds a round: an app as Flower's examples are, ours, and ours with warm workers.
 
-    python benchmarks/rounds.py deployment   # a SuperLink and two SuperNodes over TLS
-    python benchmarks/rounds.py ray          # Flower's simulation runtime, 20 clients
+    python -m benchmarks.rounds deployment   # a SuperLink and two SuperNodes over TLS
+    python -m benchmarks.rounds ray          # Flower's simulation runtime, 20 clients
 
 All of them fine-tune `digits-vit` by FedIT, with a LoRA of rank 4, the classifier frozen: the same
 payload, data, steps and clients. The peer, `benchmarks/plain_fedit`, loads model and data in
@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from ravan_flwr.flower import LocalSuperLink
 from ravan_flwr.model import bundled_file
 from tests.deployment import ROOT, Deployment
 
+PEER, BAR = "Flower's FedAvg", 1.5  # times as many rounds a minute
 PLAIN = ROOT / "benchmarks" / "plain_fedit"
 
 
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=1, help="local steps (default: 1)")
+    parser.add_argument("--check", action="store_true", help="end with 1 if the bar is missed")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ravan-bench-") as folder:
@@ -47,6 +50,10 @@ def main() -> None:
     show(times, asked.runtime, asked.steps)
     if asked.json:
         asked.json.write_text(json.dumps({asked.runtime: times}, indent=1) + "\n")
+    quicker = median(times[PEER]) / median(times["ours"])
+    if quicker < BAR:
+        print(f"missed: {quicker:.2f} times as quick, bar {BAR}")
+    sys.exit(asked.check and quicker < BAR)
 
 
 def write_inputs(folder: Path) -> None:
@@ -69,7 +76,7 @@ Times = dict[str, list[list[float]]]  # row -> run -> seconds of each round
 def on_deployment(folder: Path, runs: int, rounds: int, steps: int) -> Times:
     """Two SuperNodes; those of the warm row are started anew with warm workers."""
     settings = f"num-rounds={rounds} clients-per-round=2 local-steps={steps}"
-    times: Times = {"Flower's FedAvg": [], "ours": [], "ours, warm": []}
+    times: Times = {PEER: [], "ours": [], "ours, warm": []}
     home = Path(tempfile.mkdtemp(dir=folder))
     with Deployment(home, nodes=2) as deployment:
         for number in range(2):
@@ -80,7 +87,7 @@ def on_deployment(folder: Path, runs: int, rounds: int, steps: int) -> Times:
                     warm = " warm-worker=true" * row.endswith("warm")
                     deployment.start_node(number, f"partition-id={number} num-partitions=2{warm}")
                 assert all(deployment.wait_for_node(number) for number in range(2))
-                if row == "Flower's FedAvg":
+                if row == PEER:
                     file = folder / "times.json"
                     run = deployment.run(plain_settings(folder, file, settings), app=PLAIN)
                     status = run.wait(1800)
@@ -102,11 +109,11 @@ def on_deployment(folder: Path, runs: int, rounds: int, steps: int) -> Times:
 def on_ray(folder: Path, runs: int, rounds: int, steps: int) -> Times:
     """Twenty clients, three of them a round."""
     settings = f"num-rounds={rounds} clients-per-round=3 local-steps={steps}"
-    times: Times = {"Flower's FedAvg": [], "ours": []}
+    times: Times = {PEER: [], "ours": []}
     for _ in range(runs):
         file = folder / "times.json"
         simulated(PLAIN, plain_settings(folder, file, settings))
-        times["Flower's FedAvg"].append(json.loads(file.read_text())["seconds"])
+        times[PEER].append(json.loads(file.read_text())["seconds"])
         out = Path(tempfile.mkdtemp(dir=folder))
         simulated(
             ROOT,
@@ -137,7 +144,7 @@ def simulated(app: Path, settings: str) -> None:
 
 def show(times: Times, runtime: str, steps: int) -> None:
     """A row each, and its ratio to the first."""
-    base = median(next(iter(times.values())))
+    base = median(times[PEER])
     print(f"\n{runtime}, {steps} local steps of 32 | seconds a round | runs | times as quick")
     for row, runs in times.items():
         each = " ".join(f"{statistics.median(run[1:]):.2f}" for run in runs)
