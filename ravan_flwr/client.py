@@ -42,6 +42,11 @@ def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
     return _ANSWERS[kind](_Client(content, context))
 
 
+def forget() -> None:
+    """Read model and examples anew for the next message."""
+    get_workbench.cache_clear()
+
+
 class _Client:
     """A message and the node that it came to: the run config, with what the node changes."""
 

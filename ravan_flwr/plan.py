@@ -262,8 +262,10 @@ def _run(config: Config, built: _Skeleton) -> list[str]:
     first, fixed = method.calibration_bytes()
     calibrated = config.num_clients if method.calibrates_everyone else clients
     reached = min(rounds * clients, config.num_clients)  # those that ever get the fixed tensors
+    initial = method.initial_state(built.adapters)  # a calibration travels in float32
+    asked = calibrated * (method.broadcast_bytes(initial, 1.0) + 4 * built.classifier_size)
     all_up = rounds * up + (calibrated * first)
-    all_down = rounds * down + (calibrated * down // clients + reached * fixed if first else 0)
+    all_down = rounds * down + (asked + reached * fixed if first else 0)
     calibration = [
         f"before round 1  {calibrated} clients send {first:,} bytes each; a client gets {fixed:,} "
         "once",

@@ -31,7 +31,7 @@ def encode(tensors: Mapping[str, Tensor], wire: str, random: torch.Generator) ->
             coded[name], coded[name + _SCALES] = _to_steps(tensor, random)
         else:
             coded[name] = tensor.to(_HALVES[wire])
-            if not coded[name].isfinite().all():
+            if (coded[name].isinf() & tensor.isfinite()).any():
                 raise ValueError(
                     f"wire = {wire!r}: {name} has numbers up to {float(tensor.abs().max()):.3g}, "
                     f"expected at most {torch.finfo(_HALVES[wire]).max:.6g}; use wire=bfloat16, or "
@@ -99,4 +99,4 @@ def _from_steps(name: str, steps: Tensor, scales: Tensor | None) -> Tensor:
     if not (scales.isfinite() & (scales >= 0)).all():
         raise ValueError(f"{name}{_SCALES} has values that are negative or not finite")
     rows = _in_rows(steps).float() * scales[:, None]
-    return rows.flatten()[: steps.numel()].view(steps.shape)
+    return rows.flatten()[: steps.numel()].clone().view(steps.shape)  # without what fills up

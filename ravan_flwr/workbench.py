@@ -63,7 +63,8 @@ def check_method(config: Config) -> type[Method]:
 def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
     """The configuration's method, over these layers of a network of that size."""
     method = check_method(config)
-    if config.layer_form == "auto" and config.precision != "float32":
+    few_bits = config.precision != "float32" or config.quantize != "none"
+    if config.layer_form == "auto" and few_bits:
         config = dataclasses.replace(config, layer_form="factored")  # as the layers decide
     told = {field.name: getattr(config, field.name) for field in dataclasses.fields(Settings)}
     return method(Settings(**told), layers, size)

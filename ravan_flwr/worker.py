@@ -7,8 +7,11 @@ has its user, its environment and its log. It answers one message at a time, and
 
 - with the process that starts Flower's client processes, and so with the SuperNode,
 - when whoever asked is gone before the answer, as after `flwr stop`, even in the middle of it,
-- when it is asked by an app with other code,
+- when it is asked by another app: other files, or the same in another folder,
+- after an error that is not one of bad input: who knows what it leaves behind on a GPU,
 - after half an hour without a question.
+
+What it keeps is of one run: another one reads its model and its examples anew.
 """
 
 import fcntl
@@ -24,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ log = logging.getLogger(__name__)
 IDLE_SECONDS = 1800.0
 START_SECONDS = 60.0  # until a worker listens; it imports nothing heavy before
 LOOK_SECONDS = 0.5  # how often it looks whether its owner and its asker are there
+LONGEST_FOLDER = 85  # bytes: a socket's whole path has room for 104 on some systems
 _READY = b"ready"
 
 _started: list[subprocess.Popen[bytes]] = []  # they outlive this process, and are not waited for
@@ -65,7 +69,7 @@ def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
                 [content, context.state],
             )
             header, records = _receive(connection)
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             raise RuntimeError(
                 "the warm worker ended before it answered; memory that ran out is the usual "
                 "reason, and the SuperNode's log may have it. The next message starts another one"
@@ -94,7 +98,7 @@ def _greet(path: Path) -> Connection | None:
     except (FileNotFoundError, ConnectionError):
         return None
     try:
-        connection.send_bytes(code_fingerprint().encode())
+        connection.send_bytes(_who())
         if connection.recv_bytes() == _READY:
             return connection
     except (EOFError, ConnectionError):
@@ -109,7 +113,8 @@ def _start(path: Path, owner: int) -> Connection:
     package = str(Path(__file__).resolve().parent.parent)
     paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        [sys.executable, "-m", "ravan_flwr.worker", str(path), str(owner)],
+        # -P: not what lies in the working directory, which may be another checkout.
+        [sys.executable, "-P", "-m", "ravan_flwr.worker", str(path), str(owner)],
         env=os.environ | {"PYTHONPATH": paths},
         stdin=subprocess.DEVNULL,
     )
@@ -123,6 +128,11 @@ def _start(path: Path, owner: int) -> Connection:
     raise RuntimeError("the warm worker did not start; see the SuperNode's log")
 
 
+def _who() -> bytes:
+    """This app: its code, and its folder, since presets lie beside the code."""
+    return f"{code_fingerprint()} {Path(__file__).resolve().parent}".encode()
+
+
 def _folder() -> Path:
     """Where this user's workers have their sockets, and where nobody else can."""
     folder = Path(tempfile.gettempdir()) / f"ravan-flwr-{os.getuid()}"
@@ -132,6 +142,11 @@ def _folder() -> Path:
         raise RuntimeError(
             f"{folder} is not a folder that user {os.getuid()} alone can open, as the warm "
             "worker's socket needs it; remove it, or leave warm-worker out"
+        )
+    if len(os.fsencode(folder)) > LONGEST_FOLDER:
+        raise RuntimeError(
+            f"{folder}: got a path of {len(os.fsencode(folder))} bytes, expected at most "
+            f"{LONGEST_FOLDER} for the warm worker's socket; set a shorter TMPDIR"
         )
     return folder
 
@@ -149,22 +164,24 @@ class Worker:
         self._busy = threading.Lock()  # held where the asker is looked at, or exchanged
         self._asker: Connection | None = None
         self._asked = time.monotonic()
+        self._run: int | None = None  # whose model and examples it has
+        self._retired = False
 
     def serve(self) -> None:
         """Until it ends."""
         threading.Thread(target=self._watch, daemon=True).start()
-        code = code_fingerprint().encode()
-        while True:
+        who = _who()
+        while not self._retired:
             with self._listener.accept() as connection:
                 with self._busy:
                     self._asker = connection
                 try:
-                    if connection.recv_bytes() != code:
-                        self._listener.close()  # the next worker takes the path
-                        return
-                    connection.send_bytes(_READY)
-                    self._answer(connection)
-                except (EOFError, ConnectionError):
+                    if connection.recv_bytes() == who:
+                        connection.send_bytes(_READY)
+                        self._answer(connection)
+                    else:
+                        self._retire()
+                except (EOFError, OSError):
                     log.info("whoever asked the warm worker is gone")
                 finally:
                     self._free()
@@ -172,15 +189,23 @@ class Worker:
     def _answer(self, connection: Connection) -> None:
         header, records = _receive(connection)
         try:
-            answer, state = _answer(header, *records)
-            header, records = {}, [answer, state]
+            answer = _answer(header, *records, new=header["run-id"] != self._run)
+            self._run = header["run-id"]
+            header, records = {}, answer
         except Exception as error:
             log.exception("the warm worker could not answer")
             bad = isinstance(error, ValueError)
             text = str(error) if bad else f"{type(error).__name__}: {error}"
             header, records = {"error": text, "bad-input": bad}, []
+            if not bad:
+                self._retire()
         self._free()  # whoever asked may go now
         _send(connection, header, records)
+
+    def _retire(self) -> None:
+        """Answer nobody any more; whoever comes next finds no socket, and starts another worker."""
+        self._retired = True
+        self._listener.close()
 
     def _free(self) -> None:
         with self._busy:
@@ -195,13 +220,17 @@ class Worker:
                     unwanted = time.monotonic() - self._asked > IDLE_SECONDS
                 else:
                     unwanted = _has_hung_up(self._asker)
-                if unwanted or self._owner.ended():
+                if alone := self._owner.ended():
+                    self._path.with_suffix(".lock").unlink(missing_ok=True)
+                if unwanted or alone:
                     self._path.unlink(missing_ok=True)
                     os._exit(0)
 
 
-def _answer(header: dict[str, Any], content: RecordDict, state: RecordDict) -> list[RecordDict]:
-    """What the client answers, and the state that it leaves."""
+def _answer(
+    header: dict[str, Any], content: RecordDict, state: RecordDict, *, new: bool
+) -> list[RecordDict]:
+    """What the client answers, and the state that it leaves; `new` is the first of a run."""
     context = Context(
         run_id=header["run-id"],
         node_id=header["node-id"],
@@ -212,6 +241,8 @@ def _answer(header: dict[str, Any], content: RecordDict, state: RecordDict) -> l
     use_cache(read_node(context.node_config).cache_dir)
     with importing():
         from ravan_flwr import client  # noqa: PLC0415
+    if new:
+        client.forget()
     reply = client.answer(header["kind"], content, context)
     return [reply, context.state]
 
@@ -232,17 +263,21 @@ class _Process:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._handle: int | None = None
-        with suppress(AttributeError, PermissionError):
+        self._handle: int | None
+        try:
             # Of Linux: it is never mistaken for a later process of the same number.
             self._handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise
+        except (AttributeError, OSError):  # another system, an old kernel, a sandbox
+            self._handle = None
 
     def ended(self) -> bool:
         if self._handle is not None:
             return bool(select.select([self._handle], [], [], 0)[0])
         try:
             os.kill(self._pid, 0)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):  # it is not ours, so not the one it was
             return True
         return False
 

@@ -135,7 +135,6 @@ def test_the_classifier_is_what_pretraining_lacks_and_a_function_of_the_seed(set
         one, two, other = built(kind, 1), built(kind, 1), built(kind, 2)
         by_id = {id(p): name.rpartition(".")[0] for name, p in one.network.named_parameters()}
         assert {by_id[id(p)] for p in one.classifier} == names
-        assert one.fingerprint == two.fingerprint == other.fingerprint
         for a, b, c in zip(one.classifier, two.classifier, other.classifier, strict=True):
             assert torch.equal(a, b)
             assert a.ndim == 1 or not torch.equal(a, c)

@@ -139,8 +139,6 @@ def test_a_reply_that_is_no_good_costs_its_round_and_nothing_else(deployment):
     (late,) = last["rejected"]
     assert late["reason"].startswith("late: a reply to round 12, which closed after 15 s")
     assert last["metrics"]["accuracy"] > 0.5
-    # Warm workers: the first question paid for the imports, and no round did.
-    assert sorted(r["seconds"] for r in run.rounds)[len(FAULTS) // 2] < 8
 
 
 def test_two_runs_at_once_do_not_meet(deployment):

@@ -88,7 +88,8 @@ def test_without_the_library_it_says_what_to_install(settings, monkeypatch):
 @pytest.mark.parametrize("how", BITS)
 def test_the_plan_counts_the_bits(how, settings):
     whole, few = (
-        step_memory(read_config(settings | {"quantize": kind}), 1.0) for kind in ("none", how)
+        step_memory(read_config(settings | {"quantize": kind} | form), 1.0)
+        for kind, form in (("none", {"layer-form": "factored"}), (how, {}))
     )
     network = Workbench(read_config(settings)).model.network
     linears = quantizable(network, [network.get_parameter("score.weight")]).values()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import datasets
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 
@@ -17,7 +19,7 @@ from ravan_flwr import client, worker
 from ravan_flwr.config import read_config
 from ravan_flwr.payload import FIXED, from_record, to_record
 from ravan_flwr.workbench import Workbench
-from tests.deployment import wait_for
+from tests.deployment import ROOT, wait_for
 
 RUN_CONFIG = {"local-steps": 2, "batch-size": 8, "clients-per-round": 2, "init": "data-aware"}
 BUSY = RUN_CONFIG | {"local-steps": 100_000}
@@ -40,6 +42,8 @@ def owner(home, monkeypatch):
         process.kill()
         process.wait()
         wait_for(lambda: not workers(process.pid), 20, "the worker to end with its owner")
+        while worker._started:
+            worker._started.pop().wait()
 
 
 def workers(owner):
@@ -106,13 +110,16 @@ def test_the_nodes_state_is_kept_by_flower_and_not_by_the_worker(owner):
 
 
 def test_what_is_wrong_is_told_as_it_would_be_without(owner):
-    with pytest.raises(ValueError, match="budget is 2, expected a number above 0"):
-        worker.ask("query", RecordDict(), context(budget=2))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="budget is 2, expected a number above 0"):
+            worker.ask("query", RecordDict(), context(budget=2))
+        (pid,) = workers(owner.pid)
     with pytest.raises(RuntimeError, match="KeyError: 'arrays'"):
         worker.ask("train", RecordDict({"config": ConfigRecord({"share": 1.0})}), context())
-    (pid,) = workers(owner.pid)
+    # Bad input leaves it as it is; after another error there is a new one.
     assert worker.ask("query", RecordDict(), context())
-    assert workers(owner.pid) == [pid]  # it survived both
+    (other,) = workers(owner.pid)
+    assert pid != other
 
 
 @contextmanager
@@ -126,15 +133,15 @@ from tests import test_worker
 tempfile.tempdir, os.getppid = {str(home)!r}, lambda: {owner.pid}
 worker.ask("train", test_worker.training(), test_worker.context(test_worker.BUSY))
 """
-    root = str(Path(__file__).resolve().parent.parent)
-    environment = os.environ | {"PYTHONPATH": root}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    worker.ask("query", RecordDict(), context())  # with all imports
+    (pid,) = workers(owner.pid)
+    before = _seconds(pid)
     with subprocess.Popen(
         [sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE
     ) as process:
-        wait_for(lambda: workers(owner.pid), 60, "the worker to be asked")
-        (pid,) = workers(owner.pid)
-        # It holds its model once it has torch's threads; then it trains.
-        wait_for(lambda: _seconds(pid) > 6, 120, "the worker to train")
+        # All that is left to it is to read model and examples anew, a second, and to train.
+        wait_for(lambda: _seconds(pid) > before + 5, 120, "the worker to train")
         yield process
         process.kill()
 
@@ -160,15 +167,53 @@ def test_it_ends_when_whoever_asked_is_gone_and_another_takes_its_place(owner, h
     assert worker.ask("query", RecordDict(), context())
 
 
-def test_other_code_has_a_worker_of_its_own(owner, monkeypatch):
+def test_another_app_has_a_worker_of_its_own(owner, home, tmp_path):
+    """Other code, in another folder, asked for where a checkout of this one lies."""
     worker.ask("query", RecordDict(), context())
     (old,) = workers(owner.pid)
-    monkeypatch.setattr(worker, "code_fingerprint", lambda: "of another version")
-    with pytest.raises(RuntimeError, match="the warm worker did not start"):
-        worker.ask("query", RecordDict(), context())  # since it has this version, in fact
-    wait_for(lambda: not workers(owner.pid), 20, "both workers to end")
-    monkeypatch.undo()
-    assert old not in workers(owner.pid)
+    shutil.copytree(ROOT / "ravan_flwr", tmp_path / "ravan_flwr")
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    with (tmp_path / "ravan_flwr" / "client.py").open("a") as file:
+        file.write("\n_ANSWERS['query'] = lambda _: RecordDict({'other': ConfigRecord()})\n")
+    program = f"""
+import os, sys, tempfile
+sys.path.insert(0, {str(tmp_path)!r})
+from flwr.app import Context, RecordDict
+from ravan_flwr import worker
+tempfile.tempdir, os.getppid = {str(home)!r}, lambda: {owner.pid}
+node = {{"partition-id": 0, "num-partitions": 1}}
+context = Context(run_id=2, node_id=7, node_config=node, state=RecordDict(), run_config={{}})
+print(list(worker.ask("query", RecordDict(), context)))
+"""
+    told = tmp_path / "told"
+    with told.open("w") as file:  # no pipe: the worker keeps it open
+        subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, stdout=file)
+    assert told.read_text() == "['other']\n"
+    (new,) = workers(owner.pid)
+    assert new != old
+
+
+def test_a_new_run_reads_everything_anew(owner, tmp_path):
+    """Also of the same settings: examples may have changed, and fixed bases were the old run's."""
+    own = {"data-path": str(tmp_path)}
+    images = [[[float(row == column) for column in range(8)] for row in range(8)]]
+
+    def answered(number, run_id):
+        table = {"image": images * number, "label": [1] * number}
+        datasets.Dataset.from_dict(table).to_parquet(tmp_path / "digits.parquet")
+        asked = context(**own)
+        asked.run_id = run_id
+        return worker.ask("query", RecordDict(), asked).config_records["member"]["examples"]
+
+    assert [answered(10, 1), answered(20, 1), answered(30, 2)] == [10, 10, 30]
+    assert len(workers(owner.pid)) == 1
+
+
+def test_a_socket_needs_a_short_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 80)))
+    (tmp_path / ("x" * 80)).mkdir()
+    with pytest.raises(RuntimeError, match="for the warm worker's socket; set a shorter TMPDIR"):
+        worker._folder()
 
 
 def test_a_worker_that_died_is_replaced(owner):

@@ -86,6 +86,8 @@ class MultiHeadLinear(nn.Module):
     def _merges(self, x: Tensor) -> bool:
         """Is W + B C A to be used as one weight? If that is exact enough, and less work."""
         weight, device = self.base.weight, x.device.type
+        if weight.requires_grad:  # as in Fed-SB's first round: merging is for constants
+            return False
         if self.form != "auto":
             return self.form == "merged"
         if weight.dtype != x.dtype or torch.finfo(x.dtype).bits < MERGED_BITS:

@@ -1,4 +1,4 @@
-"""Running weighted means of float32 tensors, kept in float64: their order leaves no trace."""
+"""Running weighted means of float32 tensors, kept in float64: their order hardly leaves a trace."""
 
 from collections.abc import Mapping
 
