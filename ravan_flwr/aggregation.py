@@ -13,7 +13,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ravan_flwr.methods.base import CLASSIFIER, Method, Round, Tensors, check_tensor
+from ravan_flwr.methods.base import (
+    CLASSIFIER,
+    Method,
+    Round,
+    Tensors,
+    check_tensor,
+    sum_of_squares,
+)
 from ravan_flwr.methods.means import Means
 from ravan_flwr.robust import RobustRound
 
@@ -67,8 +74,7 @@ class Aggregate:
 
 def check_norm(upload: Mapping[str, Tensor], max_norm: float) -> None:
     """Raise ValueError if the norm over all tensors is larger, or no number."""
-    flat = [t.reshape(-1) for t in upload.values() if t.is_floating_point()]
-    norm = math.sqrt(sum(float(t @ t) for t in flat))
+    norm = math.sqrt(sum(sum_of_squares(t) for t in upload.values() if t.is_floating_point()))
     if not norm <= max_norm:
         raise ValueError(
             f"upload has norm {norm:.4g}, expected at most {max_norm:g}; lower learning-rate, or "
