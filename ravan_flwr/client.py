@@ -33,7 +33,7 @@ from ravan_flwr.training import (
     evaluate,
     train_locally,
 )
-from ravan_flwr.wire import decode, encode
+from ravan_flwr.wire import decode, encode, wire_of_round
 from ravan_flwr.workbench import EVALUATION_BATCH, Examples, Workbench, get_workbench
 
 
@@ -102,7 +102,11 @@ class _Client:
     @property
     def broadcast(self) -> Tensors:
         sent = from_record(self.content.array_records["arrays"])
-        return decode(sent, self.config.wire) if self.round else sent
+        return decode(sent, self.wire)
+
+    @property
+    def wire(self) -> str:
+        return wire_of_round(self.config.wire, self.round)
 
     @property
     def purpose(self) -> tuple[int, int, int]:
@@ -165,9 +169,7 @@ def _calibrate(client: _Client) -> RecordDict:
 
 def _trained(client: _Client, result: LocalResult) -> RecordDict:
     seed, *who = client.purpose
-    upload, wire = result.upload, client.config.wire
-    if client.round:  # a calibration travels as it is
-        upload = encode(upload, wire, generator(seed, "wire up", *who))
+    upload = encode(result.upload, client.wire, generator(seed, "wire up", *who))
     metrics = MetricRecord(
         {
             "round": client.round,

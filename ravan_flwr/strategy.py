@@ -25,7 +25,7 @@ from ravan_flwr.replies import Trained, read_evaluated, read_trained
 from ravan_flwr.roster import Member, sample
 from ravan_flwr.seeding import generator
 from ravan_flwr.server_optimizer import ServerOptimizer
-from ravan_flwr.wire import encode
+from ravan_flwr.wire import encode, wire_of_round
 
 log = getLogger(__name__)
 
@@ -264,7 +264,7 @@ class PeftStrategy(Strategy):
         for reply in replies:
             member, bytes_down = self.mail.sender(reply, self._ledger)
             try:
-                wire = self.config.wire if server_round else "float32"  # a calibration's
+                wire = wire_of_round(self.config.wire, server_round)
                 trained = read_trained(reply, member, server_round, self.derived, wire)
             except ValueError as error:
                 self._reject(member, error)

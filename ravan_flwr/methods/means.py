@@ -11,7 +11,7 @@ class Mean:
 
     def __init__(self, old: Tensor) -> None:
         self.old = old
-        self.sum = torch.zeros_like(old, dtype=torch.float64, memory_format=torch.contiguous_format)
+        self.sum = torch.zeros_like(old, dtype=torch.float64)
         self.weight = 0.0
 
     def add(self, tensor: Tensor, weight: float) -> None:

@@ -271,7 +271,7 @@ class HeadMeans:
 
     def __init__(self, H: Tensor) -> None:
         self.old = H
-        self.sum = torch.zeros(H.shape, dtype=torch.float64).flatten(0, 1)
+        self.sum = torch.zeros_like(H, dtype=torch.float64).flatten(0, 1)
         self.weight = torch.zeros(len(self.sum), dtype=torch.float64)
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
