@@ -33,6 +33,7 @@ bench: $(INSTALLED)
 	@mkdir -p bench
 	$(BIN)/python benchmarks/layers.py --repetitions 5 --json bench/layers.json $(CHECK)
 	$(BIN)/python benchmarks/server.py --json bench/server.json $(CHECK)
+	$(BIN)/python -m benchmarks.overhead --json bench/overhead.json $(CHECK)
 	$(BIN)/python benchmarks/startup.py --runs 3 --json bench/startup.json $(CHECK)
 	$(BIN)/python -m benchmarks.rounds ray --runs 1 --steps 50 --json bench/rounds.json $(CHECK)
 

@@ -1,12 +1,15 @@
 """The server's work in a round, against Flower's FedAvg on the same bytes; a roster of thousands.
 
-    python benchmarks/server.py                    # half a minute
+    python benchmarks/server.py                    # two minutes
 
 A reply has 1.16 million float32 numbers: RAVAN's H of ViT-B/16, 24 layers of 4 heads of rank 110,
 which Flower's FedAvg gets as one Array in its own format. Both start from the messages and end
 with the next global arrays; ours checks every reply (shape, dtype, finite, norm) on the way.
 Sixteen different replies are taken again and again, the two take turns, and a row is the median
 of the repetitions. Memory is what the process grew by.
+
+Methods that need the product of a LoRA's factors, over the same layers with rank 32, against the
+same step with the (out, in) matrices: ten replies, and the next state.
 """
 
 import argparse
@@ -26,23 +29,37 @@ from torch import Tensor
 from ravan_flwr.adapters import Layer
 from ravan_flwr.aggregation import Aggregate
 from ravan_flwr.methods.base import Method, Settings
+from ravan_flwr.methods.fedex_lora import FedExLora
 from ravan_flwr.methods.fedit import FedIT
+from ravan_flwr.methods.flexlora import FlexLora
+from ravan_flwr.methods.hetlora import HetLora
+from ravan_flwr.methods.lora import LoraMethod
 from ravan_flwr.methods.ravan import Ravan, _pack_bits
-from ravan_flwr.payload import from_record, to_record
+from ravan_flwr.payload import to_record, view_record
 from ravan_flwr.roster import Member, sample
 
 LAYERS, HEADS, RANK, SIDE, DIFFERENT = 24, 4, 110, 768, 16
 BAR, ROSTER_BAR = 0.5, 0.010
 
 
-def methods() -> dict[str, Method]:
-    """RAVAN and FedIT over ViT-B/16's adapted matrices, with equal numbers of parameters."""
+def methods() -> tuple[dict[str, Method], dict[str, Method]]:
+    """Methods over ViT-B/16's adapted matrices, with equal numbers of parameters.
+
+    Those whose next state is a mean, and those that work on the products of factors.
+    """
     layers = [Layer(str(n), SIDE, SIDE) for n in range(LAYERS)]
     settings = Settings(
         seed=0, lora_rank=32, rank=None, lora_scale=1.0, heads=HEADS, init="normal", init_scale=1.0,
         calibration_steps=1, scaling="constant", scoring="random", selection="layer",
     )  # fmt: skip
-    return {"RAVAN": Ravan(settings, layers, 0), "FedIT": FedIT(settings, layers, 0)}
+    means: dict[str, type[Method]] = {"RAVAN": Ravan, "FedIT": FedIT}
+    products: dict[str, type[Method]] = {
+        "FlexLoRA": FlexLora, "HetLoRA": HetLora, "FedEx-LoRA": FedExLora,
+    }  # fmt: skip
+    return (
+        {name: made(settings, layers, 0) for name, made in means.items()},
+        {name: made(settings, layers, 0) for name, made in products.items()},
+    )
 
 
 def upload(method: Method, seed: int) -> dict[str, Tensor]:
@@ -75,15 +92,47 @@ def of_flower(records: list[ArrayRecord], number: int) -> float:
 
 def of_ours(method: Method, records: list[ArrayRecord], number: int) -> float:
     """Seconds."""
-    state = {name: torch.zeros_like(t) for name, t in from_record(records[0]).items()}
+    state = {name: torch.zeros_like(t) for name, t in view_record(records[0]).items()}
     if isinstance(method, Ravan):
         state = {"H": state["H"].view(LAYERS, HEADS, *state["H"].shape[1:])}
     replies = list(messages(records, number))
     began = time.perf_counter()
     aggregate = Aggregate(method, state, max_norm=1e6)
     for reply in replies:
-        aggregate.offer(from_record(reply.content.array_records["arrays"]), 1.0)
+        aggregate.offer(view_record(reply.content.array_records["arrays"]), 1.0)
     to_record(aggregate.close())
+    return time.perf_counter() - began
+
+
+def of_factors(method: Method, uploads: list[dict[str, Tensor]]) -> float:
+    """Seconds for the server's step of a method of LoRAs."""
+    state = method.initial_state([])
+    began = time.perf_counter()
+    sums = method.open_round(state)
+    for upload in uploads:
+        sums.add(upload, 1.0)
+    sums.close()
+    return time.perf_counter() - began
+
+
+def of_matrices(method: Method, uploads: list[dict[str, Tensor]]) -> float:
+    """The same, written down with the matrices: their mean, their norms, their SVD."""
+    assert isinstance(method, LoraMethod)
+    began = time.perf_counter()
+    factors = [method.split(upload) for upload in uploads]
+    for layer in range(LAYERS):
+        products = [Bs[layer].double() @ As[layer].double() for Bs, As in factors]
+        if isinstance(method, HetLora):
+            norms = [float(product.norm()) for product in products]
+            for which in (0, 1):
+                sum(n * pair[which][layer].double() for n, pair in zip(norms, factors, strict=True))
+            continue
+        mean = torch.stack(products).mean(0)
+        if isinstance(method, FlexLora):
+            torch.linalg.svd(mean, full_matrices=False)
+        else:
+            B, A = (torch.stack([p[w][layer].double() for p in factors]).mean(0) for w in (0, 1))
+            mean -= B @ A
     return time.perf_counter() - began
 
 
@@ -123,7 +172,8 @@ def main() -> None:
     missed = []
     print("| aggregation | ms a reply | Flower's FedAvg, ms | ratio | MB grown |")
     print("| --- | --- | --- | --- | --- |")
-    for name, method in methods().items():
+    means, products = methods()
+    for name, method in means.items():
         uploads = [upload(method, seed) for seed in range(DIFFERENT)]
         records = [to_record(tensors) for tensors in uploads]
         theirs = [
@@ -145,6 +195,19 @@ def main() -> None:
         print(f"| {name} | {mine:.3f} | {peer:.3f} | {ratio:.2f} | {grown:.0f} |")
         if ratio > BAR:
             missed.append(f"{name}: {ratio:.2f} x FedAvg's time, bar {BAR}")
+    print("\n| ten replies and the next state | seconds | by matrices | ratio |")
+    print("| --- | --- | --- | --- |")
+    for name, method in products.items():
+        uploads = [upload(method, seed) for seed in range(10)]
+        times = [
+            (of_factors(method, uploads), of_matrices(method, uploads))
+            for _ in range(min(3, asked.repetitions))
+        ]
+        ours, dense = zip(*times, strict=True)
+        mine, peer = statistics.median(ours), statistics.median(dense)
+        ratio = statistics.median(a / b for a, b in zip(ours, dense, strict=True))
+        found[name] = {"s": mine, "peer s": peer, "ratio": ratio}
+        print(f"| {name} | {mine:.2f} | {peer:.2f} | {ratio:.2f} |")
     seconds = sampling()
     found["roster"] = {"ms": seconds * 1e3}
     print(f"\n10,000 clients in the roster: {seconds * 1e3:.1f} ms to sample a round")

@@ -18,7 +18,7 @@ from ravan_flwr.methods.base import (
     Method,
     Round,
     Tensors,
-    check_tensor,
+    check_form,
     sum_of_squares,
 )
 from ravan_flwr.methods.means import Means
@@ -57,7 +57,7 @@ class Aggregate:
         own = {k: v for k, v in upload.items() if k not in self._classifier}
         self.method.check(own, share)
         for name, tensor in self._classifier.items():
-            check_tensor(upload, name, tensor.shape, torch.float32)
+            check_form(upload, name, tensor.shape, torch.float32)
         check_norm(upload, self.max_norm)
         if self._robust:
             own = self.method.filled(own, self._state)
@@ -73,9 +73,9 @@ class Aggregate:
 
 
 def check_norm(upload: Mapping[str, Tensor], max_norm: float) -> None:
-    """Raise ValueError if the norm over all tensors is larger, or no number."""
-    norm = math.sqrt(sum(sum_of_squares(t) for t in upload.values() if t.is_floating_point()))
-    if not norm <= max_norm:
+    """Raise ValueError if a number is not finite, or the norm over all tensors is larger."""
+    norm = math.sqrt(sum(sum_of_squares(tensor, name) for name, tensor in upload.items()))
+    if norm > max_norm:
         raise ValueError(
             f"upload has norm {norm:.4g}, expected at most {max_norm:g}; lower learning-rate, or "
             "raise max-update-norm"

@@ -7,6 +7,7 @@ they agree with their number.
 
 import hashlib
 import math
+import warnings
 
 import torch
 from flwr.app import Array, ArrayRecord
@@ -37,7 +38,12 @@ def to_record(tensors: Tensors) -> ArrayRecord:
 
 def from_record(record: ArrayRecord) -> Tensors:
     """The tensors of a record of unknown origin; ValueError for anything that is not sound."""
-    return {name: _from_array(name, array) for name, array in record.items()}
+    return {name: tensor.clone() for name, tensor in view_record(record).items()}
+
+
+def view_record(record: ArrayRecord) -> Tensors:
+    """The same without a copy of the bytes, for those who read and never write."""
+    return {name: _view_array(name, array) for name, array in record.items()}
 
 
 def num_bytes(record: ArrayRecord) -> int:
@@ -64,7 +70,7 @@ def _to_array(tensor: Tensor) -> Array:
     )
 
 
-def _from_array(name: str, array: Array) -> Tensor:
+def _view_array(name: str, array: Array) -> Tensor:
     if array.stype != STYPE:
         raise ValueError(f"array {name!r} is of stype {array.stype!r}, expected {STYPE!r}")
     if array.dtype not in _DTYPES:
@@ -80,4 +86,6 @@ def _from_array(name: str, array: Array) -> Tensor:
         )
     if not array.data:
         return torch.empty(array.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(array.data), dtype=dtype).view(array.shape)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(array.data, dtype=dtype).view(array.shape)

@@ -12,7 +12,7 @@ from typing import Any
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.payload import from_record
+from ravan_flwr.payload import view_record
 from ravan_flwr.roster import Member, check_derived
 from ravan_flwr.wire import decode
 
@@ -21,7 +21,7 @@ from ravan_flwr.wire import decode
 class Trained:
     """A reply to a training message."""
 
-    upload: Tensors
+    upload: Tensors  # over the message's own bytes: to be read only
     metrics: dict[str, float]  # `train-loss` and `seconds`
 
 
@@ -40,7 +40,7 @@ def read_trained(
     numbers = told if isinstance(told, list) else []
     check_derived([float(number) for number in numbers], derived, member.versions)
     values = {key: finite(metrics, key) for key in ("train-loss", "seconds")}
-    return Trained(decode(from_record(_arrays_of(content)), wire), values)
+    return Trained(decode(view_record(_arrays_of(content)), wire), values)
 
 
 def read_evaluated(

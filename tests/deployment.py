@@ -69,8 +69,10 @@ class Deployment(AbstractContextManager["Deployment"]):
         for number in self._supernodes:
             self.stop_node(number)
         self.stop_superlink()
+        # A client process that was asking a node that is gone sleeps up to 20 s between attempts,
+        # and only then notices that it should end.
         with suppress(TimeoutError):
-            wait_for(lambda: not self._processes(self.folder), 20, "the last process to end")
+            wait_for(lambda: not self._processes(self.folder), 60, "the last process to end")
         for pid in self._processes(self.folder):
             self.left_running.append(_command_line(pid))
             _send(pid, signal.SIGKILL)

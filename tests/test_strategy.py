@@ -230,7 +230,10 @@ def test_a_bad_reply_is_rejected_with_its_reason_and_the_round_goes_on(fault):
 
 CALIBRATION_FAULTS = {key: FAULTS[key] for key in ("it raises", "other bases", "no arrays")} | {
     "wrong shape": (with_tensor("change", torch.zeros(3)), r"change is torch.float32 \(3,\)"),
-    "not finite": (with_tensor("change", torch.full((58,), torch.nan)), "norm nan"),
+    "not finite": (
+        with_tensor("change", torch.full((58,), torch.nan)),
+        "change has values that are not finite",
+    ),
     "huge": (with_tensor("change", torch.full((58,), 1e9)), r"norm 7.616e\+09, expected at most"),
 }
 

@@ -11,37 +11,43 @@ from torch import Tensor
 class ProductSum:
     """sum_i w_i B_i A_i in float64, exact to rounding.
 
-    The factors grow by the rank of each product, until QR decompositions bring them back to
-    the smaller side of the matrix: memory does not grow with the number of products.
+    The factors are kept until they would have more columns than the matrix has. Then the matrix is
+    smaller than they are, and takes them in: memory does not grow with the number of products.
     """
 
     def __init__(self, out_features: int, in_features: int) -> None:
         self.side = min(out_features, in_features)
-        self.B = torch.zeros(out_features, 0, dtype=torch.float64)
-        self.A = torch.zeros(0, in_features, dtype=torch.float64)
+        self.folded: Tensor | None = None
+        self._Bs = [torch.zeros(out_features, 0, dtype=torch.float64)]
+        self._As = [torch.zeros(0, in_features, dtype=torch.float64)]
 
     def add(self, B: Tensor, A: Tensor, weight: float = 1.0) -> None:
         """One more product, B (out, r) and A (r, in)."""
-        self.B = torch.cat([self.B, weight * B.double()], dim=1)
-        self.A = torch.cat([self.A, A.double()])
-        if len(self.A) > 2 * self.side:
-            Q, core, P = self._factorised()
-            if len(self.B) < self.A.shape[1]:  # keep the orthonormal factor on the smaller side
-                self.B, self.A = Q, core @ P.mT
-            else:
-                self.B, self.A = Q @ core, P.mT
+        self._Bs.append(weight * B.double())
+        self._As.append(A.double())
+        if sum(map(len, self._As)) > self.side:
+            self.dense()
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """B (out, k) and A (k, in), of those products that the matrix has not taken in."""
+        return torch.cat(self._Bs, dim=1), torch.cat(self._As)
+
+    def dense(self) -> Tensor:
+        """The matrix of all of them, (out, in), which takes in those that are left."""
+        B, A = self.factors()
+        self.folded = B @ A if self.folded is None else self.folded.addmm_(B, A)
+        del self._Bs[1:], self._As[1:]
+        return self.folded
 
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
         """U (out, k), the k singular values, V^T (k, in); each column of U has its sign fixed."""
-        Q, core, P = self._factorised()
-        U, S, Vh = svd(core)
-        return fix_signs(Q @ U, S, Vh @ P.mT)
-
-    def _factorised(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Q (out, m) and P (in, n) with orthonormal columns, core (m, n): Q core P^T."""
-        Q, R = torch.linalg.qr(self.B)
-        P, S = torch.linalg.qr(self.A.mT)
-        return Q, R @ S.mT, P
+        if self.folded is not None:
+            return svd(self.dense())
+        B, A = self.factors()
+        Q, R = torch.linalg.qr(B)
+        P, S = torch.linalg.qr(A.mT)
+        U, values, Vh = svd(R @ S.mT)
+        return fix_signs(Q @ U, values, Vh @ P.mT)
 
 
 def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -176,11 +176,14 @@ class Method(ABC):
         return sum(tensor.numel() * tensor.element_size() for tensor in sent)
 
     def check(self, upload: Mapping[str, Tensor], share: float) -> None:
-        """Raise ValueError unless such a client may send such an upload."""
+        """Raise ValueError unless uploads of such a client look like this one.
+
+        That its numbers are finite is no question of the method.
+        """
         shapes = self.upload_shapes(share)
         check_names(upload, list(shapes))
         for name, shape in shapes.items():
-            check_tensor(upload, name, shape, torch.float32)
+            check_form(upload, name, shape, torch.float32)
 
     def heads_in(self, upload: Mapping[str, Tensor]) -> list[list[int]]:  # noqa: ARG002
         """The heads of each layer that a checked upload holds; a LoRA has the one head 0."""
@@ -270,6 +273,16 @@ def check_tensor(
     upload: Mapping[str, Tensor], name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """The upload's tensor of that name, of exactly that shape and dtype, finite throughout."""
+    tensor = check_form(upload, name, shape, dtype)
+    if not tensor.is_meta:  # a plan has shapes only
+        sum_of_squares(tensor, name)
+    return tensor
+
+
+def check_form(
+    upload: Mapping[str, Tensor], name: str, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """The upload's tensor of that name, of exactly that shape and dtype."""
     if name not in upload:
         raise ValueError(f"got tensors {sorted(upload)}, expected {name!r} among them")
     tensor = upload[name]
@@ -277,21 +290,23 @@ def check_tensor(
         raise ValueError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {tuple(shape)}"
         )
-    if not tensor.is_meta and not is_finite(tensor):  # a plan has shapes only
-        raise ValueError(f"{name} has values that are not finite, expected finite ones")
     return tensor
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Has it neither infinities nor NaN?"""
-    return not tensor.is_floating_point() or math.isfinite(sum_of_squares(tensor))
+def sum_of_squares(tensor: Tensor, name: str) -> float:
+    """Zero for integers; ValueError if a number is not finite.
 
-
-def sum_of_squares(tensor: Tensor) -> float:
-    """Of a float32 tensor; finite where the tensor is. In float32, unless that overflows."""
+    In float32, unless that overflows: one reading of the tensor, and no copy of it.
+    """
+    if not tensor.is_floating_point():
+        return 0.0
     flat = tensor.detach().reshape(-1)
-    quick = float(flat @ flat)
-    return quick if math.isfinite(quick) else float(flat.double().square().sum())
+    total = float(flat @ flat)
+    if not math.isfinite(total):
+        total = float(flat.double().square().sum())
+    if not math.isfinite(total):
+        raise ValueError(f"{name} has values that are not finite, expected finite ones")
+    return total
 
 
 def check_names(upload: Mapping[str, Tensor], expected: Sequence[str]) -> None:

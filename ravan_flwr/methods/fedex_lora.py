@@ -98,14 +98,15 @@ class Residual:
         U, V = self.parts
         return U @ V
 
-    def plus(self, B: Tensor, A: Tensor, rank: int) -> "Residual":
-        """With a product in float64 added, which makes the rank of all of it `rank`."""
-        if self.size(self.layer, rank) < len(B) * A.shape[1]:
+    def plus(self, moment: ProductSum, factor: float, rank: int) -> "Residual":
+        """With that many times the moment added, which makes the rank of all of it `rank`."""
+        if self.size(self.layer, rank) < self.layer.out_features * self.layer.in_features:
             U, V = self.parts
-            return Residual(self.layer, rank, (torch.cat([U, B], dim=1), torch.cat([V, A])))
+            B, A = moment.factors()
+            return Residual(self.layer, rank, (torch.cat([U, factor * B], 1), torch.cat([V, A])))
         dense = self.dense()
-        total = B @ A if dense is None else dense.double() + B @ A
-        return Residual(self.layer, rank, (total,))
+        total = factor * moment.dense()
+        return Residual(self.layer, rank, (total if dense is None else total + dense,))
 
 
 class ExactMeans:
@@ -142,7 +143,7 @@ class ExactMeans:
         if self.count > 1:
             factor = self.method.settings.lora_scale / self.means["B"].weight
             residuals = [
-                residual.plus(factor * moment.B, moment.A, rank)
+                residual.plus(moment, factor, rank)
                 for residual, moment in zip(residuals, self.moments, strict=True)
             ]
         return {name: mean.close() for name, mean in self.means.items()} | {

@@ -5,6 +5,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+_BLOCK = 2**17
+
+
+def add_to(total: Tensor, tensor: Tensor, weight: float) -> None:
+    """Add weight * tensor, in float32, to a total in float64; both are contiguous.
+
+    PyTorch makes a float64 copy of the tensor first: block by block, that stays in the processor.
+    """
+    parts = zip(total.view(-1).split(_BLOCK), tensor.view(-1).split(_BLOCK), strict=True)
+    for of_total, part in parts:
+        of_total.add_(part, alpha=weight)
+
 
 class Mean:
     """A running weighted mean of tensors of one shape."""
@@ -16,7 +28,7 @@ class Mean:
 
     def add(self, tensor: Tensor, weight: float) -> None:
         """One more."""
-        self.sum.add_(tensor, alpha=weight)
+        add_to(self.sum, tensor, weight)
         self.weight += weight
 
     def close(self) -> Tensor:

@@ -31,9 +31,11 @@ from ravan_flwr.methods.base import (
     Method,
     Settings,
     Tensors,
+    check_form,
     check_names,
     check_tensor,
 )
+from ravan_flwr.methods.means import add_to
 from ravan_flwr.methods.multihead import fingerprint_of_bases, load_bases, multiheads
 from ravan_flwr.seeding import generator
 from ravan_flwr.selection import best_heads, score_heads
@@ -151,7 +153,7 @@ class Ravan(Method):
     def check(self, upload: Mapping[str, Tensor], share: float) -> None:
         check_names(upload, ["H", "heads"])
         total = len(self.layers) * self.heads
-        packed = check_tensor(upload, "heads", [math.ceil(total / 8)], torch.uint8)
+        packed = check_form(upload, "heads", [math.ceil(total / 8)], torch.uint8)
         bits = _unpack_bits(packed)
         if bits[total:].any():
             raise ValueError(f"heads marks a head beyond the last of {total}")
@@ -164,7 +166,7 @@ class Ravan(Method):
             raise ValueError(
                 f"heads marks {sum(counts)} heads, expected {number * len(self.layers)}"
             )
-        check_tensor(upload, "H", [sum(counts), self.rank, self.rank], torch.float32)
+        check_form(upload, "H", [sum(counts), self.rank, self.rank], torch.float32)
 
     def heads_in(self, upload: Mapping[str, Tensor]) -> list[list[int]]:
         bits = _unpack_bits(upload["heads"])[: len(self.layers) * self.heads]
@@ -279,7 +281,7 @@ class HeadMeans:
         chosen = _unpack_bits(upload["heads"])[: len(self.weight)]
         at = 0
         for start, number in _runs(chosen):
-            self.sum[start : start + number].add_(upload["H"][at : at + number], alpha=weight)
+            add_to(self.sum[start : start + number], upload["H"][at : at + number], weight)
             at += number
         self.weight[chosen] += weight
 
