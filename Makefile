@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
+WORKERS ?= 2
 
 .PHONY: help run simulate test e2e bench lint types check clean
 
 help:
 	@echo "make run       a federated run in Flower's simulation runtime, 20 clients, digits"
 	@echo "make simulate  the same in one process"
-	@echo "make test      the tests"
+	@echo "make test      the tests, on two cores; WORKERS=0 in one process"
 	@echo "make e2e       only the tests of a deployment: a SuperLink with TLS, SuperNodes with keys"
 	@echo "make bench     speed and memory against peers, ten minutes; CHECK=--check fails on a missed bar"
 	@echo "make check     lint, types and tests: what CI runs"
@@ -23,8 +24,9 @@ run: $(INSTALLED)
 simulate: $(INSTALLED)
 	@$(BIN)/ravan-flwr simulate $(ARGS)
 
+# By file, in the order of their names: fixtures are a file's, and the longest come first.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 e2e: $(INSTALLED)
 	$(BIN)/python -m pytest -v tests/test_deployment.py tests/test_deployment_faults.py $(ARGS)

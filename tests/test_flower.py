@@ -72,7 +72,8 @@ def test_the_bundle_runs_away_from_the_checkout(bundle, superlink, tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_in_flowers_runtime(method, superlink, tmp_path):
     config = (
-        f"output-dir='{tmp_path}' method='{method}' num-rounds=2 local-steps=3 clients-per-round=2"
+        f"output-dir='{tmp_path}' method='{method}' num-rounds=2 local-steps=3 clients-per-round=2 "
+        "report='no' tracking='none'"
     )
     assert superlink.run(ROOT, config, ONE_ACTOR) == "finished:completed"
     (directory,) = tmp_path.iterdir()
@@ -80,7 +81,7 @@ def test_every_method_runs_in_flowers_runtime(method, superlink, tmp_path):
     assert (summary["method"], summary["rounds"], summary["rejected"]) == (method, 2, 0)
     in_process = simulate(
         {"method": method, "num-rounds": 2, "local-steps": 3, "clients-per-round": 2,
-         "output-dir": str(tmp_path / "in-process")}, 3,
+         "report": "no", "tracking": "none", "output-dir": str(tmp_path / "in-process")}, 3,
     ).summary  # fmt: skip
     for key in ("bytes-up", "bytes-down", "trainable-parameters", "rank"):
         assert summary[key] == in_process[key], key
