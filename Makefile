@@ -32,12 +32,13 @@ e2e: $(INSTALLED)
 	$(BIN)/python -m pytest -v tests/test_deployment.py tests/test_deployment_faults.py $(ARGS)
 
 bench: $(INSTALLED)
-	@mkdir -p bench
-	$(BIN)/python benchmarks/layers.py --repetitions 5 --json bench/layers.json $(CHECK)
-	$(BIN)/python benchmarks/server.py --json bench/server.json $(CHECK)
-	$(BIN)/python -m benchmarks.overhead --json bench/overhead.json $(CHECK)
-	$(BIN)/python benchmarks/startup.py --runs 3 --json bench/startup.json $(CHECK)
-	$(BIN)/python -m benchmarks.rounds ray --runs 1 --steps 50 --json bench/rounds.json $(CHECK)
+	@mkdir -p bench; failed=0; \
+	$(BIN)/python benchmarks/layers.py --repetitions 5 --json bench/layers.json $(CHECK) || failed=1; \
+	$(BIN)/python benchmarks/server.py --json bench/server.json $(CHECK) || failed=1; \
+	$(BIN)/python -m benchmarks.overhead --json bench/overhead.json $(CHECK) || failed=1; \
+	$(BIN)/python benchmarks/startup.py --runs 3 --json bench/startup.json $(CHECK) || failed=1; \
+	$(BIN)/python -m benchmarks.rounds ray --runs 1 --steps 50 --json bench/rounds.json $(CHECK) || failed=1; \
+	exit $$failed
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """What a round in process takes beside its training: `digits-vit`, and ViT-B/16's shape.
 
-    python -m benchmarks.overhead                  # three minutes
+    python -m benchmarks.overhead                  # two minutes
 
 Both runs are whole ones, with their records, checkpoints and evaluations; the first round, in which
 things are built, is left out. Training is the clients' local steps (forward, backward, Adam),
@@ -31,7 +31,7 @@ Round = dict[str, float]  # seconds of all of it, of training, of evaluation
 
 # name -> (the most that the rest may be of a round, the number of clients, the run's settings)
 RUNS: dict[str, tuple[float, int, dict[str, Scalar]]] = {
-    "digits-vit, 3 clients, 50 steps of 32": (0.10, 20, {"num-rounds": 11}),
+    "digits-vit, 3 clients, 50 steps of 32": (0.10, 20, {"num-rounds": 8}),
     "ViT-B/16, 1 client, 5 steps of 8": (
         0.02,
         3,
@@ -94,7 +94,7 @@ def write_vit_b16(folder: Path) -> dict[str, Scalar]:
     """ViT-B/16 with random weights and a few pictures, in folders as the hub has them."""
     transformers.ViTModel(transformers.ViTConfig()).save_pretrained(folder / "model")
     transformers.ViTImageProcessor().save_pretrained(folder / "model")
-    save_data("svhn-vit-b16", folder / "data")  # type: ignore[no-untyped-call]
+    save_data("svhn-vit-b16", folder / "data", train=30, test=8)  # type: ignore[no-untyped-call]
     return {"model": str(folder / "model"), "data": str(folder / "data")}
 
 

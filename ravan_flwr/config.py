@@ -122,8 +122,9 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
             values[key] = preset.run[key]
     budget, method = str(values["parameter-budget"]), str(values["method"])
     if values["rank"] == AUTO and run_config.get("lora-rank", AUTO) == AUTO:
-        # The preset's ranks are those of its own heads.
+        # The preset's ranks are those of its own heads, model and targets.
         own = run_config.get("heads", AUTO) in (AUTO, preset.run["heads"])
+        own = own and {run_config.get(key, AUTO) for key in ("model", "targets")} == {AUTO}
         values["rank"] = preset.ranks[budget].get(method, AUTO) if own else AUTO
     if values["lora-rank"] == AUTO:
         values["lora-rank"] = preset.lora_rank[budget]

@@ -4,11 +4,12 @@ Simulated clients share a data set, dealt out by the partitioners of flwr-datase
 has a folder of its own (`data-path` in its node config), which is read where it lies.
 """
 
+import glob
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
@@ -142,7 +143,9 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
             "them; take the others out"
         )
     ((kind, names),) = by_kind.items()
-    how = {"data_dir": str(folder)} if kind == "imagefolder" else {"data_files": names}
+    how: dict[str, Any] = {"data_files": [glob.escape(name) for name in names]}
+    if kind == "imagefolder":  # a label by its folder, be there one or many, whatever its name
+        how = {"data_files": f"{glob.escape(str(folder))}/**", "drop_labels": False}
     with telling("data", path):
         try:
             cache = str(cache_of(folder))

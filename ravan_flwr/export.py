@@ -25,8 +25,6 @@ from ravan_flwr.records import RunDirectory, write_atomically
 from ravan_flwr.result import result_of
 from ravan_flwr.workbench import Workbench
 
-FORMS = ("peft", "merged")
-
 
 def export_run(run: Path | str, form: str, folder: Path | str) -> None:
     """Write a finished run's result to a new folder."""

@@ -47,7 +47,8 @@ class Run:
         done = (path / "summary.json").is_file()
         summary = directory.read_json("summary.json") if done else None
         config = directory.read_json("config.json")
-        config["num-clients"] = rounds[-1]["partitions"]  # there it is the preset's
+        # There it is the preset's. Devices with their own data may have become fewer.
+        config["num-clients"] = max(record["partitions"] for record in rounds)
         return cls(path, config, rounds, summary)
 
     @property

@@ -79,7 +79,8 @@ def _view_array(name: str, array: Array) -> Tensor:
         )
     dtype = _DTYPES[array.dtype]
     expected = math.prod(array.shape) * dtype.itemsize
-    if any(side < 0 for side in array.shape) or len(array.data) != expected:
+    most = math.prod(max(side, 1) for side in array.shape) * dtype.itemsize  # were none of them 0
+    if any(side < 0 for side in array.shape) or len(array.data) != expected or most >= 2**63:
         raise ValueError(
             f"array {name!r} has {len(array.data)} bytes, expected {expected} for "
             f"{array.dtype} {tuple(array.shape)}"

@@ -56,7 +56,14 @@ def _replacement(library: ModuleType, how: str, linear: nn.Linear, dtype: torch.
         small.weight = library.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
     if linear.bias is not None:
         small.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
+    small.weight_norm = float(weight.norm())
     return cast(nn.Module, small.to(device))
+
+
+def weight_norm(linear: nn.Linear) -> float:
+    """Of the weight before it was quantised, if it was: its bits are packed."""
+    known = getattr(linear, "weight_norm", None)
+    return float(linear.weight.detach().norm()) if known is None else cast(float, known)
 
 
 def _library() -> ModuleType:

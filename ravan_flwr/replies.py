@@ -54,6 +54,14 @@ def read_evaluated(
     return number, {name: finite(metrics, name) for name in names}
 
 
+def most_held_back(trained: int, share: float) -> int:
+    """How many examples a client with so many to train on can have held back, at that share.
+
+    Of n it holds back ceil(share n), less than share n + 1: no claim outweighs the others.
+    """
+    return math.ceil((trained * share + 1) / (1 - share) - 1e-9)
+
+
 def content_of(reply: Message) -> RecordDict:
     """What a reply brings; ValueError with the node's reason if it brings an error."""
     if reply.has_error():

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ravan_flwr.methods.base import Tensors
 
-ROBUST = ("none", "median", "trimmed-mean")
 TRIMMED = 0.2  # the share of the replies that is cut off at either end, at least one of three
 
 

@@ -66,6 +66,8 @@ def read_member(node_id: int, answer: Mapping[str, Any]) -> Member:
     for key, kind in kinds.items():
         if type(answer.get(key)) is not kind:
             raise ValueError(f"{key} is {answer.get(key)!r}, expected {kind.__name__}")
+    if not all(type(number) is float for number in answer["derived"]):
+        raise ValueError(f"derived is {answer['derived']!r}, expected float numbers")
     if not 0 <= answer["partition-id"] < answer["num-partitions"]:
         raise ValueError(
             f"partition-id is {answer['partition-id']}, expected 0 to "

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ravan_flwr.adapters import MultiHeadLinear
 from ravan_flwr.adapters.sketch import watch_gradients
+from ravan_flwr.quantize import weight_norm
 
 Heads = list[list[int]]  # for each layer the heads, in ascending order
 
@@ -40,7 +41,7 @@ def _weight_scores(
     layers: Sequence[MultiHeadLinear], _: torch.Generator, __: Callable[[], object]
 ) -> Tensor:
     """Relative to the norm of W: how much of its layer a head has already changed."""
-    norms = [layer.products().norm(dim=(1, 2)) / layer.base.weight.norm() for layer in layers]
+    norms = [layer.products().norm(dim=(1, 2)) / weight_norm(layer.base) for layer in layers]
     return torch.stack(norms).cpu()
 
 

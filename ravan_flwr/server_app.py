@@ -1,7 +1,9 @@
 """The ServerApp: put together, start, save."""
 
 import dataclasses
+import math
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from logging import getLogger
 from pathlib import Path
@@ -42,6 +44,8 @@ def main(grid: Grid, context: Context) -> None:
     earlier = _resumed(config)
     bench = get_workbench(config)
     resolved = dataclasses.replace(config, rank=bench.model.method.rank)
+    if earlier is not None:
+        _check_same_run(earlier, resolved)
     directory = earlier or RunDirectory.create(
         parent, f"{config.preset}-{config.method}-seed{config.seed}"
     )
@@ -64,7 +68,6 @@ def _run(
     state, first, fixed = model.initial_state(), 1, None
     moments: Tensors = {}
     if resume:
-        _check_same_run(directory, config)
         done, state, moments = load_checkpoint(directory.checkpoints)
         records, first = directory.keep_rounds(done), done + 1
         fixed = load_fixed(directory.checkpoints)
@@ -80,9 +83,9 @@ def _run(
     else:
         directory.write_json("config.json", config.as_dict())
 
-    def evaluate_state(_: int, arrays: ArrayRecord) -> MetricRecord:
+    def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
         with model.holding(from_record(arrays)):
-            return MetricRecord(dict(bench.evaluate()))
+            return MetricRecord(_finite(bench.evaluate(), number))
 
     progress = Progress(first, config.num_rounds, bench.task.metric)
     trackers = Trackers(config.tracking, directory.path, config.as_dict())
@@ -162,6 +165,18 @@ class _Keeper:
         self.records.append(record)
         self.progress.round(record)
         self.trackers.round(record)
+
+
+def _finite(measured: Mapping[str, float], number: int) -> dict[str, Any]:
+    """The same; RuntimeError for a model that is no good any more."""
+    for name, value in measured.items():
+        if not math.isfinite(value):
+            raise RuntimeError(
+                f"round {number}: its evaluation gave {name} = {value}, expected a finite number: "
+                f"training diverged. Round {number - 1} is in the last checkpoint; start again "
+                "with a lower learning-rate"
+            )
+    return dict(measured)
 
 
 def _output_folder(config: Config) -> Path:

@@ -21,7 +21,7 @@ from ravan_flwr.mailbox import Mailbox
 from ravan_flwr.methods.base import Method, Tensors
 from ravan_flwr.payload import from_record, num_bytes, to_record
 from ravan_flwr.recruiting import Recruiter
-from ravan_flwr.replies import Trained, read_evaluated, read_trained
+from ravan_flwr.replies import Trained, most_held_back, read_evaluated, read_trained
 from ravan_flwr.roster import Member, sample
 from ravan_flwr.seeding import generator
 from ravan_flwr.server_optimizer import ServerOptimizer
@@ -162,6 +162,7 @@ class PeftStrategy(Strategy):
         if sums is None:
             return arrays
         self._ledger = Ledger(0, self.roster.partitions)
+        self._wait_for_enough(grid, timeout)
         kind = f"{MessageType.TRAIN}.calibrate"
         members = self._able(grid) if self.method.calibrates_everyone else self._sample(grid, 0)
         messages = [self.mail.message(m, kind, 0, arrays, ConfigRecord()) for m in members]
@@ -302,8 +303,7 @@ class PeftStrategy(Strategy):
         for reply in replies:
             member, _ = self.mail.sender(reply, self._ledger)
             try:
-                # As many as it can have held back: no claim outweighs the others.
-                most = member.examples * share / (1 - share) + 1
+                most = most_held_back(member.examples, share)
                 answer = read_evaluated(reply, server_round, self._measured, most)
             except ValueError as error:
                 self._reject(member, error)

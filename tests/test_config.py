@@ -66,6 +66,17 @@ def test_what_is_given_wins_over_the_preset():
     assert isinstance(config.learning_rate, float)
 
 
+def test_ranks_of_a_preset_are_those_of_its_own_model():
+    def rank(**changed):
+        return read_config({"preset": "svhn-vit-b16", **changed}).rank
+
+    assert rank() == 110
+    assert rank(heads=4) == 110
+    for other in ({"heads": 8}, {"model": "org/swin"}, {"targets": "dense"}, {"lora-rank": 8}):
+        assert rank(**other) is None
+    assert rank(model="org/swin", rank=7) == 7
+
+
 def test_a_resolved_configuration_is_written_in_kebab_case():
     written = read_config({}).as_dict()
     assert written["num-rounds"] == 20

@@ -56,6 +56,33 @@ def test_a_folder_of_images(tmp_path):
     assert sorted(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == [0, 7, 7]
 
 
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["7/a.png", "7/test_b.png"], [7, 7]),  # one label, and a name like that of a split
+        (["7/a.png", "0/2021/7/b.png"], [7, 7]),  # at different depths
+        (["train/7/a.png", "test/0/b.png"], [0, 7]),  # folders like those of splits
+    ],
+)
+def test_images_have_the_label_of_their_folder_wherever_it_is(names, expected, tmp_path):
+    root = tmp_path / "own [2] data"
+    for number, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        pictures([number])[0].save(root / name)
+    examples = own_examples(str(root), spec("svhn-vit-b16"))
+    assert sorted(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == expected
+
+
+@LEFT_OPEN
+def test_a_table_beside_the_images_has_their_labels(tmp_path):
+    for number in range(2):
+        (tmp_path / "all").mkdir(exist_ok=True)
+        pictures([number])[0].save(tmp_path / "all" / f"{number}.png")
+    (tmp_path / "all" / "metadata.csv").write_text("file_name,label\n0.png,4\n1.png,2\n")
+    examples = own_examples(str(tmp_path), spec("svhn-vit-b16"))
+    assert sorted(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == [2, 4]
+
+
 def test_a_folder_that_changed_is_read_again(rows, tmp_path):
     def write(name, text):
         (tmp_path / name).mkdir()

@@ -6,7 +6,7 @@ from flwr.app import Array, ArrayRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr.payload import STYPE, from_record, num_bytes, to_record
+from ravan_flwr.payload import STYPE, from_record, num_bytes, to_record, view_record
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int32]
 
@@ -27,6 +27,13 @@ def test_what_arrives_can_be_written_to_without_changing_the_record():
     assert torch.equal(from_record(record)["x"], torch.ones(3))
 
 
+def test_a_view_is_the_records_own_bytes():
+    record = to_record({"x": torch.arange(3.0)})
+    one, other = (view_record(record)["x"] for _ in range(2))
+    assert one.tolist() == [0.0, 1.0, 2.0]
+    assert one.data_ptr() == other.data_ptr()
+
+
 def test_transposed_tensors_arrive_as_they_look():
     tensor = torch.arange(6.0).view(2, 3).T
     assert torch.equal(from_record(to_record({"x": tensor}))["x"], tensor)
@@ -40,6 +47,7 @@ def test_transposed_tensors_arrive_as_they_look():
         (Array("float32", (3,), STYPE, b"\0" * 8), "has 8 bytes, expected 12"),
         (Array("float32", (-1, -2), STYPE, b"\0" * 8), "has 8 bytes, expected 8 for"),
         (Array("float32", (2**40, 2**40), STYPE, b""), "has 0 bytes, expected"),
+        (Array("float32", (2**31 - 1,) * 3 + (0,), STYPE, b""), "has 0 bytes, expected 0 for"),
     ],
 )
 def test_an_array_that_is_not_sound_is_refused(array, message):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from ravan_flwr import result_of, simulate
 from ravan_flwr.config import read_config
 from ravan_flwr.export import merged_network
 from ravan_flwr.plan import step_memory
-from ravan_flwr.quantize import BITS, quantizable, quantize
+from ravan_flwr.quantize import BITS, quantizable, quantize, weight_norm
 from ravan_flwr.workbench import Workbench
 from tests.tiny import save_data, save_model
 
@@ -71,6 +72,24 @@ def test_a_run_trains_and_its_export_is_whole(how, method, precision, settings, 
             weight = merged.get_parameter(f"{layer.name}.weight")
             old = whole[f"{layer.name}.base.weight"]
             torch.testing.assert_close(weight, old + delta, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scoring", ["weight", "gradient"])
+@pytest.mark.parametrize("how", BITS)
+def test_heads_are_chosen_by_score(how, scoring, settings, tmp_path):
+    given = settings | {"quantize": how, "scoring": scoring, "budgets": "uniform"}
+    run = simulate(given | {"output-dir": str(tmp_path)}, 2)
+    assert run.summary["rejected"] == 0
+    lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
+    assert any(client["heads"] < 4 for line in lines for client in json.loads(line)["clients"])
+    weight = torch.randn(8, 4)
+    linear = torch.nn.Linear(4, 8)
+    linear.weight.data = weight
+    network = torch.nn.ModuleDict({"a": linear})
+    assert weight_norm(linear) == pytest.approx(float(weight.norm()))
+    quantize(network, how, [])
+    small: Any = network["a"]
+    assert weight_norm(small) == pytest.approx(float(weight.norm()))
 
 
 @pytest.mark.parametrize("method", ["full", "fedex-lora", "fed-sb"])

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -110,6 +111,18 @@ def test_heads_and_participation_are_those_of_the_records(runs):
     assert torch.equal(torch.tensor(shown.tolist()), times)
     norms = charts["norms"].figure.axes[0].images[0].get_array()
     assert norms.shape == (8, 4)
+
+
+def test_clients_that_are_no_longer_there_are_shown(runs, tmp_path):
+    """A run with the devices' own data may go on with fewer of them."""
+    fewer = tmp_path / "fewer"
+    shutil.copytree(runs[0], fewer)
+    records = [json.loads(line) for line in (fewer / "rounds.jsonl").read_text().splitlines()]
+    records[-1] |= {"partitions": 1, "clients": []}
+    (fewer / "rounds.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    (chart,) = [chart for chart in run_charts(Run.read(fewer)) if chart.name == "participation"]
+    axes: Any = chart.figure.axes[0]
+    assert len(axes.patches) == 5
 
 
 def test_norms_of_heads_are_those_of_their_parts_of_the_delta_weight(runs):

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from ravan_flwr.aggregation import Aggregate
 from ravan_flwr.config import read_config
+from ravan_flwr.keys import KEYS
 from ravan_flwr.methods import METHODS, get_method
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.robust import ROBUST, middle
+from ravan_flwr.robust import middle
 from ravan_flwr.workbench import check_method
 from tests.methods import build, some_state, train_client
 
 NUMBERS = st.one_of(st.none(), st.integers(-50, 50))
+HOW = KEYS["robust"].choices[1:]
 ABLE = [name for name in METHODS if get_method(name).averages]
 
 
@@ -34,7 +36,7 @@ def slow(values, old, how):
 def test_the_middle_is_that_of_a_slow_loop(rows):
     replies = [torch.tensor([float("nan") if v is None else float(v) for v in r]) for r in rows]
     old = torch.tensor([7.0, 8.0, 9.0])
-    for how in ROBUST[1:]:
+    for how in HOW:
         expected = [slow([row[i] for row in rows], float(old[i]), how) for i in range(3)]
         torch.testing.assert_close(
             middle(old, replies, how), torch.tensor(expected, dtype=torch.float32)
@@ -48,7 +50,7 @@ def fold(method, state, uploads, robust):
     return pot.close()
 
 
-@pytest.mark.parametrize("how", ROBUST[1:])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", ABLE)
 def test_a_false_reply_of_five_does_not_matter(name, how):
     method, adapters = build(name)
@@ -68,7 +70,7 @@ def test_a_false_reply_of_five_does_not_matter(name, how):
         torch.testing.assert_close(robust[key], tensor)
 
 
-@pytest.mark.parametrize("how", ROBUST[1:])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", ABLE)
 def test_identical_replies_and_their_order_change_nothing(name, how):
     method, adapters = build(name)
@@ -82,7 +84,7 @@ def test_identical_replies_and_their_order_change_nothing(name, how):
         torch.testing.assert_close(same[key], tensor)
 
 
-@pytest.mark.parametrize("how", ROBUST[1:])
+@pytest.mark.parametrize("how", HOW)
 def test_a_head_counts_over_those_that_trained_it(how):
     method, adapters = build("ravan")
     state = some_state(method, adapters)

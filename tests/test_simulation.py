@@ -140,6 +140,11 @@ def test_a_run_goes_on_for_more_rounds_but_not_as_another(tmp_path, monkeypatch)
     assert not (first.run_dir / "summary.json").exists()  # the old end is none any more
     with pytest.raises(ValueError, match=r"differs from this one in seed: then 0, now 1, "):
         run(tmp_path, seed=1, local_steps=4, resume=str(first.run_dir))
+    whole = run(tmp_path, num_rounds=3, resume=str(first.run_dir))
+    with pytest.raises(ValueError, match="seed: then 0, now 1"):
+        run(tmp_path, seed=1, resume=str(first.run_dir))
+    assert (whole.run_dir / "summary.json").exists()  # a mistake does not mark a good run
+    assert not (whole.run_dir / "failure.json").exists()
 
 
 def test_a_failed_run_says_why_in_its_directory(tmp_path):
@@ -147,6 +152,17 @@ def test_a_failed_run_says_why_in_its_directory(tmp_path):
         run(tmp_path, max_update_norm=1e-9)
     (directory,) = tmp_path.iterdir()
     assert "upload has norm" in json.loads((directory / "failure.json").read_text())["error"]
+
+
+def test_a_run_that_diverged_stops_and_keeps_the_round_before(tmp_path, monkeypatch):
+    measured = iter([{"accuracy": 0.5, "loss": 1.0}, {"accuracy": 0.1, "loss": float("nan")}])
+    monkeypatch.setattr("ravan_flwr.workbench.Workbench.evaluate", lambda _: next(measured))
+    told = "round 2: its evaluation gave loss = nan, .*Round 1 is in the last checkpoint"
+    with pytest.raises(RuntimeError, match=told):
+        run(tmp_path, num_rounds=3)
+    (directory,) = tmp_path.iterdir()
+    assert len((directory / "rounds.jsonl").read_text().splitlines()) == 1
+    assert (directory / "checkpoints" / "round-000001.safetensors").exists()
 
 
 def test_fewer_clients_than_asked_for_are_all_taken(tmp_path):
@@ -232,7 +248,7 @@ def test_the_command_prints_a_line_a_round_and_the_directory_first_and_last(tmp_
     [
         (["method=ravn"], 2, "error: method 'ravn' is unknown: did you mean 'ravan'?"),
         (["num-clients=0"], 2, "error: num-clients = 0: expected a whole number at least 1"),
-        (["rank=97"], 2, "error: rank = 97: layer vit.layers.0.attention.q_proj is 96 x 96"),
+        (["rank=97"], 2, "error: rank = 97: the smallest side of an adapted matrix is 96"),
         (["max-update-norm=1e-9", "local-steps=1"], 1, "error: round 1: got no valid reply"),
     ],
 )

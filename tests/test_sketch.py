@@ -23,6 +23,23 @@ def sketch_of(sketcher, G):
     return sketch.flat()
 
 
+@pytest.mark.parametrize("heads", [1, 3, 7, 16])
+def test_heads_that_do_not_all_fit_get_bases_too(heads):
+    """Layers of sides 6 and 5, say, hold two heads of rank 2 and a half."""
+    method, adapters = build("ravan", init="data-aware", heads=heads, rank=2)
+    sums = method.open_calibration()
+    assert sums is not None
+    up, down = method.calibration_bytes()
+    sums.add({"sketch": torch.randn(up // 4, generator=generator(0))}, 1.0)
+    fixed, _ = sums.close()
+    assert sum(tensor.nbytes for tensor in fixed.values()) == down
+    method.load_fixed(adapters, fixed)
+    for layer in adapters:
+        for basis in (*layer.B, *layer.A.mT):
+            eye = basis.T @ basis
+            torch.testing.assert_close(eye / eye[0, 0], torch.eye(2), rtol=1e-4, atol=1e-4)
+
+
 def test_what_a_hook_sees_is_the_gradient_of_the_weight():
     torch.manual_seed(0)
     B, A = make_bases(

@@ -13,6 +13,7 @@ from ravan_flwr.config import read_config
 from ravan_flwr.fingerprint import code_fingerprint
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.payload import from_record, num_bytes, to_record
+from ravan_flwr.replies import most_held_back
 from ravan_flwr.roster import Member, check_derived, read_member, sample
 from ravan_flwr.simulation import InProcessGrid
 from ravan_flwr.strategy import PeftStrategy
@@ -430,7 +431,7 @@ def test_what_clients_say_of_their_evaluation_is_checked():
     reasons = {one["client"]: one["reason"] for one in record["rejected"]}
     assert reasons == {
         "partition 0": "missing 'loss'",
-        "partition 1": "num-examples is 1e+12, expected above 0 and at most 11",
+        "partition 1": "num-examples is 1e+12, expected above 0 and at most 12",
         "partition 2": "accuracy is nan, expected a finite number",
     }
 
@@ -457,6 +458,9 @@ def test_a_message_that_cannot_be_sent_is_told():
         ({"backbone": "x"}, "its backbone has fingerprint x, expected b"),
         ({"derived": (1.0, 3.0)}, r"its bases have fingerprint \[1.0, 3.0\]"),
         ({"examples": 0}, "examples is 0, expected at least 1"),
+        ({"derived": ("a", "b")}, r"derived is \['a', 'b'\], expected float numbers"),
+        ({"num_partitions": 5}, "num-partitions is 5, expected 4 as the others have"),
+        ({"num_partitions": 5, "own_data": True}, None),
         ({"share": 1.5}, "share is 1.5, expected above 0 and at most 1"),
         ({"partition_id": 4}, r"partition-id is 4, expected 0 to 3"),
         ({"partition_id": 0}, "partition-id 0 is taken by node"),
@@ -501,6 +505,64 @@ def test_nodes_that_come_later_are_asked_then_and_those_that_go_are_not_sampled(
     run(nodes, rounds=6, clients_per_round=4, evaluate_fn=evaluate)
     by_round = [{p for r, p in nodes.trained if r == n} for n in range(1, 7)]
     assert by_round == [{0, 2, 3}] * 2 + [{0, 1, 2, 3}] * 2 + [{0, 1, 2}] * 2
+
+
+def test_nobody_waits_for_a_newcomer_that_does_not_answer(monkeypatch):
+    class Thinks(Nodes):
+        """Node 13 comes in round 1, and answers its question in round 3."""
+
+        def pull_messages(self, message_ids):
+            wanted = set(message_ids)
+            if self.members.get(13) and self.trained[-1][0] < 3:
+                wanted -= {k for k, m in self._waiting.items() if m.metadata.dst_node_id == 13}
+            return super().pull_messages(wanted)
+
+    monkeypatch.setattr(recruiting, "QUERY_TIMEOUT", 1800.0)
+    nodes = Thinks()
+    late = nodes.members.pop(13)
+    run(
+        nodes, rounds=5, clients_per_round=4,
+        evaluate_fn=lambda number, _: nodes.members.update({13: late}) if number == 1 else None,
+    )  # fmt: skip
+    by_round = [{p for r, p in nodes.trained if r == n} for n in range(1, 6)]
+    assert by_round == [{0, 2, 3}] * 3 + [{0, 1, 2, 3}] * 2
+
+
+def test_a_node_that_goes_away_when_it_is_asked_is_asked_again():
+    gone = iter([True, True])
+
+    def behave(partition_id, message):
+        if message.metadata.message_type == "query" and partition_id == 1 and next(gone, False):
+            return Message(Error(5, "node is not available"), reply_to=message)
+        return None
+
+    notes, strategy, _ = run(Nodes(behave=behave), clients_per_round=4, evaluate_fn=lambda *_: None)
+    assert not strategy.roster.refused
+    assert all(len(record["clients"]) == 4 for record in notes.records)
+
+
+def test_a_node_that_was_refused_is_asked_again_when_it_comes_back():
+    nodes = Nodes()
+    good, nodes.members[11] = nodes.members[11], member(11, 3, share=7.0)
+
+    def evaluate(number, _):
+        if number == 1:
+            del nodes.members[11]
+        if number == 2:
+            nodes.members[11] = good
+
+    notes, strategy, _ = run(nodes, rounds=4, clients_per_round=4, evaluate_fn=evaluate)
+    assert [len(record["clients"]) for record in notes.records] == [3, 3, 4, 4]
+    assert not strategy.roster.refused
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9])
+def test_whoever_evaluates_on_what_it_held_back_is_believed(share):
+    for number in range(2, 500):
+        held_back = math.ceil(share * number)
+        if held_back < number:
+            most = most_held_back(number - held_back, share)
+            assert held_back <= most <= held_back + 1 / (1 - share) + 2
 
 
 def test_evaluation_on_the_clients_weighs_by_examples():

@@ -309,6 +309,15 @@ def sum_of_squares(tensor: Tensor, name: str) -> float:
     return total
 
 
+def check_rank(rank: int, side: int) -> None:
+    """Raise ValueError if the smallest side of the adapted matrices has no room for the rank."""
+    if rank > side:
+        raise ValueError(
+            f"rank = {rank}: the smallest side of an adapted matrix is {side}, so expected at most "
+            f"{side}; lower rank"
+        )
+
+
 def check_names(upload: Mapping[str, Tensor], expected: Sequence[str]) -> None:
     """Raise ValueError unless the upload has exactly these tensors."""
     if sorted(upload) != sorted(expected):

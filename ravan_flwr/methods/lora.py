@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.budgets import affordable
-from ravan_flwr.methods.base import Method, Settings, Tensors, check_tensor, flatten, probe
+from ravan_flwr.methods.base import (
+    Method,
+    Settings,
+    Tensors,
+    check_rank,
+    check_tensor,
+    flatten,
+    probe,
+)
 from ravan_flwr.seeding import generator
 
 
@@ -32,11 +40,7 @@ class LoraMethod(Method):
         self.ins = [layer.in_features for layer in self.layers]
         self.side = min(*self.outs, *self.ins)
         self.rank = settings.rank or min(self.side, self.budget // self.parameters_a_rank())
-        if self.rank > self.side:
-            raise ValueError(
-                f"rank = {self.rank}: the smallest side of an adapted matrix is {self.side}, so "
-                f"expected at most {self.side}; lower rank"
-            )
+        check_rank(self.rank, self.side)
 
     def parameters_a_rank(self) -> int:
         """What one more rank costs."""

@@ -33,6 +33,7 @@ from ravan_flwr.methods.base import (
     Tensors,
     check_form,
     check_names,
+    check_rank,
     check_tensor,
 )
 from ravan_flwr.methods.means import add_to
@@ -54,6 +55,7 @@ class Ravan(Method):
         self.data_aware = settings.init == "data-aware"
         self.side = min(min(layer.out_features, layer.in_features) for layer in self.layers)
         self.rank = settings.rank or self._largest_rank()
+        check_rank(self.rank, self.side)
         if settings.init in {"gram-schmidt", "data-aware"} and self.heads * self.rank > self.side:
             log.info(
                 "%s: %d heads of rank %d are more than %d dimensions hold; bases are "
@@ -109,12 +111,13 @@ class Ravan(Method):
     # The calibration round of `init = data-aware`.
 
     def _sketchers(self) -> list[Sketcher]:
-        """Half of the heads, at least one, get leading directions."""
-        wanted = max(1, self.heads // 2) * self.rank
-        return [
-            Sketcher(layer, min(wanted, layer.out_features, layer.in_features), self.settings.seed)
-            for layer in self.layers
-        ]
+        """Half of the heads, at least one, get leading directions, as many as the layer holds."""
+        sketchers = []
+        for layer in self.layers:
+            fit = min(layer.out_features, layer.in_features) // self.rank
+            leading = min(max(1, self.heads // 2), fit) * self.rank
+            sketchers.append(Sketcher(layer, leading, self.settings.seed))
+        return sketchers
 
     def open_calibration(self) -> "SketchedBases | None":
         if not self.data_aware:

@@ -15,8 +15,9 @@ from ravan_flwr.studies.tables import write_tables
 log = logging.getLogger(__name__)
 
 
-def run_study(path: Path, folder: Path, jobs: int = 1, engine: str = "process") -> bool:
+def run_study(path: Path | str, folder: Path | str, jobs: int = 1, engine: str = "process") -> bool:
     """Run what is not done yet, `jobs` at a time, and write the tables; True if none failed."""
+    path, folder = Path(path), Path(folder)
     study = read_study(path)
     log.info("%s: %d at a time; folder %s", study.title, jobs, folder)
     clock = _Clock(sum(len(row.seeds) for row in study.rows))
