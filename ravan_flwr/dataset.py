@@ -129,7 +129,8 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
             f"{where}: found no such folder, expected the absolute path of one on this device; "
             "correct it"
         )
-    files = sorted(file for file in folder.rglob("*") if file.is_file()) or [folder]
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and _is_seen(file, folder))
+    files = files or [folder]
     by_kind: dict[str, list[str]] = {}
     for file in files:
         if kind := _KINDS.get(file.suffix.lower()):
@@ -145,7 +146,8 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
     ((kind, names),) = by_kind.items()
     how: dict[str, Any] = {"data_files": [glob.escape(name) for name in names]}
     if kind == "imagefolder":  # a label by its folder, be there one or many, whatever its name
-        how = {"data_files": f"{glob.escape(str(folder))}/**", "drop_labels": False}
+        pattern = glob.escape(str(folder)) + "/**" * folder.is_dir()
+        how = {"data_files": pattern, "drop_labels": False}
     with telling("data", path):
         try:
             cache = str(cache_of(folder))
@@ -161,6 +163,12 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
     if not len(examples):
         raise ValueError(f"{where}: got no example, expected some; fill it")
     return _by_role(examples, spec, where)
+
+
+def _is_seen(file: Path, folder: Path) -> bool:
+    """`datasets` passes over what is hidden, and folders such as `__MACOSX`."""
+    names = file.relative_to(folder).parts
+    return not any(name.startswith((".", "__")) for name in names)
 
 
 # Shares of a data set. flwr-datasets imports matplotlib and seaborn, a second of every message to

@@ -1,7 +1,7 @@
-"""How the roster fills: nodes are asked the one question when they are first seen.
+"""How the roster fills: nodes are asked the one question when they are first seen, or seen again.
 
-The run begins when they have answered. Nobody waits for a node that comes later: it takes part from
-the round after its answer.
+The run begins when they have answered. Nobody waits for a node that comes later, or comes back: it
+takes part from the round after its answer.
 """
 
 import time
@@ -22,36 +22,45 @@ log = getLogger(__name__)
 NODES_TIMEOUT = 60.0  # seconds to wait for the first node
 ROSTER_TIMEOUT = 20.0  # seconds to wait for the rest, from the last that came
 QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
-AWAY = {3, 4, 5}  # Flower's codes of what became of a message whose node is gone
 
 
 class Recruiter:
     """The members so far, and the nodes that were refused.
 
     Every member has this server's code, `backbone` and `derived` fingerprints. `meant` is
-    how many clients the preset means.
+    how many clients the preset means, `parts` in how many a run that goes on shared its data.
     """
 
-    def __init__(self, meant: int, backbone: str, derived: list[float]) -> None:
+    def __init__(
+        self, meant: int, backbone: str, derived: list[float], parts: int | None = None
+    ) -> None:
         self.meant = meant
         self.code, self.backbone, self.derived = code_fingerprint(), backbone, derived
         self.members: dict[int, Member] = {}  # by node id
         self.refused: dict[int, str] = {}  # node id -> reason
         self._asked: dict[str, tuple[int, float]] = {}  # message id -> node id, until when
+        self._visits: dict[int, str] = {}  # node id -> since when it was there when it was asked
+        self._times: Counter[int] = Counter()  # how often each node was asked
+        self._parts_before = parts
         self._parts: int | None = None  # in how many the shared data is dealt out
 
     def recruit(self, grid: Grid, *, wait: bool = False) -> None:
         """Ask nodes that are new, take the answers that came; at the start, wait for both."""
         patience = time.monotonic() + (NODES_TIMEOUT if wait else 0.0)
+        pause = 0.05
         while True:
             self._ask(grid)
             if self._take_answers(grid) and wait:
-                patience = time.monotonic() + ROSTER_TIMEOUT
+                patience, pause = time.monotonic() + ROSTER_TIMEOUT, 0.05
+            # Whoever dies whenever it is asked, and comes back, is not waited for again.
+            waiting = wait and any(self._times[node_id] == 1 for node_id, _ in self._asked.values())
             all_here = len(self.members) + len(self.refused) >= self.partitions
-            if not (wait and self._asked) and (all_here or time.monotonic() >= patience):
+            if not waiting and (all_here or time.monotonic() >= patience):
                 break
-            time.sleep(0.05)
+            time.sleep(pause)
+            pause = min(1.2 * pause, 0.5)
         self._agree()
+        self._part()
         if not self.members:
             raise RuntimeError(
                 f"no node to train on: {listed(self.refused.values()) or 'none is connected'}. "
@@ -84,75 +93,81 @@ class Recruiter:
             )  # fmt: skip
 
     def _ask(self, grid: Grid) -> None:
-        """The nodes that nobody asked; one that was refused, if it was away since then."""
-        connected = list(grid.get_node_ids())
-        for node_id in self.refused.keys() - set(connected):
-            del self.refused[node_id]
-        known = {*self.members, *self.refused, *(node_id for node_id, _ in self._asked.values())}
-        new = [node_id for node_id in connected if node_id not in known]
+        """The nodes that nobody asked, or that were away since then: they may have changed."""
+        visits = {node.node_id: node.last_activated_at for node in grid.get_nodes()}
+        for node_id in [n for n, since in self._visits.items() if visits.get(n) != since]:
+            del self._visits[node_id]
+            self.refused.pop(node_id, None)
+            self._asked = {k: asked for k, asked in self._asked.items() if asked[0] != node_id}
+        new = [node_id for node_id in visits if node_id not in self._visits]
         messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in new]
         until = time.monotonic() + QUERY_TIMEOUT
         for message in push(grid, messages) if messages else ():
-            self._asked[message.metadata.message_id] = message.metadata.dst_node_id, until
+            node_id = message.metadata.dst_node_id
+            self._asked[message.metadata.message_id] = node_id, until
+            self._visits[node_id] = visits[node_id]
+            self._times[node_id] += 1
 
-    def _take_answers(self, grid: Grid) -> int:
-        """Members, and refusals, of the answers that are there; how many they were."""
-        number = 0
+    def _take_answers(self, grid: Grid) -> bool:
+        """Members, and refusals, of the answers that are there; did a node answer for the first
+        time?"""
+        first = False
         while self._asked and (replies := list(grid.pull_messages(set(self._asked)))):
             for reply in replies:
                 node_id, _ = self._asked.pop(reply.metadata.reply_to_message_id)
                 self._take_answer(node_id, reply)
-                number += 1
-        overdue = [key for key, (_, until) in self._asked.items() if time.monotonic() >= until]
-        for key in overdue:
-            node_id, _ = self._asked.pop(key)
-            self._refuse(node_id, f"no answer within {QUERY_TIMEOUT:g} s")
-        return number + len(overdue)
+                first = first or self._times[node_id] == 1
+        for key, (node_id, until) in list(self._asked.items()):
+            if time.monotonic() >= until:
+                del self._asked[key]
+                self._refuse(node_id, f"no answer within {QUERY_TIMEOUT:g} s")
+        return first
 
     def _take_answer(self, node_id: int, reply: Message) -> None:
-        if reply.has_error() and reply.error.code in AWAY:
-            log.warning("node %d went away when it was asked; it is asked again", node_id)
-            return
         try:
             member = read_member(node_id, content_of(reply).config_records["member"])
-            self._check_place(member)
             check_same_app(member, self.code, self.backbone, self.derived)
         except (ValueError, KeyError) as error:
             self._refuse(node_id, str(error))
         else:
             self.members[node_id] = member
 
-    def _check_place(self, member: Member) -> None:
-        """Raise ValueError if its part of the data is another's already."""
-        for other in self.members.values():
-            if other.partition_id == member.partition_id:
-                raise ValueError(
-                    f"partition-id {member.partition_id} is taken by node {other.node_id}; give "
-                    "every SuperNode its own"
-                )
-
     def _agree(self) -> None:
-        """Refuse whose data is dealt out in another number of parts than most have at the start."""
+        """Refuse whose data is dealt out in another number of parts than most have at the start,
+        or than the run had before."""
         dealt_out = [member for member in self.members.values() if not member.own_data]
         if self._parts is None and dealt_out:
             counts = Counter(member.num_partitions for member in dealt_out)
-            self._parts = counts.most_common(1)[0][0]
+            before = self._parts_before
+            self._parts = before if before in counts else max(counts, key=lambda n: (counts[n], n))
         for member in dealt_out:
             if member.num_partitions != self._parts:
-                del self.members[member.node_id]
                 self._refuse(
                     member.node_id,
                     f"num-partitions is {member.num_partitions}, expected {self._parts} as the "
                     "others have, since the data is dealt out by it; give every SuperNode the same",
                 )
 
+    def _part(self) -> None:
+        """Refuse whoever has another's part of the data: the first that came keeps it."""
+        holders: dict[int, int] = {}
+        for member in list(self.members.values()):
+            holder = holders.setdefault(member.partition_id, member.node_id)
+            if holder != member.node_id:
+                self._refuse(
+                    member.node_id,
+                    f"partition-id {member.partition_id} is taken by node {holder}; give every "
+                    "SuperNode its own",
+                )
+
     def _refuse(self, node_id: int, reason: str) -> None:
+        self.members.pop(node_id, None)
         self.refused[node_id] = reason
         log.warning("refused node %d: %s", node_id, reason)
 
     def present(self, grid: Grid) -> list[Member]:
-        """The members that are connected now, by partition id."""
-        present = set(grid.get_node_ids())
+        """The members that are connected now, and nobody waits for their answer; by partition."""
+        present = set(grid.get_node_ids()) - {node_id for node_id, _ in self._asked.values()}
         members = [m for m in self.members.values() if m.node_id in present]
         return sorted(members, key=lambda member: member.partition_id)
 

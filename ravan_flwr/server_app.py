@@ -173,8 +173,8 @@ def _finite(measured: Mapping[str, float], number: int) -> dict[str, Any]:
         if not math.isfinite(value):
             raise RuntimeError(
                 f"round {number}: its evaluation gave {name} = {value}, expected a finite number: "
-                f"training diverged. Round {number - 1} is in the last checkpoint; start again "
-                "with a lower learning-rate"
+                "training diverged; start again with a lower learning-rate"
+                + (f" (round {number - 1} is in the last checkpoint)" if number > 1 else "")
             )
     return dict(measured)
 

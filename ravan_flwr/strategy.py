@@ -68,7 +68,7 @@ class PeftStrategy(Strategy):
         self.config, self.method = config, method
         self.derived = derived
         self.recorder, self.first_round = recorder, first_round
-        self.roster = Recruiter(config.num_clients, backbone, seed_fingerprint)
+        self.roster = Recruiter(config.num_clients, backbone, seed_fingerprint, partitions)
         self.mail = Mailbox(None if fixed is None else to_record(fixed))
         self._partitions, self._measured = partitions, measured
         self._state: Tensors = {}

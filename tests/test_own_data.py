@@ -73,6 +73,15 @@ def test_images_have_the_label_of_their_folder_wherever_it_is(names, expected, t
     assert sorted(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == expected
 
 
+def test_one_image_and_what_is_hidden(tmp_path):
+    for name in ("7/a.png", "7/.thumbnails/b.png", "__MACOSX/0/c.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        pictures([0])[0].save(tmp_path / name)
+    for path in (tmp_path, tmp_path / "7" / "a.png"):
+        examples = own_examples(str(path), spec("svhn-vit-b16"))
+        assert list(label_numbers(examples, spec("svhn-vit-b16").labels, "x")) == [7]
+
+
 @LEFT_OPEN
 def test_a_table_beside_the_images_has_their_labels(tmp_path):
     for number in range(2):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
 
 from ravan_flwr import recruiting
 from ravan_flwr.config import read_config
@@ -528,17 +529,72 @@ def test_nobody_waits_for_a_newcomer_that_does_not_answer(monkeypatch):
     assert by_round == [{0, 2, 3}] * 3 + [{0, 1, 2, 3}] * 2
 
 
-def test_a_node_that_goes_away_when_it_is_asked_is_asked_again():
-    gone = iter([True, True])
+def test_a_run_does_not_wait_for_a_node_that_dies_whenever_it_is_asked(monkeypatch):
+    class Dies(Nodes):
+        """Node 13 is back at every look, each time anew, and gone when it should answer."""
 
-    def behave(partition_id, message):
-        if message.metadata.message_type == "query" and partition_id == 1 and next(gone, False):
-            return Message(Error(5, "node is not available"), reply_to=message)
-        return None
+        def get_nodes(self):
+            self.looks = getattr(self, "looks", 0) + 1
+            nodes = [NodeInfo(node_id=node_id) for node_id in self.members]
+            for node in nodes:
+                node.last_activated_at = str(self.looks) if node.node_id == 13 else "then"
+            return nodes
 
-    notes, strategy, _ = run(Nodes(behave=behave), clients_per_round=4, evaluate_fn=lambda *_: None)
-    assert not strategy.roster.refused
-    assert all(len(record["clients"]) == 4 for record in notes.records)
+        def pull_messages(self, message_ids):
+            silent = {k for k, m in self._waiting.items() if m.metadata.dst_node_id == 13}
+            return super().pull_messages(set(message_ids) - silent)
+
+    monkeypatch.setattr(recruiting, "QUERY_TIMEOUT", 1800.0)
+    nodes = Dies()
+    notes, strategy, _ = run(nodes, clients_per_round=4, evaluate_fn=lambda *_: None)
+    assert [len(record["clients"]) for record in notes.records] == [3, 3]
+    assert 13 not in strategy.roster.members
+
+
+class Restarted(Nodes):
+    """A node that is listed all the time, but since another moment: it was restarted."""
+
+    since = "morning"
+
+    def get_nodes(self):
+        for node_id in self.get_node_ids():
+            yield NodeInfo(node_id=node_id, last_activated_at=self.since if node_id == 11 else "")
+
+
+@pytest.mark.parametrize("before", [{"share": 7.0}, {}])
+@pytest.mark.parametrize("after", [{}, {"num_partitions": 5}, {"share": 0.5}])
+def test_a_restarted_node_is_asked_again(before, after):
+    nodes = Restarted()
+    nodes.members[11] = member(11, 3, **before)
+
+    def evaluate(number, _):
+        if number == 1:
+            nodes.members[11], nodes.since = member(11, 3, **after), "noon"
+
+    notes, strategy, _ = run(nodes, rounds=3, clients_per_round=4, evaluate_fn=evaluate)
+    there = [[c["share"] for c in r["clients"] if c["partition-id"] == 3] for r in notes.records]
+    expected = [] if "num_partitions" in after else [after.get("share", 1.0)]
+    assert there == [[] if before else [1.0], expected, expected]
+    assert bool(strategy.roster.refused) == ("num_partitions" in after)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "stay"),
+    [
+        ([(0, 5), (0, 4), (1, 4), (2, 4), (3, 4)], {12, 13, 14, 15}),
+        ([(0, 2), (1, 2), (2, 4), (3, 4)], {13, 14}),  # as many say the one as the other
+        ([(0, 4), (1, 4), (1, 4)], {11, 12}),
+    ],
+)
+def test_most_nodes_decide_how_the_data_is_dealt_out(numbers, stay):
+    nodes = Nodes()
+    nodes.members = {
+        11 + i: member(11 + i, partition, num_partitions=number)
+        for i, (partition, number) in enumerate(numbers)
+    }
+    _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
+    assert strategy.roster.members.keys() == stay
+    assert len(strategy.roster.refused) == len(numbers) - len(stay)
 
 
 def test_a_node_that_was_refused_is_asked_again_when_it_comes_back():
