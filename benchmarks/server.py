@@ -17,7 +17,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -109,8 +110,8 @@ def of_factors(method: Method, uploads: list[dict[str, Tensor]]) -> float:
     state = method.initial_state([])
     began = time.perf_counter()
     sums = method.open_round(state)
-    for upload in uploads:
-        sums.add(upload, 1.0)
+    for one in uploads:
+        sums.add(one, 1.0)
     sums.close()
     return time.perf_counter() - began
 
@@ -119,7 +120,7 @@ def of_matrices(method: Method, uploads: list[dict[str, Tensor]]) -> float:
     """The same, written down with the matrices: their mean, their norms, their SVD."""
     assert isinstance(method, LoraMethod)
     began = time.perf_counter()
-    factors = [method.split(upload) for upload in uploads]
+    factors = [method.split(one) for one in uploads]
     for layer in range(LAYERS):
         products = [Bs[layer].double() @ As[layer].double() for Bs, As in factors]
         if isinstance(method, HetLora):
@@ -134,6 +135,16 @@ def of_matrices(method: Method, uploads: list[dict[str, Tensor]]) -> float:
             B, A = (torch.stack([p[w][layer].double() for p in factors]).mean(0) for w in (0, 1))
             mean -= B @ A
     return time.perf_counter() - began
+
+
+def compared(
+    ours: Callable[[], float], peer: Callable[[], float], repetitions: int
+) -> tuple[float, float, float]:
+    """The medians of both, which take turns, and of their ratios."""
+    times = [(ours(), peer()) for _ in range(repetitions)]
+    ratio = statistics.median(mine / theirs for mine, theirs in times)
+    mine, theirs = (statistics.median(column) for column in zip(*times, strict=True))
+    return mine, theirs, ratio
 
 
 def resident() -> float:
@@ -184,13 +195,12 @@ def main() -> None:
         before = resident()
         of_ours(method, records, asked.replies)
         grown = resident() - before
-        times = [
-            (of_ours(method, records, asked.replies), of_flower(theirs, asked.replies))
-            for _ in range(asked.repetitions)
-        ]
-        ours, flower = zip(*times, strict=True)
-        mine, peer = (statistics.median(t) * 1e3 / asked.replies for t in (ours, flower))
-        ratio = statistics.median(a / b for a, b in zip(ours, flower, strict=True))
+        mine, peer, ratio = compared(
+            partial(of_ours, method, records, asked.replies),
+            partial(of_flower, theirs, asked.replies),
+            asked.repetitions,
+        )
+        mine, peer = mine * 1e3 / asked.replies, peer * 1e3 / asked.replies
         found[name] = {"ms": mine, "peer ms": peer, "ratio": ratio, "MB grown": grown}
         print(f"| {name} | {mine:.3f} | {peer:.3f} | {ratio:.2f} | {grown:.0f} |")
         if ratio > BAR:
@@ -199,13 +209,11 @@ def main() -> None:
     print("| --- | --- | --- | --- |")
     for name, method in products.items():
         uploads = [upload(method, seed) for seed in range(10)]
-        times = [
-            (of_factors(method, uploads), of_matrices(method, uploads))
-            for _ in range(min(3, asked.repetitions))
-        ]
-        ours, dense = zip(*times, strict=True)
-        mine, peer = statistics.median(ours), statistics.median(dense)
-        ratio = statistics.median(a / b for a, b in zip(ours, dense, strict=True))
+        mine, peer, ratio = compared(
+            partial(of_factors, method, uploads),
+            partial(of_matrices, method, uploads),
+            min(3, asked.repetitions),
+        )
         found[name] = {"s": mine, "peer s": peer, "ratio": ratio}
         print(f"| {name} | {mine:.2f} | {peer:.2f} | {ratio:.2f} |")
     seconds = sampling()

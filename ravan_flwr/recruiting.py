@@ -60,7 +60,7 @@ class Recruiter:
             time.sleep(pause)
             pause = min(1.2 * pause, 0.5)
         self._agree()
-        self._part()
+        self._refuse_doubles()
         if not self.members:
             raise RuntimeError(
                 f"no node to train on: {listed(self.refused.values()) or 'none is connected'}. "
@@ -109,8 +109,7 @@ class Recruiter:
             self._times[node_id] += 1
 
     def _take_answers(self, grid: Grid) -> bool:
-        """Members, and refusals, of the answers that are there; did a node answer for the first
-        time?"""
+        """Take those that are there; is one of them the first of its node?"""
         first = False
         while self._asked and (replies := list(grid.pull_messages(set(self._asked)))):
             for reply in replies:
@@ -148,7 +147,7 @@ class Recruiter:
                     "others have, since the data is dealt out by it; give every SuperNode the same",
                 )
 
-    def _part(self) -> None:
+    def _refuse_doubles(self) -> None:
         """Refuse whoever has another's part of the data: the first that came keeps it."""
         holders: dict[int, int] = {}
         for member in list(self.members.values()):

@@ -1,4 +1,4 @@
-"""Sums of products B A of small rank, and their singular values, without the (out, in) matrix.
+"""Sums of products B A, and their singular values; while the rank is small, without the matrix.
 
 A sum of products is one product of the factors side by side. Its singular value decomposition
 is that of a small core: with QR decompositions B = Q R and A^T = P S, B A = Q (R S^T) P^T.

@@ -30,7 +30,7 @@ class FlexLora(RankedLora):
 
 
 class MeanOfProducts:
-    """Per layer: the sum of the clients' B_c A_c, as factors."""
+    """Per layer: the sum of the clients' B_c A_c, as factors while those are the smaller."""
 
     def __init__(self, method: FlexLora, state: Tensors) -> None:
         self.method, self.state = method, state
