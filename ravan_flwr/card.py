@@ -12,7 +12,7 @@ def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
     final = summary["metrics"]["final"]
     scores = ", ".join(f"{name} {value:.4f}" for name, value in final.items()) or "not evaluated"
     partition = config["partition"]
-    if partition == "dirichlet":
+    if partition.startswith("dirichlet"):
         partition += f" {config['partition-alpha']:g}"
     method = config["method"] + (f", rank {summary['rank']}" if summary["rank"] else "")
     rows = {

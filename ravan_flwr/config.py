@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ravan_flwr.keys import AUTO, KEYS, Scalar, check_key
+from ravan_flwr.methods import METHODS
 from ravan_flwr.preset import FROM_PRESET, DataSpec, ModelSpec, Preset
 
 
@@ -138,6 +139,7 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
         values["server-learning-rate"] = 0.01 if values["server-optimizer"] == "adam" else 1.0
     _check_device(str(values["device"]))
     _check_replies(values)
+    _check_method(values)
     _check_form(values)
     if values["evaluate-on"] == "clients" and not values["validation-share"]:
         raise ValueError(
@@ -235,6 +237,23 @@ def _check_replies(values: Mapping[str, Scalar]) -> None:
             "'uniform', since a weight that a client claims is no more to be trusted than the "
             "rest; leave one of them out"
         )
+
+
+def _check_method(values: Mapping[str, Scalar]) -> None:
+    """Refuse options that do not go with the method."""
+    frozen = [name for name, method in METHODS.items() if method.frozen_backbone]
+    averaging = [name for name, method in METHODS.items() if method.averages]
+    no_mean = "makes its next state otherwise than by a mean"
+    for key, able, otherwise in (
+        ("quantize", frozen, "changes pretrained weights, which few bits cannot hold"),
+        ("server-optimizer", averaging, no_mean),
+        ("robust", averaging, no_mean),
+    ):
+        if values[key] != "none" and values["method"] not in able:
+            raise ValueError(
+                f"{key} = {values[key]!r}: got method {values['method']!r}, which {otherwise}; "
+                f"expected one of {', '.join(able)}; choose one, or set {key}=none"
+            )
 
 
 def _check_form(values: Mapping[str, Scalar]) -> None:

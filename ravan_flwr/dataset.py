@@ -1,7 +1,7 @@
 """The examples: a source split into train and test, a client's part of the first, or its own.
 
-Simulated clients share a data set, dealt out by the partitioners of flwr-datasets. A device
-has a folder of its own (`data-path` in its node config), which is read where it lies.
+Simulated clients share a data set, dealt out by the partitioners of flwr-datasets or by dealing.py.
+A device has a folder of its own (`data-path` in its node config), which is read where it lies.
 """
 
 import glob
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import numpy as np
 
+from ravan_flwr.dealing import deal_by_client
 from ravan_flwr.hub import cache_of, load_data, telling
 from ravan_flwr.preset import DataSpec
 from ravan_flwr.seeding import derive
@@ -179,16 +180,16 @@ def _is_seen(file: Path, folder: Path) -> bool:
 class Partition:
     """How simulated clients share the training examples."""
 
-    kind: str  # "iid" or "dirichlet"
+    kind: str  # one of PARTITIONERS
     alpha: float
     number: int
     seed: int
 
 
 def deal_out(train: datasets.Dataset, partition: Partition, column: str) -> list[np.ndarray]:
-    """The rows of `train` that each client has, as the partitioners of flwr-datasets deal them.
+    """The rows of `train` that each client has.
 
-    Under Dirichlet, clients differ in how often they have each value of the column.
+    Under a Dirichlet partition, clients differ in how often they have each value of the column.
     """
     if partition.number > len(train):
         raise ValueError(
@@ -202,29 +203,25 @@ def deal_out(train: datasets.Dataset, partition: Partition, column: str) -> list
         )
     rows = datasets.Dataset.from_dict({"row": np.arange(len(train)), column: train[column][:]})
     seed = derive(partition.seed, "partition") % 2**32
-    partitioner = PARTITIONERS[partition.kind](rows, partition, column, seed)
-    return [
-        np.asarray(partitioner.load_partition(client).with_format("numpy")["row"][:])
-        for client in range(partition.number)
-    ]
+    return PARTITIONERS[partition.kind](rows, partition, column, seed)
 
 
-def _iid(rows: datasets.Dataset, partition: Partition, _: str, seed: int) -> "Partitioner":
-    """Equal shares of a shuffled whole."""
+def _iid(rows: datasets.Dataset, partition: Partition, _: str, seed: int) -> list[np.ndarray]:
+    """Deal out equal shares of a shuffled whole, by flwr-datasets."""
     from flwr_datasets.partitioner import IidPartitioner  # noqa: PLC0415
 
     partitioner = IidPartitioner(num_partitions=partition.number)
     partitioner.dataset = rows.shuffle(seed=seed)
-    return partitioner
+    return _dealt(partitioner, partition.number)
 
 
 def _dirichlet(
     rows: datasets.Dataset, partition: Partition, column: str, seed: int
-) -> "Partitioner":
-    """Every client's proportions drawn from a Dirichlet distribution.
+) -> list[np.ndarray]:
+    """Split every class over the clients by a draw from a Dirichlet distribution, by flwr-datasets.
 
-    Draws that leave a client with next to nothing are repeated, by flwr-datasets ten times
-    a seed, then with further seeds.
+    Clients differ in what they have, and widely in how much. Draws that leave a client with next to
+    nothing are repeated, by flwr-datasets ten times a seed, then with further seeds.
     """
     from flwr_datasets.partitioner import DirichletPartitioner  # noqa: PLC0415
 
@@ -246,12 +243,30 @@ def _dirichlet(
                 if "number of attempts" not in str(error):
                     raise
                 continue
-            return partitioner
+            return _dealt(partitioner, partition.number)
     raise ValueError(
         f"partition-alpha = {partition.alpha}: {partition.number} clients got fewer than "
-        f"{smallest} of {len(rows)} examples in every of 220 draws; raise partition-alpha or "
-        "use fewer clients"
+        f"{smallest} of {len(rows)} examples in every of 220 draws; raise partition-alpha, use "
+        "fewer clients, or partition=dirichlet-by-client"
     )
 
 
-PARTITIONERS = {"iid": _iid, "dirichlet": _dirichlet}
+def _dealt(partitioner: "Partitioner", number: int) -> list[np.ndarray]:
+    """The rows of every client."""
+    return [
+        np.asarray(partitioner.load_partition(client).with_format("numpy")["row"][:])
+        for client in range(number)
+    ]
+
+
+def _dirichlet_by_client(
+    rows: datasets.Dataset, partition: Partition, column: str, seed: int
+) -> list[np.ndarray]:
+    """Draw every client's proportions from a Dirichlet distribution, and give equal shares."""
+    labels = np.asarray(rows[column][:])
+    return deal_by_client(labels, partition.number, partition.alpha, np.random.default_rng(seed))
+
+
+PARTITIONERS = {
+    "iid": _iid, "dirichlet": _dirichlet, "dirichlet-by-client": _dirichlet_by_client,
+}  # fmt: skip

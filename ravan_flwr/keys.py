@@ -78,7 +78,10 @@ KEYS: dict[str, Key] = {
         high=1e3,
     ),
     "server-momentum": Key(float, 0.9, "momentum's beta, Adam's beta 1", low=0, high=0.9999),
-    "partition": Key(str, AUTO, "how simulated clients share the data", ("iid", "dirichlet")),
+    "partition": Key(
+        str, AUTO, "how simulated clients share the data",
+        ("iid", "dirichlet", "dirichlet-by-client"),
+    ),
     "partition-alpha": Key(
         float, AUTO, "Dirichlet concentration", low=0, low_open=True, high=1_000_000
     ),

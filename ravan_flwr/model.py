@@ -27,6 +27,7 @@ from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, check_tensor
 from ravan_flwr.preset import ModelSpec
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Task
+from ravan_flwr.threads import computing_with
 
 
 class AdaptedModel:
@@ -38,10 +39,12 @@ class AdaptedModel:
         make_method: Callable[[list[Layer], int], Method],
         *,
         train_classifier: bool,
+        threads: int | None = None,
     ) -> None:
+        """Put the method's adapters into the backbone; on a CPU it computes with `threads`."""
         network, classifier = backbone.network, backbone.classifier
         network.requires_grad_(False)
-        self.network = network
+        self.network, self.threads = network, threads
         pretrained = pretrained_parameters(network, classifier)
         self.layers = find_layers(network, backbone.targets)
         self.method = make_method(self.layers, backbone.size)
@@ -97,7 +100,8 @@ class AdaptedModel:
         """Load a broadcast, or a global state; afterwards the model is as it was before."""
         try:
             self._load(tensors)
-            yield
+            with computing_with(self.threads):
+                yield
         finally:
             self._load(self._state_at_rest)
             for parameter in self.network.parameters():

@@ -17,6 +17,8 @@ _NOT_THERE = {
     "server-learning-rate", "rank", "lora-rank", "max-length", "device", "output-dir", "layer-form",
 }  # fmt: skip
 FROM_PRESET = {key for key, spec in KEYS.items() if spec.default == AUTO} - _NOT_THERE
+# Two ways of dealing out to non-IID clients: what is chosen for the one serves for the other.
+_SAME_RATES = {"dirichlet": "dirichlet-by-client"}
 PARAMETER_BUDGETS = KEYS["parameter-budget"].choices
 
 
@@ -122,8 +124,8 @@ class Preset:
         """The rate for a method, which may depend on other keys' values."""
         found = self.rates.get(method)
         for key in self.rates_by:
-            if isinstance(found, dict) and values[key] in found:
-                found = found[values[key]]
+            if isinstance(found, dict):
+                found = found.get(values[key], found.get(_SAME_RATES.get(values[key]), found))
         if isinstance(found, dict):
             found = None
         if found is None:

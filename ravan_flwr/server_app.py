@@ -25,7 +25,7 @@ from ravan_flwr.records import RunDirectory
 from ravan_flwr.report import write_report
 from ravan_flwr.strategy import PeftStrategy
 from ravan_flwr.tracking import Trackers, check_tracking
-from ravan_flwr.workbench import Workbench, check_method, get_workbench
+from ravan_flwr.workbench import Workbench, get_workbench
 
 app = ServerApp()
 log = getLogger(__name__)
@@ -40,7 +40,6 @@ def main(grid: Grid, context: Context) -> None:
     config = read_config(context.run_config)
     parent = _output_folder(config)  # refused, if at all, before anything is loaded
     check_tracking(config.tracking)
-    check_method(config)
     earlier = _resumed(config)
     bench = get_workbench(config)
     resolved = dataclasses.replace(config, rank=bench.model.method.rank)

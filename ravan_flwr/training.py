@@ -33,7 +33,7 @@ class LocalResult:
     """What came of it."""
 
     upload: Tensors
-    train_loss: float  # mean over the steps, without the proximal term
+    train_loss: float  # mean over the steps, without the proximal term; the scores' batch is none
 
 
 def train_locally(
@@ -108,7 +108,8 @@ class _Stepper:
         model.network.train()
 
     def train(self, parameters: Sequence[Tensor]) -> None:
-        """A round's steps on these parameters; the optimiser's state starts anew."""
+        """Take a round's steps on these parameters; the optimiser's state starts anew."""
+        self.losses = []  # the batch that heads were scored by is no step
         optimizer = torch.optim.Adam(
             parameters, lr=self.steps.learning_rate, fused=self.device.type != "mps"
         )
@@ -123,7 +124,7 @@ class _Stepper:
             self.scaler.update()
 
     def mean_loss(self) -> float:
-        """Of all batches so far."""
+        """The mean over the steps, or over a calibration's batches."""
         return float(torch.stack(self.losses).mean())
 
     def backward(self) -> None:

@@ -20,7 +20,7 @@ from ravan_flwr.adapters import Layer
 from ravan_flwr.config import Config
 from ravan_flwr.dataset import Partition, deal_out, load_splits, own_examples
 from ravan_flwr.hub import model_folder
-from ravan_flwr.methods import METHODS, get_method
+from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.model import (
     AdaptedModel,
@@ -33,36 +33,15 @@ from ravan_flwr.quantize import quantize
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.base import Encoded, Task
+from ravan_flwr.threads import suitable_threads
 from ravan_flwr.training import PRECISIONS, evaluate_all
 
 EVALUATION_BATCH = 256
 
 
-def check_method(config: Config) -> type[Method]:
-    """The configuration's method; ValueError if other settings do not go with it."""
-    method = get_method(config.method)
-    if config.quantize != "none" and not method.frozen_backbone:
-        able = [name for name in METHODS if get_method(name).frozen_backbone]
-        raise ValueError(
-            f"quantize = {config.quantize!r}: method {config.method!r} changes pretrained weights, "
-            f"which few bits cannot hold; expected one of {', '.join(able)}, or quantize=none"
-        )
-    for key, value in (
-        ("server-optimizer", config.server_optimizer),
-        ("robust", config.robust),
-    ):
-        if value != "none" and not method.averages:
-            averaging = [name for name in METHODS if get_method(name).averages]
-            raise ValueError(
-                f"{key} = {value!r}: method {config.method!r} makes its next state otherwise than "
-                f"by a mean; expected one of {', '.join(averaging)}, or {key}=none"
-            )
-    return method
-
-
 def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
     """The configuration's method, over these layers of a network of that size."""
-    method = check_method(config)
+    method = get_method(config.method)
     few_bits = config.precision != "float32" or config.quantize != "none"
     if config.layer_form == "auto" and few_bits:
         config = dataclasses.replace(config, layer_form="factored")  # as the layers decide
@@ -119,6 +98,7 @@ class Workbench:
             backbone,
             lambda layers, size: make_method(config, layers, size),
             train_classifier=config.classifier == "trained",
+            threads=suitable_threads(backbone.size, config.batch_size),
         )
 
     @cached_property

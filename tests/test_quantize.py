@@ -94,7 +94,8 @@ def test_heads_are_chosen_by_score(how, scoring, settings, tmp_path):
 
 @pytest.mark.parametrize("method", ["full", "fedex-lora", "fed-sb"])
 def test_methods_that_change_the_backbone_are_refused(method, settings, tmp_path):
-    with pytest.raises(ValueError, match=f"quantize = '4bit': method '{method}' changes pretrain"):
+    told = f"quantize = '4bit': got method '{method}', which changes pretrained weights"
+    with pytest.raises(ValueError, match=told):
         simulate(settings | {"quantize": "4bit", "method": method, "output-dir": str(tmp_path)}, 2)
 
 

@@ -57,7 +57,15 @@ def test_rows_that_mean_the_same_share_their_runs(tmp_path):
         ({"settings": {"method": "ravn"}}, "row 'base': method 'ravn' is unknown: did you mean"),
         (
             {"settings": {"method": "hetlora", "server-optimizer": "adam"}},
-            "row 'base': server-optimizer = 'adam': method 'hetlora' makes its next state",
+            "row 'base': server-optimizer = 'adam': got method 'hetlora', which makes its next",
+        ),
+        (
+            {"settings": {"method": "hetlora", "robust": "median"}},
+            "row 'base': robust = 'median': got method 'hetlora', which makes its next state",
+        ),
+        (
+            {"settings": {"method": "full", "quantize": "4bit", "learning-rate": 1e-3}},
+            "row 'base': quantize = '4bit': got method 'full', which changes pretrained weights",
         ),
         ({"seeds": []}, "got seeds .*, expected at least one"),
         ({"seeds": ["x"]}, "seed = 'x': expected a whole number"),
@@ -297,7 +305,7 @@ def test_numbers_that_are_not_there(tmp_path):
 PAPER = {
     "vision": (16, 264, ("SVHN, 50 clients, non-IID, higher budget", "ffa-lora", 84.24)),
     "language": (16, 264, ("MRQA, 20 clients, IID, lower budget", "fed-sb", 59.93)),
-    "initialisation": (2, 24, ("SVHN", "gram-schmidt", 91.25)),
+    "initialisation": (4, 48, ("20 Newsgroups", "gram-schmidt", 64.83)),
     "scales": (8, 48, ("20 Newsgroups, 50 clients", "trained", 65.67)),
     "glue": (24, 300, ("RTE, 50 clients, higher budget", "fedex-lora", 58.12)),
     "heads": (4, 60, None),

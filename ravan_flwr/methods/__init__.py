@@ -1,23 +1,38 @@
 """Federated methods: one file each, listed here by name.
 
-The values name modules, not classes, so that listing the methods imports no torch.
+The list holds what a run config is checked against. It names modules, not classes, so that
+reading a configuration imports no torch.
 """
 
 import importlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from ravan_flwr.methods.base import Method
 
+
+@dataclass(frozen=True)
+class Listed:
+    """Where a method lives, and which options go with it."""
+
+    module: str
+    # Is the next state the mean of the uploads? Then `server-optimizer` and `robust` may be set.
+    averages: bool = True
+    # Does it leave the pretrained weights alone? Then `quantize` may be set.
+    frozen_backbone: bool = True
+
+
 METHODS = {
-    "ravan": "ravan_flwr.methods.ravan",
-    "full": "ravan_flwr.methods.full",
-    "fedit": "ravan_flwr.methods.fedit",
-    "fedex-lora": "ravan_flwr.methods.fedex_lora",
-    "ffa-lora": "ravan_flwr.methods.ffa_lora",
-    "fed-sb": "ravan_flwr.methods.fed_sb",
-    "hetlora": "ravan_flwr.methods.hetlora",
-    "flexlora": "ravan_flwr.methods.flexlora",
+    "ravan": Listed("ravan_flwr.methods.ravan"),
+    "full": Listed("ravan_flwr.methods.full", frozen_backbone=False),
+    "fedit": Listed("ravan_flwr.methods.fedit"),
+    "fedex-lora": Listed("ravan_flwr.methods.fedex_lora", averages=False, frozen_backbone=False),
+    "ffa-lora": Listed("ravan_flwr.methods.ffa_lora"),
+    # Its first round trains the pretrained weights.
+    "fed-sb": Listed("ravan_flwr.methods.fed_sb", frozen_backbone=False),
+    "hetlora": Listed("ravan_flwr.methods.hetlora", averages=False),
+    "flexlora": Listed("ravan_flwr.methods.flexlora", averages=False),
 }
 
 
@@ -25,4 +40,4 @@ def get_method(name: str) -> "type[Method]":
     """The class of that method: `METHOD` in its module."""
     if name not in METHODS:
         raise ValueError(f"method {name!r} is unknown; expected one of {', '.join(METHODS)}")
-    return cast("type[Method]", importlib.import_module(METHODS[name]).METHOD)
+    return cast("type[Method]", importlib.import_module(METHODS[name].module).METHOD)

@@ -90,10 +90,6 @@ class Method(ABC):
     `size` is the number of the network's pretrained parameters, adapted or not.
     """
 
-    # Is the next state the mean of the uploads? Then a server optimiser may follow.
-    averages: ClassVar[bool] = True
-    # Does it leave the pretrained weights alone? Then they may be kept in few bits.
-    frozen_backbone: ClassVar[bool] = True
     # Does the calibration round take every client, or a sample like any other round?
     calibrates_everyone: ClassVar[bool] = True
 

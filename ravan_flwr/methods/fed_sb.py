@@ -38,7 +38,6 @@ class FedSB(Method):
     """The state and an upload are {"H"}, (layers, r, r)."""
 
     rank: int
-    frozen_backbone = False  # the first round trains it
     calibrates_everyone = False
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:

@@ -27,9 +27,6 @@ from ravan_flwr.methods.means import Mean
 class FedExLora(LoraMethod):
     """The state is {"B", "A", "residual", "residual-rank"}; an upload is {"B", "A"}."""
 
-    averages = False
-    frozen_backbone = False
-
     def adapt(self, layer: Layer, linear: nn.Linear) -> "ResidualLoRALinear":
         lora = super().adapt(layer, linear)
         return ResidualLoRALinear(linear, lora.B, lora.A, lora.scale)

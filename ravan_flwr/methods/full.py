@@ -18,7 +18,6 @@ class Full(Method):
     """The state and an upload are {"weights"}: all of them, one after the other."""
 
     rank = None
-    frozen_backbone = False
 
     def trainable_parameters(self) -> int:
         return self.size

@@ -111,8 +111,6 @@ class LoraMethod(Method):
 class RankedLora(LoraMethod):
     """A LoRA of which a client trains the first r_c = floor(share * r) ranks, at least one."""
 
-    averages = False
-
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
         self.parts = self.rank

@@ -7,7 +7,7 @@ state is one array H of shape (layers, heads, r, r), zero at first. In a round a
 a share of the budget picks floor(share * heads) heads in each layer, trains their H_i and
 s_i (s_i = 1 at the start of every round), and uploads the products s_i H_i of those heads
 and a bit for each head that says which. The server's new H_i is the plain mean over the
-clients that trained head i of that layer, and the old H_i where nobody did (equation 7):
+clients that trained head i of that layer, and the old H_i where nobody did (equation 8):
 the mean of products, so that the aggregate's delta-weight is exactly the mean of theirs.
 
 With `init = data-aware` the bases come from one calibration round instead (adapters/sketch.py):

@@ -54,8 +54,9 @@ def _run_missing(
     """Run those that are not done; those that failed, with the reason."""
     todo = [run for run in runs if run.summary(folder) is None]
     log.info("%s: %d runs, %d of them done", what, len(runs), len(runs) - len(todo))
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    # Side by side they share the cores; alone a run decides, and a number of the user's is kept.
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    environment = ({"OMP_NUM_THREADS": threads} if jobs > 1 else {}) | os.environ
     failed: dict[Run, str] = {}
 
     def execute(run: Run) -> tuple[bool, str]:

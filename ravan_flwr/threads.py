@@ -1,0 +1,42 @@
+"""How many threads PyTorch computes with on a CPU: one core is left to the rest of the machine.
+
+Every product of a step waits for its slowest thread, and a thread that shares its core with
+another busy program is a slow one. On two cores with one busy program beside it a step of
+`digits-vit` takes 3.4 times as long with two threads as with one, a step of a ViT 768 wide 2.3
+times; on a quiet machine the second thread makes the first 1.3 times as quick, and the other 1.5
+times (docs/performance.md). So: one thread for small networks, one less than there are cores for
+others. The load of the moment plays no part, since the last bits of a result depend on the number
+of threads. Whoever sets `OMP_NUM_THREADS` or `MKL_NUM_THREADS` has that number.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+SMALL = 20_000_000  # pretrained parameters times examples in a step's batch
+_SET_BY_USER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def suitable_threads(size: int, batch_size: int) -> int | None:
+    """Threads for a network of so many parameters; None where somebody has set a number."""
+    if any(os.environ.get(name) for name in _SET_BY_USER):
+        return None
+    if size * batch_size <= SMALL:
+        return 1
+    return max(1, torch.get_num_threads() - 1)
+
+
+@contextmanager
+def computing_with(threads: int | None) -> Iterator[None]:
+    """Compute with so many threads in here, and with as many as before afterwards."""
+    if threads is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,80 @@
+"""One core is left to others, small networks have one thread, and a user's number is kept."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ravan_flwr.config import read_config
+from ravan_flwr.threads import SMALL, computing_with, suitable_threads
+from ravan_flwr.workbench import Workbench
+
+
+@pytest.fixture
+def four(monkeypatch):
+    """A machine on which PyTorch would take four threads, and a user who said nothing."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+
+
+@pytest.mark.usefixtures("four")
+def test_small_networks_have_one_thread_and_others_leave_one_core():
+    assert suitable_threads(300_000, 32) == 1
+    assert suitable_threads(SMALL, 1) == 1
+    assert suitable_threads(SMALL, 2) == 3
+    assert suitable_threads(86_000_000, 8) == 3
+
+
+@pytest.mark.usefixtures("four")
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_a_number_of_the_users_is_kept(monkeypatch, name):
+    monkeypatch.setenv(name, "7")
+    assert suitable_threads(86_000_000, 8) is None
+
+
+def test_there_is_always_one(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert suitable_threads(86_000_000, 8) == 1
+
+
+def test_the_number_before_comes_back_also_after_an_error():
+    before = torch.get_num_threads()
+
+    def fails():
+        with computing_with(before + 2):
+            assert torch.get_num_threads() == before + 2
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert torch.get_num_threads() == before
+    with computing_with(None):
+        assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(("given", "threads"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
+def test_the_default_preset_computes_with_one_thread(given, threads):
+    """In a process of its own, as PyTorch begins there, and counted where the work is done."""
+    code = (
+        "import torch\n"
+        "from ravan_flwr.config import read_config\n"
+        "from ravan_flwr.workbench import Workbench\n"
+        "model = Workbench(read_config({})).model\n"
+        "before = torch.get_num_threads()\n"
+        "with model.holding(model.initial_state()):\n"
+        "    print(torch.get_num_threads())\n"
+        "assert torch.get_num_threads() == before\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | given
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    )
+    assert int(told.stdout) == threads
+
+
+def test_the_users_number_is_the_tests():
+    assert Workbench(read_config({})).model.threads is None  # conftest sets OMP_NUM_THREADS
