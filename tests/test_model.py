@@ -54,6 +54,23 @@ def train(shared, share=1.0, round_number=1, client=0, steps=2, state=None, **ch
     )
 
 
+def test_the_batch_that_heads_are_scored_by_is_no_step(monkeypatch):
+    """Of the losses that the network really gave: four batches are read, three are steps."""
+    bench_of_scores = bench(seed=5, scoring="gradient")
+    losses = []
+    whole = bench_of_scores.task.loss
+
+    def seen(network, batch):
+        losses.append(whole(network, batch))
+        return losses[-1]
+
+    monkeypatch.setattr(bench_of_scores.task, "loss", seen)
+    result = train(bench_of_scores, share=0.5, steps=3)
+    assert len(losses) == 4
+    assert result.train_loss == pytest.approx(sum(float(x.detach()) for x in losses[1:]) / 3)
+    assert result.train_loss != pytest.approx(sum(float(x.detach()) for x in losses) / 4)
+
+
 @pytest.mark.parametrize("share", [0.25, 1.0])
 def test_no_client_sees_what_another_left(shared, share):
     before, alone = snapshot(shared.model), train(shared, share)
