@@ -1,7 +1,7 @@
 """Seconds of a round by how many threads PyTorch has, on a quiet machine and beside a busy process.
 
-    python benchmarks/threads.py                  # the default preset, about ten minutes
-    python benchmarks/threads.py --check          # an error where a busy neighbour costs ours too much
+    python benchmarks/threads.py                  # the default preset, ten minutes
+    python benchmarks/threads.py --check          # an error where a busy neighbour costs too much
 
 A line is a setting: ours (threads.py decides), PyTorch's own (a thread a core), one thread, and
 OpenMP's passive waiting with a thread a core. Each run is a process of its own; the settings take
