@@ -5,8 +5,9 @@ A device has a folder of its own (`data-path` in its node config), which is read
 """
 
 import glob
+import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,18 @@ from ravan_flwr.seeding import derive
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
 
+log = logging.getLogger(__name__)
+
 
 def load_splits(spec: DataSpec) -> datasets.DatasetDict:
     """`train` and the server's test splits, the same on every machine, columns by their role."""
-    splits = SOURCES[spec.source](spec)
+    splits, data = SOURCES[spec.source](spec), f"data {spec.name or spec.source}"
+    differing: dict[int, str] = {}
     for name, split in splits.items():
-        splits[name] = _by_role(split, spec, f"data {spec.name or spec.source}, {name}")
+        where = f"{data}, {name}"
+        splits[name], different = _by_number(_by_role(split, spec, where), spec.labels, where)
+        differing |= different
+    _tell_of_names(differing, spec.labels, data)
     return splits
 
 
@@ -89,8 +96,60 @@ def _by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets
     )
 
 
+# A data set of the hub may spell a class otherwise than the preset: its number tells, then. Not so
+# for classes that `datasets` makes of the names of folders, and numbers as they are sorted.
+_BY_FOLDER = "imagefolder"
+
+
+def _by_number(
+    examples: datasets.Dataset, labels: Sequence[str], where: str
+) -> tuple[datasets.Dataset, Mapping[int, str]]:
+    """The same with its numbered classes called as in the preset, and the names that differed.
+
+    Where the preset knows all names there is nothing to do: names are looked up. A name that
+    both know must have one number.
+    """
+    feature = examples.features.get("label") if labels else None
+    if not isinstance(feature, datasets.ClassLabel) or set(feature.names) <= set(labels):
+        return examples, {}
+    if examples.info.builder_name == _BY_FOLDER:
+        return examples, {}  # as a device's own folders: what is unknown is an error later on
+    names = dict(enumerate(feature.names))
+    if len(names) != len(labels):
+        raise ValueError(
+            f"{where}: got {len(names)} classes, {_some(feature.names)}; expected the preset's "
+            f"{len(labels)}, {_some(labels)}; take other data, or a preset with these labels"
+        )
+    different = {number: name for number, name in names.items() if name != labels[number]}
+    if moved := [name for name in different.values() if name in labels]:
+        raise ValueError(
+            f"{where}: got the classes {_some(feature.names)}: some are unknown, and "
+            f"{_some(moved)} have other numbers than in the preset; expected {_some(labels)}, in "
+            "this order; take other data, or a preset with these labels"
+        )
+    called = datasets.ClassLabel(names=list(labels))
+    return examples.cast_column("label", called), different
+
+
+def _tell_of_names(differing: Mapping[int, str], labels: Sequence[str], data: str) -> None:
+    pairs = [f"{number} {name!r}, {labels[number]!r} here" for number, name in differing.items()]
+    if pairs:
+        log.warning(
+            "%s: classes are told by their numbers, since some have other names than in the "
+            "preset: %s", data, "; ".join(pairs[:20]) + ("; ..." if len(pairs) > 20 else ""),
+        )  # fmt: skip
+
+
+def _some(names: Sequence[str], most: int = 20) -> str:
+    """The first of them."""
+    return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
+
+
 def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str) -> np.ndarray:
-    """The numbers of the examples' labels: names are looked up, numbers must be in range."""
+    """The numbers of the examples' labels: names are looked up, numbers must be in range.
+
+    Of a numbered class the name counts: `load_splits` has settled whose names those are.
+    """
     feature, column = examples.features["label"], examples["label"][:]
     if isinstance(feature, datasets.ClassLabel):
         column = [feature.names[number] if number >= 0 else None for number in column]
@@ -104,10 +163,9 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
         numbers = np.asarray([known.get(name, -1) for name in column])
         expected = ", ".join(labels)
     if wrong:
-        shown = ", ".join(map(str, wrong[:20])) + (", ..." if len(wrong) > 20 else "")
         raise ValueError(
-            f"{where}: got unknown labels {shown}; expected {expected}; rename them, or take the "
-            "examples out"
+            f"{where}: got unknown labels {_some(wrong)}; expected {expected}; rename them, or "
+            "take the examples out"
         )
     return numbers
 

@@ -86,6 +86,7 @@ class Workbench:
     def model(self) -> AdaptedModel:
         """The adapted model, on its device."""
         config = self.config
+        self.task.check()
         device = pick_device(config.device)
         backbone = build_network(config.model, self.task, config.seed)
         torch.nn.Module.to(backbone.network, device)

@@ -1,18 +1,21 @@
-"""Small models with random weights and small data sets, with the files and schemas of the real."""
+"""Small models with random weights and small data sets, with the files and schemas of the real.
+
+Nothing here is read from conf/: what is wrong there must not come out right.
+"""
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
 import transformers
+import yaml
 from datasets import ClassLabel, Features, Image, List, Value
 from PIL import Image as Picture
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-
-from ravan_flwr.preset import Preset
 
 SIDES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 PIXELS: dict[str, Any] = {**SIDES, "intermediate_size": 24, "image_size": 16, "patch_size": 8}
@@ -84,7 +87,8 @@ def save_tokenizer(kind, folder):
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special)
-    tokenizer.train_from_iterator([" ".join(WORDS), *_labels("newsgroups-t5")], trainer)
+    labels = published("newsgroups")["names"]["label_text"]["texts"]
+    tokenizer.train_from_iterator([" ".join(WORDS), *labels], trainer)
     end = "$A </s>", "$A </s> $B </s>"
     tokenizer.post_processor = processors.TemplateProcessing(
         single=end[0], pair=end[1], special_tokens=[("</s>", 2)]
@@ -110,10 +114,6 @@ def texts(number, seed=0):
     return [" ".join(draw.choices(WORDS, k=draw.randint(2, 12))) for _ in range(number)]
 
 
-def _labels(preset):
-    return Preset.read(preset).data.labels
-
-
 def pictures(labels, seed=0):
     """Noise around a grey that tells the label."""
     draw = np.random.default_rng(seed)
@@ -124,111 +124,88 @@ def pictures(labels, seed=0):
     return [Picture.fromarray(shade.astype(np.uint8)) for shade in shades]
 
 
-def cifar100(number, seed):
-    names = list(_labels("cifar100-vit-b16"))
-    fine = [i % 6 * 15 for i in range(number)]
-    features = Features(
-        {
-            "img": Image(),
-            "fine_label": ClassLabel(names=names),
-            "coarse_label": ClassLabel(num_classes=20),
-        }
-    )
-    columns = {"img": pictures(fine, seed), "fine_label": fine, "coarse_label": [0] * number}
-    return datasets.Dataset.from_dict(columns, features=features)
+# The small data sets have the columns, types and names of tests/published, and nothing of conf/.
+
+PUBLISHED = Path(__file__).resolve().parent / "published"
 
 
-def svhn(number, seed):
-    labels = [i % 10 for i in range(number)]
-    names = [str(digit) for digit in range(10)]
-    features = Features({"image": Image(), "label": ClassLabel(names=names)})
-    columns = {"image": pictures(labels, seed), "label": labels}
-    return datasets.Dataset.from_dict(columns, features=features)
+def published(name):
+    """What a public data set is, as tests/published says."""
+    return yaml.safe_load((PUBLISHED / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def feature(kind):
+    """A type of tests/published as `datasets` has it."""
+    if isinstance(kind, list):
+        return List(feature(kind[0]))
+    if isinstance(kind, dict):
+        if "classes" in kind:
+            return ClassLabel(names=kind["classes"])
+        return {name: feature(one) for name, one in kind.items()}
+    return Image() if kind == "image" else Value(kind)
+
+
+def features(name, subset):
+    """Of a subset's columns."""
+    columns = published(name)["subsets"][subset]["features"]
+    return Features({column: feature(kind) for column, kind in columns.items()})
+
+
+def examples(name, subset, split, number, seed):
+    """So many examples of a split, of no sense: labels in turn, texts and pictures at random."""
+    of = features(name, subset)
+    columns = {column: _fill(kind, number, seed + i) for i, (column, kind) in enumerate(of.items())}
+    columns |= ALIKE[name](columns, published(name), split) if name in ALIKE else {}
+    if split in published(name).get("unlabelled", ()):
+        columns["label"] = [-1] * number
+    return datasets.Dataset.from_dict(columns, features=of)
+
+
+def _fill(kind, number, seed):
+    if isinstance(kind, ClassLabel):  # few, so that clients can share them; 26 of 100 among them
+        return [i % 6 * 13 % kind.num_classes for i in range(number)]
+    if isinstance(kind, Image):
+        return pictures([i % 6 * 13 for i in range(number)], seed)
+    if isinstance(kind, Value):
+        return texts(number, seed) if kind.dtype == "string" else list(range(number))
+    return [{name: [] for name in kind} if isinstance(kind, dict) else []] * number
+
+
+def _of_newsgroups(columns, facts, _):
+    names = facts["names"]["label_text"]["texts"]
+    labels = [i % len(names) for i in columns["label"]]
+    return {
+        "text": [f"{{{text}}}" for text in columns["text"]],  # braces are text, too
+        "label": labels,
+        "label_text": [names[label] for label in labels],
+    }
+
+
+def _of_mrqa(columns, facts, split):
+    sources = facts["values"][split]["subset"]
+    return {
+        "subset": [sources[i % len(sources)] for i in range(len(columns["qid"]))],
+        "question": ["what is first"] * len(columns["qid"]),
+        "answers": [context.split()[:2] for context in columns["context"]],
+    }
+
+
+ALIKE = {"newsgroups": _of_newsgroups, "mrqa": _of_mrqa}
 
 
 def newsgroups(number, seed):
-    labels = [i % 20 for i in range(number)]
-    names = _labels("newsgroups-t5")
-    return datasets.Dataset.from_dict(
-        {
-            "text": [f"{{{text}}}" for text in texts(number, seed)],  # braces are text, too
-            "label": labels,
-            "label_text": [names[label] for label in labels],
-        }
-    )
+    return examples("newsgroups", "default", "train", number, seed)
 
 
-SOURCES = ("SQuAD", "NewsQA", "TriviaQA-web", "SearchQA", "HotpotQA", "NaturalQuestionsShort")
-
-
-def mrqa(number, seed):
-    spans = Features({"start": List(Value("int32")), "end": List(Value("int32"))})
-    features = Features(
-        {
-            "subset": Value("string"),
-            "context": Value("string"),
-            "context_tokens": {"tokens": List(Value("string")), "offsets": List(Value("int32"))},
-            "qid": Value("string"),
-            "question": Value("string"),
-            "question_tokens": {"tokens": List(Value("string")), "offsets": List(Value("int32"))},
-            "detected_answers": {
-                "text": List(Value("string")),
-                "char_spans": List(spans),
-                "token_spans": List(spans),
-            },
-            "answers": List(Value("string")),
-        }
-    )
-    contexts = texts(number, seed)
-    nothing: dict[str, list[str]] = {"tokens": [], "offsets": []}
-    detected: dict[str, list[str]] = {"text": [], "char_spans": [], "token_spans": []}
-    return datasets.Dataset.from_list(
-        [
-            {
-                "subset": SOURCES[i % len(SOURCES)],
-                "context": context,
-                "context_tokens": nothing,
-                "qid": str(i),
-                "question": "what is first",
-                "question_tokens": nothing,
-                "detected_answers": detected,
-                "answers": [context.split()[0], context.split()[1]],
-            }
-            for i, context in enumerate(contexts)
-        ],
-        features=features,
-    )
-
-
-def glue(task):
-    spec = Preset.read("glue-llama").glue_tasks[task]
-    columns = [spec.column(role) for role in ("text", "text-pair") if spec.column(role)]
-
-    def make(number, seed):
-        labels = [i % len(spec.labels) for i in range(number)]
-        features = {column: Value("string") for column in columns}
-        features |= {"label": ClassLabel(names=list(spec.labels)), "idx": Value("int32")}
-        content = {column: texts(number, seed + i) for i, column in enumerate(columns)}
-        content |= {"label": labels, "idx": list(range(number))}
-        return datasets.Dataset.from_dict(content, features=Features(features))
-
-    return make
-
-
-# preset, GLUE task -> (who makes its examples, the subset, its splits beside train)
+# preset, GLUE task -> data set of tests/published, subset
 DATA = {
-    ("cifar100-vit-b16", ""): (cifar100, "", ["test"]),
-    ("svhn-vit-b16", ""): (svhn, "cropped_digits", ["test", "extra"]),
-    ("newsgroups-t5", ""): (newsgroups, "", ["test"]),
-    ("mrqa-t5", ""): (mrqa, "", ["validation", "test"]),
-    ("glue-llama", "sst2"): (glue("sst2"), "sst2", ["validation"]),
-    ("glue-llama", "mnli"): (
-        glue("mnli"), "mnli", ["validation_matched", "validation_mismatched"],
-    ),
-    ("glue-llama", "qnli"): (glue("qnli"), "qnli", ["validation"]),
-    ("glue-llama", "qqp"): (glue("qqp"), "qqp", ["validation"]),
-    ("glue-llama", "rte"): (glue("rte"), "rte", ["validation"]),
-}  # fmt: skip
+    ("cifar100-vit-b16", ""): ("cifar100", "cifar100"),
+    ("svhn-vit-b16", ""): ("svhn", "cropped_digits"),
+    ("newsgroups-t5", ""): ("newsgroups", "default"),
+    ("mrqa-t5", ""): ("mrqa", "plain_text"),
+    **{("glue-llama", task): ("glue", task) for task in ("sst2", "mnli", "qnli", "qqp", "rte")},
+}
+SOURCES = published("mrqa")["values"]["train"]["subset"]
 ARCHITECTURES = {
     "cifar100-vit-b16": "vit", "svhn-vit-b16": "vit", "newsgroups-t5": "t5", "mrqa-t5": "t5",
     "glue-llama": "llama",
@@ -236,19 +213,19 @@ ARCHITECTURES = {
 
 
 def save_data(preset, folder, glue_task="", train=120, test=40):
-    """A copy of the data set's repository: parquet files, and README.md to say which is which."""
-    make, subset, others = DATA[preset, glue_task]
-    files = []
-    for number, split in enumerate(["train", *others]):
-        path = folder / (subset or "data") / f"{split}-00000-of-00001.parquet"
+    """A copy of the data set's repository: its files, and README.md to say which is which."""
+    name, subset = DATA[preset, glue_task]
+    facts = published(name)
+    kind = facts["format"]
+    made = []
+    for number, split in enumerate(facts["subsets"][subset]["splits"]):
+        few = examples(name, subset, split, train if split == "train" else test, 100 * number)
+        files = {"parquet": f"{subset}/{split}-00000-of-00001.parquet", "json": f"{split}.jsonl"}
+        path = folder / files[kind]
         path.parent.mkdir(parents=True, exist_ok=True)
-        make(train if split == "train" else test, 100 * number).to_parquet(path)
-        files.append((split, path.relative_to(folder)))
-    lines = [f"  - split: {split}\n    path: {path}" for split, path in files]
-    (folder / "README.md").write_text(
-        "\n".join(
-            ["---", "configs:", f"- config_name: {subset or 'default'}", "  data_files:", *lines,
-             "---", ""]
-        )
-    )  # fmt: skip
+        {"parquet": few.to_parquet, "json": few.to_json}[kind](path)
+        made.append(f"  - split: {split}\n    path: {path.relative_to(folder)}")
+    lines = ["---", "configs:", f"- config_name: {subset}", "  data_files:", *made, "---", ""]
+    card = "" if kind == "json" else "\n".join(lines)  # files of such names need no card
+    (folder / "README.md").write_text(card)
     return folder

@@ -86,6 +86,9 @@ class Task(ABC):
     def load_reader(self, folder: Path) -> Any:
         """The model's own reader."""
 
+    def check(self) -> None:  # noqa: B027 (most can do what any reader can)
+        """Refuse what cannot be learned with the model's reader, before anything is trained."""
+
     @abstractmethod
     def encode(self, examples: datasets.Dataset) -> Encoded:
         """All examples as tensors, once, before training; columns are called by their role."""

@@ -1,7 +1,14 @@
-"""Text to text: a prompt in, an answer out, by a pretrained language-model head."""
+"""Text to text: a prompt in, an answer out, by a pretrained language-model head.
 
+A target has `target-length` tokens at most, that for its end included. Of a longer one the first
+ones are trained on, without an end: how many are cut is told, or refused where a task must have
+every target whole.
+"""
+
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +22,8 @@ from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, Task, encode_
 from ravan_flwr.tasks.text import describe, fixed_length, load_tokenizer, tokenize, trim
 
 IGNORED = -100  # a target that is padding
+
+log = logging.getLogger(__name__)
 
 
 class TextToText(Task):
@@ -41,8 +50,12 @@ class TextToText(Task):
             self._encode_batch,
             fixed_length(("input_ids", "attention_mask"), self.max_length)
             | fixed_length(("labels",), self.data.target_length),
-            {"reader": describe(self.reader), "length": self.max_length, "data": self.data},
-        )
+            {
+                "reader": describe(self.reader), "length": self.max_length, "data": self.data,
+                "cut": "without an end",
+            },
+        )  # fmt: skip
+        self._tell_of_cut(encoded)
         return Encoded(encoded.whole, encoded.rows, answers)
 
     def _encode_batch(self, columns: Mapping[str, Any]) -> Columns:
@@ -50,13 +63,41 @@ class TextToText(Task):
         rows = zip(*(columns[role] for role in roles), strict=True)
         prompts = [self.data.prompt.format(**dict(zip(roles, row, strict=True))) for row in rows]
         read = tokenize(self.reader, self.max_length, prompts)
-        target = tokenize(self.reader, self.data.target_length, columns["target"])
-        labels = np.where(target["attention_mask"] > 0, target["input_ids"], IGNORED)
         return {
             "input_ids": read["input_ids"],
             "attention_mask": read["attention_mask"],
-            "labels": labels.astype(np.int32),
+            "labels": self._targets(columns["target"]),
         }
+
+    def _targets(self, texts: Sequence[str]) -> np.ndarray:
+        """(examples, target-length): what is longer is cut, and so has no token for its end."""
+        length = self.data.target_length
+        targets = np.full((len(texts), length), IGNORED, dtype=np.int32)
+        for row, tokens in zip(targets, self.tokens(texts), strict=True):
+            row[: len(tokens)] = tokens[:length]
+        return targets
+
+    def tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text, with one for its end, however many they are."""
+        read: list[list[int]] = self.reader(list(texts), verbose=False).input_ids
+        return read
+
+    def _tell_of_cut(self, encoded: Encoded) -> None:
+        if cut := self.cut(encoded):
+            log.warning(
+                "answers: %d of %d have more tokens than target-length = %d; expected at most so "
+                "many, the end included. They are cut for training, and scored whole; raise "
+                "target-length in the preset's data to train on all of them",
+                cut, len(encoded), self.data.target_length,
+            )  # fmt: skip
+
+    def cut(self, encoded: Encoded) -> int:
+        """How many targets have no token for their end."""
+        whole = encoded.whole
+        if isinstance(whole, datasets.Dataset):  # in a file: its prompts are long
+            encoded = replace(encoded, whole=whole.select_columns("labels"))
+        last = encoded.take(encoded.rows)["labels"][:, -1]
+        return int(((last != IGNORED) & (last != self.reader.eos_token_id)).sum())
 
     def shapes(self, config: Any, batch_size: int) -> Shapes:  # noqa: ARG002
         # Without a mask: no text of a plan is padded.

@@ -1,6 +1,7 @@
 """Classification by a text-to-text model, which writes the name of the label.
 
-An answer is right if it is the name, but for white space around it (exact match).
+An answer is right if it is the name, but for white space around it (exact match). So every name
+must fit into a target whole: of two that are cut, one might be the other.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,17 @@ class TextToLabel(TextToText):
     """Columns `text` and `label`."""
 
     metric = "accuracy"
+
+    def check(self) -> None:
+        names, most = self.data.labels, self.data.target_length
+        counts = {name: len(read) for name, read in zip(names, self.tokens(names), strict=True)}
+        if long := {name: count for name, count in counts.items() if count > most}:
+            shown = ", ".join(f"{name} ({count})" for name, count in [*long.items()][:20])
+            raise ValueError(
+                f"target-length = {most}: got labels of more tokens: {shown}; expected at most "
+                f"{most} each, the end included; set target-length: {max(long.values())} in the "
+                "preset's data, or shorten the names"
+            )
 
     def answers(self, examples: datasets.Dataset) -> list[Sequence[str]]:
         names = self.data.labels

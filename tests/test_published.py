@@ -1,0 +1,162 @@
+"""The presets, held against what the public data sets really are (tests/published)."""
+
+from dataclasses import replace
+
+import pytest
+from datasets import ClassLabel, Dataset, Features, Image, List, Value
+
+from ravan_flwr.config import read_config
+from ravan_flwr.dataset import label_numbers, load_splits
+from ravan_flwr.keys import Scalar
+from ravan_flwr.preset import Preset, preset_names
+from tests.tiny import DATA, PUBLISHED, features, pictures, published, save_data
+
+TEXT = Value("string")
+# role -> what a task can read in its column
+READABLE = {
+    "image": (Image(),),
+    "text": (TEXT,),
+    "text-pair": (TEXT,),
+    "question": (TEXT,),
+    "context": (TEXT,),
+    "answers": (List(TEXT), TEXT),
+}
+
+
+def data_of(preset, glue_task):
+    return read_config({"preset": preset} | ({"glue-task": glue_task} if glue_task else {})).data
+
+
+def test_every_data_set_of_the_hub_has_its_facts():
+    wanted = set()
+    for name in preset_names():
+        preset = Preset.read(name)
+        if preset.data.source == "hub":
+            wanted |= {(name, task) for task in preset.glue_tasks or ("",)}
+    assert wanted == set(DATA)
+    assert {name for name, _ in DATA.values()} == {path.stem for path in PUBLISHED.glob("*.yaml")}
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in DATA.values()}))
+def test_facts_say_where_they_were_read(name):
+    facts = published(name)
+    assert facts["read"]
+    for place in facts["read"]:
+        assert set(place) == {"host", "repository", "file", "commit"}
+        assert place["host"] in {"hub", "github"}
+    unlabelled = facts.get("unlabelled", [])
+    assert set(unlabelled) <= {
+        split for one in facts["subsets"].values() for split in one["splits"]
+    }
+
+
+@pytest.mark.parametrize(("preset", "glue_task"), DATA)
+def test_a_preset_names_what_is_there(preset, glue_task):
+    data, (name, subset) = data_of(preset, glue_task), DATA[preset, glue_task]
+    facts = published(name)
+    assert data.name == facts["repository"]
+    # Without a name there is but one to load.
+    assert data.subset == subset if data.subset else len(facts["subsets"]) == 1
+    splits = {data.train, *dict(data.tests).values()}
+    assert splits <= set(facts["subsets"][subset]["splits"])
+    assert not splits & set(facts.get("unlabelled", []))
+
+
+@pytest.mark.parametrize(("preset", "glue_task"), DATA)
+def test_a_presets_columns_are_there_and_of_a_type_that_its_task_reads(preset, glue_task):
+    data, of = data_of(preset, glue_task), features(*DATA[preset, glue_task])
+    for role, column in data.columns:
+        assert column in of, role
+        if role != "label":
+            assert of[column] in READABLE[role], role
+    assert data.partition_by in {*dict(data.columns), *of}
+
+
+@pytest.mark.parametrize(("preset", "glue_task"), DATA)
+def test_a_presets_labels_are_the_names_of_the_classes_in_order(preset, glue_task):
+    data, (name, subset) = data_of(preset, glue_task), DATA[preset, glue_task]
+    column = data.column("label")
+    if not column:
+        assert not data.labels
+        return
+    kind = features(name, subset)[column]
+    if isinstance(kind, ClassLabel):
+        names = kind.names
+    else:
+        assert kind == TEXT
+        names = published(name)["names"][column]["texts"]
+    assert list(data.labels) == names
+
+
+def test_the_labels_of_newsgroups_fit_into_the_target():
+    data, facts = data_of("newsgroups-t5", ""), published("newsgroups")
+    names = facts["names"]["label_text"]["texts"]
+    assert len(facts["tokens"]) == len(names)
+    assert max(facts["tokens"]) <= data.target_length
+    # For any other vocabulary: it has at most a token a byte, one for the end, one for the start.
+    assert max(len(name.encode()) for name in names) + 2 <= data.target_length
+
+
+# A data set whose names are not the preset's.
+
+
+def sst2(folder, names, numbers=(0, 1, 1, 0)):
+    """A copy of the data set's repository with classes called so."""
+    save_data("glue-llama", folder, "sst2")
+    called = Features({"sentence": TEXT, "label": ClassLabel(names=names), "idx": Value("int32")})
+    rows = {"sentence": ["a b"] * 4, "label": list(numbers), "idx": [0, 1, 2, 3]}
+    for path in folder.rglob("*.parquet"):
+        Dataset.from_dict(rows, features=called).to_parquet(path)
+    settings: dict[str, Scalar] = {"preset": "glue-llama", "data": str(folder)}
+    return read_config(settings).data
+
+
+def numbers_of(splits):
+    labels = data_of("glue-llama", "sst2").labels
+    return {name: label_numbers(split, labels, name).tolist() for name, split in splits.items()}
+
+
+def test_names_that_differ_are_told_once_and_numbers_count(tmp_path, caplog):
+    splits = load_splits(sst2(tmp_path, ["neg", "positive"]))
+    assert numbers_of(splits) == {"train": [0, 1, 1, 0], "test": [0, 1, 1, 0]}
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told.startswith(f"data {tmp_path}: classes are told by their numbers")
+    assert told.endswith("0 'neg', 'negative' here")
+
+
+def test_names_that_are_known_count_whatever_their_numbers(tmp_path, caplog):
+    splits = load_splits(sst2(tmp_path, ["positive", "negative"]))
+    assert numbers_of(splits)["train"] == [1, 0, 0, 1]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["bad", "so-so", "good"], "got 3 classes, bad, so-so, good; expected the preset's 2, neg"),
+        (["bad"], "got 1 classes, bad; expected the preset's 2, negative, positive; take other"),
+        (["positive", "bad"], "got the classes positive, bad: some are unknown, and positive have"),
+    ],
+)
+def test_classes_that_are_not_the_presets_are_refused(names, told, tmp_path):
+    spec = sst2(tmp_path, names, [0, 0, 0, 0])
+    with pytest.raises(ValueError, match=f"data {tmp_path}, train: {told}"):
+        load_splits(spec)
+
+
+def test_an_example_without_a_label_is_none_of_the_first_class(tmp_path):
+    splits = load_splits(sst2(tmp_path, ["neg", "pos"], [0, 1, -1, 0]))
+    with pytest.raises(ValueError, match="train: got unknown labels None; expected negative"):
+        numbers_of(splits)
+
+
+def test_a_shared_folder_of_images_has_names_and_no_numbers(tmp_path):
+    """Ten folders are sorted by their names: their numbers say nothing of digits."""
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    for split in ("train", "test"):
+        for word in words:
+            (tmp_path / split / word).mkdir(parents=True)
+            pictures([1])[0].save(tmp_path / split / word / "x.png")
+    spec = replace(data_of("svhn-vit-b16", ""), name=str(tmp_path), subset="", revision="")
+    with pytest.raises(ValueError, match="x: got unknown labels eight, five, four"):
+        label_numbers(load_splits(spec)["train"], spec.labels, "x")

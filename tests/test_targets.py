@@ -1,0 +1,129 @@
+"""Targets of text-to-text tasks: labels fit or are refused, answers that are cut are counted."""
+
+import dataclasses
+import logging
+
+import datasets
+import numpy as np
+import pytest
+
+from ravan_flwr import simulate
+from ravan_flwr.config import read_config
+from ravan_flwr.keys import Scalar
+from ravan_flwr.tasks.generation import IGNORED
+from ravan_flwr.tasks.question_answering import QuestionAnswering
+from ravan_flwr.tasks.text_to_label import TextToLabel
+from ravan_flwr.workbench import Workbench
+from tests.tiny import WORDS, save_data, save_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model("t5", tmp_path_factory.mktemp("targets") / "model")
+
+
+def task(kind, folder, length, labels=()):
+    """Of short prompts and targets of so many tokens."""
+    preset = "newsgroups-t5" if labels else "mrqa-t5"
+    data = dataclasses.replace(
+        read_config({"preset": preset}).data, labels=labels, target_length=length
+    )
+    return kind(data, 24, lambda: folder)
+
+
+def counted(folder, text):
+    """The tokens of a text by the tokenizer itself, the end among them."""
+    reader = task(QuestionAnswering, folder, 8).reader
+    return len(reader.backend_tokenizer.encode(text).ids)
+
+
+LONG = " ".join(WORDS[:6])
+
+
+def test_a_label_that_does_not_fit_is_named_with_what_it_needs(folder):
+    names = (WORDS[0], LONG, " ".join(WORDS[:3]))
+    most = counted(folder, LONG)
+    task(TextToLabel, folder, most, names).check()
+    told = (
+        rf"target-length = {most - 1}: got labels of more tokens: {LONG} \({most}\); "
+        rf"expected at most {most - 1} each, the end included; set target-length: {most} in"
+    )
+    with pytest.raises(ValueError, match=told):
+        task(TextToLabel, folder, most - 1, names).check()
+
+
+def test_labels_are_checked_before_anything_is_trained(folder, tmp_path, monkeypatch):
+    """By the server, even where clients alone have examples: no weights, no node, no round."""
+
+    def refuse(*_):
+        raise AssertionError("the run went on")
+
+    for what in ("workbench.build_network", "workbench.load_splits", "strategy.PeftStrategy.start"):
+        monkeypatch.setattr(f"ravan_flwr.{what}", refuse)
+    real = read_config({"preset": "newsgroups-t5"}).data
+    short = dataclasses.replace(real, target_length=1)
+    monkeypatch.setattr("ravan_flwr.preset.Preset.data_of", lambda *_: short)
+    settings: dict[str, Scalar] = {
+        "preset": "newsgroups-t5", "model": str(folder), "data": "nobody/has-this",
+        "evaluate-on": "clients", "validation-share": 0.2, "output-dir": str(tmp_path),
+        "report": "no", "tracking": "none",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="target-length = 1: got labels of more tokens: alt.ath"):
+        simulate(settings, 2)
+
+
+def questions(answers):
+    return datasets.Dataset.from_dict(
+        {
+            "question": ["what"] * len(answers),
+            "context": [WORDS[0]] * len(answers),
+            "answers": answers,
+        }
+    )
+
+
+def test_answers_that_are_cut_are_counted_once_and_scored_whole(folder, caplog):
+    whole, fits = counted(folder, LONG), counted(folder, WORDS[1])
+    length = whole - 1
+    assert fits < length
+    exact = LONG.rsplit(" ", 1)[0]
+    qa = task(QuestionAnswering, folder, length)
+    with caplog.at_level(logging.WARNING):
+        encoded = qa.encode(questions([[WORDS[1]], [LONG, WORDS[1]], [WORDS[1], LONG], [LONG]]))
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"answers: 2 of 4 have more tokens than target-length = {length}")
+    assert counted(folder, exact) <= length
+    labels = encoded.take(np.arange(4))["labels"]
+    tokens = qa.reader.backend_tokenizer.encode(LONG).ids
+    assert labels[1].tolist() == tokens[:length]  # the first ones, and no end
+    assert labels[0].tolist() == qa.reader(WORDS[1]).input_ids + [IGNORED] * (length - fits)
+    assert qa.score(LONG, encoded.answers_of(np.array([3]))[0]) == 1
+
+
+def test_answers_that_fit_exactly_are_not_told_of(folder, caplog):
+    qa = task(QuestionAnswering, folder, counted(folder, LONG))
+    with caplog.at_level(logging.WARNING):
+        encoded = qa.encode(questions([[LONG], [WORDS[1]], [""]]))
+    assert qa.cut(encoded) == 0
+    assert not caplog.records
+
+
+def test_what_is_read_from_its_file_is_counted_as_well(folder, monkeypatch):
+    qa = task(QuestionAnswering, folder, counted(folder, LONG) - 1)
+    monkeypatch.setattr("ravan_flwr.tasks.base.IN_MEMORY", 0)
+    encoded = qa.encode(questions([[LONG], [WORDS[1]], [LONG]]))
+    assert isinstance(encoded.whole, datasets.Dataset)
+    assert qa.cut(encoded) == 2
+
+
+def test_the_small_labels_are_learned_whole(folder, tmp_path):
+    """As the preset has them: 32 tokens, and every label comes back from its target."""
+    settings = {"preset": "newsgroups-t5", "model": str(folder)}
+    data = str(save_data("newsgroups-t5", tmp_path))
+    bench = Workbench(read_config(settings | {"data": data, "max-length": 16}))
+    encoded = bench.test_sets["test"]
+    labels = encoded.take(np.arange(len(encoded)))["labels"]
+    texts = bench.task.reader.batch_decode(
+        [row[row != IGNORED] for row in labels], skip_special_tokens=True
+    )
+    assert texts == [right for (right,) in encoded.answers]
