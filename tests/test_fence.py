@@ -60,10 +60,11 @@ def test_a_run_goes_through_the_fence(deployment):
     assert run.wait(240) == "finished:completed"
     assert [[c["partition-id"] for c in r["clients"]] for r in run.rounds] == [[0, 1]] * 2
     assert all(record["rejected"] == [] for record in run.rounds)
-    through = set(re.findall(r'"POST (\S+) HTTP/1.1" 200 ', deployment.log("fence")))
-    # A SuperNode that is stopped signs off, later.
-    assert {f"/v1/fleet/{name}" for name in LET_IN - {"deactivate-node"}} <= through
-    assert all(path.startswith("/v1/fleet/") for path in through)
+    # The fence says for whom it asks, without a port; a SuperNode that is stopped signs off, later.
+    through = re.findall(r'(\S+) - "POST (/v1/fleet/\S+) HTTP', deployment.log("superlink"))
+    assert {address for address, _ in through} == {"127.0.0.1:0"}
+    needed = {f"/v1/fleet/{name}" for name in LET_IN - {"deactivate-node"}}
+    assert {path for _, path in through} >= needed
 
 
 def test_without_the_fence_ca_crt_is_enough_to_be_the_operator(deployment, tmp_path):
@@ -173,6 +174,8 @@ def test_no_other_call_passes_however_it_is_spelt(deployment):
             answer, _ = say(deployment, request_of(method, target))
             assert statuses(answer) in ([404], [400], [405]), method
     assert_only_supernodes_asked(deployment, before)
+    told = "access forbidden by rule, client: 127.0.0.1, server: , request: "
+    assert f'{told}"POST {INNER} HTTP/1.1"' in deployment.log("fence")
 
 
 def assert_only_supernodes_asked(deployment, before):
