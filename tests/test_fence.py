@@ -13,6 +13,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -239,6 +240,52 @@ def test_a_node_without_a_registered_key_is_refused_by_the_superlink(deployment)
     deployment.start_node(2, "partition-id=2 num-partitions=3")
     assert not deployment.wait_for_node(2)
     assert "Failed to activate SuperNode" in deployment.log("node-2")
+
+
+CLOCK = """
+import datetime, sys
+if any("flower-supernode" in word for word in sys.orig_argv):
+    from flwr.supercore import date
+    now = date.now
+    date.now = lambda: now() + datetime.timedelta(seconds={ahead})
+"""
+
+
+@pytest.mark.parametrize(("ahead", "let_in"), [(60, False), (-400, False), (-200, True)])
+def test_a_device_with_a_wrong_clock_is_refused(deployment, ahead, let_in):
+    """Flower's window is from 5 s ahead to 305 s behind: docs/deploy.md, deploy/health.py."""
+    if ahead == 60:
+        deployment.register(2)
+    folder = deployment.folder / f"clock {ahead}"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(CLOCK.format(ahead=ahead))
+    paths = os.pathsep.join([str(folder), str(ROOT)])
+    deployment.start_node(2, "partition-id=2 num-partitions=3", PYTHONPATH=paths)
+    assert deployment.wait_for_node(2) == let_in
+    if let_in:
+        deployment.stop_node(2)
+    else:
+        assert '"POST /v1/fleet/activate-node HTTP/1.1" 401' in deployment.log("superlink")
+
+
+@pytest.mark.parametrize(("ahead", "told"), [(0, ""), (-200, ""), (60, "ahead"), (-400, "behind")])
+def test_the_health_check_compares_the_clocks(deployment, ahead, told):
+    program = (
+        "import runpy, time; now = time.time; "
+        f"time.time = lambda: now() + {ahead}; runpy.run_path('deploy/health.py')"
+    )
+    asked_for = {
+        "HEALTH_URL": f"https://{deployment.address}/health",
+        "HEALTH_CA": str(deployment.keys / "authority" / "ca.crt"),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | asked_for, cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == bool(told), ended.stderr
+    if told:
+        (seconds,) = re.findall(rf"this machine's clock is (\d+) s {told}", ended.stderr)
+        assert abs(int(seconds) - abs(ahead)) <= 1
 
 
 def test_the_superlink_outlives_a_serverapp_that_memory_killed(deployment):
