@@ -77,6 +77,11 @@ class Series:
     runs: Sequence[tuple[Sequence[float], Sequence[float]]]  # x and y of each
 
 
+def plain(text: str) -> str:
+    """Text of a run, such as a path: what stands between two dollars would be a formula."""
+    return text.replace("$", r"\$")
+
+
 def lines(
     name: str, title: str, about: str, series: Sequence[Series], x: str, y: str, whole: bool = True
 ) -> Chart:
@@ -86,8 +91,8 @@ def lines(
         for number, one in enumerate(series):
             colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
             _band(axes, one, colour, dash, 0.2 if len(series) < 5 else 0.08)
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
+        axes.set_xlabel(plain(x))
+        axes.set_ylabel(plain(y))
         ends = [x[-1] for one in series for x, _ in one.runs if len(x)]
         if whole:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -106,7 +111,9 @@ def _band(axes: Axes, series: Series, colour: str, dash: str, opacity: float) ->
     grid = min((x for x, _ in runs), key=lambda x: (x[-1], len(x)))
     values = np.stack([np.interp(grid, x, y) for x, y in runs])
     marker = "o" if len(grid) == 1 else None
-    axes.plot(grid, values.mean(0), dash, color=colour, label=series.label, lw=1.8, marker=marker)
+    axes.plot(
+        grid, values.mean(0), dash, color=colour, label=plain(series.label), lw=1.8, marker=marker
+    )
     if len(runs) > 1:
         axes.fill_between(grid, values.min(0), values.max(0), color=colour, alpha=opacity, lw=0)
 
@@ -117,7 +124,7 @@ def bars(name: str, title: str, about: str, values: Mapping[str, float], x: str,
         figure, axes = _figure()
         axes.bar(range(len(values)), list(values.values()), color=COLOURS[0], width=0.8)
         step = -(-len(values) // 10)
-        axes.set_xticks(range(0, len(values), step), list(values)[::step])
+        axes.set_xticks(range(0, len(values), step), [plain(n) for n in list(values)[::step]])
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(visible=False, axis="x")
         axes.set_xlabel(x)
@@ -152,7 +159,7 @@ def boxes(
         figure, axes = _figure()
         drawn = axes.boxplot(
             [list(numbers) for numbers in values.values()],
-            tick_labels=list(values),
+            tick_labels=[plain(name) for name in values],
             patch_artist=True,
             medianprops={"color": INK},
             boxprops={"edgecolor": INK},
@@ -179,7 +186,7 @@ def heat(
         top = float(table.max()) or 1.0
         image = axes.imshow(table, aspect="auto", cmap="viridis", vmin=0, vmax=top)
         axes.set_xticks(range(table.shape[1]), [str(i) for i in range(table.shape[1])])
-        axes.set_yticks(range(len(table)), rows, fontsize=8)
+        axes.set_yticks(range(len(table)), [plain(row) for row in rows], fontsize=8)
         axes.set_xlabel("head")
         if table.size <= 128:
             for (row, column), value in np.ndenumerate(table):

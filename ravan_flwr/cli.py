@@ -1,9 +1,12 @@
 """The command `ravan-flwr`. Torch and Flower are imported by the commands that need them."""
 
 import argparse
+import signal
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -19,18 +22,57 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], None] = parsed.command
     try:
-        command(parsed)
+        with _ending_on_signals():
+            command(parsed)
     except ValueError as error:
         sys.exit(_complain(error, 2))
     except (RuntimeError, OSError) as error:
         sys.exit(_complain(error, 1))
+    except _Ended as ended:
+        sys.exit(_complain(f"ended by {ended.signal.name}", 128 + ended.signal))
     except KeyboardInterrupt:
         sys.exit(_complain("interrupted", 130))
 
 
 def _complain(problem: object, status: int) -> int:
-    sys.stderr.write(f"ravan-flwr: error: {problem}\n")
+    with suppress(OSError):  # of a terminal that was closed
+        sys.stderr.write(f"ravan-flwr: error: {problem}\n")
+        sys.stderr.flush()
     return status
+
+
+class _Ended(KeyboardInterrupt):
+    """A signal that asks to end; all that cleans up after Ctrl-C cleans up after it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.signal = signal.Signals(number)
+
+
+@contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """SIGTERM, and SIGHUP of a terminal that closes, end a command as Ctrl-C does, and once.
+
+    Under `nohup` SIGHUP is ignored, and stays so. Only a process's main thread may set this.
+    """
+    ended = False
+
+    def end(number: int, _: object) -> None:
+        nonlocal ended
+        if not ended:  # a second one does not stop the cleaning up
+            ended = True
+            raise _Ended(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        wanted = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+        heard = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, end) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -190,7 +232,8 @@ def _value(text: str) -> Scalar:
             return kind(text)
         except ValueError:
             continue
-    return text.strip("'\"")
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if quoted else text
 
 
 def _simulate(parsed: argparse.Namespace) -> None:

@@ -210,7 +210,9 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
     with telling("data", path):
         try:
             cache = str(cache_of(folder))
-            examples = datasets.load_dataset(kind, split="train", cache_dir=cache, **how)
+            examples = datasets.load_dataset(
+                kind, split="train", cache_dir=cache, trust_remote_code=False, **how
+            )
         except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
             if "corresponds to no data" in str(error):
                 raise ValueError(f"{where}: got no example, expected some; fill it") from None

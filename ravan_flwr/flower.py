@@ -26,6 +26,7 @@ from ravan_flwr.config import absolute_paths
 from ravan_flwr.keys import Scalar
 
 START_TIMEOUT = 60.0
+END_TIMEOUT = 5.0  # of what the SuperLink started, after the SuperLink
 
 
 class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
@@ -70,27 +71,48 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
+        try:
+            self._wait_for_it(log_file)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _wait_for_it(self, log_file: Path) -> None:
+        assert self._process is not None
         deadline = time.monotonic() + START_TIMEOUT
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 told = log_file.read_text(errors="replace")[-2000:] if log_file.exists() else ""
-                self.__exit__(None, None, None)
                 raise RuntimeError(
                     f"Flower's SuperLink did not start within {START_TIMEOUT:g} s on port "
                     f"{self._port}; it said: {told or 'nothing'}"
                 )
             time.sleep(0.1)
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=15)
-            with suppress(ProcessLookupError):  # what it started, and itself if it hangs
+            self._end_the_rest()
+            with suppress(ProcessLookupError):  # itself, if it hangs
                 self.signal(signal.SIGKILL)
             self._process.wait()
         self._stack.close()
+
+    def _end_the_rest(self) -> None:
+        """End what the SuperLink started: Flower's processes and Ray's have sessions of their own.
+
+        They notice by themselves that the SuperLink is gone, most within a second; a process in
+        the middle of a training step, or of Ray, may not.
+        """
+        deadline = time.monotonic() + END_TIMEOUT
+        while (left := processes_of(self.home)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def signal(self, number: int) -> None:
         """Send a signal to the SuperLink and what it started."""
@@ -125,11 +147,15 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         ) as process:  # fmt: skip
             assert process.stdout is not None
-            for line in process.stdout:
-                sys.stdout.write(line)
-                sys.stdout.flush()
-                if match := re.search(r"Successfully started run (\d+)", line):
-                    run_id = match[1]
+            try:
+                for line in process.stdout:
+                    sys.stdout.write(line)
+                    sys.stdout.flush()
+                    if match := re.search(r"Successfully started run (\d+)", line):
+                        run_id = match[1]
+            except BaseException:
+                process.terminate()  # it would go on streaming, and be waited for
+                raise
         if process.returncode or run_id is None:
             raise RuntimeError(
                 f"`{shlex.join(command)}` ended with status {process.returncode} before the run "
@@ -151,7 +177,8 @@ def run_in_flower(config: Mapping[str, Scalar], num_clients: int) -> None:
     sys.stdout.write(
         "This stands for:\n"
         "  export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1\n"
-        f'  flwr run . --stream --federation-config "{federation}" -c "{run_config}"\n'
+        f'  flwr run . --stream --federation-config "{federation}" '
+        f"-c {shlex.quote(run_config)}\n"
     )
     sys.stdout.flush()
     with LocalSuperLink() as superlink:
@@ -160,10 +187,36 @@ def run_in_flower(config: Mapping[str, Scalar], num_clients: int) -> None:
         raise RuntimeError(f"the run ended as {status!r}, expected 'finished:completed'")
 
 
+def processes_of(home: Path) -> list[int]:
+    """All processes whose FLWR_HOME is this folder, or within it, whoever started them.
+
+    Where there is no /proc, as on macOS, none is found.
+    """
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is another user's
+            for setting in path.read_bytes().split(b"\0"):
+                name, _, value = os.fsdecode(setting).partition("=")
+                if name == "FLWR_HOME" and Path(value).is_relative_to(home):
+                    found.append(int(path.parent.name))
+    return found
+
+
 def _toml(value: Scalar) -> str:
+    """A value for `flwr run -c`, which takes TOML without quotes of the same kind inside."""
     if isinstance(value, bool):
         return str(value).lower()
-    return f"'{value}'" if isinstance(value, str) else repr(value)
+    if not isinstance(value, str):
+        return repr(value)
+    if value.isprintable() and "'" not in value:
+        return f"'{value}'"
+    escaped = "".join(c if c.isprintable() and c not in '"\\' else _escape(c) for c in value)
+    return f'"{escaped}"'
+
+
+def _escape(character: str) -> str:
+    """TOML's escape of a character, without the character."""
+    return f"\\U{ord(character):08x}"
 
 
 def _free_ports(number: int) -> list[int]:

@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from safetensors import safe_open
 
 from ravan_flwr.preset import DataSpec, ModelSpec
 
@@ -70,8 +71,33 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model {spec.name}: {folder} has no config.json; choose another model")
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path, spec.name)
+
+
+def read_json(path: Path, model: str) -> dict[str, Any]:
+    """The object in a JSON file of a model."""
+    with reading(model, path.name):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError(f"it holds a {type(content).__name__} and no object")
     return content
+
+
+@contextmanager
+def reading(model: str, files: str) -> Iterator[None]:
+    """Tell that files of a model cannot be used, whatever the library that reads them raises."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        if "allocate" in str(error):  # PyTorch's way to say that memory ran out
+            raise
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        raise ValueError(
+            f"model {model}: its {files} cannot be used ({told}), expected what save_pretrained "
+            "of transformers 5 writes; download or save the model again, or choose another one"
+        ) from error
 
 
 def _snapshot(spec: ModelSpec, *, local_files_only: bool) -> Path | None:
@@ -101,8 +127,19 @@ def weight_files(folder: Path) -> list[Path]:
     """The files of a model's weights, there or not, as transformers finds them."""
     if (folder / WHOLE).is_file() or not (folder / _INDEX).is_file():
         return [folder / WHOLE]
-    parts = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-    return [folder / part for part in sorted(set(parts))]
+    content = read_json(folder / _INDEX, str(folder))
+    with reading(str(folder), _INDEX):
+        parts = sorted(set(content["weight_map"].values()))
+        if wrong := [part for part in parts if Path(part).name != part]:
+            raise ValueError(f"{wrong[0]!r} is no file of this folder")
+    return [folder / part for part in parts]
+
+
+def check_weights(folder: Path, model: str) -> None:
+    """Raise ValueError if a file of a model's weights is cut off or no safetensors."""
+    for path in weight_files(folder):
+        with reading(model, path.name), safe_open(path, framework="pt"):
+            pass  # it reads the header, and compares it with the file's size
 
 
 def load_data(spec: DataSpec) -> datasets.DatasetDict:
@@ -116,6 +153,7 @@ def load_data(spec: DataSpec) -> datasets.DatasetDict:
         dataset=str(folder / spec.subset) if plain else spec.name,
         subset=None if plain else spec.subset or None,
         shuffle=False,
+        trust_remote_code=False,
         partitioners={},  # the clients' parts are rows of the whole (dataset.py)
         **({"revision": spec.revision} if spec.revision else {}),
         **({"cache_dir": str(cache_of(folder))} if folder.is_dir() else {}),

@@ -5,7 +5,6 @@ classifier: drawn from the seed, and then frozen, or trained and averaged.
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,15 @@ from transformers.models.auto import modeling_auto
 from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.backbones import read_backbone
-from ravan_flwr.hub import config_of, model_folder, no_bars, weight_files
+from ravan_flwr.hub import (
+    check_weights,
+    config_of,
+    model_folder,
+    no_bars,
+    read_json,
+    reading,
+    weight_files,
+)
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, check_tensor
 from ravan_flwr.preset import ModelSpec
 from ravan_flwr.seeding import generator
@@ -165,7 +172,12 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
         return torch.float32
     settings = config_of(spec)
     name = settings.get("dtype") or settings.get("torch_dtype") or "float32"
-    dtype: torch.dtype = getattr(torch, str(name).removeprefix("torch."))
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(
+            f"model {spec.name}: its config.json says dtype = {name!r}, expected a dtype of "
+            "PyTorch such as bfloat16; correct it, or choose another model"
+        )
     return dtype
 
 
@@ -173,7 +185,7 @@ def build_skeleton(spec: ModelSpec, task: Task) -> Backbone:
     """The same network without weights, on the meta device, for plans and estimates."""
     settings = dict(spec.shape) or CONFIGS[spec.source](spec)
     with torch.device("meta"):
-        network = _architecture(settings, task)
+        network = _architecture(settings, task, spec.name)
     task.adjust(network)
     heads = [network.get_parameter(name) for name in _heads(network, task)]
     size = num_parameters(pretrained_parameters(network, heads))
@@ -193,15 +205,18 @@ def _heads(network: PreTrainedModel, task: Task) -> list[str]:
     return [name for name, _ in network.named_parameters() if not name.startswith(base)]
 
 
-def _architecture(settings: Mapping[str, Any], task: Task) -> PreTrainedModel:
-    return network_class(settings, task)(_config(settings, task))
+def _architecture(settings: Mapping[str, Any], task: Task, model: str) -> PreTrainedModel:
+    made = network_class(settings, task)
+    config = _config(settings, task, model)
+    with reading(model, "config.json"):
+        return made(config)
 
 
 def network_class(settings: Mapping[str, Any], task: Task) -> type[PreTrainedModel]:
     """The class of transformers that serves an architecture for a task."""
     # By its name: the Auto classes import every architecture to find one.
     table: dict[str, str | tuple[str, ...]] = getattr(modeling_auto, task.classes)
-    kind = settings.get("model_type", "")
+    kind = str(settings.get("model_type", ""))
     if kind not in table:
         words = task.classes.removeprefix("MODEL_FOR_").removesuffix("_MAPPING_NAMES")
         raise ValueError(
@@ -214,8 +229,9 @@ def network_class(settings: Mapping[str, Any], task: Task) -> type[PreTrainedMod
     return network
 
 
-def _config(settings: Mapping[str, Any], task: Task) -> Any:
-    config = AutoConfig.for_model(**settings)
+def _config(settings: Mapping[str, Any], task: Task, model: str) -> Any:
+    with reading(model, "config.json"):
+        config = AutoConfig.for_model(**settings)
     if not _generates(task):
         config.num_labels = len(task.data.labels)
     return config
@@ -240,7 +256,7 @@ def _targets(spec: ModelSpec, network: PreTrainedModel) -> tuple[str, ...]:
 def _bundled(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str]]:
     """A backbone that travels with the app, and the names of the parameters that it lacks."""
     settings, weights = read_backbone(bundled_file(spec))
-    network = _architecture(settings, task)
+    network = _architecture(settings, task, spec.name)
     result = network.load_state_dict(weights, strict=False)
     if result.unexpected_keys or set(result.missing_keys) != set(_heads(network, task)):
         raise ValueError(
@@ -266,13 +282,16 @@ def _from_folder(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str
     A classifier is kept where it was trained for the task's labels, and drawn anew elsewhere.
     """
     folder = model_folder(spec)
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings = read_json(folder / "config.json", spec.name)
     _check_shape(spec, settings)
-    config = _config(settings, task)
-    with no_bars():
-        loaded: Any = network_class(settings, task).from_pretrained(
+    made = network_class(settings, task)
+    config = _config(settings, task, spec.name)
+    check_weights(folder, spec.name)
+    with no_bars(), reading(spec.name, "config.json and weights"):
+        loaded: Any = made.from_pretrained(
             folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True,
             output_loading_info=True, use_safetensors=True, local_files_only=True,
+            trust_remote_code=False,
         )  # fmt: skip
     network, found = loaded
     lacking = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
@@ -283,7 +302,9 @@ def _from_folder(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str
             f"{' and more' if len(wrong) > 5 else ''} of {type(network).__name__}, which only "
             "pretraining gives; choose another model"
         )
-    names = tuple(str(settings.get("id2label", {}).get(str(n))) for n in range(config.num_labels))
+    told = settings.get("id2label")
+    labels = told if isinstance(told, dict) else {}
+    names = tuple(str(labels.get(str(n))) for n in range(config.num_labels))
     if names != task.data.labels:
         lacking |= heads
     return network, [name for name, _ in network.named_parameters() if name in lacking]

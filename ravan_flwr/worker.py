@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -134,19 +134,47 @@ def _who() -> bytes:
 
 
 def _folder() -> Path:
-    """Where this user's workers have their sockets, and where nobody else can."""
-    folder = Path(tempfile.gettempdir()) / f"ravan-flwr-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    """Where this user's workers have their sockets, and where nobody else can.
+
+    All client processes of a SuperNode find the same one: that of the session, then one with the
+    user's number in the folder for temporary files. Somebody else may have made that one, to keep
+    us from it: then it is one with a name that nobody could know before.
+    """
+    shared = Path(tempfile.gettempdir()) / f"ravan-flwr-{os.getuid()}"
+    session = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
+    for folder in ([session / "ravan-flwr"] if _is_ours(session) else []) + [shared]:
+        with suppress(OSError):  # something else is there, or it cannot be written to
+            folder.mkdir(mode=0o700, exist_ok=True)
+        if _is_ours(folder):
+            return _short_enough(folder)
+    log.warning(
+        "%s: somebody else made it, or others can enter it, expected a folder of user %d alone; "
+        "the warm worker's socket gets another one. Remove it, or set XDG_RUNTIME_DIR",
+        shared, os.getuid(),
+    )  # fmt: skip
+    for folder in sorted(shared.parent.glob(f"{shared.name}-*")):
+        if _is_ours(folder):
+            return _short_enough(folder)
+    return _short_enough(Path(tempfile.mkdtemp(prefix=f"{shared.name}-")))
+
+
+def _is_ours(folder: Path) -> bool:
+    """Is it a folder, and no link to one, that this user alone can enter?"""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    mine = found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return stat.S_ISDIR(found.st_mode) and mine
+
+
+def _short_enough(folder: Path) -> Path:
+    """The folder; RuntimeError if a socket's path in it is too long for the system."""
+    length = len(os.fsencode(folder))
+    if length > LONGEST_FOLDER:
         raise RuntimeError(
-            f"{folder} is not a folder that user {os.getuid()} alone can open, as the warm "
-            "worker's socket needs it; remove it, or leave warm-worker out"
-        )
-    if len(os.fsencode(folder)) > LONGEST_FOLDER:
-        raise RuntimeError(
-            f"{folder}: got a path of {len(os.fsencode(folder))} bytes, expected at most "
-            f"{LONGEST_FOLDER} for the warm worker's socket; set a shorter TMPDIR"
+            f"{folder}: got a path of {length} bytes, expected at most {LONGEST_FOLDER} for the "
+            "warm worker's socket; set a shorter XDG_RUNTIME_DIR or TMPDIR"
         )
     return folder
 

@@ -11,6 +11,9 @@ by that they are found, whoever started them.
         deployment.kill_node(1)
         assert run.wait() == "finished:completed"
     assert deployment.left_running == []
+
+With `fenced=True` the server is as docs/deploy.md has it: nginx with deploy/fence.conf before the
+SuperLink, ServerApps in processes that are not below it; devices know the fence's address alone.
 """
 
 import json
@@ -18,6 +21,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -29,7 +33,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ravan_flwr.flower import _free_ports
+from ravan_flwr.flower import _free_ports, processes_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "edge"  # of the SuperLink in config.toml
@@ -39,11 +43,14 @@ START_TIMEOUT = 90.0
 class Deployment(AbstractContextManager["Deployment"]):
     """A SuperLink, started on entry, and SuperNodes with keys, none of them registered yet."""
 
-    def __init__(self, folder: Path, nodes: int) -> None:
+    def __init__(self, folder: Path, nodes: int, *, fenced: bool = False) -> None:
         self.folder, self.keys = folder, folder / "keys"
-        self.left_running: list[str] = []  # what did not end when it was asked to
-        (self._port,) = _free_ports(1)
-        self.address = f"127.0.0.1:{self._port}"
+        self.left_running: list[str] = []  # our processes that did not end by themselves
+        self._port, self._gate = _free_ports(2)
+        self.inside = f"127.0.0.1:{self._port}"  # what the operator knows
+        self.address = f"127.0.0.1:{self._gate}" if fenced else self.inside
+        self.fenced = fenced
+        self._beside: list[subprocess.Popen[bytes]] = []  # what belongs to the SuperLink
         self._nodes = nodes
         self._superlink: subprocess.Popen[bytes] | None = None
         self._supernodes: dict[int, subprocess.Popen[bytes]] = {}
@@ -51,10 +58,7 @@ class Deployment(AbstractContextManager["Deployment"]):
 
     def __enter__(self) -> "Deployment":
         self.make_keys(self._nodes, "--host", "127.0.0.1")
-        (self._home("operator") / "config.toml").write_text(
-            f'[superlink.{NAME}]\naddress = "{self.address}"\n'
-            f'root-certificates = "{self.keys}/authority/ca.crt"\n'
-        )
+        self.write_config("operator", self.inside)
         try:
             self.start_superlink()
         except BaseException:
@@ -69,13 +73,32 @@ class Deployment(AbstractContextManager["Deployment"]):
         for number in self._supernodes:
             self.stop_node(number)
         self.stop_superlink()
-        # A client process that was asking a node that is gone sleeps up to 20 s between attempts,
-        # and only then notices that it should end.
         with suppress(TimeoutError):
-            wait_for(lambda: not self._processes(self.folder), 60, "the last process to end")
-        for pid in self._processes(self.folder):
+            wait_for(lambda: not self._ours_left(), 20, "the last process of ours to end")
+        for pid in self._ours_left():
             self.left_running.append(_command_line(pid))
             _send(pid, signal.SIGKILL)
+
+    def _ours_left(self) -> list[int]:
+        """Warm workers, which end with what they work for; Flower's processes are ended here.
+
+        One of Flower's that was asking a node that is gone sleeps between attempts, longer and
+        longer, and only then notices that it should end: no promise is made about those.
+        """
+        ours = []
+        for pid in processes_of(self.folder):
+            if "ravan_flwr.worker" in _command_line(pid):
+                ours.append(pid)
+            else:
+                _send(pid, signal.SIGKILL)
+        return ours
+
+    def write_config(self, machine: str, address: str) -> None:
+        """Tell the `flwr` of a machine where the SuperLink is."""
+        (self._home(machine) / "config.toml").write_text(
+            f'[superlink.{NAME}]\naddress = "{address}"\n'
+            f'root-certificates = "{self.keys}/authority/ca.crt"\n'
+        )
 
     def make_keys(self, nodes: int, *options: str) -> None:
         """`ravan-flwr keys` for this many nodes: those that have keys keep them."""
@@ -97,6 +120,7 @@ class Deployment(AbstractContextManager["Deployment"]):
             "--ssl-keyfile", str(secrets / "superlink.key"),
             "--host", "127.0.0.1", "--port", str(self._port),
             "--database", str(self._home("superlink") / "state.db"),
+            "--isolation", "process" if self.fenced else "subprocess",
         )  # fmt: skip
         context = ssl.create_default_context(cafile=self.keys / "authority" / "ca.crt")
 
@@ -105,12 +129,47 @@ class Deployment(AbstractContextManager["Deployment"]):
             if self._superlink.poll() is not None:
                 raise RuntimeError(f"the SuperLink ended: {self.log('superlink')[-2000:]}")
             with suppress(OSError):
-                url = f"https://{self.address}/health"
+                url = f"https://{self.inside}/health"
                 with urllib.request.urlopen(url, timeout=1, context=context) as reply:
                     return bool(reply.status == 200)
             return False
 
         wait_for(answers, START_TIMEOUT, "the SuperLink to answer")
+        if self.fenced:
+            self._start_fence()
+            self.start_serverapps()
+
+    def start_serverapps(self) -> None:
+        """What starts the ServerApps, beside the SuperLink and not below it."""
+        command = ["flower-superexec", "--runtime-api-address", self.inside]
+        command += ["--root-certificates", str(self.keys / "authority" / "ca.crt")]
+        self._beside.append(self.start("serverapps", *command))
+
+    def _start_fence(self) -> None:
+        """The nginx that devices reach, with the file of deploy/ and the addresses of here."""
+        text, home = (ROOT / "deploy" / "fence.conf").read_text(), self._home("fence")
+        for old, new in (
+            ("listen 8000 ", f"listen 127.0.0.1:{self._gate} "),
+            ("server 127.0.0.1:8001;", f"server {self.inside};"),
+            ("/run/credentials/ravan-fence.service", str(self.keys / "superlink")),
+        ):
+            assert old in text
+            text = text.replace(old, new)
+        (home / "fence.conf").write_text(text)
+        # Started by root, its workers would be another user, who cannot enter the folder.
+        options = [] if os.getuid() else ["-g", "user root;"]
+        command = ["nginx", "-p", f"{home}/", "-e", "stderr", "-c", f"{home}/fence.conf", *options]
+        self._beside.append(self.start("fence", *command))
+        host, port = self.address.split(":")
+
+        def listens() -> bool:
+            if self._beside[-1].poll() is not None:
+                raise RuntimeError(f"the fence ended: {self.log('fence')}")
+            with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+                return True
+            return False
+
+        wait_for(listens, 20, "the fence to listen")
 
     def health(self) -> int:
         """The status that the containers' health check ends with for the SuperLink."""
@@ -123,7 +182,9 @@ class Deployment(AbstractContextManager["Deployment"]):
         return subprocess.run(check, env=environment, capture_output=True).returncode
 
     def stop_superlink(self) -> None:
-        """End it as an administrator does."""
+        """End it as an administrator does, and what belongs to it."""
+        while self._beside:
+            _end(self._beside.pop())
         _end(self._superlink)
 
     def kill_superlink(self) -> None:
@@ -193,9 +254,9 @@ class Deployment(AbstractContextManager["Deployment"]):
         self._runs.append(Run(self, folder, app, run_config))
         return self._runs[-1]
 
-    def flwr(self, *arguments: str) -> str:
-        """What a `flwr` command of the operator prints."""
-        return _command(self._environment("operator"), "flwr", *arguments)
+    def flwr(self, *arguments: str, machine: str = "operator") -> str:
+        """What a `flwr` command of the operator, or on another machine, prints."""
+        return _command(self._environment(machine), "flwr", *arguments)
 
     # Machines.
 
@@ -245,21 +306,10 @@ class Deployment(AbstractContextManager["Deployment"]):
         }
 
     def _kill(self, machine: str, process: subprocess.Popen[bytes] | None) -> None:
-        for pid in self._processes(self._home(machine)):
+        for pid in processes_of(self._home(machine)):
             _send(pid, signal.SIGKILL)
         if process is not None:
             process.wait()
-
-    def _processes(self, home: Path) -> list[int]:
-        """All processes whose FLWR_HOME is this folder, or within it."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):
-                for setting in path.read_bytes().split(b"\0"):
-                    name, _, value = setting.decode(errors="replace").partition("=")
-                    if name == "FLWR_HOME" and Path(value).is_relative_to(home):
-                        found.append(int(path.parent.name))
-        return found
 
 
 class Run:

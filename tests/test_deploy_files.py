@@ -2,6 +2,7 @@
 
 import configparser
 import fnmatch
+import inspect
 import re
 import shlex
 import shutil
@@ -12,13 +13,16 @@ from typing import Any
 import pytest
 import yaml
 from flwr.common.config import parse_config_args
+from flwr.supercore.cli.flower_superexec import _parse_args as _parse_args_superexec
 from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
+from flwr.supernode.fleet_http_client import FleetHttpClient
 
 from ravan_flwr.credentials import make_credentials
 
 ROOT = Path(__file__).resolve().parent.parent
 PARSERS = {
+    "flower-superexec": _parse_args_superexec,
     "flower-superlink": _parse_args_run_superlink,
     "flower-supernode": _parse_args_run_supernode,
 }
@@ -56,29 +60,82 @@ def compose(*names: str) -> dict[str, Any]:
 
 def test_every_service_is_confined():
     services = compose("compose.yaml")["services"]
-    assert set(services) == {"superlink", "supernode-0", "supernode-1", "supernode-2", "operator"}
-    for service in services.values():
+    nodes = {"supernode-0", "supernode-1", "supernode-2"}
+    assert set(services) == {"fence", "superlink", "serverapp", "operator"} | nodes
+    for name, service in services.items():
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
-        assert set(service["build"]["args"]) <= set(re.findall(r"ARG (\w+)", dockerfile()))
+        if name != "fence":
+            assert set(service["build"]["args"]) <= set(re.findall(r"ARG (\w+)", dockerfile()))
 
 
-def test_the_superlink_has_tls_and_authentication():
+def test_the_superlink_has_tls_and_authentication_and_is_behind_the_fence():
     content = compose("compose.yaml")
-    superlink = content["services"]["superlink"]
+    superlink, fence = content["services"]["superlink"], content["services"]["fence"]
     arguments = parsed(superlink["command"])
     assert arguments.enable_supernode_auth
     assert not arguments.insecure
     files = {arguments.ssl_ca_certfile, arguments.ssl_certfile, arguments.ssl_keyfile}
     assert files == {f"/run/secrets/{name}" for name in superlink["secrets"]}
-    assert superlink["ports"] == ["${BIND:-127.0.0.1}:8000:8000"]
     (volume,) = superlink["volumes"]
     assert Path(arguments.database).parent == Path(volume.split(":")[1])  # outlives the container
     assert superlink["environment"] == {
         "HEALTH_URL": f"https://localhost:{arguments.port}/health",
         "HEALTH_CA": arguments.ssl_ca_certfile,
     }
+    # It listens where nobody but those in the fence's network can ask.
+    assert f"{arguments.host}:{arguments.port}" == upstream()
+    inside = {n for n, s in content["services"].items() if s.get("network_mode") == "service:fence"}
+    assert inside == {"superlink", "serverapp", "operator"}
+    with_ports = {name for name, service in content["services"].items() if "ports" in service}
+    assert with_ports == {"fence"}
+    assert fence["ports"] == [f"${{BIND:-127.0.0.1}}:{listens()}:{listens()}"]
+    assert {secret["target"] for secret in fence["secrets"]} == set(certificates_of_the_fence())
+    for secret in fence["secrets"]:
+        assert Path(secret["target"]).name == secret["source"]
+    assert fence["networks"]["default"]["aliases"] == ["superlink"]
+    assert fence["volumes"] == ["./deploy/fence.conf:/etc/fence.conf:ro"]
+
+
+def test_a_run_that_takes_all_memory_does_not_take_the_superlink_with_it():
+    """Containers: memory of their own, and the kernel's choice where the machine runs out."""
+    services = compose("compose.yaml")["services"]
+    assert parsed(services["superlink"]["command"]).isolation == "process"
+    apps = services["serverapp"]
+    arguments = parsed(apps["command"])
+    assert arguments.runtime_api_address == "localhost:8001"
+    assert arguments.root_certificates == "/run/secrets/ca.crt"
+    assert apps["mem_limit"] == apps["memswap_limit"]
+    assert services["superlink"]["oom_score_adj"] < 0 < apps["oom_score_adj"]
+    for name in set(services) - {"operator"}:
+        assert services[name]["mem_limit"], name
+
+
+def fence():
+    return (ROOT / "deploy" / "fence.conf").read_text()
+
+
+def upstream():
+    (address,) = re.findall(r"^\s*server ([\d.:]+);", fence(), re.MULTILINE)
+    return address
+
+
+def listens():
+    (port,) = re.findall(r"^\s*listen (\d+) ssl;", fence(), re.MULTILINE)
+    return int(port)
+
+
+def certificates_of_the_fence():
+    return sorted(set(re.findall(r"/run/credentials/\S+(?=;)", fence())))
+
+
+def test_the_fence_lets_in_what_flowers_supernode_calls_and_nothing_else():
+    """By Flower's own client, but for what a SuperNode without a registered key calls."""
+    (names,) = re.findall(r"\^/v1/fleet/\(\?<name>([a-z|-]+)\)", fence())
+    source = inspect.getsource(FleetHttpClient)
+    called = set(re.findall(r'path="/v1/fleet/([a-z-]+)"', source))
+    assert set(names.split("|")) == called - {"register-node", "unregister-node"}
 
 
 def test_three_supernodes_with_keys_and_data_of_their_own():
@@ -103,8 +160,10 @@ def test_secrets_and_volumes_are_there(keys):
     content = compose("compose.yaml")
     assert {secret["file"] for secret in content["secrets"].values()} <= keys
     for name, service in content["services"].items():
-        assert set(service["secrets"]) <= set(content["secrets"]), name
+        secrets = {s["source"] if isinstance(s, dict) else s for s in service["secrets"]}
+        assert secrets <= set(content["secrets"]), name
         for volume in service["volumes"]:
+            assert volume.count(":") in (1, 2)
             source = volume.split(":")[0]
             if source.startswith("./keys"):
                 assert source.removeprefix("./") in keys
@@ -175,10 +234,11 @@ class MultiDict(dict[str, Any]):
             super().__setitem__(key, value)
 
 
-def started(name, environment_file):
+def started(name, environment_file=None):
     """ExecStart as systemd starts it: ${NAME} is one word, whatever is in it."""
     settings = {"CREDENTIALS_DIRECTORY": "/run/credentials"}
-    for line in shlex.split((ROOT / "deploy" / environment_file).read_text(), comments=True):
+    text = (ROOT / "deploy" / environment_file).read_text() if environment_file else ""
+    for line in shlex.split(text, comments=True):
         key, _, value = line.partition("=")
         settings[key] = value
     words = unit(name)["ExecStart"].split()
@@ -186,14 +246,39 @@ def started(name, environment_file):
 
 
 def test_the_superlinks_unit():
-    arguments = started("ravan-superlink.service", "superlink.env.example")
+    arguments = started("ravan-superlink.service")
     assert arguments.enable_supernode_auth
-    assert (arguments.host, arguments.port) == ("0.0.0.0", 8000)
+    assert f"{arguments.host}:{arguments.port}" == upstream()
     service = unit("ravan-superlink.service")
     given = {line.split(":")[0] for line in service["LoadCredential"].split("\n")}
     files = (arguments.ssl_ca_certfile, arguments.ssl_certfile, arguments.ssl_keyfile)
     assert {Path(file).name for file in files} == given
     assert arguments.database.startswith("/var/lib/ravan-flwr/")
+
+
+def test_the_fences_unit():
+    service = unit("ravan-fence.service")
+    given = {line.split(":")[0] for line in service["LoadCredential"].split("\n")}
+    folder = "/run/credentials/ravan-fence.service"  # systemd's, by the unit's name
+    assert {f"{folder}/{name}" for name in given} == set(certificates_of_the_fence())
+    assert "/opt/ravan-flwr/deploy/fence.conf" in service["ExecStart"]
+    assert f"-p /var/cache/{service['CacheDirectory']}/" in service["ExecStart"]
+
+
+def test_memory_that_a_run_takes_is_not_the_superlinks():
+    """Units: apart, with less than the machine together; the SuperLink is the last to go."""
+    superlink, apps = unit("ravan-superlink.service"), unit("ravan-serverapp.service")
+    assert started("ravan-superlink.service").isolation == "process"
+    arguments = started("ravan-serverapp.service")
+    assert arguments.runtime_api_address == "localhost:8001"
+    assert apps["User"] != superlink["User"]
+    shares = [int(u["MemoryMax"].removesuffix("%")) for u in (superlink, apps)]
+    assert sum(shares) < 100
+    assert int(superlink["OOMScoreAdjust"]) < 0 < int(apps["OOMScoreAdjust"])
+    # What the kernel ends is one process; the unit goes on, and so does a SuperNode's.
+    for name in ("ravan-serverapp.service", "ravan-supernode@.service"):
+        assert unit(name)["OOMPolicy"] == "continue"
+        assert unit(name)["MemoryMax"].endswith("%")
 
 
 def test_the_supernodes_unit():
@@ -209,11 +294,18 @@ def test_the_supernodes_unit():
     assert {Path(file).name for file in files} == given
 
 
-@pytest.mark.parametrize("name", ["ravan-superlink.service", "ravan-supernode@.service"])
+UNITS = {
+    "ravan-superlink.service": ("ravan", "on-failure"),
+    "ravan-supernode@.service": ("ravan", "on-failure"),
+    "ravan-serverapp.service": ("ravan-app", "always"),
+    "ravan-fence.service": ("ravan-fence", "always"),
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
 def test_units_are_confined_and_come_back(name, keys):
     service = unit(name)
-    assert service["User"] == "ravan"
-    assert service["Restart"] == "on-failure"
+    assert (service["User"], service["Restart"]) == UNITS[name]
     assert service["NoNewPrivileges"] == "yes"
     assert service["ProtectSystem"] == "strict"
     for line in service["LoadCredential"].split("\n"):

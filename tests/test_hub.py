@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from typing import Any
 import pytest
 
 from ravan_flwr.config import read_config
-from ravan_flwr.hub import model_folder
+from ravan_flwr.hub import model_folder, weight_files
+from ravan_flwr.model import build_network
+from ravan_flwr.tasks import get_task
+from ravan_flwr.tasks.text import load_tokenizer
 from ravan_flwr.workbench import Workbench
 from tests.tiny import save_data, save_model
 
@@ -216,3 +220,75 @@ def test_weights_in_parts_are_all_there(tmp_path):
         model_folder(spec)
     (folder / "model-00002-of-00002.safetensors").touch()
     assert model_folder(spec) == Path(folder)
+
+
+DAMAGED = {
+    "config.json": ["{", "[]", "null", '{"model_type": "bert", "hidden_size": "wide"}', "\xff"],
+    "model.safetensors": ["", "no safetensors", None],  # None: cut off in the middle
+    "tokenizer.json": ["{", "[]", '{"model": 3}'],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [(name, text) for name, texts in DAMAGED.items() for text in texts]
+)
+def test_a_damaged_file_of_a_model_is_told(name, content, tmp_path):
+    folder = save_model("bert", tmp_path / "model")
+    data = save_data("glue-llama", tmp_path / "data", "rte")
+    path = folder / name
+    if content is None:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    else:
+        path.write_text(content, encoding="latin-1")
+    given = {"preset": "glue-llama", "glue-task": "rte", "model": str(folder), "data": str(data)}
+    bench = Workbench(read_config(given | {"max-length": 16, "lora-rank": 2}))
+    with pytest.raises(ValueError, match=f"model {folder}: its .* cannot be used .*choose another"):
+        _ = (bench.model, load_tokenizer(folder))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"image_processor_type": "Nothing"}'])
+def test_a_damaged_image_processor_is_told(content, tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(content)
+    (tmp_path / "config.json").write_text("{}")
+    preset = read_config({"preset": "cifar100-vit-b16", "model": str(tmp_path)})
+    task = get_task(preset.task)(preset.data, preset.max_length, lambda: tmp_path)
+    with pytest.raises(ValueError, match="its preprocessor_config.json cannot be used .*expected"):
+        _ = task.reader
+
+
+def test_weights_elsewhere_are_refused(tmp_path):
+    folder = save_model("bert", tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    for told in ({"weight_map": {"a": "../other.safetensors"}}, {"weight_map": [1]}, {}, []):
+        (folder / "model.safetensors.index.json").write_text(json.dumps(told))
+        with pytest.raises(ValueError, match=r"its model.safetensors.index.json cannot be used"):
+            weight_files(folder)
+
+
+def test_a_models_folder_runs_no_code(tmp_path):
+    """Neither a configuration, nor a tokenizer, nor an image processor brings its own class."""
+    folder = save_model("bert", tmp_path / "model")
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    names = {
+        "config.json": {
+            "AutoConfig": "evil.Evil",
+            "AutoModelForSequenceClassification": "evil.Evil",
+        },
+        "tokenizer_config.json": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
+        "preprocessor_config.json": {"AutoImageProcessor": "evil.Evil"},
+    }
+    for name, classes in names.items():
+        path = folder / name
+        before = json.loads(path.read_text()) if path.exists() else {"image_processor_type": "E"}
+        before.pop("tokenizer_class", None)
+        path.write_text(json.dumps(before | {"auto_map": classes}))
+    given = {"preset": "glue-llama", "glue-task": "rte", "model": str(folder), "max-length": 16}
+    config = read_config(given | {"lora-rank": 2})
+    task = get_task("text")(config.data, 16, lambda: folder)
+    for use in (lambda: build_network(config.model, task, 0), lambda: load_tokenizer(folder)):
+        with suppress(ValueError):
+            use()
+    vision = get_task("vision")(config.data, 16, lambda: folder)
+    with pytest.raises(ValueError, match="preprocessor_config.json cannot be used"):
+        _ = vision.reader
+    assert not (tmp_path / "ran").exists()

@@ -170,6 +170,19 @@ def test_text_from_outside_is_escaped_and_rejections_are_listed(runs, tmp_path):
     assert "This run has not finished." in page.text
 
 
+def test_text_of_a_run_is_no_formula(runs, tmp_path):
+    """A path with two dollars, and all that has a meaning between them."""
+    names = [r"/data/$\frac{$/it's_a^model", r"/data/$x_$ and \$y^"]
+    for run, name in zip(runs[:2], names, strict=True):
+        folder = copied(run, tmp_path / str(names.index(name)))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"model": {"name": name}}))
+    main(["report", str(tmp_path / "0"), str(tmp_path / "1"), "--output", str(tmp_path / "out")])
+    text = read_page(tmp_path / "out" / "index.html").text
+    for name in names:
+        assert text.count(name.replace("\\", "\\" * 2)) > 4  # legends of pictures, and a table
+
+
 def copied(run, folder, change=lambda records: records):
     """The records of a run, changed, and no summary."""
     folder.mkdir(exist_ok=True)

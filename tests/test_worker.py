@@ -30,6 +30,7 @@ def home(tmp_path, monkeypatch):
     """A folder of its own for the sockets; a path of a socket must be short."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
         yield Path(folder)
 
 
@@ -210,9 +211,10 @@ def test_a_new_run_reads_everything_anew(owner, tmp_path):
 
 
 def test_a_socket_needs_a_short_path(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 80)))
     (tmp_path / ("x" * 80)).mkdir()
-    with pytest.raises(RuntimeError, match="for the warm worker's socket; set a shorter TMPDIR"):
+    with pytest.raises(RuntimeError, match="set a shorter XDG_RUNTIME_DIR or TMPDIR"):
         worker._folder()
 
 
@@ -239,9 +241,47 @@ def test_nobody_else_can_open_the_socket(home):
     assert folder.parent == home
     assert folder.stat().st_mode & 0o777 == 0o700
     assert worker._folder() == folder
-    folder.chmod(0o755)
-    with pytest.raises(RuntimeError, match="is not a folder that user"):
-        worker._folder()
+
+
+def test_a_session_has_a_folder_of_its_own(home, monkeypatch):
+    session = home / "session"
+    session.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    assert worker._folder() == session / "ravan-flwr"
+    assert (session / "ravan-flwr").stat().st_mode & 0o777 == 0o700
+    # Another user's, as `sudo` leaves it, or none at all: as without.
+    session.chmod(0o755)
+    assert worker._folder().parent == home
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nonexistent/1000")
+    assert worker._folder().parent == home
+
+
+@pytest.mark.parametrize("kind", ["wide", "link", "file", "another user's"])
+def test_a_folder_that_was_there_before_does_not_switch_it_off(kind, owner, home, caplog):
+    before = home / f"ravan-flwr-{os.getuid()}"
+    if kind == "link":
+        (home / "elsewhere").mkdir(mode=0o700)
+        before.symlink_to(home / "elsewhere")
+    elif kind == "file":
+        before.touch(mode=0o600)
+    else:
+        before.mkdir(mode=0o700)
+        if kind == "wide":
+            before.chmod(0o777)
+        elif os.getuid():
+            pytest.skip("only root can give a folder away")
+        else:
+            os.chown(before, 65534, 65534)
+    folder = worker._folder()
+    assert f"{before}: somebody else made it" in caplog.text
+    assert folder != before
+    assert (folder.parent, folder.stat().st_mode & 0o777) == (home, 0o700)
+    assert worker._folder() == folder  # all of a SuperNode's processes meet there
+    if kind == "wide":
+        assert worker.ask("query", RecordDict(), context())
+        assert len(workers(owner.pid)) == 1
+        assert worker.ask("query", RecordDict(), context())
+        assert len(workers(owner.pid)) == 1
 
 
 def test_the_client_process_imports_no_torch_when_it_has_a_worker():

@@ -3,6 +3,7 @@
 import logging
 import os
 import subprocess
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -60,20 +61,9 @@ def _run_missing(
     failed: dict[Run, str] = {}
 
     def execute(run: Run) -> tuple[bool, str]:
-        """Whether it went well, and the last thing that it said."""
-        command = run.command(folder, engine)
-        try:
-            ended = subprocess.run(
-                command, env=environment, check=False, capture_output=True, text=True
-            )
-        except OSError as error:
-            return False, str(error)
-        well = ended.returncode == 0
-        told = (ended.stdout if well else ended.stderr).strip().splitlines()
-        told = told or [f"it ended with status {ended.returncode} and said nothing"]
-        return well, next((line for line in reversed(told) if line.startswith("done")), told[-1])
+        return children.run(run.command(folder, engine), environment)
 
-    pool = ThreadPoolExecutor(jobs)
+    children, pool = _Children(), ThreadPoolExecutor(jobs)
     try:
         waiting = {pool.submit(execute, run): run for run in todo}
         for number, future in enumerate(as_completed(waiting), start=1):
@@ -84,9 +74,50 @@ def _run_missing(
             )  # fmt: skip
             if not well:
                 failed[run] = last
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)  # no further run begins
+        children.end()
+        raise
     finally:
-        pool.shutdown(cancel_futures=True)  # an interrupted study begins no further run
+        pool.shutdown()
     return failed
+
+
+class _Children:
+    """The processes of runs that are under way, each in a thread that waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._ended = False
+
+    def run(self, command: list[str], environment: dict[str, str]) -> tuple[bool, str]:
+        """Whether it went well, and the last thing that it said."""
+        try:
+            with self._lock:
+                if self._ended:
+                    return False, "the study was ended"
+                child = subprocess.Popen(
+                    command, env=environment, text=True,
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                )  # fmt: skip
+                self._running.add(child)
+        except OSError as error:
+            return False, str(error)
+        said = child.communicate()
+        with self._lock:
+            self._running.discard(child)
+        well = child.returncode == 0
+        told = said[0 if well else 1].strip().splitlines()
+        told = told or [f"it ended with status {child.returncode} and said nothing"]
+        return well, next((line for line in reversed(told) if line.startswith("done")), told[-1])
+
+    def end(self) -> None:
+        """Ask all of them to end, as the study was; their threads return when they have."""
+        with self._lock:
+            self._ended = True
+            for child in self._running:
+                child.terminate()
 
 
 def _words(run: Run) -> str:

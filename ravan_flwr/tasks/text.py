@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from ravan_flwr.dataset import label_numbers
+from ravan_flwr.hub import reading
 from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, encode_in_batches
 from ravan_flwr.tasks.classification import Classification
 
@@ -78,7 +79,10 @@ def load_tokenizer(folder: Path) -> Any:
         raise ValueError(
             f"model {folder}: it has no tokenizer, expected tokenizer.json; choose another model"
         )
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with reading(str(folder), "tokenizer's files"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoImageProcessor
 
 from ravan_flwr.dataset import label_numbers
+from ravan_flwr.hub import reading
 from ravan_flwr.tasks.base import (
     Batch,
     Columns,
@@ -35,7 +36,10 @@ class Vision(Classification):
         if not (folder / "preprocessor_config.json").is_file():
             return None
         # Pillow's resizing is the same on every machine; torchvision's depends on it.
-        return AutoImageProcessor.from_pretrained(folder, backend="pil")
+        with reading(str(folder), "preprocessor_config.json"):
+            return AutoImageProcessor.from_pretrained(
+                folder, backend="pil", local_files_only=True, trust_remote_code=False
+            )
 
     def encode(self, examples: datasets.Dataset) -> Encoded:
         labels = label_numbers(examples, self.data.labels, "labels")

@@ -1,0 +1,149 @@
+"""What a signal leaves running: nothing, however a command is ended and whatever it had started."""
+
+import os
+import pty
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ravan_flwr.flower import LocalSuperLink, processes_of
+from tests.deployment import ROOT, wait_for
+
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
+    pytest.mark.timeout(300),
+]
+
+LONG = ["num-rounds=500", "local-steps=20", "report=no", "tracking=none", "num-clients=3"]
+STUDY = {
+    "title": "Long", "num-clients": 3, "seeds": [0, 1],
+    "settings": {"num-rounds": 500, "local-steps": 20},
+    "tables": [{"title": "One", "rows": {"base": {}}}],
+}  # fmt: skip
+# The terminal of standard input becomes that of the session, as in a terminal's window.
+IN_A_TERMINAL = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); \
+os.execv(sys.executable, [sys.executable, '-m', 'ravan_flwr', *sys.argv[1:]])"
+
+
+@pytest.fixture
+def folder():
+    """With a short path: Ray's sockets lie in it."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="s-") as name:
+        yield Path(name)
+        for pid in processes_of(Path(name)):
+            os.kill(pid, signal.SIGKILL)
+
+
+def environment(folder):
+    """By which processes are found: those of `run`, too, whose FLWR_HOME is a temporary folder."""
+    return os.environ | {"FLWR_HOME": str(folder / "home"), "TMPDIR": str(folder)}
+
+
+def start(folder, *words):
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "ravan_flwr", *words],
+            env=environment(folder), cwd=ROOT, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        )  # fmt: skip
+
+
+def wait_for_training(folder, number=1):
+    """Until so many runs have a round on disk."""
+    wait_for(lambda: len(list(folder.rglob("rounds.jsonl"))) >= number, 200, "a round")
+
+
+def assert_nothing_is_left(folder):
+    wait_for(lambda: not processes_of(folder), 5, "the last process to end")
+
+
+def test_sigterm_ends_a_run_in_flower_and_all_that_it_started(folder):
+    process = start(folder, "run", *LONG, f"output-dir={folder}/runs")
+    wait_for_training(folder)
+    assert len(processes_of(folder)) > 5  # the SuperLink, Flower's, Ray's
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert_nothing_is_left(folder)
+    assert "ravan-flwr: error: ended by SIGTERM" in (folder / "log").read_text()
+
+
+def test_a_terminal_that_closes_ends_a_run_in_flower(folder):
+    terminal, inside = pty.openpty()
+    words = ["run", *LONG, f"output-dir={folder}/runs"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, *words],
+        env=environment(folder), cwd=ROOT, start_new_session=True,
+        stdin=inside, stdout=inside, stderr=inside,
+    )  # fmt: skip
+    os.close(inside)
+    os.set_blocking(terminal, False)
+
+    def trains():
+        with suppress(BlockingIOError):
+            os.read(terminal, 65536)  # it would wait for somebody to read
+        return bool(list(folder.rglob("rounds.jsonl")))
+
+    wait_for(trains, 200, "a round")
+    assert len(processes_of(folder)) > 5
+    os.close(terminal)
+    assert process.wait(60) != 0
+    assert_nothing_is_left(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_simulation(number, folder):
+    process = start(folder, "simulate", *LONG, f"output-dir={folder}/runs")
+    wait_for_training(folder)
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert_nothing_is_left(folder)
+    assert f"ended by {number.name}" in (folder / "log").read_text()
+
+
+def test_a_signal_ends_a_study_with_its_runs(folder):
+    (folder / "long.yaml").write_text(yaml.safe_dump(STUDY))
+    given = [str(folder / "long.yaml"), f"--output={folder}/study", "--jobs=2"]
+    process = start(folder, "study", *given)
+    wait_for_training(folder, 2)
+    assert len(processes_of(folder)) == 3  # the study, two runs
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert_nothing_is_left(folder)
+
+
+def test_nohup_stays_nohup(folder):
+    command = shlex.join(
+        [sys.executable, "-m", "ravan_flwr", "simulate", *LONG, f"output-dir={folder}/runs"]
+    )
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            ["sh", "-c", f"trap '' HUP; exec {command}"],
+            env=environment(folder), cwd=ROOT, stdout=log, stderr=log,
+        )  # fmt: skip
+    wait_for_training(folder)
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(3)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+
+
+def test_a_superlink_that_is_interrupted_at_its_start_is_ended(monkeypatch):
+    link = LocalSuperLink()
+
+    def interrupted():
+        assert processes_of(link.home)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(link, "_answers", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        link.__enter__()
+    assert processes_of(link.home) == []
+    assert not link.home.exists()
