@@ -12,6 +12,8 @@ from typing import Any
 
 from flwr.app import Array, Error, Message, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import InflatableObject
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.superlink.grid import http_grid
 
 from ravan_flwr.told import plain
@@ -81,15 +83,12 @@ def weight_of(reply: Message) -> int:
 
 def guard() -> None:
     """Look at every reply's objects before Flower puts them together, in this process."""
-    http_grid.inflate_object_from_contents = _guarded
+    http_grid.inflate_object_from_contents = _guarded  # type: ignore[attr-defined]
 
 
-_inflate = http_grid.inflate_object_from_contents
-
-
-def _guarded(object_id: str, contents: dict[str, bytes], **named: Any) -> Any:
-    check_objects(contents)
-    return _inflate(object_id, contents, **named)
+def _guarded(object_id: str, object_contents: dict[str, bytes], **named: Any) -> InflatableObject:
+    check_objects(object_contents)
+    return inflate_object_from_contents(object_id, object_contents, **named)
 
 
 def check_objects(contents: Mapping[str, bytes]) -> None:

@@ -81,7 +81,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._fetching: set[str] = set()
-        self._came: Queue[tuple[str, Message | None | BaseException]] = Queue(2)
+        self._came: Queue[tuple[str, Message | BaseException | None]] = Queue(2)
 
     def look(self, grid: Grid, ids: Iterable[str]) -> Iterator[Message]:
         """The replies to these messages that are there now."""
@@ -167,7 +167,7 @@ def pull_replies(
             came = True
             left.pop(reply.metadata.reply_to_message_id, None)
             yield reply
-            if patience.satisfied or (in_process(grid) and patience.left <= 0):
+            if (left and patience.satisfied) or (in_process(grid) and patience.left <= 0):
                 return
         took = time.monotonic() - began
         pause = 0.005 if came else min(pause * 1.5, max(0.2, took))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from logging import getLogger
 from statistics import median_low
 
-from flwr.app import Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from ravan_flwr.exchange import Inbox, push
@@ -152,7 +152,8 @@ class Recruiter:
     def _take_answer(self, node: Node, reply: Message) -> None:
         try:
             with telling():
-                answer = content_of(reply).config_records.get("member", {})
+                answers = content_of(reply).config_records
+                answer = ConfigRecord() if "member" not in answers else answers["member"]
                 member = read_member(node.node_id, answer, len(self.derived))
                 check_same_app(member, self.code, self.backbone, self.derived)
         except ValueError as error:

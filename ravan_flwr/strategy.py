@@ -154,8 +154,19 @@ class PeftStrategy(Strategy):
             return
         if any(not member.own_data for member in self.roster.members.values()):
             if self._sizes is None or len(self._sizes) != self.roster.partitions:
-                self._sizes = self._dealt_out(self.roster.partitions)
+                self._sizes = self._deal_out(self._dealt_out)
+            if self._sizes is None:
+                return
             self.roster.check_examples(self._sizes)
+
+    def _deal_out(self, dealt_out: Callable[[int], Sequence[int]]) -> Sequence[int] | None:
+        """What each client has; None where the server has not what clients share."""
+        try:
+            return dealt_out(self.roster.partitions)
+        except (ValueError, OSError, RuntimeError) as error:
+            log.warning("what nodes say of their numbers of examples is not checked: %s", error)
+            self._dealt_out = None
+            return None
 
     def _check_partitions(self) -> None:
         """A run that goes on must find its data dealt out as it was."""

@@ -14,11 +14,12 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 8
 
 
 def plain(text: str, most: int = MOST_CHARACTERS) -> str:
-    """One line of at most so many characters, in which nothing moves the cursor."""
+    """One line of at most so many characters, in which nothing moves the cursor.
+
+    What is plain already stays as it is.
+    """
     cut = text[:most]
-    line = "".join(
-        char if char.isprintable() and char != "\\" else repr(char)[1:-1] for char in cut
-    )
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in cut)
     return line if len(line) <= most and len(text) <= most else f"{line[: most - 4]} ..."
 
 
