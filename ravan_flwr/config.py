@@ -69,6 +69,9 @@ class Config:
     evaluate_on: str
     validation_share: float
     round_timeout: float
+    straggler_grace: float | None  # None: by how long the first half took
+    over_sample: float
+    max_examples: int | None  # None: by what the others have
     min_replies: int
     robust: str
     max_update_norm: float
@@ -152,7 +155,8 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
     model = _model(preset.model, str(values.pop("model")), str(values.pop("targets")))
     place = str(values.pop("data"))
     fields: dict[str, Any] = {key.replace("-", "_"): value for key, value in values.items()}
-    fields["rank"] = None if fields["rank"] == AUTO else fields["rank"]
+    for key in ("rank", "straggler_grace", "max_examples"):
+        fields[key] = None if fields[key] == AUTO else fields[key]
     return Config(
         task=preset.task,
         model=model,

@@ -5,6 +5,7 @@ keeps them out of the way of a progress bar where there is one.
 """
 
 import logging
+import os
 import sys
 from typing import Any
 
@@ -20,8 +21,24 @@ class _Plain(logging.Handler):
         line = self.format(record)
         if record.levelno >= logging.WARNING:
             line = f"{record.levelname.lower()}: {line}"
-        tqdm.write(line, file=sys.stdout)
-        sys.stdout.flush()
+        try:
+            tqdm.write(_encodable(line, sys.stdout.encoding), file=sys.stdout)
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever read along has seen enough: the run goes on
+            _hush()
+
+
+def _encodable(line: str, encoding: str | None) -> str:
+    """The same, with an escape for each character that the console does not know."""
+    known = encoding or "utf-8"
+    return line.encode(known, errors="backslashreplace").decode(known)
+
+
+def _hush() -> None:
+    """Let standard output go nowhere from here on, also what Python writes out at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def show() -> None:

@@ -161,6 +161,18 @@ KEYS: dict[str, Key] = {
     "round-timeout": Key(
         float, 3600.0, "seconds to wait for the replies of a round", low=0, low_open=True
     ),
+    "straggler-grace": Key(
+        float, AUTO, "seconds from the min-replies-th good reply until a round closes; auto: from "
+        "half of the replies, ten times what they took, at least 60", low=0,
+    ),
+    "over-sample": Key(
+        float, 1.0, "times as many clients are asked; the first clients-per-round are used",
+        low=1, high=10,
+    ),
+    "max-examples": Key(
+        int, AUTO, "as how many examples a device's own count, at most; auto: ten times the median",
+        low=1, high=2**48,
+    ),
     "min-replies": Key(
         int, 1, "valid replies without which a round stops the run", low=1, high=1_000_000
     ),

@@ -1,7 +1,8 @@
 """The book of one round: whose reply was used, whose was not and why, and the record of it."""
 
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import getLogger
@@ -9,6 +10,7 @@ from typing import Any
 
 from ravan_flwr.recruiting import listed
 from ravan_flwr.roster import Member
+from ravan_flwr.told import plain
 
 log = getLogger(__name__)
 
@@ -23,6 +25,8 @@ class Ledger:
     rejected: list[dict[str, str]] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)  # seconds
     left_out: list[int] = field(default_factory=list)  # partitions that cannot afford to train
+    resting: list[int] = field(default_factory=list)  # that were silent, and are asked less often
+    spare: list[int] = field(default_factory=list)  # whose replies were not needed any more
     bytes_up: int = 0  # of all replies, also those that were rejected, and of evaluations
     bytes_down: int = 0  # of all messages
     started: float = field(default_factory=time.perf_counter)
@@ -65,7 +69,7 @@ class Ledger:
 
     def reject(self, member: Member, reason: object) -> None:
         """A reply was not used, or did not come."""
-        text = f"missing {reason}" if isinstance(reason, KeyError) else str(reason)
+        text = plain(f"missing {reason}" if isinstance(reason, KeyError) else str(reason))
         self.rejected.append({"client": f"partition {member.partition_id}", "reason": text})
         log.warning("rejected partition %d: %s", member.partition_id, text)
 
@@ -73,7 +77,7 @@ class Ledger:
     def train_loss(self) -> float:
         """The clients' mean, summed in an order in which that of arrival plays no part."""
         losses = [client["train-loss"] for client in self._sorted()]
-        return float(sum(losses) / len(losses))
+        return mean_of(losses, [1.0] * len(losses))
 
     def record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """The round's line of `rounds.jsonl`."""
@@ -84,6 +88,8 @@ class Ledger:
             "clients": self._sorted(),
             "rejected": self.rejected,
             "left-out": self.left_out,
+            "resting": self.resting,
+            "spare": sorted(self.spare),
             "partitions": self.partitions,
             "bytes-up": self.bytes_up,
             "bytes-down": self.bytes_down,
@@ -109,3 +115,15 @@ class Ledger:
 
     def _sorted(self) -> list[dict[str, Any]]:
         return sorted(self.clients, key=lambda client: int(client["partition-id"]))
+
+
+def mean_of(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The weighted mean, which is finite where they are."""
+    total = math.fsum(weights)
+    plain_sum = sum(weight * value for weight, value in zip(weights, values, strict=True))
+    if math.isfinite(plain_sum) and math.isfinite(total):
+        return float(plain_sum / total)
+    largest = max(weights)
+    shares = [weight / largest for weight in weights]
+    whole = sum(shares)
+    return float(sum(share / whole * value for share, value in zip(shares, values, strict=True)))

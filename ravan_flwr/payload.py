@@ -8,14 +8,17 @@ they agree with their number.
 import hashlib
 import math
 import warnings
+from collections.abc import Sequence
 
 import torch
 from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.told import shown
 
 STYPE = "ravan-flwr.raw/1"
+MOST_SIDES = 8  # of a shape: what a product over many more costs is not linear in their number
 FIXED = "fixed"  # the record of what travels to each client once
 
 _DTYPES = {
@@ -29,6 +32,16 @@ _DTYPES = {
         torch.int32,
     )
 }
+
+
+def _check_shape(name: str, shape: Sequence[int]) -> None:
+    """Few sides, and none of them absurd: nothing is computed from the shape before."""
+    if len(shape) > MOST_SIDES:
+        raise ValueError(
+            f"array {shown(name)} has a shape of {len(shape)} sides, expected {MOST_SIDES} at most"
+        )
+    if not all(type(side) is int and 0 <= side < 2**63 for side in shape):
+        raise ValueError(f"array {shown(name)} has shape {shown(shape)}, expected sides from 0")
 
 
 def to_record(tensors: Tensors) -> ArrayRecord:
@@ -72,17 +85,21 @@ def _to_array(tensor: Tensor) -> Array:
 
 def _view_array(name: str, array: Array) -> Tensor:
     if array.stype != STYPE:
-        raise ValueError(f"array {name!r} is of stype {array.stype!r}, expected {STYPE!r}")
+        raise ValueError(
+            f"array {shown(name)} is of stype {shown(array.stype)}, expected {STYPE!r}"
+        )
     if array.dtype not in _DTYPES:
         raise ValueError(
-            f"array {name!r} is of dtype {array.dtype!r}, expected one of {', '.join(_DTYPES)}"
+            f"array {shown(name)} is of dtype {shown(array.dtype)}, expected one of "
+            f"{', '.join(_DTYPES)}"
         )
+    _check_shape(name, array.shape)
     dtype = _DTYPES[array.dtype]
     expected = math.prod(array.shape) * dtype.itemsize
     most = math.prod(max(side, 1) for side in array.shape) * dtype.itemsize  # were none of them 0
-    if any(side < 0 for side in array.shape) or len(array.data) != expected or most >= 2**63:
+    if len(array.data) != expected or most >= 2**63:
         raise ValueError(
-            f"array {name!r} has {len(array.data)} bytes, expected {expected} for "
+            f"array {shown(name)} has {len(array.data)} bytes, expected {expected} for "
             f"{array.dtype} {tuple(array.shape)}"
         )
     if not array.data:

@@ -2,30 +2,35 @@
 
 The run begins when they have answered. Nobody waits for a node that comes later, or comes back: it
 takes part from the round after its answer.
+
+First come, first served: a part of the data stays with the node that had it first, also while that
+one is away or asked again. Nodes with data of their own have no say in how the rest is dealt out.
 """
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from logging import getLogger
+from statistics import median_low
 
-from flwr.app import Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from ravan_flwr.exchange import push
+from ravan_flwr.exchange import Inbox, push
 from ravan_flwr.fingerprint import code_fingerprint
-from ravan_flwr.replies import content_of
-from ravan_flwr.roster import Member, check_same_app, read_member
+from ravan_flwr.replies import content_of, telling
+from ravan_flwr.roster import Member, Node, check_same_app, read_member
 
 log = getLogger(__name__)
 
 NODES_TIMEOUT = 60.0  # seconds to wait for the first node
 ROSTER_TIMEOUT = 20.0  # seconds to wait for the rest, from the last that came
 QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
+MOST_TIMES = 10  # how many times the median a node's own examples count
 
 
 class Recruiter:
-    """The members so far, and the nodes that were refused.
+    """The nodes, by node id: members so far, and those that were refused.
 
     Every member has this server's code, `backbone` and `derived` fingerprints. `meant` is
     how many clients the preset means, `parts` in how many a run that goes on shared its data.
@@ -36,13 +41,21 @@ class Recruiter:
     ) -> None:
         self.meant = meant
         self.code, self.backbone, self.derived = code_fingerprint(), backbone, derived
-        self.members: dict[int, Member] = {}  # by node id
-        self.refused: dict[int, str] = {}  # node id -> reason
-        self._asked: dict[str, tuple[int, float]] = {}  # message id -> node id, until when
-        self._visits: dict[int, str] = {}  # node id -> since when it was there when it was asked
-        self._times: Counter[int] = Counter()  # how often each node was asked
+        self.nodes: dict[int, Node] = {}
+        self._holders: dict[int, int] = {}  # partition id -> the node that had it first
+        self._inbox = Inbox()
         self._parts_before = parts
         self._parts: int | None = None  # in how many the shared data is dealt out
+
+    @property
+    def members(self) -> dict[int, Member]:
+        """Who can take part, by node id."""
+        return {n.node_id: n.member for n in self.nodes.values() if n.member is not None}
+
+    @property
+    def refused(self) -> dict[int, str]:
+        """Why each of the others cannot."""
+        return {node.node_id: node.refused for node in self.nodes.values() if node.refused}
 
     def recruit(self, grid: Grid, *, wait: bool = False) -> None:
         """Ask nodes that are new, take the answers that came; at the start, wait for both."""
@@ -53,7 +66,7 @@ class Recruiter:
             if self._take_answers(grid) and wait:
                 patience, pause = time.monotonic() + ROSTER_TIMEOUT, 0.05
             # Whoever dies whenever it is asked, and comes back, is not waited for again.
-            waiting = wait and any(self._times[node_id] == 1 for node_id, _ in self._asked.values())
+            waiting = wait and any(n.question and n.times == 1 for n in self.nodes.values())
             all_here = len(self.members) + len(self.refused) >= self.partitions
             if not waiting and (all_here or time.monotonic() >= patience):
                 break
@@ -71,8 +84,17 @@ class Recruiter:
 
     @property
     def partitions(self) -> int:
-        """In how many parts the members say that the data is shared."""
-        return max((m.num_partitions for m in self.members.values()), default=1)
+        """In how many parts the data is shared: as most nodes have it that share it.
+
+        Where every node has data of its own, as many as most of them say, or as there are.
+        """
+        members = list(self.members.values())
+        if self._parts is not None:
+            return self._parts
+        dealt_out = [member for member in members if not member.own_data]
+        if dealt_out:
+            return _agreed(dealt_out)
+        return max(_agreed(members), len(members)) if members else 1
 
     def _introduce(self) -> None:
         """Say who is there, and how to have as many as the preset means."""
@@ -81,7 +103,8 @@ class Recruiter:
         log.info(
             "%d nodes with %d examples, budgets %s, on %s",
             len(members), sum(m.examples for m in members),
-            ", ".join(f"{s:g}" for s in shares), ", ".join(sorted({m.device for m in members})),
+            listed((f"{s:g}" for s in shares), 20, ", "),
+            listed(sorted({m.device for m in members}), 20, ", "),
         )  # fmt: skip
         if (missing := self.partitions - len(members)) > 0:
             log.warning("%d of the nodes' partitions have no node; they are left out", missing)
@@ -95,84 +118,129 @@ class Recruiter:
     def _ask(self, grid: Grid) -> None:
         """The nodes that nobody asked, or that were away since then: they may have changed."""
         visits = {node.node_id: node.last_activated_at for node in grid.get_nodes()}
-        for node_id in [n for n, since in self._visits.items() if visits.get(n) != since]:
-            del self._visits[node_id]
-            self.refused.pop(node_id, None)
-            self._asked = {k: asked for k, asked in self._asked.items() if asked[0] != node_id}
-        new = [node_id for node_id in visits if node_id not in self._visits]
+        for node in self.nodes.values():
+            if node.since is not None and visits.get(node.node_id) != node.since:
+                node.since, node.refused, node.question = None, "", ""
+        for node_id in visits:
+            self.nodes.setdefault(node_id, Node(node_id))
+        new = [node_id for node_id in visits if self.nodes[node_id].since is None]
         messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in new]
         until = time.monotonic() + QUERY_TIMEOUT
         for message in push(grid, messages) if messages else ():
-            node_id = message.metadata.dst_node_id
-            self._asked[message.metadata.message_id] = node_id, until
-            self._visits[node_id] = visits[node_id]
-            self._times[node_id] += 1
+            node = self.nodes[message.metadata.dst_node_id]
+            node.question, node.until = message.metadata.message_id, until
+            node.since = visits[node.node_id]
+            node.times += 1
 
     def _take_answers(self, grid: Grid) -> bool:
         """Take those that are there; is one of them the first of its node?"""
         first = False
-        while self._asked and (replies := list(grid.pull_messages(set(self._asked)))):
-            for reply in replies:
-                node_id, _ = self._asked.pop(reply.metadata.reply_to_message_id)
-                self._take_answer(node_id, reply)
-                first = first or self._times[node_id] == 1
-        for key, (node_id, until) in list(self._asked.items()):
-            if time.monotonic() >= until:
-                del self._asked[key]
-                self._refuse(node_id, f"no answer within {QUERY_TIMEOUT:g} s")
+        asked = {node.question: node for node in self.nodes.values() if node.question}
+        for reply in self._inbox.look(grid, list(asked)):
+            node = asked.get(reply.metadata.reply_to_message_id)
+            if node is None or node.question != reply.metadata.reply_to_message_id:
+                continue  # it came back since then, and was asked anew
+            node.question = ""
+            self._take_answer(node, reply)
+            first = first or node.times == 1
+        for node in self.nodes.values():
+            if node.question and time.monotonic() >= node.until:
+                node.question = ""
+                self._refuse(node, f"no answer within {QUERY_TIMEOUT:g} s")
         return first
 
-    def _take_answer(self, node_id: int, reply: Message) -> None:
+    def _take_answer(self, node: Node, reply: Message) -> None:
         try:
-            member = read_member(node_id, content_of(reply).config_records["member"])
-            check_same_app(member, self.code, self.backbone, self.derived)
-        except (ValueError, KeyError) as error:
-            self._refuse(node_id, str(error))
+            with telling():
+                answers = content_of(reply).config_records
+                answer = ConfigRecord() if "member" not in answers else answers["member"]
+                member = read_member(node.node_id, answer, len(self.derived))
+                check_same_app(member, self.code, self.backbone, self.derived)
+        except ValueError as error:
+            self._refuse(node, str(error))
         else:
-            self.members[node_id] = member
+            # Once more at the end of the dict: who came first is who answered first.
+            self.nodes[node.node_id] = self.nodes.pop(node.node_id)
+            node.member, node.refused = member, ""
 
     def _agree(self) -> None:
         """Refuse whose data is dealt out in another number of parts than most have at the start,
         or than the run had before."""
         dealt_out = [member for member in self.members.values() if not member.own_data]
         if self._parts is None and dealt_out:
-            counts = Counter(member.num_partitions for member in dealt_out)
             before = self._parts_before
-            self._parts = before if before in counts else max(counts, key=lambda n: (counts[n], n))
+            said = {member.num_partitions for member in dealt_out}
+            self._parts = before if before in said else _agreed(dealt_out)
         for member in dealt_out:
             if member.num_partitions != self._parts:
                 self._refuse(
-                    member.node_id,
+                    self.nodes[member.node_id],
                     f"num-partitions is {member.num_partitions}, expected {self._parts} as the "
                     "others have, since the data is dealt out by it; give every SuperNode the same",
                 )
 
     def _refuse_doubles(self) -> None:
         """Refuse whoever has another's part of the data: the first that came keeps it."""
-        holders: dict[int, int] = {}
         for member in list(self.members.values()):
-            holder = holders.setdefault(member.partition_id, member.node_id)
+            holder = self._holders.setdefault(member.partition_id, member.node_id)
             if holder != member.node_id:
                 self._refuse(
-                    member.node_id,
+                    self.nodes[member.node_id],
                     f"partition-id {member.partition_id} is taken by node {holder}; give every "
                     "SuperNode its own",
                 )
+                continue
+            had = [k for k, v in self._holders.items() if v == holder and k != member.partition_id]
+            for partition in had:  # it moved
+                del self._holders[partition]
 
-    def _refuse(self, node_id: int, reason: str) -> None:
-        self.members.pop(node_id, None)
-        self.refused[node_id] = reason
-        log.warning("refused node %d: %s", node_id, reason)
+    def _refuse(self, node: Node, reason: str) -> None:
+        node.member, node.refused = None, reason
+        log.warning("refused node %d: %s", node.node_id, reason)
+
+    def check_examples(self, dealt_out: Sequence[int]) -> None:
+        """Refuse who says to have more of the shared data than its part."""
+        for node_id, member in self.members.items():
+            expected = 0 if member.own_data else dealt_out[member.partition_id]
+            if not member.own_data and member.examples != expected:
+                self._refuse(
+                    self.nodes[node_id],
+                    f"examples is {member.examples}, expected {expected}: so many has partition "
+                    f"{member.partition_id} of {member.num_partitions}; give it the server's data",
+                )
+
+    def examples(self, member: Member, most: int | None) -> int:
+        """As how many examples a member's count: of its own, `most`, or ten times the median."""
+        if not member.own_data:
+            return member.examples
+        if most is None:
+            own = [other.examples for other in self.members.values() if other.own_data]
+            most = MOST_TIMES * median_low(own or [member.examples])
+        return min(member.examples, most)
 
     def present(self, grid: Grid) -> list[Member]:
         """The members that are connected now, and nobody waits for their answer; by partition."""
-        present = set(grid.get_node_ids()) - {node_id for node_id, _ in self._asked.values()}
-        members = [m for m in self.members.values() if m.node_id in present]
+        present = set(grid.get_node_ids())
+        nodes = [node for node in self.nodes.values() if node.node_id in present]
+        members = [node.member for node in nodes if node.member is not None and not node.question]
         return sorted(members, key=lambda member: member.partition_id)
 
+    def rested(self, members: Sequence[Member], round_number: int, least: int) -> list[Member]:
+        """Those that are to be asked in this round: all, where the others would be too few."""
+        awake = [m for m in members if self.nodes[m.node_id].rests <= round_number]
+        return awake if len(awake) >= max(1, least) else list(members)
 
-def listed(reasons: Iterable[str], most: int = 3) -> str:
+
+def _agreed(members: Iterable[Member]) -> int:
+    """The number of partitions that most say; of two that as many say, the nearer to how many
+    they are."""
+    counts = Counter(member.num_partitions for member in members)
+    nodes = counts.total()
+    return max(counts, key=lambda number: (counts[number], -abs(number - nodes), number))
+
+
+def listed(reasons: Iterable[str], most: int = 3, between: str = "; ") -> str:
     """Different reasons, the first few of them."""
     different = list(dict.fromkeys(reasons))
     more = len(different) - most
-    return "; ".join(different[:most]) + (f"; and {more} more" if more > 0 else "")
+    return between.join(different[:most]) + (f"{between}and {more} more" if more > 0 else "")

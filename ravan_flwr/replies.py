@@ -1,20 +1,29 @@
 """What a reply of unknown origin must be before anything of it is used.
 
 Whatever a node sends, reading it gives sound values or a ValueError that says what is wrong:
-no other exception, and nothing that is larger than four times what was sent.
+no other exception, no more time than in proportion to what was sent, and, whatever the wire, no
+more memory on top of the reply than four times its bytes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from flwr.app import ArrayRecord, Message, RecordDict
 
+from ravan_flwr.envelope import UNREADABLE
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.payload import view_record
 from ravan_flwr.roster import Member, check_derived
+from ravan_flwr.told import plain, shown
 from ravan_flwr.wire import decode
+
+# What a number that a client tells may be, at most. A loss beyond it is a run that diverged.
+MOST_LOSS = 1e9
+MOST_SECONDS = 1e9
+SHARES = ("accuracy", "f1")  # metrics from 0 to 1
 
 
 @dataclass(frozen=True)
@@ -31,27 +40,49 @@ def read_trained(
     round_number: int,
     derived: Sequence[float],
     wire: str = "float32",
+    most: int | None = None,
 ) -> Trained:
     """A reply of that round, of a node with the server's bases; what its tensors are is the
-    method's to check."""
-    content = content_of(reply)
-    metrics = _metrics_of(content, round_number)
-    told = metrics.get("derived")
-    numbers = told if isinstance(told, list) else []
-    check_derived([float(number) for number in numbers], derived, member.versions)
-    values = {key: finite(metrics, key) for key in ("train-loss", "seconds")}
-    return Trained(decode(view_record(_arrays_of(content)), wire), values)
+    method's to check. `most` is how many numbers it can have on a wire that is decoded."""
+    with telling():
+        content = content_of(reply)
+        metrics = _metrics_of(content, round_number)
+        check_derived(metrics.get("derived"), derived, member.versions)
+        values = {
+            "train-loss": within(metrics, "train-loss", -MOST_LOSS, MOST_LOSS),
+            "seconds": within(metrics, "seconds", 0, MOST_SECONDS),
+        }
+        return Trained(decode(view_record(_arrays_of(content)), wire, most), values)
 
 
 def read_evaluated(
     reply: Message, round_number: int, names: Sequence[str], most: float
 ) -> tuple[float, dict[str, float]]:
     """(number of examples, their means) of a reply to an evaluation of that round."""
-    metrics = _metrics_of(content_of(reply), round_number)
-    number = finite(metrics, "num-examples")
-    if not 0 < number <= most:
-        raise ValueError(f"num-examples is {number:g}, expected above 0 and at most {most:g}")
-    return number, {name: finite(metrics, name) for name in names}
+    with telling():
+        metrics = _metrics_of(content_of(reply), round_number)
+        number = finite(metrics, "num-examples")
+        if not 0 < number <= most:
+            raise ValueError(f"num-examples is {number:g}, expected above 0 and at most {most:g}")
+        return number, {name: _measured(metrics, name) for name in names}
+
+
+def _measured(metrics: Mapping[str, Any], name: str) -> float:
+    if name in SHARES:
+        return within(metrics, name, 0, 1)
+    return within(metrics, name, -MOST_LOSS, MOST_LOSS)
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Whatever a reply makes of the code inside is a ValueError that says so."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {plain(str(error))}"
+        raise ValueError(f"its reply cannot be used: {what}") from error
 
 
 def most_held_back(trained: int, share: float) -> int:
@@ -65,7 +96,9 @@ def most_held_back(trained: int, share: float) -> int:
 def content_of(reply: Message) -> RecordDict:
     """What a reply brings; ValueError with the node's reason if it brings an error."""
     if reply.has_error():
-        reason = (reply.error.reason or "").strip() or "no reason given"
+        reason = plain((reply.error.reason or "").strip()) or "no reason given"
+        if reply.error.code == UNREADABLE:
+            raise ValueError(reason)
         raise ValueError(f"it failed with code {reply.error.code}: {reason}")
     return reply.content
 
@@ -76,7 +109,8 @@ def _metrics_of(content: RecordDict, round_number: int) -> Mapping[str, Any]:
         raise ValueError("missing 'metrics'")
     metrics = records["metrics"]
     if metrics.get("round") != round_number:
-        raise ValueError(f"reply is of round {metrics.get('round')!r}, expected {round_number}")
+        got = shown(metrics.get("round"))
+        raise ValueError(f"reply is of round {got}, expected {round_number}")
     return metrics
 
 
@@ -93,8 +127,16 @@ def finite(metrics: Mapping[str, Any], key: str) -> float:
         raise ValueError(f"missing {key!r}")
     value = metrics[key]
     if not isinstance(value, int | float) or not abs(value) <= LARGEST:
-        raise ValueError(f"{key} is {value!r}, expected a finite number")
+        raise ValueError(f"{key} is {shown(value)}, expected a finite number")
     return float(value)
+
+
+def within(metrics: Mapping[str, Any], key: str, low: float, high: float) -> float:
+    """One number of a reply, from `low` to `high`."""
+    value = finite(metrics, key)
+    if not low <= value <= high:
+        raise ValueError(f"{key} is {value:g}, expected from {low:g} to {high:g}")
+    return value
 
 
 LARGEST = math.nextafter(math.inf, 0)

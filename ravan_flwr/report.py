@@ -72,8 +72,13 @@ def run_charts(run: Run, prefix: str = "") -> list[Chart]:
     return charts
 
 
+_MOST_BARS = 1000  # of clients that never took part: their number is what nodes said
+
+
 def _participation(run: Run, prefix: str) -> Chart:
-    counts = {str(partition): 0.0 for partition in range(run.config["num-clients"])}
+    took_part = {c["partition-id"] for r in run.rounds for c in r["clients"]}
+    known = took_part | set(range(min(run.config["num-clients"], _MOST_BARS)))
+    counts = {str(partition): 0.0 for partition in sorted(known)}
     for record in run.rounds:
         for client in record["clients"] if record["round"] else []:
             counts[str(client["partition-id"])] += 1

@@ -12,6 +12,10 @@ from typing import Any
 import torch
 
 from ravan_flwr.seeding import generator
+from ravan_flwr.told import plain, shown
+
+MOST_PARTITIONS = 1_000_000  # as many clients as a round can have
+MOST_EXAMPLES = 2**48
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,11 @@ class Member:
         }
 
 
-def read_member(node_id: int, answer: Mapping[str, Any]) -> Member:
-    """The member that an answer of unknown origin describes; ValueError if it is not sound."""
+def read_member(node_id: int, answer: Mapping[str, Any], length: int | None = None) -> Member:
+    """The member that an answer of unknown origin describes; ValueError if it is not sound.
+
+    `length` is how many numbers its fingerprint must have.
+    """
     kinds: dict[str, type] = {
         "partition-id": int,
         "num-partitions": int,
@@ -65,20 +72,29 @@ def read_member(node_id: int, answer: Mapping[str, Any]) -> Member:
     }
     for key, kind in kinds.items():
         if type(answer.get(key)) is not kind:
-            raise ValueError(f"{key} is {answer.get(key)!r}, expected {kind.__name__}")
-    if not all(type(number) is float for number in answer["derived"]):
-        raise ValueError(f"derived is {answer['derived']!r}, expected float numbers")
-    if not 0 <= answer["partition-id"] < answer["num-partitions"]:
+            raise ValueError(f"{key} is {shown(answer.get(key))}, expected {kind.__name__}")
+    derived = answer["derived"]
+    if length not in (None, len(derived)):
+        raise ValueError(f"derived has {len(derived)} numbers, expected {length}")
+    if not all(type(number) is float for number in derived):
+        raise ValueError(f"derived is {shown(derived)}, expected float numbers")
+    parts = answer["num-partitions"]
+    if not 1 <= parts <= MOST_PARTITIONS:
+        raise ValueError(f"num-partitions is {parts}, expected 1 to {MOST_PARTITIONS}")
+    if not 0 <= answer["partition-id"] < parts:
         raise ValueError(
-            f"partition-id is {answer['partition-id']}, expected 0 to "
-            f"{answer['num-partitions'] - 1} (num-partitions - 1)"
+            f"partition-id is {answer['partition-id']}, expected 0 to {parts - 1} "
+            "(num-partitions - 1)"
         )
-    if answer["examples"] < 1:
-        raise ValueError(f"examples is {answer['examples']}, expected at least 1")
+    if not 1 <= answer["examples"] <= MOST_EXAMPLES:
+        raise ValueError(
+            f"examples is {answer['examples']}, expected at least 1 and at most {MOST_EXAMPLES}"
+        )
     if not 0 < answer["share"] <= 1:
         raise ValueError(f"share is {answer['share']}, expected above 0 and at most 1")
     values = {key.replace("-", "_"): answer[key] for key in kinds}
-    return Member(node_id=node_id, **values | {"derived": tuple(answer["derived"])})
+    texts = {key: plain(value, 200) for key, value in values.items() if isinstance(value, str)}
+    return Member(node_id=node_id, **values | texts | {"derived": tuple(derived)})
 
 
 def check_same_app(member: Member, code: str, backbone: str, derived: Sequence[float]) -> None:
@@ -97,20 +113,59 @@ def check_same_app(member: Member, code: str, backbone: str, derived: Sequence[f
     check_derived(member.derived, derived, member.versions)
 
 
-def check_derived(got: Sequence[float], expected: Sequence[float], versions: str = "") -> None:
+def check_derived(got: object, expected: Sequence[float], versions: str = "") -> None:
     """Raise ValueError unless bases and classifier agree to rounding."""
-    same = len(got) == len(expected) and all(
-        math.isclose(g, e, rel_tol=1e-4, abs_tol=1e-4) for g, e in zip(got, expected, strict=True)
+    numbers = got if isinstance(got, list | tuple) else ()
+    same = len(numbers) == len(expected) and all(
+        isinstance(g, float | int) and math.isclose(g, e, rel_tol=1e-4, abs_tol=1e-4)
+        for g, e in zip(numbers, expected, strict=True)
     )
     if not same:
         raise ValueError(
-            f"its bases have fingerprint {list(got)}, expected {list(expected)}: they were made "
-            f"from another seed, rank, scheme or library {versions}; give it the server's"
+            f"its bases have fingerprint {shown(list(numbers[:20]))}, expected {list(expected)}: "
+            f"they were made from another seed, rank, scheme or library {versions}; give it the "
+            "server's"
         )
 
 
-def sample(members: Sequence[Member], number: int, seed: int, round_number: int) -> list[Member]:
-    """The clients of a round, a function of its number, sorted by partition id."""
+def sample(
+    members: Sequence[Member], number: int, seed: int, round_number: int, spare: int = 0
+) -> list[Member]:
+    """The clients of a round, a function of its number, sorted by partition id.
+
+    So many `spare` ones follow, sorted likewise: the first are the same with or without them.
+    """
     order = torch.randperm(len(members), generator=generator(seed, "sample", round_number))
     pool = sorted(members, key=lambda member: member.partition_id)
-    return [pool[i] for i in sorted(order[:number].tolist())]
+    wanted, more = order[:number], order[number : number + spare]
+    return [pool[i] for part in (wanted, more) for i in sorted(part.tolist())]
+
+
+@dataclass
+class Node:
+    """What is known of one node: when it was asked who it is, what it answered, how it behaves."""
+
+    node_id: int
+    since: str | None = None  # since when it was there as it was asked; None: it is to be asked
+    question: str = ""  # the message that its answer is waited for; "" if none is
+    until: float = 0.0  # for how long
+    times: int = 0  # how often it was asked
+    member: Member | None = None
+    refused: str = ""  # why
+    silent: int = 0  # how many messages in a row it left without a reply
+    rests: int = 0  # the first round in which it is asked to train again
+    faults: int = 0  # how many of its replies in a row were no good
+
+    @property
+    def doubt(self) -> int:
+        """How much there is against it: who has least is read first."""
+        return self.silent + self.faults
+
+    def was_silent(self, round_number: int) -> None:
+        """Ask it less often: after the k-th silence in a row it sits out 2^(k-1) - 1 rounds."""
+        self.silent += 1
+        self.rests = round_number + 2 ** min(self.silent - 1, 6)
+
+    def answered(self) -> None:
+        """Ask it in every round again."""
+        self.silent = self.rests = self.faults = 0

@@ -101,6 +101,7 @@ def _run(
         moments=moments,
         partitions=records[-1]["partitions"] if records else None,
         measured=("loss", bench.task.metric),
+        dealt_out=bench.dealt_out,
     )
     try:
         result = strategy.start(
@@ -200,6 +201,7 @@ def _resumed(config: Config) -> RunDirectory | None:
 # What may differ between a run and its continuation.
 _FREE = {
     "resume", "output-dir", "num-rounds", "device", "round-timeout", "min-replies", "eval-every",
+    "straggler-grace",
     "report", "tracking",
 }  # fmt: skip
 

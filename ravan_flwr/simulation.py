@@ -59,6 +59,8 @@ def simulate(config: Mapping[str, Scalar], num_clients: int | None = None) -> Si
 class InProcessGrid(Grid):
     """Flower's `Grid`, over clients that live in this process."""
 
+    in_process = True  # clients run when they are asked for their replies
+
     def __init__(self, run_config: Mapping[str, Scalar], num_clients: int) -> None:
         # A Message takes its run and sender from the identity of the process's task.
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
@@ -103,10 +105,20 @@ class InProcessGrid(Grid):
         ids = []
         for message in messages:
             message_id = str(uuid.uuid4())
+            self._forget(message)
             message.metadata.__dict__["_message_id"] = message_id
             self._waiting[message_id] = message
             ids.append(message_id)
         return ids
+
+    def _forget(self, message: Message) -> None:
+        """What nobody asked for so far is not done beside what follows it."""
+        about = message.metadata.dst_node_id, message.metadata.message_type
+        self._waiting = {
+            key: old
+            for key, old in self._waiting.items()
+            if (old.metadata.dst_node_id, old.metadata.message_type) != about
+        }
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """The reply of the next client whose turn it is; one at a time."""

@@ -5,6 +5,7 @@ this one has its own. Replies are folded as they arrive; a bad one is rejected, 
 reason in the record; a round without a valid one stops the run.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from logging import getLogger
@@ -16,9 +17,11 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from ravan_flwr.aggregation import Aggregate, check_norm, outgoing
 from ravan_flwr.config import Config
-from ravan_flwr.ledger import Ledger
+from ravan_flwr.envelope import guard
+from ravan_flwr.exchange import Patience, in_process
+from ravan_flwr.ledger import Ledger, mean_of
 from ravan_flwr.mailbox import Mailbox
-from ravan_flwr.methods.base import Method, Tensors
+from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
 from ravan_flwr.payload import from_record, num_bytes, to_record
 from ravan_flwr.recruiting import Recruiter
 from ravan_flwr.replies import Trained, most_held_back, read_evaluated, read_trained
@@ -47,7 +50,8 @@ class PeftStrategy(Strategy):
     `derived` is that of the model now. A run that is resumed has a `first_round` above 1, the
     method's `fixed` tensors, if its method has any, the server optimiser's `moments`, and
     the number of `partitions` that its nodes shared the data in. `measured` is what a client
-    that evaluates must tell.
+    that evaluates must tell. `dealt_out` gives the numbers of examples that clients train on, when
+    so many of them share the data.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class PeftStrategy(Strategy):
         moments: Tensors | None = None,
         partitions: int | None = None,
         measured: Sequence[str] = ("loss", "accuracy"),
+        dealt_out: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         self.config, self.method = config, method
         self.derived = derived
@@ -77,6 +82,8 @@ class PeftStrategy(Strategy):
             config.server_optimizer, config.server_learning_rate, config.server_momentum
         )
         self._left_out: list[int] = []
+        self._dealt_out = dealt_out
+        self._sizes: Sequence[int] | None = None
         self._ledger = Ledger(0, 0)
 
     def summary(self) -> None:
@@ -104,7 +111,8 @@ class PeftStrategy(Strategy):
         train_config = train_config or ConfigRecord()
         evaluate_config = evaluate_config or ConfigRecord()
         self.summary()
-        self.roster.recruit(grid, wait=True)
+        guard()
+        self._recruit(grid, wait=True)
         self._check_partitions()
         result = Result()
         arrays = initial_arrays
@@ -115,7 +123,8 @@ class PeftStrategy(Strategy):
             self._wait_for_enough(grid, timeout)
             messages = list(self.configure_train(number, arrays, train_config, grid))
             with self._ledger.timed("train"):
-                replies = self._exchange(grid, messages, timeout)
+                enough = min(self.config.clients_per_round, len(messages))
+                replies = self._exchange(grid, messages, timeout, enough)
                 new, train_metrics = self.aggregate_train(number, replies)
             if new is None or train_metrics is None:
                 raise RuntimeError(self._ledger.why_too_few_came(self.config.min_replies))
@@ -129,14 +138,35 @@ class PeftStrategy(Strategy):
                         metrics = evaluate_fn(number, arrays)
                     else:
                         asked = list(self.configure_evaluate(number, arrays, evaluate_config, grid))
-                        metrics = self.aggregate_evaluate(
-                            number, self._exchange(grid, asked, timeout)
-                        )
+                        answers = self._exchange(grid, asked, timeout)
+                        metrics = self.aggregate_evaluate(number, answers)
             if metrics is not None:
                 result.evaluate_metrics_serverapp[number] = metrics
             self.recorder.round_done(self._ledger.record(metrics or {}), self._state, self._moments)
-            self.roster.recruit(grid)
+            self._recruit(grid)
         return result
+
+    def _recruit(self, grid: Grid, *, wait: bool = False) -> None:
+        """Let the roster fill; what nodes say of their examples is checked where it counts."""
+        self.roster.recruit(grid, wait=wait)
+        counts = self.config.weighting == "examples" or self.config.evaluate_on == "clients"
+        if not counts or self._dealt_out is None:
+            return
+        if any(not member.own_data for member in self.roster.members.values()):
+            if self._sizes is None or len(self._sizes) != self.roster.partitions:
+                self._sizes = self._deal_out(self._dealt_out)
+            if self._sizes is None:
+                return
+            self.roster.check_examples(self._sizes)
+
+    def _deal_out(self, dealt_out: Callable[[int], Sequence[int]]) -> Sequence[int] | None:
+        """What each client has; None where the server has not what clients share."""
+        try:
+            return dealt_out(self.roster.partitions)
+        except (ValueError, OSError, RuntimeError) as error:
+            log.warning("what nodes say of their numbers of examples is not checked: %s", error)
+            self._dealt_out = None
+            return None
 
     def _check_partitions(self) -> None:
         """A run that goes on must find its data dealt out as it was."""
@@ -164,10 +194,12 @@ class PeftStrategy(Strategy):
         self._ledger = Ledger(0, self.roster.partitions)
         self._wait_for_enough(grid, timeout)
         kind = f"{MessageType.TRAIN}.calibrate"
-        members = self._able(grid) if self.method.calibrates_everyone else self._sample(grid, 0)
+        everyone = self.method.calibrates_everyone
+        members = self._able(grid) if everyone else self._sample(grid, 0)
+        enough = len(members) if everyone else self.config.clients_per_round
         messages = [self.mail.message(m, kind, 0, arrays, ConfigRecord()) for m in members]
         for member, trained, bytes_up, bytes_down in self._valid(
-            0, self._exchange(grid, messages, timeout)
+            0, self._exchange(grid, messages, timeout, enough)
         ):
             try:
                 check_norm(trained.upload, self.config.max_update_norm)
@@ -228,14 +260,20 @@ class PeftStrategy(Strategy):
         return able
 
     def _sample(self, grid: Grid, server_round: int) -> list[Member]:
-        """The clients of a round."""
-        members = self._able(grid)
-        number = min(self.config.clients_per_round, len(members))
-        return sample(members, number, self.config.seed, server_round)
+        """The clients of a round, and those that are asked in case some are silent."""
+        config = self.config
+        members = self.roster.rested(self._able(grid), server_round, config.min_replies)
+        number = min(config.clients_per_round, len(members))
+        spare = min(math.ceil(number * (config.over_sample - 1) - 1e-9), len(members) - number)
+        return sample(members, number, config.seed, server_round, spare)
 
     def _weight(self, member: Member) -> float:
         """A reply's weight in a mean."""
-        return float(member.examples) if self.config.weighting == "examples" else 1.0
+        return float(self._examples(member)) if self.config.weighting == "examples" else 1.0
+
+    def _examples(self, member: Member) -> int:
+        """As how many examples a client's count."""
+        return self.roster.examples(member, self.config.max_examples)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -266,12 +304,20 @@ class PeftStrategy(Strategy):
             member, bytes_down = self.mail.sender(reply, self._ledger)
             try:
                 wire = wire_of_round(self.config.wire, server_round)
-                trained = read_trained(reply, member, server_round, self.derived, wire)
+                most = self._most_numbers(member.share)
+                trained = read_trained(reply, member, server_round, self.derived, wire, most)
             except ValueError as error:
                 self._reject(member, error)
             else:
                 bytes_up = num_bytes(reply.content.array_records["arrays"])
                 yield member, trained, bytes_up, bytes_down
+
+    def _most_numbers(self, share: float) -> int:
+        """How many numbers an upload of a client with that share has, at most."""
+        shapes = self.method.upload_shapes(share).values()
+        return sum(map(math.prod, shapes)) + (
+            self._state[CLASSIFIER].numel() if CLASSIFIER in self._state else 0
+        )
 
     def _use(
         self,
@@ -291,7 +337,8 @@ class PeftStrategy(Strategy):
     ) -> Iterable[Message]:
         """A message for every client."""
         arrays = self._coded(from_record(arrays), server_round)
-        for member in self.roster.present(grid):
+        members = self.roster.present(grid)
+        for member in self.roster.rested(members, server_round, self.config.min_replies):
             yield self.mail.message(member, MessageType.EVALUATE, server_round, arrays, config)
 
     def aggregate_evaluate(
@@ -303,7 +350,7 @@ class PeftStrategy(Strategy):
         for reply in replies:
             member, _ = self.mail.sender(reply, self._ledger)
             try:
-                most = most_held_back(member.examples, share)
+                most = most_held_back(self._examples(member), share)
                 answer = read_evaluated(reply, server_round, self._measured, most)
             except ValueError as error:
                 self._reject(member, error)
@@ -313,15 +360,26 @@ class PeftStrategy(Strategy):
         if not answers:
             return None
         ordered = [answers[key] for key in sorted(answers)]
-        total = sum(number for number, _ in ordered)
-        names = ordered[0][1]
+        numbers = [number for number, _ in ordered]
         return MetricRecord(
-            {name: sum(n * values[name] for n, values in ordered) / total for name in names}
+            {
+                name: mean_of([values[name] for _, values in ordered], numbers)
+                for name in ordered[0][1]
+            }
         )
 
-    def _exchange(self, grid: Grid, messages: list[Message], timeout: float) -> Iterator[Message]:
-        members = self.roster.members
-        return self.mail.exchange(grid, messages, members, timeout, self._ledger)
+    def _exchange(
+        self, grid: Grid, messages: list[Message], timeout: float, enough: float = math.inf
+    ) -> Iterator[Message]:
+        """Send, and the replies as they come; nobody waits for more than `enough` good ones."""
+        config = self.config
+        # In one process clients run one after the other, and none is slow beside the others.
+        grace = math.inf if in_process(grid) else config.straggler_grace
+
+        def patience(asked: int) -> Patience:
+            return Patience(timeout, asked, config.min_replies, grace, enough)
+
+        return self.mail.exchange(grid, messages, self.roster.nodes, patience, self._ledger)
 
     def _reject(self, member: Member, reason: object) -> None:
         self.mail.reject(member, reason, self._ledger)
@@ -333,4 +391,4 @@ class PeftStrategy(Strategy):
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.2)
-            self.roster.recruit(grid)
+            self._recruit(grid)

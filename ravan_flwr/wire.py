@@ -16,6 +16,7 @@ from torch import Tensor
 from ravan_flwr.methods.base import Tensors
 
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_CODED = {**_HALVES, "int8": torch.int8}
 _BLOCK = 1024
 _SCALES = "/scales"
 _STEPS = 127
@@ -45,11 +46,19 @@ def encode(tensors: Mapping[str, Tensor], wire: str, random: torch.Generator) ->
     return coded
 
 
-def decode(tensors: Mapping[str, Tensor], wire: str) -> Tensors:
-    """What was encoded, in float32; ValueError for what no `encode` makes."""
+def decode(tensors: Mapping[str, Tensor], wire: str, most: int | None = None) -> Tensors:
+    """What was encoded, in float32; ValueError for what no `encode` makes.
+
+    It takes no more memory than four bytes for each number: four times what was sent, at most.
+    With `most`, tensors of more numbers than that are refused before any is decoded.
+    """
     if wire == "float32":
         return dict(tensors)
-    expected = _HALVES.get(wire, torch.int8)
+    coded = [tensor for tensor in tensors.values() if tensor.dtype == _CODED[wire]]
+    numbers = sum(tensor.numel() for tensor in coded)
+    if most is not None and numbers > most:
+        raise ValueError(f"its tensors have {numbers} numbers, expected {most} at most")
+    expected = _CODED[wire]
     plain: Tensors = {}
     for name, tensor in tensors.items():
         if name.endswith(_SCALES):
@@ -103,5 +112,10 @@ def _from_steps(name: str, steps: Tensor, scales: Tensor | None) -> Tensor:
         raise ValueError(f"{name}{_SCALES} is {got}, expected torch.float32 ({number},)")
     if not (scales.isfinite() & (scales >= 0)).all():
         raise ValueError(f"{name}{_SCALES} has values that are negative or not finite")
-    rows = _in_rows(steps).float() * scales[:, None]
-    return rows.flatten()[: steps.numel()].clone().view(steps.shape)  # without what fills up
+    plain = steps.to(torch.float32, memory_format=torch.contiguous_format)
+    flat = plain.view(-1)
+    width = math.prod(steps.shape[-2:]) if steps.ndim > 2 else _BLOCK
+    whole = flat.numel() // width * width if width else 0  # the last row may be shorter
+    flat[:whole].view(-1, max(width, 1)).mul_(scales[: whole // max(width, 1), None])
+    flat[whole:].mul_(scales[-1:])
+    return plain

@@ -130,11 +130,20 @@ class Workbench:
 
     def partition(self, partition_id: int, number: int) -> Examples:
         """A client's examples, when `number` clients share them."""
+        return self._split(self._shared.select(self._rows(number)[partition_id]), partition_id)
+
+    def _rows(self, number: int) -> list[np.ndarray]:
+        """The rows of each client, when `number` clients share the examples."""
         config = self.config
         if len(self._dealt) != number:
             how = Partition(config.partition, config.partition_alpha, number, config.seed)
             self._dealt = deal_out(self.splits["train"], how, config.data.partition_by)
-        return self._split(self._shared.select(self._dealt[partition_id]), partition_id)
+        return self._dealt
+
+    def dealt_out(self, number: int) -> list[int]:
+        """How many examples each client trains on, when `number` clients share them."""
+        rows = self._rows(number)
+        return [len(mine) - self._held_back(len(mine)) for mine in rows]
 
     def own_examples(self, path: str, partition_id: int) -> Examples:
         """A device's own examples."""
@@ -142,10 +151,14 @@ class Workbench:
             self._own[path] = self.task.encode(own_examples(path, self.config.data))
         return self._split(self._own[path], partition_id)
 
+    def _held_back(self, number: int) -> int:
+        """How many of so many examples are evaluated on."""
+        return math.ceil(self.config.validation_share * number)
+
     def _split(self, examples: Encoded, partition_id: int) -> Examples:
         """Hold back what the client is evaluated on."""
         config, rows = self.config, np.arange(len(examples))
-        held_back = math.ceil(config.validation_share * len(rows))
+        held_back = self._held_back(len(rows))
         if held_back:
             random = np.random.default_rng(derive(config.seed, "validation", partition_id))
             rows = random.permutation(rows)

@@ -61,7 +61,7 @@ class Nodes(InProcessGrid):
         number = message.content["config"]["round"]
         if message.metadata.message_type == "evaluate":
             values = {"round": number, "num-examples": 1 + node.partition_id}
-            values |= {"accuracy": float(node.partition_id), "loss": 1.0}
+            values |= {"accuracy": node.partition_id / 4, "loss": 1.0}
             return Message(RecordDict({"metrics": MetricRecord(values)}), reply_to=message)
         self.trained.append((number, node.partition_id))
         state = from_record(message.content["arrays"])
@@ -428,7 +428,7 @@ def test_what_clients_say_of_their_evaluation_is_checked():
     settings = {"evaluate_on": "clients", "validation_share": 0.5}
     notes, _, _ = run(Nodes(behave=behave), rounds=1, clients_per_round=4, **settings)
     (record,) = notes.records
-    assert record["metrics"] == {"accuracy": 3.0, "loss": 1.0}
+    assert record["metrics"] == {"accuracy": 0.75, "loss": 1.0}
     reasons = {one["client"]: one["reason"] for one in record["rejected"]}
     assert reasons == {
         "partition 0": "missing 'loss'",
@@ -624,7 +624,7 @@ def test_whoever_evaluates_on_what_it_held_back_is_believed(share):
 def test_evaluation_on_the_clients_weighs_by_examples():
     settings = {"evaluate_on": "clients", "validation_share": 0.5, "eval_every": 2}
     notes, _, _ = run(Nodes(), rounds=3, **settings)
-    mean = (0 * 1 + 1 * 2 + 2 * 3 + 3 * 4) / (1 + 2 + 3 + 4)
+    mean = (0 * 1 + 1 * 2 + 2 * 3 + 3 * 4) / (1 + 2 + 3 + 4) / 4
     metrics = [record["metrics"] for record in notes.records]
     expected = {"accuracy": pytest.approx(mean), "loss": 1.0}
     assert metrics == [{}, expected, expected]
