@@ -7,6 +7,7 @@ takes part from the round after its answer.
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from logging import getLogger
 
 from flwr.app import Message, MessageType, RecordDict
@@ -28,13 +29,19 @@ class Recruiter:
     """The members so far, and the nodes that were refused.
 
     Every member has this server's code, `backbone` and `derived` fingerprints. `meant` is
-    how many clients the preset means, `parts` in how many a run that goes on shared its data.
+    how many clients the preset means, `parts` in how many a run that goes on shared its data, and
+    `max_share` the largest budget that the operator grants.
     """
 
     def __init__(
-        self, meant: int, backbone: str, derived: list[float], parts: int | None = None
+        self,
+        meant: int,
+        backbone: str,
+        derived: list[float],
+        parts: int | None = None,
+        max_share: float = 1.0,
     ) -> None:
-        self.meant = meant
+        self.meant, self.max_share = meant, max_share
         self.code, self.backbone, self.derived = code_fingerprint(), backbone, derived
         self.members: dict[int, Member] = {}  # by node id
         self.refused: dict[int, str] = {}  # node id -> reason
@@ -129,7 +136,8 @@ class Recruiter:
         except (ValueError, KeyError) as error:
             self._refuse(node_id, str(error))
         else:
-            self.members[node_id] = member
+            share = min(member.share, self.max_share)
+            self.members[node_id] = replace(member, share=share)
 
     def _agree(self) -> None:
         """Refuse whose data is dealt out in another number of parts than most have at the start,
