@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ravan_flwr.adapters import Layer
 from ravan_flwr.aggregation import Aggregate
+from ravan_flwr.limit import ChangeLimit
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.methods.fedex_lora import FedExLora
 from ravan_flwr.methods.fedit import FedIT
@@ -98,7 +99,7 @@ def of_ours(method: Method, records: list[ArrayRecord], number: int) -> float:
         state = {"H": state["H"].view(LAYERS, HEADS, *state["H"].shape[1:])}
     replies = list(messages(records, number))
     began = time.perf_counter()
-    aggregate = Aggregate(method, state, max_norm=1e6)
+    aggregate = Aggregate(method, state, ChangeLimit(1e6))
     for reply in replies:
         aggregate.offer(view_record(reply.content.array_records["arrays"]), 1.0)
     to_record(aggregate.close())

@@ -13,15 +13,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ravan_flwr.methods.base import (
-    CLASSIFIER,
-    Method,
-    Round,
-    Tensors,
-    check_form,
-    sum_of_squares,
-)
-from ravan_flwr.methods.means import Means
+from ravan_flwr.limit import ChangeLimit, Changes, changes_of
+from ravan_flwr.methods.base import CLASSIFIER, Calibration, Method, Round, Tensors, check_form
+from ravan_flwr.methods.means import Means, MeansBySize
 from ravan_flwr.robust import RobustRound
 
 
@@ -39,9 +33,9 @@ class Aggregate:
     """
 
     def __init__(
-        self, method: Method, state: Tensors, max_norm: float, robust: str = "none"
+        self, method: Method, state: Tensors, limit: ChangeLimit, robust: str = "none"
     ) -> None:
-        self.method, self.max_norm = method, max_norm
+        self.method, self.limit = method, limit
         self._state = {k: v for k, v in state.items() if k != CLASSIFIER}
         self._classifier = {k: v for k, v in state.items() if k == CLASSIFIER}
         self._robust = robust != "none"
@@ -50,7 +44,12 @@ class Aggregate:
             if self._robust
             else (method.open_round(self._state), Means(self._classifier))
         )
-        self.count = 0
+        self.changes: list[Changes] = []  # of the accepted uploads
+
+    @property
+    def count(self) -> int:
+        """How many uploads were accepted."""
+        return len(self.changes)
 
     def offer(self, upload: Mapping[str, Tensor], share: float, weight: float = 1.0) -> None:
         """Fold in an upload of a client with that share; ValueError if it is not sound."""
@@ -58,25 +57,58 @@ class Aggregate:
         self.method.check(own, share)
         for name, tensor in self._classifier.items():
             check_form(upload, name, tensor.shape, torch.float32)
-        check_norm(upload, self.max_norm)
+        changes = changes_of(upload, self._start_of(own, share) | self._classifier)
+        self.limit.check(changes)
         if self._robust:
             own = self.method.filled(own, self._state)
         of_method, of_classifier = self._rounds
         of_method.add(own, weight)
         of_classifier.add(upload, weight)
-        self.count += 1
+        self.changes.append(changes)
+
+    def _start_of(self, own: Tensors, share: float) -> Tensors:
+        return self.method.start_of(own, self.method.broadcast(self._state, share))
 
     def close(self) -> Tensors:
-        """The next global state."""
+        """The next global state; ValueError if the accepted replies cannot have made it."""
         of_method, of_classifier = self._rounds
-        return of_method.close() | of_classifier.close()
+        new = of_method.close() | of_classifier.close()
+        self.limit.check_state(self._state | self._classifier, new)
+        self.limit.learn(self.changes)
+        return new
 
 
-def check_norm(upload: Mapping[str, Tensor], max_norm: float) -> None:
-    """Raise ValueError if a number is not finite, or the norm over all tensors is larger."""
-    norm = math.sqrt(sum(sum_of_squares(tensor, name) for name, tensor in upload.items()))
-    if norm > max_norm:
-        raise ValueError(
-            f"upload has norm {norm:.4g}, expected at most {max_norm:g}; lower learning-rate, or "
-            "raise max-update-norm"
-        )
+def open_calibration(
+    method: Method, norm: float | None, step: float, robust: str = "none"
+) -> Calibration | None:
+    """The method's calibration round with a limit on what is added; None if it holds none.
+
+    `norm` and `step` are those of `ChangeLimit`. No step bounds a gradient: there, sketches far
+    larger than most are left out of the mean.
+    """
+    by_steps = method.calibrates_by_steps
+
+    def sums(start: Tensors) -> Round:
+        if robust != "none":
+            inner: Round = RobustRound(start, robust)
+        else:
+            inner = Means(start) if by_steps else MeansBySize(start)
+        return _Limited(inner, start, ChangeLimit(norm, step if by_steps else math.inf))
+
+    return method.open_calibration(sums)
+
+
+class _Limited:
+    """A round's sums that refuse what has changed more than the limit allows."""
+
+    def __init__(self, inner: Round, start: Tensors, limit: ChangeLimit) -> None:
+        self.inner, self.start, self.limit = inner, start, limit
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """One more upload; ValueError if it is refused."""
+        self.limit.check(changes_of(upload, self.start))
+        self.inner.add(upload, weight)
+
+    def close(self) -> Tensors:
+        """The next state."""
+        return self.inner.close()

@@ -74,7 +74,8 @@ class Config:
     max_examples: int | None  # None: by what the others have
     min_replies: int
     robust: str
-    max_update_norm: float
+    max_update_norm: float | None  # None: a multiple of what is usual
+    max_share: float
 
     def as_dict(self) -> dict[str, Any]:
         """For `config.json`: kebab-case keys, as in the run config, and what JSON holds."""
@@ -155,7 +156,7 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
     model = _model(preset.model, str(values.pop("model")), str(values.pop("targets")))
     place = str(values.pop("data"))
     fields: dict[str, Any] = {key.replace("-", "_"): value for key, value in values.items()}
-    for key in ("rank", "straggler_grace", "max_examples"):
+    for key in ("rank", "straggler_grace", "max_examples", "max_update_norm"):
         fields[key] = None if fields[key] == AUTO else fields[key]
     return Config(
         task=preset.task,
@@ -234,6 +235,11 @@ def _check_replies(values: Mapping[str, Scalar]) -> None:
         raise ValueError(
             f"min-replies = {least}: got clients-per-round = {clients}, expected at least as many; "
             "lower the one or raise the other"
+        )
+    if values["robust"] != "none" and clients < 3:
+        raise ValueError(
+            f"robust = {values['robust']!r}: got clients-per-round = {clients}, expected at least "
+            "3, since of two replies none outvotes the other; raise clients-per-round"
         )
     if values["robust"] != "none" and values["weighting"] != "uniform":
         raise ValueError(

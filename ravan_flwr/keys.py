@@ -145,7 +145,7 @@ KEYS: dict[str, Key] = {
         str, "none", "the frozen backbone, by bitsandbytes", ("none", "8bit", "4bit")
     ),
     "output-dir": Key(str, AUTO, "folder of the run directories, an absolute path"),
-    "resume": Key(str, "", "a run directory to go on with"),
+    "resume": Key(str, "", "a run directory to go on with; RUN@N goes back to after round N"),
     "report": Key(str, "yes", "a page and pictures at the end of the run", ("yes", "no")),
     "tracking": Key(
         str, "tensorboard", "who is told of each round; wandb and mlflow beside tensorboard",
@@ -181,7 +181,12 @@ KEYS: dict[str, Key] = {
         ("none", "median", "trimmed-mean"),
     ),
     "max-update-norm": Key(
-        float, 1e6, "a reply with a larger norm is rejected", low=0, low_open=True
+        float, AUTO, "largest norm of a reply's change; auto: a multiple of what is usual",
+        low=0, low_open=True,
+    ),
+    "max-share": Key(
+        float, 1.0, "the largest budget that a node is granted, whatever it claims", low=0,
+        low_open=True, high=1,
     ),
 }  # fmt: skip
 

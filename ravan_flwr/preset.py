@@ -15,7 +15,7 @@ from ravan_flwr.methods import METHODS
 _NOT_THERE = {
     "model", "targets", "data", "glue-task", "learning-rate", "calibration-learning-rate",
     "server-learning-rate", "rank", "lora-rank", "max-length", "device", "output-dir", "layer-form",
-    "straggler-grace", "max-examples",
+    "straggler-grace", "max-examples", "max-update-norm",
 }  # fmt: skip
 FROM_PRESET = {key for key, spec in KEYS.items() if spec.default == AUTO} - _NOT_THERE
 # Two ways of dealing out to non-IID clients: what is chosen for the one serves for the other.

@@ -3,11 +3,12 @@
 config.json        the resolved configuration
 rounds.jsonl       a line a round, on disk before the next round begins
 summary.json       the end: method, parameters, metrics, bytes, seconds
-checkpoints/       the global state after the last rounds (checkpoint.py)
+checkpoints/       the global state after the last rounds, and the best (checkpoint.py)
 adapter/           the trained adapters, or merged/, the whole network (export.py)
 report/            a page and pictures (report.py)
 tensorboard/       each round's numbers (tracking.py)
 failure.json       why it failed, if it did
+lock               who writes to it, while somebody does (lock.py)
 """
 
 import json
@@ -91,10 +92,10 @@ class RunDirectory:
         path = self.path / "rounds.jsonl"
         if not path.is_file():
             return []
-        records = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        records: list[Record] = []
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
             try:
-                records.append(json.loads(line))
+                records.append(_read_record(line, records[-1]["round"] if records else None))
             except ValueError as error:
                 raise ValueError(
                     f"{path}: line {number} is damaged ({error}), expected a round's record; "
@@ -102,12 +103,61 @@ class RunDirectory:
                 ) from None
         return records
 
-    def keep_rounds(self, last: int) -> list[Record]:
-        """Drop what was recorded after round `last`, which will be run again; the rest."""
-        kept = [record for record in self.read_rounds() if record["round"] <= last]
-        text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
+    def rounds_until(self, last: int) -> list[Record]:
+        """The records up to round `last`, of which there must be one, each as a run writes it."""
+        records = [record for record in self.read_rounds() if record["round"] <= last]
+        for record in records:
+            if wrong := _wrong_in(record):
+                raise ValueError(
+                    f"{self.path / 'rounds.jsonl'}: round {record['round']} has {wrong}; restore "
+                    "the file, or start a new run"
+                )
+        if not records or records[-1]["round"] != last:
+            there = records[-1]["round"] if records else "none"
+            raise ValueError(
+                f"{self.path / 'rounds.jsonl'}: the last round in it is {there}, expected {last} "
+                "as in the checkpoint; restore the file, or go back with resume=RUN@N"
+            )
+        return records
+
+    def write_rounds(self, records: list[Record]) -> None:
+        """These rounds, and none after them."""
+        text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
         write_atomically(self.path / "rounds.jsonl", text.encode())
-        return kept
+
+
+def _read_record(line: bytes, before: int | None) -> Record:
+    """One line, which must be of the round after that of the line before."""
+    record = json.loads(line.decode())
+    if not isinstance(record, dict) or type(record.get("round")) is not int:
+        raise ValueError(f"it is {line.decode()[:60]!r}, expected an object with a whole 'round'")
+    expected = (0, 1) if before is None else (before + 1,)
+    if record["round"] not in expected:
+        raise ValueError(
+            f"it is of round {record['round']}, expected {' or '.join(map(str, expected))}"
+        )
+    return record
+
+
+# What a run that goes on reads of its record.
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "train-loss": (int, float), "metrics": dict, "clients": list, "rejected": list,
+    "left-out": list, "partitions": int, "bytes-up": int, "bytes-down": int,
+    "seconds": (int, float), "phases": dict,
+}  # fmt: skip
+
+
+def _wrong_in(record: Record) -> str:
+    """What is not as a run writes it; empty if all is."""
+    for key, kind in _KINDS.items():
+        value = record.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            kinds = kind if isinstance(kind, tuple) else (kind,)
+            return f"{key} = {value!r}, expected {' or '.join(k.__name__ for k in kinds)}"
+    for name, value in record["metrics"].items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return f"{name} = {value!r} among its metrics, expected a number"
+    return ""
 
 
 def write_atomically(path: Path, data: bytes) -> None:

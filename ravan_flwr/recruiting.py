@@ -10,6 +10,7 @@ one is away or asked again. Nodes with data of their own have no say in how the 
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from logging import getLogger
 from statistics import median_low
 
@@ -33,13 +34,19 @@ class Recruiter:
     """The nodes, by node id: members so far, and those that were refused.
 
     Every member has this server's code, `backbone` and `derived` fingerprints. `meant` is
-    how many clients the preset means, `parts` in how many a run that goes on shared its data.
+    how many clients the preset means, `parts` in how many a run that goes on shared its data, and
+    `max_share` the largest budget that the operator grants.
     """
 
     def __init__(
-        self, meant: int, backbone: str, derived: list[float], parts: int | None = None
+        self,
+        meant: int,
+        backbone: str,
+        derived: list[float],
+        parts: int | None = None,
+        max_share: float = 1.0,
     ) -> None:
-        self.meant = meant
+        self.meant, self.max_share = meant, max_share
         self.code, self.backbone, self.derived = code_fingerprint(), backbone, derived
         self.nodes: dict[int, Node] = {}
         self._holders: dict[int, int] = {}  # partition id -> the node that had it first
@@ -161,7 +168,8 @@ class Recruiter:
         else:
             # Once more at the end of the dict: who came first is who answered first.
             self.nodes[node.node_id] = self.nodes.pop(node.node_id)
-            node.member, node.refused = member, ""
+            share = min(member.share, self.max_share)
+            node.member, node.refused = replace(member, share=share), ""
 
     def _agree(self) -> None:
         """Refuse whose data is dealt out in another number of parts than most have at the start,

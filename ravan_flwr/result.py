@@ -17,7 +17,7 @@ def result_of(run: Path | str) -> Iterator[Workbench]:
     directory = RunDirectory.open(Path(run), "result")
     config = resolved_config(directory.read_json("config.json"), str(directory.path))
     bench = Workbench(config)
-    _, state, _ = load_checkpoint(directory.checkpoints)
+    state = load_checkpoint(directory.checkpoints).state
     fixed = load_fixed(directory.checkpoints)
     if fixed is not None:
         bench.model.load_fixed(hash_of(to_record(fixed)), fixed)

@@ -1,8 +1,14 @@
 """Sums that a few false replies do not move: coordinate-wise median and trimmed mean.
 
 Over the clients that trained a coordinate, where NaN stands for those that did not (a head
-that a client left out). A coordinate that nobody trained stays as it was. Every reply of a
-round is kept until it closes (Yin et al., 2018).
+that a client left out). Of one or two values none is outvoted, so that a coordinate that fewer
+than three clients trained stays as it was: who claims a larger budget than the others trains
+heads on which it is alone, and gets nowhere by it.
+
+What is promised, coordinate by coordinate, where n >= 3 clients trained it: the median lies
+between honest values while fewer than n / 2 of them lie, the trimmed mean while no more lie than
+are cut off at one end, max(1, floor(n / 5)). Every reply of a round is kept until it closes (Yin
+et al., 2018).
 """
 
 from collections.abc import Mapping
@@ -12,7 +18,10 @@ from torch import Tensor
 
 from ravan_flwr.methods.base import Tensors
 
-TRIMMED = 0.2  # the share of the replies that is cut off at either end, at least one of three
+TRIMMED = 0.2  # the share of the replies that is cut off at either end, at least one
+FEWEST = 3  # of fewer no middle outvotes anybody
+
+_BLOCK = 2**18  # numbers of all replies that are sorted at a time
 
 
 class RobustRound:
@@ -29,10 +38,20 @@ class RobustRound:
 
     def close(self) -> Tensors:
         """The next state."""
-        return {
-            name: middle(self.state[name], tensors, self.how) if tensors else self.state[name]
-            for name, tensors in self.replies.items()
-        }
+        return {name: self._close(name, tensors) for name, tensors in self.replies.items()}
+
+    def _close(self, name: str, replies: list[Tensor]) -> Tensor:
+        """Block by block: beside the replies there is room for one block of them, sorted."""
+        if not replies:
+            return self.state[name]
+        old = self.state[name].reshape(-1)
+        flat = [reply.reshape(-1) for reply in replies]
+        new = torch.empty_like(old)
+        side = max(1, _BLOCK // len(flat))
+        for start in range(0, len(old), side):
+            part = slice(start, start + side)
+            new[part] = middle(old[part], [reply[part] for reply in flat], self.how)
+        return new.view(self.state[name].shape)
 
 
 def middle(old: Tensor, replies: list[Tensor], how: str) -> Tensor:
@@ -44,10 +63,11 @@ def middle(old: Tensor, replies: list[Tensor], how: str) -> Tensor:
     place = torch.arange(len(replies)).view(-1, *[1] * old.ndim)
     kept = (place >= cut) & (place < number - cut)
     total = torch.where(kept, ordered, 0.0).sum(0)
-    return torch.where(number > 0, total / kept.sum(0).clamp(min=1), old.double()).float()
+    mean = total / kept.sum(0).clamp(min=1)
+    return torch.where(number >= FEWEST, mean, old.double()).float()
 
 
 def _cut(number: Tensor) -> Tensor:
     """How many at either end, of so many."""
     share = (number * TRIMMED).long()
-    return torch.where(number >= 3, share.clamp(min=1), torch.zeros_like(number))
+    return share.clamp(min=1)

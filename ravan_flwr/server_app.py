@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,25 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from ravan_flwr.card import write_card
-from ravan_flwr.checkpoint import load_checkpoint, load_fixed, save_checkpoint, save_fixed
+from ravan_flwr.checkpoint import (
+    drop_after,
+    load_checkpoint,
+    load_fixed,
+    save_checkpoint,
+    save_fixed,
+)
 from ravan_flwr.config import Config, read_config
 from ravan_flwr.console import Progress, megabytes, minutes, show
 from ravan_flwr.export import natural_form, write_result
 from ravan_flwr.keys import AUTO
+from ravan_flwr.lock import locked
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.model import AdaptedModel
 from ravan_flwr.payload import from_record, hash_of, to_record
 from ravan_flwr.records import RunDirectory
 from ravan_flwr.report import write_report
 from ravan_flwr.strategy import PeftStrategy
 from ravan_flwr.tracking import Trackers, check_tracking
+from ravan_flwr.watch import best_round, collapse
 from ravan_flwr.workbench import Workbench, get_workbench
 
 app = ServerApp()
@@ -40,18 +48,36 @@ def main(grid: Grid, context: Context) -> None:
     config = read_config(context.run_config)
     parent = _output_folder(config)  # refused, if at all, before anything is loaded
     check_tracking(config.tracking)
-    earlier = _resumed(config)
-    bench = get_workbench(config)
-    resolved = dataclasses.replace(config, rank=bench.model.method.rank)
-    if earlier is not None:
-        _check_same_run(earlier, resolved)
-    directory = earlier or RunDirectory.create(
-        parent, f"{config.preset}-{config.method}-seed{config.seed}"
-    )
+    earlier, back_to = _resumed(config)
+    with ExitStack() as lock:
+        if earlier is not None:
+            lock.enter_context(locked(earlier.path))
+        bench = get_workbench(config)
+        resolved = dataclasses.replace(config, rank=bench.model.method.rank)
+        if earlier is not None:
+            start = _go_on(earlier, back_to, resolved, bench)
+            _told(grid, context, bench, resolved, earlier, start)
+        else:
+            name = f"{config.preset}-{config.method}-seed{config.seed}"
+            directory = RunDirectory.create(parent, name)
+            lock.enter_context(locked(directory.path, "output-dir"))
+            start = Start(bench.model.initial_state())
+            _told(grid, context, bench, resolved, directory, start)
+
+
+def _told(
+    grid: Grid,
+    context: Context,
+    bench: Workbench,
+    config: Config,
+    directory: RunDirectory,
+    start: "Start",
+) -> None:
+    """Run, and say where; a run that fails says why in its directory."""
     context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
     log.info("run directory: %s", directory.path)
     try:
-        _run(grid, bench, resolved, directory, resume=earlier is not None)
+        _run(grid, bench, config, directory, start)
     except Exception as error:
         with suppress(OSError):  # the disk itself may be what failed
             directory.write_json("failure.json", {"error": f"{type(error).__name__}: {error}"})
@@ -59,36 +85,54 @@ def main(grid: Grid, context: Context) -> None:
         raise
 
 
-def _run(
-    grid: Grid, bench: Workbench, config: Config, directory: RunDirectory, *, resume: bool
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a run begins with: a new one, or one that goes on after round `done`."""
+
+    state: Tensors
+    done: int | None = None
+    memory: Tensors = dataclasses.field(default_factory=dict)
+    records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    fixed: Tensors | None = None
+
+    @property
+    def first(self) -> int:
+        """The next round."""
+        return (self.done or 0) + 1
+
+
+def _go_on(directory: RunDirectory, back_to: int | None, config: Config, bench: Workbench) -> Start:
+    """What a run directory has to go on from, all of it checked; nothing is changed yet."""
+    _check_same_run(directory, config)
     model = bench.model
-    records: list[dict[str, Any]] = []
-    state, first, fixed = model.initial_state(), 1, None
-    moments: Tensors = {}
-    if resume:
-        done, state, moments = load_checkpoint(directory.checkpoints)
-        records, first = directory.keep_rounds(done), done + 1
-        fixed = load_fixed(directory.checkpoints)
-        if fixed is None and model.method.open_calibration() is not None:
-            raise ValueError(
-                f"resume = {str(directory.path)!r}: found no checkpoints/fixed.safetensors, "
-                "expected what the calibration round made; restore it, or start a new run"
-            )
-        if fixed is not None:
-            model.load_fixed(hash_of(to_record(fixed)), fixed)
-        log.info("going on after round %d", done)
-        (directory.path / "summary.json").unlink(missing_ok=True)  # it will have another end
-    else:
+    checkpoint = load_checkpoint(directory.checkpoints, back_to)
+    records = directory.rounds_until(checkpoint.round)
+    fixed = load_fixed(directory.checkpoints)
+    if fixed is None and model.method.open_calibration() is not None:
+        raise ValueError(
+            f"resume = {str(directory.path)!r}: found no checkpoints/fixed.safetensors, "
+            "expected what the calibration round made; restore it, or start a new run"
+        )
+    if fixed is not None:
+        model.load_fixed(hash_of(to_record(fixed)), fixed)
+    log.info("going on after round %d", checkpoint.round)
+    return Start(checkpoint.state, checkpoint.round, checkpoint.memory, records, fixed)
+
+
+def _run(
+    grid: Grid, bench: Workbench, config: Config, directory: RunDirectory, start: Start
+) -> None:
+    model, state, records = bench.model, start.state, start.records
+    if start.done is None:
         directory.write_json("config.json", config.as_dict())
 
     def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
         with model.holding(from_record(arrays)):
             return MetricRecord(_finite(bench.evaluate(), number))
 
-    progress = Progress(first, config.num_rounds, bench.task.metric)
+    progress = Progress(start.first, config.num_rounds, bench.task.metric)
     trackers = Trackers(config.tracking, directory.path, config.as_dict())
-    keeper = _Keeper(directory, model, progress, trackers, records)
+    keeper = _Keeper(directory, bench, progress, trackers, start)
     strategy = PeftStrategy(
         config,
         model.method,
@@ -96,9 +140,9 @@ def _run(
         seed_fingerprint=model.seed_fingerprint,
         derived=model.derived,
         recorder=keeper,
-        first_round=first,
-        fixed=fixed,
-        moments=moments,
+        first_round=start.first,
+        fixed=start.fixed,
+        memory=start.memory,
         partitions=records[-1]["partitions"] if records else None,
         measured=("loss", bench.task.metric),
         dealt_out=bench.dealt_out,
@@ -141,16 +185,24 @@ class _Keeper:
     def __init__(
         self,
         directory: RunDirectory,
-        model: AdaptedModel,
+        bench: Workbench,
         progress: Progress,
         trackers: Trackers,
-        records: list[dict[str, Any]],
+        start: Start,
     ) -> None:
-        self.directory, self.model = directory, model
-        self.progress, self.trackers, self.records = progress, trackers, records
+        self.directory, self.model, self.metric = directory, bench.model, bench.task.metric
+        self.progress, self.trackers, self.records = progress, trackers, start.records
+        self.after = start.done  # what lies behind that round is dropped when the next is done
+
+    def _append(self, record: dict[str, Any]) -> None:
+        if self.after is not None:
+            drop_after(self.directory.checkpoints, self.after)
+            self.directory.write_rounds(self.records)
+            self.after = None
+        self.directory.append_round(record)
 
     def calibrated(self, record: dict[str, Any], fixed: Tensors, state: Tensors) -> list[float]:
-        self.directory.append_round(record)
+        self._append(record)
         save_fixed(self.directory.checkpoints, fixed)
         save_checkpoint(self.directory.checkpoints, 0, state)
         self.model.load_fixed(hash_of(to_record(fixed)), fixed)
@@ -159,12 +211,21 @@ class _Keeper:
         self.trackers.round(record)
         return self.model.derived
 
-    def round_done(self, record: dict[str, Any], state: Tensors, moments: Tensors) -> None:
-        self.directory.append_round(record)
-        save_checkpoint(self.directory.checkpoints, record["round"], state, moments)
+    def round_done(self, record: dict[str, Any], state: Tensors, memory: Tensors) -> None:
+        if told := collapse(self.records, record, self.metric):
+            record["collapsed"] = told
+        self._append(record)
         self.records.append(record)
+        best = best_round(self.records, self.metric)
+        save_checkpoint(self.directory.checkpoints, record["round"], state, memory, best)
         self.progress.round(record)
         self.trackers.round(record)
+        if told:
+            log.warning(
+                "round %d COLLAPSED: %s. A false reply or a learning rate that is too high can be "
+                "the cause; to go back: resume=%s@%d",
+                record["round"], told, self.directory.path, best,
+            )  # fmt: skip
 
 
 def _finite(measured: Mapping[str, float], number: int) -> dict[str, Any]:
@@ -194,15 +255,21 @@ def _output_folder(config: Config) -> Path:
     return path
 
 
-def _resumed(config: Config) -> RunDirectory | None:
-    return RunDirectory.open(Path(config.resume).expanduser()) if config.resume else None
+def _resumed(config: Config) -> tuple[RunDirectory | None, int | None]:
+    """The run directory to go on with, and the round to go back to if one is named."""
+    if not config.resume:
+        return None, None
+    path = Path(config.resume).expanduser()
+    match = re.fullmatch(r"(.+)@(\d+)", str(path))
+    if match and not path.is_dir():
+        return RunDirectory.open(Path(match[1])), int(match[2])
+    return RunDirectory.open(path), None
 
 
 # What may differ between a run and its continuation.
 _FREE = {
     "resume", "output-dir", "num-rounds", "device", "round-timeout", "min-replies", "eval-every",
-    "straggler-grace",
-    "report", "tracking",
+    "straggler-grace", "report", "tracking", "max-update-norm", "max-share",
 }  # fmt: skip
 
 
@@ -241,6 +308,8 @@ def _summary(
         "bytes-up": sum(record["bytes-up"] for record in records),
         "bytes-down": sum(record["bytes-down"] for record in records),
         "rejected": sum(len(record["rejected"]) for record in records),
+        "collapsed": [record["round"] for record in records if "collapsed" in record],
+        "without-effect": [record["round"] for record in records if "refused" in record],
         "left-out": records[-1]["left-out"] if records else [],
         "seconds": round(sum(record["seconds"] for record in records), 3),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -255,6 +324,9 @@ def _tell(summary: dict[str, Any], metric: str, directory: RunDirectory, page: P
         score, summary["rounds"], minutes(summary["seconds"]), summary["trainable-parameters"],
         megabytes(summary["bytes-up"]), megabytes(summary["bytes-down"]),
     )  # fmt: skip
+    for name, what in (("collapsed", "its evaluation collapsed"), ("without-effect", "no effect")):
+        if summary[name]:
+            log.warning("%s in rounds %s", what, ", ".join(map(str, summary[name])))
     if page is not None:
         log.info("report: %s", page)
     log.info("run directory: %s", directory.path)

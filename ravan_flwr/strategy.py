@@ -7,24 +7,27 @@ reason in the record; a round without a valid one stops the run.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from logging import getLogger
 from typing import Any, Protocol
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+from torch import Tensor
 
-from ravan_flwr.aggregation import Aggregate, check_norm, outgoing
+from ravan_flwr.aggregation import Aggregate, open_calibration, outgoing
 from ravan_flwr.config import Config
 from ravan_flwr.envelope import guard
 from ravan_flwr.exchange import Patience, in_process
 from ravan_flwr.ledger import Ledger, mean_of
+from ravan_flwr.limit import ChangeLimit
 from ravan_flwr.mailbox import Mailbox
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
 from ravan_flwr.payload import from_record, num_bytes, to_record
 from ravan_flwr.recruiting import Recruiter
 from ravan_flwr.replies import Trained, most_held_back, read_evaluated, read_trained
+from ravan_flwr.robust import FEWEST
 from ravan_flwr.roster import Member, sample
 from ravan_flwr.seeding import generator
 from ravan_flwr.server_optimizer import ServerOptimizer
@@ -33,14 +36,24 @@ from ravan_flwr.wire import encode, wire_of_round
 log = getLogger(__name__)
 
 
+# What the names of the server's memory begin with.
+MOMENTS = "server-optimizer/"
+CHANGES = "usual-change/"
+
+
+def _named(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
 class Recorder(Protocol):
     """Where a finished round goes: to the record, to the checkpoint, to the screen."""
 
     def calibrated(self, record: dict[str, Any], fixed: Tensors, state: Tensors) -> list[float]:
         """Called after a calibration round; the fingerprint of a model with `fixed` in it."""
 
-    def round_done(self, record: dict[str, Any], state: Tensors, moments: Tensors) -> None:
-        """Called once a round, before the next one begins."""
+    def round_done(self, record: dict[str, Any], state: Tensors, memory: Tensors) -> None:
+        """Called once a round, before the next one begins; `memory` is what else a run that goes
+        on needs."""
 
 
 class PeftStrategy(Strategy):
@@ -48,10 +61,10 @@ class PeftStrategy(Strategy):
 
     `backbone` and `seed_fingerprint` are the server's, which every node must share, and
     `derived` is that of the model now. A run that is resumed has a `first_round` above 1, the
-    method's `fixed` tensors, if its method has any, the server optimiser's `moments`, and
-    the number of `partitions` that its nodes shared the data in. `measured` is what a client
-    that evaluates must tell. `dealt_out` gives the numbers of examples that clients train on, when
-    so many of them share the data.
+    method's `fixed` tensors, if its method has any, the server's `memory` (the optimiser's
+    moments, the usual changes), and the number of `partitions` that its nodes shared the data in.
+    `measured` is what a client that evaluates must tell. `dealt_out` gives the numbers of examples
+    that clients train on, when so many of them share the data.
     """
 
     def __init__(
@@ -65,7 +78,7 @@ class PeftStrategy(Strategy):
         recorder: Recorder,
         first_round: int = 1,
         fixed: Tensors | None = None,
-        moments: Tensors | None = None,
+        memory: Tensors | None = None,
         partitions: int | None = None,
         measured: Sequence[str] = ("loss", "accuracy"),
         dealt_out: Callable[[int], Sequence[int]] | None = None,
@@ -73,11 +86,16 @@ class PeftStrategy(Strategy):
         self.config, self.method = config, method
         self.derived = derived
         self.recorder, self.first_round = recorder, first_round
-        self.roster = Recruiter(config.num_clients, backbone, seed_fingerprint, partitions)
+        self.roster = Recruiter(
+            config.num_clients, backbone, seed_fingerprint, partitions, config.max_share
+        )
         self.mail = Mailbox(None if fixed is None else to_record(fixed))
         self._partitions, self._measured = partitions, measured
         self._state: Tensors = {}
-        self._moments = moments or {}
+        self._moments = _named(memory or {}, MOMENTS)
+        step = config.learning_rate * config.local_steps
+        self._limit = ChangeLimit(config.max_update_norm, step, _named(memory or {}, CHANGES))
+        self._refused: dict[str, str] = {}  # why a round had no effect
         self._optimizer = ServerOptimizer(
             config.server_optimizer, config.server_learning_rate, config.server_momentum
         )
@@ -142,7 +160,8 @@ class PeftStrategy(Strategy):
                         metrics = self.aggregate_evaluate(number, answers)
             if metrics is not None:
                 result.evaluate_metrics_serverapp[number] = metrics
-            self.recorder.round_done(self._ledger.record(metrics or {}), self._state, self._moments)
+            record = self._ledger.record(metrics or {}) | self._refused
+            self.recorder.round_done(record, self._state, self._memory)
             self._recruit(grid)
         return result
 
@@ -168,6 +187,12 @@ class PeftStrategy(Strategy):
             self._dealt_out = None
             return None
 
+    @property
+    def _memory(self) -> Tensors:
+        """What a run that goes on needs beside the state."""
+        parts = {MOMENTS: self._moments, CHANGES: self._limit.memory}
+        return {prefix + k: tensor for prefix, part in parts.items() for k, tensor in part.items()}
+
     def _check_partitions(self) -> None:
         """A run that goes on must find its data dealt out as it was."""
         now = self.roster.partitions
@@ -188,7 +213,9 @@ class PeftStrategy(Strategy):
 
     def _calibrate(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> ArrayRecord:
         """Hold the method's calibration round, if it has one; the state after it."""
-        sums = self.method.open_calibration()
+        config = self.config
+        step = config.calibration_learning_rate * config.local_steps
+        sums = open_calibration(self.method, config.max_update_norm, step, config.robust)
         if sums is None:
             return arrays
         self._ledger = Ledger(0, self.roster.partitions)
@@ -202,7 +229,6 @@ class PeftStrategy(Strategy):
             0, self._exchange(grid, messages, timeout, enough)
         ):
             try:
-                check_norm(trained.upload, self.config.max_update_norm)
                 sums.add(trained.upload, self._weight(member))
             except ValueError as error:
                 self._reject(member, error)
@@ -279,9 +305,7 @@ class PeftStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Fold the replies as they come; (None, None) if none was valid."""
-        aggregate = Aggregate(
-            self.method, self._state, self.config.max_update_norm, self.config.robust
-        )
+        aggregate = Aggregate(self.method, self._state, self._limit, self.config.robust)
         for member, trained, bytes_up, bytes_down in self._valid(server_round, replies):
             try:
                 aggregate.offer(trained.upload, member.share, self._weight(member))
@@ -291,10 +315,27 @@ class PeftStrategy(Strategy):
             self._use(member, trained, self.method.heads_in(trained.upload), bytes_up, bytes_down)
         if aggregate.count < self.config.min_replies:
             return None, None
-        self._state, self._moments = self._optimizer.step(
-            self._state, aggregate.close(), self._moments
-        )
+        self._close(aggregate)
         return to_record(self._state), MetricRecord({"train-loss": self._ledger.train_loss})
+
+    def _close(self, aggregate: Aggregate) -> None:
+        """Take the next state; one that cannot be is refused, and the state stays as it was."""
+        number, self._refused = self._ledger.number, {}
+        if self.config.robust != "none" and aggregate.count < FEWEST:
+            log.warning(
+                "round %d: %d replies came, and robust = %r changes nothing with fewer than %d",
+                number, aggregate.count, self.config.robust, FEWEST,
+            )  # fmt: skip
+        try:
+            mean = aggregate.close()
+        except ValueError as error:
+            self._refused = {"refused": str(error)}
+            log.warning(
+                "round %d has no effect, the state stays as it was: %s; see who took part in it",
+                number, error,
+            )  # fmt: skip
+        else:
+            self._state, self._moments = self._optimizer.step(self._state, mean, self._moments)
 
     def _valid(
         self, server_round: int, replies: Iterable[Message]

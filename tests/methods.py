@@ -7,6 +7,7 @@ from torch import nn
 
 from ravan_flwr.adapters import Layer
 from ravan_flwr.aggregation import Aggregate
+from ravan_flwr.limit import ChangeLimit
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Settings
 from ravan_flwr.seeding import generator
@@ -60,7 +61,7 @@ def train_client(method, adapters, state, share, seed):
 
 def aggregate(method, state, uploads):
     """The next state; uploads are (tensors, share) or (tensors, share, weight)."""
-    pot = Aggregate(method, state, max_norm=1e9)
+    pot = Aggregate(method, state, ChangeLimit(1e9))
     for upload, share, *weight in uploads:
         pot.offer(upload, share if method.can_train(share) else 1.0, *weight)
     return pot.close()

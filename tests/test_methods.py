@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ravan_flwr.adapters import Layer
 from ravan_flwr.aggregation import Aggregate
+from ravan_flwr.limit import ChangeLimit
 from ravan_flwr.methods import METHODS, get_method
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.payload import from_record, to_record
@@ -264,7 +265,7 @@ def test_a_bad_upload_is_rejected_and_leaves_the_sums_alone(name, case):
     for key in (key for key, tensor in good.items() if tensor.is_floating_point()):
         changed = BAD_TENSORS[case](good[key])
         bad = {k: changed if k == key else v for k, v in good.items()}
-        pot = Aggregate(method, state, max_norm=1e9)
+        pot = Aggregate(method, state, ChangeLimit(1e9))
         with pytest.raises(ValueError, match="expected"):
             pot.offer({k: v for k, v in bad.items() if v is not None}, 1.0)
         with pytest.raises(ValueError, match="expected"):

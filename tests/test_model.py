@@ -9,6 +9,7 @@ import torch
 from ravan_flwr.aggregation import Aggregate
 from ravan_flwr.backbones import encode_backbone, read_backbone
 from ravan_flwr.config import read_config
+from ravan_flwr.limit import ChangeLimit
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.model import backbone_fingerprint, build_network, pick_device
@@ -98,7 +99,7 @@ def test_nothing_leaks_from_one_client_to_the_next(method, classifier):
     before, alone = snapshot(shared.model), train(shared)
     state = shared.model.initial_state()
     for client in (1, 2):  # a state in the middle of a run, where W may have changed
-        pot = Aggregate(shared.model.method, state, 1e9)
+        pot = Aggregate(shared.model.method, state, ChangeLimit(1e9))
         for upload in [train(shared, client=client, round_number=r, state=state) for r in (1, 2)]:
             pot.offer(upload.upload, 1.0)
         state = pot.close()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ravan_flwr.adapters import Layer
 from ravan_flwr.aggregation import Aggregate
 from ravan_flwr.budgets import affordable
+from ravan_flwr.limit import ChangeLimit
 from ravan_flwr.methods.ravan import Ravan, _pack_bits, _unpack_bits
 from ravan_flwr.seeding import generator
 from tests.methods import LAYERS, SETTINGS, aggregate, build, some_state, train_client
@@ -167,7 +168,7 @@ def test_a_bad_upload_is_rejected_and_leaves_the_sums_alone(case):
     method, adapters = build()
     state = some_state(method, adapters)
     good = train_client(method, adapters, state, 0.7, 1)
-    pot = Aggregate(method, state, max_norm=1e9)
+    pot = Aggregate(method, state, ChangeLimit(1e9))
     with pytest.raises(ValueError, match=message):
         pot.offer(damage(good), 0.7)
     pot.offer(good, 0.7)
@@ -181,7 +182,7 @@ def test_a_client_may_not_send_more_than_its_share():
     state = some_state(method, adapters)
     upload = train_client(method, adapters, state, 1.0, 1)
     with pytest.raises(ValueError, match=r"marks \[3, 3\] heads by layer, expected 1 in each"):
-        Aggregate(method, state, 1e9).offer(upload, 0.5)
+        Aggregate(method, state, ChangeLimit(1e9)).offer(upload, 0.5)
 
 
 def test_heads_that_do_not_fit_are_told_once(caplog):

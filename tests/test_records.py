@@ -1,12 +1,22 @@
 """What is written stays whole: run directories and checkpoints."""
 
+import hashlib
 import json
 import os
 
 import pytest
+import safetensors.torch
 import torch
 
-from ravan_flwr.checkpoint import KEPT, load_checkpoint, save_checkpoint
+from ravan_flwr.checkpoint import (
+    KEPT,
+    checkpoint_rounds,
+    drop_after,
+    load_checkpoint,
+    load_fixed,
+    save_checkpoint,
+    save_fixed,
+)
 from ravan_flwr.records import RunDirectory, write_atomically
 
 
@@ -41,7 +51,7 @@ def test_rounds_are_lines_and_a_cut_off_line_does_not_count(tmp_path):
     with (tmp_path / "rounds.jsonl").open("a") as file:
         file.write('{"rou')
     assert [r["round"] for r in directory.read_rounds()] == [1, 2, 3]
-    assert directory.keep_rounds(2) == [{"round": 1}, {"round": 2}]
+    directory.write_rounds(directory.read_rounds()[:2])
     directory.append_round({"round": 3})
     assert (tmp_path / "rounds.jsonl").read_text().count("\n") == 3
 
@@ -69,10 +79,10 @@ def state(number):
 def test_the_last_checkpoints_are_kept_and_the_last_is_loaded(tmp_path):
     for number in range(1, 6):
         save_checkpoint(tmp_path, number, state(number))
-    assert len(list(tmp_path.glob("*.safetensors"))) == len(list(tmp_path.glob("*.json"))) == KEPT
-    number, loaded, _ = load_checkpoint(tmp_path)
-    assert number == 5
-    assert all(torch.equal(loaded[key], state(5)[key]) for key in state(5))
+    assert len(list(tmp_path.iterdir())) == KEPT
+    loaded = load_checkpoint(tmp_path)
+    assert loaded.round == 5
+    assert all(torch.equal(loaded.state[key], state(5)[key]) for key in state(5))
 
 
 def damage_bytes(path):
@@ -81,13 +91,22 @@ def damage_bytes(path):
     path.write_bytes(data)
 
 
+def renamed(path):
+    path.with_name("round-000001.safetensors").replace(path)
+
+
+def without_checksum(path):
+    path.write_bytes(safetensors.torch.save(state(3)))
+
+
 DAMAGES = {
     "a bit": damage_bytes,
     "cut off": lambda path: path.write_bytes(path.read_bytes()[:10]),
-    "no checksum": lambda path: path.with_suffix(".json").unlink(),
-    "checksum cut off": lambda path: path.with_suffix(".json").write_text('{"rou'),
-    "checksum of another": lambda path: path.with_suffix(".json").write_text(
-        json.dumps({"round": 3, "sha256": "0"})
+    "empty": lambda path: path.write_bytes(b""),
+    "another's under its name": renamed,
+    "no checksum": without_checksum,
+    "another checksum": lambda path: path.write_bytes(
+        safetensors.torch.save(state(3), {"round": "3", "sha256": "0"})
     ),
 }
 
@@ -97,10 +116,126 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, damage
     for number in (1, 2, 3):
         save_checkpoint(tmp_path, number, state(number))
     DAMAGES[damage](tmp_path / "round-000003.safetensors")
-    assert load_checkpoint(tmp_path)[0] == 2
+    assert load_checkpoint(tmp_path).round == 2
     assert "round-000003.safetensors is damaged" in caplog.text
 
 
 def test_no_usable_checkpoint_is_told(tmp_path):
     with pytest.raises(ValueError, match="no usable checkpoint in .*start a new run"):
         load_checkpoint(tmp_path)
+
+
+RECORD = {
+    "round": 1, "train-loss": 1.0, "metrics": {"accuracy": 0.5}, "clients": [], "rejected": [],
+    "left-out": [], "partitions": 4, "bytes-up": 1, "bytes-down": 1, "seconds": 0.1, "phases": {},
+}  # fmt: skip
+
+
+def save_as_before(folder, number, tensors, told=None):
+    """A checkpoint as older versions wrote it: round and checksum in JSON beside it."""
+    path = folder / f"round-{number:06d}.safetensors"
+    path.write_bytes(safetensors.torch.save(tensors))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    told = {"round": number, "sha256": digest} if told is None else told
+    path.with_suffix(".json").write_text(told if isinstance(told, str) else json.dumps(told))
+
+
+def test_checkpoints_of_older_versions_are_read_and_dropped_with_their_json(tmp_path):
+    tensors = state(3) | {"server-optimizer/H/exp_avg": torch.ones(2)}
+    save_as_before(tmp_path, 3, tensors)
+    loaded = load_checkpoint(tmp_path)
+    assert loaded.round == 3
+    assert torch.equal(loaded.state["H"], state(3)["H"])
+    assert loaded.memory.keys() == {"server-optimizer/H/exp_avg"}
+    for number in (4, 5, 6):
+        save_checkpoint(tmp_path, number, state(number))
+    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors"}
+
+
+@pytest.mark.parametrize(
+    "told", ["[]", "null", "{", "7", '"x"', '{"round": 3}', '{"round": true, "sha256": "x"}',
+             '{"round": 2, "sha256": "DIGEST"}', '{"round": "3", "sha256": "DIGEST"}', "\xff"],
+)  # fmt: skip
+def test_what_stands_beside_an_old_checkpoint_is_checked(tmp_path, told, caplog):
+    save_as_before(tmp_path, 2, state(2))
+    save_as_before(tmp_path, 3, state(3))
+    digest = hashlib.sha256((tmp_path / "round-000003.safetensors").read_bytes()).hexdigest()
+    data = told.replace("DIGEST", digest).encode("latin-1")
+    (tmp_path / "round-000003.json").write_bytes(data)
+    assert load_checkpoint(tmp_path).round == 2
+    assert "round-000003.safetensors is damaged" in caplog.text
+
+
+def test_the_best_round_is_kept_beside_the_last(tmp_path):
+    for number in range(1, 8):
+        save_checkpoint(tmp_path, number, state(number), best=min(number, 2))
+    assert checkpoint_rounds(tmp_path) == [2, 5, 6, 7]
+    assert torch.equal(load_checkpoint(tmp_path, 2).state["H"], state(2)["H"])
+    drop_after(tmp_path, 5)
+    assert checkpoint_rounds(tmp_path) == [2, 5]
+
+
+def test_a_round_that_has_no_checkpoint_or_a_damaged_one_is_told(tmp_path):
+    for number in (4, 5):
+        save_checkpoint(tmp_path, number, state(number))
+    with pytest.raises(
+        ValueError, match=r"round 3 has no checkpoint in .*expected one of rounds 4, 5; choose"
+    ):
+        load_checkpoint(tmp_path, 3)
+    damage_bytes(tmp_path / "round-000004.safetensors")
+    with pytest.raises(
+        ValueError, match=r"round-000004.* is damaged .*expected one of rounds 4, 5"
+    ):
+        load_checkpoint(tmp_path, 4)
+
+
+def test_what_a_calibration_fixed_is_whole_or_told(tmp_path):
+    assert load_fixed(tmp_path) is None
+    save_fixed(tmp_path, state(1))
+    loaded = load_fixed(tmp_path)
+    assert loaded is not None
+    assert torch.equal(loaded["H"], state(1)["H"])
+    damage_bytes(tmp_path / "fixed.safetensors")
+    with pytest.raises(ValueError, match="fixed.safetensors is damaged .*expected what the calib"):
+        load_fixed(tmp_path)
+
+
+def write_lines(folder, *lines):
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (folder / "rounds.jsonl").write_text("".join(f"{text}\n" for text in texts))
+    return RunDirectory(folder)
+
+
+def of(number, **changes):
+    return {**RECORD, "round": number, **{k.replace("_", "-"): v for k, v in changes.items()}}
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ([of(1), of(1)], r"line 2 is damaged \(it is of round 1, expected 2"),
+        ([of(1), of(2), of(1), of(2)], "line 3 is damaged .*of round 1, expected 3"),
+        ([of(1), of(3)], "line 2 is damaged .*of round 3, expected 2"),
+        ([of(2)], "line 1 is damaged .*of round 2, expected 0 or 1"),
+        ([of(1), "[]"], "line 2 is damaged .*expected an object with a whole 'round'"),
+        ([of(1), "null"], "line 2 is damaged"),
+        ([of(1), of("2")], "line 2 is damaged"),
+        ([of(1), of(True)], "line 2 is damaged"),
+        ([of(1), "{"], "line 2 is damaged"),
+        ([of(1), of(2, metrics=[])], r"round 2 has metrics = \[\], expected dict"),
+        ([of(1), of(2, metrics={"accuracy": "x"})], "round 2 has accuracy = 'x' among"),
+        ([of(1), of(2, partitions=None)], "round 2 has partitions = None, expected int"),
+        ([of(1), of(2, bytes_up=True)], "round 2 has bytes-up = True, expected int"),
+        ([of(1)], "the last round in it is 1, expected 2 as in the checkpoint"),
+        ([], "the last round in it is none, expected 2"),
+    ],
+)
+def test_a_record_is_checked_before_a_run_goes_on(tmp_path, lines, told):
+    directory = write_lines(tmp_path, *lines)
+    with pytest.raises(ValueError, match=told):
+        directory.rounds_until(2)
+
+
+def test_a_good_record_is_taken_up_to_its_round(tmp_path):
+    lines = [of(0), of(1), of(2), of(3)]
+    assert write_lines(tmp_path, *lines).rounds_until(2) == lines[:3]

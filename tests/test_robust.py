@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ravan_flwr.aggregation import Aggregate
 from ravan_flwr.config import read_config
 from ravan_flwr.keys import KEYS
+from ravan_flwr.limit import ChangeLimit
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.robust import middle
@@ -23,11 +24,11 @@ ABLE = [name for name, listed in METHODS.items() if listed.averages]
 def slow(values, old, how):
     """Of one coordinate; None is a client that did not train it."""
     there = sorted(value for value in values if value is not None)
-    if not there:
+    if len(there) < 3:
         return old
     if how == "median":
         return statistics.median(there)
-    cut = max(1, int(0.2 * len(there))) if len(there) >= 3 else 0
+    cut = max(1, int(0.2 * len(there)))
     return statistics.mean(there[cut : len(there) - cut])
 
 
@@ -43,7 +44,7 @@ def test_the_middle_is_that_of_a_slow_loop(rows):
 
 
 def fold(method, state, uploads, robust):
-    pot = Aggregate(method, state, max_norm=1e9, robust=robust)
+    pot = Aggregate(method, state, ChangeLimit(1e9), robust=robust)
     for upload, share in uploads:
         pot.offer(upload, share)
     return pot.close()

@@ -99,8 +99,9 @@ class Notes:
         self.calibrated_state = state
         return DERIVED
 
-    def round_done(self, record, state, moments):
+    def round_done(self, record, state, memory):
         self.records.append(record)
+        self.memory = memory
         self.states.append(state)
 
 

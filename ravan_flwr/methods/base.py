@@ -92,6 +92,8 @@ class Method(ABC):
 
     # Does the calibration round take every client, or a sample like any other round?
     calibrates_everyone: ClassVar[bool] = True
+    # Are its uploads what local steps have changed? Then these bound them.
+    calibrates_by_steps: ClassVar[bool] = False
 
     rank: int | None  # of the adapters; None if the method has no rank
     # In how many parts a client can train it: heads, or ranks. None: whole, or not at all.
@@ -140,8 +142,14 @@ class Method(ABC):
 
     # The calibration round, of the methods that have one.
 
-    def open_calibration(self) -> Calibration | None:
-        """Running sums that start empty; None for a method without a calibration round."""
+    def open_calibration(
+        self,
+        sums: Callable[[Tensors], Round] = Means,  # noqa: ARG002
+    ) -> Calibration | None:
+        """Running sums that start empty; None for a method without a calibration round.
+
+        `sums` makes their mean, or what takes its place, of tensors of the uploads' shapes.
+        """
         return None
 
     def calibration_bytes(self) -> tuple[int, int]:
@@ -188,6 +196,10 @@ class Method(ABC):
     def filled(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:  # noqa: ARG002
         """A checked upload in the shapes of the state, NaN where it has nothing."""
         return dict(upload)
+
+    def start_of(self, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
+        """What a checked upload's tensors were when they were sent: changes count from there."""
+        return {name: sent[name] for name in upload}
 
     def open_round(self, state: Tensors) -> Round:
         """Running sums that start empty."""

@@ -14,7 +14,7 @@ It is RAVAN with one head and without a scale, up to the initialisation.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,14 @@ from ravan_flwr.adapters.lowrank import svd
 from ravan_flwr.methods.base import (
     LocalWork,
     Method,
+    Round,
     Settings,
     Tensors,
     check_names,
     check_tensor,
     flatten,
 )
-from ravan_flwr.methods.means import Mean
+from ravan_flwr.methods.means import Means
 from ravan_flwr.methods.multihead import fingerprint_of_bases, load_bases, multiheads
 
 
@@ -39,6 +40,7 @@ class FedSB(Method):
 
     rank: int
     calibrates_everyone = False
+    calibrates_by_steps = True
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
@@ -64,8 +66,8 @@ class FedSB(Method):
 
     # The first round.
 
-    def open_calibration(self) -> "FirstRound":
-        return FirstRound(self.layers, self.rank)
+    def open_calibration(self, sums: Callable[[Tensors], Round] = Means) -> "FirstRound":
+        return FirstRound(self.layers, self.rank, sums)
 
     def calibration_bytes(self) -> tuple[int, int]:
         matrices = sum(layer.out_features * layer.in_features for layer in self.layers)
@@ -121,22 +123,26 @@ METHOD = FedSB
 
 
 class FirstRound:
-    """The mean change of the adapted matrices, and what its decomposition gives."""
+    """The mean change of the adapted matrices, or another middle; what its decomposition gives."""
 
-    def __init__(self, layers: Sequence[Layer], rank: int) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], rank: int, sums: Callable[[Tensors], Round]
+    ) -> None:
         self.layers, self.rank = layers, rank
         self.sizes = [layer.out_features * layer.in_features for layer in layers]
-        self.mean = Mean(torch.zeros(sum(self.sizes)))
+        self.sums = sums({"change": torch.zeros(sum(self.sizes))})
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """One client's change."""
         check_names(upload, ["change"])
-        self.mean.add(check_tensor(upload, "change", [sum(self.sizes)], torch.float32), weight)
+        check_tensor(upload, "change", [sum(self.sizes)], torch.float32)
+        self.sums.add(upload, weight)
 
     def close(self) -> tuple[Tensors, Tensors]:
         """The bases, and H(0)."""
         Bs, Hs, As = [], [], []
-        for layer, flat in zip(self.layers, self.mean.close().split(self.sizes), strict=True):
+        mean = self.sums.close()["change"]
+        for layer, flat in zip(self.layers, mean.split(self.sizes), strict=True):
             U, S, Vh = svd(flat.view(layer.out_features, layer.in_features).double())
             Bs.append(U[:, : self.rank])
             Hs.append(S[: self.rank].diag())

@@ -1,5 +1,7 @@
 """Running weighted means of float32 tensors, kept in float64: their order hardly leaves a trace."""
 
+import math
+import statistics
 from collections.abc import Mapping
 
 import torch
@@ -31,6 +33,11 @@ class Mean:
         add_to(self.sum, tensor, weight)
         self.weight += weight
 
+    def merge(self, other: "Mean") -> None:
+        """All that another has."""
+        self.sum.add_(other.sum)
+        self.weight += other.weight
+
     def close(self) -> Tensor:
         """The mean, or what was there before if nothing came."""
         return (self.sum / self.weight).float() if self.weight else self.old.clone()
@@ -50,3 +57,35 @@ class Means:
     def close(self) -> dict[str, Tensor]:
         """The next state."""
         return {name: mean.close() for name, mean in self.means.items()}
+
+
+FAR = 8.0  # times the median norm, and the next power of two
+
+
+class MeansBySize:
+    """The means without the uploads whose norm is far above the median of all.
+
+    That is known when all have come. Until then there is one sum for each power of two that a
+    norm has: honest ones share a few, and one that is far away has its own, which is dropped.
+    """
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self.state = dict(state)
+        self.classes: dict[int, Means] = {}  # by the norms' exponents
+        self.norms: list[float] = []
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """One more upload, with the names of the state."""
+        norm = math.hypot(*(float(upload[name].double().norm()) for name in self.state))
+        self.norms.append(norm)
+        means = self.classes.setdefault(math.frexp(norm)[1], Means(self.state))
+        means.add(upload, weight)
+
+    def close(self) -> dict[str, Tensor]:
+        """The next state."""
+        total = Means(self.state)
+        most = math.frexp(FAR * statistics.median(self.norms))[1] if self.norms else 0
+        for exponent in sorted(key for key in self.classes if key <= most):
+            for name, mean in self.classes[exponent].means.items():
+                total.means[name].merge(mean)
+        return total.close()

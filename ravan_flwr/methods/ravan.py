@@ -29,6 +29,7 @@ from ravan_flwr.budgets import affordable
 from ravan_flwr.methods.base import (
     LocalWork,
     Method,
+    Round,
     Settings,
     Tensors,
     check_form,
@@ -36,7 +37,7 @@ from ravan_flwr.methods.base import (
     check_rank,
     check_tensor,
 )
-from ravan_flwr.methods.means import add_to
+from ravan_flwr.methods.means import Means, add_to
 from ravan_flwr.methods.multihead import fingerprint_of_bases, load_bases, multiheads
 from ravan_flwr.seeding import generator
 from ravan_flwr.selection import best_heads, score_heads
@@ -119,10 +120,10 @@ class Ravan(Method):
             sketchers.append(Sketcher(layer, leading, self.settings.seed))
         return sketchers
 
-    def open_calibration(self) -> "SketchedBases | None":
+    def open_calibration(self, sums: Callable[[Tensors], Round] = Means) -> "SketchedBases | None":
         if not self.data_aware:
             return None
-        return SketchedBases(self._sketchers(), self.heads, self.rank, self.settings)
+        return SketchedBases(self._sketchers(), self.heads, self.rank, self.settings, sums)
 
     def calibration_bytes(self) -> tuple[int, int]:
         if not self.data_aware:
@@ -179,6 +180,10 @@ class Ravan(Method):
         H = torch.full_like(state["H"], torch.nan).flatten(0, 1)
         H[_unpack_bits(upload["heads"])[: len(H)]] = upload["H"]
         return {"H": H.view_as(state["H"])}
+
+    def start_of(self, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
+        H = sent["H"].flatten(0, 1)
+        return {"H": H[_unpack_bits(upload["heads"])[: len(H)]]}
 
     def open_round(self, state: Tensors) -> "HeadMeans":
         return HeadMeans(state["H"])
@@ -245,22 +250,28 @@ METHOD = Ravan
 
 
 class SketchedBases:
-    """The sum of the clients' sketches, and the bases that it gives."""
+    """The mean of the clients' sketches, and the bases that it gives."""
 
     def __init__(
-        self, sketchers: list[Sketcher], heads: int, rank: int, settings: Settings
+        self,
+        sketchers: list[Sketcher],
+        heads: int,
+        rank: int,
+        settings: Settings,
+        sums: Callable[[Tensors], Round],
     ) -> None:
         self.sketchers, self.heads, self.rank, self.settings = sketchers, heads, rank, settings
-        self.sum = torch.zeros(sum(s.size for s in sketchers), dtype=torch.float64)
+        self.size = sum(sketcher.size for sketcher in sketchers)
+        self.sums = sums({"sketch": torch.zeros(self.size)})
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         check_names(upload, ["sketch"])
-        sketch = check_tensor(upload, "sketch", self.sum.shape, torch.float32)
-        self.sum.add_(sketch, alpha=weight)
+        check_tensor(upload, "sketch", [self.size], torch.float32)
+        self.sums.add(upload, weight)
 
     def close(self) -> tuple[Tensors, Tensors]:
         Bs, As = [], []
-        flats = self.sum.split([sketcher.size for sketcher in self.sketchers])
+        flats = self.sums.close()["sketch"].split([sketcher.size for sketcher in self.sketchers])
         for sketcher, flat in zip(self.sketchers, flats, strict=True):
             random = generator(self.settings.seed, "complement", sketcher.layer.name)
             U, V = sketcher.subspaces(flat)

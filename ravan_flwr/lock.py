@@ -1,0 +1,84 @@
+"""One process at a time writes to a run directory.
+
+The lock is `flock` on the file `lock` in it, which says who holds it. The system gives it up with
+the process, however that ends: a crash leaves the file, and nothing that is in the way. Where
+there is no `flock` (Windows, some network filesystems) a run goes on without, and says so.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging import getLogger
+from pathlib import Path
+
+log = getLogger(__name__)
+
+NAME = "lock"
+
+
+@contextmanager
+def locked(folder: Path, asked: str = "resume") -> Iterator[None]:
+    """Hold the lock on a run directory; ValueError if another process has it."""
+    try:
+        descriptor = _acquire(folder / NAME)
+    except BlockingIOError:
+        raise ValueError(
+            f"{asked} = {str(folder)!r}: got a run that {_holder(folder / NAME)} is writing to, "
+            "expected one that nobody works on; wait until it ends, or end that process"
+        ) from None
+    except OSError as error:
+        log.warning(
+            "%s cannot be locked (%s): see to it that no other process goes on with this run",
+            folder, error,
+        )  # fmt: skip
+        yield
+        return
+    try:
+        yield
+    finally:
+        (folder / NAME).unlink(missing_ok=True)  # while it is held: nobody else takes this one
+        os.close(descriptor)
+
+
+def _acquire(path: Path) -> int:
+    """A descriptor of the locked file, with this process's name in it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _lock(descriptor)
+            if _is_at(descriptor, path):
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # its holder removed the file meanwhile: there may be another
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")[:200] or "another process"
+    except (OSError, ValueError):
+        return "another process"
+
+
+if sys.platform == "win32":
+
+    def _lock(descriptor: int) -> None:
+        raise OSError(f"no flock on {sys.platform} for descriptor {descriptor}")
+
+else:
+    import fcntl
+
+    def _lock(descriptor: int) -> None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
