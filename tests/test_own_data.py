@@ -159,6 +159,22 @@ def test_unknown_labels_are_listed():
         numbers([-1, 0], datasets.ClassLabel(names=["red", "green"]))
 
 
+def test_a_devices_own_classes_are_told_by_their_names(tmp_path):
+    """Its numbers are its own: they say nothing of the preset's classes, even if as many."""
+
+    def numbers(names):
+        classes = datasets.ClassLabel(names=names)
+        features = datasets.Features({"sentence": datasets.Value("string"), "label": classes})
+        rows = {"sentence": ["good", "bad"], "label": [0, 1]}
+        (path := tmp_path / "-".join(names)).mkdir()
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(path / "x.parquet")
+        return list(label_numbers(own_examples(str(path), spec()), spec().labels, "here"))
+
+    assert numbers(["positive", "negative"]) == [1, 0]
+    with pytest.raises(ValueError, match="here: got unknown labels neg; expected negative, pos"):
+        numbers(["neg", "positive"])
+
+
 def node(run_config, **settings):
     return _Client(
         RecordDict(),
