@@ -2,16 +2,20 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from flwr.common.config import parse_config_args
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ravan_flwr import simulate
-from ravan_flwr.cli import main
-from ravan_flwr.flower import LocalSuperLink
+from ravan_flwr.cli import main, read_settings
+from ravan_flwr.flower import LocalSuperLink, _toml
 from ravan_flwr.methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,10 +61,11 @@ def test_the_bundle_runs_away_from_the_checkout(bundle, superlink, tmp_path):
     preset = (app / "conf" / "digits-vit.yaml").read_text()
     shorter = preset.replace("local-steps: 50", "local-steps: 2")
     (app / "conf" / "only-here.yaml").write_text(shorter)
-    config = f"output-dir='{tmp_path}/runs' preset='only-here' num-rounds=2 budgets='uniform'"
+    runs = tmp_path / 'it\'s "there" $a_b$'
+    config = f"output-dir={_toml(str(runs))} preset='only-here' num-rounds=2 budgets='uniform'"
     assert superlink.run(app, config, FEDERATION) == "finished:completed"
 
-    (directory,) = (tmp_path / "runs").iterdir()
+    (directory,) = runs.iterdir()
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["preset"], summary["num-clients"], summary["rounds"]) == ("only-here", 3, 2)
     for line in (directory / "rounds.jsonl").read_text().splitlines():
@@ -94,6 +99,37 @@ def test_a_run_that_fails_is_told_as_failed(superlink, tmp_path):
     assert superlink.run(ROOT, config, FEDERATION) == "finished:failed"
     (directory,) = tmp_path.iterdir()
     assert "got no valid reply" in json.loads((directory / "failure.json").read_text())["error"]
+
+
+@given(st.text(st.characters(codec="utf-8")) | st.text("'\"\\ \t\n=.$#") | st.just("a.toml"))
+def test_flower_reads_every_text_as_it_was_given(text):
+    """By its own parser, which splits at spaces and takes no quote within quotes of its kind."""
+    words = f"before=1 key={_toml(text)} after='x'"
+    assert parse_config_args([words]) == {"before": 1, "key": text, "after": "x"}
+    assert parse_config_args([f"key={_toml(text)}"]) == {"key": text}
+
+
+@pytest.mark.parametrize("name", ["it's here", "'", '"', "a b", "$x$", "back\\slash", "ends'"])
+def test_a_path_arrives_as_it_was_typed(name, tmp_path, monkeypatch, capsys):
+    told = []
+
+    def run(_, app, config, federation):
+        told.append(config)
+        return "finished:completed"
+
+    monkeypatch.setattr(LocalSuperLink, "run", run)
+    monkeypatch.setattr(LocalSuperLink, "__enter__", lambda link: link)
+    monkeypatch.chdir(ROOT)
+    main(["run", f"output-dir={tmp_path}/{name}"])
+    assert parse_config_args(told)["output-dir"] == f"{tmp_path}/{name}"
+    printed = next(line for line in capsys.readouterr().out.splitlines() if "flwr run" in line)
+    words = shlex.split(printed)  # what a person would paste
+    assert parse_config_args([words[words.index("-c") + 1]])["output-dir"] == f"{tmp_path}/{name}"
+
+
+def test_quotes_around_a_value_are_taken_off_in_pairs():
+    settings = ["a='x'", 'b="x"', "c='", "d=it's'", "e=''"]
+    assert read_settings(settings)[0] == {"a": "x", "b": "x", "c": "'", "d": "it's'", "e": ""}
 
 
 def test_a_folder_without_the_app_is_told(tmp_path, monkeypatch, capsys):
