@@ -121,6 +121,8 @@ class Deployment(AbstractContextManager["Deployment"]):
             "--host", "127.0.0.1", "--port", str(self._port),
             "--database", str(self._home("superlink") / "state.db"),
             "--isolation", "process" if self.fenced else "subprocess",
+            # With every call that it is asked, also those that it hides otherwise.
+            environment={"FLWR_LOG_LEVEL": "DEBUG"} if self.fenced else {},
         )  # fmt: skip
         context = ssl.create_default_context(cafile=self.keys / "authority" / "ca.crt")
 
