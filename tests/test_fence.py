@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import ssl
@@ -20,11 +19,11 @@ import pytest
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
 from ravan_flwr.flower import processes_of
-from tests.deployment import NAME, ROOT, Deployment, wait_for
+from tests.deployment import NAME, NGINX, ROOT, Deployment, wait_for
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
-    pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed"),
+    pytest.mark.skipif(NGINX is None, reason="nginx is not installed"),
     pytest.mark.timeout(600),
 ]
 
