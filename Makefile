@@ -12,7 +12,7 @@ help:
 	@echo "make run       a federated run in Flower's simulation runtime, 20 clients, digits"
 	@echo "make simulate  the same in one process"
 	@echo "make test      the tests, on two cores; WORKERS=0 in one process"
-	@echo "make e2e       only the tests of a deployment: a SuperLink with TLS, SuperNodes with keys"
+	@echo "make e2e       only the tests of a deployment: SuperLink, fence (needs nginx), SuperNodes, signals"
 	@echo "make bench     speed and memory against peers, ten minutes; CHECK=--check fails on a missed bar"
 	@echo "make check     lint, types and tests: what CI runs"
 	@echo "make clean     remove the environment and caches, keep the runs"
@@ -29,7 +29,8 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 e2e: $(INSTALLED)
-	$(BIN)/python -m pytest -v tests/test_deployment.py tests/test_deployment_faults.py $(ARGS)
+	$(BIN)/python -m pytest -v tests/test_deployment.py tests/test_deployment_faults.py \
+		tests/test_fence.py tests/test_signals.py $(ARGS)
 
 bench: $(INSTALLED)
 	@mkdir -p bench; failed=0; \

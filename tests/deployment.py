@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import ssl
@@ -38,6 +39,7 @@ from ravan_flwr.flower import _free_ports, processes_of
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "edge"  # of the SuperLink in config.toml
 START_TIMEOUT = 90.0
+NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
 
 class Deployment(AbstractContextManager["Deployment"]):
@@ -121,6 +123,8 @@ class Deployment(AbstractContextManager["Deployment"]):
             "--host", "127.0.0.1", "--port", str(self._port),
             "--database", str(self._home("superlink") / "state.db"),
             "--isolation", "process" if self.fenced else "subprocess",
+            # With every call that it is asked, also those that it hides otherwise.
+            environment={"FLWR_LOG_LEVEL": "DEBUG"} if self.fenced else {},
         )  # fmt: skip
         context = ssl.create_default_context(cafile=self.keys / "authority" / "ca.crt")
 
@@ -158,7 +162,8 @@ class Deployment(AbstractContextManager["Deployment"]):
         (home / "fence.conf").write_text(text)
         # Started by root, its workers would be another user, who cannot enter the folder.
         options = [] if os.getuid() else ["-g", "user root;"]
-        command = ["nginx", "-p", f"{home}/", "-e", "stderr", "-c", f"{home}/fence.conf", *options]
+        assert NGINX is not None
+        command = [NGINX, "-p", f"{home}/", "-e", "stderr", "-c", f"{home}/fence.conf", *options]
         self._beside.append(self.start("fence", *command))
         host, port = self.address.split(":")
 

@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import ssl
@@ -20,11 +19,11 @@ import pytest
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
 from ravan_flwr.flower import processes_of
-from tests.deployment import NAME, ROOT, Deployment, wait_for
+from tests.deployment import NAME, NGINX, ROOT, Deployment, wait_for
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
-    pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed"),
+    pytest.mark.skipif(NGINX is None, reason="nginx is not installed"),
     pytest.mark.timeout(600),
 ]
 
@@ -49,10 +48,13 @@ def deployment(tmp_path_factory):
 
 
 def asked(deployment):
-    """The paths that the SuperLink was asked for, one a call, as it received them."""
-    lines = re.findall(r'"[A-Z]+ (\S+) HTTP/[\d.]+"', deployment.log("superlink"))
-    assert lines
-    return lines
+    """All that the SuperLink was asked: the port of who asked, and the path as it received it.
+
+    The port is 0 where the fence says for whom it asks.
+    """
+    calls = re.findall(r'127.0.0.1:(\d+) - "[A-Z]+ (\S+) HTTP/', deployment.log("superlink"))
+    assert calls
+    return [(int(port), path) for port, path in calls]
 
 
 def test_a_run_goes_through_the_fence(deployment):
@@ -61,11 +63,10 @@ def test_a_run_goes_through_the_fence(deployment):
     assert run.wait(240) == "finished:completed"
     assert [[c["partition-id"] for c in r["clients"]] for r in run.rounds] == [[0, 1]] * 2
     assert all(record["rejected"] == [] for record in run.rounds)
-    # The fence says for whom it asks, without a port; a SuperNode that is stopped signs off, later.
-    through = re.findall(r'(\S+) - "POST (/v1/fleet/\S+) HTTP', deployment.log("superlink"))
-    assert {address for address, _ in through} == {"127.0.0.1:0"}
+    # A SuperNode that is stopped signs off, later.
     needed = {f"/v1/fleet/{name}" for name in LET_IN - {"deactivate-node"}}
-    assert {path for _, path in through} >= needed
+    assert {path for port, path in asked(deployment) if port == 0} == needed
+    assert not {path for port, path in asked(deployment) if port} & needed
 
 
 def test_without_the_fence_ca_crt_is_enough_to_be_the_operator(deployment, tmp_path):
@@ -96,7 +97,8 @@ def test_without_the_fence_ca_crt_is_enough_to_be_the_operator(deployment, tmp_p
     ids=lambda words: " ".join(words[:2]),
 )
 def test_flwr_does_nothing_through_the_fence(deployment, words):
-    before, nodes = len(asked(deployment)), deployment.listed_nodes()
+    before = len(asked(deployment))
+    nodes = deployment.listed_nodes()
     key = str(deployment.keys / "node-2" / "node.pub")
     ended = subprocess.run(
         ["flwr", *(word.format(key=key) for word in words)],
@@ -104,11 +106,9 @@ def test_flwr_does_nothing_through_the_fence(deployment, words):
     )  # fmt: skip
     assert "404" in ended.stdout + ended.stderr
     assert deployment.listed_nodes() == nodes
-    # Between the two lists of the operator nothing but SuperNodes asked.
-    between = asked(deployment)[before + 1 : -1]
-    assert {path for path in between if not path.startswith("/v1/fleet/")} <= {
-        "/v1/control/list-nodes"
-    }
+    since = asked(deployment)[before:]
+    assert {path for _, path in since if "control" in path} == {"/v1/control/list-nodes"}
+    assert sum("control" in path for _, path in since) == 2  # the operator's, before and after
 
 
 def every_other_call():
@@ -180,11 +180,11 @@ def test_no_other_call_passes_however_it_is_spelt(deployment):
 
 
 def assert_only_supernodes_asked(deployment, before):
-    """Since then, as the SuperLink has it."""
+    """Since then, as the SuperLink has it, while no run is going on."""
     since = asked(deployment)[before:]
-    assert set(since) <= {f"/v1/fleet/{name}" for name in LET_IN} | {
-        "/v1/runtime/acquire-task"  # the server's own, inside
-    }
+    assert {path for port, path in since if port == 0} <= {f"/v1/fleet/{name}" for name in LET_IN}
+    own = {"/v1/runtime/acquire-task"}  # of what starts the ServerApps
+    assert {path for port, path in since if port} <= own
 
 
 def test_a_call_hidden_in_another_does_not_pass(deployment):

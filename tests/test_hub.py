@@ -222,7 +222,7 @@ def test_weights_in_parts_are_all_there(tmp_path):
     assert model_folder(spec) == Path(folder)
 
 
-DAMAGED = {
+DAMAGED: dict[str, list[str | None]] = {
     "config.json": ["{", "[]", "null", '{"model_type": "bert", "hidden_size": "wide"}', "\xff"],
     "model.safetensors": ["", "no safetensors", None],  # None: cut off in the middle
     "tokenizer.json": ["{", "[]", '{"model": 3}'],
@@ -259,8 +259,13 @@ def test_a_damaged_image_processor_is_told(content, tmp_path):
 def test_weights_elsewhere_are_refused(tmp_path):
     folder = save_model("bert", tmp_path / "model")
     (folder / "model.safetensors").unlink()
-    for told in ({"weight_map": {"a": "../other.safetensors"}}, {"weight_map": [1]}, {}, []):
-        (folder / "model.safetensors.index.json").write_text(json.dumps(told))
+    for told in (
+        '{"weight_map": {"a": "../other.safetensors"}}',
+        '{"weight_map": [1]}',
+        "{}",
+        "[]",
+    ):
+        (folder / "model.safetensors.index.json").write_text(told)
         with pytest.raises(ValueError, match=r"its model.safetensors.index.json cannot be used"):
             weight_files(folder)
 
@@ -282,8 +287,9 @@ def test_a_models_folder_runs_no_code(tmp_path):
         before = json.loads(path.read_text()) if path.exists() else {"image_processor_type": "E"}
         before.pop("tokenizer_class", None)
         path.write_text(json.dumps(before | {"auto_map": classes}))
-    given = {"preset": "glue-llama", "glue-task": "rte", "model": str(folder), "max-length": 16}
-    config = read_config(given | {"lora-rank": 2})
+    config = read_config(
+        {"preset": "glue-llama", "glue-task": "rte", "model": str(folder), "max-length": 16}
+    )
     task = get_task("text")(config.data, 16, lambda: folder)
     for use in (lambda: build_network(config.model, task, 0), lambda: load_tokenizer(folder)):
         with suppress(ValueError):
