@@ -14,7 +14,8 @@ from ravan_flwr.methods import METHODS
 # The keys that are a preset's to say, in its `run`, when they are "auto".
 _NOT_THERE = {
     "model", "targets", "data", "glue-task", "learning-rate", "calibration-learning-rate",
-    "server-learning-rate", "max-update-norm", "rank", "lora-rank", "max-length", "device", "output-dir", "layer-form",
+    "server-learning-rate", "max-update-norm", "rank", "lora-rank", "max-length", "device",
+    "output-dir", "layer-form",
 }  # fmt: skip
 FROM_PRESET = {key for key, spec in KEYS.items() if spec.default == AUTO} - _NOT_THERE
 PARAMETER_BUDGETS = KEYS["parameter-budget"].choices
