@@ -70,7 +70,8 @@ def test_it_is_held_once_in_one_process(tmp_path):
 
 def test_whoever_waits_with_a_removed_file_takes_the_new_one(tmp_path, monkeypatch):
     """Between opening the file and locking it, its holder removes it."""
-    real, calls = lock._lock, []
+    calls: list[int] = []
+    real = lock._lock
 
     def late(descriptor):
         if not calls:
