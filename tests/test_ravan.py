@@ -158,7 +158,7 @@ BAD_UPLOADS = {
     ),
     "a head beyond the last": (_damage(heads=BEYOND), "heads marks a head beyond the last of 6"),
     "other bits": (_damage(heads=torch.zeros(1, dtype=torch.int32)), "heads is torch.int32"),
-    "huge": (_damage(H=H + 1e30), r"upload has norm 4e\+30, expected at most 1e\+09"),
+    "huge": (_damage(H=H + 1e30), r"upload has a change of norm 4e\+30, expected at most 1e\+09"),
 }
 
 

@@ -1,6 +1,8 @@
 """Robust sums against slow loops, and what they are for: some false replies do not matter."""
 
 import statistics
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -114,3 +116,62 @@ def test_methods_that_are_no_mean_are_refused(name):
 def test_weights_that_clients_claim_are_refused():
     with pytest.raises(ValueError, match="robust = 'median': got weighting = 'examples'"):
         read_config({"robust": "median", "weighting": "examples"})
+
+
+def test_of_two_replies_none_decides():
+    """A node that claims more heads than the others is alone, or nearly, on some of them."""
+    method, adapters = build("ravan")
+    state = some_state(method, adapters)
+    small = [(train_client(method, adapters, state, 1 / 3, seed), 1 / 3) for seed in range(3)]
+    lies = []
+    for seed in (7, 8):
+        upload = train_client(method, adapters, state, 1.0, seed)
+        lies.append(({"H": upload["H"] + 1e4, "heads": upload["heads"]}, 1.0))
+    count = torch.zeros(2, 3)
+    for upload, _ in small + lies[:1]:
+        for row, heads in zip(count, method.heads_in(upload), strict=True):
+            row[heads] += 1
+    assert (count < 3).any()
+    for how in HOW:
+        got = fold(method, state, small + lies[:1], how)["H"]
+        assert torch.equal(got[count < 3], state["H"][count < 3])
+        assert (got - state["H"]).abs().max() < 100
+        assert not torch.equal(got, state["H"]) or not (count >= 3).any()
+        alone = fold(method, state, lies, how)["H"]
+        assert torch.equal(alone, state["H"])
+
+
+def test_robust_wants_three_clients_a_round():
+    with pytest.raises(ValueError, match="robust = 'median': got clients-per-round = 2, expected"):
+        read_config({"robust": "median", "clients-per-round": 2})
+
+
+CLOSING = """
+import resource, sys, torch
+from ravan_flwr.robust import RobustRound
+numbers, replies = 2_000_000, 10
+state = {"H": torch.zeros(numbers)}
+sums = RobustRound(state, sys.argv[1])
+for seed in range(replies):
+    sums.add({"H": torch.full((numbers,), float(seed))}, 1.0)
+sums.replies["H"][0][:1] = torch.nan
+small = RobustRound({"H": torch.zeros(9)}, sys.argv[1])
+small.replies = {"H": [torch.zeros(9)] * 3}
+small.close()  # what the first call loads
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+made = sums.close()["H"]
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) * 1024 / (replies * numbers * 4), float(made[0]), float(made[1]))
+"""
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_closing_takes_little_beside_the_replies(how):
+    """Ten replies of 8 MB: the next state, and a block, not eight times all of them."""
+    told = subprocess.run(
+        [sys.executable, "-c", CLOSING, how], capture_output=True, text=True, check=True
+    ).stdout
+    share, first, second = map(float, told.split())
+    middle_of_nine = 5.0
+    assert (first, second) == (middle_of_nine, 4.5)  # of 1 to 9, and of 0 to 9
+    assert share < 0.5

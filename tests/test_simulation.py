@@ -137,7 +137,9 @@ def test_a_run_goes_on_for_more_rounds_but_not_as_another(tmp_path, monkeypatch)
         patch.setattr("ravan_flwr.client.train_locally", lambda *_: 1 / 0)
         with pytest.raises(RuntimeError, match="round 3: got no valid reply"):
             run(tmp_path, num_rounds=3, resume=str(first.run_dir))
-    assert not (first.run_dir / "summary.json").exists()  # the old end is none any more
+    # It failed before it had another end: the old one stays, and so does the rest.
+    assert json.loads((first.run_dir / "summary.json").read_text()) == more.summary
+    assert (first.run_dir / "failure.json").exists()
     with pytest.raises(ValueError, match=r"differs from this one in seed: then 0, now 1, "):
         run(tmp_path, seed=1, local_steps=4, resume=str(first.run_dir))
     whole = run(tmp_path, num_rounds=3, resume=str(first.run_dir))
@@ -151,7 +153,10 @@ def test_a_failed_run_says_why_in_its_directory(tmp_path):
     with pytest.raises(RuntimeError, match="round 1: got no valid reply"):
         run(tmp_path, max_update_norm=1e-9)
     (directory,) = tmp_path.iterdir()
-    assert "upload has norm" in json.loads((directory / "failure.json").read_text())["error"]
+    assert (
+        "upload has a change of norm"
+        in json.loads((directory / "failure.json").read_text())["error"]
+    )
 
 
 def test_a_run_that_diverged_stops_and_keeps_the_round_before(tmp_path, monkeypatch):

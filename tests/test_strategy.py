@@ -9,7 +9,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 
-from ravan_flwr import recruiting
+from ravan_flwr import limit, recruiting
 from ravan_flwr.config import read_config
 from ravan_flwr.fingerprint import code_fingerprint
 from ravan_flwr.methods.base import Tensors
@@ -107,6 +107,8 @@ class Notes:
 
 def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, **settings):
     notes = Notes()
+    # What these nodes send moves further than a few steps of Adam could.
+    settings = {"max_update_norm": 1e6} | settings
     config = read_config({k.replace("_", "-"): v for k, v in settings.items()})
     strategy = PeftStrategy(
         config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
@@ -660,3 +662,30 @@ def test_fingerprints_agree_to_rounding_only():
 
 def test_bytes_are_those_of_the_arrays():
     assert num_bytes(ArrayRecord()) == 0
+
+
+def test_a_state_that_replies_cannot_have_made_is_not_sent_and_the_run_goes_on(monkeypatch, caplog):
+    real, calls = limit.ChangeLimit.check_state, []
+
+    def refuse(self, old, new):
+        calls.append(new)
+        if len(calls) == 1:
+            raise ValueError("the norm of H would grow by 7, expected at most 1")
+        real(self, old, new)
+
+    monkeypatch.setattr(limit.ChangeLimit, "check_state", refuse)
+    nodes = Nodes()
+    notes, _, _ = run(nodes, rounds=2, clients_per_round=4, evaluate_fn=lambda *_: None)
+    first, second = notes.records
+    assert first["refused"] == "the norm of H would grow by 7, expected at most 1"
+    assert "refused" not in second
+    assert torch.equal(notes.states[0]["H"], nodes.method.initial_state(nodes.adapters)["H"])
+    assert notes.states[1]["H"].abs().sum() > 0
+    assert "round 1 has no effect, the state stays as it was" in caplog.text
+
+
+def test_fewer_than_three_replies_change_nothing_under_robust_and_it_says_so(caplog):
+    given: dict[str, Any] = {"rounds": 1, "clients_per_round": 3, "evaluate_fn": lambda *_: None}
+    notes, _, _ = run(Nodes(2), robust="median", **given)
+    assert not notes.states[0]["H"].any()
+    assert "2 replies came, and robust = 'median' changes nothing with fewer than 3" in caplog.text

@@ -1,0 +1,106 @@
+"""One process at a time writes to a run directory, and a crash leaves nothing in the way."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ravan_flwr import lock, simulate
+from ravan_flwr.keys import Scalar
+from ravan_flwr.lock import locked
+
+SMALL: dict[str, Scalar] = {
+    "num-rounds": 1, "local-steps": 1, "batch-size": 8, "report": "no", "tracking": "none",
+    "eval-every": 1,
+}  # fmt: skip
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from ravan_flwr.lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that has the lock."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_the_other_process_is_named_and_its_crash_gives_the_lock_up(tmp_path, holder):
+    told = (
+        rf"resume = .* got a run that process {holder.pid} on .* is writing to, expected .*; wait"
+    )
+    with pytest.raises(ValueError, match=told), locked(tmp_path):
+        pass
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with locked(tmp_path):
+        assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_an_end_leaves_no_file_and_an_error_gives_it_up(tmp_path):
+    with pytest.raises(KeyError), locked(tmp_path):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_is_held_once_in_one_process(tmp_path):
+    with locked(tmp_path):
+        with pytest.raises(ValueError, match=f"process {os.getpid()} on"), locked(tmp_path):
+            pass
+        assert (tmp_path / "lock").exists()
+    with locked(tmp_path):
+        pass
+
+
+def test_whoever_waits_with_a_removed_file_takes_the_new_one(tmp_path, monkeypatch):
+    """Between opening the file and locking it, its holder removes it."""
+    calls: list[int] = []
+    real = lock._lock
+
+    def late(descriptor):
+        if not calls:
+            (tmp_path / "lock").unlink()
+        calls.append(descriptor)
+        real(descriptor)
+
+    monkeypatch.setattr(lock, "_lock", late)
+    with locked(tmp_path):
+        assert len(calls) == 2
+        with pytest.raises(ValueError, match="is writing to"), locked(tmp_path):
+            pass
+
+
+def test_a_filesystem_without_locks_is_told_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    def refuse(_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock, "_lock", refuse)
+    with locked(tmp_path):
+        pass
+    assert "cannot be locked ([Errno 37] No locks available): see to it" in caplog.text
+
+
+def test_two_do_not_go_on_with_one_run(tmp_path):
+    run = simulate(SMALL | {"output-dir": str(tmp_path)}, 3)
+    before = {p: p.read_bytes() for p in run.run_dir.rglob("*") if p.is_file()}
+    more = SMALL | {"num-rounds": 2, "resume": str(run.run_dir)}
+    with locked(run.run_dir), pytest.raises(ValueError, match="is writing to"):
+        simulate(more, 3)
+    assert {p: p.read_bytes() for p in run.run_dir.rglob("*") if p.is_file()} == before
+    assert simulate(more, 3).summary["rounds"] == 2
