@@ -11,6 +11,7 @@ import tracemalloc
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr import exchange
 from ravan_flwr.envelope import ALWAYS_ROOM, MOST_TIMES, check_objects, guard, take, weight_of
@@ -105,10 +106,15 @@ def honest_reply(number=0):
     return Message(content, reply_to=question(number))
 
 
+@pytest.fixture(autouse=True)
+def identity():
+    """A Message takes its run and sender from the identity of the process's task."""
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
+
+
 @pytest.fixture
 def uploads():
     guard()
-    Message(RecordDict(), 1, "train")
     return Uploads()
 
 
@@ -146,7 +152,7 @@ def test_the_others_of_one_look_are_not_lost(uploads):
 
 @pytest.mark.timeout(1800)
 def test_no_envelope_ends_anything(uploads, one_thread):
-    draw, honest = random.Random(0), objects_of(honest_reply())
+    draw, honest, sender = random.Random(0), objects_of(honest_reply()), member()
     used = failed = longest = 0
     began = time.process_time()
     for _ in range(ENVELOPES):
@@ -158,7 +164,7 @@ def test_no_envelope_ends_anything(uploads, one_thread):
         assert reply.metadata.reply_to_message_id == "question-0"
         assert weight_of(reply) <= max(MOST_TIMES * sum(map(len, contents.values())), ALWAYS_ROOM)
         try:
-            read_trained(reply, member(), 1, DERIVED)
+            read_trained(reply, sender, 1, DERIVED)
             used += 1
         except ValueError as error:
             longest = max(longest, len(str(error)))
