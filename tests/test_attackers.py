@@ -7,6 +7,7 @@ import re
 import threading
 import time
 import tracemalloc
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def question(number=0):
 
 
 def honest_reply(number=0):
-    metrics = {"round": 1, "train-loss": 1.0, "seconds": 1.0, "derived": DERIVED}
+    metrics: dict[str, Any] = {"round": 1, "train-loss": 1.0, "seconds": 1.0, "derived": DERIVED}
     arrays = to_record({"H": torch.arange(24.0).view(6, 2, 2), "heads": torch.ones(1).byte()})
     content = RecordDict({"arrays": arrays, "metrics": MetricRecord(metrics)})
     return Message(content, reply_to=question(number))

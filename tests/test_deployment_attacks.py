@@ -20,7 +20,7 @@ pytestmark = [
 ATTACKS = {
     1: ("question", "its reply cannot be read: ValueError: it answers message 'of my own making'"),
     2: ("dtype", "its reply cannot be read: TypeError: Invalid arguments for Array"),
-    3: ("sides", "has a shape of 100000 sides, expected 8 at most"),
+    3: ("sides", "has a shape of 10000 sides, expected 8 at most"),
     4: ("chunks", "its reply cannot be read: ValueError: its tensors are .* bytes from few chunks"),
     5: ("root", "its reply cannot be read: AttributeError: 'RecordDict' object"),
     6: ("short", "its reply cannot be read: IndexError"),
@@ -61,8 +61,8 @@ if any("flwr-clientapp" in word for word in sys.orig_argv):
         content = of_array(self)
         changed = {{
             "dtype": {{"dtype": ["float32"]}},
-            "sides": {{"shape": [1 << 40] * 100_000}},
-            "chunks": {{"arraychunk_ids": [0] * 300_000}},
+            "sides": {{"shape": [1 << 40] * 10_000}},
+            "chunks": {{"arraychunk_ids": [0] * 60_000}},
         }}.get(attack)
         if changed is None:
             return content

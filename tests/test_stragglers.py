@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -253,6 +254,9 @@ def test_a_server_without_the_shared_data_says_that_nothing_is_checked(caplog):
     strategy._recruit(nodes)
     assert len(strategy.roster.members) == 4
     assert caplog.text.count("is not checked: no such data set") == 1
+    (first, *_) = strategy.roster.members.values()
+    liar = replace(first, examples=2**40)
+    assert strategy._weight(liar) == 100.0  # ten times what the others say
 
 
 def test_own_examples_count_as_many_as_the_others_have_or_as_the_operator_says():
