@@ -30,7 +30,7 @@ test: $(INSTALLED)
 
 e2e: $(INSTALLED)
 	$(BIN)/python -m pytest -v tests/test_deployment.py tests/test_deployment_faults.py \
-		tests/test_fence.py tests/test_signals.py $(ARGS)
+		tests/test_fence.py tests/test_signals.py tests/test_deployment_attacks.py $(ARGS)
 
 bench: $(INSTALLED)
 	@mkdir -p bench; failed=0; \

@@ -119,7 +119,7 @@ class Ledger:
 
 def mean_of(values: Sequence[float], weights: Sequence[float]) -> float:
     """The weighted mean, which is finite where they are."""
-    total = math.fsum(weights)
+    total = sum(weights)
     plain_sum = sum(weight * value for weight, value in zip(weights, values, strict=True))
     if math.isfinite(plain_sum) and math.isfinite(total):
         return float(plain_sum / total)

@@ -51,6 +51,7 @@ class Recruiter:
         self.nodes: dict[int, Node] = {}
         self._holders: dict[int, int] = {}  # partition id -> the node that had it first
         self._inbox = Inbox()
+        self._checked: set[int] = set()  # nodes whose number of examples the server knows
         self._parts_before = parts
         self._parts: int | None = None  # in how many the shared data is dealt out
 
@@ -208,9 +209,11 @@ class Recruiter:
 
     def check_examples(self, dealt_out: Sequence[int]) -> None:
         """Refuse who says to have more of the shared data than its part."""
-        for node_id, member in self.members.items():
-            expected = 0 if member.own_data else dealt_out[member.partition_id]
-            if not member.own_data and member.examples != expected:
+        self._checked = {key for key, member in self.members.items() if not member.own_data}
+        for node_id in self._checked:
+            member = self.members[node_id]
+            expected = dealt_out[member.partition_id]
+            if member.examples != expected:
                 self._refuse(
                     self.nodes[node_id],
                     f"examples is {member.examples}, expected {expected}: so many has partition "
@@ -218,12 +221,14 @@ class Recruiter:
                 )
 
     def examples(self, member: Member, most: int | None) -> int:
-        """As how many examples a member's count: of its own, `most`, or ten times the median."""
-        if not member.own_data:
+        """As how many examples a member's count: where the server does not know it, `most`, or
+        ten times the median."""
+        if member.node_id in self._checked:
             return member.examples
         if most is None:
-            own = [other.examples for other in self.members.values() if other.own_data]
-            most = MOST_TIMES * median_low(own or [member.examples])
+            members = self.members.values()
+            said = [other.examples for other in members if other.node_id not in self._checked]
+            most = MOST_TIMES * median_low(said or [member.examples])
         return min(member.examples, most)
 
     def present(self, grid: Grid) -> list[Member]:

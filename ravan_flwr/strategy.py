@@ -288,7 +288,9 @@ class PeftStrategy(Strategy):
     def _sample(self, grid: Grid, server_round: int) -> list[Member]:
         """The clients of a round, and those that are asked in case some are silent."""
         config = self.config
-        members = self.roster.rested(self._able(grid), server_round, config.min_replies)
+        able = self._able(grid)
+        members = self.roster.rested(able, server_round, config.min_replies)
+        self._ledger.resting = [m.partition_id for m in able if m not in members]
         number = min(config.clients_per_round, len(members))
         spare = min(math.ceil(number * (config.over_sample - 1) - 1e-9), len(members) - number)
         return sample(members, number, config.seed, server_round, spare)

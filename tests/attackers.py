@@ -181,7 +181,7 @@ class Uploads(HttpGrid):
         self.set_run(Run.create_empty(1))
         self.there: dict[str, tuple[str, Mapping[str, bytes]]] = {}  # by question: root, objects
         self._objects: dict[str, bytes] = {}
-        answers = {"PullMessages": self._pull, "PullObject": self._object}
+        answers: dict[str, Any] = {"PullMessages": self._pull, "PullObject": self._object}
         answers |= {"ConfirmMessageReceived": lambda _: None, "GetNodes": self._nodes}
         self._client = SimpleNamespace(**answers)  # type: ignore[assignment]
 

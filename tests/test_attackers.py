@@ -7,10 +7,12 @@ import re
 import threading
 import time
 import tracemalloc
+from typing import Any
 
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr import exchange
 from ravan_flwr.envelope import ALWAYS_ROOM, MOST_TIMES, check_objects, guard, take, weight_of
@@ -99,16 +101,21 @@ def question(number=0):
 
 
 def honest_reply(number=0):
-    metrics = {"round": 1, "train-loss": 1.0, "seconds": 1.0, "derived": DERIVED}
+    metrics: dict[str, Any] = {"round": 1, "train-loss": 1.0, "seconds": 1.0, "derived": DERIVED}
     arrays = to_record({"H": torch.arange(24.0).view(6, 2, 2), "heads": torch.ones(1).byte()})
     content = RecordDict({"arrays": arrays, "metrics": MetricRecord(metrics)})
     return Message(content, reply_to=question(number))
 
 
+@pytest.fixture(autouse=True)
+def identity():
+    """A Message takes its run and sender from the identity of the process's task."""
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
+
+
 @pytest.fixture
 def uploads():
     guard()
-    Message(RecordDict(), 1, "train")
     return Uploads()
 
 
@@ -146,7 +153,7 @@ def test_the_others_of_one_look_are_not_lost(uploads):
 
 @pytest.mark.timeout(1800)
 def test_no_envelope_ends_anything(uploads, one_thread):
-    draw, honest = random.Random(0), objects_of(honest_reply())
+    draw, honest, sender = random.Random(0), objects_of(honest_reply()), member()
     used = failed = longest = 0
     began = time.process_time()
     for _ in range(ENVELOPES):
@@ -158,7 +165,7 @@ def test_no_envelope_ends_anything(uploads, one_thread):
         assert reply.metadata.reply_to_message_id == "question-0"
         assert weight_of(reply) <= max(MOST_TIMES * sum(map(len, contents.values())), ALWAYS_ROOM)
         try:
-            read_trained(reply, member(), 1, DERIVED)
+            read_trained(reply, sender, 1, DERIVED)
             used += 1
         except ValueError as error:
             longest = max(longest, len(str(error)))

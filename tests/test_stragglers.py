@@ -1,0 +1,377 @@
+"""Silent and slow nodes: how long a round waits, whom it asks, and what it knows of their data."""
+
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from flwr.proto.node_pb2 import NodeInfo
+from torch.overrides import TorchFunctionMode
+
+from ravan_flwr.exchange import Patience
+from ravan_flwr.ledger import mean_of
+from ravan_flwr.roster import MOST_PARTITIONS, Node, read_member, sample
+from ravan_flwr.strategy import PeftStrategy
+from ravan_flwr.wire import decode, encode
+from tests.test_strategy import DERIVED, Nodes, Notes, Silent, impatient, member, run
+
+__all__ = ["impatient"]
+
+
+class Clock:
+    """`time.monotonic` that a test sets."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+@pytest.mark.parametrize(
+    ("given", "used_at", "ends_at"),
+    [
+        ({"asked": 4}, [1, 2, 3], 3600),  # no grace: today's behaviour
+        ({"asked": 4, "least": 2, "grace": 30.0}, [5], 3600),
+        ({"asked": 4, "least": 2, "grace": 30.0}, [5, 9], 39),
+        ({"asked": 4, "least": 2, "grace": 30.0}, [5, 9, 20], 39),
+        ({"asked": 4, "least": 9, "grace": 0.0}, [1, 2, 3, 4], 4),  # fewer than that are there
+        ({"asked": 4, "grace": None}, [5], 3600),  # auto: half of those asked
+        ({"asked": 4, "grace": None}, [5, 40], 440),
+        ({"asked": 4, "grace": None}, [1, 2], 62),
+        ({"asked": 4, "grace": None}, [1, 3000], 3600),
+        ({"asked": 4, "least": 3, "grace": None}, [1, 2], 3600),
+    ],
+)
+def test_when_a_round_is_over(given, used_at, ends_at, monkeypatch):
+    clock = Clock(monkeypatch)
+    patience = Patience(3600, **given)
+    for clock.now in used_at:
+        patience.use()
+    clock.now = ends_at - 1
+    assert patience.left == 1
+    assert patience.seconds == ends_at
+
+
+def test_enough_replies_end_a_round():
+    patience = Patience(10, 4, enough=2)
+    patience.use()
+    assert not patience.satisfied
+    patience.use()
+    assert patience.satisfied
+
+
+class Apart(Silent):
+    """The same nodes, as over a network: replies are fetched, and rounds have a grace."""
+
+    in_process = False
+
+
+def test_a_silent_node_costs_the_grace_and_not_the_timeout():
+    began = time.monotonic()
+    notes, _, _ = run(
+        Apart(1), rounds=1, timeout=60, clients_per_round=4, min_replies=3, straggler_grace=0.3,
+        evaluate_fn=lambda *_: None,
+    )  # fmt: skip
+    assert time.monotonic() - began < 10
+    (record,) = notes.records
+    assert [c["partition-id"] for c in record["clients"]] == [0, 2, 3]
+    (rejected,) = record["rejected"]
+    assert rejected["client"] == "partition 1"
+    assert rejected["reason"].startswith("no reply within 0.3")
+
+
+def test_who_is_silent_again_and_again_is_asked_less_often():
+    nodes = Silent(1)
+    notes, _, _ = run(
+        nodes, rounds=8, timeout=0.2, clients_per_round=4, evaluate_fn=lambda *_: None
+    )
+    asked = [r["round"] for r in notes.records if r["rejected"]]
+    assert asked == [1, 2, 4, 8]  # sits out 0, 1, 3 rounds
+    resting = [r["round"] for r in notes.records if r["resting"] == [1]]
+    assert resting == [3, 5, 6, 7]
+
+
+def test_who_answers_again_is_asked_in_every_round():
+    node = Node(1)
+    for number in (1, 2):
+        node.was_silent(number)
+    assert node.rests == 4
+    node.answered()
+    assert (node.silent, node.rests) == (0, 0)
+
+
+def test_all_are_asked_where_the_others_are_too_few():
+    notes, _, _ = run(
+        Silent(1, 2), rounds=4, timeout=0.2, clients_per_round=4, min_replies=2,
+        evaluate_fn=lambda *_: None,
+    )  # fmt: skip
+    assert [len(r["rejected"]) for r in notes.records] == [2, 2, 0, 2]
+    with pytest.raises(RuntimeError, match="got 2 valid replies, expected at least min-replies"):
+        run(
+            Silent(1, 2), rounds=1, timeout=0.2, clients_per_round=4, min_replies=3,
+            evaluate_fn=lambda *_: None,
+        )  # fmt: skip
+
+
+def test_more_clients_are_asked_than_are_used():
+    given: dict[str, Any] = {"clients_per_round": 2, "evaluate_fn": lambda *_: None, "rounds": 3}
+    plain, _, _ = run(Nodes(), **given)
+    notes, _, _ = run(Nodes(), over_sample=1.5, **given)
+    for record, state, other in zip(notes.records, notes.states, plain.states, strict=True):
+        assert torch.equal(state["H"], other["H"])  # in process the same come first
+        assert (len(record["clients"]), len(record["spare"])) == (2, 1)
+        assert not record["rejected"]
+
+
+def test_spare_clients_take_the_place_of_silent_ones():
+    notes, _, _ = run(
+        Silent(0, 1), rounds=1, timeout=1.0, clients_per_round=2, over_sample=2.0,
+        evaluate_fn=lambda *_: None,
+    )  # fmt: skip
+    assert [c["partition-id"] for c in notes.records[0]["clients"]] == [2, 3]
+    assert sorted(notes.records[0]["spare"]) == [0, 1]
+
+
+def test_spare_ones_do_not_change_who_is_sampled():
+    members = [member(i, i, num_partitions=10) for i in range(10)]
+    for number in range(50):
+        alone, more = sample(members, 3, 0, number), sample(members, 3, 0, number, spare=4)
+        assert more[:3] == alone
+        assert len({m.partition_id for m in more}) == 7
+
+
+# Who is who.
+
+
+class Comes(Nodes):
+    """Nodes whose moment of coming a test sets."""
+
+    since: dict[int, str]
+
+    def get_nodes(self):
+        for node_id in self.get_node_ids():
+            moment = getattr(self, "since", {}).get(node_id, "then")
+            yield NodeInfo(node_id=node_id, last_activated_at=moment)
+
+
+def test_who_comes_back_with_anothers_part_does_not_evict_its_holder():
+    """Node 11 is the first in every dict, and comes back again and again with node 14's part."""
+    nodes = Comes()
+
+    def evaluate(number, _):
+        nodes.members[11] = member(11, 0)
+        nodes.since = {11: str(number)}
+        if number == 3:  # the holder was away, and comes back, too
+            nodes.since[14] = "later"
+
+    notes, strategy, _ = run(nodes, rounds=6, clients_per_round=4, evaluate_fn=evaluate)
+    trained = [[c["partition-id"] for c in record["clients"]] for record in notes.records]
+    assert trained == [[0, 1, 2, 3]] + [[0, 1, 2]] * 5
+    assert strategy.roster.members.keys() == {12, 13, 14}
+    assert "partition-id 0 is taken by node 14" in strategy.roster.refused[11]
+
+
+def test_who_moves_to_a_free_part_leaves_the_old_one():
+    nodes = Comes()
+    del nodes.members[14]  # partition 0
+
+    def evaluate(number, _):
+        if number == 1:
+            nodes.members[11], nodes.since = member(11, 0), {11: "again"}
+        if number == 2:
+            nodes.members[15] = member(15, 3)
+
+    notes, strategy, _ = run(nodes, rounds=4, clients_per_round=4, evaluate_fn=evaluate)
+    assert [c["partition-id"] for c in notes.records[-1]["clients"]] == [0, 1, 2, 3]
+    assert not strategy.roster.refused
+
+
+@pytest.mark.parametrize(
+    ("liar", "parts"),
+    [
+        ({"own_data": True, "num_partitions": 1000}, 4),  # has no say
+        ({"num_partitions": 1000}, 4),
+        ({"num_partitions": 2 * MOST_PARTITIONS}, 4),
+    ],
+)
+def test_one_liar_does_not_decide_how_the_data_is_dealt_out(liar, parts):
+    nodes = Nodes()
+    nodes.members[11] = member(11, 3, **liar)
+    notes, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
+    assert strategy.roster.partitions == notes.records[0]["partitions"] == parts
+    assert {12, 13, 14} <= strategy.roster.members.keys()
+
+
+def test_of_two_that_differ_the_one_is_believed_that_fits_what_is_there():
+    nodes = Nodes(2)
+    nodes.members[11] = member(11, 1, num_partitions=10_000)
+    _, strategy, _ = run(nodes, rounds=1, clients_per_round=2, evaluate_fn=lambda *_: None)
+    assert strategy.roster.members.keys() == {12}
+    assert strategy.roster.partitions == 2
+
+
+def test_a_liar_that_is_gone_does_not_block_a_resume():
+    nodes = Nodes(3, own_data=True)
+    nodes.members[11] = member(11, 2, own_data=True, num_partitions=1000)
+    notes, _, _ = run(nodes, rounds=1, clients_per_round=3, evaluate_fn=lambda *_: None)
+    assert notes.records[0]["partitions"] == 3
+
+
+# How many examples.
+
+
+def strategy_of(nodes, dealt_out=None, **settings):
+    from ravan_flwr.config import read_config
+
+    config = read_config({k.replace("_", "-"): v for k, v in settings.items()})
+    return PeftStrategy(
+        config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
+        recorder=Notes(), dealt_out=dealt_out,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", [{"weighting": "examples"}, {"evaluate_on": "clients"}])
+def test_what_the_server_dealt_out_is_what_a_node_has(setting):
+    nodes = Nodes()
+    nodes.members[12] = member(12, 2, examples=2**40)
+    given = {"validation_share": 0.5, **setting}
+    strategy = strategy_of(nodes, lambda number: [10] * number, **given)
+    strategy._recruit(nodes, wait=True)
+    assert strategy.roster.members.keys() == {11, 13, 14}
+    assert "examples is 1099511627776, expected 10" in strategy.roster.refused[12]
+
+
+def test_a_server_without_the_shared_data_says_that_nothing_is_checked(caplog):
+    def missing(number):
+        raise ValueError("no such data set")
+
+    nodes = Nodes()
+    strategy = strategy_of(nodes, missing, weighting="examples")
+    strategy._recruit(nodes, wait=True)
+    strategy._recruit(nodes)
+    assert len(strategy.roster.members) == 4
+    assert caplog.text.count("is not checked: no such data set") == 1
+    (first, *_) = strategy.roster.members.values()
+    liar = replace(first, examples=2**40)
+    assert strategy._weight(liar) == 100.0  # ten times what the others say
+
+
+def test_own_examples_count_as_many_as_the_others_have_or_as_the_operator_says():
+    nodes = Nodes(own_data=True)
+    nodes.members[12] = member(12, 2, own_data=True, examples=2**40)
+    strategy = strategy_of(nodes, weighting="examples")
+    strategy._recruit(nodes, wait=True)
+    weights = {m.partition_id: strategy._weight(m) for m in strategy.roster.members.values()}
+    assert weights == {0: 10.0, 1: 10.0, 2: 100.0, 3: 10.0}
+    capped = strategy_of(nodes, weighting="examples", max_examples=7)
+    capped._recruit(nodes, wait=True)
+    assert {capped._weight(m) for m in capped.roster.members.values()} == {7.0}
+
+
+def test_no_claim_is_beyond_all_bounds():
+    answer = member().as_config()
+    for key, value in (("examples", 2**62), ("num-partitions", 10**9)):
+        with pytest.raises(ValueError, match=f"{key} is {value}, expected"):
+            read_member(1, answer | {key: value})
+    with pytest.raises(ValueError, match="derived has 100000 numbers, expected 2"):
+        read_member(1, answer | {"derived": ["x"] * 100_000}, 2)
+    told = read_member(1, answer | {"device": "cpu\x1b[2K\r" + "x" * 10**6})
+    assert told.device.startswith(r"cpu\x1b[2K\rxxx")
+    assert len(told.device) <= 200
+
+
+# Sums and bytes.
+
+
+def test_no_finite_input_overflows_a_mean():
+    assert mean_of([1.7e308] * 3, [1.0] * 3) == pytest.approx(1.7e308)
+    assert mean_of([1.0, 3.0], [1e308, 1e308]) == pytest.approx(2.0)
+    assert mean_of([1.0, 2.0, 4.0], [1.0, 2.0, 1.0]) == 2.25
+    values = [0.1 * i for i in range(9)]
+    assert mean_of(values, [1.0] * 9) == sum(values) / 9  # the same bits as the plain mean
+
+
+class Counting(TorchFunctionMode):
+    """The bytes of every tensor that is made, whether or not it is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.made: dict[int, int] = {}
+        self._kept: list[Any] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            storage = result.untyped_storage()
+            self._kept.append(storage)  # so that no address is used twice
+            self.made[storage.data_ptr()] = storage.nbytes()
+        return result
+
+
+@pytest.mark.parametrize("wire", ["float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", [(4, 3, 64, 64), (300, 301), (100_001,)])
+def test_decoding_makes_no_more_than_four_times_what_was_sent(wire, shape):
+    random = torch.Generator().manual_seed(0)
+    coded = encode({"x": torch.randn(shape, generator=random)}, wire, random)
+    sent = sum(tensor.nbytes for tensor in coded.values())
+    own = {tensor.untyped_storage().data_ptr() for tensor in coded.values()}
+    with Counting() as counting:
+        plain = decode(coded, wire)
+    assert plain["x"].shape == shape
+    made = sum(size for where, size in counting.made.items() if where not in own)
+    assert made <= 4 * sent + 4096
+
+
+@pytest.mark.parametrize("wire", ["float16", "int8"])
+def test_what_no_upload_has_is_refused_before_it_is_decoded(wire):
+    random = torch.Generator().manual_seed(0)
+    coded = encode({"x": torch.ones(1000, 1000), "y": torch.ones(5)}, wire, random)
+    with Counting() as counting, pytest.raises(ValueError, match="have 1000005 numbers, expected"):
+        decode(coded, wire, most=1_000_004)
+    assert sum(counting.made.values()) < 2**20
+    assert decode(coded, wire, most=1_000_005)["x"].shape == (1000, 1000)
+
+
+# What a person sees.
+
+TALKS = """
+import logging
+from ravan_flwr.console import show
+show()
+for number in range(2000):
+    logging.getLogger("ravan_flwr").info("größer \\u2264 %d", number)
+open("{done}", "w").close()
+"""
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_a_console_shows_what_it_can(encoding, tmp_path):
+    code = TALKS.format(done=tmp_path / "done")
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env={"PYTHONIOENCODING": encoding},
+        cwd=sys.path[0] or ".", timeout=60,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    first = told.stdout.decode(encoding).splitlines()[0]
+    shown = {"latin-1": "größer \\u2264 0", "ascii": "gr\\xf6\\xdfer \\u2264 0"}
+    assert first == shown.get(encoding, "größer ≤ 0")
+
+
+def test_a_closed_pipe_ends_nothing(tmp_path):
+    code = TALKS.format(done=tmp_path / "done")
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()  # as `| head -1` does
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0
+    assert (tmp_path / "done").exists()
+
+
+def test_the_seconds_of_a_grace_may_be_any():
+    assert math.isinf(Patience(math.inf, 1).left)
