@@ -73,7 +73,7 @@ class _MostAlive(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Any,  # noqa: ARG002
+        types: Any,
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:

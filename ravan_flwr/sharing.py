@@ -7,6 +7,7 @@ gets what the plan counts. The ServerApp sees all GPUs and computes on the first
 """
 
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from ravan_flwr.config import Config, read_config
 from ravan_flwr.gpus import VISIBLE, Gpu, visible_gpus
 from ravan_flwr.keys import AUTO, Scalar
 
-MOST_A_GPU = 32  # Ray counts shares in ten-thousandths: many more would not come out even
+MOST_A_GPU = 24  # Ray counts shares in ten-thousandths: more would not come out even on 16 GPUs
 _TEN_THOUSANDTHS = 10_000
 _USABLE = 0.9  # of the free memory: PyTorch's pieces of it do not fit without gaps
 
@@ -30,8 +31,14 @@ class Sharing:
 
     @property
     def share(self) -> float:
-        """Of a GPU, for each client: rounded down, since Flower divides by it, and Ray adds up."""
-        return _TEN_THOUSANDTHS // self.clients_per_gpu / _TEN_THOUSANDTHS
+        """Of a GPU, for each client, rounded down: so many must fit by Flower's and Ray's count.
+
+        Flower carries it as a float32 and divides by that: 0.2 becomes a little more, of which
+        only four fit.
+        """
+        parts = _TEN_THOUSANDTHS // self.clients_per_gpu
+        (carried,) = struct.unpack("f", struct.pack("f", parts / _TEN_THOUSANDTHS))
+        return (parts if carried * self.clients_per_gpu <= 1 else parts - 1) / _TEN_THOUSANDTHS
 
     def federation(self, num_clients: int) -> str:
         """Flower's federation config."""
@@ -123,10 +130,10 @@ def _by_memory(config: Config, gpus: Sequence[Gpu], useful: int, runs: int) -> S
     if min(fitting) < 1:
         worst = gpus[fitting.index(min(fitting))]
         raise ValueError(
-            f"GPU {worst.index} ({worst.name}) is too small: a client needs {client} and the "
-            f"server, on the first GPU, {server}, but 90 % of {_free(worst, runs) / 1e9:.1f} GB free are "
-            "less; lower batch-size, set gradient-checkpointing=yes, quantize=4bit or device=cpu, "
-            f"name other GPUs in {VISIBLE}, or try --clients-per-gpu 1"
+            f"GPU {worst.index} ({worst.name}) is too small: a client needs {client} and "
+            f"the server, on the first GPU, {server}, but 90 % of {_free(worst, runs) / 1e9:.1f} "
+            "GB free are less; lower batch-size, set gradient-checkpointing=yes, quantize=4bit or "
+            f"device=cpu, name other GPUs in {VISIBLE}, or try --clients-per-gpu 1"
         )
     number = min(*fitting, useful, MOST_A_GPU)
     reason = (
