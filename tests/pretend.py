@@ -44,9 +44,9 @@ class PretendTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.data.__set__:  # the numbers go with the tensor
+        if func == torch.Tensor.data.__set__:  # the numbers go with the tensor
             args[0].raw = args[1].raw
-        if func is torch.Tensor.tolist:  # not there for subclasses, but on every device
+        if func == torch.Tensor.tolist:  # not there for subclasses, but on every device
             return args[0].raw.tolist()
         with torch._C.DisableTorchFunctionSubclass():  # a result on the CPU stays what it is
             return func(*args, **(kwargs or {}))
@@ -58,12 +58,9 @@ class PretendTensor(torch.Tensor):
 
 def compute(func, args, kwargs):
     """Run an operation on the numbers, if every tensor is where it has to be."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return func.decompose(*args, **kwargs)  # in inference mode it comes whole
     _check_devices(func, args, kwargs)
-    with torch.inference_mode(False):  # in which tensors of a subclass cannot be viewed
-        return _computed(func, args, kwargs)
-
-
-def _computed(func, args, kwargs):
     target = kwargs.get("device")
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     on_cpu = target is not None and torch.device(target).type == "cpu"
@@ -74,9 +71,10 @@ def _computed(func, args, kwargs):
     result = func(*plain_args, **plain_kwargs)
     if on_cpu or (func is _aten.copy_.default and not isinstance(args[0], PretendTensor)):
         return result if on_cpu else args[0]
-    return pytree.tree_map_only(
-        torch.Tensor, lambda t: owners[id(t)] if id(t) in owners else PretendTensor(t), result
-    )
+    with torch.inference_mode(False):  # in which tensors of a subclass cannot be viewed
+        return pytree.tree_map_only(
+            torch.Tensor, lambda t: owners[id(t)] if id(t) in owners else PretendTensor(t), result
+        )
 
 
 def _check_devices(func, args, kwargs):
