@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: help run simulate test e2e bench lint types check clean
+.PHONY: help run simulate test e2e bench gpu lint types check clean
 
 help:
 	@echo "make run       a federated run in Flower's simulation runtime, 20 clients, digits"
@@ -14,6 +14,7 @@ help:
 	@echo "make test      the tests, on two cores; WORKERS=0 in one process"
 	@echo "make e2e       only the tests of a deployment: SuperLink, fence (needs nginx), SuperNodes, signals"
 	@echo "make bench     speed and memory against peers, ten minutes; CHECK=--check fails on a missed bar"
+	@echo "make gpu       the tests that need a GPU, and what a client's round takes on it"
 	@echo "make check     lint, types and tests: what CI runs"
 	@echo "make clean     remove the environment and caches, keep the runs"
 	@echo 'Settings go into ARGS: make run ARGS="seed=1 heads=8"; all of them: $(BIN)/ravan-flwr run --help'
@@ -40,6 +41,15 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/startup.py --runs 3 --json bench/startup.json $(CHECK) || failed=1; \
 	$(BIN)/python -m benchmarks.rounds ray --runs 1 --steps 50 --json bench/rounds.json $(CHECK) || failed=1; \
 	exit $$failed
+
+# -n 0: one process has the GPU to itself, and the tests that measure memory mean that.
+gpu: $(INSTALLED)
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
+		echo "error: PyTorch finds no CUDA GPU here: $$($(BIN)/python -c 'import torch; print(torch.__version__, \
+		"built with CUDA" if torch.version.cuda else "built without CUDA")'); make gpu needs one, a driver \
+		that nvidia-smi answers for, and a PyTorch with CUDA (pytorch.org)"; exit 1; }
+	$(BIN)/python -m pytest -n 0 -v -m gpu tests $(ARGS)
+	$(BIN)/python benchmarks/gpu.py --json bench/gpu.json
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

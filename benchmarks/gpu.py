@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                       # ViT-B/16 and LLaMA-3.2-1B, some minutes
     python benchmarks/gpu.py --device cpu --small  # does it run? small shapes, on a CPU
+    make gpu                                       # the tests marked gpu, and this
 
 Random weights of the presets' shapes and random examples, no hub. A line is a model in a
 precision: RAVAN at the paper's rank beside LoRA, with the same batches, in one process, in turn;
@@ -22,8 +23,15 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
+from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.config import Config, read_config
-from ravan_flwr.model import AdaptedModel, Backbone, network_class
+from ravan_flwr.model import (
+    AdaptedModel,
+    Backbone,
+    checkpoint_gradients,
+    network_class,
+    pick_device,
+)
 from ravan_flwr.preset import ModelSpec
 from ravan_flwr.quantize import quantize
 from ravan_flwr.tasks.base import Encoded, Task
@@ -54,6 +62,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--small", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--json", type=Path, help="write the numbers here, too")
     given = parser.parse_args(arguments)
+    try:
+        pick_device(given.device)
+    except ValueError as error:
+        sys.exit(f"benchmarks/gpu.py: error: {error}")
     lines = []
     sys.stdout.write(
         "| model | precision | method | seconds a round | to fedit's | model, MB | steps, MB |\n"
@@ -72,7 +84,8 @@ def main(arguments: list[str]) -> None:
                 )
                 sys.stdout.flush()
     if given.json:
-        about = torch.cuda.get_device_name() if given.device != "cpu" else "cpu"
+        about = "cpu" if given.device == "cpu" else torch.cuda.get_device_name(given.device)
+        given.json.parent.mkdir(parents=True, exist_ok=True)
         content = {"device": about, "torch": torch.__version__, "steps": given.steps,
                    "repeat": given.repeat, "lines": lines}  # fmt: skip
         given.json.write_text(json.dumps(content, indent=2) + "\n")
@@ -143,12 +156,12 @@ def build(config: Config) -> tuple[AdaptedModel, Task, Encoded]:
     if config.quantize != "none":
         quantize(network, config.quantize, heads, PRECISIONS[config.precision] or torch.float32)
     if config.gradient_checkpointing == "yes":
-        network.activation_checkpointing_enable()
-    targets = ("attention.q_proj", "attention.v_proj", "self_attn.q_proj", "self_attn.v_proj")
+        checkpoint_gradients(network, config.model.name)
     model = AdaptedModel(
-        Backbone(network.eval(), heads, targets, size),
+        Backbone(network.eval(), heads, TARGETS[str(shape["model_type"])], size),
         lambda layers, number: make_method(config, layers, number),
         train_classifier=False,
+        shares_device=False,
     )
     random, rows = np.random.default_rng(0), 4 * config.batch_size
     if config.task == "vision":
@@ -166,17 +179,17 @@ def reset_peak(device: str) -> int:
     """Begin to count anew; the bytes in use now."""
     if device == "cpu":
         return 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
 
 
 def peak(device: str) -> int:
     """The most bytes in use since then."""
     if device == "cpu":
         return 0
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
 
 
 def weight(model: AdaptedModel) -> int:

@@ -95,6 +95,13 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
         sub.set_defaults(command=command)
+        if name == "run":
+            _add_gpus(sub)
+            sub.add_argument(
+                "--runs-at-a-time", type=int, default=1, metavar="N",
+                help="so many such runs share this machine's GPUs and CPUs, as under study --jobs "
+                "(default: 1)",
+            )  # fmt: skip
     _add_fetch(commands)
     _add_study(commands)
     _add_report(commands)
@@ -102,6 +109,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_keys(commands)
     return parser
+
+
+def _add_gpus(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--clients-per-gpu", type=int, metavar="N",
+        help="clients at a time on each GPU, 0 for a run on the CPU (default: as many as fit, "
+        "by the plan's count of memory)",
+    )  # fmt: skip
 
 
 def _add_fetch(commands: _Commands) -> None:
@@ -130,6 +145,7 @@ def _add_study(commands: _Commands) -> None:
         "--engine", choices=("process", "flower"), default="process",
         help="process: each run as `simulate` does; flower: as `run` does (default: process)",
     )  # fmt: skip
+    _add_gpus(study)
     study.set_defaults(command=_study)
 
 
@@ -251,7 +267,8 @@ def _run(parsed: argparse.Namespace) -> None:
 
     from ravan_flwr.flower import run_in_flower  # noqa: PLC0415
 
-    run_in_flower(config, num_clients or checked.num_clients)
+    number = num_clients or checked.num_clients
+    run_in_flower(config, number, parsed.clients_per_gpu, parsed.runs_at_a_time)
 
 
 def _fetch(parsed: argparse.Namespace) -> None:
@@ -272,9 +289,15 @@ def _study(parsed: argparse.Namespace) -> None:
         raise ValueError(f"study: found no file {parsed.file}; expected one such as those of conf/")
     if parsed.jobs < 1:
         raise ValueError(f"--jobs {parsed.jobs}: expected a whole number at least 1; change it")
+    per_gpu = parsed.clients_per_gpu
+    if per_gpu is not None and parsed.engine != "flower":
+        raise ValueError(
+            f"--clients-per-gpu {per_gpu}: got --engine {parsed.engine} beside it, expected "
+            "flower, whose clients are processes of their own; add --engine flower"
+        )
     show()
     folder = (parsed.output or Path("studies") / parsed.file.stem).absolute()
-    if not run_study(parsed.file, folder, parsed.jobs, parsed.engine):
+    if not run_study(parsed.file, folder, parsed.jobs, parsed.engine, per_gpu):
         raise RuntimeError("some runs failed; they are listed above; the same command tries again")
 
 

@@ -208,7 +208,9 @@ _ANSWERS: dict[str, Callable[[_Client], RecordDict]] = {
 
 def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # What PyTorch holds and does not use is free for this process.
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         fields = dict(line.split(":") for line in lines)

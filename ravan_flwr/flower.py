@@ -24,9 +24,11 @@ from typing import Any
 
 from ravan_flwr.config import absolute_paths
 from ravan_flwr.keys import Scalar
+from ravan_flwr.sharing import share_gpus
 
 START_TIMEOUT = 60.0
 END_TIMEOUT = 5.0  # of what the SuperLink started, after the SuperLink
+RAY_LEAVES_GPUS = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"  # with the value 0
 
 
 class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
@@ -49,6 +51,9 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             # Scripts of this environment first: the SuperLink starts its own by name.
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            # Ray is to leave the GPUs that a process sees alone where it asks for no share of one:
+            # then it does not warn that it will. Who wants none there says device=cpu.
+            RAY_LEAVES_GPUS: os.environ.get(RAY_LEAVES_GPUS, "0"),
             # A person may have set the first from a terminal: nothing here reads from one.
             "PYTHONUNBUFFERED": "1",
         }
@@ -164,19 +169,30 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
         return run_id
 
 
-def run_in_flower(config: Mapping[str, Scalar], num_clients: int) -> None:
-    """`flwr run .` for the app of the working directory, with that many SuperNodes."""
+def run_in_flower(
+    config: Mapping[str, Scalar],
+    num_clients: int,
+    clients_per_gpu: int | None = None,
+    runs_at_a_time: int = 1,
+) -> None:
+    """`flwr run .` for the app of the working directory, with that many SuperNodes.
+
+    Each gets a share of the machine's GPUs, as `share_gpus` says.
+    """
     app = Path.cwd()
     if not (app / "pyproject.toml").is_file():
         raise ValueError(
             f"found no pyproject.toml in {app}, expected the app's folder; change into it"
         )
-    settings = absolute_paths({"output-dir": "runs", **config})
+    sharing = share_gpus(config, num_clients, clients_per_gpu, runs_at_a_time)
+    settings = absolute_paths({"output-dir": "runs", **config, **sharing.settings})
     run_config = " ".join(f"{key}={_toml(value)}" for key, value in settings.items())
-    federation = f"num-supernodes={num_clients} client-resources-num-cpus=1"
+    federation = sharing.federation(num_clients)
     sys.stdout.write(
+        f"{sharing.told()}"
         "This stands for:\n"
         "  export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1\n"
+        f"  export {RAY_LEAVES_GPUS}=0\n"
         f'  flwr run . --stream --federation-config "{federation}" '
         f"-c {shlex.quote(run_config)}\n"
     )

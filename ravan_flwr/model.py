@@ -21,6 +21,7 @@ from transformers.models.auto import modeling_auto
 from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.backbones import read_backbone
+from ravan_flwr.gpus import tell_of_unused_gpus
 from ravan_flwr.hub import (
     check_weights,
     config_of,
@@ -47,6 +48,7 @@ class AdaptedModel:
         *,
         train_classifier: bool,
         threads: int | None = None,
+        shares_device: bool = True,
     ) -> None:
         """Put the method's adapters into the backbone; on a CPU it computes with `threads`."""
         network, classifier = backbone.network, backbone.classifier
@@ -58,6 +60,7 @@ class AdaptedModel:
         self.adapters = self.method.install(network, pretrained)
         self.classifier = classifier
         self.train_classifier = train_classifier
+        self.shares_device = shares_device  # with other processes, which may want its memory
         if train_classifier and not classifier:
             raise ValueError(
                 "classifier = 'trained': the model has none, it answers with its pretrained "
@@ -113,7 +116,7 @@ class AdaptedModel:
             self._load(self._state_at_rest)
             for parameter in self.network.parameters():
                 parameter.grad = None
-            if self.device.type == "cuda":  # for the other processes on it
+            if self.shares_device and self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -378,7 +381,10 @@ def pick_device(device: str) -> torch.device:
     if device == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        if torch.backends.mps.is_available():
+            return torch.device("mps")
+        tell_of_unused_gpus(torch.backends.cuda.is_built())
+        return torch.device("cpu")
     chosen = torch.device(device)
     number = chosen.index or 0
     present = {

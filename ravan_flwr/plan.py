@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.budgets import SHARES, affordable
@@ -49,8 +50,8 @@ class StepMemory:
 
 
 @dataclass(frozen=True)
-class _Skeleton:
-    """The adapted network without weights."""
+class Skeleton:
+    """The adapted network without weights, as plans and footprints count it."""
 
     network: PreTrainedModel
     method: Method
@@ -61,7 +62,7 @@ class _Skeleton:
     wire: str
 
     @classmethod
-    def build(cls, config: Config) -> "_Skeleton":
+    def build(cls, config: Config) -> "Skeleton":
         skeleton = build_skeleton(config.model, make_task(config))
         network, lacking = skeleton.network.requires_grad_(False), skeleton.classifier
         if config.gradient_checkpointing == "yes":
@@ -101,7 +102,7 @@ class _Skeleton:
 @lru_cache(maxsize=64)
 def step_memory(config: Config, share: float) -> StepMemory:
     """Of a client with that share of the budget."""
-    built = _Skeleton.build(config)
+    built = Skeleton.build(config)
     network, method = built.network, built.method
     method.load(built.adapters, method.broadcast(method.initial_state(built.adapters), share))
     weights = _bytes([*network.parameters(), *network.buffers()])
@@ -112,8 +113,43 @@ def step_memory(config: Config, share: float) -> StepMemory:
     return StepMemory(
         weights=weights - (_bytes(trained) - copies) - built.saved,
         trained=ADAM * _bytes(trained),
-        activations=kept_for_backward(network, make_task(config), config.batch_size),
+        activations=kept_for_backward(network, make_task(config), config.batch_size)
+        + _cast_weights(config, network)
+        + _computed_again(config, share),
     )
+
+
+def _cast_weights(config: Config, network: nn.Module) -> int:
+    """In a precision of 16 bits, the copies of linear layers' weights that autocast makes.
+
+    The backward pass needs them, so that they stay until then. With checkpoints they are made
+    again, block by block. Activations are counted in float32 all the same: some are.
+    """
+    if config.precision == "float32":
+        return 0
+    linears = [module for module in network.modules() if isinstance(module, nn.Linear)]
+    if config.quantize != "none":  # what is in few bits is unpacked when it is needed, and dropped
+        kept = set(quantizable(network, []).values())
+        linears = [linear for linear in linears if linear not in kept]
+    return sum(2 * linear.weight.numel() for linear in linears) // _checkpoints(config, network)
+
+
+def _checkpoints(config: Config, network: nn.Module) -> int:
+    """In how many parts the forward pass is run again for the backward pass; else one."""
+    if config.gradient_checkpointing != "yes":
+        return 1
+    return max(
+        1, sum(isinstance(module, GradientCheckpointingLayer) for module in network.modules())
+    )
+
+
+def _computed_again(config: Config, share: float) -> int:
+    """The activations of one block, which checkpointing computes again where they are needed."""
+    if config.gradient_checkpointing != "yes":
+        return 0
+    whole = replace(config, gradient_checkpointing="no", precision="float32")
+    blocks = _checkpoints(config, Skeleton.build(config).network)
+    return step_memory(whole, share).activations // blocks
 
 
 def saved_by_quantizing(network: nn.Module, classifier: Sequence[nn.Parameter], how: str) -> int:
@@ -155,7 +191,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 def largest_share(config: Config, free: int) -> float:
     """The share that pays for the most heads, or ranks, whose step fits into so many bytes."""
-    parts = _Skeleton.build(config).method.parts
+    parts = Skeleton.build(config).method.parts
     if parts is None:  # whole, or left out: then the share is that of the memory it needs
         return max(1e-6, min(1.0, 0.9 * free / step_memory(config, 1.0).added))
 
@@ -174,7 +210,7 @@ def largest_share(config: Config, free: int) -> float:
 
 def adapter_parameters(config: Config) -> int:
     """How many parameters a client with the whole budget trains, the classifier not counted."""
-    return _Skeleton.build(config).method.trainable_parameters()
+    return Skeleton.build(config).method.trainable_parameters()
 
 
 def suggested_heads(budget_a_layer: float, side: int) -> int:
@@ -193,13 +229,13 @@ def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> s
 
 def describe(config: Config) -> str:
     """The plan for people."""
-    built = _Skeleton.build(config)
+    built = Skeleton.build(config)
     return "\n".join(
         [*_sizes(config, built), "", *_clients(config, built), "", *_run(config, built)]
     )
 
 
-def _sizes(config: Config, built: _Skeleton) -> list[str]:
+def _sizes(config: Config, built: Skeleton) -> list[str]:
     """Layers, parameters, effective rank."""
     method, layers = built.method, built.layers
     sides = sorted({(layer.out_features, layer.in_features) for layer in layers}, reverse=True)
@@ -228,7 +264,7 @@ def _sizes(config: Config, built: _Skeleton) -> list[str]:
     return lines
 
 
-def _clients(config: Config, built: _Skeleton) -> list[str]:
+def _clients(config: Config, built: Skeleton) -> list[str]:
     """Bytes and memory by budget."""
     lines = [
         "                            bytes of a round            memory of a step, MB",
@@ -254,7 +290,7 @@ def _part(method: Method, share: float) -> str:
     return "all" if method.parts is None else f"{affordable(share, method.parts)}/{method.parts}"
 
 
-def _run(config: Config, built: _Skeleton) -> list[str]:
+def _run(config: Config, built: Skeleton) -> list[str]:
     """Bytes of a round and of the run, and what was assumed."""
     clients = min(config.clients_per_round, config.num_clients)
     up, down = clients * built.bytes_up(1.0), clients * built.bytes_down(1.0)
@@ -277,9 +313,10 @@ def _run(config: Config, built: _Skeleton) -> list[str]:
         f"the run         {rounds} rounds: at most {all_up:,} bytes up,",
         f"                {all_down:,} down",
         "",
-        f"Assumed: batches of {config.batch_size}, float32, Adam. model: backbone and bases.",
-        "trained: values, gradients, moments. kept: what",
-        "autograd saves in a forward pass, counted without weights. Gradients in flight and the",
-        "workspace of the backend come on top; so do FedEx-LoRA's second copy of the adapted",
+        f"Assumed: batches of {config.batch_size}, Adam. model: backbone and bases.",
+        "trained: values, gradients, moments. kept: what autograd saves in a forward pass,",
+        "in float32; with it, in a precision of 16 bits, autocast's copies of frozen weights,",
+        "and with gradient checkpointing what one block computes again. Gradients in flight and",
+        "the workspace of the backend come on top; so do FedEx-LoRA's second copy of the adapted",
         "matrices, and Adam's moments of them in Fed-SB's first round.",
     ]

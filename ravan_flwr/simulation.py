@@ -20,6 +20,7 @@ from ravan_flwr import client_app, server_app
 from ravan_flwr.config import absolute_paths, read_config
 from ravan_flwr.keys import AUTO, KEYS, Scalar
 from ravan_flwr.records import RunDirectory
+from ravan_flwr.workbench import get_workbench
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ def simulate(config: Mapping[str, Scalar], num_clients: int | None = None) -> Si
     if checked.output_dir == AUTO:
         run_config["output-dir"] = "runs"
     run_config = absolute_paths(run_config)
+    # Server and clients are this process, and lend each other this one workbench.
+    get_workbench(read_config(run_config)).shares_device = False
 
     context = Context(
         run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=run_config

@@ -79,6 +79,7 @@ class Workbench:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.task = make_task(config)
+        self.shares_device = True  # with the processes of other clients and of the server
         self._dealt: list[np.ndarray] = []  # the rows of each client
         self._own: dict[str, Encoded] = {}  # a device's own examples, by path
 
@@ -100,6 +101,7 @@ class Workbench:
             lambda layers, size: make_method(config, layers, size),
             train_classifier=config.classifier == "trained",
             threads=suitable_threads(backbone.size, config.batch_size),
+            shares_device=self.shares_device,
         )
 
     @cached_property

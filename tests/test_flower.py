@@ -17,6 +17,7 @@ from ravan_flwr import simulate
 from ravan_flwr.cli import main, read_settings
 from ravan_flwr.flower import LocalSuperLink, _toml
 from ravan_flwr.methods import METHODS
+from ravan_flwr.sharing import Sharing
 
 ROOT = Path(__file__).resolve().parent.parent
 FEDERATION = "num-supernodes=3 client-resources-num-cpus=1"
@@ -92,6 +93,20 @@ def test_every_method_runs_in_flowers_runtime(method, superlink, tmp_path):
         assert summary[key] == in_process[key], key
     got, expected = (s["metrics"]["final"] for s in (summary, in_process))
     assert got == pytest.approx(expected, abs=0.02)
+
+
+def test_clients_with_a_share_of_a_gpu_and_no_warning_of_rays(superlink, tmp_path, capfd):
+    """Ray is told of a GPU: what it does with shares needs none, and PyTorch then takes the CPU."""
+    federation = f"{Sharing(3).federation(3)} init-args-num-gpus=1"
+    assert "client-resources-num-gpus=0.3333 " in federation
+    config = (
+        f"output-dir='{tmp_path}' num-rounds=1 local-steps=1 clients-per-round=2 report='no' "
+        "tracking='none' device='cpu'"
+    )
+    assert superlink.run(ROOT, config, federation) == "finished:completed"
+    told = capfd.readouterr().out
+    assert "3 nodes with" in told
+    assert "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" not in told
 
 
 def test_a_run_that_fails_is_told_as_failed(superlink, tmp_path):

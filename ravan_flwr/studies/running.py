@@ -16,23 +16,49 @@ from ravan_flwr.studies.tables import write_tables
 log = logging.getLogger(__name__)
 
 
-def run_study(path: Path | str, folder: Path | str, jobs: int = 1, engine: str = "process") -> bool:
+def run_study(
+    path: Path | str,
+    folder: Path | str,
+    jobs: int = 1,
+    engine: str = "process",
+    clients_per_gpu: int | None = None,
+) -> bool:
     """Run what is not done yet, `jobs` at a time, and write the tables; True if none failed."""
     path, folder = Path(path), Path(folder)
     study = read_study(path)
     log.info("%s: %d at a time; folder %s", study.title, jobs, folder)
+    how = _How(engine, jobs, clients_per_gpu)
     clock = _Clock(sum(len(row.seeds) for row in study.rows))
     failed: dict[Run, str] = {}
     if candidates := study.candidates():
-        failed |= _run_missing("choosing learning rates", candidates, folder, jobs, engine, clock)
+        failed |= _run_missing("choosing learning rates", candidates, folder, how, clock)
     tables = study.runs(folder)
     clock.later = 0
-    failed |= _run_missing("the tables", tables, folder, jobs, engine, clock)
+    failed |= _run_missing("the tables", tables, folder, how, clock)
     for run, reason in failed.items():
         log.warning("failed: %s: %s", _words(run), reason)
     write_tables(study, folder, {_words(run): reason for run, reason in failed.items()})
     log.info("tables: %s", folder / "results.md")
     return not failed
+
+
+@dataclass(frozen=True)
+class _How:
+    """The engine, how many runs are at work at a time, and what each may take of a GPU."""
+
+    engine: str
+    jobs: int
+    clients_per_gpu: int | None
+
+    def command(self, run: Run, folder: Path) -> list[str]:
+        """Of one run."""
+        command = run.command(folder, self.engine)
+        if self.engine != "flower":
+            return command
+        command += ["--runs-at-a-time", str(self.jobs)]
+        if self.clients_per_gpu is not None:
+            command += ["--clients-per-gpu", str(self.clients_per_gpu)]
+        return command
 
 
 @dataclass
@@ -50,20 +76,20 @@ class _Clock:
 
 
 def _run_missing(
-    what: str, runs: list[Run], folder: Path, jobs: int, engine: str, clock: _Clock
+    what: str, runs: list[Run], folder: Path, how: _How, clock: _Clock
 ) -> dict[Run, str]:
     """Run those that are not done; those that failed, with the reason."""
     todo = [run for run in runs if run.summary(folder) is None]
     log.info("%s: %d runs, %d of them done", what, len(runs), len(runs) - len(todo))
     # Side by side they share the cores; alone a run decides, and a number of the user's is kept.
-    threads = str(max(1, (os.cpu_count() or 1) // jobs))
-    environment = ({"OMP_NUM_THREADS": threads} if jobs > 1 else {}) | os.environ
+    threads = str(max(1, (os.cpu_count() or 1) // how.jobs))
+    environment = ({"OMP_NUM_THREADS": threads} if how.jobs > 1 else {}) | os.environ
     failed: dict[Run, str] = {}
 
     def execute(run: Run) -> tuple[bool, str]:
-        return children.run(run.command(folder, engine), environment)
+        return children.run(how.command(run, folder), environment)
 
-    children, pool = _Children(), ThreadPoolExecutor(jobs)
+    children, pool = _Children(), ThreadPoolExecutor(how.jobs)
     try:
         waiting = {pool.submit(execute, run): run for run in todo}
         for number, future in enumerate(as_completed(waiting), start=1):

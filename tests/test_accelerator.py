@@ -1,0 +1,167 @@
+"""Every part of a round on a device that is not the CPU: a tensor left behind is an error here."""
+
+import json
+
+import pytest
+import torch
+
+from ravan_flwr import simulate
+from ravan_flwr.adapters import MultiHeadLinear
+from ravan_flwr.aggregation import Aggregate, outgoing
+from ravan_flwr.config import read_config
+from ravan_flwr.methods import METHODS
+from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.training import LocalSteps, calibrate_locally, train_locally
+from ravan_flwr.workbench import Workbench, get_workbench
+from tests.pretend import PretendTensor, register
+from tests.tiny import save_data, save_model
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """The device that `auto` finds."""
+    device = register()
+    monkeypatch.setattr("ravan_flwr.workbench.pick_device", lambda _: device)
+    # A module's parameters stay the objects that they are, as they do on the way to a GPU.
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    get_workbench.cache_clear()
+    yield device
+    get_workbench.cache_clear()
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def a_round(settings, share, steps):
+    """Two clients' calibration, if there is one, and two rounds of theirs; what came of them."""
+    bench = Workbench(read_config({"seed": 5, "lora-rank": 4} | settings))
+    model, task, clients = bench.model, bench.task, [bench.partition(i, 4).train for i in (0, 1)]
+    state = first = model.initial_state()
+    calibration = model.method.open_calibration()
+    if calibration is not None:
+        for number, examples in enumerate(clients):
+            done = calibrate_locally(model, task, examples, state, steps, (5, 0, number))
+            calibration.add(done.upload, 1.0)
+        fixed, changed = calibration.close()
+        model.load_fixed("a hash", fixed)
+        state = first = state | changed
+    share = share if model.method.can_train(share) else 1.0
+    for number in (1, 2):  # in the second, the state is one of the middle of a run
+        pot = Aggregate(model.method, state, 1e9)
+        for client, examples in enumerate(clients):
+            sent = outgoing(model.method, state, share)
+            done = train_locally(model, task, examples, sent, share, steps, (5, number, client))
+            pot.offer(done.upload, share)
+        state = pot.close()
+    with model.holding(state):
+        deltas = [delta.cpu() for delta in model.method.delta_weights(model.adapters)]
+        measured = bench.evaluate()
+    assert {tensor.device.type for tensor in state.values()} == {"cpu"}
+    moved = [state[CLASSIFIER] - first[CLASSIFIER]] if CLASSIFIER in state else []
+    return model.device, deltas + moved, measured
+
+
+def compare(settings, share, steps):
+    """The accelerator's round with that of the CPU, whose kernels it uses."""
+    device, moved, measured = a_round(settings, share, steps)
+    assert device.type == "pretend"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ravan_flwr.workbench.pick_device", torch.device)
+        device, expected, measured_there = a_round(settings | {"device": "cpu"}, share, steps)
+        assert device.type == "cpu"
+    # Adam makes a step of any gradient, so that where it is nearly zero its rounding shows.
+    for got, right in zip(moved, expected, strict=True):
+        assert right.norm() > 0
+        assert (got - right).norm() <= 0.02 * right.norm()
+    assert measured == pytest.approx(measured_there, rel=1e-2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_on_an_accelerator(method, accelerator):
+    compare({"method": method}, 0.5, LocalSteps(2, 8, 0.01, "float32"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scoring": "gradient"}, {"scoring": "weight", "selection": "global"},
+        {"init": "data-aware"}, {"init": "constant", "scaling": "constant"},
+        {"layer-form": "merged"}, {"layer-form": "factored", "classifier": "frozen"},
+        {"gradient-checkpointing": "yes"},
+    ],
+    ids=lambda settings: " ".join(settings.values()),
+)  # fmt: skip
+def test_every_kind_of_head_on_an_accelerator(settings, accelerator):
+    compare(settings, 0.5, LocalSteps(2, 8, 0.01, "float32", proximal_mu=0.1))
+
+
+@pytest.mark.parametrize(
+    ("preset", "task", "model"),
+    [("svhn-vit-b16", "", "vit"), ("glue-llama", "rte", "llama"), ("newsgroups-t5", "", "t5")],
+)
+@pytest.mark.parametrize("method", ["ravan", "fedex-lora", "full"])
+def test_a_run_of_every_kind_of_task(preset, task, model, method, accelerator, tmp_path):
+    """The server's part and the clients', and the result's way home."""
+    settings = {
+        "preset": preset, "model": str(save_model(model, tmp_path / "model")), "method": method,
+        "data": str(save_data(preset, tmp_path / "data", task)), "lora-rank": 2, "num-rounds": 2,
+        "local-steps": 2, "batch-size": 4, "learning-rate": 1e-3, "tracking": "none",
+        "budgets": "uniform" if method == "ravan" else "full", "output-dir": str(tmp_path / "runs"),
+    }  # fmt: skip
+    settings |= {"glue-task": task} if task else {}
+    settings |= {"max-length": 16} if model != "vit" else {}
+    run = simulate(settings, 3)
+    assert run.summary["rejected"] == 0
+    lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["clients"] for line in lines)
+    assert (run.run_dir / "adapter").is_dir() or (run.run_dir / "merged").is_dir()
+
+
+# The accelerator refuses what CUDA refuses.
+
+
+def test_tensors_of_two_devices_do_not_meet(accelerator):
+    here, there = torch.randn(3, 4), torch.randn(3, 4).to(accelerator)
+    assert isinstance(there, PretendTensor)
+    for meet in (
+        lambda: here + there,
+        lambda: there @ here.T,
+        lambda: torch.cat([here, there]),
+        lambda: torch.where(there > 0, there, here),
+        lambda: there.index_select(0, torch.tensor([1])),
+        lambda: torch.nn.functional.linear(there, here),
+        lambda: there.add_(here),
+        lambda: here[torch.tensor([1]).to(accelerator)],
+        lambda: torch.randn(2, generator=torch.Generator(), device=accelerator),
+    ):
+        with pytest.raises(RuntimeError, match="same device|generator"):
+            meet()
+    with pytest.raises((TypeError, RuntimeError), match="numpy"):
+        there.numpy()
+    # These CUDA takes.
+    torch.testing.assert_close((there * torch.tensor(2.0)).cpu(), here * 0 + 2 * there.cpu())
+    torch.testing.assert_close(there[torch.tensor([1])].cpu(), there.cpu()[[1]])
+    there.copy_(here)
+    assert torch.equal(there.cpu(), here)
+    assert there.tolist() == here.tolist()
+
+
+def test_gradients_are_on_the_device_of_their_parameters(accelerator):
+    layer = torch.nn.Linear(4, 2)
+    parameters = list(layer.parameters())
+    layer.to(accelerator)
+    assert [a is b for a, b in zip(parameters, layer.parameters(), strict=True)] == [True, True]
+    layer(torch.ones(3, 4, device=accelerator)).sum().backward()
+    assert {parameter.grad.device for parameter in parameters} == {torch.device("pretend:0")}
+    with pytest.raises(RuntimeError, match="same device"):
+        layer(torch.ones(3, 4))
+
+
+def test_a_base_that_was_left_behind_is_found(accelerator):
+    """What the tests above would be blind to, if the accelerator were."""
+    B, A = torch.randn(2, 6, 2), torch.randn(2, 2, 4)
+    layer = MultiHeadLinear(torch.nn.Linear(4, 6).to(accelerator), B, A, "factored")
+    x = torch.randn(3, 4).to(accelerator)
+    layer(x)
+    layer.B_stack = layer.B_stack.cpu()
+    with pytest.raises(RuntimeError, match=r"same device.*cpu \(4, 6\)"):
+        layer(x)

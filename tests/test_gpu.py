@@ -1,0 +1,228 @@
+"""What only a GPU can tell; `make gpu` runs these. Without one they are skipped."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from ravan_flwr import simulate
+from ravan_flwr.client import _free_memory
+from ravan_flwr.config import read_config
+from ravan_flwr.flower import LocalSuperLink
+from ravan_flwr.footprint import CONTEXT, evaluation_memory, footprint
+from ravan_flwr.gpus import visible_gpus
+from ravan_flwr.methods import METHODS
+from ravan_flwr.plan import largest_share, step_memory
+from ravan_flwr.sharing import share_gpus
+from ravan_flwr.training import LocalSteps, train_locally
+from ravan_flwr.workbench import Workbench, get_workbench
+from tests.test_flower import ROOT
+from tests.tiny import save_data, save_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA GPU"),
+]
+
+ROUND = {"num-rounds": 1, "local-steps": 3, "report": "no", "tracking": "none"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """Each test begins with the GPU's memory as free as this process can make it."""
+    get_workbench.cache_clear()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A small decoder and data for it."""
+    folder = tmp_path_factory.mktemp("gpu")
+    save_model("llama", folder / "model", hidden_size=64, intermediate_size=128)
+    save_data("glue-llama", folder / "data", "rte")
+    return {
+        "preset": "glue-llama", "glue-task": "rte", "model": str(folder / "model"),
+        "data": str(folder / "data"), "lora-rank": 4, "max-length": 16, "batch-size": 8,
+        "learning-rate": 1e-2,
+    }  # fmt: skip
+
+
+def run(tmp_path, clients=3, **settings):
+    given = ROUND | {"device": "cuda", "output-dir": str(tmp_path)}
+    return simulate(given | {k.replace("_", "-"): v for k, v in settings.items()}, clients)
+
+
+def rounds(directory):
+    return [json.loads(line) for line in (directory / "rounds.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_round_of_every_method_is_that_of_the_cpu(method, tmp_path):
+    gpu, cpu = (
+        run(tmp_path / device, method=method, local_steps=10, device=device).summary
+        for device in ("cuda", "cpu")
+    )
+    assert gpu["rejected"] == 0
+    assert gpu["bytes-up"] == cpu["bytes-up"]
+    assert gpu["metrics"]["final"] == pytest.approx(cpu["metrics"]["final"], rel=0.02, abs=0.03)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("scoring", ["random", "gradient"])
+def test_every_precision(precision, scoring, tmp_path):
+    settings = {"precision": precision, "scoring": scoring, "budgets": "uniform"}
+    low = run(tmp_path / "low", local_steps=30, **settings).summary
+    full = run(tmp_path / "full", local_steps=30, **settings | {"precision": "float32"}).summary
+    assert low["rejected"] == 0
+    accuracy = full["metrics"]["final"]["accuracy"]
+    assert low["metrics"]["final"]["accuracy"] == pytest.approx(accuracy, abs=0.05)
+
+
+@pytest.mark.parametrize("init", ["gram-schmidt", "data-aware"])
+@pytest.mark.parametrize("selection", ["layer", "global"])
+def test_every_kind_of_head(init, selection, tmp_path):
+    done = run(tmp_path, init=init, selection=selection, scoring="weight", budgets="skewed-right")
+    assert done.summary["rejected"] == 0
+
+
+# bitsandbytes computes 8 bits by way of float16, and says so.
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", ["ravan", "fedit", "ffa-lora", "hetlora", "flexlora"])
+@pytest.mark.parametrize("how", ["8bit", "4bit"])
+def test_a_backbone_in_few_bits(how, method, precision, llama, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    few = run(tmp_path, **llama, quantize=how, method=method, precision=precision)
+    assert few.summary["rejected"] == 0
+    assert (few.run_dir / "merged").is_dir() or (few.run_dir / "adapter").is_dir()
+
+
+@pytest.mark.parametrize("how", ["8bit", "4bit"])
+def test_few_bits_take_less_memory(how, llama):
+    pytest.importorskip("bitsandbytes")
+    taken = []
+    for quantized in ("none", how):
+        before = torch.cuda.memory_allocated()
+        bench = Workbench(read_config(llama | {"quantize": quantized, "device": "cuda"}))
+        assert bench.model.device.type == "cuda"
+        taken.append(torch.cuda.memory_allocated() - before)
+        del bench
+    assert taken[1] < taken[0]
+
+
+def steps_take(settings, number=3):
+    """The bytes of a model's steps beyond the model, and what the plan says."""
+    config = read_config(settings | {"device": "cuda"})
+    bench = Workbench(config)
+    bench.shares_device = False
+    examples = bench.partition(0, 4).train
+    steps = LocalSteps(number, config.batch_size, 1e-3, config.precision)
+    model = bench.model
+    work = model, bench.task, examples, model.initial_state(), 1.0, steps
+    train_locally(*work, (0, 1, 0))  # cuBLAS's workspaces are there
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    train_locally(*work, (0, 2, 0))
+    return torch.cuda.max_memory_allocated() - before, step_memory(config, 1.0)
+
+
+def test_checkpointing_keeps_fewer_activations(llama):
+    settings = llama | {"max-length": 256, "batch-size": 64}
+    few, whole = (
+        steps_take(settings | {"gradient-checkpointing": how})[0] for how in ("yes", "no")
+    )
+    assert few < 0.9 * whole
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_steps_take_no_more_than_the_plan_says(precision):
+    taken, plan = steps_take({"precision": precision, "batch-size": 512})
+    assert taken < 1.2 * plan.added
+
+
+def test_an_evaluation_takes_no_more_than_was_counted():
+    config = read_config({"device": "cuda"})
+    bench = Workbench(config)
+    bench.evaluate()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    bench.evaluate()
+    assert torch.cuda.max_memory_allocated() - before < 1.2 * evaluation_memory(config)
+
+
+def test_the_context_takes_no_more_than_is_reserved_for_it():
+    free, total = torch.cuda.mem_get_info()
+    (gpu, *_) = visible_gpus(os.environ)
+    assert gpu.total == pytest.approx(total, rel=0.05)
+    torch.ones(1000, 1000, device="cuda") @ torch.ones(1000, 1000, device="cuda")
+    torch.cuda.synchronize()
+    mine = gpu.free - free  # nvidia-smi counts the driver's part among what is used
+    assert mine < CONTEXT
+
+
+def test_an_automatic_budget_is_what_the_free_memory_pays_for():
+    config = read_config({"device": "cuda", "batch-size": 64})
+    device = torch.device("cuda")
+    free = _free_memory(device)
+    assert 0 < free <= torch.cuda.mem_get_info()[1]
+    assert largest_share(config, free) == 1.0
+    held = torch.empty(2**28, dtype=torch.uint8, device=device)
+    assert free - _free_memory(device) == pytest.approx(2**28, rel=0.1)
+    del held  # PyTorch keeps it, and this process can have it again
+    assert torch.cuda.memory_reserved() >= 2**28
+    assert _free_memory(device) == pytest.approx(free, rel=0.01)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_memory_is_given_back_only_where_others_may_want_it(alone, monkeypatch):
+    calls = []
+    empty = torch.cuda.empty_cache
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: (calls.append(1), empty()))
+    bench = Workbench(read_config({"device": "cuda"}))
+    bench.shares_device = not alone
+    work = bench.model, bench.task, bench.partition(0, 4).train, bench.model.initial_state(), 1.0
+    for client in range(3):
+        train_locally(*work, LocalSteps(1, 8, 1e-3, "float32"), (0, 1, client))
+    assert len(calls) == (0 if alone else 3)
+
+
+def test_one_process_keeps_its_memory(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    assert run(tmp_path, clients=4).summary["rejected"] == 0
+    assert not calls
+
+
+def test_simulated_clients_compute_on_the_gpu(tmp_path, capfd):
+    """Under Flower's runtime, with the share that `ravan-flwr run` asks for."""
+    settings = {"num-rounds": 2, "local-steps": 3, "clients-per-round": 2}
+    sharing = share_gpus(settings, 3, environment=os.environ)
+    assert sharing.clients_per_gpu >= 1
+    words = f"output-dir='{tmp_path}' report='no' tracking='none' "
+    words += " ".join(f"{key}={value}" for key, value in settings.items())
+    with LocalSuperLink() as link:
+        assert link.run(ROOT, words, sharing.federation(3)) == "finished:completed"
+    (directory,) = tmp_path.iterdir()
+    for record in rounds(directory):
+        assert not record["rejected"]
+    told = capfd.readouterr().out
+    assert "on cuda:0" in told
+    assert "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" not in told
+
+
+def test_a_client_without_a_share_says_what_gives_it_one(tmp_path, capfd, monkeypatch):
+    """As with a plain `flwr run` whose federation config asks for no GPU."""
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+    words = f"output-dir='{tmp_path}' report='no' tracking='none' num-rounds=1 local-steps=1"
+    with LocalSuperLink() as link:
+        federation = "num-supernodes=2 client-resources-num-cpus=1"
+        assert link.run(ROOT, words, federation) == "finished:completed"
+    told = capfd.readouterr().out
+    assert "on cpu" in told
+    assert "client-resources-num-gpus=0.25" in told
+
+
+def test_what_a_client_is_counted_to_need_fits(tmp_path):
+    need = footprint(read_config({"device": "cuda"}))
+    assert need.client < torch.cuda.mem_get_info()[1]

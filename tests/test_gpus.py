@@ -1,0 +1,371 @@
+"""GPUs that a machine has, as nvidia-smi tells of them, and how simulated clients share them."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import ray
+import torch
+from flwr.proto.federation_config_pb2 import SimulationConfig
+from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources
+
+from ravan_flwr import flower, gpus, simulate
+from ravan_flwr.cli import main
+from ravan_flwr.config import read_config
+from ravan_flwr.footprint import CONTEXT, _MostAlive, evaluation_memory, footprint
+from ravan_flwr.gpus import unused_gpus, visible_gpus
+from ravan_flwr.model import pick_device
+from ravan_flwr.plan import step_memory
+from ravan_flwr.sharing import MOST_A_GPU, Sharing, share_gpus
+from ravan_flwr.studies import running
+from ravan_flwr.studies.spec import read_study
+from ravan_flwr.workbench import Workbench, get_workbench
+from tests.test_flower import ROOT
+
+# As `nvidia-smi --query-gpu=index,uuid,name,memory.total,memory.free` prints it, by its manual.
+LARGE = "NVIDIA H100 80GB HBM3, 81559, 81004"
+SMALL = "NVIDIA GeForce RTX 3060 Laptop GPU, 6144, 6000"
+
+
+def machine(folder, *cards, status=0):
+    """An environment in which nvidia-smi tells of these; it is a program like the real one."""
+    lines = [f"{i}, GPU-{i}{i}{i}aaaa-bbbb, {card}" for i, card in enumerate(cards)]
+    folder.mkdir(exist_ok=True)
+    (folder / "answer").write_text("".join(f"{line}\n" for line in lines))
+    program = folder / "nvidia-smi"
+    program.write_text(
+        f"#!/bin/sh\n[ $# -gt 0 ] || exit 9\n"
+        f'while IFS= read -r line; do echo "$line"; done < {folder}/answer\nexit {status}\n'
+    )
+    program.chmod(0o755)
+    return {"PATH": str(folder)}
+
+
+def names(environment):
+    return [gpu.index for gpu in visible_gpus(environment)]
+
+
+def test_a_machine_without_a_driver_or_with_a_broken_one_has_none(tmp_path):
+    assert visible_gpus({"PATH": str(tmp_path)}) == []
+    assert visible_gpus(machine(tmp_path, "NVIDIA-SMI has failed", status=9)) == []
+    assert visible_gpus(machine(tmp_path)) == []
+
+
+def test_memory_is_in_bytes_and_may_be_unknown(tmp_path):
+    one, other = visible_gpus(machine(tmp_path, LARGE, "Some, name, [N/A], [N/A]"))
+    assert (one.name, one.total, one.free) == (
+        "NVIDIA H100 80GB HBM3",
+        81559 * 2**20,
+        81004 * 2**20,
+    )
+    assert (other.name, other.total, other.free) == ("Some, name", None, None)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("", []), ("-1", []), ("NoDevFiles", []), ("1", ["1"]), ("2,0", ["2", "0"]),
+        ("0,-1,2", ["0"]), ("0,7,1", ["0"]), (" 1 , 2 ", ["1", "2"]),
+        ("GPU-111aaaa-bbbb", ["1"]), ("GPU-2,0", ["2", "0"]), ("GPU-", []), ("GPU-9,1", []),
+        ("MIG-41b7,1", ["MIG-41b7", "1"]),
+    ],
+)  # fmt: skip
+def test_the_gpus_that_the_environment_names_are_used_as_cuda_does(visible, expected, tmp_path):
+    environment = machine(tmp_path, LARGE, LARGE, LARGE)
+    assert names(environment) == ["0", "1", "2"]
+    assert names(environment | {"CUDA_VISIBLE_DEVICES": visible}) == expected
+
+
+@pytest.mark.parametrize("number", range(1, 17))
+def test_a_share_gives_as_many_clients_in_flower_and_in_ray(number, monkeypatch):
+    """Flower carries a share as a float32 and divides; Ray counts it in ten-thousandths."""
+    node = {"Resources": {"CPU": 10_000.0, "GPU": float(number)}}
+    monkeypatch.setattr(ray, "nodes", lambda: [node])
+    for clients in range(1, MOST_A_GPU + 1):
+        share = Sharing(clients).share
+        sent = SimulationConfig(client_resources_num_gpus=share).client_resources_num_gpus
+        assert pool_size_from_resources({"num_cpus": 1, "num_gpus": sent}) == number * clients
+        assert 10_000 // round(sent * 10_000) == clients  # on each GPU
+
+
+def shared(folder, *cards, clients=100, asked=None, runs=1, cpus=100, monkeypatch=None, **settings):
+    """How clients of a preset share these cards, on a machine with that many CPUs."""
+    monkeypatch.setattr("os.cpu_count", lambda: cpus)
+    given = {"preset": "cifar100-vit-b16", "clients-per-round": 100}
+    given |= {key.replace("_", "-"): value for key, value in settings.items()}
+    return share_gpus(given, clients, asked, runs, machine(folder, *cards))
+
+
+def test_as_many_clients_as_fit_beside_the_server(tmp_path, monkeypatch):
+    def sharing(*cards, **how):
+        return shared(tmp_path, *cards, monkeypatch=monkeypatch, **how)
+
+    need = footprint(read_config({"preset": "cifar100-vit-b16"}))
+    usable = 0.9 * 81004 * 2**20
+    fit = int((usable - need.server) // need.client)
+    assert 5 < fit < 30
+    assert sharing(LARGE).clients_per_gpu == fit
+    # The server is on the first GPU alone, but a share is the same on all.
+    assert sharing(LARGE, LARGE).clients_per_gpu == fit
+    assert len(sharing(LARGE, LARGE).gpus) == 2
+    # The smallest decides.
+    less = f"Less, 40960, {int(need.client * 2.5 / 0.9 / 2**20)}"
+    assert sharing(LARGE, less).clients_per_gpu == 2
+    # No more than there are CPUs and clients for, spread over the GPUs.
+    assert sharing(LARGE, LARGE, cpus=3).clients_per_gpu == 2
+    assert sharing(LARGE, clients_per_round=3).clients_per_gpu == 3
+    assert sharing(LARGE, clients=2).clients_per_gpu == 2
+    # Several runs share it all.
+    assert sharing(LARGE, runs=2).clients_per_gpu == int(
+        (0.9 * 81559 * 2**20 // 2 - need.server) // need.client
+    )
+    assert sharing(LARGE, cpus=8, runs=4, local_steps=1).clients_per_gpu == 2
+    # What makes a step smaller lets more in; an asked-for number is taken as it is.
+    assert sharing(LARGE, batch_size=8).clients_per_gpu > fit
+    assert sharing(SMALL, LARGE, asked=7).clients_per_gpu == 7
+
+
+def test_what_cannot_be_is_told(tmp_path, monkeypatch):
+    def refused(message, *cards, **how):
+        with pytest.raises(ValueError, match=message):
+            shared(tmp_path, *cards, monkeypatch=monkeypatch, **how)
+
+    refused(r"GPU 1 \(NVIDIA GeForce .*\) is too small: a client needs .* lower batch-size", LARGE,
+            SMALL, batch_size=256)  # fmt: skip
+    refused("GPU 0 .* nvidia-smi does not say how much memory .* --clients-per-gpu",
+            "NVIDIA GB10, [N/A], [N/A]")  # fmt: skip
+    refused("--clients-per-gpu 2: found no GPU", asked=2)
+    refused("--clients-per-gpu 2: found no GPU for device = 'cpu'", LARGE, asked=2, device="cpu")
+    refused("--clients-per-gpu 0: got device = 'cuda' beside it", LARGE, asked=0, device="cuda")
+    refused("--clients-per-gpu -1: expected 0", LARGE, asked=-1)
+    refused("--clients-per-gpu 25: expected 0", LARGE, asked=25)
+    refused("--runs-at-a-time 0: expected", LARGE, runs=0)
+    refused(
+        "device = 'cuda:1': .* CUDA_VISIBLE_DEVICES=1 in the environment", LARGE, device="cuda:1"
+    )
+
+
+class Recorder:
+    """Stands for a SuperLink: takes the command's words, and runs nothing."""
+
+    def __init__(self):
+        self.runs = []
+
+    def __call__(self):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def run(self, app, run_config, federation):
+        self.runs.append((run_config, federation))
+        return "finished:completed"
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """`ravan-flwr run` on a machine with these cards: the federation config, the run config, what
+    it prints."""
+
+    def run(*words, cards=()):
+        recorder = Recorder()
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(flower, "LocalSuperLink", recorder)
+        monkeypatch.setenv("PATH", machine(tmp_path / "bin", *cards)["PATH"])
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr("os.cpu_count", lambda: 8)
+        main(["run", *words])
+        ((run_config, federation),) = recorder.runs
+        return federation, run_config, capsys.readouterr().out
+
+    return run
+
+
+PLAIN = "num-supernodes=20 client-resources-num-cpus=1"
+
+
+def test_the_command_asks_for_a_share_of_the_gpus_that_there_are(command, monkeypatch):
+    federation, _, told = command()
+    assert federation == PLAIN
+    assert "GPU" not in told
+    assert "  export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0\n" in told
+
+    federation, run_config, told = command("clients-per-round=4", cards=[SMALL])
+    assert federation == f"{PLAIN} client-resources-num-gpus=0.25"
+    assert f'flwr run . --stream --federation-config "{federation}" -c "{run_config}"' in told
+    assert "1 GPU (NVIDIA GeForce RTX 3060 Laptop GPU), 4 at a time on each: by the plan" in told
+    assert "device" not in run_config
+
+    assert command("--clients-per-gpu", "3", cards=[SMALL])[0].endswith("-num-gpus=0.3333")
+    assert command("device=cuda", "--clients-per-gpu", "1", cards=[SMALL])[0].endswith("-gpus=1")
+    assert command("device=cpu", cards=[SMALL])[0] == PLAIN
+    assert command("device=mps", cards=[SMALL])[0] == PLAIN
+    federation, run_config, told = command("--clients-per-gpu", "0", cards=[SMALL])
+    assert federation == PLAIN
+    assert "device='cpu'" in run_config
+    assert "device='cpu'" in told
+
+
+def test_a_study_hands_on_how_gpus_are_shared(tmp_path, capsys):
+    study = read_study(ROOT / "conf" / "studies" / "methods-digits.yaml")
+    run = (study.candidates() or study.runs(tmp_path))[0]
+    flower_run = running._How("flower", 2, 3).command(run, tmp_path)
+    assert flower_run[-4:] == ["--runs-at-a-time", "2", "--clients-per-gpu", "3"]
+    assert running._How("flower", 1, None).command(run, tmp_path)[-2:] == ["--runs-at-a-time", "1"]
+    assert running._How("process", 2, None).command(run, tmp_path) == run.command(
+        tmp_path, "process"
+    )
+    file = str(ROOT / "conf" / "studies" / "methods-digits.yaml")
+    with pytest.raises(SystemExit) as end:
+        main(["study", file, "--output", str(tmp_path), "--clients-per-gpu", "3"])
+    assert end.value.code == 2
+    assert "got --engine process beside it, expected flower" in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_command_imports_no_torch(tmp_path):
+    script = (
+        "import sys; from ravan_flwr.sharing import share_gpus; share_gpus({}, 20); "
+        "assert 'torch' not in sys.modules and 'flwr' not in sys.modules"
+    )
+    environment = {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
+# What the counts of memory are.
+
+
+def test_the_most_that_is_alive_at_a_time_is_counted():
+    weight = torch.empty(10, 1000, device="meta")
+    with _MostAlive([weight]) as memory:
+        a = torch.empty(1000, device="meta")
+        b = weight.T.view(1000, 10)  # no memory of its own
+        c = 2 * a
+        assert memory.most == 8000
+        del a, b
+        d = c.view(10, 100) + 1
+        del c, d
+        torch.empty(500, device="meta")
+    assert memory.most == 8000
+
+
+def test_an_evaluation_takes_its_batch_and_the_widest_layer():
+    config = read_config({"preset": "cifar100-vit-b16"})
+    # ViT-B/16: 197 tokens of 768, four times as wide between the two layers of a block; 256
+    # images, of which the next batch waits.
+    wide, images = 256 * 197 * 3072 * 4, 256 * 3 * 224 * 224 * 4
+    assert wide + 2 * images < evaluation_memory(config) < 3 * wide + 4 * images
+    # T5-Base generates: keys and values of 12 layers, of the prompt for each.
+    text = read_config({"preset": "newsgroups-t5"})
+    assert evaluation_memory(text) > 2 * 12 * 256 * text.max_length * 768 * 4
+
+
+@pytest.mark.parametrize("evaluate_on", ["server", "clients"])
+def test_a_process_takes_the_model_the_context_and_what_it_does(evaluate_on):
+    held = {"validation-share": 0.2} if evaluate_on == "clients" else {}
+    config = read_config(
+        {"preset": "newsgroups-t5", "evaluate-on": evaluate_on, "batch-size": 4} | held
+    )
+    step, evaluation, found = step_memory(config, 1.0), evaluation_memory(config), footprint(config)
+    assert evaluation > step.added
+    rest = CONTEXT + step.weights
+    expected = (step.added, evaluation) if evaluate_on == "server" else (evaluation, 0)
+    assert (found.client - rest, found.server - rest) == expected
+
+
+@pytest.mark.parametrize("method", ["ravan", "fedit", "full"])
+def test_sixteen_bits_keep_no_more_than_is_counted(method):
+    config = read_config({"method": method, "precision": "bfloat16", "batch-size": 4})
+    bench, kept = Workbench(config), {}
+    model = bench.model
+    with model.holding(model.initial_state()):
+        model.method.choose(model.adapters, 1.0, torch.Generator(), lambda: None)
+        there = {t.untyped_storage().data_ptr() for t in model.network.parameters()}
+        there |= {t.untyped_storage().data_ptr() for t in model.network.buffers()}
+        batch = bench.test_sets["test"].take(np.arange(4))
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in there:
+                kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+            return tensor
+
+        model.network.train()
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            loss = bench.task.loss(model.network, batch)
+        measured = sum(size for size, _ in kept.values())
+        del loss
+    counted = step_memory(config, 1.0).activations
+    assert measured <= counted < 1.6 * measured
+
+
+def test_checkpointing_counts_what_a_block_computes_again():
+    settings = {"preset": "glue-llama", "glue-task": "rte"}
+    whole = step_memory(read_config(settings), 1.0)
+    few = step_memory(read_config(settings | {"gradient-checkpointing": "yes"}), 1.0)
+    block = whole.activations // 16
+    assert block < few.activations < whole.activations / 4
+
+
+# What a process on the CPU says of GPUs that it was not given.
+
+
+def cards_of(folder, number):
+    driver = folder / "gpus"
+    for i in range(number):
+        (driver / f"0000:0{i}:00.0").mkdir(parents=True)
+    return driver
+
+
+def test_a_process_without_the_machines_gpus_is_told_what_gives_it_one(tmp_path):
+    driver, empty = cards_of(tmp_path, 2), {"PATH": str(tmp_path)}
+    in_ray = empty | {"RAY_RAYLET_PID": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+    def told(built=True, environment=empty):
+        return unused_gpus(built, driver, environment)
+
+    assert "on the CPU, but the machine has 2 GPUs: CUDA cannot use them" in told()
+    assert "client-resources-num-gpus=0.25" in told(environment=in_ray)
+    assert "`ravan-flwr run` asks for a share" in told(environment=in_ray)
+    assert "this PyTorch is built without CUDA" in told(False, in_ray)
+    hidden = empty | {"CUDA_VISIBLE_DEVICES": "-1"}
+    assert "CUDA_VISIBLE_DEVICES='-1' hides them; unset it" in told(environment=hidden)
+    assert told().endswith("If the CPU is meant, device=cpu says so")
+    # No driver's folder, as under WSL: nvidia-smi is asked.
+    nowhere = tmp_path / "nowhere"
+    assert unused_gpus(True, nowhere, empty) is None
+    assert "has 1 GPU:" in (unused_gpus(True, nowhere, machine(tmp_path / "wsl", SMALL)) or "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compute on")
+def test_it_is_said_once_and_not_where_the_cpu_was_asked_for(tmp_path, monkeypatch, caplog):
+    if gpus.DRIVER.is_dir():
+        pytest.skip("the machine has GPUs of its own to tell of")
+    monkeypatch.setenv("PATH", machine(tmp_path, SMALL)["PATH"])
+    gpus.tell_of_unused_gpus.cache_clear()
+    try:
+        assert pick_device("cpu").type == "cpu"
+        assert not caplog.messages
+        assert {pick_device("auto").type for _ in range(2)} == {"cpu"}
+    finally:
+        gpus.tell_of_unused_gpus.cache_clear()
+    (message,) = caplog.messages
+    assert "the machine has 1 GPU: this PyTorch" in message
+
+
+def test_one_process_has_its_device_to_itself(tmp_path):
+    """Only where other processes may want a GPU's memory is it given back after a client."""
+    settings = {"num-rounds": 1, "local-steps": 1, "seed": 7, "output-dir": str(tmp_path)}
+    run = simulate(settings, 2)
+    run_config = json.loads((run.run_dir / "config.json").read_text())
+    assert run_config["seed"] == 7
+    assert not get_workbench(read_config(settings)).model.shares_device
+    assert Workbench(read_config(settings)).model.shares_device
+    assert json.loads((run.run_dir / "summary.json").read_text())["rejected"] == 0
