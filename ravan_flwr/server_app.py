@@ -56,16 +56,16 @@ def main(grid: Grid, context: Context) -> None:
         resolved = dataclasses.replace(config, rank=bench.model.method.rank)
         if earlier is not None:
             start = _go_on(earlier, back_to, resolved, bench)
-            _told(grid, context, bench, resolved, earlier, start)
+            _run_here(grid, context, bench, resolved, earlier, start)
         else:
             name = f"{config.preset}-{config.method}-seed{config.seed}"
             directory = RunDirectory.create(parent, name)
             lock.enter_context(locked(directory.path, "output-dir"))
             start = Start(bench.model.initial_state())
-            _told(grid, context, bench, resolved, directory, start)
+            _run_here(grid, context, bench, resolved, directory, start)
 
 
-def _told(
+def _run_here(
     grid: Grid,
     context: Context,
     bench: Workbench,
