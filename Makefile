@@ -44,11 +44,10 @@ bench: $(INSTALLED)
 
 # -n 0: one process has the GPU to itself, and the tests that measure memory mean that.
 gpu: $(INSTALLED)
-	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
-		echo "error: PyTorch finds no CUDA GPU here: $$($(BIN)/python -c 'import torch; print(torch.__version__, \
-		"built with CUDA" if torch.version.cuda else "built without CUDA")'); make gpu needs one, a driver \
-		that nvidia-smi answers for, and a PyTorch with CUDA (pytorch.org)"; exit 1; }
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("error: make gpu: PyTorch " \
+	+ torch.__version__ + " finds no GPU, expected one that nvidia-smi lists and a PyTorch built with CUDA")'
 	$(BIN)/python -m pytest -n 0 -v -m gpu tests $(ARGS)
+	@mkdir -p bench
 	$(BIN)/python benchmarks/gpu.py --json bench/gpu.json
 
 lint: $(INSTALLED)
