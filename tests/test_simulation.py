@@ -51,8 +51,8 @@ def test_a_run_directory_has_everything(tmp_path):
     for line in lines:
         record = json.loads(line)
         assert set(record) == {
-            "round", "train-loss", "metrics", "clients", "rejected", "left-out", "partitions",
-            "bytes-up", "bytes-down", "seconds", "phases",
+            "round", "train-loss", "metrics", "clients", "rejected", "left-out", "resting", "spare",
+            "partitions", "bytes-up", "bytes-down", "seconds", "phases",
         }  # fmt: skip
         assert set(record["metrics"]) == {"loss", "accuracy"}
         assert len(record["clients"]) == 3
