@@ -10,6 +10,8 @@ It cannot see whether a GPU has a kernel and what that computes, what autocast c
 cast here), streams, pinned memory, how much memory there is, and attention's fused kernels.
 """
 
+from typing import Any
+
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -33,18 +35,19 @@ class PretendTensor(torch.Tensor):
     def __new__(cls, raw):
         return torch.Tensor._make_wrapper_subclass(
             cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(),
-            dtype=raw.dtype, device=f"{NAME}:0",
+            dtype=raw.dtype, device=torch.device(f"{NAME}:0"),
         )  # fmt: skip
 
     def __init__(self, raw):
         self.raw = raw
 
-    def __repr__(self):
+    def __repr__(self, *, tensor_contents=None):
         return f"PretendTensor({self.raw!r})"
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func == torch.Tensor.data.__set__:  # the numbers go with the tensor
+        data: Any = torch.Tensor.data
+        if func == data.__set__:  # the numbers go with the tensor
             args[0].raw = args[1].raw
         if func == torch.Tensor.tolist:  # not there for subclasses, but on every device
             return args[0].raw.tolist()
@@ -52,7 +55,7 @@ class PretendTensor(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         return compute(func, args, kwargs or {})
 
 

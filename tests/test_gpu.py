@@ -2,6 +2,7 @@
 
 import json
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def llama(tmp_path_factory):
 
 
 def run(tmp_path, clients=3, **settings):
-    given = ROUND | {"device": "cuda", "output-dir": str(tmp_path)}
+    given: dict[str, Any] = ROUND | {"device": "cuda", "output-dir": str(tmp_path)}
     return simulate(given | {k.replace("_", "-"): v for k, v in settings.items()}, clients)
 
 
@@ -157,6 +158,7 @@ def test_the_context_takes_no_more_than_is_reserved_for_it():
     assert gpu.total == pytest.approx(total, rel=0.05)
     torch.ones(1000, 1000, device="cuda") @ torch.ones(1000, 1000, device="cuda")
     torch.cuda.synchronize()
+    assert gpu.free is not None
     mine = gpu.free - free  # nvidia-smi counts the driver's part among what is used
     assert mine < CONTEXT
 
@@ -178,7 +180,12 @@ def test_an_automatic_budget_is_what_the_free_memory_pays_for():
 def test_memory_is_given_back_only_where_others_may_want_it(alone, monkeypatch):
     calls = []
     empty = torch.cuda.empty_cache
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: (calls.append(1), empty()))
+
+    def counted():
+        calls.append(1)
+        empty()
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", counted)
     bench = Workbench(read_config({"device": "cuda"}))
     bench.shares_device = not alone
     work = bench.model, bench.task, bench.partition(0, 4).train, bench.model.initial_state(), 1.0
