@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ravan_flwr.config import read_config
+from ravan_flwr.console import hush
 from ravan_flwr.importing import importing
 from ravan_flwr.keys import KEYS, Scalar
 
@@ -24,6 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with _ending_on_signals():
             command(parsed)
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has seen enough
+        hush()
+        sys.exit(128 + signal.SIGPIPE)
     except ValueError as error:
         sys.exit(_complain(error, 2))
     except (RuntimeError, OSError) as error:

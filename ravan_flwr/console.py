@@ -25,7 +25,7 @@ class _Plain(logging.Handler):
             tqdm.write(_encodable(line, sys.stdout.encoding), file=sys.stdout)
             sys.stdout.flush()
         except BrokenPipeError:  # whoever read along has seen enough: the run goes on
-            _hush()
+            hush()
 
 
 def _encodable(line: str, encoding: str | None) -> str:
@@ -34,7 +34,7 @@ def _encodable(line: str, encoding: str | None) -> str:
     return line.encode(known, errors="backslashreplace").decode(known)
 
 
-def _hush() -> None:
+def hush() -> None:
     """Let standard output go nowhere from here on, also what Python writes out at its end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
