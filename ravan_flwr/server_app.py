@@ -158,6 +158,7 @@ def _run(
     finally:
         progress.close()
         trackers.close()
+    keeper.go_on()  # where there was no further round
     final = from_record(result.arrays) if result.arrays else state
     form = natural_form(bench)
     folder = directory.path / {"peft": "adapter", "merged": "merged"}[form]
@@ -194,11 +195,15 @@ class _Keeper:
         self.progress, self.trackers, self.records = progress, trackers, start.records
         self.after = start.done  # what lies behind that round is dropped when the next is done
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def go_on(self) -> None:
+        """Drop what lies behind the round that the run went on after, once."""
         if self.after is not None:
             drop_after(self.directory.checkpoints, self.after)
             self.directory.write_rounds(self.records)
             self.after = None
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self.go_on()
         self.directory.append_round(record)
 
     def calibrated(self, record: dict[str, Any], fixed: Tensors, state: Tensors) -> list[float]:

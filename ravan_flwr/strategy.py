@@ -234,8 +234,11 @@ class PeftStrategy(Strategy):
                 self._reject(member, error)
                 continue
             self._use(member, trained, [], bytes_up, bytes_down)
-        if len(self._ledger.clients) < self.config.min_replies:
-            raise RuntimeError(self._ledger.why_too_few_came(self.config.min_replies))
+        least = config.min_replies
+        if config.robust != "none":
+            least = max(least, FEWEST)
+        if len(self._ledger.clients) < least:
+            raise RuntimeError(self._ledger.why_too_few_came(least))
         fixed, changed = sums.close()
         self.mail.keep_fixed(to_record(fixed))
         state = from_record(arrays) | changed

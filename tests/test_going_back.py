@@ -61,12 +61,13 @@ def records_of(run_dir):
     return [json.loads(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
 
 
-def test_a_collapsed_run_says_so_and_goes_back_to_its_best_round(tmp_path, measured, caplog):
+def test_a_collapsed_run_says_so_and_goes_back_to_its_best_round(tmp_path, measured, capsys):
     settings = SMALL | {"output-dir": str(tmp_path)}
     run = simulate(settings, 3)
     folder = run.run_dir / "checkpoints"
-    assert "round 3 COLLAPSED: accuracy fell to 0.1, below half of 0.8 in round 2" in caplog.text
-    assert f"resume={run.run_dir}@2" in caplog.text
+    told = capsys.readouterr().out
+    assert "round 3 COLLAPSED: accuracy fell to 0.1, below half of 0.8 in round 2" in told
+    assert f"resume={run.run_dir}@2" in told
     assert run.summary["collapsed"] == [3, 4, 5, 6]
     assert ["collapsed" in record for record in records_of(run.run_dir)] == [False] * 2 + [True] * 4
     assert checkpoint_rounds(folder) == [2, 4, 5, 6]
@@ -88,6 +89,19 @@ def test_a_collapsed_run_says_so_and_goes_back_to_its_best_round(tmp_path, measu
     assert again.summary["metrics"]["final"]["accuracy"] == 0.84
     assert checkpoint_rounds(folder) == [4, 5, 6]
     assert good.state.keys() == load_checkpoint(folder).state.keys()
+
+
+def test_going_back_to_the_end_drops_what_came_after(tmp_path):
+    settings = SMALL | {"output-dir": str(tmp_path), "num-rounds": 3}
+    run = simulate(settings, 3)
+    third = load_checkpoint(run.run_dir / "checkpoints", 3).state["H"]
+    back = simulate(settings | {"num-rounds": 2, "resume": f"{run.run_dir}@2"}, 3)
+    assert back.summary["rounds"] == 2
+    assert [r["round"] for r in records_of(run.run_dir)] == [1, 2]
+    assert not torch.equal(load_checkpoint(run.run_dir / "checkpoints").state["H"], third)
+    forth = simulate(settings | {"resume": str(run.run_dir)}, 3)
+    assert forth.summary["rounds"] == 3
+    assert torch.equal(load_checkpoint(run.run_dir / "checkpoints").state["H"], third)
 
 
 def _fail(settings):
