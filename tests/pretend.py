@@ -10,8 +10,6 @@ It cannot see whether a GPU has a kernel and what that computes, what autocast c
 cast here), streams, pinned memory, how much memory there is, and attention's fused kernels.
 """
 
-from typing import Any
-
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -25,6 +23,8 @@ _INDEXED = {
     _aten._index_put_impl_.default,
 }  # fmt: skip
 
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+
 
 class PretendTensor(torch.Tensor):
     """A tensor on the accelerator; `raw` has its numbers."""
@@ -35,19 +35,18 @@ class PretendTensor(torch.Tensor):
     def __new__(cls, raw):
         return torch.Tensor._make_wrapper_subclass(
             cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(),
-            dtype=raw.dtype, device=torch.device(f"{NAME}:0"),
+            dtype=raw.dtype, device=torch.device(NAME, 0),
         )  # fmt: skip
 
     def __init__(self, raw):
         self.raw = raw
 
-    def __repr__(self, *, tensor_contents=None):
+    def __repr__(self):  # type: ignore[override]
         return f"PretendTensor({self.raw!r})"
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        data: Any = torch.Tensor.data
-        if func == data.__set__:  # the numbers go with the tensor
+        if func == _SET_DATA:  # the numbers go with the tensor
             args[0].raw = args[1].raw
         if func == torch.Tensor.tolist:  # not there for subclasses, but on every device
             return args[0].raw.tolist()

@@ -2,7 +2,6 @@
 
 import json
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from ravan_flwr.config import read_config
 from ravan_flwr.flower import LocalSuperLink
 from ravan_flwr.footprint import CONTEXT, evaluation_memory, footprint
 from ravan_flwr.gpus import visible_gpus
+from ravan_flwr.keys import Scalar
 from ravan_flwr.methods import METHODS
 from ravan_flwr.plan import largest_share, step_memory
 from ravan_flwr.sharing import share_gpus
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA GPU"),
 ]
 
-ROUND = {"num-rounds": 1, "local-steps": 3, "report": "no", "tracking": "none"}
+ROUND: dict[str, Scalar] = {"num-rounds": 1, "local-steps": 3, "report": "no", "tracking": "none"}
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def llama(tmp_path_factory):
 
 
 def run(tmp_path, clients=3, **settings):
-    given: dict[str, Any] = ROUND | {"device": "cuda", "output-dir": str(tmp_path)}
+    given: dict[str, Scalar] = ROUND | {"device": "cuda", "output-dir": str(tmp_path)}
     return simulate(given | {k.replace("_", "-"): v for k, v in settings.items()}, clients)
 
 
@@ -155,6 +155,8 @@ def test_an_evaluation_takes_no_more_than_was_counted():
 def test_the_context_takes_no_more_than_is_reserved_for_it():
     free, total = torch.cuda.mem_get_info()
     (gpu, *_) = visible_gpus(os.environ)
+    assert gpu.total is not None
+    assert gpu.free is not None
     assert gpu.total == pytest.approx(total, rel=0.05)
     torch.ones(1000, 1000, device="cuda") @ torch.ones(1000, 1000, device="cuda")
     torch.cuda.synchronize()
@@ -179,13 +181,7 @@ def test_an_automatic_budget_is_what_the_free_memory_pays_for():
 @pytest.mark.parametrize("alone", [True, False])
 def test_memory_is_given_back_only_where_others_may_want_it(alone, monkeypatch):
     calls = []
-    empty = torch.cuda.empty_cache
-
-    def counted():
-        calls.append(1)
-        empty()
-
-    monkeypatch.setattr(torch.cuda, "empty_cache", counted)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
     bench = Workbench(read_config({"device": "cuda"}))
     bench.shares_device = not alone
     work = bench.model, bench.task, bench.partition(0, 4).train, bench.model.initial_state(), 1.0

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from ravan_flwr.cli import main
 from ravan_flwr.config import read_config
 from ravan_flwr.footprint import CONTEXT, _MostAlive, evaluation_memory, footprint
 from ravan_flwr.gpus import unused_gpus, visible_gpus
+from ravan_flwr.keys import Scalar
 from ravan_flwr.model import pick_device
 from ravan_flwr.plan import step_memory
 from ravan_flwr.sharing import MOST_A_GPU, Sharing, share_gpus
@@ -94,7 +94,7 @@ def test_a_share_gives_as_many_clients_in_flower_and_in_ray(number, monkeypatch)
 def shared(folder, *cards, clients=100, asked=None, runs=1, cpus=100, monkeypatch=None, **settings):
     """How clients of a preset share these cards, on a machine with that many CPUs."""
     monkeypatch.setattr("os.cpu_count", lambda: cpus)
-    given: dict[str, Any] = {"preset": "cifar100-vit-b16", "clients-per-round": 100}
+    given: dict[str, Scalar] = {"preset": "cifar100-vit-b16", "clients-per-round": 100}
     given |= {key.replace("_", "-"): value for key, value in settings.items()}
     return share_gpus(given, clients, asked, runs, machine(folder, *cards))
 
@@ -363,7 +363,7 @@ def test_it_is_said_once_and_not_where_the_cpu_was_asked_for(tmp_path, monkeypat
 
 def test_one_process_has_its_device_to_itself(tmp_path):
     """Only where other processes may want a GPU's memory is it given back after a client."""
-    settings: dict[str, Any] = {
+    settings: dict[str, Scalar] = {
         "num-rounds": 1, "local-steps": 1, "seed": 7, "output-dir": str(tmp_path),
     }  # fmt: skip
     run = simulate(settings, 2)
