@@ -8,6 +8,7 @@ autograd needs of it; a tensor subclass holds the numbers.
 
 It cannot see whether a GPU has a kernel and what that computes, what autocast casts (nothing is
 cast here), streams, pinned memory, how much memory there is, and attention's fused kernels.
+A refusal inside a tensor's hook ends the process, with Python's traceback, where CUDA's raises.
 """
 
 import torch
