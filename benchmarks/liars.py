@@ -179,13 +179,19 @@ def table(done: list[Cell]) -> str:
         heads = [f"`robust={r}`" + (", limit off" if lim == "off" else "") for r, lim in ways]
         lines += [f"\n{method}, {budgets} budgets\n", "| lie | liars | " + " | ".join(heads) + " |"]
         lines.append("| --- " * (2 + len(ways)) + "|")
-        for lie, liars in dict.fromkeys((c["lie"], c["liars"]) for c in mine):
+        for lie, liars in sorted({(c["lie"], c["liars"]) for c in mine}, key=_place):
             cells_ = {
                 (c["robust"], c["limit"]): c for c in mine if (c["lie"], c["liars"]) == (lie, liars)
             }
             told = [_told(cells_.get(way)) for way in ways]
             lines.append(f"| {lie} | {liars} | " + " | ".join(told) + " |")
     return "\n".join(lines)
+
+
+def _place(row: tuple[str, int]) -> tuple[int, int]:
+    """The honest runs first, then lie by lie."""
+    lie, liars = row
+    return ([*LIES].index(lie) if lie in LIES else -1), liars
 
 
 def _told(cell: Cell | None) -> str:
