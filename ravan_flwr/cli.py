@@ -217,7 +217,7 @@ def _add_keys(commands: _Commands) -> None:
 
 
 def _key_table() -> str:
-    lines = ["keys, with their defaults (auto: what the preset says):"]
+    lines = ["keys, with their defaults (auto: the preset's, unless the key says otherwise):"]
     rows = {"num-clients": ("auto", "clients of the simulation: a whole number at least 1")}
     for key, spec in KEYS.items():
         plain_text = spec.kind is str and not spec.choices

@@ -97,7 +97,9 @@ def check_objects(contents: Mapping[str, bytes]) -> None:
     beside = {key: one for key, one in contents.items() if not one.startswith(chunk)}
     weight = sum(map(len, beside.values()))
     if weight > MOST_BESIDE:
-        raise ValueError(f"it has {weight} bytes beside its tensors, expected {MOST_BESIDE}")
+        raise ValueError(
+            f"it has {weight} bytes beside its tensors, expected {MOST_BESIDE} at most"
+        )
     sizes = {key: len(one) for key, one in contents.items() if key not in beside}
     most = max(MOST_TIMES * (weight + sum(sizes.values())), ALWAYS_ROOM)
     total = sum(_weight_of_array(one, sizes) for one in beside.values())

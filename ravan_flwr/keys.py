@@ -2,7 +2,7 @@
 
 A run config is what `[tool.flwr.app.config]` holds and `flwr run . -c "key=value"`
 overrides: flat, kebab-case, with bool, int, float and str values. A key that is `"auto"`
-takes the preset's value.
+takes the preset's value, or where presets have none what its help says.
 """
 
 import difflib
@@ -181,7 +181,7 @@ KEYS: dict[str, Key] = {
         ("none", "median", "trimmed-mean"),
     ),
     "max-update-norm": Key(
-        float, AUTO, "largest norm of a reply's change; auto: a multiple of what is usual",
+        float, AUTO, "largest norm of a reply's change; auto: by learning-rate and what is usual",
         low=0, low_open=True,
     ),
     "max-share": Key(

@@ -1,9 +1,10 @@
 """How the clients of a simulation share the GPUs of this machine.
 
 Ray runs as many clients at a time as their shares of CPUs and GPUs allow, and shows each client the
-one GPU that it has a share of; a client that asks for none sees none. Nothing keeps a process
-within its share, so that it is chosen by memory: of what is free on a GPU, each client
-gets what the plan counts. The ServerApp sees all GPUs and computes on the first.
+one GPU that it has a share of; a client that asks for none sees none, by Ray's default (flower.py
+changes that). Nothing keeps a process within its share, so that it is chosen by memory: of what is
+free on a GPU, each client gets what the plan counts. The ServerApp sees all GPUs and computes on
+the first.
 """
 
 import os

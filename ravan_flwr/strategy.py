@@ -2,7 +2,7 @@
 
 Flower's `Strategy.start` has a fixed loop, buffers all replies and knows no checkpoint, so
 this one has its own. Replies are folded as they arrive; a bad one is rejected, with its
-reason in the record; a round without a valid one stops the run.
+reason in the record; a round with fewer good ones than `min-replies` stops the run.
 """
 
 import math

@@ -511,6 +511,19 @@ def test_nodes_that_come_later_are_asked_then_and_those_that_go_are_not_sampled(
     assert by_round == [{0, 2, 3}] * 2 + [{0, 1, 2, 3}] * 2 + [{0, 1, 2}] * 2
 
 
+def test_a_run_begins_without_a_node_that_does_not_answer():
+    class Mute(Nodes):
+        """Node 13 is there, and leaves its question without an answer."""
+
+        def pull_messages(self, message_ids):
+            silent = {k for k, m in self._waiting.items() if m.metadata.dst_node_id == 13}
+            return super().pull_messages(set(message_ids) - silent)
+
+    notes, strategy, _ = run(Mute(), clients_per_round=4, evaluate_fn=lambda *_: None)
+    assert [len(record["clients"]) for record in notes.records] == [3, 3]
+    assert strategy.roster.refused == {13: "no answer within 0.2 s"}
+
+
 def test_nobody_waits_for_a_newcomer_that_does_not_answer(monkeypatch):
     class Thinks(Nodes):
         """Node 13 comes in round 1, and answers its question in round 3."""
