@@ -280,6 +280,8 @@ _FREE = {
 
 def _check_same_run(directory: RunDirectory, config: Config) -> None:
     before, now = directory.read_json("config.json"), config.as_dict()
+    # A key that came with a later version than the run's had what is its default now.
+    before = read_config({}).as_dict() | before
     different = [k for k in now if k not in _FREE and before.get(k) != now[k]]
     if different:
         details = ", ".join(f"{k}: then {before.get(k)!r}, now {now[k]!r}" for k in different)

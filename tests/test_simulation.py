@@ -459,7 +459,7 @@ def test_a_server_optimiser_resumes_to_the_same_bits(tmp_path, method, kind):
 
 @pytest.mark.parametrize("method", ["fedex-lora", "hetlora", "flexlora"])
 def test_a_server_optimiser_wants_a_plain_mean(tmp_path, method):
-    told = rf"server-optimizer = 'adam': method '{method}' makes its .*expected one of ravan, full"
+    told = rf"'adam': got method '{method}', which makes its .*expected one of ravan, full"
     with pytest.raises(ValueError, match=told):
         run(tmp_path, method=method, server_optimizer="adam")
 
