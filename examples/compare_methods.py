@@ -37,4 +37,6 @@ def main(folder: Path, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or "=" in sys.argv[1]:
+        sys.exit("usage: python examples/compare_methods.py FOLDER [KEY=VALUE ...]")
     main(Path(sys.argv[1]), sys.argv[2:])

@@ -34,6 +34,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.color": INK,
     "grid.alpha": 0.12,
     "legend.frameon": False,

@@ -20,7 +20,10 @@ _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, run, and end with a status: 0 done, 1 failed, 2 asked for wrongly."""
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(_about(unknown[0]))
     command: Callable[[argparse.Namespace], None] = parsed.command
     try:
         with _ending_on_signals():
@@ -37,6 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_complain(f"ended by {ended.signal.name}", 128 + ended.signal))
     except KeyboardInterrupt:
         sys.exit(_complain("interrupted", 130))
+
+
+def _about(word: str) -> str:
+    """What to say of an option that there is not; it may be a key with dashes before it."""
+    key, _, value = word.lstrip("-").partition("=")
+    known = "num-clients", *KEYS
+    written = f"; keys are written without dashes: {key}={value or 'VALUE'}"
+    return f"unrecognized argument {word!r}{written if key in known else ''}"
 
 
 def _complain(problem: object, status: int) -> int:

@@ -194,7 +194,7 @@ def run_in_flower(
         "  export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1\n"
         f"  export {RAY_LEAVES_GPUS}=0\n"
         f'  flwr run . --stream --federation-config "{federation}" '
-        f"-c {shlex.quote(run_config)}\n"
+        f"-c {_quoted(run_config)}\n"
     )
     sys.stdout.flush()
     with LocalSuperLink() as superlink:
@@ -228,6 +228,11 @@ def _toml(value: Scalar) -> str:
         return f"'{value}'"
     escaped = "".join(c if c.isprintable() and c not in '"\\' else _escape(c) for c in value)
     return f'"{escaped}"'
+
+
+def _quoted(text: str) -> str:
+    """A word for a shell; between double quotes where that changes nothing, to be readable."""
+    return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
 
 
 def _escape(character: str) -> str:

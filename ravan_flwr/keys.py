@@ -40,10 +40,15 @@ class Key:
         noun = "a whole number" if self.kind is int else "a number"
         bounds = []
         if self.low > -math.inf:
-            bounds.append(f"{'above' if self.low_open else 'at least'} {self.low:.10g}")
+            bounds.append(f"{'above' if self.low_open else 'at least'} {_plain(self.low)}")
         if self.high < math.inf:
-            bounds.append(f"at most {self.high:.10g}")
+            bounds.append(f"at most {_plain(self.high)}")
         return " ".join([noun, " and ".join(bounds)]).strip()
+
+
+def _plain(bound: float) -> str:
+    """A bound with all its digits: 281474976710656 is not 2.8e+14."""
+    return f"{int(bound)}" if bound == int(bound) else f"{bound:.10g}"
 
 
 # What each key is. `pyproject.toml` repeats the defaults for Flower, and a test compares them.

@@ -17,13 +17,14 @@ from statistics import median_low
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from ravan_flwr.exchange import Inbox, push
+from ravan_flwr.exchange import Inbox, in_process, push
 from ravan_flwr.fingerprint import code_fingerprint
 from ravan_flwr.replies import content_of, telling
 from ravan_flwr.roster import Member, Node, check_same_app, read_member
 
 log = getLogger(__name__)
 
+FLOWERS_NODES = 2  # of a simulation whose federation config says no number
 NODES_TIMEOUT = 60.0  # seconds to wait for the first node
 ROSTER_TIMEOUT = 20.0  # seconds to wait for the rest, from the last that came
 QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
@@ -89,6 +90,8 @@ class Recruiter:
             )
         if wait:
             self._introduce()
+            if not in_process(grid):
+                self._advise()
 
     @property
     def partitions(self) -> int:
@@ -105,7 +108,7 @@ class Recruiter:
         return max(_agreed(members), len(members)) if members else 1
 
     def _introduce(self) -> None:
-        """Say who is there, and how to have as many as the preset means."""
+        """Say who is there."""
         members = self.members.values()
         shares = sorted({m.share for m in members})
         log.info(
@@ -116,7 +119,11 @@ class Recruiter:
         )  # fmt: skip
         if (missing := self.partitions - len(members)) > 0:
             log.warning("%d of the nodes' partitions have no node; they are left out", missing)
-        if len(members) < self.meant:
+
+    def _advise(self) -> None:
+        """Say how to have as many as the preset means, where Flower chose how many there are."""
+        shared = [member for member in self.members.values() if not member.own_data]
+        if len(shared) == len(self.members) == FLOWERS_NODES < self.meant:
             log.info(
                 "the preset means %d clients; a simulation has them with: flwr run . --stream "
                 '--federation-config "num-supernodes=%d client-resources-num-cpus=1"',

@@ -327,8 +327,9 @@ def _tell(summary: dict[str, Any], metric: str, directory: RunDirectory, page: P
     final, best = (summary["metrics"][which].get(metric) for which in ("final", "best"))
     score = "not evaluated" if final is None else f"{metric} {final:.4f} (best {best:.4f})"
     log.info(
-        "done: %s after %d rounds in %s; %d trainable parameters; up %s, down %s",
-        score, summary["rounds"], minutes(summary["seconds"]), summary["trainable-parameters"],
+        "done: %s after %d round%s in %s; %d trainable parameters; up %s, down %s",
+        score, summary["rounds"], "s" * (summary["rounds"] != 1), minutes(summary["seconds"]),
+        summary["trainable-parameters"],
         megabytes(summary["bytes-up"]), megabytes(summary["bytes-down"]),
     )  # fmt: skip
     for name, what in (("collapsed", "its evaluation collapsed"), ("without-effect", "no effect")):

@@ -53,10 +53,15 @@ class Sharing:
         if not self.clients_per_gpu:
             return ""
         names = ", ".join(sorted({gpu.name for gpu in self.gpus}))
+        several = len(self.gpus) > 1
         return (
-            f"{len(self.gpus)} GPU{'s' * (len(self.gpus) > 1)} ({names}), "
-            f"{self.clients_per_gpu} at a time on each: {self.reason}\n"
+            f"{len(self.gpus)} GPU{'s' * several} ({names}), {_clients(self.clients_per_gpu)} at a "
+            f"time on {'each' if several else 'it'}: {self.reason}\n"
         )
+
+
+def _clients(number: int) -> str:
+    return f"{number} client{'s' * (number != 1)}"
 
 
 def share_gpus(
@@ -105,6 +110,11 @@ def _check_asked(device: str, clients_per_gpu: int | None, runs_at_a_time: int) 
             f"--clients-per-gpu 0: got device = {device!r} beside it, expected auto or cpu, since "
             "0 keeps the run on the CPU; leave one of them out"
         )
+    if clients_per_gpu and kind not in (AUTO, "cuda"):
+        raise ValueError(
+            f"--clients-per-gpu {clients_per_gpu}: got device = {device!r} beside it, expected "
+            "auto or cuda, since nothing else computes on these GPUs; leave one of them out"
+        )
     if kind == "cuda" and number not in ("", "0"):
         raise ValueError(
             f"device = {device!r}: a simulated client sees one GPU, its first, expected cuda or "
@@ -139,7 +149,7 @@ def _by_memory(config: Config, gpus: Sequence[Gpu], useful: int, runs: int) -> S
     number = min(*fitting, useful, MOST_A_GPU)
     reason = (
         f"by the plan a client needs {client} and the server {server} on the first; "
-        f"{min(fitting)} would fit, and {useful} find a CPU and work"
+        f"{min(fitting)} would fit, and there are CPUs and work for {useful}"
     )
     return Sharing(number, gpus, reason)
 

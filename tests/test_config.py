@@ -163,3 +163,9 @@ def test_a_merged_weight_has_no_few_bits(few_bits):
     assert read_config({"layer-form": "merged"}).layer_form == "merged"
     with pytest.raises(ValueError, match="layer-form = 'merged': got (precision|quantize) = "):
         read_config({"layer-form": "merged", **few_bits})
+
+
+def test_bounds_are_written_with_all_their_digits():
+    assert KEYS["max-examples"].allowed().endswith("at least 1 and at most 281474976710656")
+    assert KEYS["learning-rate"].allowed() == "a number above 0 and at most 10"
+    assert KEYS["server-momentum"].allowed().endswith("at most 0.9999")

@@ -138,7 +138,7 @@ def test_what_cannot_be_is_told(tmp_path, monkeypatch):
     refused("GPU 0 .* nvidia-smi does not say how much memory .* --clients-per-gpu",
             "NVIDIA GB10, [N/A], [N/A]")  # fmt: skip
     refused("--clients-per-gpu 2: found no GPU", asked=2)
-    refused("--clients-per-gpu 2: found no GPU for device = 'cpu'", LARGE, asked=2, device="cpu")
+    refused("--clients-per-gpu 2: got device = 'cpu' beside it", LARGE, asked=2, device="cpu")
     refused("--clients-per-gpu 0: got device = 'cuda' beside it", LARGE, asked=0, device="cuda")
     refused("--clients-per-gpu -1: expected 0", LARGE, asked=-1)
     refused("--clients-per-gpu 25: expected 0", LARGE, asked=25)
@@ -199,7 +199,8 @@ def test_the_command_asks_for_a_share_of_the_gpus_that_there_are(command, monkey
     federation, run_config, told = command("clients-per-round=4", cards=[SMALL])
     assert federation == f"{PLAIN} client-resources-num-gpus=0.25"
     assert f'flwr run . --stream --federation-config "{federation}" -c "{run_config}"' in told
-    assert "1 GPU (NVIDIA GeForce RTX 3060 Laptop GPU), 4 at a time on each: by the plan" in told
+    assert "(NVIDIA GeForce RTX 3060 Laptop GPU), 4 clients at a time on it: by the plan" in told
+    assert "1 client at a time on each: by" in command("clients-per-round=2", cards=[LARGE] * 2)[2]
     assert "device" not in run_config
 
     assert command("--clients-per-gpu", "3", cards=[SMALL])[0].endswith("-num-gpus=0.3333")

@@ -15,6 +15,7 @@ from ravan_flwr.cli import main
 from ravan_flwr.config import read_config
 from ravan_flwr.keys import Scalar
 from ravan_flwr.methods import METHODS
+from ravan_flwr.simulation import InProcessGrid
 from ravan_flwr.workbench import get_workbench
 
 SMALL: dict[str, Scalar] = {
@@ -245,7 +246,35 @@ def test_the_command_prints_a_line_a_round_and_the_directory_first_and_last(tmp_
     assert len(rounds) == 2
     assert "accuracy 0." in rounds[0]
     assert "heads 4+4+4" in rounds[0]
-    assert any("the preset means 20 clients" in line for line in lines)
+    assert lines[-3].startswith("done: accuracy 0.")
+    assert " after 2 rounds in " in lines[-3]
+    assert "the preset means" not in "\n".join(lines)  # who says how many means that many
+
+
+@pytest.mark.parametrize(("number", "told"), [(2, True), (3, False)])
+def test_who_runs_with_flowers_two_nodes_is_told_how_to_have_more(
+    tmp_path, capsys, monkeypatch, number, told
+):
+    monkeypatch.setattr(InProcessGrid, "in_process", False)  # as under Flower
+    run(tmp_path, num_rounds=1, local_steps=1, num_clients=number)
+    printed = capsys.readouterr().out
+    assert ("the preset means 20 clients" in printed) == told
+    assert " after 1 round in " in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--heads=8"], "'--heads=8'; keys are written without dashes: heads=8"),
+        (["--num-clients", "8"], "keys are written without dashes: num-clients=VALUE"),
+        (["--verbose"], "unrecognized argument '--verbose'\n"),
+    ],
+)
+def test_a_key_with_dashes_is_told_how_it_is_written(words, told, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["simulate", *words])
+    assert end.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
