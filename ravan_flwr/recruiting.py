@@ -151,12 +151,18 @@ class Recruiter:
                 node.since, node.refused, node.question = None, "", ""
         for node_id in visits:
             self.nodes.setdefault(node_id, Node(node_id))
-        new = [node_id for node_id in visits if self.nodes[node_id].since is None]
+        # An answer that never comes whole keeps a thread: of one node there is one at a time.
+        new = [
+            node_id
+            for node_id in visits
+            if self.nodes[node_id].since is None and not self._inbox.holds(self.nodes[node_id].last)
+        ]
         messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in new]
         until = time.monotonic() + QUERY_TIMEOUT
         for message in push(grid, messages) if messages else ():
             node = self.nodes[message.metadata.dst_node_id]
-            node.question, node.until = message.metadata.message_id, until
+            node.question = node.last = message.metadata.message_id
+            node.until = until
             node.since = visits[node.node_id]
             node.times += 1
 

@@ -150,6 +150,7 @@ class Node:
     since: str | None = None  # since when it was there as it was asked; None: it is to be asked
     question: str = ""  # the message that its answer is waited for; "" if none is
     until: float = 0.0  # for how long
+    last: str = ""  # the message that it was asked by the last time
     times: int = 0  # how often it was asked
     member: Member | None = None
     refused: str = ""  # why

@@ -4,6 +4,7 @@ import itertools
 import math
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from flwr.proto.node_pb2 import NodeInfo
 from torch.overrides import TorchFunctionMode
 
-from ravan_flwr import recruiting
+from ravan_flwr import exchange, recruiting
 from ravan_flwr.exchange import Patience
 from ravan_flwr.ledger import mean_of
 from ravan_flwr.mailbox import MOST_LATE
@@ -289,6 +290,32 @@ def test_who_is_refused_for_its_examples_has_nobodys_part():
     strategy._recruit(nodes, wait=True)
     assert strategy.roster.members.keys() == {12, 13, 14}
     assert "expected 10" in strategy.roster.refused[11]
+
+
+def test_who_comes_and_goes_with_an_answer_that_never_comes_keeps_one_thread(monkeypatch):
+    monkeypatch.setattr(exchange, "STUCK", 0.1)
+    over, threads = threading.Event(), []
+
+    class Held(Comes):
+        in_process = False
+
+        def pull_messages(self, message_ids):
+            message = self._waiting.get(next(iter(message_ids)))
+            if message is not None and message.metadata.dst_node_id == 12:
+                over.wait(30)  # as for objects that were told of and are never uploaded
+                return []
+            return super().pull_messages(message_ids)
+
+    nodes = Held()
+    late = nodes.members.pop(12)
+
+    def evaluate(number, _):
+        nodes.members[12], nodes.since = late, {12: str(number)}
+        threads.append(threading.active_count())
+
+    run(nodes, rounds=8, clients_per_round=3, evaluate_fn=evaluate)
+    over.set()
+    assert max(threads) - threads[0] <= 2
 
 
 # How many examples.
