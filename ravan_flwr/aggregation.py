@@ -59,6 +59,8 @@ class Aggregate:
             check_form(upload, name, tensor.shape, torch.float32)
         changes = changes_of(upload, self._start_of(own, share) | self._classifier)
         self.limit.check(changes)
+        for name, norm in self.method.norms_alone(own).items():
+            self.limit.check_growth(name, self._state[name], norm)
         if self._robust:
             own = self.method.filled(own, self._state)
         of_method, of_classifier = self._rounds
@@ -73,8 +75,8 @@ class Aggregate:
         """The next global state; ValueError if the accepted replies cannot have made it."""
         of_method, of_classifier = self._rounds
         new = of_method.close() | of_classifier.close()
+        self.limit.learn(self.changes)  # also of a round without effect: the next has its limit
         self.limit.check_state(self._state | self._classifier, new)
-        self.limit.learn(self.changes)
         return new
 
 

@@ -26,6 +26,8 @@ class _Plain(logging.Handler):
             sys.stdout.flush()
         except BrokenPipeError:  # whoever read along has seen enough: the run goes on
             hush()
+        except (OSError, ValueError):  # a terminal that is gone, a full disk, a closed file
+            pass
 
 
 def _encodable(line: str, encoding: str | None) -> str:

@@ -97,6 +97,10 @@ class Inbox:
             while (message_id := _next(todo)) is not None:
                 self._fetching.discard(message_id)
 
+    def holds(self, message_id: str) -> bool:
+        """Is the reply to this message being fetched?"""
+        return message_id in self._fetching
+
     def _fetch(self, grid: Grid, todo: deque[str]) -> Iterator[Message]:
         """Have a thread go through them, until it is done or one takes too long."""
         stop = threading.Event()

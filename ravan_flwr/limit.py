@@ -20,6 +20,9 @@ the replies. They are saved with every checkpoint, so that a round that is run a
 that it had. While fewer than half of the clients lie, the median is that of honest changes. A
 number in place of `auto` limits the norm of the change over all tensors, and nothing else.
 
+Where the next state is no mean of the uploads (FlexLoRA's is of products), a reply is refused as
+well if it alone would make more of the state than what may leave the server.
+
 Replies within the limit may still be false: that is for `robust` (robust.py). What leaves the
 server is checked as well: a next state that is not finite, or that has grown by more than all of
 this allows, is never sent; the round is closed without effect.
@@ -147,16 +150,20 @@ class ChangeLimit:
     def check_state(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
         """Raise ValueError if a next state is one that the accepted replies cannot have made."""
         for name, tensor in new.items():
-            norms = [math.sqrt(sum_of_squares(one, name)) for one in (tensor, old[name])]
-            grown = norms[0] - norms[1]
+            norm = math.sqrt(sum_of_squares(tensor, name))
             if old[name].shape != tensor.shape or not tensor.is_floating_point():
                 continue  # a sum of products that has become longer
-            most = self._most_growth(old[name])
-            if grown > most:
-                raise ValueError(
-                    f"the norm of {name} would grow by {grown:.4g} in this round, expected at most "
-                    f"{most:.4g}"
-                )
+            self.check_growth(name, old[name], norm)
+
+    def check_growth(self, name: str, old: Tensor, norm: float) -> None:
+        """Raise ValueError if a tensor of the state may not have that norm next."""
+        grown = norm - math.sqrt(sum_of_squares(old, name))
+        most = self._most_growth(old)
+        if grown > most:
+            raise ValueError(
+                f"the norm of {name} would grow by {grown:.4g} in this round, expected at most "
+                f"{most:.4g}"
+            )
 
     def _most_growth(self, old: Tensor) -> float:
         if self.norm is not None:

@@ -15,6 +15,8 @@ from ravan_flwr.ledger import Ledger
 from ravan_flwr.payload import FIXED, hash_of, num_bytes
 from ravan_flwr.roster import Member, Node
 
+MOST_LATE = 4  # replies of one node that are looked for after their round has closed
+
 
 class Mailbox:
     """Messages out, replies in, and who has the method's fixed tensors."""
@@ -31,6 +33,7 @@ class Mailbox:
         self._inbox = Inbox()
         self._patience = Patience(0, 0)
         self._nodes: Mapping[int, Node] = {}
+        self._kind = ""  # of the messages that replies are waited for
         self._keeps_spare = True
 
     def keep_fixed(self, fixed: ArrayRecord) -> None:
@@ -62,6 +65,8 @@ class Mailbox:
         Whoever is silent until then is asked less often from now on.
         """
         self._sent, self._nodes = {}, nodes
+        kinds = [message.metadata.message_type.partition(".")[0] for message in messages]
+        self._kind = kinds[0] if kinds else ""
         self._keeps_spare = not in_process(grid)  # there a client runs only if it is asked for
         members = {node.node_id: node.member for node in nodes.values() if node.member}
         sizes = [sum(map(num_bytes, m.content.array_records.values())) for m in messages]
@@ -90,12 +95,20 @@ class Mailbox:
             if self._patience.satisfied:
                 ledger.spare.append(member.partition_id)
                 if self._keeps_spare:
-                    self._late[message_id] = (member, "")
+                    self._wait_on(message_id, member, "")
                 continue
             self.reject(member, f"no reply within {seconds} s", ledger)
-            self._nodes[member.node_id].was_silent(ledger.number)
+            self._nodes[member.node_id].was_silent(self._kind, ledger.number)
             what = f"round {ledger.number}, which closed after {seconds} s"
-            self._late[message_id] = (member, what)
+            self._wait_on(message_id, member, what)
+
+    def _wait_on(self, message_id: str, member: Member, what: str) -> None:
+        """Take its reply in with a round that follows; of one node few, since each is asked for
+        whenever replies are."""
+        of_node = [k for k, (one, _) in self._late.items() if one.node_id == member.node_id]
+        for key in of_node[: len(of_node) - MOST_LATE + 1]:
+            del self._late[key]
+        self._late[message_id] = (member, what)
 
     def sender(self, reply: Message, ledger: Ledger) -> tuple[Member, int]:
         """Who replied, and the bytes of the message; both ways are counted."""
@@ -107,7 +120,7 @@ class Mailbox:
         """A node that answered a message has the fixed tensors from now on."""
         self._patience.use()
         if member.node_id in self._nodes:
-            self._nodes[member.node_id].answered()
+            self._nodes[member.node_id].answered(self._kind)
         if self.fixed is not None:
             self._holders.add(member.node_id)
 

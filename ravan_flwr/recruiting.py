@@ -9,7 +9,7 @@ one is away or asked again. Nodes with data of their own have no say in how the 
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from logging import getLogger
 from statistics import median_low
@@ -36,7 +36,8 @@ class Recruiter:
 
     Every member has this server's code, `backbone` and `derived` fingerprints. `meant` is
     how many clients the preset means, `parts` in how many a run that goes on shared its data, and
-    `max_share` the largest budget that the operator grants.
+    `max_share` the largest budget that the operator grants. A run does not begin with fewer than
+    `least` while others may still come.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class Recruiter:
         derived: list[float],
         parts: int | None = None,
         max_share: float = 1.0,
+        least: int = 1,
     ) -> None:
-        self.meant, self.max_share = meant, max_share
+        self.meant, self.max_share, self.least = meant, max_share, least
         self.code, self.backbone, self.derived = code_fingerprint(), backbone, derived
         self.nodes: dict[int, Node] = {}
         self._holders: dict[int, int] = {}  # partition id -> the node that had it first
@@ -66,8 +68,17 @@ class Recruiter:
         """Why each of the others cannot."""
         return {node.node_id: node.refused for node in self.nodes.values() if node.refused}
 
-    def recruit(self, grid: Grid, *, wait: bool = False) -> None:
-        """Ask nodes that are new, take the answers that came; at the start, wait for both."""
+    def recruit(
+        self,
+        grid: Grid,
+        *,
+        wait: bool = False,
+        dealt_out: Callable[[int], Sequence[int] | None] | None = None,
+    ) -> None:
+        """Ask nodes that are new, take the answers that came; at the start, wait for both.
+
+        `dealt_out` knows how many examples each has when so many share the data.
+        """
         patience = time.monotonic() + (NODES_TIMEOUT if wait else 0.0)
         pause = 0.05
         while True:
@@ -76,13 +87,14 @@ class Recruiter:
                 patience, pause = time.monotonic() + ROSTER_TIMEOUT, 0.05
             # Whoever dies whenever it is asked, and comes back, is not waited for again.
             waiting = wait and any(n.question and n.times == 1 for n in self.nodes.values())
-            all_here = len(self.members) + len(self.refused) >= self.partitions
-            if not waiting and (all_here or time.monotonic() >= patience):
+            if not waiting and (self._all_here or time.monotonic() >= patience):
                 break
             time.sleep(pause)
             pause = min(1.2 * pause, 0.5)
         self._agree()
-        self._refuse_doubles()
+        if dealt_out is not None:
+            self._check_examples(dealt_out)
+        self._refuse_doubles()  # at last: who is refused has no part of the data
         if not self.members:
             raise RuntimeError(
                 f"no node to train on: {listed(self.refused.values()) or 'none is connected'}. "
@@ -92,6 +104,14 @@ class Recruiter:
             self._introduce()
             if not in_process(grid):
                 self._advise()
+
+    @property
+    def _all_here(self) -> bool:
+        """Is nobody missing? A run that goes on needs as many as before, whatever one says."""
+        members, meant = self.members, self.partitions
+        if self._parts is None and any(not member.own_data for member in members.values()):
+            meant = self._parts_before or meant
+        return len(members) >= self.least and len(members) + len(self.refused) >= meant
 
     @property
     def partitions(self) -> int:
@@ -138,12 +158,18 @@ class Recruiter:
                 node.since, node.refused, node.question = None, "", ""
         for node_id in visits:
             self.nodes.setdefault(node_id, Node(node_id))
-        new = [node_id for node_id in visits if self.nodes[node_id].since is None]
+        # An answer that never comes whole keeps a thread: of one node there is one at a time.
+        new = [
+            node_id
+            for node_id in visits
+            if self.nodes[node_id].since is None and not self._inbox.holds(self.nodes[node_id].last)
+        ]
         messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in new]
         until = time.monotonic() + QUERY_TIMEOUT
         for message in push(grid, messages) if messages else ():
             node = self.nodes[message.metadata.dst_node_id]
-            node.question, node.until = message.metadata.message_id, until
+            node.question = node.last = message.metadata.message_id
+            node.until = until
             node.since = visits[node.node_id]
             node.times += 1
 
@@ -214,12 +240,16 @@ class Recruiter:
         node.member, node.refused = None, reason
         log.warning("refused node %d: %s", node.node_id, reason)
 
-    def check_examples(self, dealt_out: Sequence[int]) -> None:
-        """Refuse who says to have more of the shared data than its part."""
-        self._checked = {key for key, member in self.members.items() if not member.own_data}
-        for node_id in self._checked:
+    def _check_examples(self, dealt_out: Callable[[int], Sequence[int] | None]) -> None:
+        """Refuse who says to have more of the shared data than its part, if that is known."""
+        sharing = {key for key, member in self.members.items() if not member.own_data}
+        self._checked = set()
+        if not sharing or (sizes := dealt_out(self.partitions)) is None:
+            return
+        self._checked = sharing
+        for node_id in sharing:
             member = self.members[node_id]
-            expected = dealt_out[member.partition_id]
+            expected = sizes[member.partition_id]
             if member.examples != expected:
                 self._refuse(
                     self.nodes[node_id],
@@ -228,13 +258,12 @@ class Recruiter:
                 )
 
     def examples(self, member: Member, most: int | None) -> int:
-        """As how many examples a member's count: where the server does not know it, `most`, or
-        ten times the median."""
+        """As how many examples a member's count: where the server does not know it, at most
+        `most`, or ten times the median of all: who is alone with data of its own is no measure."""
         if member.node_id in self._checked:
             return member.examples
         if most is None:
-            members = self.members.values()
-            said = [other.examples for other in members if other.node_id not in self._checked]
+            said = [other.examples for other in self.members.values()]
             most = MOST_TIMES * median_low(said or [member.examples])
         return min(member.examples, most)
 
@@ -245,9 +274,11 @@ class Recruiter:
         members = [node.member for node in nodes if node.member is not None and not node.question]
         return sorted(members, key=lambda member: member.partition_id)
 
-    def rested(self, members: Sequence[Member], round_number: int, least: int) -> list[Member]:
+    def rested(
+        self, members: Sequence[Member], kind: str, round_number: int, least: int
+    ) -> list[Member]:
         """Those that are to be asked in this round: all, where the others would be too few."""
-        awake = [m for m in members if self.nodes[m.node_id].rests <= round_number]
+        awake = [m for m in members if not self.nodes[m.node_id].rests(kind, round_number)]
         return awake if len(awake) >= max(1, least) else list(members)
 
 

@@ -6,10 +6,11 @@ partition id, and a round's clients are a function of (seed, round) and the memb
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from flwr.app import MessageType
 
 from ravan_flwr.seeding import generator
 from ravan_flwr.told import plain, shown
@@ -149,23 +150,31 @@ class Node:
     since: str | None = None  # since when it was there as it was asked; None: it is to be asked
     question: str = ""  # the message that its answer is waited for; "" if none is
     until: float = 0.0  # for how long
+    last: str = ""  # the message that it was asked by the last time
     times: int = 0  # how often it was asked
     member: Member | None = None
     refused: str = ""  # why
-    silent: int = 0  # how many messages in a row it left without a reply
-    rests: int = 0  # the first round in which it is asked to train again
+    # By kind of message, since who answers one kind alone would be asked for the other for ever:
+    silent: dict[str, int] = field(default_factory=dict)  # how many in a row had no reply
+    asleep: dict[str, int] = field(default_factory=dict)  # the first round in which it is asked
     faults: int = 0  # how many of its replies in a row were no good
 
     @property
     def doubt(self) -> int:
         """How much there is against it: who has least is read first."""
-        return self.silent + self.faults
+        return sum(self.silent.values()) + self.faults
 
-    def was_silent(self, round_number: int) -> None:
+    def was_silent(self, kind: str, round_number: int) -> None:
         """Ask it less often: after the k-th silence in a row it sits out 2^(k-1) - 1 rounds."""
-        self.silent += 1
-        self.rests = round_number + 2 ** min(self.silent - 1, 6)
+        self.silent[kind] = self.silent.get(kind, 0) + 1
+        self.asleep[kind] = round_number + 2 ** min(self.silent[kind] - 1, 6)
 
-    def answered(self) -> None:
-        """Ask it in every round again."""
-        self.silent = self.rests = self.faults = 0
+    def answered(self, kind: str) -> None:
+        """Ask it for this in every round again."""
+        self.silent.pop(kind, None)
+        self.asleep.pop(kind, None)
+        self.faults = 0
+
+    def rests(self, kind: str, round_number: int) -> bool:
+        """Is it not to be asked? Who does not train is not asked to evaluate, either."""
+        return any(self.asleep.get(one, 0) > round_number for one in (kind, MessageType.TRAIN))

@@ -31,7 +31,7 @@ from ravan_flwr.robust import FEWEST
 from ravan_flwr.roster import Member, sample
 from ravan_flwr.seeding import generator
 from ravan_flwr.server_optimizer import ServerOptimizer
-from ravan_flwr.wire import encode, wire_of_round
+from ravan_flwr.wire import check_room, encode, wire_of_round
 
 log = getLogger(__name__)
 
@@ -87,8 +87,9 @@ class PeftStrategy(Strategy):
         self.derived = derived
         self.recorder, self.first_round = recorder, first_round
         self.roster = Recruiter(
-            config.num_clients, backbone, seed_fingerprint, partitions, config.max_share
-        )
+            config.num_clients, backbone, seed_fingerprint, partitions, config.max_share,
+            config.min_replies,
+        )  # fmt: skip
         self.mail = Mailbox(None if fixed is None else to_record(fixed))
         self._partitions, self._measured = partitions, measured
         self._state: Tensors = {}
@@ -167,25 +168,20 @@ class PeftStrategy(Strategy):
 
     def _recruit(self, grid: Grid, *, wait: bool = False) -> None:
         """Let the roster fill; what nodes say of their examples is checked where it counts."""
-        self.roster.recruit(grid, wait=wait)
         counts = self.config.weighting == "examples" or self.config.evaluate_on == "clients"
-        if not counts or self._dealt_out is None:
-            return
-        if any(not member.own_data for member in self.roster.members.values()):
-            if self._sizes is None or len(self._sizes) != self.roster.partitions:
-                self._sizes = self._deal_out(self._dealt_out)
-            if self._sizes is None:
-                return
-            self.roster.check_examples(self._sizes)
+        self.roster.recruit(grid, wait=wait, dealt_out=self._deal_out if counts else None)
 
-    def _deal_out(self, dealt_out: Callable[[int], Sequence[int]]) -> Sequence[int] | None:
+    def _deal_out(self, parts: int) -> Sequence[int] | None:
         """What each client has; None where the server has not what clients share."""
+        if self._dealt_out is None:
+            return None
         try:
-            return dealt_out(self.roster.partitions)
+            if self._sizes is None or len(self._sizes) != parts:
+                self._sizes = self._dealt_out(parts)
         except (ValueError, OSError, RuntimeError) as error:
             log.warning("what nodes say of their numbers of examples is not checked: %s", error)
-            self._dealt_out = None
-            return None
+            self._dealt_out = self._sizes = None
+        return self._sizes
 
     @property
     def _memory(self) -> Tensors:
@@ -292,7 +288,8 @@ class PeftStrategy(Strategy):
         """The clients of a round, and those that are asked in case some are silent."""
         config = self.config
         able = self._able(grid)
-        members = self.roster.rested(able, server_round, config.min_replies)
+        kind = MessageType.TRAIN
+        members = self.roster.rested(able, kind, server_round, config.min_replies)
         self._ledger.resting = [m.partition_id for m in able if m not in members]
         number = min(config.clients_per_round, len(members))
         spare = min(math.ceil(number * (config.over_sample - 1) - 1e-9), len(members) - number)
@@ -333,6 +330,8 @@ class PeftStrategy(Strategy):
             )  # fmt: skip
         try:
             mean = aggregate.close()
+            state, moments = self._optimizer.step(self._state, mean, self._moments)
+            check_room(state, self.config.wire)  # else it could never be sent
         except ValueError as error:
             self._refused = {"refused": str(error)}
             log.warning(
@@ -340,7 +339,7 @@ class PeftStrategy(Strategy):
                 number, error,
             )  # fmt: skip
         else:
-            self._state, self._moments = self._optimizer.step(self._state, mean, self._moments)
+            self._state, self._moments = state, moments
 
     def _valid(
         self, server_round: int, replies: Iterable[Message]
@@ -384,8 +383,9 @@ class PeftStrategy(Strategy):
         """A message for every client."""
         arrays = self._coded(from_record(arrays), server_round)
         members = self.roster.present(grid)
-        for member in self.roster.rested(members, server_round, self.config.min_replies):
-            yield self.mail.message(member, MessageType.EVALUATE, server_round, arrays, config)
+        kind = MessageType.EVALUATE
+        for member in self.roster.rested(members, kind, server_round, self.config.min_replies):
+            yield self.mail.message(member, kind, server_round, arrays, config)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]

@@ -36,14 +36,26 @@ def encode(tensors: Mapping[str, Tensor], wire: str, random: torch.Generator) ->
         elif wire == "int8":
             coded[name], coded[name + _SCALES] = _to_steps(tensor, random)
         else:
-            coded[name] = tensor.to(_HALVES[wire])
-            if (coded[name].isinf() & tensor.isfinite()).any():
-                raise ValueError(
-                    f"wire = {wire!r}: {name} has numbers up to {float(tensor.abs().max()):.3g}, "
-                    f"expected at most {torch.finfo(_HALVES[wire]).max:.6g}; use wire=bfloat16, or "
-                    "lower learning-rate"
-                )
+            coded[name] = _to_half(name, tensor, wire)
     return coded
+
+
+def check_room(tensors: Mapping[str, Tensor], wire: str) -> None:
+    """Raise ValueError for a number that the wire has no room for."""
+    for name, tensor in tensors.items():
+        if wire in _HALVES and tensor.dtype == torch.float32:
+            _to_half(name, tensor, wire)
+
+
+def _to_half(name: str, tensor: Tensor, wire: str) -> Tensor:
+    half = tensor.to(_HALVES[wire])
+    if (half.isinf() & tensor.isfinite()).any():
+        raise ValueError(
+            f"wire = {wire!r}: {name} has numbers up to {float(tensor.abs().max()):.3g}, "
+            f"expected at most {torch.finfo(_HALVES[wire]).max:.6g}; use wire=bfloat16, or "
+            "lower learning-rate"
+        )
+    return half
 
 
 def decode(tensors: Mapping[str, Tensor], wire: str, most: int | None = None) -> Tensors:

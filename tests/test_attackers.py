@@ -1,6 +1,7 @@
 """One hostile node of four: its reply is lost, and nothing else."""
 
 import json
+import math
 import os
 import random
 import re
@@ -17,9 +18,11 @@ from flwr.supercore.task_identity import TaskIdentity
 from ravan_flwr import exchange
 from ravan_flwr.envelope import ALWAYS_ROOM, MOST_TIMES, check_objects, guard, take, weight_of
 from ravan_flwr.exchange import Inbox, Patience, pull_replies
-from ravan_flwr.payload import STYPE, to_record
+from ravan_flwr.limit import ChangeLimit, changes_of
+from ravan_flwr.payload import STYPE, from_record, to_record
 from ravan_flwr.replies import read_trained
 from ravan_flwr.told import plain, shown
+from ravan_flwr.wire import decode, encode
 from tests.attackers import ATTACKERS, Attacker, Doubled, Uploads, mutated, objects_of, with_body
 from tests.test_strategy import DERIVED, Nodes, impatient, member, run
 
@@ -89,6 +92,69 @@ def test_who_answers_the_question_badly_is_refused_and_the_others_are_not_lost()
     )
     assert strategy.roster.members.keys() == {11, 13, 14}
     assert "cannot be read: KeyError" in strategy.roster.refused[12]
+
+
+class Pointed(Attacker):
+    """All of the change that it may make in one number of each factor: the product is large."""
+
+    told = "the norm of B would grow by"
+
+    def __init__(self, limit):
+        self.limit = limit
+
+    def reply(self, honest, message):
+        upload = from_record(message.content["arrays"])
+        for name in ("B", "A"):
+            change = torch.zeros_like(upload[name])
+            change[0] = self.limit(upload[name]) * math.sqrt(change.numel())
+            upload[name] += change
+        honest.content["arrays"] = to_record(upload)
+        return honest
+
+
+def test_one_product_within_the_limits_of_its_factors_does_not_undo_every_round():
+    rate, steps = 1.0, 100  # so that nothing else of these nodes is refused
+    limit = ChangeLimit(None, rate * steps)
+
+    def most(sent):
+        return 0.999 * limit._most("B", changes_of({"B": sent}, {"B": sent})["B"])[0]
+
+    attacker = Pointed(most)
+    notes, _, _ = run(
+        Attacked(attacker, method="flexlora"), rounds=3, clients_per_round=4,
+        max_update_norm="auto", learning_rate=rate, local_steps=steps, evaluate_fn=lambda *_: None,
+    )  # fmt: skip
+    for record in notes.records:
+        assert "refused" not in record
+        assert [c["partition-id"] for c in record["clients"]] == [0, 1, 3]
+        assert re.search(attacker.told, record["rejected"][0]["reason"])
+
+
+def test_a_state_that_the_wire_has_no_room_for_is_not_taken(monkeypatch):
+    """Every factor fits into 16 bits, and the product does not: it could never be sent again."""
+
+    def halved(record):
+        return decode(from_record(record), "float16")
+
+    class Halved(Attacked):
+        def reply(self, message, upload, number):
+            return super().reply(message, encode(upload, "float16", torch.Generator()), number)
+
+    class Large(Attacker):
+        def reply(self, honest, message):
+            upload = from_record(honest.content["arrays"])
+            for name in ("B", "A"):
+                upload[name][0] = 1000.0
+            honest.content["arrays"] = to_record(upload)
+            return honest
+
+    monkeypatch.setattr("tests.test_strategy.from_record", halved)
+    notes, _, _ = run(
+        Halved(Large(), method="flexlora"), rounds=2, clients_per_round=4, wire="float16",
+        evaluate_fn=lambda *_: None,
+    )  # fmt: skip
+    assert [len(record["clients"]) for record in notes.records] == [4, 4]
+    assert all("B has numbers up to" in record["refused"] for record in notes.records)
 
 
 # Envelopes: what Flower's own grid makes of what a node uploaded.

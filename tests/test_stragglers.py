@@ -1,8 +1,10 @@
 """Silent and slow nodes: how long a round waits, whom it asks, and what it knows of their data."""
 
+import itertools
 import math
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -12,8 +14,10 @@ import torch
 from flwr.proto.node_pb2 import NodeInfo
 from torch.overrides import TorchFunctionMode
 
+from ravan_flwr import exchange, recruiting
 from ravan_flwr.exchange import Patience
 from ravan_flwr.ledger import mean_of
+from ravan_flwr.mailbox import MOST_LATE
 from ravan_flwr.roster import MOST_PARTITIONS, Node, read_member, sample
 from ravan_flwr.strategy import PeftStrategy
 from ravan_flwr.wire import decode, encode
@@ -97,10 +101,48 @@ def test_who_is_silent_again_and_again_is_asked_less_often():
 def test_who_answers_again_is_asked_in_every_round():
     node = Node(1)
     for number in (1, 2):
-        node.was_silent(number)
-    assert node.rests == 4
-    node.answered()
-    assert (node.silent, node.rests) == (0, 0)
+        node.was_silent("train", number)
+    assert [number for number in range(6) if not node.rests("train", number)] == [4, 5]
+    assert node.rests("evaluate", 3)
+    node.answered("train")
+    assert node.doubt == 0
+    assert not node.rests("train", 1)
+
+
+class Mute(Nodes):
+    """Partition 1 leaves messages of one kind without a reply, and answers all others."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def pull_messages(self, message_ids):
+        message = self._waiting.get(next(iter(message_ids)))
+        if message is None or message.metadata.message_type != self.kind:
+            return super().pull_messages(message_ids)
+        node = self.members[message.metadata.dst_node_id]
+        return [] if node.partition_id == 1 else super().pull_messages(message_ids)
+
+
+@pytest.mark.parametrize(("kind", "sampled"), [("evaluate", 4), ("train", 2)])
+def test_who_answers_one_kind_of_message_alone_is_asked_less_often_for_the_other(kind, sampled):
+    notes, _, _ = run(
+        Mute(kind), rounds=12, timeout=0.2, clients_per_round=sampled, evaluate_on="clients",
+        validation_share=0.5,
+    )  # fmt: skip
+    asked = [r["round"] for r in notes.records if r["rejected"]]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
+    assert len(asked) >= 3
+    assert all(gap >= 2**k for k, gap in enumerate(gaps))
+
+
+def test_of_one_silent_node_few_late_replies_are_looked_for():
+    """It is spare in every round, and never rests for it."""
+    _, strategy, _ = run(
+        Apart(1), rounds=12, timeout=5.0, clients_per_round=2, over_sample=2.0, straggler_grace=0.2,
+        evaluate_fn=lambda *_: None,
+    )  # fmt: skip
+    assert 1 <= len(strategy.mail._late) <= MOST_LATE
 
 
 def test_all_are_asked_where_the_others_are_too_few():
@@ -220,6 +262,62 @@ def test_a_liar_that_is_gone_does_not_block_a_resume():
     assert notes.records[0]["partitions"] == 3
 
 
+class Joins(Comes):
+    """Node 11 is there alone for the first two looks, and says that it is all there is."""
+
+    looks = 0
+
+    def get_node_ids(self):
+        self.looks += 1
+        return [11] if self.looks <= 2 else super().get_node_ids()
+
+
+@pytest.mark.parametrize(("before", "least"), [(4, 1), (None, 3)])
+def test_a_liar_that_is_there_first_does_not_decide_alone(before, least, monkeypatch):
+    monkeypatch.setattr(recruiting, "NODES_TIMEOUT", 2.0)
+    nodes = Joins()
+    nodes.members[11] = member(11, 0, num_partitions=1)
+    roster = recruiting.Recruiter(4, "b", DERIVED, before, least=least)
+    roster.recruit(nodes, wait=True)
+    assert roster.partitions == 4
+    assert roster.members.keys() == {12, 13, 14}
+
+
+def test_who_is_refused_for_its_examples_has_nobodys_part():
+    nodes = Nodes()
+    nodes.members[11] = member(11, 0, examples=2**40)  # asked first, with node 14's part
+    strategy = strategy_of(nodes, lambda number: [10] * number, weighting="examples")
+    strategy._recruit(nodes, wait=True)
+    assert strategy.roster.members.keys() == {12, 13, 14}
+    assert "expected 10" in strategy.roster.refused[11]
+
+
+def test_who_comes_and_goes_with_an_answer_that_never_comes_keeps_one_thread(monkeypatch):
+    monkeypatch.setattr(exchange, "STUCK", 0.1)
+    over, threads = threading.Event(), []
+
+    class Held(Comes):
+        in_process = False
+
+        def pull_messages(self, message_ids):
+            message = self._waiting.get(next(iter(message_ids)))
+            if message is not None and message.metadata.dst_node_id == 12:
+                over.wait(30)  # as for objects that were told of and are never uploaded
+                return []
+            return super().pull_messages(message_ids)
+
+    nodes = Held()
+    late = nodes.members.pop(12)
+
+    def evaluate(number, _):
+        nodes.members[12], nodes.since = late, {12: str(number)}
+        threads.append(threading.active_count())
+
+    run(nodes, rounds=8, clients_per_round=3, evaluate_fn=evaluate)
+    over.set()
+    assert max(threads) - threads[0] <= 2
+
+
 # How many examples.
 
 
@@ -269,6 +367,17 @@ def test_own_examples_count_as_many_as_the_others_have_or_as_the_operator_says()
     capped = strategy_of(nodes, weighting="examples", max_examples=7)
     capped._recruit(nodes, wait=True)
     assert {capped._weight(m) for m in capped.roster.members.values()} == {7.0}
+
+
+@pytest.mark.parametrize("setting", [{"weighting": "examples"}, {"evaluate_on": "clients"}])
+def test_who_alone_has_data_of_its_own_is_no_measure_of_itself(setting):
+    nodes = Nodes()
+    nodes.members[12] = member(12, 2, own_data=True, examples=2**48)
+    given = {"validation_share": 0.5, **setting}
+    strategy = strategy_of(nodes, lambda number: [10] * number, **given)
+    strategy._recruit(nodes, wait=True)
+    counted = {m.partition_id: strategy._examples(m) for m in strategy.roster.members.values()}
+    assert counted == {0: 10, 1: 10, 2: 100, 3: 10}
 
 
 def test_no_claim_is_beyond_all_bounds():
@@ -345,6 +454,14 @@ for number in range(2000):
     logging.getLogger("ravan_flwr").info("größer \\u2264 %d", number)
 open("{done}", "w").close()
 """
+
+
+def test_a_console_that_is_gone_ends_nothing(tmp_path):
+    code = TALKS.replace("show()\nfor", "show()\nimport sys\nsys.stdout.close()\nfor")
+    code = code.format(done=tmp_path / "done")
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert told.returncode == 0, told.stderr
+    assert (tmp_path / "done").exists()
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])

@@ -50,6 +50,12 @@ class ProductSum:
         return fix_signs(Q @ U, values, Vh @ P.mT)
 
 
+def product_norm(B: Tensor, A: Tensor) -> float:
+    """|B A|_F from two (r, r) matrices: |B A|^2 = sum((B^T B) * (A A^T))."""
+    B, A = B.double(), A.double()
+    return float(((B.mT @ B) * (A @ A.mT)).sum().clamp(min=0).sqrt())
+
+
 def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """U, the singular values in falling order, V^T; each column of U has its sign fixed."""
     return fix_signs(*torch.linalg.svd(matrix, full_matrices=False))

@@ -205,6 +205,13 @@ class Method(ABC):
         """Running sums that start empty."""
         return Means(state)
 
+    def norms_alone(self, upload: Mapping[str, Tensor]) -> dict[str, float]:  # noqa: ARG002
+        """The norms that the next state would have, were a checked upload the only one.
+
+        Only of tensors that are not the uploads' means, whose changes say nothing of it.
+        """
+        return {}
+
     # The client's half. `adapters` are what `install` made.
 
     @abstractmethod

@@ -11,12 +11,13 @@ gets further orthonormal rows from the seed, whose part of B is zero: a row of z
 would never train again.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from ravan_flwr.adapters.lowrank import ProductSum, complete_rows
+from ravan_flwr.adapters.lowrank import ProductSum, complete_rows, product_norm
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.lora import RankedLora
 from ravan_flwr.seeding import generator
@@ -27,6 +28,9 @@ class FlexLora(RankedLora):
 
     def open_round(self, state: Tensors) -> "MeanOfProducts":
         return MeanOfProducts(self, state)
+
+    def norms_alone(self, upload: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"B": math.hypot(*map(product_norm, *self.split(upload)))}  # A has norm 1 rows
 
 
 class MeanOfProducts:

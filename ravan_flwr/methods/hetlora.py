@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ravan_flwr.adapters.lowrank import product_norm
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.lora import RankedLora
 
@@ -56,12 +57,6 @@ class NormWeighted:
             )
         )
         return self.method.pack(Bs, As)
-
-
-def product_norm(B: Tensor, A: Tensor) -> float:
-    """|B A|_F from two (r, r) matrices: |B A|^2 = sum((B^T B) * (A A^T))."""
-    B, A = B.double(), A.double()
-    return float(((B.mT @ B) * (A @ A.mT)).sum().clamp(min=0).sqrt())
 
 
 METHOD = HetLora
