@@ -57,7 +57,8 @@ class Aggregate:
         self.method.check(own, share)
         for name, tensor in self._classifier.items():
             check_form(upload, name, tensor.shape, torch.float32)
-        changes = changes_of(upload, self._start_of(own, share) | self._classifier)
+        start = self._start_of(own, share) | self._classifier
+        changes = changes_of(upload, start, self.limit.wire)
         self.limit.check(changes)
         for name, norm in self.method.norms_alone(own).items():
             self.limit.check_growth(name, self._state[name], norm)

@@ -9,16 +9,17 @@ What the limit is has to be known before a round's replies come: were it made of
 could be refused after it was folded in, or because of the order in which they came. Therefore,
 with L = learning-rate * local-steps,
 
-    at first    REACH * L * (1 + L + root mean square of what was sent)
+    at first    REACH * (L * (1 + L + root mean square of what was sent) + rounding)
     later       FACTOR * median over the last rounds of the median of the accepted changes
 
-The first is what Adam can do at all (the last two terms are RAVAN's, whose s_i H_i moves by s_i
-as well); it holds until ENOUGH replies were accepted, so that no first reply decides what comes
-after. The later limit is never more than the first, and never less than FLOOR of it: a few that
-send back what they were sent cannot shut the others out. Medians do not depend on the order of
-the replies. They are saved with every checkpoint, so that a round that is run again finds those
-that it had. While fewer than half of the clients lie, the median is that of honest changes. A
-number in place of `auto` limits the norm of the change over all tensors, and nothing else.
+The first is what Adam can do at all (the terms in L and in what was sent are RAVAN's, whose
+s_i H_i moves by s_i as well), and what the wire rounds on its way out and back. It holds until
+ENOUGH replies were accepted, so that no first reply decides what comes after. The later limit is
+never more than the first, and never less than FLOOR of it: a few that send back what they were
+sent cannot shut the others out. Medians do not depend on the order of the replies. They are saved
+with every checkpoint, so that a round that is run again finds those that it had. While fewer than
+half of the clients lie, the median is that of honest changes. A number in place of `auto` limits
+the norm of the change over all tensors, and nothing else.
 
 Where the next state is no mean of the uploads (FlexLoRA's is of products), a reply is refused as
 well if it alone would make more of the state than what may leave the server.
@@ -37,6 +38,7 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.methods.base import Tensors, sum_of_squares
+from ravan_flwr.wire import rounding
 
 REACH = 1.5  # honest clients were at most at 0.8; the rest is for rounding on the wire
 FACTOR = 3.0  # honest clients were at most at 1.6 times the median
@@ -55,6 +57,7 @@ class Change:
     squares: float
     squares_before: float
     numbers: int
+    rounding: float = 0.0  # what the wire alone may change, as a root mean square
 
     @property
     def size(self) -> float:
@@ -70,32 +73,38 @@ class Change:
 Changes = dict[str, Change]
 
 
-def changes_of(upload: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Changes:
+def changes_of(
+    upload: Mapping[str, Tensor], start: Mapping[str, Tensor], wire: str = "float32"
+) -> Changes:
     """What an upload changes in the tensors that `start` has; ValueError if it is not finite."""
-    return {name: _change(name, upload[name], tensor) for name, tensor in start.items()}
+    return {name: _change(name, upload[name], tensor, wire) for name, tensor in start.items()}
 
 
-def _change(name: str, tensor: Tensor, start: Tensor) -> Change:
+def _change(name: str, tensor: Tensor, start: Tensor, wire: str) -> Change:
     """Block by block, which stays in the processor: no copy of the tensor is made."""
     squares = before = 0.0
     parts = (flat.detach().reshape(-1).split(_BLOCK) for flat in (tensor, start))
     for new, old in zip(*parts, strict=True):
         squares += sum_of_squares(new - old, name)
         before += sum_of_squares(old, name)
-    return Change(squares, before, tensor.numel())
+    return Change(squares, before, tensor.numel(), rounding(start, wire))
 
 
 class ChangeLimit:
     """The limit of a run, and the medians that it remembers.
 
     `norm` None makes it adaptive; `step` is how far a client's optimiser can move a number in a
-    round, learning rate times steps.
+    round, learning rate times steps; `wire` is how tensors travel.
     """
 
     def __init__(
-        self, norm: float | None, step: float = 0.0, memory: Mapping[str, Tensor] | None = None
+        self,
+        norm: float | None,
+        step: float = 0.0,
+        memory: Mapping[str, Tensor] | None = None,
+        wire: str = "float32",
     ) -> None:
-        self.norm, self.step = norm, step
+        self.norm, self.step, self.wire = norm, step, wire
         # name -> (rounds, 2): the median of the accepted changes, and how many they were
         self._rounds: Tensors = dict(memory or {})
 
@@ -128,7 +137,7 @@ class ChangeLimit:
 
     def _most(self, name: str, change: Change) -> tuple[float, str]:
         """The largest size of a change of that tensor, and whence it comes."""
-        reach = REACH * self._reach(change.before)
+        reach = REACH * (self._reach(change.before) + change.rounding)
         rounds = self._rounds.get(name)
         if rounds is None or float(rounds[:, 1].sum()) < ENOUGH:
             return reach, f"which is what {self.step:g} = learning-rate x local-steps allow"

@@ -95,7 +95,8 @@ class PeftStrategy(Strategy):
         self._state: Tensors = {}
         self._moments = _named(memory or {}, MOMENTS)
         step = config.learning_rate * config.local_steps
-        self._limit = ChangeLimit(config.max_update_norm, step, _named(memory or {}, CHANGES))
+        usual = _named(memory or {}, CHANGES)
+        self._limit = ChangeLimit(config.max_update_norm, step, usual, config.wire)
         self._refused: dict[str, str] = {}  # why a round had no effect
         self._optimizer = ServerOptimizer(
             config.server_optimizer, config.server_learning_rate, config.server_momentum

@@ -86,6 +86,19 @@ def decode(tensors: Mapping[str, Tensor], wire: str, most: int | None = None) ->
     return plain
 
 
+def rounding(tensor: Tensor, wire: str) -> float:
+    """Bound the root mean square by which a tensor differs after travelling out and back."""
+    if wire == "float32" or not tensor.numel():
+        return 0.0
+    if wire == "int8":  # at most a step each way
+        steps = _in_rows(tensor.detach()).abs().amax(1) / _STEPS
+        return 2 * float(steps.square().mean().sqrt())
+    # At most half of the distance to the next number each way, which is one for the smallest.
+    half = torch.finfo(_HALVES[wire])
+    size = float(tensor.detach().square().mean().sqrt())
+    return float(half.eps * (size + half.smallest_normal))
+
+
 def num_bytes(shapes: Iterable[Sequence[int]], wire: str) -> int:
     """What float32 tensors of these shapes weigh on the wire."""
     width = {"float32": 4, "int8": 1}.get(wire, 2)

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from ravan_flwr import simulate
 from ravan_flwr.aggregation import Aggregate, open_calibration
-from ravan_flwr.keys import Scalar
+from ravan_flwr.keys import KEYS, Scalar
 from ravan_flwr.limit import ENOUGH, FACTOR, FLOOR, REACH, Change, ChangeLimit, changes_of
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.methods.means import MeansBySize
 from ravan_flwr.payload import from_record, to_record
 from ravan_flwr.simulation import InProcessGrid
+from ravan_flwr.wire import decode, encode
 from tests.methods import build, some_state, train_client
 
 SMALL: dict[str, Scalar] = {
@@ -61,6 +62,23 @@ def test_the_size_of_a_change_is_that_of_a_slow_loop(numbers):
     assert change.size == pytest.approx(math.sqrt(statistics.mean(squares)), rel=1e-4, abs=1e-6)
     before = math.sqrt(statistics.mean(b * b for b in old.tolist()))
     assert change.before == pytest.approx(before)
+
+
+@pytest.mark.parametrize("wire", KEYS["wire"].choices)
+@given(st.integers(0, 99), st.floats(1e-3, 1e2), st.sampled_from([(3, 5, 7), (2500,), (1,)]))
+def test_what_the_wire_rounds_is_within_the_limit_and_hardly_more_is(wire, seed, scale, shape):
+    """A client that trains nothing, with tensors that have far larger numbers among others."""
+    random = torch.Generator().manual_seed(seed)
+    state = {"x": scale * torch.randn(shape, generator=random).pow(3)}
+    back = state
+    for _ in range(2):
+        back = decode(encode(back, wire, random), wire)
+    limit = ChangeLimit(None, 0.0, wire=wire)
+    changes = changes_of(back, state, wire)
+    limit.check(changes)
+    most = limit._most("x", changes["x"])[0]
+    assert most <= 0.1 * float(state["x"].abs().max()) + 1e-6  # 16 bits have a smallest number
+    assert (most == 0) == (wire == "float32")
 
 
 def test_before_there_is_a_history_the_optimiser_is_the_limit():
