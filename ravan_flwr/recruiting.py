@@ -111,7 +111,7 @@ class Recruiter:
         members, meant = self.members, self.partitions
         if self._parts is None and any(not member.own_data for member in members.values()):
             meant = self._parts_before or meant
-        return len(members) >= self.least and len(members) + len(self.refused) >= meant
+        return len(members) + len(self.refused) >= max(meant, self.least)
 
     @property
     def partitions(self) -> int:
