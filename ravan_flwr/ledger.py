@@ -27,6 +27,7 @@ class Ledger:
     left_out: list[int] = field(default_factory=list)  # partitions that cannot afford to train
     resting: list[int] = field(default_factory=list)  # that were silent, and are asked less often
     spare: list[int] = field(default_factory=list)  # whose replies were not needed any more
+    refused: str = ""  # why the round has no effect, if it has none
     bytes_up: int = 0  # of all replies, also those that were rejected, and of evaluations
     bytes_down: int = 0  # of all messages
     started: float = field(default_factory=time.perf_counter)
@@ -95,7 +96,7 @@ class Ledger:
             "bytes-down": self.bytes_down,
             "seconds": round(time.perf_counter() - self.started, 4),
             "phases": {phase: round(seconds, 4) for phase, seconds in self.phases.items()},
-        }
+        } | ({"refused": self.refused} if self.refused else {})
 
     def why_too_few_came(self, least: int) -> str:
         """For people, when fewer replies were used than a round needs."""

@@ -166,18 +166,17 @@ class ChangeLimit:
 
     def check_growth(self, name: str, old: Tensor, norm: float) -> None:
         """Raise ValueError if a tensor of the state may not have that norm next."""
-        grown = norm - math.sqrt(sum_of_squares(old, name))
-        most = self._most_growth(old)
+        before = math.sqrt(sum_of_squares(old, name))
+        grown, most = norm - before, self._most_growth(before, old.numel())
         if grown > most:
             raise ValueError(
                 f"the norm of {name} would grow by {grown:.4g} in this round, expected at most "
                 f"{most:.4g}"
             )
 
-    def _most_growth(self, old: Tensor) -> float:
+    def _most_growth(self, before: float, numbers: int) -> float:
+        """By how much the norm of a tensor may grow in a round, from what it was before."""
         if self.norm is not None:
-            norm = math.sqrt(sum_of_squares(old, "state"))
-            return self.norm * (1 + self.norm + norm)  # a product of two factors that changed
-        root = math.sqrt(max(1, old.numel()))
-        before = math.sqrt(sum_of_squares(old, "state")) / root
-        return GROWTH * root * self._reach(before)
+            return self.norm * (1 + self.norm + before)  # a product of two factors that changed
+        root = math.sqrt(max(1, numbers))
+        return GROWTH * root * self._reach(before / root)

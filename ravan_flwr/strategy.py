@@ -97,7 +97,6 @@ class PeftStrategy(Strategy):
         step = config.learning_rate * config.local_steps
         usual = _named(memory or {}, CHANGES)
         self._limit = ChangeLimit(config.max_update_norm, step, usual, config.wire)
-        self._refused: dict[str, str] = {}  # why a round had no effect
         self._optimizer = ServerOptimizer(
             config.server_optimizer, config.server_learning_rate, config.server_momentum
         )
@@ -162,8 +161,7 @@ class PeftStrategy(Strategy):
                         metrics = self.aggregate_evaluate(number, answers)
             if metrics is not None:
                 result.evaluate_metrics_serverapp[number] = metrics
-            record = self._ledger.record(metrics or {}) | self._refused
-            self.recorder.round_done(record, self._state, self._memory)
+            self.recorder.round_done(self._ledger.record(metrics or {}), self._state, self._memory)
             self._recruit(grid)
         return result
 
@@ -323,7 +321,7 @@ class PeftStrategy(Strategy):
 
     def _close(self, aggregate: Aggregate) -> None:
         """Take the next state; one that cannot be is refused, and the state stays as it was."""
-        number, self._refused = self._ledger.number, {}
+        number = self._ledger.number
         if self.config.robust != "none" and aggregate.count < FEWEST:
             log.warning(
                 "round %d: %d replies came, and robust = %r changes nothing with fewer than %d",
@@ -334,7 +332,7 @@ class PeftStrategy(Strategy):
             state, moments = self._optimizer.step(self._state, mean, self._moments)
             check_room(state, self.config.wire)  # else it could never be sent
         except ValueError as error:
-            self._refused = {"refused": str(error)}
+            self._ledger.refused = str(error)
             log.warning(
                 "round %d has no effect, the state stays as it was: %s; see who took part in it",
                 number, error,

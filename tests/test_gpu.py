@@ -19,7 +19,7 @@ from ravan_flwr.sharing import share_gpus
 from ravan_flwr.training import LocalSteps, train_locally
 from ravan_flwr.workbench import Workbench, get_workbench
 from tests.test_flower import ROOT
-from tests.tiny import save_data, save_model
+from tests.tiny import small_decoder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,14 +40,7 @@ def nothing_left():
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """A small decoder and data for it."""
-    folder = tmp_path_factory.mktemp("gpu")
-    save_model("llama", folder / "model", hidden_size=64, intermediate_size=128)
-    save_data("glue-llama", folder / "data", "rte")
-    return {
-        "preset": "glue-llama", "glue-task": "rte", "model": str(folder / "model"),
-        "data": str(folder / "data"), "lora-rank": 4, "max-length": 16, "batch-size": 8,
-        "learning-rate": 1e-2,
-    }  # fmt: skip
+    return small_decoder(tmp_path_factory.mktemp("gpu"))
 
 
 def run(tmp_path, clients=3, **settings):

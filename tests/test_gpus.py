@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import ray
 import torch
@@ -23,6 +22,7 @@ from ravan_flwr.sharing import MOST_A_GPU, Sharing, share_gpus
 from ravan_flwr.studies import running
 from ravan_flwr.studies.spec import read_study
 from ravan_flwr.workbench import Workbench, get_workbench
+from tests.memory import kept_for_backward
 from tests.test_flower import ROOT
 
 # As `nvidia-smi --query-gpu=index,uuid,name,memory.total,memory.free` prints it, by its manual.
@@ -282,28 +282,7 @@ def test_a_process_takes_the_model_the_context_and_what_it_does(evaluate_on):
 @pytest.mark.parametrize("method", ["ravan", "fedit", "full"])
 def test_sixteen_bits_keep_no_more_than_is_counted(method):
     config = read_config({"method": method, "precision": "bfloat16", "batch-size": 4})
-    bench, kept = Workbench(config), {}
-    model = bench.model
-    with model.holding(model.initial_state()):
-        model.method.choose(model.adapters, 1.0, torch.Generator(), lambda: None)
-        there = {t.untyped_storage().data_ptr() for t in model.network.parameters()}
-        there |= {t.untyped_storage().data_ptr() for t in model.network.buffers()}
-        batch = bench.test_sets["test"].take(np.arange(4))
-
-        def pack(tensor):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in there:
-                kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-            return tensor
-
-        model.network.train()
-        with (
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            torch.autocast("cpu", torch.bfloat16),
-        ):
-            loss = bench.task.loss(model.network, batch)
-        measured = sum(size for size, _ in kept.values())
-        del loss
+    measured, _ = kept_for_backward(Workbench(config), 1.0, 4, torch.bfloat16)
     counted = step_memory(config, 1.0).activations
     assert measured <= counted < 1.6 * measured
 

@@ -3,7 +3,6 @@
 import json
 import re
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,6 +13,7 @@ from ravan_flwr.keys import Scalar
 from ravan_flwr.methods import METHODS
 from ravan_flwr.plan import describe, largest_share, step_memory, suggested_heads
 from ravan_flwr.workbench import Workbench
+from tests.memory import kept_for_backward
 
 
 def config(**settings):
@@ -87,26 +87,7 @@ def test_a_calibration_round_is_planned_for(tmp_path):
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 def test_kept_memory_is_what_autograd_keeps_of_the_real_model(share):
     settings = config(batch_size=16)
-    bench = Workbench(settings)
-    model, kept = bench.model, {}
-    with model.holding(model.initial_state()):
-        model.method.choose(model.adapters, share, torch.Generator(), lambda: None)
-        there = {t.untyped_storage().data_ptr() for t in model.network.parameters()}
-        there |= {t.untyped_storage().data_ptr() for t in model.network.buffers()}
-        batch = bench.test_sets["test"].take(np.arange(16))
-
-        def pack(tensor):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in there:
-                kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-            return tensor
-
-        model.network.train()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = bench.task.loss(model.network, batch)
-        measured = sum(size for size, _ in kept.values())
-        trained = sum(4 * p.numel() for p in model.parameters())
-        del loss
+    measured, trained = kept_for_backward(Workbench(settings), share, 16)
     estimate = step_memory(settings, share)
     assert estimate.trained == 4 * trained
     # Attention's kernel on the CPU keeps less than the one on the meta device.

@@ -13,21 +13,15 @@ from ravan_flwr.export import merged_network
 from ravan_flwr.plan import step_memory
 from ravan_flwr.quantize import BITS, quantizable, quantize, weight_norm
 from ravan_flwr.workbench import Workbench
-from tests.tiny import save_data, save_model
+from tests.tiny import small_decoder
 
 pytest.importorskip("bitsandbytes")
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("quantized")
-    save_model("llama", folder / "model", hidden_size=64, intermediate_size=128)
-    save_data("glue-llama", folder / "data", "rte")
-    return {
-        "preset": "glue-llama", "glue-task": "rte", "model": str(folder / "model"),
-        "data": str(folder / "data"), "lora-rank": 4, "max-length": 16, "num-rounds": 2,
-        "local-steps": 3, "batch-size": 8, "report": "no", "tracking": "none",
-        "learning-rate": 1e-2,
+    return small_decoder(tmp_path_factory.mktemp("quantized")) | {
+        "num-rounds": 2, "local-steps": 3, "report": "no", "tracking": "none",
     }  # fmt: skip
 
 

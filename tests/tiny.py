@@ -229,3 +229,14 @@ def save_data(preset, folder, glue_task="", train=120, test=40):
     card = "" if kind == "json" else "\n".join(lines)  # files of such names need no card
     (folder / "README.md").write_text(card)
     return folder
+
+
+def small_decoder(folder):
+    """A decoder that is large enough for a few bits, its data, and settings for both."""
+    save_model("llama", folder / "model", hidden_size=64, intermediate_size=128)
+    save_data("glue-llama", folder / "data", "rte")
+    return {
+        "preset": "glue-llama", "glue-task": "rte", "model": str(folder / "model"),
+        "data": str(folder / "data"), "lora-rank": 4, "max-length": 16, "batch-size": 8,
+        "learning-rate": 1e-2,
+    }  # fmt: skip

@@ -1,0 +1,31 @@
+"""What a training step of a real model keeps for its backward pass, as autograd saves it."""
+
+import numpy as np
+import torch
+
+
+def kept_for_backward(bench, share, batch_size, dtype=None):
+    """Bytes kept, each storage once, and bytes trained, of a client with that share."""
+    model, kept = bench.model, {}
+    with model.holding(model.initial_state()):
+        model.method.choose(model.adapters, share, torch.Generator(), lambda: None)
+        there = {t.untyped_storage().data_ptr() for t in model.network.parameters()}
+        there |= {t.untyped_storage().data_ptr() for t in model.network.buffers()}
+        batch = bench.test_sets["test"].take(np.arange(batch_size))
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in there:
+                kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+            return tensor
+
+        model.network.train()
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autocast("cpu", dtype, enabled=dtype is not None),
+        ):
+            loss = bench.task.loss(model.network, batch)
+        measured = sum(size for size, _ in kept.values())
+        trained = sum(4 * p.numel() for p in model.parameters())
+        del loss
+    return measured, trained
