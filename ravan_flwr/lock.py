@@ -21,6 +21,7 @@ NAME = "lock"
 @contextmanager
 def locked(folder: Path, asked: str = "resume") -> Iterator[None]:
     """Hold the lock on a run directory; ValueError if another process has it."""
+    descriptor: int | None
     try:
         descriptor = _acquire(folder / NAME)
     except BlockingIOError:
@@ -33,13 +34,13 @@ def locked(folder: Path, asked: str = "resume") -> Iterator[None]:
             "%s cannot be locked (%s): see to it that no other process goes on with this run",
             folder, error,
         )  # fmt: skip
-        yield
-        return
+        descriptor = None
     try:
         yield
     finally:
-        (folder / NAME).unlink(missing_ok=True)  # while it is held: nobody else takes this one
-        os.close(descriptor)
+        if descriptor is not None:
+            (folder / NAME).unlink(missing_ok=True)  # while it is held: nobody else takes this one
+            os.close(descriptor)
 
 
 def _acquire(path: Path) -> int:
