@@ -24,19 +24,19 @@ import torch
 from transformers import AutoConfig
 
 from ravan_flwr.adapters.attach import TARGETS
-from ravan_flwr.config import Config, read_config
-from ravan_flwr.model import (
+from ravan_flwr.adapters.quantize import quantize
+from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.specs import ModelSpec
+from ravan_flwr.tasks.base import Encoded, Task
+from ravan_flwr.training.adapted_model import (
     AdaptedModel,
     Backbone,
     checkpoint_gradients,
     network_class,
     pick_device,
 )
-from ravan_flwr.preset import ModelSpec
-from ravan_flwr.quantize import quantize
-from ravan_flwr.tasks.base import Encoded, Task
-from ravan_flwr.training import PRECISIONS, LocalSteps, train_locally
-from ravan_flwr.workbench import make_method, make_task
+from ravan_flwr.training.local_steps import PRECISIONS, LocalSteps, train_locally
+from ravan_flwr.training.workbench import make_method, make_task
 
 VARIANTS = (
     {"precision": "float32"},

@@ -24,11 +24,11 @@ import torch
 from flwr.app import Message
 from torch import Tensor
 
-from ravan_flwr import simulation
-from ravan_flwr.keys import Scalar
-from ravan_flwr.payload import from_record, to_record
+from ravan_flwr.launch import in_process as simulation
+from ravan_flwr.launch.in_process import InProcessGrid, simulate
+from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.seeding import generator
-from ravan_flwr.simulation import InProcessGrid, simulate
+from ravan_flwr.specs import Scalar
 
 CLIENTS = 10
 SETTINGS: dict[str, Scalar] = {

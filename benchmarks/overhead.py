@@ -22,9 +22,10 @@ from typing import Any
 
 import transformers
 
-from ravan_flwr import server_app, simulate, training
-from ravan_flwr.keys import Scalar
-from ravan_flwr.workbench import Workbench
+from ravan_flwr import server_app, simulate
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training import local_steps as training
+from ravan_flwr.training.workbench import Workbench
 from tests.tiny import save_data
 
 Round = dict[str, float]  # seconds of all of it, of training, of evaluation

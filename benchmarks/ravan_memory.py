@@ -22,11 +22,11 @@ from transformers import ViTConfig, ViTForImageClassification
 from ravan_flwr.adapters import Layer, attach, find_layers, make_bases
 from ravan_flwr.methods.base import Settings
 from ravan_flwr.methods.ravan import Ravan
-from ravan_flwr.plan import ADAM, kept_for_backward
-from ravan_flwr.preset import DataSpec
+from ravan_flwr.methods.selection import score_heads
 from ravan_flwr.seeding import generator
-from ravan_flwr.selection import score_heads
+from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.vision import Vision
+from ravan_flwr.training.plan import ADAM, kept_for_backward
 
 HEADS = 4
 TASK = Vision(DataSpec("none"), 0, lambda: None)

@@ -23,10 +23,10 @@ import transformers
 from datasets import Dataset
 from sklearn.datasets import load_digits
 
-from ravan_flwr.backbones import read_backbone
-from ravan_flwr.config import read_config
-from ravan_flwr.flower import LocalSuperLink
-from ravan_flwr.model import bundled_file
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.launch.superlink import LocalSuperLink
+from ravan_flwr.training.adapted_model import bundled_file
+from ravan_flwr.training.bundled import read_backbone
 from tests.deployment import ROOT, Deployment
 
 PEER, BAR = "Flower's FedAvg", 1.5  # times as many rounds a minute

@@ -28,8 +28,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
 from ravan_flwr.adapters import Layer
-from ravan_flwr.aggregation import Aggregate
-from ravan_flwr.limit import ChangeLimit
+from ravan_flwr.messages.arrays import to_record, view_record
+from ravan_flwr.messages.member import Member, sample
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.methods.fedex_lora import FedExLora
 from ravan_flwr.methods.fedit import FedIT
@@ -37,8 +37,8 @@ from ravan_flwr.methods.flexlora import FlexLora
 from ravan_flwr.methods.hetlora import HetLora
 from ravan_flwr.methods.lora import LoraMethod
 from ravan_flwr.methods.ravan import Ravan, _pack_bits
-from ravan_flwr.payload import to_record, view_record
-from ravan_flwr.roster import Member, sample
+from ravan_flwr.server.aggregation import Aggregate
+from ravan_flwr.server.limit import ChangeLimit
 
 LAYERS, HEADS, RANK, SIDE, DIFFERENT = 24, 4, 110, 768, 16
 BAR, ROSTER_BAR = 0.5, 0.010

@@ -20,9 +20,10 @@ HELP_BAR = 0.5
 COMMANDS = {
     "ravan-flwr --help": ["-m", "ravan_flwr", "--help"],
     "import ravan_flwr.client_app": ["-c", "import ravan_flwr.client_app"],
-    "import ravan_flwr.client (torch, transformers)": [
+    "import ravan_flwr.client.answers (torch, transformers)": [
         "-c",
-        "from ravan_flwr.importing import importing\nwith importing(): import ravan_flwr.client",
+        "from ravan_flwr.importing import importing\n"
+        "with importing(): import ravan_flwr.client.answers",
     ],
 }
 
@@ -32,7 +33,10 @@ import json, os, sys, time
 began = float(os.environ["BEGAN"])
 from ravan_flwr.importing import importing
 with importing():
-    from ravan_flwr import model, simulation, training, workbench
+    from ravan_flwr.training import adapted_model as model
+    from ravan_flwr.launch import in_process as simulation
+    from ravan_flwr.training import local_steps as training
+    from ravan_flwr.training import workbench
 phases = {"imports": time.time() - began}
 
 def clocked(home, name, phase):

@@ -15,24 +15,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ravan_flwr.export import export_run
-    from ravan_flwr.plan import plan_of
-    from ravan_flwr.report import write_report
-    from ravan_flwr.result import result_of
-    from ravan_flwr.simulation import Simulation, simulate
-    from ravan_flwr.spectrum import write_spectra
+    from ravan_flwr.launch.in_process import Simulation, simulate
+    from ravan_flwr.results.export import export_run
+    from ravan_flwr.results.reopen import result_of
+    from ravan_flwr.results.report import write_report
+    from ravan_flwr.results.spectrum import write_spectra
     from ravan_flwr.studies.running import run_study
+    from ravan_flwr.training.plan import plan_of
 
 # Imported when first used: most of them bring torch and Flower.
 _HOMES = {
-    "Simulation": "ravan_flwr.simulation",
-    "export_run": "ravan_flwr.export",
-    "plan_of": "ravan_flwr.plan",
-    "result_of": "ravan_flwr.result",
+    "Simulation": "ravan_flwr.launch.in_process",
+    "export_run": "ravan_flwr.results.export",
+    "plan_of": "ravan_flwr.training.plan",
+    "result_of": "ravan_flwr.results.reopen",
     "run_study": "ravan_flwr.studies.running",
-    "simulate": "ravan_flwr.simulation",
-    "write_report": "ravan_flwr.report",
-    "write_spectra": "ravan_flwr.spectrum",
+    "simulate": "ravan_flwr.launch.in_process",
+    "write_report": "ravan_flwr.results.report",
+    "write_spectra": "ravan_flwr.results.spectrum",
 }
 
 __all__ = [

@@ -10,10 +10,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from ravan_flwr.config import read_config
-from ravan_flwr.console import hush
+from ravan_flwr.config.keys import KEYS
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.importing import importing
-from ravan_flwr.keys import KEYS, Scalar
+from ravan_flwr.runs.console import hush
+from ravan_flwr.specs import Scalar
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -273,7 +274,7 @@ def _simulate(parsed: argparse.Namespace) -> None:
     read_config(config)  # before anything heavy is imported
 
     with importing():
-        from ravan_flwr.simulation import simulate  # noqa: PLC0415
+        from ravan_flwr.launch.in_process import simulate  # noqa: PLC0415
     simulate(config, num_clients)
 
 
@@ -281,7 +282,7 @@ def _run(parsed: argparse.Namespace) -> None:
     config, num_clients = read_settings(parsed.settings)
     checked = read_config(config)
 
-    from ravan_flwr.flower import run_in_flower  # noqa: PLC0415
+    from ravan_flwr.launch.superlink import run_in_flower  # noqa: PLC0415
 
     number = num_clients or checked.num_clients
     run_in_flower(config, number, parsed.clients_per_gpu, parsed.runs_at_a_time)
@@ -291,14 +292,14 @@ def _fetch(parsed: argparse.Namespace) -> None:
     config, _ = read_settings(parsed.settings)
     read_config(config | {"preset": parsed.preset})
 
-    from ravan_flwr.fetch import fetch  # noqa: PLC0415
+    from ravan_flwr.launch.fetch import fetch  # noqa: PLC0415
 
     for line in fetch(config | {"preset": parsed.preset}):
         sys.stdout.write(line + "\n")
 
 
 def _study(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.console import show  # noqa: PLC0415
+    from ravan_flwr.runs.console import show  # noqa: PLC0415
     from ravan_flwr.studies.running import run_study  # noqa: PLC0415
 
     if not parsed.file.is_file():
@@ -318,7 +319,7 @@ def _study(parsed: argparse.Namespace) -> None:
 
 
 def _report(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.report import write_report  # noqa: PLC0415
+    from ravan_flwr.results.report import write_report  # noqa: PLC0415
 
     default = parsed.runs[0] / "report" if len(parsed.runs) == 1 else Path("report")
     page = write_report(parsed.runs, parsed.output or default)
@@ -326,7 +327,7 @@ def _report(parsed: argparse.Namespace) -> None:
 
 
 def _spectrum(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.spectrum import write_spectra  # noqa: PLC0415
+    from ravan_flwr.results.spectrum import write_spectra  # noqa: PLC0415
 
     if parsed.top < 1:
         raise ValueError(f"--top {parsed.top}: expected a whole number at least 1; change it")
@@ -335,14 +336,14 @@ def _spectrum(parsed: argparse.Namespace) -> None:
 
 
 def _export(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.export import export_run  # noqa: PLC0415
+    from ravan_flwr.results.export import export_run  # noqa: PLC0415
 
     export_run(parsed.run, parsed.form, parsed.folder)
     sys.stdout.write(f"wrote {parsed.folder.absolute()}\n")
 
 
 def _keys(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.credentials import (  # noqa: PLC0415
+    from ravan_flwr.launch.credentials import (  # noqa: PLC0415
         certificate_of,
         hosts_of,
         make_credentials,
@@ -367,6 +368,6 @@ def _plan(parsed: argparse.Namespace) -> None:
     config, num_clients = read_settings(parsed.settings)
     read_config(config)  # before anything heavy is imported
 
-    from ravan_flwr.plan import plan_of  # noqa: PLC0415
+    from ravan_flwr.training.plan import plan_of  # noqa: PLC0415
 
     sys.stdout.write(plan_of(config, num_clients) + "\n")

@@ -7,8 +7,8 @@ process loads first: it asks the warm worker, if the node has one, and imports t
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
-from ravan_flwr.node import read_node, use_cache
 
 app = ClientApp()
 
@@ -41,10 +41,10 @@ def _answer(kind: str, message: Message, context: Context) -> Message:
     node = read_node(context.node_config)
     content = message.content if message.has_content() else RecordDict()
     if node.warm_worker:
-        from ravan_flwr import worker  # noqa: PLC0415 (POSIX alone has what it needs)
+        from ravan_flwr.client import worker  # noqa: PLC0415 (POSIX alone has what it needs)
 
         return Message(worker.ask(kind, content, context), reply_to=message)
     use_cache(node.cache_dir)
     with importing():
-        from ravan_flwr import client  # noqa: PLC0415
-    return Message(client.answer(kind, content, context), reply_to=message)
+        from ravan_flwr.client import answers  # noqa: PLC0415
+    return Message(answers.answer(kind, content, context), reply_to=message)

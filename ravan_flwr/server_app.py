@@ -13,27 +13,27 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
-from ravan_flwr.card import write_card
-from ravan_flwr.checkpoint import (
+from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.messages.arrays import from_record, hash_of, to_record
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.results.card import write_card
+from ravan_flwr.results.export import natural_form, write_result
+from ravan_flwr.results.report import write_report
+from ravan_flwr.runs.checkpoint import (
     drop_after,
     load_checkpoint,
     load_fixed,
     save_checkpoint,
     save_fixed,
 )
-from ravan_flwr.config import Config, read_config
-from ravan_flwr.console import Progress, megabytes, minutes, show
-from ravan_flwr.export import natural_form, write_result
-from ravan_flwr.keys import AUTO
-from ravan_flwr.lock import locked
-from ravan_flwr.methods.base import Tensors
-from ravan_flwr.payload import from_record, hash_of, to_record
-from ravan_flwr.records import RunDirectory
-from ravan_flwr.report import write_report
-from ravan_flwr.strategy import PeftStrategy
-from ravan_flwr.tracking import Trackers, check_tracking
-from ravan_flwr.watch import best_round, collapse
-from ravan_flwr.workbench import Workbench, get_workbench
+from ravan_flwr.runs.console import Progress, megabytes, minutes, show
+from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.runs.lock import locked
+from ravan_flwr.runs.tracking import Trackers, check_tracking
+from ravan_flwr.runs.watch import best_round, collapse
+from ravan_flwr.server.strategy import PeftStrategy
+from ravan_flwr.training.workbench import Workbench, get_workbench
 
 app = ServerApp()
 log = getLogger(__name__)

@@ -187,7 +187,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("ravan_flwr/backbones/digits-vit.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("ravan_flwr/training/backbones/digits-vit.json")
+    )
     parser.add_argument("--sheet", type=Path, help="write a sheet of training images and stop")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -250,7 +252,7 @@ def main() -> None:
                 time.monotonic() - started,
             )  # fmt: skip
 
-    from ravan_flwr.backbones import encode_backbone
+    from ravan_flwr.training.bundled import encode_backbone
 
     for parameter in model.parameters():
         parameter.data = parameter.data.half().float()

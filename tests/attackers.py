@@ -19,7 +19,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.run import Run
 from flwr.superlink.grid.http_grid import HttpGrid
 
-from ravan_flwr.payload import STYPE, from_record, to_record
+from ravan_flwr.messages.arrays import STYPE, from_record, to_record
 
 
 class Attacker:

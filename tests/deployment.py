@@ -34,7 +34,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ravan_flwr.flower import _free_ports, processes_of
+from ravan_flwr.launch.superlink import _free_ports, processes_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "edge"  # of the SuperLink in config.toml
@@ -89,7 +89,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         """
         ours = []
         for pid in processes_of(self.folder):
-            if "ravan_flwr.worker" in _command_line(pid):
+            if "ravan_flwr.client.worker" in _command_line(pid):
                 ours.append(pid)
             else:
                 _send(pid, signal.SIGKILL)

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from ravan_flwr.adapters import Layer
-from ravan_flwr.aggregation import Aggregate
-from ravan_flwr.limit import ChangeLimit
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Settings
 from ravan_flwr.seeding import generator
+from ravan_flwr.server.aggregation import Aggregate
+from ravan_flwr.server.limit import ChangeLimit
 
 LAYERS = (Layer("q", 6, 5), Layer("v", 4, 7))  # rectangular, both ways
 SETTINGS = Settings(

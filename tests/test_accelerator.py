@@ -7,13 +7,13 @@ import torch
 
 from ravan_flwr import simulate
 from ravan_flwr.adapters import MultiHeadLinear
-from ravan_flwr.aggregation import Aggregate, outgoing
-from ravan_flwr.config import read_config
-from ravan_flwr.limit import ChangeLimit
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.training import LocalSteps, calibrate_locally, train_locally
-from ravan_flwr.workbench import Workbench, get_workbench
+from ravan_flwr.server.aggregation import Aggregate, outgoing
+from ravan_flwr.server.limit import ChangeLimit
+from ravan_flwr.training.local_steps import LocalSteps, calibrate_locally, train_locally
+from ravan_flwr.training.workbench import Workbench, get_workbench
 from tests.pretend import PretendTensor, register
 from tests.tiny import save_data, save_model
 
@@ -22,7 +22,7 @@ from tests.tiny import save_data, save_model
 def accelerator(monkeypatch):
     """The device that `auto` finds."""
     device = register()
-    monkeypatch.setattr("ravan_flwr.workbench.pick_device", lambda _: device)
+    monkeypatch.setattr("ravan_flwr.training.workbench.pick_device", lambda _: device)
     # A module's parameters stay the objects that they are, as they do on the way to a GPU.
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -66,7 +66,7 @@ def compare(settings, share, steps):
     device, moved, measured = a_round(settings, share, steps)
     assert device.type == "pretend"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ravan_flwr.workbench.pick_device", torch.device)
+        patch.setattr("ravan_flwr.training.workbench.pick_device", torch.device)
         device, expected, measured_there = a_round(settings | {"device": "cpu"}, share, steps)
         assert device.type == "cpu"
     # Adam makes a step of any gradient, so that where it is nearly zero its rounding shows.

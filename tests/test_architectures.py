@@ -14,12 +14,13 @@ import torch
 import transformers
 
 from ravan_flwr import result_of, simulate
+from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.cli import main
-from ravan_flwr.config import read_config
-from ravan_flwr.export import merged_network
-from ravan_flwr.keys import Scalar
-from ravan_flwr.model import build_network
-from ravan_flwr.workbench import Workbench, make_task
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.results.export import merged_network
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training.adapted_model import build_network
+from ravan_flwr.training.workbench import Workbench, make_task
 from tests.tiny import MODELS, OF_IMAGES, save_data, save_model
 
 # How many matrices each small model's query and value projections are.
@@ -160,7 +161,7 @@ def test_targets_of_ones_own(settings):
 
 
 def test_an_architecture_that_is_not_in_the_table_lists_its_layers(settings, tmp_path, monkeypatch):
-    monkeypatch.delitem(__import__("ravan_flwr.model").model.TARGETS, "bert")
+    monkeypatch.delitem(TARGETS, "bert")
     with pytest.raises(ValueError, match=r"architecture 'bert'.*targets=.*self\.query"):
         _ = Workbench(read_config(settings("bert"))).model
 

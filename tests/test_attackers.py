@@ -15,14 +15,21 @@ import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from ravan_flwr import exchange
-from ravan_flwr.envelope import ALWAYS_ROOM, MOST_TIMES, check_objects, guard, take, weight_of
-from ravan_flwr.exchange import Inbox, Patience, pull_replies
-from ravan_flwr.limit import ChangeLimit, changes_of
-from ravan_flwr.payload import STYPE, from_record, to_record
-from ravan_flwr.replies import read_trained
-from ravan_flwr.told import plain, shown
-from ravan_flwr.wire import decode, encode
+from ravan_flwr.messages.arrays import STYPE, from_record, to_record
+from ravan_flwr.messages.plain_text import plain, shown
+from ravan_flwr.messages.wire import decode, encode
+from ravan_flwr.server import exchange
+from ravan_flwr.server.envelope import (
+    ALWAYS_ROOM,
+    MOST_TIMES,
+    check_objects,
+    guard,
+    take,
+    weight_of,
+)
+from ravan_flwr.server.exchange import Inbox, Patience, pull_replies
+from ravan_flwr.server.limit import ChangeLimit, changes_of
+from ravan_flwr.server.replies import read_trained
 from tests.attackers import ATTACKERS, Attacker, Doubled, Uploads, mutated, objects_of, with_body
 from tests.test_strategy import DERIVED, Nodes, impatient, member, run
 

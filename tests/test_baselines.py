@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ravan_flwr.adapters import Layer
-from ravan_flwr.budgets import affordable
-from ravan_flwr.config import read_config
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.launch.in_process import InProcessGrid
+from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.fedex_lora import Residual
 from ravan_flwr.seeding import generator
-from ravan_flwr.simulation import InProcessGrid
-from ravan_flwr.training import LocalSteps, _endless, calibrate_locally
-from ravan_flwr.workbench import Workbench
+from ravan_flwr.training.local_steps import LocalSteps, _endless, calibrate_locally
+from ravan_flwr.training.workbench import Workbench
 from tests.methods import (
     LAYERS,
     aggregate,

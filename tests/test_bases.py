@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr.adapters.bases import SCHEMES, make_bases
-from ravan_flwr.keys import KEYS
+from ravan_flwr.config.keys import KEYS
 
 
 def bases(scheme, heads=3, rank=4, out_features=24, in_features=16, **changes):

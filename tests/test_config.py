@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ravan_flwr import preset as preset_module
 from ravan_flwr.cli import read_settings
-from ravan_flwr.config import read_config, resolved_config
-from ravan_flwr.keys import KEYS
+from ravan_flwr.config import preset as preset_module
+from ravan_flwr.config.keys import KEYS
+from ravan_flwr.config.preset import conf_folder
+from ravan_flwr.config.run_config import read_config, resolved_config
 from ravan_flwr.methods import METHODS
-from ravan_flwr.preset import conf_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC_KEYS = [

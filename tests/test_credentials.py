@@ -14,7 +14,7 @@ from flwr.cli.supernode.register import try_load_public_key
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_ec_curve
 
 from ravan_flwr.cli import main
-from ravan_flwr.credentials import certificate_of, hosts_of, make_credentials
+from ravan_flwr.launch.credentials import certificate_of, hosts_of, make_credentials
 
 HOSTS = ["server.example.org", "192.0.2.7"]
 
@@ -100,7 +100,7 @@ def test_no_half_folder_after_a_failure(folder, monkeypatch):
     def full(_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("ravan_flwr.credentials.os.fsync", full)
+    monkeypatch.setattr("ravan_flwr.launch.credentials.os.fsync", full)
     with pytest.raises(OSError, match="no space"):
         make_credentials(folder, [], 3)
     assert contents(folder) == before

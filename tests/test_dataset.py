@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from ravan_flwr.config import read_config
-from ravan_flwr.dataset import PARTITIONERS, Partition, deal_out, load_splits
-from ravan_flwr.preset import DataSpec
-from ravan_flwr.workbench import Workbench
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.data.examples import PARTITIONERS, Partition, deal_out, load_splits
+from ravan_flwr.specs import DataSpec
+from ravan_flwr.training.workbench import Workbench
 
 SPEC = DataSpec("sklearn-digits", columns=(("image", "image"), ("label", "label")))
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr.dealing import counts_by_client, deal_by_client, equal_shares
+from ravan_flwr.data.dealing import counts_by_client, deal_by_client, equal_shares
 
 CLASSES = 10
 

@@ -18,7 +18,7 @@ from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
-from ravan_flwr.credentials import make_credentials
+from ravan_flwr.launch.credentials import make_credentials
 
 ROOT = Path(__file__).resolve().parent.parent
 PARSERS = {

@@ -11,8 +11,8 @@ import textwrap
 import pytest
 
 from ravan_flwr import simulate
-from ravan_flwr.checkpoint import load_checkpoint
-from ravan_flwr.keys import Scalar
+from ravan_flwr.runs.checkpoint import load_checkpoint
+from ravan_flwr.specs import Scalar
 
 SETTINGS: dict[str, Scalar] = {
     "num-rounds": 4, "local-steps": 2, "batch-size": 8, "clients-per-round": 2, "eval-every": 2,
@@ -22,21 +22,21 @@ CLIENTS = 4
 
 # Moments of a round: a function of the server, and how often it is called before the end comes.
 MOMENTS = {
-    "while the roster fills": ("ravan_flwr.roster.Member.as_config", 2),
+    "while the roster fills": ("ravan_flwr.messages.member.Member.as_config", 2),
     "before the first checkpoint": ("ravan_flwr.server_app.save_checkpoint", 1),
-    "while clients train": ("ravan_flwr.client.train_locally", 5),
-    "before the record": ("ravan_flwr.records.RunDirectory.append_round", 3),
+    "while clients train": ("ravan_flwr.client.answers.train_locally", 5),
+    "before the record": ("ravan_flwr.runs.directory.RunDirectory.append_round", 3),
     "between record and checkpoint": ("ravan_flwr.server_app.save_checkpoint", 3),
-    "in the middle of a checkpoint": ("ravan_flwr.checkpoint.safetensors.torch.save", 3),
-    "in the middle of a file": ("ravan_flwr.records.os.fsync", 7),
-    "while old checkpoints are dropped": ("ravan_flwr.checkpoint._drop", 1),
+    "in the middle of a checkpoint": ("ravan_flwr.runs.checkpoint.safetensors.torch.save", 3),
+    "in the middle of a file": ("ravan_flwr.runs.directory.os.fsync", 7),
+    "while old checkpoints are dropped": ("ravan_flwr.runs.checkpoint._drop", 1),
     "at the end": ("ravan_flwr.server_app._summary", 1),
 }
 
 KILLER = """
 import importlib, json, os, signal, sys
 from ravan_flwr import simulate
-import ravan_flwr.server_app, ravan_flwr.client
+import ravan_flwr.server_app, ravan_flwr.client.answers
 
 where, number, settings, clients = json.loads(sys.argv[1])
 parts = where.split(".")
@@ -160,8 +160,8 @@ def test_a_disk_that_cannot_be_written_to_stops_the_run(tmp_path, monkeypatch):
     def refuse(path, *_):
         raise OSError(30, "Read-only file system", str(path))
 
-    monkeypatch.setattr("ravan_flwr.checkpoint.write_atomically", refuse)
-    monkeypatch.setattr("ravan_flwr.records.write_atomically", refuse, raising=True)
+    monkeypatch.setattr("ravan_flwr.runs.checkpoint.write_atomically", refuse)
+    monkeypatch.setattr("ravan_flwr.runs.directory.write_atomically", refuse, raising=True)
     with pytest.raises(OSError, match="Read-only file system"):
         simulate(settings, CLIENTS)
 

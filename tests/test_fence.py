@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
-from ravan_flwr.flower import processes_of
+from ravan_flwr.launch.superlink import processes_of
 from tests.deployment import NAME, NGINX, ROOT, Deployment, wait_for
 
 pytestmark = [

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from ravan_flwr import simulate
 from ravan_flwr.cli import main, read_settings
-from ravan_flwr.flower import LocalSuperLink, _toml
+from ravan_flwr.launch.sharing import Sharing
+from ravan_flwr.launch.superlink import LocalSuperLink, _toml
 from ravan_flwr.methods import METHODS
-from ravan_flwr.sharing import Sharing
 
 ROOT = Path(__file__).resolve().parent.parent
 FEDERATION = "num-supernodes=3 client-resources-num-cpus=1"
@@ -41,7 +41,10 @@ def test_the_bundle_can_be_published(bundle):
             archive.read(entry).decode("utf-8")
         names = set(archive.namelist())
     presets = {f"conf/{path.name}" for path in (ROOT / "conf").glob("*.yaml")}
-    backbones = {f"ravan_flwr/backbones/{p.name}" for p in ROOT.glob("ravan_flwr/backbones/*.json")}
+    backbones = {
+        f"ravan_flwr/training/backbones/{p.name}"
+        for p in ROOT.glob("ravan_flwr/training/backbones/*.json")
+    }
     assert presets | backbones | {"LICENSE", "pyproject.toml", "ravan_flwr/server_app.py"} <= names
     assert not any(name.startswith((".venv/", "runs/", "tests/test_")) for name in names)
 

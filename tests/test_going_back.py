@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ravan_flwr import simulate
-from ravan_flwr.checkpoint import checkpoint_rounds, load_checkpoint
-from ravan_flwr.keys import Scalar
-from ravan_flwr.watch import best_round, collapse
+from ravan_flwr.runs.checkpoint import checkpoint_rounds, load_checkpoint
+from ravan_flwr.runs.watch import best_round, collapse
+from ravan_flwr.specs import Scalar
 
 SMALL: dict[str, Scalar] = {
     "num-rounds": 6, "local-steps": 1, "batch-size": 4, "report": "no", "tracking": "none",
@@ -53,7 +53,7 @@ def measured(monkeypatch):
     def evaluate(_):
         return {"accuracy": accuracies.pop(0), "loss": 1.0}
 
-    monkeypatch.setattr("ravan_flwr.workbench.Workbench.evaluate", evaluate)
+    monkeypatch.setattr("ravan_flwr.training.workbench.Workbench.evaluate", evaluate)
     return accuracies
 
 

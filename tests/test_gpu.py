@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from ravan_flwr import simulate
-from ravan_flwr.client import _free_memory
-from ravan_flwr.config import read_config
-from ravan_flwr.flower import LocalSuperLink
-from ravan_flwr.footprint import CONTEXT, evaluation_memory, footprint
-from ravan_flwr.gpus import visible_gpus
-from ravan_flwr.keys import Scalar
+from ravan_flwr.client.answers import _free_memory
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.launch.sharing import share_gpus
+from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.methods import METHODS
-from ravan_flwr.plan import largest_share, step_memory
-from ravan_flwr.sharing import share_gpus
-from ravan_flwr.training import LocalSteps, train_locally
-from ravan_flwr.workbench import Workbench, get_workbench
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training.footprint import CONTEXT, evaluation_memory, footprint
+from ravan_flwr.training.gpus import visible_gpus
+from ravan_flwr.training.local_steps import LocalSteps, train_locally
+from ravan_flwr.training.plan import largest_share, step_memory
+from ravan_flwr.training.workbench import Workbench, get_workbench
 from tests.test_flower import ROOT
 from tests.tiny import small_decoder
 

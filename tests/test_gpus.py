@@ -10,18 +10,20 @@ import torch
 from flwr.proto.federation_config_pb2 import SimulationConfig
 from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources
 
-from ravan_flwr import flower, gpus, simulate
+from ravan_flwr import simulate
 from ravan_flwr.cli import main
-from ravan_flwr.config import read_config
-from ravan_flwr.footprint import CONTEXT, _MostAlive, evaluation_memory, footprint
-from ravan_flwr.gpus import unused_gpus, visible_gpus
-from ravan_flwr.keys import Scalar
-from ravan_flwr.model import pick_device
-from ravan_flwr.plan import step_memory
-from ravan_flwr.sharing import MOST_A_GPU, Sharing, share_gpus
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.launch import superlink as flower
+from ravan_flwr.launch.sharing import MOST_A_GPU, Sharing, share_gpus
+from ravan_flwr.specs import Scalar
 from ravan_flwr.studies import running
 from ravan_flwr.studies.spec import read_study
-from ravan_flwr.workbench import Workbench, get_workbench
+from ravan_flwr.training import gpus
+from ravan_flwr.training.adapted_model import pick_device
+from ravan_flwr.training.footprint import CONTEXT, _MostAlive, evaluation_memory, footprint
+from ravan_flwr.training.gpus import unused_gpus, visible_gpus
+from ravan_flwr.training.plan import step_memory
+from ravan_flwr.training.workbench import Workbench, get_workbench
 from tests.memory import kept_for_backward
 from tests.test_flower import ROOT
 
@@ -231,7 +233,7 @@ def test_a_study_hands_on_how_gpus_are_shared(tmp_path, capsys):
 
 def test_without_a_gpu_the_command_imports_no_torch(tmp_path):
     script = (
-        "import sys; from ravan_flwr.sharing import share_gpus; share_gpus({}, 20); "
+        "import sys; from ravan_flwr.launch.sharing import share_gpus; share_gpus({}, 20); "
         "assert 'torch' not in sys.modules and 'flwr' not in sys.modules"
     )
     environment = {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}

@@ -11,13 +11,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ravan_flwr.aggregation import outgoing
-from ravan_flwr.config import read_config
-from ravan_flwr.ledger import Ledger
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.messages.arrays import STYPE, from_record, to_record
 from ravan_flwr.methods import METHODS
-from ravan_flwr.payload import STYPE, from_record, to_record
-from ravan_flwr.replies import read_trained
-from ravan_flwr.strategy import PeftStrategy
+from ravan_flwr.server.aggregation import outgoing
+from ravan_flwr.server.ledger import Ledger
+from ravan_flwr.server.replies import read_trained
+from ravan_flwr.server.strategy import PeftStrategy
 from tests.methods import build
 from tests.test_strategy import DERIVED, Nodes, Notes, member
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from ravan_flwr.config import read_config
-from ravan_flwr.hub import model_folder, weight_files
-from ravan_flwr.model import build_network
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.data.hub import model_folder, weight_files
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.text import load_tokenizer
-from ravan_flwr.workbench import Workbench
+from ravan_flwr.training.adapted_model import build_network
+from ravan_flwr.training.workbench import Workbench
 from tests.tiny import save_data, save_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -10,15 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr import simulate
-from ravan_flwr.aggregation import Aggregate, open_calibration
-from ravan_flwr.keys import KEYS, Scalar
-from ravan_flwr.limit import ENOUGH, FACTOR, FLOOR, REACH, Change, ChangeLimit, changes_of
+from ravan_flwr.config.keys import KEYS
+from ravan_flwr.launch.in_process import InProcessGrid
+from ravan_flwr.messages.arrays import from_record, to_record
+from ravan_flwr.messages.wire import decode, encode
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.methods.means import MeansBySize
-from ravan_flwr.payload import from_record, to_record
-from ravan_flwr.simulation import InProcessGrid
-from ravan_flwr.wire import decode, encode
+from ravan_flwr.server.aggregation import Aggregate, open_calibration
+from ravan_flwr.server.limit import ENOUGH, FACTOR, FLOOR, REACH, Change, ChangeLimit, changes_of
+from ravan_flwr.specs import Scalar
 from tests.methods import build, some_state, train_client
 
 SMALL: dict[str, Scalar] = {
@@ -224,7 +225,7 @@ class Liar(InProcessGrid):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_reply_of_another_size_is_refused_from_the_first_round_on(method, tmp_path, monkeypatch):
-    monkeypatch.setattr("ravan_flwr.simulation.InProcessGrid", Liar)
+    monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Liar)
     settings = SMALL | {"method": method, "output-dir": str(tmp_path)}
     run = simulate(settings, 4)
     assert run.summary["rejected"] == 2

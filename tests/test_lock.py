@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
-from ravan_flwr import lock, simulate
-from ravan_flwr.keys import Scalar
-from ravan_flwr.lock import locked
+from ravan_flwr import simulate
+from ravan_flwr.runs import lock
+from ravan_flwr.runs.lock import locked
+from ravan_flwr.specs import Scalar
 
 SMALL: dict[str, Scalar] = {
     "num-rounds": 1, "local-steps": 1, "batch-size": 8, "report": "no", "tracking": "none",
@@ -20,7 +21,7 @@ SMALL: dict[str, Scalar] = {
 HOLDER = """
 import sys, time
 from pathlib import Path
-from ravan_flwr.lock import locked
+from ravan_flwr.runs.lock import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr.adapters import Layer
-from ravan_flwr.aggregation import Aggregate
-from ravan_flwr.limit import ChangeLimit
+from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods import METHODS, get_method
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.payload import from_record, to_record
+from ravan_flwr.server.aggregation import Aggregate
+from ravan_flwr.server.limit import ChangeLimit
 from tests.methods import (
     INEXACT,
     LAYERS,

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, log_loss
 from torchmetrics.functional.text import squad
 
-from ravan_flwr.preset import DataSpec
+from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.tasks.classification import right_and_loss
 from ravan_flwr.tasks.question_answering import QuestionAnswering, f1, words
 from ravan_flwr.tasks.text_to_label import TextToLabel
 from ravan_flwr.tasks.vision import Vision
-from ravan_flwr.training import evaluate_all
+from ravan_flwr.training.local_steps import evaluate_all
 
 PARTS = st.sampled_from(
     ["the", "a", "An", "cat", "Cat", "sat", "on", "mat", "U.S.", "3,000", "don't", "—", "!", "é"]
@@ -74,7 +74,9 @@ def test_a_label_is_right_if_it_is_written_exactly():
 def test_several_test_sets_are_told_together_and_apart(monkeypatch):
     sets = {"one": Encoded({}, np.arange(30)), "two": Encoded({}, np.arange(10))}
     found = {30: {"accuracy": 0.5, "loss": 1.0}, 10: {"accuracy": 1.0, "loss": 3.0}}
-    monkeypatch.setattr("ravan_flwr.training.evaluate", lambda _m, _t, one, *_: found[len(one)])
+    monkeypatch.setattr(
+        "ravan_flwr.training.local_steps.evaluate", lambda _m, _t, one, *_: found[len(one)]
+    )
     model: Any = None
     means = evaluate_all(model, task(Vision), sets, 8)
     assert means == pytest.approx(

@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 import torch
 
-from ravan_flwr.aggregation import Aggregate
-from ravan_flwr.backbones import encode_backbone, read_backbone
-from ravan_flwr.config import read_config
-from ravan_flwr.limit import ChangeLimit
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.model import backbone_fingerprint, build_network, pick_device
-from ravan_flwr.preset import ModelSpec
-from ravan_flwr.training import (
+from ravan_flwr.server.aggregation import Aggregate
+from ravan_flwr.server.limit import ChangeLimit
+from ravan_flwr.specs import ModelSpec
+from ravan_flwr.training.adapted_model import backbone_fingerprint, build_network, pick_device
+from ravan_flwr.training.bundled import encode_backbone, read_backbone
+from ravan_flwr.training.local_steps import (
     LocalSteps,
     _pull_back,
     calibrate_locally,
     evaluate,
     train_locally,
 )
-from ravan_flwr.workbench import Workbench
+from ravan_flwr.training.workbench import Workbench
 from tests.tiny import save_model
 
 

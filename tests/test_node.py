@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from ravan_flwr.keys import Scalar
-from ravan_flwr.node import Node, read_node, use_cache
+from ravan_flwr.config.node_config import Node, read_node, use_cache
+from ravan_flwr.specs import Scalar
 
 OWN: dict[str, Scalar] = {"partition-id": 0, "num-partitions": 2}
 
@@ -45,7 +45,8 @@ def test_what_a_node_config_may_not_hold(changes, complaint):
 
 def test_the_cache_is_the_nodes(tmp_path):
     program = (
-        "from ravan_flwr.node import use_cache; use_cache({!r}); import datasets, huggingface_hub;"
+        "from ravan_flwr.config.node_config import use_cache; use_cache({!r});"
+        "import datasets, huggingface_hub;"
         "print(huggingface_hub.constants.HF_HUB_CACHE, datasets.config.HF_DATASETS_CACHE)"
     )
     folder = tmp_path / "cache"

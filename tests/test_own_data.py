@@ -10,11 +10,11 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from ravan_flwr import simulate
-from ravan_flwr.client import _Client
-from ravan_flwr.config import read_config
-from ravan_flwr.dataset import label_numbers, own_examples
-from ravan_flwr.keys import Scalar
-from ravan_flwr.simulation import InProcessGrid
+from ravan_flwr.client.answers import _Client
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.data.examples import label_numbers, own_examples
+from ravan_flwr.launch.in_process import InProcessGrid
+from ravan_flwr.specs import Scalar
 from tests.tiny import WORDS, newsgroups, pictures, save_model
 
 LABELS = ("red", "green", "blue")
@@ -198,7 +198,7 @@ def test_a_node_trains_on_its_folder_and_needs_no_shared_data(tmp_path, monkeypa
     def refuse(_):
         raise AssertionError("the shared data set was loaded")
 
-    monkeypatch.setattr("ravan_flwr.workbench.load_splits", refuse)
+    monkeypatch.setattr("ravan_flwr.training.workbench.load_splits", refuse)
     mine = node(run_config, **{"data-path": str(tmp_path / "mine")}).examples
     assert (len(mine.train), len(mine.validation)) == (24, 6)
     assert sorted([*mine.train.rows, *mine.validation.rows]) == list(range(30))
@@ -230,7 +230,7 @@ def test_nothing_of_a_folder_but_numbers_leaves_the_node(tmp_path, monkeypatch):
             replies.append(super()._deliver(message))
             return replies[-1]
 
-    monkeypatch.setattr("ravan_flwr.simulation.InProcessGrid", Devices)
+    monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Devices)
     run_config: dict[str, Scalar] = {
         "preset": "newsgroups-t5", "model": str(save_model("t5", tmp_path / "model")),
         "data": "nobody/has-this", "evaluate-on": "clients", "validation-share": 0.2,
@@ -252,7 +252,7 @@ def test_nothing_of_a_folder_but_numbers_leaves_the_node(tmp_path, monkeypatch):
 def test_a_device_imports_nothing_that_draws():
     """A SuperNode starts a process for every message: each second of imports counts there."""
     code = (
-        "import sys, ravan_flwr.client; "
+        "import sys, ravan_flwr.client.answers; "
         "print([n for n in ('flwr_datasets', 'seaborn', 'matplotlib', 'ray') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

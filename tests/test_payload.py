@@ -6,7 +6,7 @@ from flwr.app import Array, ArrayRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr.payload import STYPE, from_record, num_bytes, to_record, view_record
+from ravan_flwr.messages.arrays import STYPE, from_record, num_bytes, to_record, view_record
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int32]
 

@@ -8,11 +8,11 @@ import torch
 
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
-from ravan_flwr.config import read_config
-from ravan_flwr.keys import Scalar
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
-from ravan_flwr.plan import describe, largest_share, step_memory, suggested_heads
-from ravan_flwr.workbench import Workbench
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training.plan import describe, largest_share, step_memory, suggested_heads
+from ravan_flwr.training.workbench import Workbench
 from tests.memory import kept_for_backward
 
 
@@ -124,6 +124,6 @@ def test_a_plan_loads_neither_weights_nor_data(monkeypatch):
     def refuse(*_):
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("ravan_flwr.dataset.load_splits", refuse)
+    monkeypatch.setattr("ravan_flwr.data.examples.load_splits", refuse)
     monkeypatch.setattr(torch.nn.Module, "load_state_dict", refuse)
     assert "8 matrices of 96 x 96" in describe(config())

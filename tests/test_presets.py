@@ -8,13 +8,13 @@ import pytest
 import yaml
 
 from ravan_flwr import simulate
-from ravan_flwr.config import read_config
-from ravan_flwr.keys import KEYS
+from ravan_flwr.config.keys import KEYS
+from ravan_flwr.config.preset import Preset, conf_folder, preset_names
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
-from ravan_flwr.plan import adapter_parameters, describe
-from ravan_flwr.preset import Preset, conf_folder, preset_names
 from ravan_flwr.studies.spec import read_study
-from ravan_flwr.workbench import get_workbench
+from ravan_flwr.training.plan import adapter_parameters, describe
+from ravan_flwr.training.workbench import get_workbench
 from tests.tiny import ARCHITECTURES, DATA, SOURCES, save_data, save_model
 
 PUBLIC = {
@@ -224,7 +224,7 @@ def broken(tmp_path, monkeypatch, preset="glue-llama", **changes):
             part = part[name.replace("_", "-")]
         part[last.replace("_", "-")] = value
     (tmp_path / f"{preset}.yaml").write_text(yaml.safe_dump(content))
-    monkeypatch.setattr("ravan_flwr.preset.conf_folder", lambda: tmp_path)
+    monkeypatch.setattr("ravan_flwr.config.preset.conf_folder", lambda: tmp_path)
     return {"preset": preset}
 
 

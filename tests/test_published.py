@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image, List, Value
 
-from ravan_flwr.config import read_config
-from ravan_flwr.dataset import label_numbers, load_splits
-from ravan_flwr.keys import Scalar
-from ravan_flwr.preset import Preset, preset_names
+from ravan_flwr.config.preset import Preset, preset_names
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.data.examples import label_numbers, load_splits
+from ravan_flwr.specs import Scalar
 from tests.tiny import DATA, PUBLISHED, features, pictures, published, save_data
 
 TEXT = Value("string")

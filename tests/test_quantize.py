@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from ravan_flwr import result_of, simulate
-from ravan_flwr.config import read_config
-from ravan_flwr.export import merged_network
-from ravan_flwr.plan import step_memory
-from ravan_flwr.quantize import BITS, quantizable, quantize, weight_norm
-from ravan_flwr.workbench import Workbench
+from ravan_flwr.adapters.quantize import BITS, quantizable, quantize, weight_norm
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.results.export import merged_network
+from ravan_flwr.training.plan import step_memory
+from ravan_flwr.training.workbench import Workbench
 from tests.tiny import small_decoder
 
 pytest.importorskip("bitsandbytes")

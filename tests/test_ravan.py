@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr.adapters import Layer
-from ravan_flwr.aggregation import Aggregate
-from ravan_flwr.budgets import affordable
-from ravan_flwr.limit import ChangeLimit
+from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.ravan import Ravan, _pack_bits, _unpack_bits
 from ravan_flwr.seeding import generator
+from ravan_flwr.server.aggregation import Aggregate
+from ravan_flwr.server.limit import ChangeLimit
 from tests.methods import LAYERS, SETTINGS, aggregate, build, some_state, train_client
 from tests.reference import head_means, multihead_delta
 

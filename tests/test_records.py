@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from ravan_flwr.checkpoint import (
+from ravan_flwr.runs.checkpoint import (
     KEPT,
     checkpoint_rounds,
     drop_after,
@@ -17,7 +17,7 @@ from ravan_flwr.checkpoint import (
     save_checkpoint,
     save_fixed,
 )
-from ravan_flwr.records import RunDirectory, write_atomically
+from ravan_flwr.runs.directory import RunDirectory, write_atomically
 
 
 def test_two_runs_of_one_second_have_two_folders(tmp_path):

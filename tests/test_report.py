@@ -16,15 +16,16 @@ import pytest
 import torch
 from tensorboardX.proto.event_pb2 import Event
 
-from ravan_flwr import simulate, tracking
+from ravan_flwr import simulate
 from ravan_flwr.adapters import MultiHeadLinear
 from ravan_flwr.cli import main
-from ravan_flwr.history import Run, group_runs
-from ravan_flwr.keys import Scalar
-from ravan_flwr.report import run_charts
-from ravan_flwr.result import result_of
-from ravan_flwr.spectrum import effective_rank
-from ravan_flwr.tracking import Trackers, check_tracking
+from ravan_flwr.results.reopen import result_of
+from ravan_flwr.results.report import run_charts
+from ravan_flwr.results.spectrum import effective_rank
+from ravan_flwr.runs import tracking
+from ravan_flwr.runs.history import Run, group_runs
+from ravan_flwr.runs.tracking import Trackers, check_tracking
+from ravan_flwr.specs import Scalar
 
 SHORT: dict[str, Scalar] = {
     "num-rounds": 3, "local-steps": 2, "batch-size": 8, "report": "no", "tracking": "none",

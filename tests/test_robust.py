@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr.aggregation import Aggregate
-from ravan_flwr.config import read_config
-from ravan_flwr.keys import KEYS
-from ravan_flwr.limit import ChangeLimit
+from ravan_flwr.config.keys import KEYS
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.robust import middle
+from ravan_flwr.server.aggregation import Aggregate
+from ravan_flwr.server.limit import ChangeLimit
+from ravan_flwr.server.robust import middle
 from tests.methods import build, some_state, train_client
 
 NUMBERS = st.one_of(st.none(), st.integers(-50, 50))
@@ -148,7 +148,7 @@ def test_robust_wants_three_clients_a_round():
 
 CLOSING = """
 import resource, sys, torch
-from ravan_flwr.robust import RobustRound
+from ravan_flwr.server.robust import RobustRound
 numbers, replies = 2_000_000, 10
 state = {"H": torch.zeros(numbers)}
 sums = RobustRound(state, sys.argv[1])

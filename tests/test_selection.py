@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ravan_flwr.adapters import MultiHeadLinear, make_bases
-from ravan_flwr.budgets import BUDGETS, SHARES, affordable, budget_share
-from ravan_flwr.keys import KEYS
+from ravan_flwr.config.keys import KEYS
+from ravan_flwr.methods.budgets import BUDGETS, SHARES, affordable, budget_share
+from ravan_flwr.methods.selection import SCORINGS, best_heads, score_heads
 from ravan_flwr.seeding import generator
-from ravan_flwr.selection import SCORINGS, best_heads, score_heads
 
 
 class Tower(nn.Module):

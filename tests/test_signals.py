@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ravan_flwr.flower import LocalSuperLink, processes_of
+from ravan_flwr.launch.superlink import LocalSuperLink, processes_of
 from tests.deployment import ROOT, wait_for
 
 pytestmark = [

@@ -9,14 +9,15 @@ import pytest
 import safetensors.torch
 import torch
 
-from ravan_flwr import simulate, training
-from ravan_flwr.budgets import affordable, budget_share
+from ravan_flwr import simulate
 from ravan_flwr.cli import main
-from ravan_flwr.config import read_config
-from ravan_flwr.keys import Scalar
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.methods import METHODS
-from ravan_flwr.simulation import InProcessGrid
-from ravan_flwr.workbench import get_workbench
+from ravan_flwr.methods.budgets import affordable, budget_share
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training import local_steps as training
+from ravan_flwr.training.workbench import get_workbench
 
 SMALL: dict[str, Scalar] = {
     "num-rounds": 2, "local-steps": 3, "batch-size": 8, "report": "no", "tracking": "none",
@@ -110,7 +111,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch):
         return train(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("ravan_flwr.client.train_locally", interrupted)
+        patch.setattr("ravan_flwr.client.answers.train_locally", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, num_rounds=4, budgets="uniform")
     (broken,) = [path for path in tmp_path.iterdir() if path != whole.run_dir]
@@ -135,7 +136,7 @@ def test_a_run_goes_on_for_more_rounds_but_not_as_another(tmp_path, monkeypatch)
     more = run(tmp_path, num_rounds=2, resume=str(first.run_dir))
     assert more.summary["rounds"] == 2
     with monkeypatch.context() as patch:
-        patch.setattr("ravan_flwr.client.train_locally", lambda *_: 1 / 0)
+        patch.setattr("ravan_flwr.client.answers.train_locally", lambda *_: 1 / 0)
         with pytest.raises(RuntimeError, match="round 3: got no valid reply"):
             run(tmp_path, num_rounds=3, resume=str(first.run_dir))
     # It failed before it had another end: the old one stays, and so does the rest.
@@ -162,7 +163,9 @@ def test_a_failed_run_says_why_in_its_directory(tmp_path):
 
 def test_a_run_that_diverged_stops_and_keeps_the_round_before(tmp_path, monkeypatch):
     measured = iter([{"accuracy": 0.5, "loss": 1.0}, {"accuracy": 0.1, "loss": float("nan")}])
-    monkeypatch.setattr("ravan_flwr.workbench.Workbench.evaluate", lambda _: next(measured))
+    monkeypatch.setattr(
+        "ravan_flwr.training.workbench.Workbench.evaluate", lambda _: next(measured)
+    )
     told = "round 2: its evaluation gave loss = nan, .*round 1 is in the last checkpoint"
     with pytest.raises(RuntimeError, match=told):
         run(tmp_path, num_rounds=3)
@@ -194,7 +197,7 @@ def test_rounds_that_are_not_evaluated_have_no_metrics_but_the_last(tmp_path):
 
 
 def test_a_node_config_may_set_budget_and_device(tmp_path, monkeypatch):
-    from ravan_flwr.simulation import InProcessGrid
+    from ravan_flwr.launch.in_process import InProcessGrid
 
     class Edge(InProcessGrid):
         def __init__(self, *arguments):
@@ -202,7 +205,7 @@ def test_a_node_config_may_set_budget_and_device(tmp_path, monkeypatch):
             for context in self._contexts.values():
                 context.node_config |= {"budget": 0.5, "device": "cpu"}
 
-    monkeypatch.setattr("ravan_flwr.simulation.InProcessGrid", Edge)
+    monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Edge)
     simulation = run(tmp_path)
     line = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()[0]
     assert {client["heads"] for client in json.loads(line)["clients"]} == {2}
@@ -218,7 +221,7 @@ def test_a_node_config_may_set_budget_and_device(tmp_path, monkeypatch):
     ],
 )
 def test_a_node_config_is_checked(tmp_path, monkeypatch, settings, message):
-    from ravan_flwr.simulation import InProcessGrid
+    from ravan_flwr.launch.in_process import InProcessGrid
 
     class Edge(InProcessGrid):
         def __init__(self, *arguments):
@@ -226,7 +229,7 @@ def test_a_node_config_is_checked(tmp_path, monkeypatch, settings, message):
             for context in self._contexts.values():
                 context.node_config |= settings
 
-    monkeypatch.setattr("ravan_flwr.simulation.InProcessGrid", Edge)
+    monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Edge)
     with pytest.raises(RuntimeError, match=message):
         run(tmp_path)
 
@@ -391,7 +394,7 @@ def test_a_failed_reply_is_rejected_and_its_bytes_are_counted(tmp_path, monkeypa
             raise RuntimeError("no memory")
         return train(*arguments)
 
-    monkeypatch.setattr("ravan_flwr.client.train_locally", fails)
+    monkeypatch.setattr("ravan_flwr.client.answers.train_locally", fails)
     simulation = run(tmp_path, method="fedit", clients_per_round=4, classifier="frozen")
     state = 4 * 6144
     assert simulation.summary["rejected"] == 2
@@ -433,7 +436,7 @@ def test_a_run_stopped_in_its_first_round_keeps_its_calibration(tmp_path, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("ravan_flwr.client.train_locally", interrupted)
+        patch.setattr("ravan_flwr.client.answers.train_locally", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, method="fed-sb")
     (broken,) = [path for path in tmp_path.iterdir() if path != whole.run_dir]
@@ -504,7 +507,7 @@ def test_a_data_aware_run_resumes_to_the_same_bits(tmp_path):
 
 
 def test_a_node_that_lost_the_bases_is_sent_them_again(tmp_path, monkeypatch):
-    from ravan_flwr.simulation import InProcessGrid
+    from ravan_flwr.launch.in_process import InProcessGrid
 
     class Forgetful(InProcessGrid):
         def _deliver(self, message):
@@ -513,7 +516,7 @@ def test_a_node_that_lost_the_bases_is_sent_them_again(tmp_path, monkeypatch):
                 self._contexts[1].state.clear()
             return super()._deliver(message)
 
-    monkeypatch.setattr("ravan_flwr.simulation.InProcessGrid", Forgetful)
+    monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Forgetful)
     simulation = run(
         tmp_path, num_clients=2, clients_per_round=2, init="data-aware", num_rounds=4
     )  # fmt: skip
@@ -528,8 +531,8 @@ def test_a_node_that_lost_the_bases_is_sent_them_again(tmp_path, monkeypatch):
 
 
 def test_an_automatic_budget_follows_the_free_memory(tmp_path, monkeypatch):
-    from ravan_flwr.plan import step_memory
-    from ravan_flwr.simulation import InProcessGrid
+    from ravan_flwr.launch.in_process import InProcessGrid
+    from ravan_flwr.training.plan import step_memory
 
     class Edge(InProcessGrid):
         def __init__(self, *arguments):
@@ -539,8 +542,8 @@ def test_an_automatic_budget_follows_the_free_memory(tmp_path, monkeypatch):
 
     need = step_memory(read_config(SMALL), 0.5).added
     free = iter([int(need / 0.9) + 2] * 8)  # two answers of four nodes; later less is free
-    monkeypatch.setattr("ravan_flwr.simulation.InProcessGrid", Edge)
-    monkeypatch.setattr("ravan_flwr.client._free_memory", lambda _: next(free, 0))
+    monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Edge)
+    monkeypatch.setattr("ravan_flwr.client.answers._free_memory", lambda _: next(free, 0))
     simulation = run(tmp_path)
     line = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()[0]
     assert {client["heads"] for client in json.loads(line)["clients"]} == {2}

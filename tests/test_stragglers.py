@@ -14,13 +14,14 @@ import torch
 from flwr.proto.node_pb2 import NodeInfo
 from torch.overrides import TorchFunctionMode
 
-from ravan_flwr import exchange, recruiting
-from ravan_flwr.exchange import Patience
-from ravan_flwr.ledger import mean_of
-from ravan_flwr.mailbox import MOST_LATE
-from ravan_flwr.roster import MOST_PARTITIONS, Node, read_member, sample
-from ravan_flwr.strategy import PeftStrategy
-from ravan_flwr.wire import decode, encode
+from ravan_flwr.messages.member import MOST_PARTITIONS, Node, read_member, sample
+from ravan_flwr.messages.wire import decode, encode
+from ravan_flwr.server import exchange
+from ravan_flwr.server import roster as recruiting
+from ravan_flwr.server.exchange import Patience
+from ravan_flwr.server.ledger import mean_of
+from ravan_flwr.server.mailbox import MOST_LATE
+from ravan_flwr.server.strategy import PeftStrategy
 from tests.test_strategy import DERIVED, Nodes, Notes, Silent, impatient, member, run
 
 __all__ = ["impatient"]
@@ -322,7 +323,7 @@ def test_who_comes_and_goes_with_an_answer_that_never_comes_keeps_one_thread(mon
 
 
 def strategy_of(nodes, dealt_out=None, **settings):
-    from ravan_flwr.config import read_config
+    from ravan_flwr.config.run_config import read_config
 
     config = read_config({k.replace("_", "-"): v for k, v in settings.items()})
     return PeftStrategy(
@@ -448,7 +449,7 @@ def test_what_no_upload_has_is_refused_before_it_is_decoded(wire):
 
 TALKS = """
 import logging
-from ravan_flwr.console import show
+from ravan_flwr.runs.console import show
 show()
 for number in range(2000):
     logging.getLogger("ravan_flwr").info("größer \\u2264 %d", number)

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from ravan_flwr.cli import main
-from ravan_flwr.config import read_config
-from ravan_flwr.preset import conf_folder
+from ravan_flwr.config.preset import conf_folder
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.studies import spec
 from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.spec import read_study

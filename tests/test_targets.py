@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from ravan_flwr import simulate
-from ravan_flwr.config import read_config
-from ravan_flwr.keys import Scalar
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.generation import IGNORED
 from ravan_flwr.tasks.question_answering import QuestionAnswering
 from ravan_flwr.tasks.text_to_label import TextToLabel
-from ravan_flwr.workbench import Workbench
+from ravan_flwr.training.workbench import Workbench
 from tests.tiny import WORDS, save_data, save_model
 
 
@@ -62,7 +62,7 @@ def test_labels_are_checked_before_anything_is_trained(folder, tmp_path, monkeyp
         monkeypatch.setattr(f"ravan_flwr.{what}", refuse)
     real = read_config({"preset": "newsgroups-t5"}).data
     short = dataclasses.replace(real, target_length=1)
-    monkeypatch.setattr("ravan_flwr.preset.Preset.data_of", lambda *_: short)
+    monkeypatch.setattr("ravan_flwr.config.preset.Preset.data_of", lambda *_: short)
     settings: dict[str, Scalar] = {
         "preset": "newsgroups-t5", "model": str(folder), "data": "nobody/has-this",
         "evaluate-on": "clients", "validation-share": 0.2, "output-dir": str(tmp_path),

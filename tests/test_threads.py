@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from ravan_flwr.config import read_config
-from ravan_flwr.threads import SMALL, computing_with, suitable_threads
-from ravan_flwr.workbench import Workbench
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.training.threads import SMALL, computing_with, suitable_threads
+from ravan_flwr.training.workbench import Workbench
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def test_the_default_preset_computes_with_one_thread(given, threads):
     """In a process of its own, as PyTorch begins there, and counted where the work is done."""
     code = (
         "import torch\n"
-        "from ravan_flwr.config import read_config\n"
-        "from ravan_flwr.workbench import Workbench\n"
+        "from ravan_flwr.config.run_config import read_config\n"
+        "from ravan_flwr.training.workbench import Workbench\n"
         "model = Workbench(read_config({})).model\n"
         "before = torch.get_num_threads()\n"
         "with model.holding(model.initial_state()):\n"

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr import simulate
-from ravan_flwr.config import read_config
-from ravan_flwr.keys import KEYS
+from ravan_flwr.config.keys import KEYS
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.messages.wire import _in_rows, decode, encode, num_bytes
 from ravan_flwr.methods import METHODS
-from ravan_flwr.plan import Skeleton
 from ravan_flwr.seeding import generator
-from ravan_flwr.wire import _in_rows, decode, encode, num_bytes
+from ravan_flwr.training.plan import Skeleton
 
 WIRES = KEYS["wire"].choices
 SHAPES = st.one_of(

@@ -15,10 +15,11 @@ import datasets
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 
-from ravan_flwr import client, worker
-from ravan_flwr.config import read_config
-from ravan_flwr.payload import FIXED, from_record, to_record
-from ravan_flwr.workbench import Workbench
+from ravan_flwr.client import answers as client
+from ravan_flwr.client import worker
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.messages.arrays import FIXED, from_record, to_record
+from ravan_flwr.training.workbench import Workbench
 from tests.deployment import ROOT, wait_for
 
 RUN_CONFIG = {"local-steps": 2, "batch-size": 8, "clients-per-round": 2, "init": "data-aware"}
@@ -55,7 +56,7 @@ def workers(owner):
             words = path.read_text().split("\0")
         except OSError:
             continue
-        if "ravan_flwr.worker" in words and str(owner) in words:
+        if "ravan_flwr.client.worker" in words and str(owner) in words:
             found.append(int(path.parent.name))
     return found
 
@@ -129,7 +130,7 @@ def asked_by_another_process(owner, home):
     program = f"""
 import os, tempfile
 from flwr.app import RecordDict
-from ravan_flwr import worker
+from ravan_flwr.client import worker
 from tests import test_worker
 tempfile.tempdir, os.getppid = {str(home)!r}, lambda: {owner.pid}
 worker.ask("train", test_worker.training(), test_worker.context(test_worker.BUSY))
@@ -180,7 +181,7 @@ def test_another_app_has_a_worker_of_its_own(owner, home, tmp_path):
 import os, sys, tempfile
 sys.path.insert(0, {str(tmp_path)!r})
 from flwr.app import Context, RecordDict
-from ravan_flwr import worker
+from ravan_flwr.client import worker
 tempfile.tempdir, os.getppid = {str(home)!r}, lambda: {owner.pid}
 node = {{"partition-id": 0, "num-partitions": 1}}
 context = Context(run_id=2, node_id=7, node_config=node, state=RecordDict(), run_config={{}})
@@ -228,7 +229,7 @@ def test_a_worker_that_died_is_replaced(owner):
 
 def test_an_idle_worker_ends(owner, home):
     program = (
-        "import sys; from pathlib import Path; from ravan_flwr import worker; "
+        "import sys; from pathlib import Path; from ravan_flwr.client import worker; "
         "worker.IDLE_SECONDS = 1; worker.Worker(Path(sys.argv[1]), int(sys.argv[2])).serve()"
     )
     path = home / "idle.sock"
@@ -286,7 +287,7 @@ def test_a_folder_that_was_there_before_does_not_switch_it_off(kind, owner, home
 
 def test_the_client_process_imports_no_torch_when_it_has_a_worker():
     program = (
-        "import sys, json, ravan_flwr.client_app, ravan_flwr.worker; "
+        "import sys, json, ravan_flwr.client_app, ravan_flwr.client.worker; "
         "print(json.dumps([n for n in ('torch', 'transformers', 'datasets') if n in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

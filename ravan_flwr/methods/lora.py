@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, LoRALinear
-from ravan_flwr.budgets import affordable
 from ravan_flwr.methods.base import (
     Method,
     Settings,
@@ -26,6 +25,7 @@ from ravan_flwr.methods.base import (
     flatten,
     probe,
 )
+from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.seeding import generator
 
 

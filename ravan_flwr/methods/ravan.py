@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, MultiHeadLinear, make_bases
 from ravan_flwr.adapters.sketch import GradientSketch, Sketcher, fill_heads, watch_gradients
-from ravan_flwr.budgets import affordable
 from ravan_flwr.methods.base import (
     LocalWork,
     Method,
@@ -37,10 +36,11 @@ from ravan_flwr.methods.base import (
     check_rank,
     check_tensor,
 )
+from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.means import Means, add_to
 from ravan_flwr.methods.multihead import fingerprint_of_bases, load_bases, multiheads
+from ravan_flwr.methods.selection import best_heads, score_heads
 from ravan_flwr.seeding import generator
-from ravan_flwr.selection import best_heads, score_heads
 
 log = logging.getLogger(__name__)
 

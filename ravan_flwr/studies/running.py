@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ravan_flwr.console import minutes
+from ravan_flwr.runs.console import minutes
 from ravan_flwr.studies.spec import Run, read_study
 from ravan_flwr.studies.tables import write_tables
 

@@ -39,8 +39,9 @@ from typing import Any
 
 import yaml
 
-from ravan_flwr.config import read_config
-from ravan_flwr.keys import AUTO, Scalar, check_key
+from ravan_flwr.config.keys import AUTO, check_key
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.specs import Scalar
 
 Summary = dict[str, Any]
 
@@ -289,7 +290,7 @@ def _check_fields(
 
 def _check_equal(where: str, rows: Mapping[str, Row]) -> None:
     """Raise ValueError unless the rows train the same number of parameters, to 5 %."""
-    from ravan_flwr.plan import adapter_parameters  # noqa: PLC0415 (torch, which others do without)
+    from ravan_flwr.training.plan import adapter_parameters  # noqa: PLC0415 (torch, which others do without)
 
     if len(rows) < 2:
         raise ValueError(f"{where}: equal-parameters has rows {list(rows)}, expected at least two")

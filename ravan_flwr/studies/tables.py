@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ravan_flwr.charts import Chart
-from ravan_flwr.console import megabytes
-from ravan_flwr.history import Run as Directory
-from ravan_flwr.records import write_atomically
-from ravan_flwr.report import comparison_charts
-from ravan_flwr.spectrum import Spectra
-from ravan_flwr.spectrum import charts as spectrum_charts
+from ravan_flwr.results.charts import Chart
+from ravan_flwr.results.report import comparison_charts
+from ravan_flwr.results.spectrum import Spectra
+from ravan_flwr.results.spectrum import charts as spectrum_charts
+from ravan_flwr.runs.console import megabytes
+from ravan_flwr.runs.directory import write_atomically
+from ravan_flwr.runs.history import Run as Directory
 from ravan_flwr.studies.spec import Study, Table, final_of
 
 

@@ -15,8 +15,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from ravan_flwr.hub import no_bars
-from ravan_flwr.preset import DataSpec
+from ravan_flwr.data.hub import no_bars
+from ravan_flwr.specs import DataSpec
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Batch = dict[str, Tensor]  # every tensor's first dimension runs over the examples

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from ravan_flwr.dataset import label_numbers
-from ravan_flwr.hub import reading
+from ravan_flwr.data.examples import label_numbers
+from ravan_flwr.data.hub import reading
 from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, encode_in_batches
 from ravan_flwr.tasks.classification import Classification
 

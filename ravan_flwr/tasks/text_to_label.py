@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import datasets
 
-from ravan_flwr.dataset import label_numbers
+from ravan_flwr.data.examples import label_numbers
 from ravan_flwr.tasks.generation import TextToText
 
 

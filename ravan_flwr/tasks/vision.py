@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoImageProcessor
 
-from ravan_flwr.dataset import label_numbers
-from ravan_flwr.hub import reading
+from ravan_flwr.data.examples import label_numbers
+from ravan_flwr.data.hub import reading
 from ravan_flwr.tasks.base import (
     Batch,
     Columns,

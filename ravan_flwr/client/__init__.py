@@ -1,0 +1,1 @@
+"""Answers of a client, in its own process or a worker."""

@@ -1,0 +1,219 @@
+"""What a client answers: who it is, its training, its evaluation.
+
+Records in, records out, in whatever process. The work is `training.py`'s.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import flwr
+import torch
+import transformers
+from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
+
+from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.node_config import read_node
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.messages.arrays import FIXED, from_record, hash_of, to_record
+from ravan_flwr.messages.fingerprint import code_fingerprint
+from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.wire import decode, encode, wire_of_round
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.budgets import budget_share
+from ravan_flwr.seeding import generator
+from ravan_flwr.tasks.base import Encoded, Task
+from ravan_flwr.training.adapted_model import AdaptedModel
+from ravan_flwr.training.local_steps import (
+    LocalResult,
+    LocalSteps,
+    calibrate_locally,
+    evaluate,
+    train_locally,
+)
+from ravan_flwr.training.plan import largest_share
+from ravan_flwr.training.workbench import EVALUATION_BATCH, Examples, Workbench, get_workbench
+
+
+def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
+    """The reply to a message: `query`, `train`, `calibrate` or `evaluate`."""
+    return _ANSWERS[kind](_Client(content, context))
+
+
+def forget() -> None:
+    """Read model and examples anew for the next message."""
+    get_workbench.cache_clear()
+
+
+class _Client:
+    """A message and the node that it came to: the run config, with what the node changes."""
+
+    def __init__(self, content: RecordDict, context: Context) -> None:
+        self.started = time.perf_counter()
+        self.content, self.context = content, context
+        self.node = read_node(context.node_config)
+        config = read_config(context.run_config)
+        self.config = replace(config, device=self.node.device or config.device)
+
+    @property
+    def bench(self) -> Workbench:
+        return get_workbench(self.config)
+
+    @property
+    def examples(self) -> Examples:
+        node = self.node
+        if node.data_path is not None:
+            return self.bench.own_examples(node.data_path, node.partition_id)
+        return self.bench.partition(node.partition_id, node.num_partitions)
+
+    @property
+    def share(self) -> float:
+        """The node's own budget if it has one, or its draw from the run's distribution."""
+        budget, config = self.node.budget, self.config
+        if budget is None:
+            return budget_share(config.budgets, config.seed, self.node.partition_id)
+        if budget == AUTO:
+            return largest_share(config, _free_memory(self.bench.model.device))
+        return float(budget)
+
+    @property
+    def steps(self) -> LocalSteps:
+        config = self.config
+        return LocalSteps(
+            config.local_steps,
+            config.batch_size,
+            config.learning_rate,
+            config.precision,
+            config.proximal_mu,
+        )
+
+    @property
+    def round(self) -> int:
+        return cast(int, self.content.config_records["config"]["round"])
+
+    @property
+    def work(self) -> tuple[AdaptedModel, Task, Encoded, Tensors]:
+        """What every kind of local work begins with."""
+        bench = self.bench
+        return bench.model, bench.task, self.examples.train, self.broadcast
+
+    @property
+    def broadcast(self) -> Tensors:
+        sent = from_record(self.content.array_records["arrays"])
+        return decode(sent, self.wire)
+
+    @property
+    def wire(self) -> str:
+        return wire_of_round(self.config.wire, self.round)
+
+    @property
+    def purpose(self) -> tuple[int, int, int]:
+        """What all randomness of this work is a function of."""
+        return self.config.seed, self.round, self.node.partition_id
+
+    def take_fixed(self) -> None:
+        """The method's fixed tensors: sent once, then kept in this node's state for the run."""
+        wanted = str(self.content.config_records["config"].get("fixed-hash", ""))
+        if not wanted:
+            return
+        state = self.context.state
+        if FIXED in self.content:
+            state[FIXED] = self.content.array_records[FIXED]
+        if FIXED not in state:
+            raise ValueError(
+                f"this node does not have the fixed tensors {wanted}: it was started again since "
+                "they were sent; the server sends them once more in its next round"
+            )
+        record = state.array_records[FIXED]
+        if hash_of(record) != wanted:
+            raise ValueError(
+                f"fixed tensors have hash {hash_of(record)}, expected {wanted}; the server sends "
+                "them once more in the node's next round"
+            )
+        self.bench.model.load_fixed(wanted, from_record(record))
+
+
+def _query(client: _Client) -> RecordDict:
+    bench, node = client.bench, client.node
+    member = Member(
+        node_id=client.context.node_id,
+        partition_id=node.partition_id,
+        num_partitions=node.num_partitions,
+        own_data=node.data_path is not None,
+        examples=len(client.examples.train),
+        share=client.share,
+        device=str(bench.model.device),
+        free_memory=_free_memory(bench.model.device),
+        versions=f"flwr {flwr.__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+        code=code_fingerprint(),
+        backbone=bench.backbone_fingerprint,
+        derived=tuple(bench.model.seed_fingerprint),
+    )
+    return RecordDict({"member": ConfigRecord(member.as_config())})
+
+
+def _train(client: _Client) -> RecordDict:
+    client.take_fixed()
+    # The share that this node named when it was asked: free memory may have changed since.
+    share = cast(float, client.content.config_records["config"]["share"])
+    return _trained(client, train_locally(*client.work, share, client.steps, client.purpose))
+
+
+def _calibrate(client: _Client) -> RecordDict:
+    steps = replace(client.steps, learning_rate=client.config.calibration_learning_rate)
+    return _trained(client, calibrate_locally(*client.work, steps, client.purpose))
+
+
+def _trained(client: _Client, result: LocalResult) -> RecordDict:
+    seed, *who = client.purpose
+    upload = encode(result.upload, client.wire, generator(seed, "wire up", *who))
+    metrics = MetricRecord(
+        {
+            "round": client.round,
+            "train-loss": result.train_loss,
+            "num-examples": len(client.examples.train),
+            "derived": client.bench.model.derived,
+            "seconds": time.perf_counter() - client.started,
+        }
+    )
+    return RecordDict({"arrays": to_record(upload), "metrics": metrics})
+
+
+def _evaluate(client: _Client) -> RecordDict:
+    bench, examples = client.bench, client.examples.validation
+    if not len(examples):
+        raise ValueError(
+            f"partition {client.node.partition_id} has no validation part: got validation-share = "
+            f"{client.config.validation_share}, expected above 0; set it"
+        )
+    client.take_fixed()
+    with bench.model.holding(client.broadcast):
+        means = evaluate(
+            bench.model, bench.task, examples, EVALUATION_BATCH, client.config.precision
+        )
+    metrics = MetricRecord({"round": client.round, "num-examples": len(examples), **means})
+    return RecordDict({"metrics": metrics})
+
+
+_ANSWERS: dict[str, Callable[[_Client], RecordDict]] = {
+    "query": _query,
+    "train": _train,
+    "calibrate": _calibrate,
+    "evaluate": _evaluate,
+}
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        # What PyTorch holds and does not use is free for this process.
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        fields = dict(line.split(":") for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return 0

@@ -1,0 +1,357 @@
+"""The warm worker: a process that keeps model and examples between a SuperNode's messages.
+
+Flower starts a process for every message, and ends it with the reply. With `warm-worker=true` in
+the node config that process hands its message to the worker, over a socket that only the
+SuperNode's user can open, and takes the answer back. The worker is the process's child, so it
+has its user, its environment and its log. It answers one message at a time, and it ends
+
+- with the process that starts Flower's client processes, and so with the SuperNode,
+- when whoever asked is gone before the answer, as after `flwr stop`, even in the middle of it,
+- when it is asked by another app: other files, or the same in another folder,
+- after an error that is not one of bad input: who knows what it leaves behind on a GPU,
+- after half an hour without a question.
+
+What it keeps is of one run: another one reads its model and its examples anew.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import select
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+
+from ravan_flwr.config.node_config import read_node, use_cache
+from ravan_flwr.importing import importing
+from ravan_flwr.messages.fingerprint import code_fingerprint
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 1800.0
+START_SECONDS = 60.0  # until a worker listens; it imports nothing heavy before
+LOOK_SECONDS = 0.5  # how often it looks whether its owner and its asker are there
+LONGEST_FOLDER = 85  # bytes: a socket's whole path has room for 104 on some systems
+_READY = b"ready"
+
+_started: list[subprocess.Popen[bytes]] = []  # they outlive this process, and are not waited for
+
+
+# What Flower's client process does.
+
+
+def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
+    """The worker's answer; it is started if there is none. Changes the context's state."""
+    owner = os.getppid()  # starts the client processes, and ends with the SuperNode
+    with _connected(_folder() / f"{owner}.sock", owner) as connection:
+        try:
+            _send(
+                connection,
+                {
+                    "kind": kind,
+                    "node-id": context.node_id,
+                    "run-id": context.run_id,
+                    "node-config": dict(context.node_config),
+                    "run-config": dict(context.run_config),
+                },
+                [content, context.state],
+            )
+            header, records = _receive(connection)
+        except (EOFError, OSError):
+            raise RuntimeError(
+                "the warm worker ended before it answered; memory that ran out is the usual "
+                "reason, and the SuperNode's log may have it. The next message starts another one"
+            ) from None
+    if "error" in header:
+        # With the name of the class, where it is not the one that tells of bad input.
+        raise (ValueError if header["bad-input"] else RuntimeError)(header["error"])
+    reply, context.state = records
+    return reply
+
+
+@contextmanager
+def _connected(path: Path, owner: int) -> Iterator[Connection]:
+    """A connection to a worker that has this app's code, and that is free."""
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # so that one process alone starts it
+        connection = _greet(path) or _start(path, owner)
+    with connection:
+        yield connection
+
+
+def _greet(path: Path) -> Connection | None:
+    """A connection on which the worker waits for a question; None if there is none of this code."""
+    try:
+        connection = Client(str(path), family="AF_UNIX")
+    except (FileNotFoundError, ConnectionError):
+        return None
+    try:
+        connection.send_bytes(_who())
+        if connection.recv_bytes() == _READY:
+            return connection
+    except (EOFError, ConnectionError):
+        pass
+    connection.close()
+    return None
+
+
+def _start(path: Path, owner: int) -> Connection:
+    """Start a worker; a connection to it."""
+    path.unlink(missing_ok=True)  # of one that had no time to
+    package = str(Path(__file__).resolve().parents[2])
+    paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        # -P: not what lies in the working directory, which may be another checkout.
+        [sys.executable, "-P", "-m", "ravan_flwr.client.worker", str(path), str(owner)],
+        env=os.environ | {"PYTHONPATH": paths},
+        stdin=subprocess.DEVNULL,
+    )
+    _started.append(process)
+    deadline = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        if connection := _greet(path):
+            return connection
+        time.sleep(0.01)
+    process.kill()
+    raise RuntimeError("the warm worker did not start; see the SuperNode's log")
+
+
+def _who() -> bytes:
+    """This app: its code, and its folder, since presets lie beside the code."""
+    return f"{code_fingerprint()} {Path(__file__).resolve().parents[1]}".encode()
+
+
+def _folder() -> Path:
+    """Where this user's workers have their sockets, and where nobody else can.
+
+    All client processes of a SuperNode find the same one: that of the session, then one with the
+    user's number in the folder for temporary files. Somebody else may have made that one, to keep
+    us from it: then it is one with a name that nobody could know before.
+    """
+    shared = Path(tempfile.gettempdir()) / f"ravan-flwr-{os.getuid()}"
+    session = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
+    for folder in ([session / "ravan-flwr"] if _is_ours(session) else []) + [shared]:
+        with suppress(OSError):  # something else is there, or it cannot be written to
+            folder.mkdir(mode=0o700, exist_ok=True)
+        if _is_ours(folder):
+            return _short_enough(folder)
+    log.warning(
+        "%s: somebody else made it, or others can enter it, expected a folder of user %d alone; "
+        "the warm worker's socket gets another one. Remove it, or set XDG_RUNTIME_DIR",
+        shared, os.getuid(),
+    )  # fmt: skip
+    for folder in sorted(shared.parent.glob(f"{shared.name}-*")):
+        if _is_ours(folder):
+            return _short_enough(folder)
+    return _short_enough(Path(tempfile.mkdtemp(prefix=f"{shared.name}-")))
+
+
+def _is_ours(folder: Path) -> bool:
+    """Is it a folder, and no link to one, that this user alone can enter?"""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    mine = found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return stat.S_ISDIR(found.st_mode) and mine
+
+
+def _short_enough(folder: Path) -> Path:
+    """The folder; RuntimeError if a socket's path in it is too long for the system."""
+    length = len(os.fsencode(folder))
+    if length > LONGEST_FOLDER:
+        raise RuntimeError(
+            f"{folder}: got a path of {length} bytes, expected at most {LONGEST_FOLDER} for the "
+            "warm worker's socket; set a shorter XDG_RUNTIME_DIR or TMPDIR"
+        )
+    return folder
+
+
+# What the worker does.
+
+
+class Worker:
+    """Answers one question after the other, until there is a reason to end."""
+
+    def __init__(self, path: Path, owner: int) -> None:
+        self._owner = _Process(owner)
+        self._listener = Listener(str(path), family="AF_UNIX", backlog=16)
+        self._path = path
+        self._busy = threading.Lock()  # held where the asker is looked at, or exchanged
+        self._asker: Connection | None = None
+        self._asked = time.monotonic()
+        self._run: int | None = None  # whose model and examples it has
+        self._retired = False
+
+    def serve(self) -> None:
+        """Until it ends."""
+        threading.Thread(target=self._watch, daemon=True).start()
+        who = _who()
+        while not self._retired:
+            with self._listener.accept() as connection:
+                with self._busy:
+                    self._asker = connection
+                try:
+                    if connection.recv_bytes() == who:
+                        connection.send_bytes(_READY)
+                        self._answer(connection)
+                    else:
+                        self._retire()
+                except (EOFError, OSError):
+                    log.info("whoever asked the warm worker is gone")
+                finally:
+                    self._free()
+
+    def _answer(self, connection: Connection) -> None:
+        header, records = _receive(connection)
+        try:
+            answer = _answer(header, *records, new=header["run-id"] != self._run)
+            self._run = header["run-id"]
+            header, records = {}, answer
+        except Exception as error:
+            log.exception("the warm worker could not answer")
+            bad = isinstance(error, ValueError)
+            text = str(error) if bad else f"{type(error).__name__}: {error}"
+            header, records = {"error": text, "bad-input": bad}, []
+            if not bad:
+                self._retire()
+        self._free()  # whoever asked may go now
+        _send(connection, header, records)
+
+    def _retire(self) -> None:
+        """Answer nobody any more; whoever comes next finds no socket, and starts another worker."""
+        self._retired = True
+        self._listener.close()
+
+    def _free(self) -> None:
+        with self._busy:
+            self._asker, self._asked = None, time.monotonic()
+
+    def _watch(self) -> None:
+        """End the process when nobody wants it any more, whatever it is doing."""
+        while True:
+            time.sleep(LOOK_SECONDS)
+            with self._busy:
+                if self._asker is None:
+                    unwanted = time.monotonic() - self._asked > IDLE_SECONDS
+                else:
+                    unwanted = _has_hung_up(self._asker)
+                if alone := self._owner.ended():
+                    self._path.with_suffix(".lock").unlink(missing_ok=True)
+                if unwanted or alone:
+                    self._path.unlink(missing_ok=True)
+                    os._exit(0)
+
+
+def _answer(
+    header: dict[str, Any], content: RecordDict, state: RecordDict, *, new: bool
+) -> list[RecordDict]:
+    """What the client answers, and the state that it leaves; `new` is the first of a run."""
+    context = Context(
+        run_id=header["run-id"],
+        node_id=header["node-id"],
+        node_config=header["node-config"],
+        state=state,
+        run_config=header["run-config"],
+    )
+    use_cache(read_node(context.node_config).cache_dir)
+    with importing():
+        from ravan_flwr.client import answers  # noqa: PLC0415
+    if new:
+        answers.forget()
+    reply = answers.answer(header["kind"], content, context)
+    return [reply, context.state]
+
+
+def _has_hung_up(connection: Connection) -> bool:
+    """Nothing but an end can be read before the answer, once the question has been."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        try:
+            return end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+class _Process:
+    """A process that is not ours."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._handle: int | None
+        try:
+            # Of Linux: it is never mistaken for a later process of the same number.
+            self._handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise
+        except (AttributeError, OSError):  # another system, an old kernel, a sandbox
+            self._handle = None
+
+    def ended(self) -> bool:
+        if self._handle is not None:
+            return bool(select.select([self._handle], [], [], 0)[0])
+        try:
+            os.kill(self._pid, 0)
+        except (ProcessLookupError, PermissionError):  # it is not ours, so not the one it was
+            return True
+        return False
+
+
+# Records over a connection: what they are as JSON, then each array's bytes.
+
+
+def _send(connection: Connection, header: dict[str, Any], records: Sequence[RecordDict]) -> None:
+    layouts = [[_layout(name, record) for name, record in each.items()] for each in records]
+    connection.send_bytes(json.dumps(header | {"records": layouts}).encode())
+    for each in records:
+        for record in each.array_records.values():
+            for array in record.values():
+                connection.send_bytes(array.data)
+
+
+def _receive(connection: Connection) -> tuple[dict[str, Any], list[RecordDict]]:
+    header = json.loads(connection.recv_bytes())
+    records = [
+        RecordDict({name: _record(kind, items, connection) for name, kind, items in layout})
+        for layout in header.pop("records")
+    ]
+    return header, records
+
+
+_Record = ArrayRecord | ConfigRecord | MetricRecord
+
+
+def _layout(name: str, record: _Record) -> list[Any]:
+    if isinstance(record, ArrayRecord):
+        items = [[key, a.dtype, list(a.shape), a.stype] for key, a in record.items()]
+        return [name, "arrays", items]
+    return [name, "config" if isinstance(record, ConfigRecord) else "metrics", dict(record)]
+
+
+def _record(kind: str, items: Any, connection: Connection) -> _Record:
+    if kind == "arrays":
+        return ArrayRecord(
+            {
+                key: Array(dtype, tuple(shape), stype, connection.recv_bytes())
+                for key, dtype, shape, stype in items
+            }
+        )
+    return ConfigRecord(items) if kind == "config" else MetricRecord(items)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
+    Worker(Path(sys.argv[1]), int(sys.argv[2])).serve()

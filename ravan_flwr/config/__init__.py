@@ -1,0 +1,1 @@
+"""What a user sets, checked before anything is loaded."""

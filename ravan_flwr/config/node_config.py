@@ -1,0 +1,129 @@
+"""What a device decides for itself: its node config, checked, without anything heavy."""
+
+import difflib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.specs import Scalar
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node config, checked."""
+
+    partition_id: int
+    num_partitions: int
+    data_path: str | None = None  # its own examples; None: a share of the preset's
+    budget: float | str | None = None  # a share, or AUTO; None: drawn from the run's distribution
+    device: str | None = None  # None: the run's
+    cache_dir: str | None = None  # of the hub; None: the user's
+    warm_worker: bool = False
+
+
+def read_node(settings: Mapping[str, Scalar]) -> Node:
+    """The node config that a SuperNode was started with."""
+    _check_names(settings)
+    number, parts = (_whole(settings, key) for key in ("partition-id", "num-partitions"))
+    if not 0 <= number < parts:
+        raise ValueError(
+            f"node config: partition-id is {number}, expected 0 to {parts - 1} (num-partitions - "
+            "1); correct it"
+        )
+    warm = settings.get("warm-worker", False)
+    if not isinstance(warm, bool):
+        raise ValueError(
+            f"node config: warm-worker is {warm!r}, expected true or false, without quotation "
+            "marks; correct it"
+        )
+    device = settings.get("device")
+    return Node(
+        partition_id=number,
+        num_partitions=parts,
+        data_path=_folder(settings, "data-path"),
+        budget=_budget(settings.get("budget")),
+        device=None if device is None else read_config({"device": device}).device,
+        cache_dir=_cache_dir(settings),
+        warm_worker=warm,
+    )
+
+
+_KEYS = (
+    "partition-id", "num-partitions", "data-path", "budget", "device", "cache-dir", "warm-worker",
+)  # fmt: skip
+
+
+def _check_names(settings: Mapping[str, Scalar]) -> None:
+    """Refuse what looks like one of ours misspelt; other apps may have keys of their own."""
+    for key in settings.keys() - set(_KEYS):
+        if meant := difflib.get_close_matches(key.replace("_", "-"), _KEYS, 1, 0.75):
+            raise ValueError(
+                f"node config: got {key}, expected {meant[0]} perhaps; the keys of this app are "
+                f"{', '.join(_KEYS)}; correct it"
+            )
+
+
+def _whole(settings: Mapping[str, Scalar], key: str) -> int:
+    value = settings.get(key)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(
+            f"node config: {key} is {value!r}, expected a whole number; start the SuperNode with "
+            '--node-config "partition-id=0 num-partitions=2"'
+        )
+    return value
+
+
+def _folder(settings: Mapping[str, Scalar], key: str) -> str | None:
+    path = settings.get(key)
+    if path is not None and not isinstance(path, str):
+        raise ValueError(
+            f"node config: {key} is {path!r}, expected the path of a folder as text; write it in "
+            "quotation marks"
+        )
+    return path
+
+
+def _budget(budget: Scalar | None) -> float | str | None:
+    if budget is None or budget == AUTO:
+        return budget
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
+        raise ValueError(
+            f"node config: budget is {budget!r}, expected a number above 0 and at most 1, or "
+            "'auto'; correct it"
+        )
+    return float(budget)
+
+
+def _cache_dir(settings: Mapping[str, Scalar]) -> str | None:
+    path = _folder(settings, "cache-dir")
+    if path is not None and not Path(path).is_absolute():
+        raise ValueError(
+            f"node config: cache-dir is {path!r}, expected the absolute path of a folder; correct "
+            "it"
+        )
+    return path
+
+
+def use_cache(folder: str | None) -> None:
+    """Let the hub's libraries keep models and data in that folder; before they are imported."""
+    if folder is None or os.environ.get("HF_HOME") == folder:
+        return
+    if "huggingface_hub" in sys.modules:
+        raise ValueError(
+            f"node config: cache-dir is {folder!r}, but this process has another cache already; "
+            "it is for SuperNodes, whose clients have processes of their own: set HF_HOME instead"
+        )
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"node config: cache-dir {folder!r} cannot be made ({error.strerror}); let this "
+            "SuperNode's user write there"
+        ) from None
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE"):
+        os.environ.pop(name, None)  # each would take precedence
+    os.environ["HF_HOME"] = folder

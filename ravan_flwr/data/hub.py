@@ -1,0 +1,238 @@
+"""The Hugging Face Hub: models and data sets, from its cache, from a folder, or downloaded.
+
+What is in the cache is taken from there without asking the hub, so that a device without a
+connection works once `ravan-flwr fetch` has run, and a client process starts without waiting
+for the network. Trouble is told as what it is, with what to do.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+import transformers
+from datasets.exceptions import DatasetsError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors import safe_open
+
+from ravan_flwr.specs import DataSpec, ModelSpec
+
+log = logging.getLogger(__name__)
+
+# Weights are read from safetensors alone: every other format runs code when it is opened.
+FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def model_folder(spec: ModelSpec) -> Path:
+    """Where the files of a model lie: a folder of the user's, or one of the hub's cache."""
+    folder = Path(spec.name)
+    if not folder.is_dir():
+        cached = _snapshot(spec, local_files_only=True)
+        folder = cached if cached is not None and not lacks(cached) else fetch_model(spec)
+    if missing := lacks(folder):
+        raise ValueError(
+            f"model {spec.name}: {folder} has no {missing}, expected config.json and weights as "
+            "safetensors; save it with save_pretrained of transformers 5, or choose another model"
+        )
+    return folder
+
+
+def fetch_model(spec: ModelSpec) -> Path:
+    """Download what the cache lacks of a model."""
+    with telling("model", spec.name, spec.revision):
+        folder = _snapshot(spec, local_files_only=False)
+    assert folder is not None
+    return folder
+
+
+def config_of(spec: ModelSpec) -> dict[str, Any]:
+    """A model's config.json, without its weights if they are not there."""
+    folder = Path(spec.name)
+    if not folder.is_dir():
+        with telling("model", spec.name, spec.revision):
+            folder = Path(
+                snapshot_download(
+                    spec.name, revision=spec.revision or None, allow_patterns=["config.json"]
+                )
+            )
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model {spec.name}: {folder} has no config.json; choose another model")
+    return read_json(path, spec.name)
+
+
+def read_json(path: Path, model: str) -> dict[str, Any]:
+    """The object in a JSON file of a model."""
+    with reading(model, path.name):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError(f"it holds a {type(content).__name__} and no object")
+    return content
+
+
+@contextmanager
+def reading(model: str, files: str) -> Iterator[None]:
+    """Tell that files of a model cannot be used, whatever the library that reads them raises."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        if "allocate" in str(error):  # PyTorch's way to say that memory ran out
+            raise
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        raise ValueError(
+            f"model {model}: its {files} cannot be used ({told}), expected what save_pretrained "
+            "of transformers 5 writes; download or save the model again, or choose another one"
+        ) from error
+
+
+def _snapshot(spec: ModelSpec, *, local_files_only: bool) -> Path | None:
+    try:
+        return Path(
+            snapshot_download(
+                spec.name,
+                revision=spec.revision or None,
+                allow_patterns=FILES,
+                local_files_only=local_files_only,
+            )
+        )
+    except LocalEntryNotFoundError:
+        if local_files_only:
+            return None
+        raise
+
+
+def lacks(folder: Path) -> str:
+    """What a model's folder is without: "" if nothing."""
+    if not (folder / "config.json").is_file():
+        return "config.json"
+    return next((path.name for path in weight_files(folder) if not path.is_file()), "")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a model's weights, there or not, as transformers finds them."""
+    if (folder / WHOLE).is_file() or not (folder / _INDEX).is_file():
+        return [folder / WHOLE]
+    content = read_json(folder / _INDEX, str(folder))
+    with reading(str(folder), _INDEX):
+        parts = sorted(set(content["weight_map"].values()))
+        if wrong := [part for part in parts if Path(part).name != part]:
+            raise ValueError(f"{wrong[0]!r} is no file of this folder")
+    return [folder / part for part in parts]
+
+
+def check_weights(folder: Path, model: str) -> None:
+    """Raise ValueError if a file of a model's weights is cut off or no safetensors."""
+    for path in weight_files(folder):
+        with reading(model, path.name), safe_open(path, framework="pt"):
+            pass  # it reads the header, and compares it with the file's size
+
+
+def load_data(spec: DataSpec) -> datasets.DatasetDict:
+    """`train` and the server's test splits, by the names that the preset gives them."""
+    from flwr_datasets import FederatedDataset  # noqa: PLC0415 (with matplotlib and seaborn)
+
+    folder = Path(spec.name)
+    # A copy of the hub's repository has its subsets in README.md; any other folder, as folders.
+    plain = folder.is_dir() and not (folder / "README.md").is_file()
+    federated = FederatedDataset(
+        dataset=str(folder / spec.subset) if plain else spec.name,
+        subset=None if plain else spec.subset or None,
+        shuffle=False,
+        trust_remote_code=False,
+        partitioners={},  # the clients' parts are rows of the whole (dataset.py)
+        **({"revision": spec.revision} if spec.revision else {}),
+        **({"cache_dir": str(cache_of(folder))} if folder.is_dir() else {}),
+    )
+    splits = {"train": spec.train, **dict(spec.tests)}
+    with telling("data", spec.name, spec.revision):
+        return datasets.DatasetDict(
+            {name: federated.load_split(split) for name, split in splits.items()}
+        )
+
+
+def cache_of(path: Path) -> Path:
+    """Where `datasets` keeps what it made of a folder of the user's as it is now.
+
+    Its own cache takes two folders with the same names in them for one, whatever their content.
+    """
+    digest = hashlib.sha256(str(path.resolve()).encode())
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        stat = file.stat()
+        if file.is_file():
+            digest.update(f"{file.relative_to(path)} {stat.st_size} {stat.st_mtime_ns}".encode())
+    return Path(datasets.config.HF_DATASETS_CACHE) / f"folder-{digest.hexdigest()[:16]}"
+
+
+@contextmanager
+def telling(what: str, name: str, revision: str = "") -> Iterator[None]:
+    """Turn the hub's trouble into a ValueError that says what to do; no bars meanwhile."""
+    at = f"{what} {name}" + (f" at revision {revision}" if revision else "")
+    try:
+        with no_bars():
+            yield
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{at}: the hub gives it only to those who accepted its terms; accept them on its "
+            f"page, then log in with `hf auth login` or set HF_TOKEN ({_short(error)})"
+        ) from None
+    except RevisionNotFoundError as error:
+        raise ValueError(
+            f"{at}: the hub has no such revision any more; name another one, "
+            f"{what}={name}@REVISION ({_short(error)})"
+        ) from None
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"{at}: the hub has no such {what}, or it is private; correct the id, or log in with "
+            f"`hf auth login` ({_short(error)})"
+        ) from None
+    except (LocalEntryNotFoundError, EntryNotFoundError, HfHubHTTPError, ConnectionError) as error:
+        raise ValueError(
+            f"{at}: it is not in the cache, and the hub cannot be reached ({_short(error)}); run "
+            "`ravan-flwr fetch PRESET` where there is a connection, or name a folder, "
+            f"{what}=/path"
+        ) from None
+    except (DatasetsError, FileNotFoundError) as error:
+        raise ValueError(
+            f"{at}: {_short(error)}; correct the id or the revision, accept its terms if it has "
+            "any and log in with `hf auth login`, or run `ravan-flwr fetch PRESET` where there is "
+            "a connection"
+        ) from None
+
+
+def _short(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """No progress bars and load reports of the libraries among a run's lines."""
+    logging_of = transformers.utils.logging
+    shown, level = logging_of.is_progress_bar_enabled(), logging_of.get_verbosity()
+    drawn = datasets.is_progress_bar_enabled()
+    logging_of.disable_progress_bar()
+    logging_of.set_verbosity_error()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logging_of.set_verbosity(level)
+        if shown:
+            logging_of.enable_progress_bar()
+        if drawn:
+            datasets.enable_progress_bars()

@@ -1,0 +1,1 @@
+"""Ways to start a run, and what has to be there before."""

@@ -1,0 +1,38 @@
+"""What a preset needs of the hub, downloaded beforehand, for devices without a connection."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.preset import Preset
+from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.data.examples import load_splits
+from ravan_flwr.data.hub import fetch_model, model_folder
+from ravan_flwr.specs import Scalar
+
+
+def fetch(settings: Mapping[str, Scalar]) -> Iterator[str]:
+    """Bring model and data of these settings into the cache; a line for each that is there."""
+    configs = _of_every_task(settings)
+    model = configs[0].model
+    if model.source != "hub" and configs[0].data.source != "hub":
+        yield "nothing to fetch: its model and data come with the app"
+        return
+    if model.source == "hub":
+        if not Path(model.name).is_dir():
+            fetch_model(model)
+        yield f"model {model.name}: {model_folder(model)}"
+    for data in (config.data for config in configs):
+        splits = load_splits(data)
+        tests = sum(len(split) for name, split in splits.items() if name != "train")
+        name = " ".join(filter(None, [data.name or data.source, data.subset]))
+        yield f"data {name}: {len(splits['train'])} examples to train, {tests} to test"
+
+
+def _of_every_task(settings: Mapping[str, Scalar]) -> list[Config]:
+    """The configuration; of each GLUE task, where the settings choose none of several."""
+    config = read_config(settings)
+    tasks = Preset.read(config.preset).glue_tasks
+    if not tasks or settings.get("glue-task", AUTO) != AUTO:
+        return [config]
+    return [read_config({**settings, "glue-task": task}) for task in tasks]

@@ -1,0 +1,154 @@
+"""Everything in one process: a `Grid` that hands messages to the ClientApp itself.
+
+The same ServerApp and ClientApp as under Flower's own runtimes, one client after the other:
+for tests, studies and a single GPU. A client runs when its reply is asked for, so that no
+more than one reply waits.
+"""
+
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from ravan_flwr import client_app, server_app
+from ravan_flwr.config.keys import AUTO, KEYS
+from ravan_flwr.config.run_config import absolute_paths, read_config
+from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training.workbench import get_workbench
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Where a finished run lies, and how it ended."""
+
+    run_dir: Path
+    summary: dict[str, Any]
+
+
+def simulate(config: Mapping[str, Scalar], num_clients: int | None = None) -> Simulation:
+    """Run the app in this process and return when it is done.
+
+    `config` holds keys of the run config; what is left out is the preset's. A relative
+    `output-dir` starts at the working directory, and so does the default, `runs`.
+    """
+    run_config = {key: spec.default for key, spec in KEYS.items()} | dict(config)
+    checked = read_config(run_config)
+    if num_clients is None:
+        num_clients = checked.num_clients
+    if num_clients < 1:
+        raise ValueError(
+            f"num-clients = {num_clients}: expected a whole number at least 1; change it"
+        )
+    if checked.output_dir == AUTO:
+        run_config["output-dir"] = "runs"
+    run_config = absolute_paths(run_config)
+    # Server and clients are this process, and lend each other this one workbench.
+    get_workbench(read_config(run_config)).shares_device = False
+
+    context = Context(
+        run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=run_config
+    )
+    server_app.app(InProcessGrid(run_config, num_clients), context)
+    run_dir = Path(str(context.state.config_records[server_app.RESULT]["run-dir"]))
+    return Simulation(run_dir, RunDirectory(run_dir).read_json("summary.json"))
+
+
+class InProcessGrid(Grid):
+    """Flower's `Grid`, over clients that live in this process."""
+
+    in_process = True  # clients run when they are asked for their replies
+
+    def __init__(self, run_config: Mapping[str, Scalar], num_clients: int) -> None:
+        # A Message takes its run and sender from the identity of the process's task.
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
+        self._run = Run.create_empty(1)
+        self._waiting: dict[str, Message] = {}
+        self._contexts = {
+            node_id: Context(
+                run_id=1,
+                node_id=node_id,
+                node_config={"partition-id": node_id - 1, "num-partitions": num_clients},
+                state=RecordDict(),
+                run_config=dict(run_config),
+            )
+            for node_id in range(1, num_clients + 1)
+        }
+
+    def set_run(self, run: Run) -> None:
+        """Set the run."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        return self._run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """A message; Flower itself now prefers the constructor."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """All clients, always."""
+        return list(self._contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Take messages; their clients run when the replies are pulled."""
+        ids = []
+        for message in messages:
+            message_id = str(uuid.uuid4())
+            self._forget(message)
+            message.metadata.__dict__["_message_id"] = message_id
+            self._waiting[message_id] = message
+            ids.append(message_id)
+        return ids
+
+    def _forget(self, message: Message) -> None:
+        """What nobody asked for so far is not done beside what follows it."""
+        about = message.metadata.dst_node_id, message.metadata.message_type
+        self._waiting = {
+            key: old
+            for key, old in self._waiting.items()
+            if (old.metadata.dst_node_id, old.metadata.message_type) != about
+        }
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """The reply of the next client whose turn it is; one at a time."""
+        wanted = set(message_ids)
+        for message_id in self._waiting:
+            if message_id in wanted:
+                return [self._deliver(self._waiting.pop(message_id))]
+        return []
+
+    def _deliver(self, message: Message) -> Message:
+        context = self._contexts[message.metadata.dst_node_id]
+        try:
+            reply = client_app.app(message, context)
+        except Exception as error:  # noqa: BLE001 (as Flower does: a client's error is a reply)
+            reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
+        reply.metadata.__dict__["_message_id"] = str(uuid.uuid4())
+        return reply
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Push all, then pull all; clients in one process always answer."""
+        del timeout
+        ids = set(self.push_messages(messages))
+        replies: list[Message] = []
+        while ids:
+            replies.extend(self.pull_messages(ids))
+            ids -= {reply.metadata.reply_to_message_id for reply in replies}
+        return replies

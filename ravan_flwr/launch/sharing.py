@@ -1,0 +1,165 @@
+"""How the clients of a simulation share the GPUs of this machine.
+
+Ray runs as many clients at a time as their shares of CPUs and GPUs allow, and shows each client the
+one GPU that it has a share of; a client that asks for none sees none, by Ray's default (flower.py
+changes that). Nothing keeps a process within its share, so that it is chosen by memory: of what is
+free on a GPU, each client gets what the plan counts. The ServerApp sees all GPUs and computes on
+the first.
+"""
+
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training.gpus import VISIBLE, Gpu, visible_gpus
+
+MOST_A_GPU = 24  # Ray counts shares in ten-thousandths: more would not come out even on 16 GPUs
+_TEN_THOUSANDTHS = 10_000
+_USABLE = 0.9  # of the free memory: PyTorch's pieces of it do not fit without gaps
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """So many clients at a time on each of these GPUs; none of them if there is no GPU to share."""
+
+    clients_per_gpu: int = 0
+    gpus: Sequence[Gpu] = ()
+    reason: str = ""
+    settings: Mapping[str, Scalar] = field(default_factory=dict)  # what the run config gets on top
+
+    @property
+    def share(self) -> float:
+        """Of a GPU, for each client, rounded down: so many must fit by Flower's and Ray's count.
+
+        Flower carries it as a float32 and divides by that: 0.2 becomes a little more, of which
+        only four fit.
+        """
+        parts = _TEN_THOUSANDTHS // self.clients_per_gpu
+        (carried,) = struct.unpack("f", struct.pack("f", parts / _TEN_THOUSANDTHS))
+        return (parts if carried * self.clients_per_gpu <= 1 else parts - 1) / _TEN_THOUSANDTHS
+
+    def federation(self, num_clients: int) -> str:
+        """Flower's federation config."""
+        words = f"num-supernodes={num_clients} client-resources-num-cpus=1"
+        if self.clients_per_gpu:
+            words += f" client-resources-num-gpus={self.share:g}"
+        return words
+
+    def told(self) -> str:
+        """A line for people; empty where there is no GPU."""
+        if not self.clients_per_gpu:
+            return ""
+        names = ", ".join(sorted({gpu.name for gpu in self.gpus}))
+        several = len(self.gpus) > 1
+        return (
+            f"{len(self.gpus)} GPU{'s' * several} ({names}), {_clients(self.clients_per_gpu)} at a "
+            f"time on {'each' if several else 'it'}: {self.reason}\n"
+        )
+
+
+def _clients(number: int) -> str:
+    return f"{number} client{'s' * (number != 1)}"
+
+
+def share_gpus(
+    run_config: Mapping[str, Scalar],
+    num_clients: int,
+    clients_per_gpu: int | None = None,
+    runs_at_a_time: int = 1,
+    environment: Mapping[str, str] = os.environ,
+) -> Sharing:
+    """How the clients of a run share the GPUs that this environment shows.
+
+    `clients_per_gpu` is what a person asks for: 0 keeps the whole run on the CPU, None lets the
+    memory decide. `runs_at_a_time` such runs are on the machine.
+    """
+    config = read_config(run_config)
+    _check_asked(config.device, clients_per_gpu, runs_at_a_time)
+    if clients_per_gpu == 0:
+        return Sharing(settings={"device": "cpu"})
+    gpus = visible_gpus(environment) if config.device in (AUTO, "cuda", "cuda:0") else []
+    if clients_per_gpu:
+        if not gpus:
+            raise ValueError(
+                f"--clients-per-gpu {clients_per_gpu}: found no GPU for device = "
+                f"{config.device!r}: expected nvidia-smi to list one, and {VISIBLE}, if set, "
+                "to name it; leave --clients-per-gpu out"
+            )
+        return Sharing(clients_per_gpu, gpus, "--clients-per-gpu says so")
+    if not gpus:
+        return Sharing()
+    useful = _useful(config, num_clients, len(gpus), runs_at_a_time)
+    return _by_memory(config, gpus, useful, runs_at_a_time)
+
+
+def _check_asked(device: str, clients_per_gpu: int | None, runs_at_a_time: int) -> None:
+    if runs_at_a_time < 1:
+        raise ValueError(
+            f"--runs-at-a-time {runs_at_a_time}: expected a whole number at least 1; change it"
+        )
+    if clients_per_gpu is not None and not 0 <= clients_per_gpu <= MOST_A_GPU:
+        raise ValueError(
+            f"--clients-per-gpu {clients_per_gpu}: expected 0 (no GPU) to {MOST_A_GPU}; change it"
+        )
+    kind, _, number = device.partition(":")
+    if clients_per_gpu == 0 and kind not in (AUTO, "cpu"):
+        raise ValueError(
+            f"--clients-per-gpu 0: got device = {device!r} beside it, expected auto or cpu, since "
+            "0 keeps the run on the CPU; leave one of them out"
+        )
+    if clients_per_gpu and kind not in (AUTO, "cuda"):
+        raise ValueError(
+            f"--clients-per-gpu {clients_per_gpu}: got device = {device!r} beside it, expected "
+            "auto or cuda, since nothing else computes on these GPUs; leave one of them out"
+        )
+    if kind == "cuda" and number not in ("", "0"):
+        raise ValueError(
+            f"device = {device!r}: a simulated client sees one GPU, its first, expected cuda or "
+            f"auto; choose the GPU with {VISIBLE}={number} in the environment, and device=cuda"
+        )
+
+
+def _useful(config: Config, num_clients: int, gpus: int, runs: int) -> int:
+    """How many clients a GPU are ever at work: Ray fills one GPU before it takes the next."""
+    cpus = max(1, (os.cpu_count() or 1) // runs)
+    return -(-min(cpus, config.clients_per_round, num_clients) // gpus)
+
+
+def _by_memory(config: Config, gpus: Sequence[Gpu], useful: int, runs: int) -> Sharing:
+    """As many clients as fit on the GPU with the least room, the server's process beside them."""
+    from ravan_flwr.training.footprint import footprint  # noqa: PLC0415 (torch, which takes seconds)
+
+    needs = footprint(config)
+    fitting = [
+        int((_USABLE * _free(gpu, runs) - (needs.server if first else 0)) // needs.client)
+        for gpu, first in zip(gpus, [True, *[False] * len(gpus)], strict=False)
+    ]
+    client, server = (f"{size / 1e9:.1f} GB" for size in (needs.client, needs.server))
+    if min(fitting) < 1:
+        worst = gpus[fitting.index(min(fitting))]
+        raise ValueError(
+            f"GPU {worst.index} ({worst.name}) is too small: a client needs {client} and "
+            f"the server, on the first GPU, {server}, but 90 % of {_free(worst, runs) / 1e9:.1f} "
+            "GB free are less; lower batch-size, set gradient-checkpointing=yes, quantize=4bit or "
+            f"device=cpu, name other GPUs in {VISIBLE}, or try --clients-per-gpu 1"
+        )
+    number = min(*fitting, useful, MOST_A_GPU)
+    reason = (
+        f"by the plan a client needs {client} and the server {server} on the first; "
+        f"{min(fitting)} would fit, and there are CPUs and work for {useful}"
+    )
+    return Sharing(number, gpus, reason)
+
+
+def _free(gpu: Gpu, runs: int) -> int:
+    """The bytes of a GPU's memory for one of so many runs."""
+    if gpu.free is None or gpu.total is None:
+        raise ValueError(
+            f"GPU {gpu.index} ({gpu.name}): nvidia-smi does not say how much memory it has, so how "
+            "many clients fit is unknown; say it with --clients-per-gpu"
+        )
+    return min(gpu.free, gpu.total // runs)

@@ -1,0 +1,248 @@
+"""`flwr run` in Flower's simulation runtime, with a local SuperLink that ends with it.
+
+`flwr run .` starts a SuperLink that stays up, keeps the working directory and environment
+that it was started in, and serves every later run of whoever finds its port. Here it gets
+ports and a folder of its own, does not install the app's dependencies a second time, and is
+ended by its process id. `flwr run` also ends with status 0 when the run failed; this does not.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from ravan_flwr.config.run_config import absolute_paths
+from ravan_flwr.launch.sharing import share_gpus
+from ravan_flwr.specs import Scalar
+
+START_TIMEOUT = 60.0
+END_TIMEOUT = 5.0  # of what the SuperLink started, after the SuperLink
+RAY_LEAVES_GPUS = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"  # with the value 0
+
+
+class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
+    """A SuperLink for simulations, on free ports of this machine, while the block lasts.
+
+    `environment` is what a `flwr` command needs to find it.
+    """
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self.home = Path(
+            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="ravan-flwr-"))
+        )
+        port, control = _free_ports(2)
+        self.environment = os.environ | {
+            "FLWR_HOME": str(self.home),
+            "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(port),
+            "FLWR_LOCAL_CONTROL_API_PORT": str(control),
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            # Scripts of this environment first: the SuperLink starts its own by name.
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            # Ray is to leave the GPUs that a process sees alone where it asks for no share of one:
+            # then it does not warn that it will. Who wants none there says device=cpu.
+            RAY_LEAVES_GPUS: os.environ.get(RAY_LEAVES_GPUS, "0"),
+            # A person may have set the first from a terminal: nothing here reads from one.
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._port, self._control = port, control
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "LocalSuperLink":
+        log_file = self.home / "superlink.log"
+        self._process = subprocess.Popen(
+            [
+                "flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess",
+                "--control-api-address", f"127.0.0.1:{self._control}",
+                "--host", "127.0.0.1", "--port", str(self._port), "--log-file", str(log_file),
+            ],
+            env=self.environment,
+            # Ray's actors import from the SuperLink's working directory before the app bundle.
+            cwd=self.home,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            self._wait_for_it(log_file)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _wait_for_it(self, log_file: Path) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + START_TIMEOUT
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                told = log_file.read_text(errors="replace")[-2000:] if log_file.exists() else ""
+                raise RuntimeError(
+                    f"Flower's SuperLink did not start within {START_TIMEOUT:g} s on port "
+                    f"{self._port}; it said: {told or 'nothing'}"
+                )
+            time.sleep(0.1)
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=15)
+            self._end_the_rest()
+            with suppress(ProcessLookupError):  # itself, if it hangs
+                self.signal(signal.SIGKILL)
+            self._process.wait()
+        self._stack.close()
+
+    def _end_the_rest(self) -> None:
+        """End what the SuperLink started: Flower's processes and Ray's have sessions of their own.
+
+        They notice by themselves that the SuperLink is gone, most within a second; a process in
+        the middle of a training step, or of Ray, may not.
+        """
+        deadline = time.monotonic() + END_TIMEOUT
+        while (left := processes_of(self.home)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the SuperLink and what it started."""
+        if self._process is not None:
+            os.killpg(self._process.pid, number)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self._port}/health", timeout=1
+            ) as reply:
+                return bool(reply.status == 200)
+        except OSError:
+            return False
+
+    def run(self, app: Path, run_config: str, federation_config: str) -> str:
+        """`flwr run --stream`, its output passed on; the status that the run ended with."""
+        run_id = self._stream(app, run_config, federation_config)
+        listed = subprocess.run(
+            ["flwr", "ls", "--run-id", run_id, "--format", "json"],
+            env=self.environment, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        runs: list[dict[str, Any]] = json.loads(listed.stdout)["runs"]
+        return str(runs[0]["status"])
+
+    def _stream(self, app: Path, run_config: str, federation_config: str) -> str:
+        command = ["flwr", "run", str(app), "--stream", "--federation-config", federation_config]
+        command += ["-c", run_config] if run_config else []
+        run_id = None
+        with subprocess.Popen(
+            command,
+            env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    sys.stdout.write(line)
+                    sys.stdout.flush()
+                    if match := re.search(r"Successfully started run (\d+)", line):
+                        run_id = match[1]
+            except BaseException:
+                process.terminate()  # it would go on streaming, and be waited for
+                raise
+        if process.returncode or run_id is None:
+            raise RuntimeError(
+                f"`{shlex.join(command)}` ended with status {process.returncode} before the run "
+                "started; what it printed stands above"
+            )
+        return run_id
+
+
+def run_in_flower(
+    config: Mapping[str, Scalar],
+    num_clients: int,
+    clients_per_gpu: int | None = None,
+    runs_at_a_time: int = 1,
+) -> None:
+    """`flwr run .` for the app of the working directory, with that many SuperNodes.
+
+    Each gets a share of the machine's GPUs, as `share_gpus` says.
+    """
+    app = Path.cwd()
+    if not (app / "pyproject.toml").is_file():
+        raise ValueError(
+            f"found no pyproject.toml in {app}, expected the app's folder; change into it"
+        )
+    sharing = share_gpus(config, num_clients, clients_per_gpu, runs_at_a_time)
+    settings = absolute_paths({"output-dir": "runs", **config, **sharing.settings})
+    run_config = " ".join(f"{key}={_toml(value)}" for key, value in settings.items())
+    federation = sharing.federation(num_clients)
+    sys.stdout.write(
+        f"{sharing.told()}"
+        "This stands for:\n"
+        "  export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1\n"
+        f"  export {RAY_LEAVES_GPUS}=0\n"
+        f'  flwr run . --stream --federation-config "{federation}" '
+        f"-c {_quoted(run_config)}\n"
+    )
+    sys.stdout.flush()
+    with LocalSuperLink() as superlink:
+        status = superlink.run(app, run_config, federation)
+    if status != "finished:completed":
+        raise RuntimeError(f"the run ended as {status!r}, expected 'finished:completed'")
+
+
+def processes_of(home: Path) -> list[int]:
+    """All processes whose FLWR_HOME is this folder, or within it, whoever started them.
+
+    Where there is no /proc, as on macOS, none is found.
+    """
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is another user's
+            for setting in path.read_bytes().split(b"\0"):
+                name, _, value = os.fsdecode(setting).partition("=")
+                if name == "FLWR_HOME" and Path(value).is_relative_to(home):
+                    found.append(int(path.parent.name))
+    return found
+
+
+def _toml(value: Scalar) -> str:
+    """A value for `flwr run -c`, which takes TOML without quotes of the same kind inside."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, str):
+        return repr(value)
+    if value.isprintable() and "'" not in value:
+        return f"'{value}'"
+    escaped = "".join(c if c.isprintable() and c not in '"\\' else _escape(c) for c in value)
+    return f'"{escaped}"'
+
+
+def _quoted(text: str) -> str:
+    """A word for a shell; between double quotes where that changes nothing, to be readable."""
+    return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
+
+
+def _escape(character: str) -> str:
+    """TOML's escape of a character, without the character."""
+    return f"\\U{ord(character):08x}"
+
+
+def _free_ports(number: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]

@@ -1,0 +1,109 @@
+"""Tensors <-> Flower's records: few packed Arrays of raw bytes, checked before use.
+
+An Array of our own `stype` carries the bytes of a tensor and nothing else: no pickle, no
+header, any dtype. Its dtype and shape travel beside the bytes, and are believed only where
+they agree with their number.
+"""
+
+import hashlib
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+from flwr.app import Array, ArrayRecord
+from torch import Tensor
+
+from ravan_flwr.messages.plain_text import shown
+from ravan_flwr.methods.base import Tensors
+
+STYPE = "ravan-flwr.raw/1"
+MOST_SIDES = 8  # of a shape: what a product over many more costs is not linear in their number
+FIXED = "fixed"  # the record of what travels to each client once
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+    )
+}
+
+
+def _check_shape(name: str, shape: Sequence[int]) -> None:
+    """Few sides, and none of them absurd: nothing is computed from the shape before."""
+    if len(shape) > MOST_SIDES:
+        raise ValueError(
+            f"array {shown(name)} has a shape of {len(shape)} sides, expected {MOST_SIDES} at most"
+        )
+    if not all(type(side) is int and 0 <= side < 2**63 for side in shape):
+        raise ValueError(f"array {shown(name)} has shape {shown(shape)}, expected sides from 0")
+
+
+def to_record(tensors: Tensors) -> ArrayRecord:
+    """One Array a tensor, little-endian."""
+    return ArrayRecord({name: _to_array(tensor) for name, tensor in tensors.items()})
+
+
+def from_record(record: ArrayRecord) -> Tensors:
+    """The tensors of a record of unknown origin; ValueError for anything that is not sound."""
+    return {name: tensor.clone() for name, tensor in view_record(record).items()}
+
+
+def view_record(record: ArrayRecord) -> Tensors:
+    """The same without a copy of the bytes, for those who read and never write."""
+    return {name: _view_array(name, array) for name, array in record.items()}
+
+
+def num_bytes(record: ArrayRecord) -> int:
+    """What the arrays weigh on the wire, without Flower's envelope."""
+    return sum(len(array.data) for array in record.values())
+
+
+def hash_of(record: ArrayRecord) -> str:
+    """A checksum over the names and bytes of a record."""
+    digest = hashlib.sha256()
+    for name, array in sorted(record.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.data)
+    return digest.hexdigest()[:16]
+
+
+def _to_array(tensor: Tensor) -> Array:
+    flat = tensor.detach().cpu().contiguous()
+    return Array(
+        dtype=str(flat.dtype).removeprefix("torch."),
+        shape=tuple(flat.shape),
+        stype=STYPE,
+        data=flat.reshape(-1).view(torch.uint8).numpy().tobytes(),
+    )
+
+
+def _view_array(name: str, array: Array) -> Tensor:
+    if array.stype != STYPE:
+        raise ValueError(
+            f"array {shown(name)} is of stype {shown(array.stype)}, expected {STYPE!r}"
+        )
+    if array.dtype not in _DTYPES:
+        raise ValueError(
+            f"array {shown(name)} is of dtype {shown(array.dtype)}, expected one of "
+            f"{', '.join(_DTYPES)}"
+        )
+    _check_shape(name, array.shape)
+    dtype = _DTYPES[array.dtype]
+    expected = math.prod(array.shape) * dtype.itemsize
+    most = math.prod(max(side, 1) for side in array.shape) * dtype.itemsize  # were none of them 0
+    if len(array.data) != expected or most >= 2**63:
+        raise ValueError(
+            f"array {shown(name)} has {len(array.data)} bytes, expected {expected} for "
+            f"{array.dtype} {tuple(array.shape)}"
+        )
+    if not array.data:
+        return torch.empty(array.shape, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(array.data, dtype=dtype).view(array.shape)

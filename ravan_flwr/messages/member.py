@@ -1,0 +1,180 @@
+"""Who takes part: every node's answer to the one question it is asked, checked.
+
+Simulated node ids are random, so nothing may depend on them: members are kept sorted by
+partition id, and a round's clients are a function of (seed, round) and the members.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from flwr.app import MessageType
+
+from ravan_flwr.messages.plain_text import plain, shown
+from ravan_flwr.seeding import generator
+
+MOST_PARTITIONS = 1_000_000  # as many clients as a round can have
+MOST_EXAMPLES = 2**48
+
+
+@dataclass(frozen=True)
+class Member:
+    """One node, as it described itself."""
+
+    node_id: int
+    partition_id: int
+    num_partitions: int
+    own_data: bool  # not a share of the data that all know
+    examples: int
+    share: float  # of the largest budget
+    device: str
+    free_memory: int  # bytes
+    versions: str
+    code: str  # fingerprint of this package's own files
+    backbone: str  # fingerprint of what is pretrained
+    derived: tuple[float, ...]  # fingerprint of what is made from the seed
+
+    def as_config(self) -> dict[str, Any]:
+        """For the answer's ConfigRecord; `read_member` is the inverse."""
+        return {
+            "partition-id": self.partition_id,
+            "num-partitions": self.num_partitions,
+            "own-data": self.own_data,
+            "examples": self.examples,
+            "share": self.share,
+            "device": self.device,
+            "free-memory": self.free_memory,
+            "versions": self.versions,
+            "code": self.code,
+            "backbone": self.backbone,
+            "derived": list(self.derived),
+        }
+
+
+def read_member(node_id: int, answer: Mapping[str, Any], length: int | None = None) -> Member:
+    """The member that an answer of unknown origin describes; ValueError if it is not sound.
+
+    `length` is how many numbers its fingerprint must have.
+    """
+    kinds: dict[str, type] = {
+        "partition-id": int,
+        "num-partitions": int,
+        "own-data": bool,
+        "examples": int,
+        "share": float,
+        "device": str,
+        "free-memory": int,
+        "versions": str,
+        "code": str,
+        "backbone": str,
+        "derived": list,
+    }
+    for key, kind in kinds.items():
+        if type(answer.get(key)) is not kind:
+            raise ValueError(f"{key} is {shown(answer.get(key))}, expected {kind.__name__}")
+    derived = answer["derived"]
+    if length not in (None, len(derived)):
+        raise ValueError(f"derived has {len(derived)} numbers, expected {length}")
+    if not all(type(number) is float for number in derived):
+        raise ValueError(f"derived is {shown(derived)}, expected float numbers")
+    parts = answer["num-partitions"]
+    if not 1 <= parts <= MOST_PARTITIONS:
+        raise ValueError(f"num-partitions is {parts}, expected 1 to {MOST_PARTITIONS}")
+    if not 0 <= answer["partition-id"] < parts:
+        raise ValueError(
+            f"partition-id is {answer['partition-id']}, expected 0 to {parts - 1} "
+            "(num-partitions - 1)"
+        )
+    if not 1 <= answer["examples"] <= MOST_EXAMPLES:
+        raise ValueError(
+            f"examples is {answer['examples']}, expected at least 1 and at most {MOST_EXAMPLES}"
+        )
+    if not 0 < answer["share"] <= 1:
+        raise ValueError(f"share is {answer['share']}, expected above 0 and at most 1")
+    values = {key.replace("-", "_"): answer[key] for key in kinds}
+    texts = {key: plain(value, 200) for key, value in values.items() if isinstance(value, str)}
+    return Member(node_id=node_id, **values | texts | {"derived": tuple(derived)})
+
+
+def check_same_app(member: Member, code: str, backbone: str, derived: Sequence[float]) -> None:
+    """Raise ValueError unless a member has the server's code, backbone and bases."""
+    if member.code != code:
+        raise ValueError(
+            f"its ravan_flwr has fingerprint {member.code}, expected {code}: other files than the "
+            "server's; in a simulation the SuperLink was started in another checkout, so end it "
+            "and run again"
+        )
+    if member.backbone != backbone:
+        raise ValueError(
+            f"its backbone has fingerprint {member.backbone}, expected {backbone}: another model, "
+            f"revision or library (it has {member.versions}); give it the server's"
+        )
+    check_derived(member.derived, derived, member.versions)
+
+
+def check_derived(got: object, expected: Sequence[float], versions: str = "") -> None:
+    """Raise ValueError unless bases and classifier agree to rounding."""
+    numbers = got if isinstance(got, list | tuple) else ()
+    same = len(numbers) == len(expected) and all(
+        isinstance(g, float | int) and math.isclose(g, e, rel_tol=1e-4, abs_tol=1e-4)
+        for g, e in zip(numbers, expected, strict=True)
+    )
+    if not same:
+        raise ValueError(
+            f"its bases have fingerprint {shown(list(numbers[:20]))}, expected {list(expected)}: "
+            f"they were made from another seed, rank, scheme or library {versions}; give it the "
+            "server's"
+        )
+
+
+def sample(
+    members: Sequence[Member], number: int, seed: int, round_number: int, spare: int = 0
+) -> list[Member]:
+    """The clients of a round, a function of its number, sorted by partition id.
+
+    So many `spare` ones follow, sorted likewise: the first are the same with or without them.
+    """
+    order = torch.randperm(len(members), generator=generator(seed, "sample", round_number))
+    pool = sorted(members, key=lambda member: member.partition_id)
+    wanted, more = order[:number], order[number : number + spare]
+    return [pool[i] for part in (wanted, more) for i in sorted(part.tolist())]
+
+
+@dataclass
+class Node:
+    """What is known of one node: when it was asked who it is, what it answered, how it behaves."""
+
+    node_id: int
+    since: str | None = None  # since when it was there as it was asked; None: it is to be asked
+    question: str = ""  # the message that its answer is waited for; "" if none is
+    until: float = 0.0  # for how long
+    last: str = ""  # the message that it was asked by the last time
+    times: int = 0  # how often it was asked
+    member: Member | None = None
+    refused: str = ""  # why
+    # By kind of message, since who answers one kind alone would be asked for the other for ever:
+    silent: dict[str, int] = field(default_factory=dict)  # how many in a row had no reply
+    asleep: dict[str, int] = field(default_factory=dict)  # the first round in which it is asked
+    faults: int = 0  # how many of its replies in a row were no good
+
+    @property
+    def doubt(self) -> int:
+        """How much there is against it: who has least is read first."""
+        return sum(self.silent.values()) + self.faults
+
+    def was_silent(self, kind: str, round_number: int) -> None:
+        """Ask it less often: after the k-th silence in a row it sits out 2^(k-1) - 1 rounds."""
+        self.silent[kind] = self.silent.get(kind, 0) + 1
+        self.asleep[kind] = round_number + 2 ** min(self.silent[kind] - 1, 6)
+
+    def answered(self, kind: str) -> None:
+        """Ask it for this in every round again."""
+        self.silent.pop(kind, None)
+        self.asleep.pop(kind, None)
+        self.faults = 0
+
+    def rests(self, kind: str, round_number: int) -> bool:
+        """Is it not to be asked? Who does not train is not asked to evaluate, either."""
+        return any(self.asleep.get(one, 0) > round_number for one in (kind, MessageType.TRAIN))

@@ -1,0 +1,93 @@
+"""Which heads a client trains: scores first, then the best K (section 3.2).
+
+Scores are (layers, heads), the higher the better:
+
+- `random`: uniform draws.
+- `weight`: the Frobenius norm of s_i H_i. All are zero in round 1; ties break at random.
+- `gradient`: the Frobenius norm of the loss's gradient with respect to s_i H_i, on one
+  mini-batch, without an update.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from ravan_flwr.adapters import MultiHeadLinear
+from ravan_flwr.adapters.quantize import weight_norm
+from ravan_flwr.adapters.sketch import watch_gradients
+
+Heads = list[list[int]]  # for each layer the heads, in ascending order
+
+
+def score_heads(
+    scoring: str,
+    layers: Sequence[MultiHeadLinear],
+    random: torch.Generator,
+    backward: Callable[[], object],
+) -> Tensor:
+    """(layers, heads); `backward` runs one mini-batch forward and backward."""
+    return SCORINGS[scoring](layers, random, backward)
+
+
+def _random_scores(
+    layers: Sequence[MultiHeadLinear], random: torch.Generator, _: Callable[[], object]
+) -> Tensor:
+    return torch.rand(len(layers), layers[0].heads, generator=random)
+
+
+def _weight_scores(
+    layers: Sequence[MultiHeadLinear], _: torch.Generator, __: Callable[[], object]
+) -> Tensor:
+    """Relative to the norm of W: how much of its layer a head has already changed."""
+    norms = [layer.products().norm(dim=(1, 2)) / weight_norm(layer.base) for layer in layers]
+    return torch.stack(norms).cpu()
+
+
+def _gradient_scores(
+    layers: Sequence[MultiHeadLinear], _: torch.Generator, backward: Callable[[], object]
+) -> Tensor:
+    """The norms of B_i^T (dL/dy)^T x A_i^T, which is the gradient with respect to s_i H_i.
+
+    Each layer's gradient is reduced to its heads' norms as soon as it comes by.
+    """
+    norms: dict[int, Tensor] = {}
+    with ExitStack() as stack:
+        for position, layer in enumerate(layers):
+
+            def see(
+                x: Tensor, gy: Tensor, layer: MultiHeadLinear = layer, at: int = position
+            ) -> None:
+                full = gy.T @ x  # (out, in)
+                norms[at] = (layer.B.mT @ full @ layer.A.mT).norm(dim=(1, 2))
+
+            stack.enter_context(watch_gradients(layer, see))
+        backward()
+    return torch.stack([norms[position] for position in range(len(layers))]).cpu()
+
+
+SCORINGS: dict[
+    str, Callable[[Sequence[MultiHeadLinear], torch.Generator, Callable[[], object]], Tensor]
+] = {"random": _random_scores, "weight": _weight_scores, "gradient": _gradient_scores}
+
+
+def best_heads(scores: Tensor, number: int, selection: str, random: torch.Generator) -> Heads:
+    """The `number` best heads of each layer, or `number` times the layers of all of them.
+
+    Scores of different layers compare as they are: bases have the same norms everywhere, so
+    a gradient norm says how fast the one loss falls per unit of movement of a head in any
+    layer, and a weight score is relative to its layer's own weight.
+    """
+    layers, heads = scores.shape
+    if selection == "layer":
+        return [_top(row, number, random) for row in scores]
+    chosen = _top(scores.flatten(), number * layers, random)
+    return [[i % heads for i in chosen if i // heads == layer] for layer in range(layers)]
+
+
+def _top(scores: Tensor, number: int, random: torch.Generator) -> list[int]:
+    """The positions of the highest scores, ascending; ties are broken by `random`."""
+    order = torch.randperm(len(scores), generator=random)
+    ranking = scores[order].argsort(descending=True, stable=True)
+    return sorted(order[ranking[:number]].tolist())

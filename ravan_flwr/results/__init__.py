@@ -1,0 +1,1 @@
+"""A finished run: reopened, exported, reported."""

@@ -1,0 +1,120 @@
+"""What a run is for: its result, in forms that other software loads.
+
+- `peft`: a folder for `PeftModel.from_pretrained`. A RAVAN layer is a LoRA layer of rank
+  heads * r: A is the A_i on top of each other, B the s_i B_i H_i side by side.
+- `merged`: a folder for transformers' `from_pretrained`, with every adapter added to the weight
+  that it adapts, in float32, and rounded back to the weight's own type.
+
+A method that changes pretrained weights has no adapter that holds its result, and is exported
+merged only. Both folders have a model card.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ravan_flwr.data.hub import no_bars
+from ravan_flwr.results.card import write_card
+from ravan_flwr.results.reopen import result_of
+from ravan_flwr.runs.directory import RunDirectory, write_atomically
+from ravan_flwr.training.adapted_model import build_network, stored_dtype
+from ravan_flwr.training.workbench import Workbench
+
+
+def export_run(run: Path | str, form: str, folder: Path | str) -> None:
+    """Write a finished run's result to a new folder."""
+    folder = Path(folder)
+    directory = RunDirectory.open(Path(run), "export")
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"export: {folder} is not empty, expected a new folder; name another")
+    directory.read_json("summary.json")  # of a finished run, for the card
+    with result_of(directory.path) as bench:
+        write_result(form, folder, bench)
+    write_card(folder, form, directory)
+
+
+def natural_form(bench: Workbench) -> str:
+    """`peft` where an adapter holds the whole result, `merged` elsewhere."""
+    model = bench.model
+    return "peft" if model.method.lora_factors(model.adapters[0]) else "merged"
+
+
+def write_result(form: str, folder: Path, bench: Workbench) -> None:
+    """Write the model as it is now in one of the forms; ValueError if it has no such form."""
+    if form == "peft" and natural_form(bench) != "peft":
+        raise ValueError(
+            f"export --as peft: method {bench.config.method!r} changes pretrained weights, which "
+            "no adapter holds; expected --as merged; use that"
+        )
+    {"peft": write_adapter, "merged": write_merged}[form](folder, bench)
+
+
+def write_adapter(folder: Path, bench: Workbench) -> None:
+    """Write the adapters, and the classifier, as a PEFT folder."""
+    model = bench.model
+    tensors: dict[str, Tensor] = {}
+    ranks = set()
+    for layer, adapter in zip(model.layers, model.adapters, strict=True):
+        factors = model.method.lora_factors(adapter)
+        assert factors is not None
+        B, A = factors
+        ranks.add(len(A))
+        tensors[f"base_model.model.{layer.name}.lora_A.weight"] = A
+        tensors[f"base_model.model.{layer.name}.lora_B.weight"] = B
+    (rank,), spec = ranks, bench.config.model
+    names = {id(parameter): name for name, parameter in model.network.named_parameters()}
+    for parameter in model.classifier:
+        tensors[f"base_model.model.{names[id(parameter)]}"] = parameter
+    modules = sorted({names[id(p)].split(".")[0] for p in model.classifier})
+    settings: dict[str, Any] = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": [layer.name for layer in model.layers],
+        "modules_to_save": modules,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+        "base_model_name_or_path": spec.name if spec.source == "hub" else None,
+        "revision": spec.revision or None,
+        "task_type": None,
+    }
+    saved = {k: v.detach().float().cpu().contiguous().clone() for k, v in tensors.items()}
+    write_atomically(folder / "adapter_model.safetensors", safetensors.torch.save(saved))
+    write_atomically(
+        folder / "adapter_config.json", (json.dumps(settings, indent=2) + "\n").encode()
+    )
+
+
+def write_merged(folder: Path, bench: Workbench) -> None:
+    """Write the network without adapters, their delta-weights added to its weights."""
+    network, reader = merged_network(bench), bench.task.reader
+    torch.nn.Module.to(network, stored_dtype(bench.config.model))
+    with no_bars():
+        network.save_pretrained(folder)
+        if reader is not None:
+            reader.save_pretrained(folder)
+
+
+def merged_network(bench: Workbench) -> PreTrainedModel:
+    """A network of its own, which computes what the adapted one does now."""
+    model, config = bench.model, bench.config
+    network = build_network(config.model, bench.task, config.seed).network
+    if labels := config.data.labels:
+        network.config.id2label = dict(enumerate(labels))
+        network.config.label2id = {label: number for number, label in enumerate(labels)}
+    now = dict(model.network.named_parameters())
+    deltas = dict(zip(model.layers, model.method.delta_weights(model.adapters), strict=True))
+    adapted = {f"{layer.name}.weight": delta for layer, delta in deltas.items()}
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name in now and now[name].dtype == parameter.dtype:  # not in few bits
+                parameter.copy_(now[name])
+            elif name in adapted:
+                parameter.copy_(parameter.float() + adapted[name].float().cpu())
+    return network

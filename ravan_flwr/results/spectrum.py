@@ -1,0 +1,111 @@
+"""Singular values of what runs added to the weights (the paper's figure 1).
+
+The paper compares full fine-tuning in one place, federated over IID clients and federated over
+non-IID clients: the further the clients are apart, the flatter the spectrum, and the more
+rank an adapter needs. The effective rank of a matrix with singular values sigma is
+exp(-sum p log p) with p = sigma / sum sigma (Roy and Vetterli, 2007): r for r equal values.
+"""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ravan_flwr.results.charts import Chart, Series, boxes, lines
+from ravan_flwr.results.reopen import result_of
+from ravan_flwr.runs.directory import write_atomically
+from ravan_flwr.runs.history import Run, group_runs
+
+
+@dataclass(frozen=True)
+class Spectra:
+    """Of one run: the singular values of every layer's delta-weight, falling."""
+
+    run: Run
+    values: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, path: Path) -> "Spectra":
+        """From the run's last checkpoint."""
+        run = Run.read(path, "spectrum")
+        with result_of(path) as bench:
+            deltas = bench.model.method.delta_weights(bench.model.adapters)
+            names = [layer.name for layer in bench.model.layers]
+            values = [torch.linalg.svdvals(delta.double().cpu()) for delta in deltas]
+        return cls(run, dict(zip(names, values, strict=True)))
+
+    def mean_spectrum(self, top: int) -> Tensor:
+        """The largest values, each layer's divided by its first, mean over the layers."""
+        rows = [values[:top] / values[0].clamp(min=1e-30) for values in self.values.values()]
+        shortest = min(map(len, rows))
+        return torch.stack([row[:shortest] for row in rows]).mean(0)
+
+
+def effective_rank(values: Tensor) -> float:
+    """Exp of the entropy of the singular values; 0 of a matrix of zeros."""
+    if not values.sum() > 0:
+        return 0.0
+    shares = values / values.sum()
+    return float(torch.special.entr(shares).sum().exp())
+
+
+def write_spectra(paths: Sequence[Path | str], folder: Path | str, top: int = 64) -> list[Path]:
+    """Write the pictures and a CSV; their paths."""
+    folder = Path(folder)
+    spectra = {path: Spectra.of(path) for path in map(Path, paths)}
+    groups = group_runs([one.run for one in spectra.values()])
+    members = {name: [spectra[run.path] for run in runs] for name, runs in groups.items()}
+    written = []
+    for chart in charts(members, top):
+        written.append(folder / f"{chart.name}.png")
+        write_atomically(written[-1], chart.png())
+    written.append(folder / "spectrum.csv")
+    write_atomically(written[-1], _csv(members).encode())
+    return written
+
+
+def charts(groups: dict[str, list[Spectra]], top: int) -> list[Chart]:
+    """The spectra as lines, and the effective ranks of the layers as boxes."""
+    series = [
+        Series(name, [_points(one.mean_spectrum(top)) for one in members])
+        for name, members in groups.items()
+    ]
+    ranks = {
+        name: [effective_rank(values) for one in members for values in one.values.values()]
+        for name, members in groups.items()
+    }
+    return [
+        lines(
+            "spectrum", "Singular values of the update",
+            "singular values over the largest, mean over the layers, a band over the seeds",
+            series, "index", "value / largest value",
+        ),
+        boxes(
+            "effective-rank", "Effective rank of the update",
+            "the effective rank of each layer's update, over layers and seeds", ranks,
+            "effective rank",
+        ),
+    ]  # fmt: skip
+
+
+def _points(values: Tensor) -> tuple[list[float], list[float]]:
+    return list(range(1, len(values) + 1)), values.tolist()
+
+
+def _csv(groups: dict[str, list[Spectra]]) -> str:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer)
+    writer.writerow(["group", "seed", "layer", "effective-rank", "norm", "singular-values"])
+    for name, members in groups.items():
+        for one in members:
+            for layer, values in one.values.items():
+                numbers = " ".join(f"{value:.6g}" for value in values.tolist())
+                writer.writerow(
+                    [name, one.run.config["seed"], layer, f"{effective_rank(values):.4f}",
+                     f"{float(values.norm()):.6g}", numbers]
+                )  # fmt: skip
+    return buffer.getvalue()

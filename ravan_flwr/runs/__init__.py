@@ -1,0 +1,1 @@
+"""Run directories: records, checkpoints, and what a person sees meanwhile."""

@@ -1,0 +1,184 @@
+"""Checkpoints: the global state after a round, as safetensors that say what they are.
+
+`round-000007.safetensors` holds the tensors and, in its metadata, the round that they belong to
+and a SHA-256 over both: one file, which is whole and of its name, or damaged. A damaged one is
+passed over for the one before it. Beside the last few, that of the best round by the server's
+metric is kept. Tensors with a slash in their names are the server's memory: what a run that goes
+on needs beside the state.
+
+In an older form of these files the round and the checksum stood beside them in JSON; such
+checkpoints are still read.
+"""
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.runs.directory import write_atomically
+
+log = logging.getLogger(__name__)
+
+KEPT = 3
+
+_NAME = re.compile(r"round-(\d{6,})\.safetensors")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a run goes on from."""
+
+    round: int
+    state: Tensors
+    memory: Tensors
+
+
+def save_checkpoint(
+    folder: Path,
+    round_number: int,
+    state: Tensors,
+    memory: Tensors | None = None,
+    best: int | None = None,
+) -> None:
+    """Write the state after a round, then drop all but the last few and that of round `best`."""
+    _write(_path(folder, round_number), round_number, state | (memory or {}))
+    for number in checkpoint_rounds(folder)[:-KEPT]:
+        if number != best:
+            _drop(folder, number)
+
+
+def checkpoint_rounds(folder: Path) -> list[int]:
+    """The rounds of which there is a checkpoint, in order."""
+    matches = (_NAME.fullmatch(path.name) for path in folder.glob("round-*.safetensors"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def drop_after(folder: Path, round_number: int) -> None:
+    """Drop the checkpoints of later rounds, the last first: they will be run again."""
+    for number in reversed(checkpoint_rounds(folder)):
+        if number > round_number:
+            _drop(folder, number)
+
+
+def load_checkpoint(folder: Path, round_number: int | None = None) -> Checkpoint:
+    """That of a round, or the last one that is whole."""
+    if round_number is not None:
+        return _load_one(folder, round_number)
+    found = checkpoint_rounds(folder)
+    for number in reversed(found):
+        try:
+            return _read_round(folder, number)
+        except _DAMAGED as error:
+            path = _path(folder, number)
+            log.warning("checkpoint %s is damaged (%s); trying the one before it", path, error)
+    raise ValueError(
+        f"no usable checkpoint in {folder}: found those of {_listed(found)}, expected at least "
+        "one whole round-*.safetensors; start a new run"
+    )
+
+
+def save_fixed(folder: Path, fixed: Tensors) -> None:
+    """Write what a calibration round fixed for the run."""
+    _write(folder / "fixed.safetensors", 0, fixed)
+
+
+def load_fixed(folder: Path) -> Tensors | None:
+    """What a calibration round fixed; None if there was none."""
+    path = folder / "fixed.safetensors"
+    if not path.exists():
+        return None
+    try:
+        return _read(path, 0)
+    except _DAMAGED as error:
+        raise ValueError(
+            f"{path} is damaged ({error}), expected what the calibration round made; restore it, "
+            "or start a new run"
+        ) from None
+
+
+def _load_one(folder: Path, number: int) -> Checkpoint:
+    found = checkpoint_rounds(folder)
+    others = f"expected one of {_listed(found)}; choose another"
+    if number not in found:
+        raise ValueError(f"round {number} has no checkpoint in {folder}, {others}")
+    try:
+        return _read_round(folder, number)
+    except _DAMAGED as error:
+        raise ValueError(
+            f"checkpoint {_path(folder, number)} is damaged ({error}), {others}"
+        ) from None
+
+
+def _listed(rounds: Iterable[int]) -> str:
+    return "rounds " + (", ".join(map(str, rounds)) or "(none)")
+
+
+_DAMAGED = (OSError, ValueError, safetensors.SafetensorError)
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"round-{number:06d}.safetensors"
+
+
+def _drop(folder: Path, number: int) -> None:
+    path = _path(folder, number)
+    path.with_suffix(".json").unlink(missing_ok=True)  # of an older version
+    path.unlink(missing_ok=True)
+
+
+def _write(path: Path, number: int, tensors: Tensors) -> None:
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    told = {"round": str(number), "sha256": _digest(number, tensors)}
+    write_atomically(path, safetensors.torch.save(tensors, told))
+
+
+def _digest(number: int, tensors: Tensors) -> str:
+    """Of a round and all that its tensors are."""
+    digest = hashlib.sha256(f"round {number}".encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _read_round(folder: Path, number: int) -> Checkpoint:
+    tensors = _read(_path(folder, number), number)
+    memory = {name: tensor for name, tensor in tensors.items() if "/" in name}
+    return Checkpoint(number, {k: v for k, v in tensors.items() if k not in memory}, memory)
+
+
+def _read(path: Path, number: int) -> Tensors:
+    """The tensors of a file that is whole and of that round; else one of `_DAMAGED`."""
+    with safetensors.safe_open(path, "pt") as file:
+        told = file.metadata() or {}
+        tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if "sha256" not in told:
+        told = _told_beside(path)
+    elif told["sha256"] != (digest := _digest(number, tensors)):
+        raise ValueError(
+            f"its checksum is {digest}, expected {told['sha256']}; it says that it is of round "
+            f"{told.get('round')!r}"
+        )
+    if told.get("round") != str(number):
+        raise ValueError(f"it is of round {told.get('round')!r}, expected {number}")
+    return tensors
+
+
+def _told_beside(path: Path) -> dict[str, str]:
+    """Round and checksum as the JSON beside an older version's file has them, checked."""
+    told: Any = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    if not isinstance(told, dict) or type(told.get("round")) is not int:
+        raise ValueError(f"{path.with_suffix('.json').name} is {told!r}, expected a round")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if digest != told.get("sha256"):
+        raise ValueError(f"its checksum is {digest}, expected {told.get('sha256')}")
+    return {"round": str(told["round"])}

@@ -1,0 +1,116 @@
+"""What run directories tell, and which runs are seeds of one thing.
+
+Only records are read: `config.json`, `rounds.jsonl` and, of a finished run, `summary.json`.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ravan_flwr.runs.directory import Record, RunDirectory
+
+# Settings in which runs may differ and still be seeds of one thing.
+_NOT_A_DIFFERENCE = {
+    "seed", "output-dir", "resume", "device", "round-timeout", "report", "tracking",
+}  # fmt: skip
+
+
+# What a round's record must have.
+_NEEDED = {"round", "clients", "metrics", "rejected", "partitions", "bytes-up", "phases"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory tells."""
+
+    path: Path
+    config: Record
+    rounds: list[Record]  # a calibration round first, if there was one
+    summary: Record | None  # None: it has not finished
+
+    @classmethod
+    def read(cls, path: Path, asked: str = "report") -> "Run":
+        """Read a run directory; ValueError if it is none, or no round has ended."""
+        directory = RunDirectory.open(path, asked)
+        rounds = directory.read_rounds()
+        if any(not record.keys() >= _NEEDED for record in rounds):
+            raise ValueError(
+                f"{asked}: {path} lacks {sorted(_NEEDED - rounds[0].keys())} in its rounds, "
+                "expected the records of this version; use the one that made the run"
+            )
+        if not any(record["round"] for record in rounds):
+            raise ValueError(
+                f"{asked}: {path} has no finished round, expected at least one; run it longer"
+            )
+        done = (path / "summary.json").is_file()
+        summary = directory.read_json("summary.json") if done else None
+        config = directory.read_json("config.json")
+        # There it is the preset's. Devices with their own data may have become fewer.
+        config["num-clients"] = max(record["partitions"] for record in rounds)
+        return cls(path, config, rounds, summary)
+
+    @property
+    def metrics(self) -> set[str]:
+        """The names of all that was measured."""
+        return {name for record in self.rounds for name in record["metrics"]}
+
+    def bytes_so_far(self) -> list[float]:
+        """Megabytes both ways, up to the end of each round."""
+        total, so_far = 0, []
+        for record in self.rounds:
+            total += record["bytes-up"] + record["bytes-down"]
+            so_far.append(total / 1e6)
+        return so_far
+
+    def measured(self, name: str, *, by_bytes: bool = False) -> tuple[list[float], list[float]]:
+        """The rounds, or megabytes, at which a metric was measured, and its values."""
+        at = self.bytes_so_far() if by_bytes else [record["round"] for record in self.rounds]
+        pairs = zip(at, self.rounds, strict=True)
+        points = [(x, record["metrics"][name]) for x, record in pairs if name in record["metrics"]]
+        return [x for x, _ in points], [y for _, y in points]
+
+    def train_loss(self) -> tuple[list[float], list[float]]:
+        """The clients' mean loss by round."""
+        records = [record for record in self.rounds if record["round"]]
+        return [r["round"] for r in records], [r["train-loss"] for r in records]
+
+
+Groups = dict[str, list[Run]]
+
+
+def common_metric(runs: Sequence[Run]) -> str:
+    """What the runs are compared by: what all have that were evaluated, rather than the loss."""
+    evaluated = [run for run in runs if run.metrics]
+    common = set.intersection(*(run.metrics for run in evaluated)) if evaluated else set()
+    if evaluated and not common:
+        raise ValueError(
+            f"report: the runs have measured {sorted(set.union(*(r.metrics for r in evaluated)))}, "
+            "and none of it in all of them; expected a metric in common; report them apart"
+        )
+    return min(common - {"loss"}, default="loss")
+
+
+def group_runs(runs: Sequence[Run]) -> Groups:
+    """Runs that differ in the seed alone, under a name made of what sets them apart."""
+    keys = [
+        key
+        for key in runs[0].config
+        if key not in _NOT_A_DIFFERENCE and len({_text(run.config.get(key)) for run in runs}) > 1
+    ]
+    if "preset" in keys:  # what it says goes with it
+        keys = [key for key in keys if key not in {"task", "model", "data"}]
+    for key in ("learning-rate", "rank"):  # where it goes with the method it says nothing
+        by_method = {(run.config["method"], _text(run.config[key])) for run in runs}
+        if key in keys and len(by_method) == len({run.config["method"] for run in runs}):
+            keys.remove(key)
+    groups: Groups = {}
+    for run in runs:
+        named = [run.config[key] if key == "method" else f"{key} {run.config[key]}" for key in keys]
+        groups.setdefault(", ".join(map(str, named)) or str(run.config["method"]), []).append(run)
+    return groups
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)

@@ -1,0 +1,148 @@
+"""Numbers of a run as they come, for TensorBoard, and for Weights & Biases or MLflow if asked.
+
+TensorBoard's events lie in `tensorboard/` of the run directory. The other two are used
+through their own packages, which must be installed, and with their own settings (WANDB_MODE,
+MLFLOW_TRACKING_URI, ...).
+"""
+
+import importlib.util
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ravan_flwr.runs.directory import Record
+
+log = logging.getLogger(__name__)
+
+Numbers = Mapping[str, float]
+
+
+class Tracker(ABC):
+    """Something that is told every round."""
+
+    @abstractmethod
+    def log(self, numbers: Numbers, step: int) -> None:
+        """The numbers of one round."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+class TensorBoard(Tracker):
+    """Event files."""
+
+    def __init__(self, run: Path, name: str, settings: Record) -> None:
+        from tensorboardX import SummaryWriter  # noqa: PLC0415 (needed by servers alone)
+
+        del name
+        self._writer = SummaryWriter(str(run / "tensorboard"), flush_secs=10)
+        self._writer.add_text("settings", "\n".join(f"    {k}: {v}" for k, v in settings.items()))
+
+    def log(self, numbers: Numbers, step: int) -> None:
+        for key, value in numbers.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB(Tracker):
+    """A run of Weights & Biases, in the project `ravan-flwr`."""
+
+    def __init__(self, run: Path, name: str, settings: Record) -> None:
+        import wandb  # noqa: PLC0415 (optional)
+
+        self._run = wandb.init(project="ravan-flwr", name=name, config=settings, dir=str(run))
+
+    def log(self, numbers: Numbers, step: int) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow(Tracker):
+    """A run of MLflow, in the experiment `ravan-flwr`."""
+
+    def __init__(self, run: Path, name: str, settings: Record) -> None:
+        import mlflow  # noqa: PLC0415 (optional)
+
+        del run
+        self._mlflow = mlflow
+        mlflow.set_experiment("ravan-flwr")
+        mlflow.start_run(run_name=name)
+        mlflow.log_params({key: str(value)[:500] for key, value in settings.items()})
+
+    def log(self, numbers: Numbers, step: int) -> None:
+        self._mlflow.log_metrics(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+TRACKERS: dict[str, Callable[[Path, str, Record], Tracker]] = {"wandb": WandB, "mlflow": MLflow}
+
+
+def check_tracking(tracking: str) -> None:
+    """ValueError unless the package that was asked for is there."""
+    if tracking in TRACKERS and not _is_installed(tracking):
+        raise ValueError(
+            f"tracking = {tracking!r}: the package {tracking} is not installed, expected it; "
+            f"run pip install {tracking}, or leave tracking out"
+        )
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+class Trackers:
+    """All trackers of a run."""
+
+    def __init__(self, tracking: str, run: Path, settings: Record) -> None:
+        kinds = [] if tracking == "none" else [TensorBoard]
+        chosen = [TRACKERS[tracking]] if tracking in TRACKERS else []
+        self._all: list[Tracker] = []
+        for kind in [*kinds, *chosen]:
+            try:
+                self._all.append(kind(run, run.name, settings))
+            except Exception as error:  # noqa: BLE001 (a run must not be lost to its tracking)
+                log.warning("no tracking with %s: %s", tracking, error)
+
+    def round(self, record: Record) -> None:
+        """A round has ended."""
+        for tracker in list(self._all):
+            try:
+                tracker.log(numbers_of(record), record["round"])
+            except Exception as error:  # noqa: BLE001 (as above)
+                log.warning("tracking with %s stops: %s", type(tracker).__name__, error)
+                self._all.remove(tracker)
+                _close(tracker)
+
+    def close(self) -> None:
+        """The run has ended, or failed."""
+        for tracker in self._all:
+            _close(tracker)
+
+
+def _close(tracker: Tracker) -> None:
+    try:
+        tracker.close()
+    except Exception as error:  # noqa: BLE001 (as above)
+        log.warning("tracking with %s: %s", type(tracker).__name__, error)
+
+
+def numbers_of(record: Record) -> dict[str, float]:
+    """What of a round's record is a number by round."""
+    return {
+        "train-loss": record["train-loss"],
+        **{f"evaluation/{name}": value for name, value in record["metrics"].items()},
+        "bytes/up": record["bytes-up"],
+        "bytes/down": record["bytes-down"],
+        "clients": len(record["clients"]),
+        "rejected": len(record["rejected"]),
+        "seconds": record["seconds"],
+        **{f"seconds/{phase}": seconds for phase, seconds in record["phases"].items()},
+    }

@@ -1,0 +1,1 @@
+"""The server of a run: the roster, rounds, replies and their sums."""

@@ -1,0 +1,117 @@
+"""The server's half of a round: what goes out; uploads, checked one by one, folded into sums.
+
+The method knows nothing of the classifier, which is the same for all of them: it is put beside
+what the method sends, and averaged beside the method's sums.
+
+Memory does not grow with the number of clients, but for a robust round, which keeps every reply
+until it closes. What is rejected never reaches a sum.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ravan_flwr.methods.base import CLASSIFIER, Calibration, Method, Round, Tensors, check_form
+from ravan_flwr.methods.means import Means, MeansBySize
+from ravan_flwr.server.limit import ChangeLimit, Changes, changes_of
+from ravan_flwr.server.robust import RobustRound
+
+
+def outgoing(method: Method, state: Tensors, share: float) -> Tensors:
+    """What a client with that share of the budget is sent."""
+    sent = method.broadcast({k: v for k, v in state.items() if k != CLASSIFIER}, share)
+    return sent | {k: v for k, v in state.items() if k == CLASSIFIER}
+
+
+class Aggregate:
+    """One round's sums: the method's, and the classifier's mean if it is trained.
+
+    `robust` puts a median or a trimmed mean in the place of the means, for methods whose next
+    state is one.
+    """
+
+    def __init__(
+        self, method: Method, state: Tensors, limit: ChangeLimit, robust: str = "none"
+    ) -> None:
+        self.method, self.limit = method, limit
+        self._state = {k: v for k, v in state.items() if k != CLASSIFIER}
+        self._classifier = {k: v for k, v in state.items() if k == CLASSIFIER}
+        self._robust = robust != "none"
+        self._rounds: tuple[Round, Round] = (
+            (RobustRound(self._state, robust), RobustRound(self._classifier, robust))
+            if self._robust
+            else (method.open_round(self._state), Means(self._classifier))
+        )
+        self.changes: list[Changes] = []  # of the accepted uploads
+
+    @property
+    def count(self) -> int:
+        """How many uploads were accepted."""
+        return len(self.changes)
+
+    def offer(self, upload: Mapping[str, Tensor], share: float, weight: float = 1.0) -> None:
+        """Fold in an upload of a client with that share; ValueError if it is not sound."""
+        own = {k: v for k, v in upload.items() if k not in self._classifier}
+        self.method.check(own, share)
+        for name, tensor in self._classifier.items():
+            check_form(upload, name, tensor.shape, torch.float32)
+        start = self._start_of(own, share) | self._classifier
+        changes = changes_of(upload, start, self.limit.wire)
+        self.limit.check(changes)
+        for name, norm in self.method.norms_alone(own).items():
+            self.limit.check_growth(name, self._state[name], norm)
+        if self._robust:
+            own = self.method.filled(own, self._state)
+        of_method, of_classifier = self._rounds
+        of_method.add(own, weight)
+        of_classifier.add(upload, weight)
+        self.changes.append(changes)
+
+    def _start_of(self, own: Tensors, share: float) -> Tensors:
+        return self.method.start_of(own, self.method.broadcast(self._state, share))
+
+    def close(self) -> Tensors:
+        """The next global state; ValueError if the accepted replies cannot have made it."""
+        of_method, of_classifier = self._rounds
+        new = of_method.close() | of_classifier.close()
+        self.limit.learn(self.changes)  # also of a round without effect: the next has its limit
+        self.limit.check_state(self._state | self._classifier, new)
+        return new
+
+
+def open_calibration(
+    method: Method, norm: float | None, step: float, robust: str = "none"
+) -> Calibration | None:
+    """The method's calibration round with a limit on what is added; None if it holds none.
+
+    `norm` and `step` are those of `ChangeLimit`. No step bounds a gradient: there, sketches far
+    larger than most are left out of the mean.
+    """
+    by_steps = method.calibrates_by_steps
+
+    def sums(start: Tensors) -> Round:
+        if robust != "none":
+            inner: Round = RobustRound(start, robust)
+        else:
+            inner = Means(start) if by_steps else MeansBySize(start)
+        return _Limited(inner, start, ChangeLimit(norm, step if by_steps else math.inf))
+
+    return method.open_calibration(sums)
+
+
+class _Limited:
+    """A round's sums that refuse what has changed more than the limit allows."""
+
+    def __init__(self, inner: Round, start: Tensors, limit: ChangeLimit) -> None:
+        self.inner, self.start, self.limit = inner, start, limit
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """One more upload; ValueError if it is refused."""
+        self.limit.check(changes_of(upload, self.start))
+        self.inner.add(upload, weight)
+
+    def close(self) -> Tensors:
+        """The next state."""
+        return self.inner.close()

@@ -1,0 +1,130 @@
+"""The book of one round: whose reply was used, whose was not and why, and the record of it."""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from logging import getLogger
+from typing import Any
+
+from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.plain_text import plain
+from ravan_flwr.server.roster import listed
+
+log = getLogger(__name__)
+
+
+@dataclass
+class Ledger:
+    """One round, from its first message to its record."""
+
+    number: int
+    partitions: int  # in how many the data is shared
+    clients: list[dict[str, Any]] = field(default_factory=list)
+    rejected: list[dict[str, str]] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)  # seconds
+    left_out: list[int] = field(default_factory=list)  # partitions that cannot afford to train
+    resting: list[int] = field(default_factory=list)  # that were silent, and are asked less often
+    spare: list[int] = field(default_factory=list)  # whose replies were not needed any more
+    refused: str = ""  # why the round has no effect, if it has none
+    bytes_up: int = 0  # of all replies, also those that were rejected, and of evaluations
+    bytes_down: int = 0  # of all messages
+    started: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the seconds of what happens inside as that phase's."""
+        began = time.perf_counter()
+        yield
+        self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - began
+
+    def count(self, bytes_up: int, bytes_down: int) -> None:
+        """What travelled between the server and one client, whatever became of it."""
+        self.bytes_up += bytes_up
+        self.bytes_down += bytes_down
+
+    def use(
+        self,
+        member: Member,
+        metrics: Mapping[str, float],
+        selected: list[list[int]],
+        bytes_up: int,
+        bytes_down: int,
+    ) -> None:
+        """A reply was used; `selected` are the heads that it holds, by layer."""
+        heads = sum(map(len, selected)) / max(1, len(selected))
+        self.clients.append(
+            {
+                "partition-id": member.partition_id,
+                "share": member.share,
+                "heads": int(heads) if heads.is_integer() else heads,
+                "selected": selected,
+                "examples": member.examples,
+                "train-loss": metrics["train-loss"],
+                "seconds": round(metrics["seconds"], 4),
+                "bytes-up": bytes_up,
+                "bytes-down": bytes_down,
+            }
+        )
+
+    def reject(self, member: Member, reason: object) -> None:
+        """A reply was not used, or did not come."""
+        text = plain(f"missing {reason}" if isinstance(reason, KeyError) else str(reason))
+        self.rejected.append({"client": f"partition {member.partition_id}", "reason": text})
+        log.warning("rejected partition %d: %s", member.partition_id, text)
+
+    @property
+    def train_loss(self) -> float:
+        """The clients' mean, summed in an order in which that of arrival plays no part."""
+        losses = [client["train-loss"] for client in self._sorted()]
+        return mean_of(losses, [1.0] * len(losses))
+
+    def record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """The round's line of `rounds.jsonl`."""
+        return {
+            "round": self.number,
+            "train-loss": self.train_loss,
+            "metrics": dict(metrics),
+            "clients": self._sorted(),
+            "rejected": self.rejected,
+            "left-out": self.left_out,
+            "resting": self.resting,
+            "spare": sorted(self.spare),
+            "partitions": self.partitions,
+            "bytes-up": self.bytes_up,
+            "bytes-down": self.bytes_down,
+            "seconds": round(time.perf_counter() - self.started, 4),
+            "phases": {phase: round(seconds, 4) for phase, seconds in self.phases.items()},
+        } | ({"refused": self.refused} if self.refused else {})
+
+    def why_too_few_came(self, least: int) -> str:
+        """For people, when fewer replies were used than a round needs."""
+        reasons = listed(f"{one['client']}: {one['reason']}" for one in self.rejected)
+        got = len(self.clients) or "no"
+        message = (
+            f"round {self.number}: got {got} valid {'reply' if got in (1, 'no') else 'replies'}, "
+            f"expected at least {'one' if least == 1 else f'min-replies = {least}'}: "
+            f"{reasons or 'no other client is connected'}."
+        )
+        if self.number > 1:
+            message += (
+                f" Round {self.number - 1} is in the last checkpoint; mend the clients and go on "
+                "from there with resume=RUN"
+            )
+        return message
+
+    def _sorted(self) -> list[dict[str, Any]]:
+        return sorted(self.clients, key=lambda client: int(client["partition-id"]))
+
+
+def mean_of(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The weighted mean, which is finite where they are."""
+    total = sum(weights)
+    plain_sum = sum(weight * value for weight, value in zip(weights, values, strict=True))
+    if math.isfinite(plain_sum) and math.isfinite(total):
+        return float(plain_sum / total)
+    largest = max(weights)
+    shares = [weight / largest for weight in weights]
+    whole = sum(shares)
+    return float(sum(share / whole * value for share, value in zip(shares, values, strict=True)))

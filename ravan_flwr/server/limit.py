@@ -1,0 +1,182 @@
+"""How far one client may move what it was sent.
+
+An honest client takes `local-steps` steps of Adam, and a step of Adam moves a number by about the
+learning rate, whatever the gradient: so the root mean square of a change, over the numbers of a
+tensor, hardly depends on the method, the data, the number of heads or the client's budget. That
+is what is limited, tensor by tensor, before a reply reaches a sum.
+
+What the limit is has to be known before a round's replies come: were it made of them, one of them
+could be refused after it was folded in, or because of the order in which they came. Therefore,
+with L = learning-rate * local-steps,
+
+    at first    REACH * (L * (1 + L + root mean square of what was sent) + rounding)
+    later       FACTOR * median over the last rounds of the median of the accepted changes
+
+The first is what Adam can do at all (the terms in L and in what was sent are RAVAN's, whose
+s_i H_i moves by s_i as well), and what the wire rounds on its way out and back. It holds until
+ENOUGH replies were accepted, so that no first reply decides what comes after. The later limit is
+never more than the first, and never less than FLOOR of it: a few that send back what they were
+sent cannot shut the others out. Medians do not depend on the order of the replies. They are saved
+with every checkpoint, so that a round that is run again finds those that it had. While fewer than
+half of the clients lie, the median is that of honest changes. A number in place of `auto` limits
+the norm of the change over all tensors, and nothing else.
+
+Where the next state is no mean of the uploads (FlexLoRA's is of products), a reply is refused as
+well if it alone would make more of the state than what may leave the server.
+
+Replies within the limit may still be false: that is for `robust` (robust.py). What leaves the
+server is checked as well: a next state that is not finite, or that has grown by more than all of
+this allows, is never sent; the round is closed without effect.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ravan_flwr.messages.wire import rounding
+from ravan_flwr.methods.base import Tensors, sum_of_squares
+
+REACH = 1.5  # honest clients were at most at 0.8; the rest is for rounding on the wire
+FACTOR = 3.0  # honest clients were at most at 1.6 times the median
+FLOOR = 0.1
+ENOUGH = 8  # accepted replies before the median counts
+ROUNDS = 8  # of which the median is taken
+GROWTH = 10.0  # times the reach that a state's root mean square may grow in a round
+
+_BLOCK = 2**17
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a reply changes in one tensor, and what that tensor was before, as sums of squares."""
+
+    squares: float
+    squares_before: float
+    numbers: int
+    rounding: float = 0.0  # what the wire alone may change, as a root mean square
+
+    @property
+    def size(self) -> float:
+        """The root mean square of the change."""
+        return math.sqrt(self.squares / max(1, self.numbers))
+
+    @property
+    def before(self) -> float:
+        """The root mean square of what was sent."""
+        return math.sqrt(self.squares_before / max(1, self.numbers))
+
+
+Changes = dict[str, Change]
+
+
+def changes_of(
+    upload: Mapping[str, Tensor], start: Mapping[str, Tensor], wire: str = "float32"
+) -> Changes:
+    """What an upload changes in the tensors that `start` has; ValueError if it is not finite."""
+    return {name: _change(name, upload[name], tensor, wire) for name, tensor in start.items()}
+
+
+def _change(name: str, tensor: Tensor, start: Tensor, wire: str) -> Change:
+    """Block by block, which stays in the processor: no copy of the tensor is made."""
+    squares = before = 0.0
+    parts = (flat.detach().reshape(-1).split(_BLOCK) for flat in (tensor, start))
+    for new, old in zip(*parts, strict=True):
+        squares += sum_of_squares(new - old, name)
+        before += sum_of_squares(old, name)
+    return Change(squares, before, tensor.numel(), rounding(start, wire))
+
+
+class ChangeLimit:
+    """The limit of a run, and the medians that it remembers.
+
+    `norm` None makes it adaptive; `step` is how far a client's optimiser can move a number in a
+    round, learning rate times steps; `wire` is how tensors travel.
+    """
+
+    def __init__(
+        self,
+        norm: float | None,
+        step: float = 0.0,
+        memory: Mapping[str, Tensor] | None = None,
+        wire: str = "float32",
+    ) -> None:
+        self.norm, self.step, self.wire = norm, step, wire
+        # name -> (rounds, 2): the median of the accepted changes, and how many they were
+        self._rounds: Tensors = dict(memory or {})
+
+    @property
+    def memory(self) -> Tensors:
+        """For the checkpoint."""
+        return dict(self._rounds)
+
+    def check(self, changes: Changes) -> None:
+        """Raise ValueError if a client cannot have made these changes."""
+        if self.norm is not None:
+            self._check_norm(changes)
+            return
+        for name, change in changes.items():
+            most, why = self._most(name, change)
+            if change.size > most:
+                raise ValueError(
+                    f"upload changes {name} by {change.size:.4g} (root mean square over its "
+                    f"{change.numbers} numbers), expected at most {most:.4g}, {why}; if honest "
+                    "clients send this, set max-update-norm to a number"
+                )
+
+    def _check_norm(self, changes: Changes) -> None:
+        norm = math.sqrt(sum(change.squares for change in changes.values()))
+        if norm > float(self.norm or 0):
+            raise ValueError(
+                f"upload has a change of norm {norm:.4g}, expected at most {self.norm:g}; lower "
+                "learning-rate, or raise max-update-norm"
+            )
+
+    def _most(self, name: str, change: Change) -> tuple[float, str]:
+        """The largest size of a change of that tensor, and whence it comes."""
+        reach = REACH * (self._reach(change.before) + change.rounding)
+        rounds = self._rounds.get(name)
+        if rounds is None or float(rounds[:, 1].sum()) < ENOUGH:
+            return reach, f"which is what {self.step:g} = learning-rate x local-steps allow"
+        usual = statistics.median(rounds[:, 0].tolist())
+        most = min(reach, max(FACTOR * usual, FLOOR * reach))
+        return most, f"where {usual:.4g} was usual in the last rounds"
+
+    def _reach(self, before: float) -> float:
+        return self.step * (1 + self.step + before)
+
+    def learn(self, accepted: Sequence[Changes]) -> None:
+        """Remember the median of a round's accepted changes."""
+        for name in accepted[0] if accepted else ():
+            median = statistics.median(changes[name].size for changes in accepted)
+            row = torch.tensor([[median, len(accepted)]], dtype=torch.float64)
+            rounds = self._rounds.get(name, row[:0])
+            self._rounds[name] = torch.cat([rounds, row])[-ROUNDS:]
+
+    def check_state(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if a next state is one that the accepted replies cannot have made."""
+        for name, tensor in new.items():
+            norm = math.sqrt(sum_of_squares(tensor, name))
+            if old[name].shape != tensor.shape or not tensor.is_floating_point():
+                continue  # a sum of products that has become longer
+            self.check_growth(name, old[name], norm)
+
+    def check_growth(self, name: str, old: Tensor, norm: float) -> None:
+        """Raise ValueError if a tensor of the state may not have that norm next."""
+        before = math.sqrt(sum_of_squares(old, name))
+        grown, most = norm - before, self._most_growth(before, old.numel())
+        if grown > most:
+            raise ValueError(
+                f"the norm of {name} would grow by {grown:.4g} in this round, expected at most "
+                f"{most:.4g}"
+            )
+
+    def _most_growth(self, before: float, numbers: int) -> float:
+        """By how much the norm of a tensor may grow in a round, from what it was before."""
+        if self.norm is not None:
+            return self.norm * (1 + self.norm + before)  # a product of two factors that changed
+        root = math.sqrt(max(1, numbers))
+        return GROWTH * root * self._reach(before / root)

@@ -1,0 +1,142 @@
+"""What a reply of unknown origin must be before anything of it is used.
+
+Whatever a node sends, reading it gives sound values or a ValueError that says what is wrong:
+no other exception, no more time than in proportion to what was sent, and, whatever the wire, no
+more memory on top of the reply than four times its bytes.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import ArrayRecord, Message, RecordDict
+
+from ravan_flwr.messages.arrays import view_record
+from ravan_flwr.messages.member import Member, check_derived
+from ravan_flwr.messages.plain_text import plain, shown
+from ravan_flwr.messages.wire import decode
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.server.envelope import UNREADABLE
+
+# What a number that a client tells may be, at most. A loss beyond it is a run that diverged.
+MOST_LOSS = 1e9
+MOST_SECONDS = 1e9
+SHARES = ("accuracy", "f1")  # metrics from 0 to 1
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A reply to a training message."""
+
+    upload: Tensors  # over the message's own bytes: to be read only
+    metrics: dict[str, float]  # `train-loss` and `seconds`
+
+
+def read_trained(
+    reply: Message,
+    member: Member,
+    round_number: int,
+    derived: Sequence[float],
+    wire: str = "float32",
+    most: int | None = None,
+) -> Trained:
+    """A reply of that round, of a node with the server's bases; what its tensors are is the
+    method's to check. `most` is how many numbers it can have on a wire that is decoded."""
+    with telling():
+        content = content_of(reply)
+        metrics = _metrics_of(content, round_number)
+        check_derived(metrics.get("derived"), derived, member.versions)
+        values = {
+            "train-loss": within(metrics, "train-loss", -MOST_LOSS, MOST_LOSS),
+            "seconds": within(metrics, "seconds", 0, MOST_SECONDS),
+        }
+        return Trained(decode(view_record(_arrays_of(content)), wire, most), values)
+
+
+def read_evaluated(
+    reply: Message, round_number: int, names: Sequence[str], most: float
+) -> tuple[float, dict[str, float]]:
+    """(number of examples, their means) of a reply to an evaluation of that round."""
+    with telling():
+        metrics = _metrics_of(content_of(reply), round_number)
+        number = finite(metrics, "num-examples")
+        if not 0 < number <= most:
+            raise ValueError(f"num-examples is {number:g}, expected above 0 and at most {most:g}")
+        return number, {name: _measured(metrics, name) for name in names}
+
+
+def _measured(metrics: Mapping[str, Any], name: str) -> float:
+    if name in SHARES:
+        return within(metrics, name, 0, 1)
+    return within(metrics, name, -MOST_LOSS, MOST_LOSS)
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Whatever a reply makes of the code inside is a ValueError that says so."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {plain(str(error))}"
+        raise ValueError(f"its reply cannot be used: {what}") from error
+
+
+def most_held_back(trained: int, share: float) -> int:
+    """How many examples a client with so many to train on can have held back, at that share.
+
+    Of n it holds back ceil(share n), less than share n + 1: no claim outweighs the others.
+    """
+    return math.ceil((trained * share + 1) / (1 - share) - 1e-9)
+
+
+def content_of(reply: Message) -> RecordDict:
+    """What a reply brings; ValueError with the node's reason if it brings an error."""
+    if reply.has_error():
+        reason = plain((reply.error.reason or "").strip()) or "no reason given"
+        if reply.error.code == UNREADABLE:
+            raise ValueError(reason)
+        raise ValueError(f"it failed with code {reply.error.code}: {reason}")
+    return reply.content
+
+
+def _metrics_of(content: RecordDict, round_number: int) -> Mapping[str, Any]:
+    records = content.metric_records
+    if "metrics" not in records:
+        raise ValueError("missing 'metrics'")
+    metrics = records["metrics"]
+    if metrics.get("round") != round_number:
+        got = shown(metrics.get("round"))
+        raise ValueError(f"reply is of round {got}, expected {round_number}")
+    return metrics
+
+
+def _arrays_of(content: RecordDict) -> ArrayRecord:
+    records = content.array_records
+    if "arrays" not in records:
+        raise ValueError("missing 'arrays'")
+    return records["arrays"]
+
+
+def finite(metrics: Mapping[str, Any], key: str) -> float:
+    """One number of a reply, which must be one and finite."""
+    if key not in metrics:
+        raise ValueError(f"missing {key!r}")
+    value = metrics[key]
+    if not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        raise ValueError(f"{key} is {shown(value)}, expected a finite number")
+    return float(value)
+
+
+def within(metrics: Mapping[str, Any], key: str, low: float, high: float) -> float:
+    """One number of a reply, from `low` to `high`."""
+    value = finite(metrics, key)
+    if not low <= value <= high:
+        raise ValueError(f"{key} is {value:g}, expected from {low:g} to {high:g}")
+    return value
+
+
+LARGEST = math.nextafter(math.inf, 0)

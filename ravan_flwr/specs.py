@@ -1,0 +1,39 @@
+"""Plain values that every room may know: what a setting holds, where a model and data come from."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Scalar: TypeAlias = bool | int | float | str
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Where the backbone comes from."""
+
+    source: str  # "bundled": a file of training/backbones; "hub": an id, or a folder
+    name: str
+    revision: str = ""
+    # What its config.json says of its shape: a plan needs no more, and so no hub.
+    shape: tuple[tuple[str, Scalar], ...] = ()
+    targets: tuple[str, ...] = ()  # ends of the names of the layers to adapt; none: the table's
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """Where the examples come from, and what is what in them."""
+
+    source: str  # "sklearn-digits", or "hub": an id of the hub, or a folder
+    name: str = ""
+    subset: str = ""
+    revision: str = ""
+    train: str = "train"  # the split that clients share
+    tests: tuple[tuple[str, str], ...] = (("test", "test"),)  # name -> split, of the server
+    columns: tuple[tuple[str, str], ...] = ()  # role -> column
+    partition_by: str = "label"  # the role or column that a Dirichlet partition makes uneven
+    labels: tuple[str, ...] = ()  # the classes, in the order of their numbers
+    prompt: str = ""  # what a text-to-text model is given, with {column roles} in it
+    target_length: int = 0  # tokens of an answer
+
+    def column(self, role: str) -> str:
+        """The column for a role, "" if there is none."""
+        return dict(self.columns).get(role, "")

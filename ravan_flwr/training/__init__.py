@@ -1,0 +1,1 @@
+"""The network, its adapters, and local training on one machine."""

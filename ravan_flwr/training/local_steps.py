@@ -1,0 +1,211 @@
+"""A client's local work: some steps of Adam on its own examples, or an evaluation."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.seeding import derive, generator
+from ravan_flwr.tasks.base import Batch, Encoded, Task
+from ravan_flwr.training.adapted_model import AdaptedModel
+
+PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """How a client trains in a round."""
+
+    number: int
+    batch_size: int
+    learning_rate: float
+    precision: str
+    proximal_mu: float = 0.0  # FedProx: mu / 2 |w - w at the start of the round|^2 on top
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """What came of it."""
+
+    upload: Tensors
+    train_loss: float  # mean over the steps, without the proximal term; the scores' batch is none
+
+
+def train_locally(
+    model: AdaptedModel,
+    task: Task,
+    examples: Encoded,
+    broadcast: Tensors,
+    share: float,
+    steps: LocalSteps,
+    purpose: tuple[int, int, int],
+) -> LocalResult:
+    """One client's round. `purpose` is (seed, round, partition id): all its randomness."""
+    train = _Stepper(model, task, examples, steps, purpose)
+    with model.holding(broadcast), _dropout_of(purpose, model.device):
+        seed, *who = purpose
+        random = generator(seed, "heads", *who)
+        model.method.choose(model.adapters, share, random, train.backward)
+        train.train(model.parameters())
+        return LocalResult(model.upload(), train.mean_loss())
+
+
+def calibrate_locally(
+    model: AdaptedModel,
+    task: Task,
+    examples: Encoded,
+    broadcast: Tensors,
+    steps: LocalSteps,
+    purpose: tuple[int, int, int],
+) -> LocalResult:
+    """One client's part of a calibration round."""
+    work = _Stepper(model, task, examples, steps, purpose)
+    with model.holding(broadcast), _dropout_of(purpose, model.device):
+        upload = model.method.calibrate(model.adapters, work)
+    return LocalResult(upload, work.mean_loss())
+
+
+@contextmanager
+def _dropout_of(purpose: tuple[int, int, int], device: torch.device) -> Iterator[None]:
+    """Dropout draws from PyTorch's own generators: they are a function of the purpose, too."""
+    seed, *who = purpose
+    devices = [device.index or 0] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(derive(seed, "dropout", *who) % 2**63)
+        yield
+
+
+class _Stepper:
+    """Forward, backward and Adam over a client's batches, in the precision asked for."""
+
+    def __init__(
+        self,
+        model: AdaptedModel,
+        task: Task,
+        examples: Encoded,
+        steps: LocalSteps,
+        purpose: tuple[int, int, int],
+    ) -> None:
+        self.model, self.task, self.steps = model, task, steps
+        seed, *who = purpose
+        self.device = model.device
+        order = _endless(len(examples), steps.batch_size, generator(seed, "batches", *who))
+        self.batches = _batches(examples, task, order, self.device)
+        self.dtype = PRECISIONS[steps.precision]
+        if self.dtype is torch.float16 and self.device.type == "cpu":
+            raise ValueError(
+                "precision = 'float16': got a CPU, expected an accelerator; use bfloat16 or float32"
+            )
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, enabled=self.dtype is torch.float16
+        )  # fmt: skip
+        self.losses: list[Tensor] = []
+        model.network.train()
+
+    def train(self, parameters: Sequence[Tensor]) -> None:
+        """Take a round's steps on these parameters; the optimiser's state starts anew."""
+        self.losses = []  # the batch that heads were scored by is no step
+        optimizer = torch.optim.Adam(
+            parameters, lr=self.steps.learning_rate, fused=self.device.type != "mps"
+        )
+        anchors = [p.detach().clone() for p in parameters] if self.steps.proximal_mu else []
+        for _ in range(self.steps.number):
+            optimizer.zero_grad(set_to_none=True)
+            self.backward()
+            if anchors:
+                self.scaler.unscale_(optimizer)
+                _pull_back(parameters, anchors, self.steps.proximal_mu)
+            self.scaler.step(optimizer)
+            self.scaler.update()
+
+    def mean_loss(self) -> float:
+        """The mean over the steps, or over a calibration's batches."""
+        return float(torch.stack(self.losses).mean())
+
+    def backward(self) -> None:
+        """Gradients of the next batch."""
+        batch = next(self.batches)
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+            loss = self.task.loss(self.model.network, batch)
+        self.scaler.scale(loss).backward()
+        self.losses.append(loss.detach().float())
+
+
+def _pull_back(parameters: Sequence[Tensor], anchors: list[Tensor], mu: float) -> None:
+    """Add the gradient of the proximal term, mu (w - anchor)."""
+    with torch.no_grad():
+        for parameter, anchor in zip(parameters, anchors, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter - anchor, alpha=mu)
+
+
+def evaluate(
+    model: AdaptedModel, task: Task, examples: Encoded, batch_size: int, precision: str = "float32"
+) -> dict[str, float]:
+    """`loss` and the task's metrics, as means over the examples."""
+    model.network.eval()
+    dtype, device = PRECISIONS[precision], model.device
+    sums: dict[str, float] = {}
+    order = list(np.array_split(np.arange(len(examples)), -(-len(examples) // batch_size)))
+    with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
+        for rows, batch in zip(order, _batches(examples, task, iter(order), device), strict=True):
+            answers = examples.answers_of(rows)
+            for name, value in task.measure(model.network, batch, answers).items():
+                sums[name] = sums.get(name, 0.0) + value
+    return {name: value / len(examples) for name, value in sums.items()}
+
+
+def evaluate_all(
+    model: AdaptedModel,
+    task: Task,
+    sets: Mapping[str, Encoded],
+    batch_size: int,
+    precision: str = "float32",
+) -> dict[str, float]:
+    """The same over the examples of all sets, and `NAME-SET` for each if there are several."""
+    means = {name: evaluate(model, task, one, batch_size, precision) for name, one in sets.items()}
+    total = sum(map(len, sets.values()))
+    together: dict[str, float] = {}
+    for name, one in sets.items():
+        for metric, mean in means[name].items():
+            together[metric] = together.get(metric, 0.0) + mean * len(one) / total
+    if len(sets) > 1:
+        for name, found in means.items():
+            together |= {f"{metric}-{name}": mean for metric, mean in found.items()}
+    return together
+
+
+def _endless(number: int, batch_size: int, random: torch.Generator) -> Iterator[np.ndarray]:
+    """Rows of batches of one shuffled pass after the other; the last of a pass may be short."""
+    while True:
+        for rows in torch.randperm(number, generator=random).split(batch_size):
+            yield rows.numpy()
+
+
+def _batches(
+    examples: Encoded, task: Task, order: Iterator[np.ndarray], device: torch.device
+) -> Iterator[Batch]:
+    """Batches on the device; the next one is read while an accelerator works on this one."""
+
+    def read(rows: np.ndarray | None) -> Batch | None:
+        if rows is None:
+            return None
+        batch = task.collate(examples.take(rows))
+        return {k: t.pin_memory() for k, t in batch.items()} if device.type == "cuda" else batch
+
+    if device.type == "cpu":
+        for rows in order:
+            batch = read(rows)
+            assert batch is not None
+            yield batch
+        return
+    with ThreadPoolExecutor(1) as reader:
+        ahead = reader.submit(read, next(order, None))
+        while (batch := ahead.result()) is not None:
+            ahead = reader.submit(read, next(order, None))
+            yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

@@ -1,0 +1,172 @@
+"""What a process builds once and then lends to every client: model, task, examples.
+
+This is the project's one cache. In a simulation many clients share a process, and the
+server shares it with them when everything runs in one; each finds the model as it was,
+since `AdaptedModel.holding` puts everything back.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+
+from ravan_flwr.adapters import Layer
+from ravan_flwr.adapters.quantize import quantize
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.data.examples import Partition, deal_out, load_splits, own_examples
+from ravan_flwr.data.hub import model_folder
+from ravan_flwr.methods import get_method
+from ravan_flwr.methods.base import Method, Settings
+from ravan_flwr.seeding import derive
+from ravan_flwr.tasks import get_task
+from ravan_flwr.tasks.base import Encoded, Task
+from ravan_flwr.training.adapted_model import (
+    AdaptedModel,
+    backbone_fingerprint,
+    build_network,
+    checkpoint_gradients,
+    pick_device,
+)
+from ravan_flwr.training.local_steps import PRECISIONS, evaluate_all
+from ravan_flwr.training.threads import suitable_threads
+
+EVALUATION_BATCH = 256
+
+
+def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
+    """The configuration's method, over these layers of a network of that size."""
+    method = get_method(config.method)
+    few_bits = config.precision != "float32" or config.quantize != "none"
+    if config.layer_form == "auto" and few_bits:
+        config = dataclasses.replace(config, layer_form="factored")  # as the layers decide
+    told = {field.name: getattr(config, field.name) for field in dataclasses.fields(Settings)}
+    return method(Settings(**told), layers, size)
+
+
+def make_task(config: Config) -> Task:
+    """The configuration's task, which asks the model's folder for a reader when it needs one."""
+    spec = config.model
+
+    def folder() -> Path | None:
+        return None if spec.source == "bundled" else model_folder(spec)
+
+    return get_task(config.task)(config.data, config.max_length, folder)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What one client has."""
+
+    train: Encoded
+    validation: Encoded  # held back from training; empty unless asked for
+
+
+@lru_cache(maxsize=1)
+def get_workbench(config: Config) -> "Workbench":
+    """The workbench of this configuration; the one before it is let go."""
+    return Workbench(config)
+
+
+class Workbench:
+    """Everything that depends on the configuration alone, each part made when first used."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.task = make_task(config)
+        self.shares_device = True  # with the processes of other clients and of the server
+        self._dealt: list[np.ndarray] = []  # the rows of each client
+        self._own: dict[str, Encoded] = {}  # a device's own examples, by path
+
+    @cached_property
+    def model(self) -> AdaptedModel:
+        """The adapted model, on its device."""
+        config = self.config
+        self.task.check()
+        device = pick_device(config.device)
+        backbone = build_network(config.model, self.task, config.seed)
+        torch.nn.Module.to(backbone.network, device)
+        if config.quantize != "none":
+            dtype = PRECISIONS[config.precision] or torch.float32
+            quantize(backbone.network, config.quantize, backbone.classifier, dtype)
+        if config.gradient_checkpointing == "yes":
+            checkpoint_gradients(backbone.network, config.model.name)
+        return AdaptedModel(
+            backbone,
+            lambda layers, size: make_method(config, layers, size),
+            train_classifier=config.classifier == "trained",
+            threads=suitable_threads(backbone.size, config.batch_size),
+            shares_device=self.shares_device,
+        )
+
+    @cached_property
+    def backbone_fingerprint(self) -> str:
+        """A checksum over what is pretrained, which reads the whole of it."""
+        return backbone_fingerprint(self.config.model)
+
+    @cached_property
+    def splits(self) -> datasets.DatasetDict:
+        """The shared data set: a device with its own examples loads none."""
+        return load_splits(self.config.data)
+
+    @cached_property
+    def test_sets(self) -> dict[str, Encoded]:
+        """The server's own examples, which no client has."""
+        names = dict(self.config.data.tests)
+        return {name: self.task.encode(self.splits[name]) for name in names}
+
+    def evaluate(self) -> dict[str, float]:
+        """The model as it is now on the server's examples."""
+        return evaluate_all(
+            self.model, self.task, self.test_sets, EVALUATION_BATCH, self.config.precision
+        )
+
+    @cached_property
+    def _shared(self) -> Encoded:
+        return self.task.encode(self.splits["train"])
+
+    def partition(self, partition_id: int, number: int) -> Examples:
+        """A client's examples, when `number` clients share them."""
+        return self._split(self._shared.select(self._rows(number)[partition_id]), partition_id)
+
+    def _rows(self, number: int) -> list[np.ndarray]:
+        """The rows of each client, when `number` clients share the examples."""
+        config = self.config
+        if len(self._dealt) != number:
+            how = Partition(config.partition, config.partition_alpha, number, config.seed)
+            self._dealt = deal_out(self.splits["train"], how, config.data.partition_by)
+        return self._dealt
+
+    def dealt_out(self, number: int) -> list[int]:
+        """How many examples each client trains on, when `number` clients share them."""
+        rows = self._rows(number)
+        return [len(mine) - self._held_back(len(mine)) for mine in rows]
+
+    def own_examples(self, path: str, partition_id: int) -> Examples:
+        """A device's own examples."""
+        if path not in self._own:
+            self._own[path] = self.task.encode(own_examples(path, self.config.data))
+        return self._split(self._own[path], partition_id)
+
+    def _held_back(self, number: int) -> int:
+        """How many of so many examples are evaluated on."""
+        return math.ceil(self.config.validation_share * number)
+
+    def _split(self, examples: Encoded, partition_id: int) -> Examples:
+        """Hold back what the client is evaluated on."""
+        config, rows = self.config, np.arange(len(examples))
+        held_back = self._held_back(len(rows))
+        if held_back:
+            random = np.random.default_rng(derive(config.seed, "validation", partition_id))
+            rows = random.permutation(rows)
+        if held_back >= len(rows):
+            raise ValueError(
+                f"validation-share = {config.validation_share}: partition {partition_id} has "
+                f"{len(rows)} examples, and none would be left to train on; lower it"
+            )
+        return Examples(examples.select(rows[held_back:]), examples.select(rows[:held_back]))
