@@ -28,14 +28,10 @@ from ravan_flwr.adapters.quantize import quantize
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks.base import Encoded, Task
-from ravan_flwr.training.adapted_model import (
-    AdaptedModel,
-    Backbone,
-    checkpoint_gradients,
-    network_class,
-    pick_device,
-)
+from ravan_flwr.training.adapted_model import AdaptedModel
+from ravan_flwr.training.device import pick_device
 from ravan_flwr.training.local_steps import PRECISIONS, LocalSteps, train_locally
+from ravan_flwr.training.network import Backbone, checkpoint_gradients, network_class
 from ravan_flwr.training.workbench import make_method, make_task
 
 VARIANTS = (

@@ -26,7 +26,7 @@ from ravan_flwr.methods.selection import score_heads
 from ravan_flwr.seeding import generator
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.vision import Vision
-from ravan_flwr.training.plan import ADAM, kept_for_backward
+from ravan_flwr.training.cost import ADAM, kept_for_backward
 
 HEADS = 4
 TASK = Vision(DataSpec("none"), 0, lambda: None)

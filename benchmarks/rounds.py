@@ -25,8 +25,7 @@ from sklearn.datasets import load_digits
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.superlink import LocalSuperLink
-from ravan_flwr.training.adapted_model import bundled_file
-from ravan_flwr.training.bundled import read_backbone
+from ravan_flwr.training.bundled import bundled_file, read_backbone
 from tests.deployment import ROOT, Deployment
 
 PEER, BAR = "Flower's FedAvg", 1.5  # times as many rounds a minute
@@ -58,7 +57,7 @@ def main() -> None:
 
 def write_inputs(folder: Path) -> None:
     """Backbone and digits as folders, which the peer reads as it would read the hub's."""
-    settings, weights = read_backbone(bundled_file(read_config({}).model))
+    settings, weights = read_backbone(bundled_file(read_config({}).model.name))
     network = transformers.ViTForImageClassification(transformers.ViTConfig(**settings))
     network.load_state_dict(weights, strict=False)
     network.save_pretrained(folder / "model")

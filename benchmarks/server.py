@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ravan_flwr.adapters import Layer
 from ravan_flwr.messages.arrays import to_record, view_record
-from ravan_flwr.messages.member import Member, sample
+from ravan_flwr.messages.member import Member
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.methods.fedex_lora import FedExLora
 from ravan_flwr.methods.fedit import FedIT
@@ -39,6 +39,7 @@ from ravan_flwr.methods.lora import LoraMethod
 from ravan_flwr.methods.ravan import Ravan, _pack_bits
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.limit import ChangeLimit
+from ravan_flwr.server.nodes import sample
 
 LAYERS, HEADS, RANK, SIDE, DIFFERENT = 24, 4, 110, 768, 16
 BAR, ROSTER_BAR = 0.5, 0.010

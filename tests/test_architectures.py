@@ -19,7 +19,7 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.results.export import merged_network
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.adapted_model import build_network
+from ravan_flwr.training.network import build_network
 from ravan_flwr.training.workbench import Workbench, make_task
 from tests.tiny import MODELS, OF_IMAGES, save_data, save_model
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.data.examples import PARTITIONERS, Partition, deal_out, load_splits
+from ravan_flwr.data.examples import load_splits
+from ravan_flwr.data.partition import PARTITIONERS, Partition, deal_out
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.training.workbench import Workbench
 

@@ -16,7 +16,7 @@ from ravan_flwr.config.run_config import resolved_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.results.reopen import result_of
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.adapted_model import build_network
+from ravan_flwr.training.network import build_network
 
 SHORT: dict[str, Scalar] = {
     "num-rounds": 2, "local-steps": 5, "batch-size": 8, "report": "no", "tracking": "none",

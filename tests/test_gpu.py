@@ -13,10 +13,10 @@ from ravan_flwr.launch.sharing import share_gpus
 from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
+from ravan_flwr.training.cost import largest_share, step_memory
 from ravan_flwr.training.footprint import CONTEXT, evaluation_memory, footprint
 from ravan_flwr.training.gpus import visible_gpus
 from ravan_flwr.training.local_steps import LocalSteps, train_locally
-from ravan_flwr.training.plan import largest_share, step_memory
 from ravan_flwr.training.workbench import Workbench, get_workbench
 from tests.test_flower import ROOT
 from tests.tiny import small_decoder

@@ -19,10 +19,10 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.studies import running
 from ravan_flwr.studies.spec import read_study
 from ravan_flwr.training import gpus
-from ravan_flwr.training.adapted_model import pick_device
+from ravan_flwr.training.cost import step_memory
+from ravan_flwr.training.device import pick_device
 from ravan_flwr.training.footprint import CONTEXT, _MostAlive, evaluation_memory, footprint
 from ravan_flwr.training.gpus import unused_gpus, visible_gpus
-from ravan_flwr.training.plan import step_memory
 from ravan_flwr.training.workbench import Workbench, get_workbench
 from tests.memory import kept_for_backward
 from tests.test_flower import ROOT

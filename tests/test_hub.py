@@ -16,7 +16,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.hub import model_folder, weight_files
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.text import load_tokenizer
-from ravan_flwr.training.adapted_model import build_network
+from ravan_flwr.training.network import build_network
 from ravan_flwr.training.workbench import Workbench
 from tests.tiny import save_data, save_model
 

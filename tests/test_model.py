@@ -12,8 +12,8 @@ from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.limit import ChangeLimit
 from ravan_flwr.specs import ModelSpec
-from ravan_flwr.training.adapted_model import backbone_fingerprint, build_network, pick_device
 from ravan_flwr.training.bundled import encode_backbone, read_backbone
+from ravan_flwr.training.device import pick_device
 from ravan_flwr.training.local_steps import (
     LocalSteps,
     _pull_back,
@@ -21,6 +21,7 @@ from ravan_flwr.training.local_steps import (
     evaluate,
     train_locally,
 )
+from ravan_flwr.training.network import backbone_fingerprint, build_network
 from ravan_flwr.training.workbench import Workbench
 from tests.tiny import save_model
 

@@ -12,7 +12,8 @@ from flwr.app import Context, RecordDict
 from ravan_flwr import simulate
 from ravan_flwr.client.answers import _Client
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.data.examples import label_numbers, own_examples
+from ravan_flwr.data.device_folder import own_examples
+from ravan_flwr.data.examples import label_numbers
 from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.specs import Scalar
 from tests.tiny import WORDS, newsgroups, pictures, save_model

@@ -11,7 +11,8 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.plan import describe, largest_share, step_memory, suggested_heads
+from ravan_flwr.training.cost import largest_share, step_memory
+from ravan_flwr.training.plan import describe, suggested_heads
 from ravan_flwr.training.workbench import Workbench
 from tests.memory import kept_for_backward
 

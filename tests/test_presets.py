@@ -13,7 +13,8 @@ from ravan_flwr.config.preset import Preset, conf_folder, preset_names
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.studies.spec import read_study
-from ravan_flwr.training.plan import adapter_parameters, describe
+from ravan_flwr.training.cost import adapter_parameters
+from ravan_flwr.training.plan import describe
 from ravan_flwr.training.workbench import get_workbench
 from tests.tiny import ARCHITECTURES, DATA, SOURCES, save_data, save_model
 

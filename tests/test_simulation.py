@@ -532,7 +532,7 @@ def test_a_node_that_lost_the_bases_is_sent_them_again(tmp_path, monkeypatch):
 
 def test_an_automatic_budget_follows_the_free_memory(tmp_path, monkeypatch):
     from ravan_flwr.launch.in_process import InProcessGrid
-    from ravan_flwr.training.plan import step_memory
+    from ravan_flwr.training.cost import step_memory
 
     class Edge(InProcessGrid):
         def __init__(self, *arguments):

@@ -14,13 +14,14 @@ import torch
 from flwr.proto.node_pb2 import NodeInfo
 from torch.overrides import TorchFunctionMode
 
-from ravan_flwr.messages.member import MOST_PARTITIONS, Node, read_member, sample
+from ravan_flwr.messages.member import MOST_PARTITIONS, read_member
 from ravan_flwr.messages.wire import decode, encode
 from ravan_flwr.server import exchange
 from ravan_flwr.server import roster as recruiting
 from ravan_flwr.server.exchange import Patience
 from ravan_flwr.server.ledger import mean_of
 from ravan_flwr.server.mailbox import MOST_LATE
+from ravan_flwr.server.nodes import Node, sample
 from ravan_flwr.server.strategy import PeftStrategy
 from tests.test_strategy import DERIVED, Nodes, Notes, Silent, impatient, member, run
 
@@ -278,7 +279,7 @@ def test_a_liar_that_is_there_first_does_not_decide_alone(before, least, monkeyp
     monkeypatch.setattr(recruiting, "NODES_TIMEOUT", 2.0)
     nodes = Joins()
     nodes.members[11] = member(11, 0, num_partitions=1)
-    roster = recruiting.Recruiter(4, "b", DERIVED, before, least=least)
+    roster = recruiting.Roster(4, "b", DERIVED, before, least=least)
     roster.recruit(nodes, wait=True)
     assert roster.partitions == 4
     assert roster.members.keys() == {12, 13, 14}

@@ -13,10 +13,11 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.messages.arrays import from_record, num_bytes, to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
-from ravan_flwr.messages.member import Member, check_derived, read_member, sample
+from ravan_flwr.messages.member import Member, check_derived, read_member
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.server import limit
 from ravan_flwr.server import roster as recruiting
+from ravan_flwr.server.nodes import sample
 from ravan_flwr.server.replies import most_held_back
 from ravan_flwr.server.strategy import PeftStrategy
 from tests.methods import build, train_client

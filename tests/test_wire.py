@@ -13,7 +13,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.wire import _in_rows, decode, encode, num_bytes
 from ravan_flwr.methods import METHODS
 from ravan_flwr.seeding import generator
-from ravan_flwr.training.plan import Skeleton
+from ravan_flwr.training.cost import Skeleton
 
 WIRES = KEYS["wire"].choices
 SHAPES = st.one_of(

@@ -26,6 +26,7 @@ from ravan_flwr.methods.budgets import budget_share
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.training.adapted_model import AdaptedModel
+from ravan_flwr.training.cost import largest_share
 from ravan_flwr.training.local_steps import (
     LocalResult,
     LocalSteps,
@@ -33,7 +34,6 @@ from ravan_flwr.training.local_steps import (
     evaluate,
     train_locally,
 )
-from ravan_flwr.training.plan import largest_share
 from ravan_flwr.training.workbench import EVALUATION_BATCH, Examples, Workbench, get_workbench
 
 

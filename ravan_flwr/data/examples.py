@@ -1,27 +1,13 @@
-"""The examples: a source split into train and test, a client's part of the first, or its own.
+"""Load a data set: split it into train and test, name its columns by role, settle its labels."""
 
-Simulated clients share a data set, dealt out by the partitioners of flwr-datasets or by dealing.py.
-A device has a folder of its own (`data-path` in its node config), which is read where it lies.
-"""
-
-import glob
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
 
-from ravan_flwr.data.dealing import deal_by_client
-from ravan_flwr.data.hub import cache_of, load_data, telling
-from ravan_flwr.seeding import derive
+from ravan_flwr.data.hub import load_data
 from ravan_flwr.specs import DataSpec
-
-if TYPE_CHECKING:
-    from flwr_datasets.partitioner import Partitioner
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +18,7 @@ def load_splits(spec: DataSpec) -> datasets.DatasetDict:
     differing: dict[int, str] = {}
     for name, split in splits.items():
         where = f"{data}, {name}"
-        splits[name], different = _by_number(_by_role(split, spec, where), spec.labels, where)
+        splits[name], different = _by_number(by_role(split, spec, where), spec.labels, where)
         differing |= different
     _tell_of_names(differing, spec.labels, data)
     return splits
@@ -74,7 +60,7 @@ def _fifth_of_each_class(labels: np.ndarray) -> np.ndarray:
 SOURCES = {"sklearn-digits": _sklearn_digits, "hub": load_data}
 
 
-def _by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.Dataset:
+def by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.Dataset:
     """The same with its columns called as what they are for; others are left out.
 
     A column may be called as in the preset, or by its role already.
@@ -172,161 +158,6 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
 
 # A device's own examples.
 
-_KINDS = {
-    ".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json",
-    ".png": "imagefolder", ".jpg": "imagefolder", ".jpeg": "imagefolder", ".bmp": "imagefolder",
-    ".webp": "imagefolder", ".tif": "imagefolder", ".tiff": "imagefolder",
-}  # fmt: skip
-
-
-def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
-    """The examples in a device's folder: images in a folder a label, parquet, CSV, JSON lines."""
-    folder = Path(path).expanduser()
-    where = f"node config: data-path = {path!r}"
-    if not folder.is_absolute() or not folder.exists():
-        raise ValueError(
-            f"{where}: found no such folder, expected the absolute path of one on this device; "
-            "correct it"
-        )
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and _is_seen(file, folder))
-    files = files or [folder]
-    by_kind: dict[str, list[str]] = {}
-    for file in files:
-        if kind := _KINDS.get(file.suffix.lower()):
-            by_kind.setdefault(kind, []).append(str(file))
-    if "imagefolder" in by_kind:  # a metadata.csv or .jsonl may stand beside the images
-        by_kind = {"imagefolder": by_kind["imagefolder"]}
-    if len(by_kind) != 1:
-        got = " and ".join(sorted(by_kind)) or f"{len(files)} files of other kinds"
-        raise ValueError(
-            f"{where}: got {got}, expected images, parquet, CSV or JSON lines, and one kind of "
-            "them; take the others out"
-        )
-    ((kind, names),) = by_kind.items()
-    how: dict[str, Any] = {"data_files": [glob.escape(name) for name in names]}
-    if kind == "imagefolder":  # a label by its folder, be there one or many, whatever its name
-        pattern = glob.escape(str(folder)) + "/**" * folder.is_dir()
-        how = {"data_files": pattern, "drop_labels": False}
-    with telling("data", path):
-        try:
-            cache = str(cache_of(folder))
-            examples = datasets.load_dataset(
-                kind, split="train", cache_dir=cache, trust_remote_code=False, **how
-            )
-        except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
-            if "corresponds to no data" in str(error):
-                raise ValueError(f"{where}: got no example, expected some; fill it") from None
-            cause = error.__cause__ or error
-            raise ValueError(
-                f"{where}: it cannot be read as {kind}: {type(cause).__name__}: {cause}; correct "
-                "the files"
-            ) from None
-    if not len(examples):
-        raise ValueError(f"{where}: got no example, expected some; fill it")
-    return _by_role(examples, spec, where)
-
-
-def _is_seen(file: Path, folder: Path) -> bool:
-    """`datasets` passes over what is hidden, and folders such as `__MACOSX`."""
-    names = file.relative_to(folder).parts
-    return not any(name.startswith((".", "__")) for name in names)
-
 
 # Shares of a data set. flwr-datasets imports matplotlib and seaborn, a second of every message to
 # a device, which has a process of its own for each; one with its own examples never comes here.
-
-
-@dataclass(frozen=True)
-class Partition:
-    """How simulated clients share the training examples."""
-
-    kind: str  # one of PARTITIONERS
-    alpha: float
-    number: int
-    seed: int
-
-
-def deal_out(train: datasets.Dataset, partition: Partition, column: str) -> list[np.ndarray]:
-    """The rows of `train` that each client has.
-
-    Under a Dirichlet partition, clients differ in how often they have each value of the column.
-    """
-    if partition.number > len(train):
-        raise ValueError(
-            f"{partition.number} clients share {len(train)} examples, expected at least one "
-            "each; use fewer clients"
-        )
-    if column not in train.column_names:
-        raise ValueError(
-            f"partition-by = {column!r}: the examples have {train.column_names}, expected one of "
-            "them; correct the preset"
-        )
-    rows = datasets.Dataset.from_dict({"row": np.arange(len(train)), column: train[column][:]})
-    seed = derive(partition.seed, "partition") % 2**32
-    return PARTITIONERS[partition.kind](rows, partition, column, seed)
-
-
-def _iid(rows: datasets.Dataset, partition: Partition, _: str, seed: int) -> list[np.ndarray]:
-    """Deal out equal shares of a shuffled whole, by flwr-datasets."""
-    from flwr_datasets.partitioner import IidPartitioner  # noqa: PLC0415
-
-    partitioner = IidPartitioner(num_partitions=partition.number)
-    partitioner.dataset = rows.shuffle(seed=seed)
-    return _dealt(partitioner, partition.number)
-
-
-def _dirichlet(
-    rows: datasets.Dataset, partition: Partition, column: str, seed: int
-) -> list[np.ndarray]:
-    """Split every class over the clients by a draw from a Dirichlet distribution, by flwr-datasets.
-
-    Clients differ in what they have, and widely in how much. Draws that leave a client with next to
-    nothing are repeated, by flwr-datasets ten times a seed, then with further seeds.
-    """
-    from flwr_datasets.partitioner import DirichletPartitioner  # noqa: PLC0415
-
-    smallest = max(1, min(10, len(rows) // (4 * partition.number)))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The specified min_partition_size")
-        for attempt in range(20):
-            partitioner = DirichletPartitioner(
-                num_partitions=partition.number,
-                partition_by=column,
-                alpha=partition.alpha,
-                min_partition_size=smallest,
-                seed=seed + attempt,
-            )
-            partitioner.dataset = rows
-            try:
-                partitioner.load_partition(0)  # this draws, for all clients
-            except ValueError as error:
-                if "number of attempts" not in str(error):
-                    raise
-                continue
-            return _dealt(partitioner, partition.number)
-    raise ValueError(
-        f"partition-alpha = {partition.alpha}: {partition.number} clients got fewer than "
-        f"{smallest} of {len(rows)} examples in every of 220 draws; raise partition-alpha, use "
-        "fewer clients, or partition=dirichlet-by-client"
-    )
-
-
-def _dealt(partitioner: "Partitioner", number: int) -> list[np.ndarray]:
-    """The rows of every client."""
-    return [
-        np.asarray(partitioner.load_partition(client).with_format("numpy")["row"][:])
-        for client in range(number)
-    ]
-
-
-def _dirichlet_by_client(
-    rows: datasets.Dataset, partition: Partition, column: str, seed: int
-) -> list[np.ndarray]:
-    """Draw every client's proportions from a Dirichlet distribution, and give equal shares."""
-    labels = np.asarray(rows[column][:])
-    return deal_by_client(labels, partition.number, partition.alpha, np.random.default_rng(seed))
-
-
-PARTITIONERS = {
-    "iid": _iid, "dirichlet": _dirichlet, "dirichlet-by-client": _dirichlet_by_client,
-}  # fmt: skip

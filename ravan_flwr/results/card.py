@@ -80,7 +80,7 @@ model = PeftModel.from_pretrained(backbone, "this folder")
 
 BUNDLED = """\
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.training.adapted_model import build_network
+from ravan_flwr.training.network import build_network
 from ravan_flwr.training.workbench import make_task
 
 config = read_config({{"preset": "{preset}"}})

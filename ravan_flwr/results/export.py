@@ -22,7 +22,7 @@ from ravan_flwr.data.hub import no_bars
 from ravan_flwr.results.card import write_card
 from ravan_flwr.results.reopen import result_of
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
-from ravan_flwr.training.adapted_model import build_network, stored_dtype
+from ravan_flwr.training.network import build_network, stored_dtype
 from ravan_flwr.training.workbench import Workbench
 
 

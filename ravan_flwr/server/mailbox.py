@@ -10,10 +10,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from ravan_flwr.messages.arrays import FIXED, hash_of, num_bytes
-from ravan_flwr.messages.member import Member, Node
+from ravan_flwr.messages.member import Member
 from ravan_flwr.server.envelope import weight_of
 from ravan_flwr.server.exchange import Inbox, Patience, in_process, pull_replies, push
 from ravan_flwr.server.ledger import Ledger
+from ravan_flwr.server.nodes import Node
 
 MOST_LATE = 4  # replies of one node that are looked for after their round has closed
 

@@ -18,8 +18,9 @@ from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from ravan_flwr.messages.fingerprint import code_fingerprint
-from ravan_flwr.messages.member import Member, Node, check_same_app, read_member
+from ravan_flwr.messages.member import Member, check_same_app, read_member
 from ravan_flwr.server.exchange import Inbox, in_process, push
+from ravan_flwr.server.nodes import Node
 from ravan_flwr.server.replies import content_of, telling
 
 log = getLogger(__name__)
@@ -31,7 +32,7 @@ QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data
 MOST_TIMES = 10  # how many times the median a node's own examples count
 
 
-class Recruiter:
+class Roster:
     """The nodes, by node id: members so far, and those that were refused.
 
     Every member has this server's code, `backbone` and `derived` fingerprints. `meant` is

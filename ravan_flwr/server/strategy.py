@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record, num_bytes, to_record
-from ravan_flwr.messages.member import Member, sample
+from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.wire import check_room, encode, wire_of_round
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
 from ravan_flwr.seeding import generator
@@ -28,10 +28,11 @@ from ravan_flwr.server.exchange import Patience, in_process
 from ravan_flwr.server.ledger import Ledger, mean_of
 from ravan_flwr.server.limit import ChangeLimit
 from ravan_flwr.server.mailbox import Mailbox
+from ravan_flwr.server.nodes import sample
 from ravan_flwr.server.optimizer import ServerOptimizer
 from ravan_flwr.server.replies import Trained, most_held_back, read_evaluated, read_trained
 from ravan_flwr.server.robust import FEWEST
-from ravan_flwr.server.roster import Recruiter
+from ravan_flwr.server.roster import Roster
 
 log = getLogger(__name__)
 
@@ -86,7 +87,7 @@ class PeftStrategy(Strategy):
         self.config, self.method = config, method
         self.derived = derived
         self.recorder, self.first_round = recorder, first_round
-        self.roster = Recruiter(
+        self.roster = Roster(
             config.num_clients, backbone, seed_fingerprint, partitions, config.max_share,
             config.min_replies,
         )  # fmt: skip

@@ -290,7 +290,7 @@ def _check_fields(
 
 def _check_equal(where: str, rows: Mapping[str, Row]) -> None:
     """Raise ValueError unless the rows train the same number of parameters, to 5 %."""
-    from ravan_flwr.training.plan import adapter_parameters  # noqa: PLC0415 (torch, which others do without)
+    from ravan_flwr.training.cost import adapter_parameters  # noqa: PLC0415 (imports torch)
 
     if len(rows) < 2:
         raise ValueError(f"{where}: equal-parameters has rows {list(rows)}, expected at least two")

@@ -50,3 +50,12 @@ def read_backbone(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     halves = safetensors.torch.load(weights)
     return content["config"], {name: tensor.float() for name, tensor in halves.items()}
+
+
+def bundled_file(name: str) -> Path:
+    """The file of a bundled backbone."""
+    path = Path(__file__).resolve().parent / "backbones" / f"{name}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.json")))
+        raise ValueError(f"model {name!r} is not bundled; expected one of: {known}")
+    return path

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.training.plan import Skeleton, step_memory
+from ravan_flwr.training.cost import Skeleton, step_memory
 from ravan_flwr.training.workbench import EVALUATION_BATCH, make_task
 
 # Of each process: CUDA's context, the kernels, the workspaces of cuBLAS and cuDNN. A customary

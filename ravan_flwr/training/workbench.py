@@ -19,21 +19,19 @@ import torch
 from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.quantize import quantize
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.data.examples import Partition, deal_out, load_splits, own_examples
+from ravan_flwr.data.device_folder import own_examples
+from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.hub import model_folder
+from ravan_flwr.data.partition import Partition, deal_out
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.base import Encoded, Task
-from ravan_flwr.training.adapted_model import (
-    AdaptedModel,
-    backbone_fingerprint,
-    build_network,
-    checkpoint_gradients,
-    pick_device,
-)
+from ravan_flwr.training.adapted_model import AdaptedModel
+from ravan_flwr.training.device import pick_device
 from ravan_flwr.training.local_steps import PRECISIONS, evaluate_all
+from ravan_flwr.training.network import backbone_fingerprint, build_network, checkpoint_gradients
 from ravan_flwr.training.threads import suitable_threads
 
 EVALUATION_BATCH = 256

@@ -1,0 +1,211 @@
+"""Count what a step and a message cost before anything runs: no weights, no data, no bases.
+
+The network is built on the meta device, where tensors have shapes and nothing else. One
+forward pass there tells which tensors a training step keeps for its backward pass, so that
+the memory of a step is counted, not guessed, for every number of heads.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ravan_flwr.adapters import Layer, find_layers
+from ravan_flwr.adapters.quantize import BITS, quantizable
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.messages.wire import num_bytes
+from ravan_flwr.methods.base import Method
+from ravan_flwr.seeding import generator
+from ravan_flwr.tasks.base import Task
+from ravan_flwr.training.network import build_skeleton, checkpoint_gradients, pretrained_parameters
+from ravan_flwr.training.workbench import make_method, make_task
+
+ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 each
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of one training step, by what they are for."""
+
+    weights: int  # everything that is frozen and there anyway: backbone and bases
+    trained: int  # values, gradients and Adam's moments of what is trained
+    activations: int  # kept for the backward pass
+
+    @property
+    def added(self) -> int:
+        """What a step takes beyond the model itself."""
+        return self.trained + self.activations
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.added
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """The adapted network without weights, as plans and footprints count it."""
+
+    network: PreTrainedModel
+    method: Method
+    layers: list[Layer]
+    adapters: list[nn.Module]
+    classifier: list[nn.Parameter]  # empty when it is frozen
+    saved: int  # bytes, by keeping the backbone in few bits
+    wire: str
+
+    @classmethod
+    def build(cls, config: Config) -> "Skeleton":
+        skeleton = build_skeleton(config.model, make_task(config))
+        network, lacking = skeleton.network.requires_grad_(False), skeleton.classifier
+        if config.gradient_checkpointing == "yes":
+            checkpoint_gradients(network, config.model.name)
+        layers = find_layers(network, skeleton.targets)
+        pretrained = pretrained_parameters(network, lacking)
+        # Which heads are chosen is all the same, and scores cannot be computed here.
+        config = replace(config, scoring="random")
+        saved = saved_by_quantizing(network, lacking, config.quantize)
+        method = make_method(config, layers, skeleton.size)
+        adapters = method.install(network, pretrained)
+        classifier = lacking if config.classifier == "trained" else []
+        for parameter in classifier:
+            parameter.requires_grad_(True)
+        return cls(network, method, layers, adapters, classifier, saved, config.wire)
+
+    @property
+    def classifier_size(self) -> int:
+        return sum(parameter.numel() for parameter in self.classifier)
+
+    def bytes_up(self, share: float) -> int:
+        shapes = list(self.method.upload_shapes(share).values())
+        return self._coded(self.method.upload_bytes(share), shapes)
+
+    def bytes_down(self, share: float) -> int:
+        initial = self.method.initial_state(self.adapters)
+        sent = self.method.broadcast(initial, share).values()
+        shapes = [tuple(tensor.shape) for tensor in sent if tensor.dtype == torch.float32]
+        return self._coded(self.method.broadcast_bytes(initial, share), shapes)
+
+    def _coded(self, number: int, shapes: Sequence[tuple[int, ...]]) -> int:
+        """Bytes on the wire of so many beside the classifier's, most of them in these shapes."""
+        rest = number - 4 * sum(math.prod(shape) for shape in shapes)
+        return rest + num_bytes([*shapes, (self.classifier_size,)], self.wire)
+
+
+@lru_cache(maxsize=64)
+def step_memory(config: Config, share: float) -> StepMemory:
+    """Of a client with that share of the budget."""
+    built = Skeleton.build(config)
+    network, method = built.network, built.method
+    method.load(built.adapters, method.broadcast(method.initial_state(built.adapters), share))
+    weights = _bytes([*network.parameters(), *network.buffers()])
+    method.choose(built.adapters, share, generator(0), lambda: None)
+    trained = [*method.parameters(built.adapters), *built.classifier]
+    added = _bytes([*network.parameters(), *network.buffers()]) - weights
+    copies = _bytes(trained) - 4 * built.classifier_size if added else 0  # of some heads
+    return StepMemory(
+        weights=weights - (_bytes(trained) - copies) - built.saved,
+        trained=ADAM * _bytes(trained),
+        activations=kept_for_backward(network, make_task(config), config.batch_size)
+        + _cast_weights(config, network)
+        + _computed_again(config, share),
+    )
+
+
+def _cast_weights(config: Config, network: nn.Module) -> int:
+    """In a precision of 16 bits, the copies of linear layers' weights that autocast makes.
+
+    The backward pass needs them, so that they stay until then. With checkpoints they are made
+    again, block by block. Activations are counted in float32 all the same: some are.
+    """
+    if config.precision == "float32":
+        return 0
+    linears = [module for module in network.modules() if isinstance(module, nn.Linear)]
+    if config.quantize != "none":  # what is in few bits is unpacked when it is needed, and dropped
+        kept = set(quantizable(network, []).values())
+        linears = [linear for linear in linears if linear not in kept]
+    return sum(2 * linear.weight.numel() for linear in linears) // _checkpoints(config, network)
+
+
+def _checkpoints(config: Config, network: nn.Module) -> int:
+    """In how many parts the forward pass is run again for the backward pass; else one."""
+    if config.gradient_checkpointing != "yes":
+        return 1
+    return max(
+        1, sum(isinstance(module, GradientCheckpointingLayer) for module in network.modules())
+    )
+
+
+def _computed_again(config: Config, share: float) -> int:
+    """The activations of one block, which checkpointing computes again where they are needed."""
+    if config.gradient_checkpointing != "yes":
+        return 0
+    whole = replace(config, gradient_checkpointing="no", precision="float32")
+    blocks = _checkpoints(config, Skeleton.build(config).network)
+    return step_memory(whole, share).activations // blocks
+
+
+def saved_by_quantizing(network: nn.Module, classifier: Sequence[nn.Parameter], how: str) -> int:
+    """What linear layers in few bits weigh less than in float32."""
+    if how == "none":
+        return 0
+    linears = quantizable(network, classifier).values()
+    return round(sum(linear.weight.numel() for linear in linears) * (32 - BITS[how]) / 8)
+
+
+def kept_for_backward(network: PreTrainedModel, task: Task, batch_size: int) -> int:
+    """Bytes of the tensors that autograd saves in a forward pass, each storage once."""
+    shapes = task.shapes(network.config, batch_size)
+    batch = {name: torch.empty(s, dtype=d, device="meta") for name, (s, d) in shapes.items()}
+    there = {_storage(tensor) for tensor in [*network.parameters(), *network.buffers()]}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in there:
+            kept[_storage(tensor)] = tensor
+        return tensor
+
+    network.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = task.loss(network, batch)
+    del loss  # until here the saved tensors live, so that no two share an address
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    """Of their values, those that share a storage counted once."""
+    different = {_storage(tensor): tensor for tensor in tensors}.values()
+    return sum(tensor.numel() * tensor.element_size() for tensor in different)
+
+
+def largest_share(config: Config, free: int) -> float:
+    """The share that pays for the most heads, or ranks, whose step fits into so many bytes."""
+    parts = Skeleton.build(config).method.parts
+    if parts is None:  # whole, or left out: then the share is that of the memory it needs
+        return max(1e-6, min(1.0, 0.9 * free / step_memory(config, 1.0).added))
+
+    def need(number: int) -> int:
+        return step_memory(config, number / parts).added
+
+    fitting = bisect_right(range(1, parts + 1), 0.9 * free, key=need)
+    if not fitting:
+        raise ValueError(
+            f"node config: budget is 'auto', and the least that can be trained needs "
+            f"{need(1) / 1e6:.0f} MB beside the model, but 90 % of {free / 1e6:.0f} MB free are "
+            "less; lower batch-size"
+        )
+    return fitting / parts
+
+
+def adapter_parameters(config: Config) -> int:
+    """How many parameters a client with the whole budget trains, the classifier not counted."""
+    return Skeleton.build(config).method.trainable_parameters()

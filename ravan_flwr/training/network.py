@@ -1,0 +1,255 @@
+"""Build a pretrained network for a task, with its weights or as a skeleton without.
+
+The parameters that the pretrained weights lack are the classifier, drawn from the seed.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from ravan_flwr.adapters.attach import TARGETS
+from ravan_flwr.data.hub import (
+    check_weights,
+    config_of,
+    model_folder,
+    no_bars,
+    read_json,
+    reading,
+    weight_files,
+)
+from ravan_flwr.seeding import generator
+from ravan_flwr.specs import ModelSpec
+from ravan_flwr.tasks.base import Task
+from ravan_flwr.training.bundled import bundled_file, read_backbone
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A network before anything is put into it."""
+
+    network: PreTrainedModel
+    classifier: list[nn.Parameter]  # what is drawn from the seed, or was trained for these labels
+    targets: tuple[str, ...]  # the ends of the names of the layers to adapt
+    size: int  # how many pretrained parameters
+
+
+def build_network(spec: ModelSpec, task: Task, seed: int) -> Backbone:
+    """The network for a task with its pretrained weights, on the CPU."""
+    network, lacking = LOADERS[spec.source](spec, task)
+    for name in lacking:
+        _draw(name, network.get_parameter(name), generator(seed, "classifier", name))
+    wanted = {*lacking, *_heads(network, task)}
+    classifier = [p for name, p in network.named_parameters() if name in wanted]
+    pretrained = pretrained_parameters(network, classifier)
+    task.adjust(network)
+    return Backbone(network.eval(), classifier, _targets(spec, network), num_parameters(pretrained))
+
+
+def stored_dtype(spec: ModelSpec) -> torch.dtype:
+    """What a model's weights are kept in, which may be less than they are trained in."""
+    if spec.source == "bundled":
+        return torch.float32
+    settings = config_of(spec)
+    name = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(
+            f"model {spec.name}: its config.json says dtype = {name!r}, expected a dtype of "
+            "PyTorch such as bfloat16; correct it, or choose another model"
+        )
+    return dtype
+
+
+def build_skeleton(spec: ModelSpec, task: Task) -> Backbone:
+    """The same network without weights, on the meta device, for plans and estimates."""
+    settings = dict(spec.shape) or CONFIGS[spec.source](spec)
+    with torch.device("meta"):
+        network = _architecture(settings, task, spec.name)
+    task.adjust(network)
+    heads = [network.get_parameter(name) for name in _heads(network, task)]
+    size = num_parameters(pretrained_parameters(network, heads))
+    return Backbone(network, heads, _targets(spec, network), size)
+
+
+def _generates(task: Task) -> bool:
+    """Does it answer with the pretrained language-model head, which is no classifier?"""
+    return task.data.target_length > 0
+
+
+def _heads(network: PreTrainedModel, task: Task) -> list[str]:
+    """The parameters beside the base model: the classifier, where the task has one."""
+    if _generates(task):
+        return []
+    base = network.base_model_prefix + "."
+    return [name for name, _ in network.named_parameters() if not name.startswith(base)]
+
+
+def _architecture(settings: Mapping[str, Any], task: Task, model: str) -> PreTrainedModel:
+    made = network_class(settings, task)
+    config = _config(settings, task, model)
+    with reading(model, "config.json"):
+        return made(config)
+
+
+def network_class(settings: Mapping[str, Any], task: Task) -> type[PreTrainedModel]:
+    """The class of transformers that serves an architecture for a task."""
+    # By its name: the Auto classes import every architecture to find one.
+    table: dict[str, str | tuple[str, ...]] = getattr(modeling_auto, task.classes)
+    kind = str(settings.get("model_type", ""))
+    if kind not in table:
+        words = task.classes.removeprefix("MODEL_FOR_").removesuffix("_MAPPING_NAMES")
+        raise ValueError(
+            f"model of architecture {kind!r}: transformers has none of that architecture for "
+            f"{words.lower().replace('_', ' ')}; choose another model"
+        )
+    names = table[kind]
+    first = names if isinstance(names, str) else names[0]
+    network: type[PreTrainedModel] = getattr(transformers, first)
+    return network
+
+
+def _config(settings: Mapping[str, Any], task: Task, model: str) -> Any:
+    with reading(model, "config.json"):
+        config = AutoConfig.for_model(**settings)
+    if not _generates(task):
+        config.num_labels = len(task.data.labels)
+    return config
+
+
+def _targets(spec: ModelSpec, network: PreTrainedModel) -> tuple[str, ...]:
+    if spec.targets:
+        return spec.targets
+    model_type = str(network.config.model_type)
+    if model_type not in TARGETS:
+        linears = [
+            name for name, module in network.named_modules() if isinstance(module, nn.Linear)
+        ]
+        raise ValueError(
+            f"model {spec.name}: no layers to adapt are known for its architecture "
+            f"{model_type!r}, only for {', '.join(TARGETS)}; name the ends of their names with "
+            f"targets=..., of its linear layers {', '.join(linears)}"
+        )
+    return TARGETS[model_type]
+
+
+def _bundled(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str]]:
+    """A backbone that travels with the app, and the names of the parameters that it lacks."""
+    settings, weights = read_backbone(bundled_file(spec.name))
+    network = _architecture(settings, task, spec.name)
+    result = network.load_state_dict(weights, strict=False)
+    if result.unexpected_keys or set(result.missing_keys) != set(_heads(network, task)):
+        raise ValueError(
+            f"model {spec.name}: its weights do not fit this transformers: unexpected "
+            f"{result.unexpected_keys}, missing {result.missing_keys}; install the version in "
+            "constraints.txt"
+        )
+    return network, result.missing_keys
+
+
+def _from_folder(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str]]:
+    """A model of the hub or of a folder, and the names of the parameters that it lacks.
+
+    A classifier is kept where it was trained for the task's labels, and drawn anew elsewhere.
+    """
+    folder = model_folder(spec)
+    settings = read_json(folder / "config.json", spec.name)
+    _check_shape(spec, settings)
+    made = network_class(settings, task)
+    config = _config(settings, task, spec.name)
+    check_weights(folder, spec.name)
+    with no_bars(), reading(spec.name, "config.json and weights"):
+        loaded: Any = made.from_pretrained(
+            folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True,
+            output_loading_info=True, use_safetensors=True, local_files_only=True,
+            trust_remote_code=False,
+        )  # fmt: skip
+    network, found = loaded
+    lacking = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    heads = set(_heads(network, task))
+    if wrong := sorted(name for name in lacking - heads if ".pooler." not in f".{name}"):
+        raise ValueError(
+            f"model {spec.name}: its weights lack {', '.join(wrong[:5])}"
+            f"{' and more' if len(wrong) > 5 else ''} of {type(network).__name__}, which only "
+            "pretraining gives; choose another model"
+        )
+    told = settings.get("id2label")
+    labels = told if isinstance(told, dict) else {}
+    names = tuple(str(labels.get(str(n))) for n in range(config.num_labels))
+    if names != task.data.labels:
+        lacking |= heads
+    return network, [name for name, _ in network.named_parameters() if name in lacking]
+
+
+def _check_shape(spec: ModelSpec, settings: Mapping[str, Any]) -> None:
+    """A preset's plan was made for a shape, which must be that of the model."""
+    for key, expected in spec.shape:
+        if key in settings and settings[key] != expected:
+            raise ValueError(
+                f"model {spec.name}: its config.json says {key} = {settings[key]!r}, but the "
+                f"preset's shape {expected!r}; correct the preset"
+            )
+
+
+# source -> the network with its weights, and what it lacks; its configuration alone.
+LOADERS = {"bundled": _bundled, "hub": _from_folder}
+
+
+CONFIGS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
+    "bundled": lambda spec: read_backbone(bundled_file(spec.name))[0],
+    "hub": config_of,
+}
+
+
+def _draw(name: str, parameter: nn.Parameter, random: torch.Generator) -> None:
+    """Weights so that logits of normalised features have variance one; biases of zero."""
+    with torch.no_grad():
+        if parameter.ndim < 2:
+            parameter.fill_(float(name.endswith("weight")))  # that of a normalisation
+            return
+        values = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+        parameter.copy_(values / math.sqrt(parameter.shape[1]))
+
+
+def checkpoint_gradients(network: PreTrainedModel, name: str) -> None:
+    """Keep few activations for the backward pass, and compute the others again."""
+    if not network.supports_gradient_checkpointing:
+        raise ValueError(
+            f"gradient-checkpointing = 'yes': model {name}, a {type(network).__name__}, cannot; "
+            "leave it out"
+        )
+    # The method's name of transformers 5, and that of its first releases.
+    newer = getattr(network, "activation_checkpointing_enable", None)
+    (newer or network.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def pretrained_parameters(
+    network: nn.Module, classifier: Sequence[nn.Parameter]
+) -> dict[str, nn.Parameter]:
+    """All but the classifier, by name."""
+    skip = {id(parameter) for parameter in classifier}
+    return {name: p for name, p in network.named_parameters() if id(p) not in skip}
+
+
+def num_parameters(parameters: Mapping[str, nn.Parameter]) -> int:
+    """How many numbers they hold."""
+    return sum(parameter.numel() for parameter in parameters.values())
+
+
+def backbone_fingerprint(spec: ModelSpec) -> str:
+    """A checksum over the files of everything pretrained."""
+    files = (
+        [bundled_file(spec.name)] if spec.source == "bundled" else weight_files(model_folder(spec))
+    )
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
