@@ -30,8 +30,8 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 e2e: $(INSTALLED)
-	$(BIN)/python -m pytest -v tests/test_deployment.py tests/test_deployment_faults.py \
-		tests/test_fence.py tests/test_signals.py tests/test_deployment_attacks.py $(ARGS)
+	$(BIN)/python -m pytest -v tests/flower/test_deployment.py tests/flower/test_deployment_faults.py \
+		tests/flower/test_fence.py tests/processes/test_signals.py tests/flower/test_deployment_attacks.py $(ARGS)
 
 bench: $(INSTALLED)
 	@mkdir -p bench; failed=0; \

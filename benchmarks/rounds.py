@@ -26,7 +26,8 @@ from sklearn.datasets import load_digits
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.training.bundled import bundled_file, read_backbone
-from tests.deployment import ROOT, Deployment
+from tests import ROOT
+from tests.deployment import Deployment
 
 PEER, BAR = "Flower's FedAvg", 1.5  # times as many rounds a minute
 PLAIN = ROOT / "benchmarks" / "plain_fedit"

@@ -35,8 +35,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ravan_flwr.launch.superlink import _free_ports, processes_of
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 NAME = "edge"  # of the SuperLink in config.toml
 START_TIMEOUT = 90.0
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")

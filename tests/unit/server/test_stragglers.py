@@ -23,7 +23,7 @@ from ravan_flwr.server.ledger import mean_of
 from ravan_flwr.server.mailbox import MOST_LATE
 from ravan_flwr.server.nodes import Node, sample
 from ravan_flwr.server.strategy import PeftStrategy
-from tests.test_strategy import DERIVED, Nodes, Notes, Silent, impatient, member, run
+from tests.unit.server.test_strategy import DERIVED, Nodes, Notes, Silent, impatient, member, run
 
 __all__ = ["impatient"]
 

@@ -24,8 +24,8 @@ from ravan_flwr.training.device import pick_device
 from ravan_flwr.training.footprint import CONTEXT, _MostAlive, evaluation_memory, footprint
 from ravan_flwr.training.gpus import unused_gpus, visible_gpus
 from ravan_flwr.training.workbench import Workbench, get_workbench
+from tests import ROOT
 from tests.memory import kept_for_backward
-from tests.test_flower import ROOT
 
 # As `nvidia-smi --query-gpu=index,uuid,name,memory.total,memory.free` prints it, by its manual.
 LARGE = "NVIDIA H100 80GB HBM3, 81559, 81004"

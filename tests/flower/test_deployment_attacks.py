@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployment import ROOT, Deployment
+from tests import ROOT
+from tests.deployment import Deployment
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),

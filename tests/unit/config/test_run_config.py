@@ -2,7 +2,6 @@
 
 import json
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
@@ -13,8 +12,8 @@ from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.preset import conf_folder
 from ravan_flwr.config.run_config import read_config, resolved_config
 from ravan_flwr.methods import METHODS
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PUBLIC_KEYS = [
     "preset",
     "method",

@@ -20,7 +20,8 @@ from ravan_flwr.client import worker
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import FIXED, from_record, to_record
 from ravan_flwr.training.workbench import Workbench
-from tests.deployment import ROOT, wait_for
+from tests import ROOT
+from tests.deployment import wait_for
 
 RUN_CONFIG = {"local-steps": 2, "batch-size": 8, "clients-per-round": 2, "init": "data-aware"}
 BUSY = RUN_CONFIG | {"local-steps": 100_000}

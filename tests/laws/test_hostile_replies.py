@@ -19,7 +19,7 @@ from ravan_flwr.server.ledger import Ledger
 from ravan_flwr.server.replies import read_trained
 from ravan_flwr.server.strategy import PeftStrategy
 from tests.methods import build
-from tests.test_strategy import DERIVED, Nodes, Notes, member
+from tests.unit.server.test_strategy import DERIVED, Nodes, Notes, member
 
 NAMES = ["H", "heads", "B", "A", "weights", "classifier", "residual", "", "x"]
 NUMBERS = st.one_of(

@@ -19,8 +19,8 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
 from ravan_flwr.launch.credentials import make_credentials
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PARSERS = {
     "flower-superexec": _parse_args_superexec,
     "flower-superlink": _parse_args_run_superlink,

@@ -18,8 +18,8 @@ from ravan_flwr.cli import main, read_settings
 from ravan_flwr.launch.sharing import Sharing
 from ravan_flwr.launch.superlink import LocalSuperLink, _toml
 from ravan_flwr.methods import METHODS
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 FEDERATION = "num-supernodes=3 client-resources-num-cpus=1"
 ONE_ACTOR = f"num-supernodes=3 client-resources-num-cpus={os.cpu_count()}"  # imports once
 

@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +25,7 @@ from ravan_flwr.runs import tracking
 from ravan_flwr.runs.history import Run, group_runs
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.specs import Scalar
+from tests import ROOT
 
 SHORT: dict[str, Scalar] = {
     "num-rounds": 3, "local-steps": 2, "batch-size": 8, "report": "no", "tracking": "none",
@@ -375,7 +375,7 @@ def test_a_run_is_not_lost_to_its_tracking(tmp_path, monkeypatch, caplog):
 
 
 def test_the_example_runs(tmp_path):
-    script = Path(__file__).resolve().parent.parent / "examples" / "compare_methods.py"
+    script = ROOT / "examples" / "compare_methods.py"
     words = [str(tmp_path), "num-rounds=2", "local-steps=2", "num-clients=4", "report=no"]
     ended = subprocess.run(
         [sys.executable, script, *words], check=True, capture_output=True, text=True
