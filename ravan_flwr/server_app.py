@@ -15,7 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.run_config import Config, read_config
-from ravan_flwr.messages.arrays import from_record, hash_of, to_record
+from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.results.card import write_card
 from ravan_flwr.results.export import natural_form, write_result
@@ -114,7 +114,7 @@ def _go_on(directory: RunDirectory, back_to: int | None, config: Config, bench: 
             "expected what the calibration round made; restore it, or start a new run"
         )
     if fixed is not None:
-        model.load_fixed(hash_of(to_record(fixed)), fixed)
+        model.load_fixed(fixed)
     log.info("going on after round %d", checkpoint.round)
     return Start(checkpoint.state, checkpoint.round, checkpoint.memory, records, fixed)
 
@@ -210,7 +210,7 @@ class _Keeper:
         self._append(record)
         save_fixed(self.directory.checkpoints, fixed)
         save_checkpoint(self.directory.checkpoints, 0, state)
-        self.model.load_fixed(hash_of(to_record(fixed)), fixed)
+        self.model.load_fixed(fixed)
         self.records.append(record)
         self.progress.calibrated(record)
         self.trackers.round(record)

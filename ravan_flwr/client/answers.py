@@ -17,7 +17,7 @@ from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.node_config import read_node
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.messages.arrays import FIXED, from_record, hash_of, to_record
+from ravan_flwr.messages.arrays import FIXED, from_record, to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.wire import decode, encode, wire_of_round
@@ -126,13 +126,7 @@ class _Client:
                 f"this node does not have the fixed tensors {wanted}: it was started again since "
                 "they were sent; the server sends them once more in its next round"
             )
-        record = state.array_records[FIXED]
-        if hash_of(record) != wanted:
-            raise ValueError(
-                f"fixed tensors have hash {hash_of(record)}, expected {wanted}; the server sends "
-                "them once more in the node's next round"
-            )
-        self.bench.model.load_fixed(wanted, from_record(record))
+        self.bench.model.load_fixed(from_record(state.array_records[FIXED]), wanted)
 
 
 def _query(client: _Client) -> RecordDict:

@@ -5,7 +5,6 @@ header, any dtype. Its dtype and shape travel beside the bytes, and are believed
 they agree with their number.
 """
 
-import hashlib
 import math
 import warnings
 from collections.abc import Sequence
@@ -62,15 +61,6 @@ def view_record(record: ArrayRecord) -> Tensors:
 def num_bytes(record: ArrayRecord) -> int:
     """What the arrays weigh on the wire, without Flower's envelope."""
     return sum(len(array.data) for array in record.values())
-
-
-def hash_of(record: ArrayRecord) -> str:
-    """A checksum over the names and bytes of a record."""
-    digest = hashlib.sha256()
-    for name, array in sorted(record.items()):
-        digest.update(f"{name} {array.dtype} {array.shape}".encode())
-        digest.update(array.data)
-    return digest.hexdigest()[:16]
 
 
 def _to_array(tensor: Tensor) -> Array:

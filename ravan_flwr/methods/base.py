@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, attach
 from ravan_flwr.methods.means import Means
+from ravan_flwr.methods.tensors import check_form, check_names
 
 Tensors = dict[str, Tensor]
 
@@ -263,67 +264,6 @@ class _Adds(Protocol):
         """What an adapter adds to its layer's weight."""
 
 
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """One after the other, in float32 on the CPU."""
-    return torch.cat([tensor.detach().float().cpu().flatten() for tensor in tensors])
-
-
-def probe(layers: Sequence[Sequence[Tensor]]) -> list[float]:
-    """For the bases of each layer, numbers to which every entry of every layer counts."""
-    sums = [
-        torch.stack([number for basis in bases for number in _probe(basis)]) * position
-        for position, bases in enumerate(layers, start=1)
-    ]
-    return cast(list[float], torch.stack(sums).sum(0).tolist())
-
-
-def _probe(basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Two sums with weights that no shift keeps."""
-    flat = basis.detach().cpu().double().flatten()
-    angles = torch.arange(len(flat), dtype=torch.float64)
-    return flat @ torch.cos(angles), flat @ torch.sin(angles * 0.7)
-
-
-def check_tensor(
-    upload: Mapping[str, Tensor], name: str, shape: Sequence[int], dtype: torch.dtype
-) -> Tensor:
-    """The upload's tensor of that name, of exactly that shape and dtype, finite throughout."""
-    tensor = check_form(upload, name, shape, dtype)
-    if not tensor.is_meta:  # a plan has shapes only
-        sum_of_squares(tensor, name)
-    return tensor
-
-
-def check_form(
-    upload: Mapping[str, Tensor], name: str, shape: Sequence[int], dtype: torch.dtype
-) -> Tensor:
-    """The upload's tensor of that name, of exactly that shape and dtype."""
-    if name not in upload:
-        raise ValueError(f"got tensors {sorted(upload)}, expected {name!r} among them")
-    tensor = upload[name]
-    if tensor.dtype != dtype or tensor.shape != torch.Size(shape):
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {tuple(shape)}"
-        )
-    return tensor
-
-
-def sum_of_squares(tensor: Tensor, name: str) -> float:
-    """Zero for integers; ValueError if a number is not finite.
-
-    In float32, unless that overflows: one reading of the tensor, and no copy of it.
-    """
-    if not tensor.is_floating_point():
-        return 0.0
-    flat = tensor.detach().reshape(-1)
-    total = float(flat @ flat)
-    if not math.isfinite(total):
-        total = float(flat.double().square().sum())
-    if not math.isfinite(total):
-        raise ValueError(f"{name} has values that are not finite, expected finite ones")
-    return total
-
-
 def check_rank(rank: int, side: int) -> None:
     """Raise ValueError if the smallest side of the adapted matrices has no room for the rank."""
     if rank > side:
@@ -331,9 +271,3 @@ def check_rank(rank: int, side: int) -> None:
             f"rank = {rank}: the smallest side of an adapted matrix is {side}, so expected at most "
             f"{side}; lower rank"
         )
-
-
-def check_names(upload: Mapping[str, Tensor], expected: Sequence[str]) -> None:
-    """Raise ValueError unless the upload has exactly these tensors."""
-    if sorted(upload) != sorted(expected):
-        raise ValueError(f"got tensors {sorted(upload)}, expected {sorted(expected)}")

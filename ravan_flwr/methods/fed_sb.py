@@ -21,18 +21,10 @@ from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, MultiHeadLinear, make_bases
 from ravan_flwr.adapters.lowrank import svd
-from ravan_flwr.methods.base import (
-    LocalWork,
-    Method,
-    Round,
-    Settings,
-    Tensors,
-    check_names,
-    check_tensor,
-    flatten,
-)
+from ravan_flwr.methods.base import LocalWork, Method, Round, Settings, Tensors
 from ravan_flwr.methods.means import Means
 from ravan_flwr.methods.multihead import fingerprint_of_bases, load_bases, multiheads
+from ravan_flwr.methods.tensors import check_names, check_tensor, flatten
 
 
 class FedSB(Method):

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.adapters.lowrank import ProductSum
-from ravan_flwr.methods.base import Tensors, check_tensor, flatten
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.lora import LoraMethod
 from ravan_flwr.methods.means import Mean
+from ravan_flwr.methods.tensors import check_tensor, flatten
 
 
 class FedExLora(LoraMethod):

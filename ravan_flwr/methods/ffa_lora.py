@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from ravan_flwr.methods.base import Tensors, flatten
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.lora import LoraMethod, loras
+from ravan_flwr.methods.tensors import flatten
 
 
 class FFALora(LoraMethod):

@@ -11,7 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ravan_flwr.methods.base import Method, Tensors, check_tensor, flatten
+from ravan_flwr.methods.base import Method, Tensors
+from ravan_flwr.methods.tensors import check_tensor, flatten
 
 
 class Full(Method):

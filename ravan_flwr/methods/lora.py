@@ -16,16 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, LoRALinear
-from ravan_flwr.methods.base import (
-    Method,
-    Settings,
-    Tensors,
-    check_rank,
-    check_tensor,
-    flatten,
-    probe,
-)
+from ravan_flwr.methods.base import Method, Settings, Tensors, check_rank
 from ravan_flwr.methods.budgets import affordable
+from ravan_flwr.methods.tensors import check_tensor, flatten, probe
 from ravan_flwr.seeding import generator
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ravan_flwr.adapters import MultiHeadLinear
-from ravan_flwr.methods.base import check_names, check_tensor, probe
+from ravan_flwr.methods.tensors import check_names, check_tensor, probe
 
 
 def multiheads(adapters: Sequence[nn.Module]) -> list[MultiHeadLinear]:

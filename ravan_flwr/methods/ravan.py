@@ -25,21 +25,12 @@ from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, MultiHeadLinear, make_bases
 from ravan_flwr.adapters.sketch import GradientSketch, Sketcher, fill_heads, watch_gradients
-from ravan_flwr.methods.base import (
-    LocalWork,
-    Method,
-    Round,
-    Settings,
-    Tensors,
-    check_form,
-    check_names,
-    check_rank,
-    check_tensor,
-)
+from ravan_flwr.methods.base import LocalWork, Method, Round, Settings, Tensors, check_rank
 from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.means import Means, add_to
 from ravan_flwr.methods.multihead import fingerprint_of_bases, load_bases, multiheads
 from ravan_flwr.methods.selection import best_heads, score_heads
+from ravan_flwr.methods.tensors import check_form, check_names, check_tensor
 from ravan_flwr.seeding import generator
 
 log = logging.getLogger(__name__)

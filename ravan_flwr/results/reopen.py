@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ravan_flwr.config.run_config import resolved_config
-from ravan_flwr.messages.arrays import hash_of, to_record
 from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.training.workbench import Workbench
@@ -20,6 +19,6 @@ def result_of(run: Path | str) -> Iterator[Workbench]:
     state = load_checkpoint(directory.checkpoints).state
     fixed = load_fixed(directory.checkpoints)
     if fixed is not None:
-        bench.model.load_fixed(hash_of(to_record(fixed)), fixed)
+        bench.model.load_fixed(fixed)
     with bench.model.holding(state):
         yield bench

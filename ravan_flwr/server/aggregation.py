@@ -13,8 +13,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ravan_flwr.methods.base import CLASSIFIER, Calibration, Method, Round, Tensors, check_form
+from ravan_flwr.methods.base import CLASSIFIER, Calibration, Method, Round, Tensors
 from ravan_flwr.methods.means import Means, MeansBySize
+from ravan_flwr.methods.tensors import check_form
 from ravan_flwr.server.limit import ChangeLimit, Changes, changes_of
 from ravan_flwr.server.robust import RobustRound
 

@@ -38,7 +38,8 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.messages.wire import rounding
-from ravan_flwr.methods.base import Tensors, sum_of_squares
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.tensors import sum_of_squares
 
 REACH = 1.5  # honest clients were at most at 0.8; the rest is for rounding on the wire
 FACTOR = 3.0  # honest clients were at most at 1.6 times the median

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from ravan_flwr.messages.arrays import FIXED, hash_of, num_bytes
+from ravan_flwr.messages.arrays import FIXED, num_bytes, view_record
 from ravan_flwr.messages.member import Member
+from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.server.envelope import weight_of
 from ravan_flwr.server.exchange import Inbox, Patience, in_process, pull_replies, push
 from ravan_flwr.server.ledger import Ledger
@@ -39,7 +40,7 @@ class Mailbox:
 
     def keep_fixed(self, fixed: ArrayRecord) -> None:
         """Send these to every client once, with the next message that it gets."""
-        self.fixed, self._fixed_hash = fixed, hash_of(fixed)
+        self.fixed, self._fixed_hash = fixed, checksum(view_record(fixed))
 
     def message(
         self, member: Member, kind: str, number: int, arrays: ArrayRecord, config: ConfigRecord

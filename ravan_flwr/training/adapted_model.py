@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, find_layers
-from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, check_tensor
+from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
+from ravan_flwr.methods.tensors import check_tensor, checksum
 from ravan_flwr.training.network import Backbone, pretrained_parameters
 from ravan_flwr.training.threads import computing_with
 
@@ -44,7 +45,7 @@ class AdaptedModel:
                 "language-model head; expected 'frozen'; set it"
             )
         self._drawn_classifier = self._flat_classifier()
-        self.fixed_hash = ""  # of the method's fixed tensors, once it has them
+        self._fixed_hash = ""  # of the method's fixed tensors, once it has them
         self.seed_fingerprint = self.derived = self._derived_fingerprint()
         self._state_at_rest = self.initial_state()
         self._load(self._state_at_rest)
@@ -66,11 +67,17 @@ class AdaptedModel:
         parts = [parameter.detach().flatten() for parameter in self.classifier]
         return torch.cat(parts) if parts else torch.zeros(0)
 
-    def load_fixed(self, fixed_hash: str, fixed: Tensors) -> None:
-        """Take a method's fixed tensors, if they are not those that it has."""
-        if fixed_hash != self.fixed_hash:
+    def load_fixed(self, fixed: Tensors, expected: str = "") -> None:
+        """Take a method's fixed tensors unless the model has them; refuse another checksum."""
+        found = checksum(fixed)
+        if expected and found != expected:
+            raise ValueError(
+                f"fixed tensors have hash {found}, expected {expected}; the server sends them once "
+                "more in the node's next round"
+            )
+        if found != self._fixed_hash:
             self.method.load_fixed(self.adapters, fixed)
-            self.fixed_hash, self.derived = fixed_hash, self._derived_fingerprint()
+            self._fixed_hash, self.derived = found, self._derived_fingerprint()
 
     def _derived_fingerprint(self) -> list[float]:
         """Numbers that agree where bases and classifier agree.

@@ -43,7 +43,7 @@ def a_round(settings, share, steps):
             done = calibrate_locally(model, task, examples, state, steps, (5, 0, number))
             calibration.add(done.upload, 1.0)
         fixed, changed = calibration.close()
-        model.load_fixed("a hash", fixed)
+        model.load_fixed(fixed)
         state = first = state | changed
     share = share if model.method.can_train(share) else 1.0
     for number in (1, 2):  # in the second, the state is one of the middle of a run

@@ -9,6 +9,7 @@ import torch
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.limit import ChangeLimit
 from ravan_flwr.specs import ModelSpec
@@ -119,6 +120,22 @@ def test_nothing_leaks_from_one_client_to_the_next(method, classifier):
     again = train(shared)
     assert same(alone.upload, again.upload)
     assert alone.train_loss == again.train_loss
+
+
+def test_fixed_tensors_of_another_hash_are_refused():
+    model = bench(method="fed-sb", seed=5).model
+    size = model.method.calibration_bytes()[1] // 4
+    sides = [(layer.out_features, layer.in_features) for layer in model.layers]
+    B = torch.ones(size * sum(out for out, _ in sides) // sum(map(sum, sides)))
+    fixed = {"B": B, "A": torch.ones(size - len(B))}
+    with pytest.raises(ValueError, match="fixed tensors have hash [0-9a-f]{16}, expected 0; the"):
+        model.load_fixed(fixed, "0")
+    assert model.derived == model.seed_fingerprint
+    model.load_fixed(fixed)
+    assert model.derived != model.seed_fingerprint
+    loaded = model.derived
+    model.load_fixed(fixed, checksum(fixed))
+    assert model.derived is loaded  # it has them: nothing is done again
 
 
 def test_the_proximal_term_is_its_gradient(shared):
