@@ -32,7 +32,7 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.lock import locked
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.runs.watch import best_round, collapse
-from ravan_flwr.server.strategy import PeftStrategy
+from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.training.workbench import Workbench, get_workbench
 
 app = ServerApp()
@@ -133,7 +133,7 @@ def _run(
     progress = Progress(start.first, config.num_rounds, bench.task.metric)
     trackers = Trackers(config.tracking, directory.path, config.as_dict())
     keeper = _Keeper(directory, bench, progress, trackers, start)
-    strategy = PeftStrategy(
+    strategy = FederatedTuning(
         config,
         model.method,
         backbone=bench.backbone_fingerprint,

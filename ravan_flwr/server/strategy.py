@@ -57,7 +57,7 @@ class Recorder(Protocol):
         on needs."""
 
 
-class PeftStrategy(Strategy):
+class FederatedTuning(Strategy):
     """Rounds of one federated method.
 
     `backbone` and `seed_fingerprint` are the server's, which every node must share, and
