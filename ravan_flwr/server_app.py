@@ -30,9 +30,10 @@ from ravan_flwr.runs.checkpoint import (
 from ravan_flwr.runs.console import Progress, megabytes, minutes, show
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.lock import locked
+from ravan_flwr.runs.record import RoundRecord, Summary
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.runs.watch import best_round, collapse
-from ravan_flwr.server.strategy import PeftStrategy
+from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.training.workbench import Workbench, get_workbench
 
 app = ServerApp()
@@ -92,7 +93,7 @@ class Start:
     state: Tensors
     done: int | None = None
     memory: Tensors = dataclasses.field(default_factory=dict)
-    records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    records: list[RoundRecord] = dataclasses.field(default_factory=list)
     fixed: Tensors | None = None
 
     @property
@@ -133,7 +134,7 @@ def _run(
     progress = Progress(start.first, config.num_rounds, bench.task.metric)
     trackers = Trackers(config.tracking, directory.path, config.as_dict())
     keeper = _Keeper(directory, bench, progress, trackers, start)
-    strategy = PeftStrategy(
+    strategy = FederatedTuning(
         config,
         model.method,
         backbone=bench.backbone_fingerprint,
@@ -202,11 +203,11 @@ class _Keeper:
             self.directory.write_rounds(self.records)
             self.after = None
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def _append(self, record: RoundRecord) -> None:
         self.go_on()
         self.directory.append_round(record)
 
-    def calibrated(self, record: dict[str, Any], fixed: Tensors, state: Tensors) -> list[float]:
+    def calibrated(self, record: RoundRecord, fixed: Tensors, state: Tensors) -> list[float]:
         self._append(record)
         save_fixed(self.directory.checkpoints, fixed)
         save_checkpoint(self.directory.checkpoints, 0, state)
@@ -216,7 +217,7 @@ class _Keeper:
         self.trackers.round(record)
         return self.model.derived
 
-    def round_done(self, record: dict[str, Any], state: Tensors, memory: Tensors) -> None:
+    def round_done(self, record: RoundRecord, state: Tensors, memory: Tensors) -> None:
         if told := collapse(self.records, record, self.metric):
             record["collapsed"] = told
         self._append(record)
@@ -292,8 +293,8 @@ def _check_same_run(directory: RunDirectory, config: Config) -> None:
 
 
 def _summary(
-    bench: Workbench, config: Config, records: list[dict[str, Any]], num_clients: int
-) -> dict[str, Any]:
+    bench: Workbench, config: Config, records: list[RoundRecord], num_clients: int
+) -> Summary:
     measured = [record["metrics"] for record in records if record["metrics"]]
     metric = bench.task.metric
     return {
@@ -323,8 +324,9 @@ def _summary(
     }
 
 
-def _tell(summary: dict[str, Any], metric: str, directory: RunDirectory, page: Path | None) -> None:
-    final, best = (summary["metrics"][which].get(metric) for which in ("final", "best"))
+def _tell(summary: Summary, metric: str, directory: RunDirectory, page: Path | None) -> None:
+    metrics = summary["metrics"]
+    final, best = metrics["final"].get(metric), metrics["best"].get(metric)
     score = "not evaluated" if final is None else f"{metric} {final:.4f} (best {best:.4f})"
     log.info(
         "done: %s after %d round%s in %s; %d trainable parameters; up %s, down %s",
@@ -332,9 +334,12 @@ def _tell(summary: dict[str, Any], metric: str, directory: RunDirectory, page: P
         summary["trainable-parameters"],
         megabytes(summary["bytes-up"]), megabytes(summary["bytes-down"]),
     )  # fmt: skip
-    for name, what in (("collapsed", "its evaluation collapsed"), ("without-effect", "no effect")):
-        if summary[name]:
-            log.warning("%s in rounds %s", what, ", ".join(map(str, summary[name])))
+    told = {
+        "its evaluation collapsed": summary["collapsed"], "no effect": summary["without-effect"],
+    }  # fmt: skip
+    for what, rounds in told.items():
+        if rounds:
+            log.warning("%s in rounds %s", what, ", ".join(map(str, rounds)))
     if page is not None:
         log.info("report: %s", page)
     log.info("run directory: %s", directory.path)

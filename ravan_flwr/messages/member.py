@@ -1,9 +1,9 @@
 """Describe a node to the server, and check such a description when it arrives."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast, get_origin
 
 from ravan_flwr.messages.plain_text import plain, shown
 
@@ -13,7 +13,10 @@ MOST_EXAMPLES = 2**48
 
 @dataclass(frozen=True)
 class Member:
-    """One node, as it described itself."""
+    """Hold what one node said of itself.
+
+    The fields are what travels, under the same names with hyphens, except `node_id`.
+    """
 
     node_id: int
     partition_id: int
@@ -29,43 +32,36 @@ class Member:
     derived: tuple[float, ...]  # fingerprint of what is made from the seed
 
     def as_config(self) -> dict[str, Any]:
-        """For the answer's ConfigRecord; `read_member` is the inverse."""
-        return {
-            "partition-id": self.partition_id,
-            "num-partitions": self.num_partitions,
-            "own-data": self.own_data,
-            "examples": self.examples,
-            "share": self.share,
-            "device": self.device,
-            "free-memory": self.free_memory,
-            "versions": self.versions,
-            "code": self.code,
-            "backbone": self.backbone,
-            "derived": list(self.derived),
-        }
+        """Return the values of the answer's ConfigRecord; `read_member` is the inverse."""
+        values = {key: getattr(self, name) for key, name, _ in _on_the_wire()}
+        return values | {"derived": list(self.derived)}
+
+
+def _on_the_wire() -> Iterator[tuple[str, str, type]]:
+    """List the fields that travel: key, name and type there. A message has its sender already."""
+    for field in fields(Member):
+        if field.name != "node_id":
+            kind = get_origin(field.type) or field.type
+            key = field.name.replace("_", "-")
+            yield key, field.name, list if kind is tuple else cast(type, kind)
 
 
 def read_member(node_id: int, answer: Mapping[str, Any], length: int | None = None) -> Member:
-    """The member that an answer of unknown origin describes; ValueError if it is not sound.
+    """Check an answer of unknown origin and make a member of it; ValueError if it is not sound.
 
     `length` is how many numbers its fingerprint must have.
     """
-    kinds: dict[str, type] = {
-        "partition-id": int,
-        "num-partitions": int,
-        "own-data": bool,
-        "examples": int,
-        "share": float,
-        "device": str,
-        "free-memory": int,
-        "versions": str,
-        "code": str,
-        "backbone": str,
-        "derived": list,
-    }
-    for key, kind in kinds.items():
+    for key, _, kind in _on_the_wire():
         if type(answer.get(key)) is not kind:
             raise ValueError(f"{key} is {shown(answer.get(key))}, expected {kind.__name__}")
+    _check_values(answer, length)
+    values = {name: answer[key] for key, name, _ in _on_the_wire()}
+    texts = {name: plain(value, 200) for name, value in values.items() if isinstance(value, str)}
+    return Member(node_id=node_id, **values | texts | {"derived": tuple(values["derived"])})
+
+
+def _check_values(answer: Mapping[str, Any], length: int | None) -> None:
+    """Raise ValueError for values, of the right types, that no honest node has."""
     derived = answer["derived"]
     if length not in (None, len(derived)):
         raise ValueError(f"derived has {len(derived)} numbers, expected {length}")
@@ -85,9 +81,6 @@ def read_member(node_id: int, answer: Mapping[str, Any], length: int | None = No
         )
     if not 0 < answer["share"] <= 1:
         raise ValueError(f"share is {answer['share']}, expected above 0 and at most 1")
-    values = {key.replace("-", "_"): answer[key] for key in kinds}
-    texts = {key: plain(value, 200) for key, value in values.items() if isinstance(value, str)}
-    return Member(node_id=node_id, **values | texts | {"derived": tuple(derived)})
 
 
 def check_same_app(member: Member, code: str, backbone: str, derived: Sequence[float]) -> None:

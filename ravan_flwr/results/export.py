@@ -32,7 +32,7 @@ def export_run(run: Path | str, form: str, folder: Path | str) -> None:
     directory = RunDirectory.open(Path(run), "export")
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"export: {folder} is not empty, expected a new folder; name another")
-    directory.read_json("summary.json")  # of a finished run, for the card
+    directory.read_summary()  # of a finished run, for the card
     with result_of(directory.path) as bench:
         write_result(form, folder, bench)
     write_card(folder, form, directory)

@@ -50,7 +50,7 @@ def comparison_charts(groups: Groups) -> list[Chart]:
 def run_charts(run: Run, prefix: str = "") -> list[Chart]:
     """Who took part, which heads trained, what they became, and where the time went."""
     charts = [_participation(run, prefix)]
-    norms: dict[str, list[float]] = (run.summary or {}).get("head-norms", {})
+    norms = run.summary.get("head-norms", {}) if run.summary else {}
     times = _heads_trained(run, len(next(iter(norms.values()), [])))
     layers = [_short(name) for name in norms] or [str(number) for number in range(len(times))]
     if times and len(times[0]) > 1:

@@ -7,9 +7,10 @@ keeps them out of the way of a progress bar where there is one.
 import logging
 import os
 import sys
-from typing import Any
 
 from tqdm import tqdm
+
+from ravan_flwr.runs.record import ClientRecord, RoundRecord
 
 log = logging.getLogger("ravan_flwr")
 
@@ -62,7 +63,7 @@ class Progress:
             total=last, initial=first - 1, unit="round", disable=not bar, leave=False
         )  # fmt: skip
 
-    def calibrated(self, record: dict[str, Any]) -> None:
+    def calibrated(self, record: RoundRecord) -> None:
         """Tell of a calibration round."""
         log.info(
             "calibration  loss %.4f  %d clients  up %s  down %s  %.1f s",
@@ -71,7 +72,7 @@ class Progress:
             megabytes(sum(c["bytes-down"] for c in record["clients"])), record["seconds"],
         )  # fmt: skip
 
-    def round(self, record: dict[str, Any]) -> None:
+    def round(self, record: RoundRecord) -> None:
         """Tell of a finished round."""
         self._seconds.append(record["seconds"])
         mean = sum(self._seconds[-10:]) / len(self._seconds[-10:])
@@ -95,12 +96,15 @@ class Progress:
         self._bar.close()
 
 
-def _amounts(clients: list[dict[str, Any]]) -> str:
+def _amounts(clients: list[ClientRecord]) -> str:
     """How many heads each client trained, or what share of another method's ranks."""
-    for name, usual in (("heads", 1), ("share", 1.0)):
-        values = sorted(client[name] for client in clients)
-        if any(value != usual for value in values):
-            return f"{name} " + "+".join(f"{value:g}" for value in values) + "  "
+    amounts = {
+        "heads": [client["heads"] for client in clients],
+        "share": [client["share"] for client in clients],
+    }
+    for name, values in amounts.items():
+        if any(value != 1 for value in values):
+            return f"{name} " + "+".join(f"{value:g}" for value in sorted(values)) + "  "
     return ""
 
 

@@ -1,7 +1,7 @@
 """The run directory: what was asked for, what happened in each round, how it ended.
 
 config.json        the resolved configuration
-rounds.jsonl       a line a round, on disk before the next round begins
+rounds.jsonl       a line a round, on disk before the next round begins (record.py)
 summary.json       the end: method, parameters, metrics, bytes, seconds
 checkpoints/       the global state after the last rounds, and the best (checkpoint.py)
 adapter/           the trained adapters, or merged/, the whole network (export.py)
@@ -13,11 +13,12 @@ lock               who writes to it, while somebody does (lock.py)
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-Record = dict[str, Any]
+from ravan_flwr.runs.record import RoundRecord, Summary, check_line, wrong_in
 
 
 class RunDirectory:
@@ -58,12 +59,12 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def write_json(self, name: str, content: Record) -> None:
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write `name` whole."""
         text = json.dumps(content, indent=2, allow_nan=False) + "\n"
         write_atomically(self.path / name, text.encode())
 
-    def read_json(self, name: str) -> Record:
+    def read_json(self, name: str) -> dict[str, Any]:
         """The content of `name`."""
         path = self.path / name
         try:
@@ -79,7 +80,11 @@ class RunDirectory:
             raise ValueError(f"{self.path / name}: got no JSON object, expected one; restore it")
         return content
 
-    def append_round(self, record: Record) -> None:
+    def read_summary(self) -> Summary:
+        """The content of `summary.json`."""
+        return cast(Summary, self.read_json("summary.json"))
+
+    def append_round(self, record: RoundRecord) -> None:
         """Add a line to `rounds.jsonl`, on disk when this returns."""
         line = json.dumps(record, allow_nan=False) + "\n"
         with (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
@@ -87,15 +92,15 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
 
-    def read_rounds(self) -> list[Record]:
+    def read_rounds(self) -> list[RoundRecord]:
         """The rounds so far; a last line that was cut off does not count."""
         path = self.path / "rounds.jsonl"
         if not path.is_file():
             return []
-        records: list[Record] = []
+        records: list[RoundRecord] = []
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
             try:
-                records.append(_read_record(line, records[-1]["round"] if records else None))
+                records.append(check_line(line, records[-1]["round"] if records else None))
             except ValueError as error:
                 raise ValueError(
                     f"{path}: line {number} is damaged ({error}), expected a round's record; "
@@ -103,11 +108,11 @@ class RunDirectory:
                 ) from None
         return records
 
-    def rounds_until(self, last: int) -> list[Record]:
+    def rounds_until(self, last: int) -> list[RoundRecord]:
         """The records up to round `last`, of which there must be one, each as a run writes it."""
         records = [record for record in self.read_rounds() if record["round"] <= last]
         for record in records:
-            if wrong := _wrong_in(record):
+            if wrong := wrong_in(record):
                 raise ValueError(
                     f"{self.path / 'rounds.jsonl'}: round {record['round']} has {wrong}; restore "
                     "the file, or start a new run"
@@ -120,44 +125,10 @@ class RunDirectory:
             )
         return records
 
-    def write_rounds(self, records: list[Record]) -> None:
+    def write_rounds(self, records: Sequence[RoundRecord]) -> None:
         """These rounds, and none after them."""
         text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
         write_atomically(self.path / "rounds.jsonl", text.encode())
-
-
-def _read_record(line: bytes, before: int | None) -> Record:
-    """One line, which must be of the round after that of the line before."""
-    record = json.loads(line.decode())
-    if not isinstance(record, dict) or type(record.get("round")) is not int:
-        raise ValueError(f"it is {line.decode()[:60]!r}, expected an object with a whole 'round'")
-    expected = (0, 1) if before is None else (before + 1,)
-    if record["round"] not in expected:
-        raise ValueError(
-            f"it is of round {record['round']}, expected {' or '.join(map(str, expected))}"
-        )
-    return record
-
-
-# What a run that goes on reads of its record.
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "train-loss": (int, float), "metrics": dict, "clients": list, "rejected": list,
-    "left-out": list, "partitions": int, "bytes-up": int, "bytes-down": int,
-    "seconds": (int, float), "phases": dict,
-}  # fmt: skip
-
-
-def _wrong_in(record: Record) -> str:
-    """What is not as a run writes it; empty if all is."""
-    for key, kind in _KINDS.items():
-        value = record.get(key)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            kinds = kind if isinstance(kind, tuple) else (kind,)
-            return f"{key} = {value!r}, expected {' or '.join(k.__name__ for k in kinds)}"
-    for name, value in record["metrics"].items():
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            return f"{name} = {value!r} among its metrics, expected a number"
-    return ""
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ravan_flwr.runs.directory import Record, RunDirectory
+from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.runs.record import NEEDED_BY_A_REPORT, RoundRecord, Summary
 
 # Settings in which runs may differ and still be seeds of one thing.
 _NOT_A_DIFFERENCE = {
@@ -17,35 +18,31 @@ _NOT_A_DIFFERENCE = {
 }  # fmt: skip
 
 
-# What a round's record must have.
-_NEEDED = {"round", "clients", "metrics", "rejected", "partitions", "bytes-up", "phases"}
-
-
 @dataclass(frozen=True)
 class Run:
     """What a run directory tells."""
 
     path: Path
-    config: Record
-    rounds: list[Record]  # a calibration round first, if there was one
-    summary: Record | None  # None: it has not finished
+    config: dict[str, Any]
+    rounds: list[RoundRecord]  # a calibration round first, if there was one
+    summary: Summary | None  # None: it has not finished
 
     @classmethod
     def read(cls, path: Path, asked: str = "report") -> "Run":
         """Read a run directory; ValueError if it is none, or no round has ended."""
         directory = RunDirectory.open(path, asked)
         rounds = directory.read_rounds()
-        if any(not record.keys() >= _NEEDED for record in rounds):
+        if any(not record.keys() >= NEEDED_BY_A_REPORT for record in rounds):
             raise ValueError(
-                f"{asked}: {path} lacks {sorted(_NEEDED - rounds[0].keys())} in its rounds, "
-                "expected the records of this version; use the one that made the run"
+                f"{asked}: {path} lacks {sorted(NEEDED_BY_A_REPORT - rounds[0].keys())} in its "
+                "rounds, expected the records of this version; use the one that made the run"
             )
         if not any(record["round"] for record in rounds):
             raise ValueError(
                 f"{asked}: {path} has no finished round, expected at least one; run it longer"
             )
         done = (path / "summary.json").is_file()
-        summary = directory.read_json("summary.json") if done else None
+        summary = directory.read_summary() if done else None
         config = directory.read_json("config.json")
         # There it is the preset's. Devices with their own data may have become fewer.
         config["num-clients"] = max(record["partitions"] for record in rounds)

@@ -10,12 +10,14 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from ravan_flwr.runs.directory import Record
+from ravan_flwr.runs.record import RoundRecord
 
 log = logging.getLogger(__name__)
 
 Numbers = Mapping[str, float]
+Settings = Mapping[str, Any]
 
 
 class Tracker(ABC):
@@ -33,7 +35,7 @@ class Tracker(ABC):
 class TensorBoard(Tracker):
     """Event files."""
 
-    def __init__(self, run: Path, name: str, settings: Record) -> None:
+    def __init__(self, run: Path, name: str, settings: Settings) -> None:
         from tensorboardX import SummaryWriter  # noqa: PLC0415 (needed by servers alone)
 
         del name
@@ -51,7 +53,7 @@ class TensorBoard(Tracker):
 class WandB(Tracker):
     """A run of Weights & Biases, in the project `ravan-flwr`."""
 
-    def __init__(self, run: Path, name: str, settings: Record) -> None:
+    def __init__(self, run: Path, name: str, settings: Settings) -> None:
         import wandb  # noqa: PLC0415 (optional)
 
         self._run = wandb.init(project="ravan-flwr", name=name, config=settings, dir=str(run))
@@ -66,7 +68,7 @@ class WandB(Tracker):
 class MLflow(Tracker):
     """A run of MLflow, in the experiment `ravan-flwr`."""
 
-    def __init__(self, run: Path, name: str, settings: Record) -> None:
+    def __init__(self, run: Path, name: str, settings: Settings) -> None:
         import mlflow  # noqa: PLC0415 (optional)
 
         del run
@@ -82,7 +84,7 @@ class MLflow(Tracker):
         self._mlflow.end_run()
 
 
-TRACKERS: dict[str, Callable[[Path, str, Record], Tracker]] = {"wandb": WandB, "mlflow": MLflow}
+TRACKERS: dict[str, Callable[[Path, str, Settings], Tracker]] = {"wandb": WandB, "mlflow": MLflow}
 
 
 def check_tracking(tracking: str) -> None:
@@ -101,7 +103,7 @@ def _is_installed(package: str) -> bool:
 class Trackers:
     """All trackers of a run."""
 
-    def __init__(self, tracking: str, run: Path, settings: Record) -> None:
+    def __init__(self, tracking: str, run: Path, settings: Settings) -> None:
         kinds = [] if tracking == "none" else [TensorBoard]
         chosen = [TRACKERS[tracking]] if tracking in TRACKERS else []
         self._all: list[Tracker] = []
@@ -111,7 +113,7 @@ class Trackers:
             except Exception as error:  # noqa: BLE001 (a run must not be lost to its tracking)
                 log.warning("no tracking with %s: %s", tracking, error)
 
-    def round(self, record: Record) -> None:
+    def round(self, record: RoundRecord) -> None:
         """A round has ended."""
         for tracker in list(self._all):
             try:
@@ -134,7 +136,7 @@ def _close(tracker: Tracker) -> None:
         log.warning("tracking with %s: %s", type(tracker).__name__, error)
 
 
-def numbers_of(record: Record) -> dict[str, float]:
+def numbers_of(record: RoundRecord) -> dict[str, float]:
     """What of a round's record is a number by round."""
     return {
         "train-loss": record["train-loss"],

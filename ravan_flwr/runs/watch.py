@@ -7,14 +7,13 @@ checkpoint of the best round is kept (checkpoint.py), and `resume=RUN@N` goes ba
 """
 
 from collections.abc import Sequence
-from typing import Any
+
+from ravan_flwr.runs.record import RoundRecord
 
 FALL, LEAST_FALL, RISE = 0.5, 0.1, 2.0
 
-Record = dict[str, Any]
 
-
-def best_round(records: Sequence[Record], metric: str) -> int | None:
+def best_round(records: Sequence[RoundRecord], metric: str) -> int | None:
     """The round with the largest metric, the earliest of several; None if none was measured."""
     measured = [record for record in records if metric in record["metrics"]]
     if not measured:
@@ -22,7 +21,7 @@ def best_round(records: Sequence[Record], metric: str) -> int | None:
     return int(max(measured, key=lambda record: float(record["metrics"][metric]))["round"])
 
 
-def collapse(records: Sequence[Record], now: Record, metric: str) -> str | None:
+def collapse(records: Sequence[RoundRecord], now: RoundRecord, metric: str) -> str | None:
     """What is wrong with a round's evaluation, given those before it; None if nothing is."""
     best = best_round(records, metric)
     if best is None or metric not in now["metrics"]:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import getLogger
-from typing import Any
 
 from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.plain_text import plain
+from ravan_flwr.runs.record import ClientRecord, Metrics, Rejection, RoundRecord
 from ravan_flwr.server.roster import listed
 
 log = getLogger(__name__)
@@ -21,8 +21,8 @@ class Ledger:
 
     number: int
     partitions: int  # in how many the data is shared
-    clients: list[dict[str, Any]] = field(default_factory=list)
-    rejected: list[dict[str, str]] = field(default_factory=list)
+    clients: list[ClientRecord] = field(default_factory=list)
+    rejected: list[Rejection] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)  # seconds
     left_out: list[int] = field(default_factory=list)  # partitions that cannot afford to train
     resting: list[int] = field(default_factory=list)  # that were silent, and are asked less often
@@ -80,9 +80,9 @@ class Ledger:
         losses = [client["train-loss"] for client in self._sorted()]
         return mean_of(losses, [1.0] * len(losses))
 
-    def record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """The round's line of `rounds.jsonl`."""
-        return {
+    def record(self, metrics: Metrics) -> RoundRecord:
+        """Make the round's line of `rounds.jsonl`."""
+        record: RoundRecord = {
             "round": self.number,
             "train-loss": self.train_loss,
             "metrics": dict(metrics),
@@ -96,7 +96,10 @@ class Ledger:
             "bytes-down": self.bytes_down,
             "seconds": round(time.perf_counter() - self.started, 4),
             "phases": {phase: round(seconds, 4) for phase, seconds in self.phases.items()},
-        } | ({"refused": self.refused} if self.refused else {})
+        }
+        if self.refused:
+            record["refused"] = self.refused
+        return record
 
     def why_too_few_came(self, least: int) -> str:
         """For people, when fewer replies were used than a round needs."""
@@ -114,8 +117,8 @@ class Ledger:
             )
         return message
 
-    def _sorted(self) -> list[dict[str, Any]]:
-        return sorted(self.clients, key=lambda client: int(client["partition-id"]))
+    def _sorted(self) -> list[ClientRecord]:
+        return sorted(self.clients, key=lambda client: client["partition-id"])
 
 
 def mean_of(values: Sequence[float], weights: Sequence[float]) -> float:

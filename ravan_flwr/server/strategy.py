@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from logging import getLogger
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
@@ -21,6 +21,7 @@ from ravan_flwr.messages.arrays import from_record, num_bytes, to_record
 from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.wire import check_room, encode, wire_of_round
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
+from ravan_flwr.runs.record import Metrics, RoundRecord
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import Aggregate, open_calibration, outgoing
 from ravan_flwr.server.envelope import guard
@@ -49,15 +50,15 @@ def _named(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
 class Recorder(Protocol):
     """Where a finished round goes: to the record, to the checkpoint, to the screen."""
 
-    def calibrated(self, record: dict[str, Any], fixed: Tensors, state: Tensors) -> list[float]:
+    def calibrated(self, record: RoundRecord, fixed: Tensors, state: Tensors) -> list[float]:
         """Called after a calibration round; the fingerprint of a model with `fixed` in it."""
 
-    def round_done(self, record: dict[str, Any], state: Tensors, memory: Tensors) -> None:
+    def round_done(self, record: RoundRecord, state: Tensors, memory: Tensors) -> None:
         """Called once a round, before the next one begins; `memory` is what else a run that goes
         on needs."""
 
 
-class PeftStrategy(Strategy):
+class FederatedTuning(Strategy):
     """Rounds of one federated method.
 
     `backbone` and `seed_fingerprint` are the server's, which every node must share, and
@@ -162,7 +163,8 @@ class PeftStrategy(Strategy):
                         metrics = self.aggregate_evaluate(number, answers)
             if metrics is not None:
                 result.evaluate_metrics_serverapp[number] = metrics
-            self.recorder.round_done(self._ledger.record(metrics or {}), self._state, self._memory)
+            record = self._ledger.record(cast(Metrics, dict(metrics or {})))
+            self.recorder.round_done(record, self._state, self._memory)
             self._recruit(grid)
         return result
 

@@ -41,9 +41,9 @@ import yaml
 
 from ravan_flwr.config.keys import AUTO, check_key
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.runs.record import Summary
 from ravan_flwr.specs import Scalar
-
-Summary = dict[str, Any]
 
 HELD_BACK = 0.2  # the share of its examples that a client holds back while rates are chosen
 # Of a run's configuration, what it may be run with otherwise: a rank of "auto" is a number there.
@@ -96,8 +96,7 @@ class Run:
         directory = self.directory(study)
         if directory is None:
             return None
-        content: Summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
-        return content
+        return RunDirectory(directory).read_summary()
 
 
 @dataclass(frozen=True)

@@ -95,10 +95,9 @@ def _lines(table: Table, folder: Path) -> Iterator[_Line]:
             done[0]["adapter-parameters"],
             done[0]["rank"],
             table.paper.get(name),
-            *(
-                statistics.mean(summary[key] for summary in done)
-                for key in ("bytes-up", "bytes-down", "seconds")
-            ),
+            statistics.mean(summary["bytes-up"] for summary in done),
+            statistics.mean(summary["bytes-down"] for summary in done),
+            statistics.mean(summary["seconds"] for summary in done),
         )
 
 

@@ -17,9 +17,9 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.server.aggregation import outgoing
 from ravan_flwr.server.ledger import Ledger
 from ravan_flwr.server.replies import read_trained
-from ravan_flwr.server.strategy import PeftStrategy
+from ravan_flwr.server.strategy import FederatedTuning
+from tests.hand_made import DERIVED, Nodes, Notes, member
 from tests.methods import build
-from tests.unit.server.test_strategy import DERIVED, Nodes, Notes, member
 
 NAMES = ["H", "heads", "B", "A", "weights", "classifier", "residual", "", "x"]
 NUMBERS = st.one_of(
@@ -133,7 +133,7 @@ class Server:
     def __init__(self, method):
         self.nodes = Nodes(2, method=method)
         config = read_config({"method": method, "max-update-norm": 1e4})
-        self.strategy = PeftStrategy(
+        self.strategy = FederatedTuning(
             config, self.nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
             recorder=Notes(),
         )  # fmt: skip

@@ -47,12 +47,12 @@ def test_rounds_are_lines_and_a_cut_off_line_does_not_count(tmp_path):
     directory = RunDirectory(tmp_path)
     assert directory.read_rounds() == []
     for number in (1, 2, 3):
-        directory.append_round({"round": number})
+        directory.append_round(of(number))
     with (tmp_path / "rounds.jsonl").open("a") as file:
         file.write('{"rou')
     assert [r["round"] for r in directory.read_rounds()] == [1, 2, 3]
     directory.write_rounds(directory.read_rounds()[:2])
-    directory.append_round({"round": 3})
+    directory.append_round(of(3))
     assert (tmp_path / "rounds.jsonl").read_text().count("\n") == 3
 
 

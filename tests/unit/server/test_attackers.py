@@ -31,7 +31,7 @@ from ravan_flwr.server.exchange import Inbox, Patience, pull_replies
 from ravan_flwr.server.limit import ChangeLimit, changes_of
 from ravan_flwr.server.replies import read_trained
 from tests.attackers import ATTACKERS, Attacker, Doubled, Uploads, mutated, objects_of, with_body
-from tests.unit.server.test_strategy import DERIVED, Nodes, impatient, member, run
+from tests.hand_made import DERIVED, Nodes, impatient, member, run
 
 __all__ = ["impatient"]
 
@@ -155,7 +155,7 @@ def test_a_state_that_the_wire_has_no_room_for_is_not_taken(monkeypatch):
             honest.content["arrays"] = to_record(upload)
             return honest
 
-    monkeypatch.setattr("tests.unit.server.test_strategy.from_record", halved)
+    monkeypatch.setattr("tests.hand_made.from_record", halved)
     notes, _, _ = run(
         Halved(Large(), method="flexlora"), rounds=2, clients_per_round=4, wire="float16",
         evaluate_fn=lambda *_: None,

@@ -22,8 +22,8 @@ from ravan_flwr.server.exchange import Patience
 from ravan_flwr.server.ledger import mean_of
 from ravan_flwr.server.mailbox import MOST_LATE
 from ravan_flwr.server.nodes import Node, sample
-from ravan_flwr.server.strategy import PeftStrategy
-from tests.unit.server.test_strategy import DERIVED, Nodes, Notes, Silent, impatient, member, run
+from ravan_flwr.server.strategy import FederatedTuning
+from tests.hand_made import DERIVED, Nodes, Notes, Silent, impatient, member, run
 
 __all__ = ["impatient"]
 
@@ -327,7 +327,7 @@ def strategy_of(nodes, dealt_out=None, **settings):
     from ravan_flwr.config.run_config import read_config
 
     config = read_config({k.replace("_", "-"): v for k, v in settings.items()})
-    return PeftStrategy(
+    return FederatedTuning(
         config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
         recorder=Notes(), dealt_out=dealt_out,
     )  # fmt: skip

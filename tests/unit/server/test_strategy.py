@@ -1,7 +1,6 @@
 """The strategy against nodes that misbehave, over a Grid of hand-made replies."""
 
 import math
-import uuid
 from typing import Any
 
 import pytest
@@ -10,123 +9,17 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, Re
 from flwr.proto.node_pb2 import NodeInfo
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.messages.arrays import from_record, num_bytes, to_record
-from ravan_flwr.messages.fingerprint import code_fingerprint
-from ravan_flwr.messages.member import Member, check_derived, read_member
-from ravan_flwr.methods.base import Tensors
+from ravan_flwr.messages.member import check_derived, read_member
 from ravan_flwr.server import limit
 from ravan_flwr.server import roster as recruiting
 from ravan_flwr.server.nodes import sample
 from ravan_flwr.server.replies import most_held_back
-from ravan_flwr.server.strategy import PeftStrategy
-from tests.methods import build, train_client
+from tests.hand_made import DERIVED, Nodes, Silent, impatient, member, run
+from tests.methods import train_client
 from tests.reference import weighted_mean
 
-DERIVED = [1.0, 2.0]
-
-
-def member(node_id=1, partition_id=0, **changes):
-    settings: dict[str, Any] = {
-        "num_partitions": 4, "own_data": False, "examples": 10, "share": 1.0,
-        "device": "cpu", "free_memory": 0, "versions": "",
-        "code": code_fingerprint(), "backbone": "b", "derived": tuple(DERIVED),
-    }  # fmt: skip
-    return Member(node_id=node_id, partition_id=partition_id, **settings | changes)
-
-
-class Nodes(InProcessGrid):
-    """Nodes 11 .. with partitions in the reverse order; `behave` changes what one sends."""
-
-    def __init__(self, number=4, behave=None, method="ravan", **changes):
-        super().__init__({}, 1)
-        self.method, self.adapters = build(method)
-        self.members = {
-            11 + i: member(11 + i, number - 1 - i, num_partitions=number, **changes)
-            for i in range(number)
-        }
-        self.behave = behave or (lambda *_: None)
-        self.trained: list[tuple[int, int]] = []
-
-    def get_node_ids(self):
-        return list(self.members)
-
-    def _deliver(self, message):
-        node = self.members[message.metadata.dst_node_id]
-        reply = self.behave(node.partition_id, message) or self.answer(node, message)
-        reply.metadata.__dict__["_message_id"] = str(uuid.uuid4())
-        return reply
-
-    def answer(self, node, message):
-        if message.metadata.message_type == "query":
-            return Message(RecordDict({"member": ConfigRecord(node.as_config())}), reply_to=message)
-        number = message.content["config"]["round"]
-        if message.metadata.message_type == "evaluate":
-            values = {"round": number, "num-examples": 1 + node.partition_id}
-            values |= {"accuracy": node.partition_id / 4, "loss": 1.0}
-            return Message(RecordDict({"metrics": MetricRecord(values)}), reply_to=message)
-        self.trained.append((number, node.partition_id))
-        state = from_record(message.content["arrays"])
-        if message.metadata.message_type == "train.calibrate":
-            upload = self.method.calibrate(self.adapters, Shifts(1 + node.partition_id))
-            return self.reply(message, upload, number)
-        upload = train_client(self.method, self.adapters, state, node.share, node.partition_id)
-        return self.reply(message, upload, number)
-
-    def reply(self, message, upload, number):
-        values = {"round": number, "train-loss": 1.0, "seconds": 0.1, "derived": DERIVED}
-        records: dict[str, Any] = {"arrays": to_record(upload), "metrics": MetricRecord(values)}
-        return Message(RecordDict(records), reply_to=message)
-
-
-class Shifts:
-    """Local steps that add a number to every weight."""
-
-    def __init__(self, by):
-        self.by = by
-
-    def train(self, parameters):
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter.add_(self.by)
-
-
-class Notes:
-    def __init__(self):
-        self.records: list[dict[str, Any]] = []
-        self.states: list[Tensors] = []
-
-    def calibrated(self, record, fixed, state):
-        self.records.append(record)
-        self.calibrated_state = state
-        return DERIVED
-
-    def round_done(self, record, state, memory):
-        self.records.append(record)
-        self.memory = memory
-        self.states.append(state)
-
-
-def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, **settings):
-    notes = Notes()
-    # What these nodes send moves further than a few steps of Adam could.
-    settings = {"max_update_norm": 1e6} | settings
-    config = read_config({k.replace("_", "-"): v for k, v in settings.items()})
-    strategy = PeftStrategy(
-        config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
-        recorder=notes,
-    )  # fmt: skip
-    state = to_record(nodes.method.initial_state(nodes.adapters))
-    result = strategy.start(
-        nodes, state, num_rounds=rounds, timeout=timeout, evaluate_fn=evaluate_fn
-    )
-    return notes, strategy, result
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    for name in ("NODES_TIMEOUT", "ROSTER_TIMEOUT", "QUERY_TIMEOUT"):
-        monkeypatch.setattr(recruiting, name, 0.2)
+__all__ = ["impatient"]
 
 
 def test_a_round_is_recorded_with_who_did_what():
@@ -321,21 +214,6 @@ def test_a_round_without_a_valid_reply_stops_the_run():
     told = r"round 2: got no valid reply, .*out of memory.*; and 1 more.*resume=RUN"
     with pytest.raises(RuntimeError, match=told):
         run(Nodes(behave=fail), clients_per_round=4, evaluate_fn=lambda *_: None)
-
-
-class Silent(Nodes):
-    """Some partitions never answer a training message."""
-
-    def __init__(self, *partitions):
-        super().__init__()
-        self.silent = partitions
-
-    def pull_messages(self, message_ids):
-        return [r for r in super().pull_messages(message_ids) if not self.is_silent(r)]
-
-    def is_silent(self, reply):
-        node = self.members[reply.metadata.src_node_id]
-        return reply.metadata.message_type == "train" and node.partition_id in self.silent
 
 
 def test_a_silent_client_is_left_behind():

@@ -58,8 +58,9 @@ def test_labels_are_checked_before_anything_is_trained(folder, tmp_path, monkeyp
     def refuse(*_):
         raise AssertionError("the run went on")
 
-    for what in ("workbench.build_network", "workbench.load_splits", "strategy.PeftStrategy.start"):
-        monkeypatch.setattr(f"ravan_flwr.{what}", refuse)
+    for what in ("build_network", "load_splits"):
+        monkeypatch.setattr(f"ravan_flwr.training.workbench.{what}", refuse)
+    monkeypatch.setattr("ravan_flwr.server.strategy.FederatedTuning.start", refuse)
     real = read_config({"preset": "newsgroups-t5"}).data
     short = dataclasses.replace(real, target_length=1)
     monkeypatch.setattr("ravan_flwr.config.preset.Preset.data_of", lambda *_: short)

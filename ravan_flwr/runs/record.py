@@ -1,0 +1,132 @@
+"""Define a round's record and a run's summary: every key of `rounds.jsonl` and `summary.json`.
+
+The records are plain dictionaries with typed keys, so that what is written is what was read: keys
+of a later version are kept when a run goes on. `check_line` and `wrong_in` check what a file says.
+"""
+
+import json
+from typing import Any, NotRequired, TypedDict, cast, get_origin, get_type_hints
+
+Metrics = dict[str, float]
+
+ClientRecord = TypedDict(
+    "ClientRecord",
+    {
+        "partition-id": int,
+        "share": float,  # of the largest budget
+        "heads": float,  # in each layer; a mean where layers have different numbers
+        "selected": list[list[int]],  # the heads in the reply, by layer
+        "examples": int,
+        "train-loss": float,
+        "seconds": float,
+        "bytes-up": int,
+        "bytes-down": int,
+    },
+)
+
+
+class Rejection(TypedDict):
+    """A reply that was not used, or that did not come."""
+
+    client: str
+    reason: str
+
+
+RoundRecord = TypedDict(
+    "RoundRecord",
+    {
+        "round": int,  # 0 is the calibration round
+        "train-loss": float,
+        "metrics": Metrics,  # empty where nothing was evaluated
+        "clients": list[ClientRecord],
+        "rejected": list[Rejection],
+        "left-out": list[int],  # partitions that cannot afford the method
+        "resting": list[int],  # partitions that were silent before, and were not asked
+        "spare": list[int],  # partitions whose replies were not needed
+        "partitions": int,  # in how many the data is shared
+        "bytes-up": int,
+        "bytes-down": int,
+        "seconds": float,
+        "phases": dict[str, float],  # seconds
+        "refused": NotRequired[str],  # why the round has no effect
+        "collapsed": NotRequired[str],  # why its evaluation counts as a collapse
+    },
+)
+
+
+class FinalAndBest(TypedDict):
+    """The metrics of the last evaluation, and those of the best one."""
+
+    final: Metrics
+    best: Metrics
+
+
+Summary = TypedDict(
+    "Summary",
+    {
+        "method": str,
+        "preset": str,
+        "seed": int,
+        "classifier": str,
+        "num-clients": int,
+        "rounds": int,
+        "rank": int | None,
+        "learning-rate": float,
+        "trainable-parameters": int,
+        "adapter-parameters": int,
+        "metric": str,
+        "metrics": FinalAndBest,
+        "bytes-up": int,
+        "bytes-down": int,
+        "rejected": int,
+        "collapsed": list[int],  # rounds
+        "without-effect": list[int],  # rounds
+        "left-out": list[int],
+        "seconds": float,
+        "finished": str,
+        "head-norms": NotRequired[dict[str, list[float]]],  # by layer
+    },
+)
+
+# Older runs lack some keys: these are the ones that a report needs, and a run that goes on.
+NEEDED_BY_A_REPORT = {
+    "round", "clients", "metrics", "rejected", "partitions", "bytes-up", "phases",
+}  # fmt: skip
+NEEDED_TO_GO_ON = (
+    "train-loss", "metrics", "clients", "rejected", "left-out", "partitions", "bytes-up",
+    "bytes-down", "seconds", "phases",
+)  # fmt: skip
+
+
+def check_line(line: bytes, before: int | None) -> RoundRecord:
+    """Read one line, which must be of the round after `before`; ValueError if it is not."""
+    record = json.loads(line.decode())
+    if not isinstance(record, dict) or type(record.get("round")) is not int:
+        raise ValueError(f"it is {line.decode()[:60]!r}, expected an object with a whole 'round'")
+    expected = (0, 1) if before is None else (before + 1,)
+    if record["round"] not in expected:
+        raise ValueError(
+            f"it is of round {record['round']}, expected {' or '.join(map(str, expected))}"
+        )
+    return cast(RoundRecord, record)
+
+
+def wrong_in(record: RoundRecord) -> str:
+    """Say which value is not as a run writes it; empty if all of `NEEDED_TO_GO_ON` are."""
+    kinds = get_type_hints(RoundRecord)
+    for key in NEEDED_TO_GO_ON:
+        value = record.get(key)
+        allowed = _allowed(kinds[key])
+        if not isinstance(value, allowed) or isinstance(value, bool):
+            names = " or ".join(kind.__name__ for kind in allowed)
+            return f"{key} = {value!r}, expected {names}"
+    for name, value in record["metrics"].items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return f"{name} = {value!r} among its metrics, expected a number"
+    return ""
+
+
+def _allowed(annotation: Any) -> tuple[type, ...]:
+    """List the types of JSON values that an annotation allows: a float may be a whole number."""
+    kind: type = get_origin(annotation) or annotation
+    return (int, float) if kind is float else (kind,)

@@ -1,0 +1,50 @@
+"""The record's types are what a run writes, and what readers ask of it."""
+
+from typing import get_type_hints
+
+import pytest
+
+from ravan_flwr.runs.record import (
+    NEEDED_BY_A_REPORT,
+    NEEDED_TO_GO_ON,
+    ClientRecord,
+    Rejection,
+    RoundRecord,
+    wrong_in,
+)
+from ravan_flwr.server.ledger import Ledger
+from tests.hand_made import member
+
+OPTIONAL = {"refused", "collapsed"}
+
+
+@pytest.fixture
+def ledger():
+    ledger = Ledger(1, 4)
+    ledger.use(member(), {"train-loss": 1.0, "seconds": 0.5}, [[0, 1], [0, 2]], 7, 8)
+    ledger.reject(member(2, 1), "late")
+    return ledger
+
+
+def test_the_ledger_writes_every_key(ledger):
+    record = ledger.record({"accuracy": 0.5})
+    assert record.keys() == get_type_hints(RoundRecord).keys() - OPTIONAL
+    assert [client.keys() for client in record["clients"]] == [get_type_hints(ClientRecord).keys()]
+    assert [one.keys() for one in record["rejected"]] == [get_type_hints(Rejection).keys()]
+    ledger.refused = "not finite"
+    assert ledger.record({}).keys() == record.keys() | {"refused"}
+
+
+def test_a_run_can_go_on_from_what_the_ledger_writes(ledger):
+    assert wrong_in(ledger.record({"accuracy": 1})) == ""
+
+
+@pytest.mark.parametrize("key", NEEDED_TO_GO_ON)
+def test_what_a_run_needs_to_go_on_is_missed(ledger, key):
+    record = ledger.record({})
+    del record[key]
+    assert wrong_in(record).startswith(f"{key} = None, expected")
+
+
+def test_keys_that_readers_need_exist():
+    assert {*NEEDED_BY_A_REPORT, *NEEDED_TO_GO_ON} <= get_type_hints(RoundRecord).keys()
