@@ -1,8 +1,6 @@
 """Robust sums against slow loops, and what they are for: some false replies do not matter."""
 
 import statistics
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -144,34 +142,3 @@ def test_of_two_replies_none_decides():
 def test_robust_wants_three_clients_a_round():
     with pytest.raises(ValueError, match="robust = 'median': got clients-per-round = 2, expected"):
         read_config({"robust": "median", "clients-per-round": 2})
-
-
-CLOSING = """
-import resource, sys, torch
-from ravan_flwr.server.robust import RobustRound
-numbers, replies = 2_000_000, 10
-state = {"H": torch.zeros(numbers)}
-sums = RobustRound(state, sys.argv[1])
-for seed in range(replies):
-    sums.add({"H": torch.full((numbers,), float(seed))}, 1.0)
-sums.replies["H"][0][:1] = torch.nan
-small = RobustRound({"H": torch.zeros(9)}, sys.argv[1])
-small.replies = {"H": [torch.zeros(9)] * 3}
-small.close()  # what the first call loads
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-made = sums.close()["H"]
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print((after - before) * 1024 / (replies * numbers * 4), float(made[0]), float(made[1]))
-"""
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_closing_takes_little_beside_the_replies(how):
-    """Ten replies of 8 MB: the next state, and a block, not eight times all of them."""
-    told = subprocess.run(
-        [sys.executable, "-c", CLOSING, how], capture_output=True, text=True, check=True
-    ).stdout
-    share, first, second = map(float, told.split())
-    middle_of_nine = 5.0
-    assert (first, second) == (middle_of_nine, 4.5)  # of 1 to 9, and of 0 to 9
-    assert share < 0.5

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import struct
-import subprocess
 import sys
 from html.parser import HTMLParser
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ from ravan_flwr.runs import tracking
 from ravan_flwr.runs.history import Run, group_runs
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.specs import Scalar
-from tests import ROOT
 
 SHORT: dict[str, Scalar] = {
     "num-rounds": 3, "local-steps": 2, "batch-size": 8, "report": "no", "tracking": "none",
@@ -372,20 +370,6 @@ def test_a_run_is_not_lost_to_its_tracking(tmp_path, monkeypatch, caplog):
     assert simulation.summary["rounds"] == 3
     assert len(re.findall("tracking with WandB stops: no network", caplog.text)) == 1
     assert wandb.finished
-
-
-def test_the_example_runs(tmp_path):
-    script = ROOT / "examples" / "compare_methods.py"
-    words = [str(tmp_path), "num-rounds=2", "local-steps=2", "num-clients=4", "report=no"]
-    ended = subprocess.run(
-        [sys.executable, script, *words], check=True, capture_output=True, text=True
-    )
-    assert (tmp_path / "report" / "index.html").is_file()
-    assert (tmp_path / "spectra" / "spectrum.csv").is_file()
-    assert (tmp_path / "model" / "config.json").is_file()
-    # What the run measured last, the model from its directory measures again.
-    final = re.findall(r"'accuracy': ([\d.]+)", ended.stdout)
-    assert float(final[0]) == pytest.approx(float(final[2]))
 
 
 def test_a_package_that_is_not_installed_is_named(tmp_path, monkeypatch):

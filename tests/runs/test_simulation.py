@@ -1,9 +1,6 @@
 """The whole app in this process, as a user runs it."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -294,25 +291,6 @@ def test_mistakes_end_with_a_status_and_one_line(tmp_path, capsys, words, status
         main(["simulate", f"output-dir={tmp_path}", *words])
     assert end.value.code == status
     assert capsys.readouterr().err.startswith(f"ravan-flwr: {told}")
-
-
-def test_help_is_quick_because_it_loads_no_torch():
-    code = (
-        "import sys; from ravan_flwr.cli import main\n"
-        "try: main(['simulate', '--help'])\n"
-        "except SystemExit: pass\n"
-        "sys.exit(any(m in sys.modules for m in ('torch', 'flwr', 'transformers', 'datasets')))"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert "learning-rate=auto" in ended.stdout
-
-
-def test_the_module_is_the_command():
-    command = [sys.executable, "-m", "ravan_flwr", "simulate", "sed=1"]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path.home())
-    assert ended.returncode == 2
-    assert "did you mean 'seed'" in ended.stderr
 
 
 def bytes_down(directory):

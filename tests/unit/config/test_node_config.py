@@ -1,7 +1,5 @@
 """The node config is checked before anything is loaded."""
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -41,20 +39,6 @@ def test_a_node_config_is_read():
 def test_what_a_node_config_may_not_hold(changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         read_node(OWN | changes)
-
-
-def test_the_cache_is_the_nodes(tmp_path):
-    program = (
-        "from ravan_flwr.config.node_config import use_cache; use_cache({!r});"
-        "import datasets, huggingface_hub;"
-        "print(huggingface_hub.constants.HF_HUB_CACHE, datasets.config.HF_DATASETS_CACHE)"
-    )
-    folder = tmp_path / "cache"
-    done = subprocess.run(
-        [sys.executable, "-c", program.format(str(folder))],
-        env=os.environ | {"HF_HUB_CACHE": "/elsewhere"}, check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.stdout.split() == [str(folder / "hub"), str(folder / "datasets")]
 
 
 def test_a_cache_that_comes_too_late_or_cannot_be_made_is_refused(tmp_path, monkeypatch):

@@ -1,22 +1,17 @@
 """A device's own folder: read, checked against the preset, never sent."""
 
 import json
-import subprocess
-import sys
 
 import datasets
 import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from ravan_flwr import simulate
 from ravan_flwr.client.answers import _Client
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.device_folder import own_examples
 from ravan_flwr.data.examples import label_numbers
-from ravan_flwr.launch.in_process import InProcessGrid
-from ravan_flwr.specs import Scalar
-from tests.tiny import WORDS, newsgroups, pictures, save_model
+from tests.tiny import newsgroups, pictures, save_model
 
 LABELS = ("red", "green", "blue")
 
@@ -209,52 +204,3 @@ def test_a_node_trains_on_its_folder_and_needs_no_shared_data(tmp_path, monkeypa
         _ = node(run_config).examples
     with pytest.raises(ValueError, match="data-path is 3, expected the path of a folder as text"):
         node(run_config, **{"data-path": 3})
-
-
-@LEFT_OPEN
-def test_nothing_of_a_folder_but_numbers_leaves_the_node(tmp_path, monkeypatch):
-    """Every reply of a run: tensors of the method's shapes, and no word of a text."""
-    folders = []
-    for client in range(2):
-        folders.append(tmp_path / f"device{client}")
-        folders[-1].mkdir()
-        newsgroups(20, client).to_csv(folders[-1] / "news.csv")
-    replies = []
-
-    class Devices(InProcessGrid):
-        def __init__(self, *given):
-            super().__init__(*given)
-            for context, folder in zip(self._contexts.values(), folders, strict=True):
-                context.node_config["data-path"] = str(folder)
-
-        def _deliver(self, message):
-            replies.append(super()._deliver(message))
-            return replies[-1]
-
-    monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Devices)
-    run_config: dict[str, Scalar] = {
-        "preset": "newsgroups-t5", "model": str(save_model("t5", tmp_path / "model")),
-        "data": "nobody/has-this", "evaluate-on": "clients", "validation-share": 0.2,
-        "max-length": 16, "lora-rank": 2, "num-rounds": 1, "local-steps": 2, "eval-every": 1,
-        "output-dir": str(tmp_path / "runs"), "report": "no",
-    }  # fmt: skip
-    run = simulate(run_config, 2)
-    (record,) = map(json.loads, (run.run_dir / "rounds.jsonl").read_text().splitlines())
-    assert [client["examples"] for client in record["clients"]] == [16, 16]
-    assert set(record["metrics"]) == {"loss", "accuracy"}
-    assert len(replies) == 6  # two questions, two trainings, two evaluations
-    for reply in replies:
-        arrays = {name: set(part) for name, part in reply.content.array_records.items()}
-        assert arrays in ({}, {"arrays": {"H", "heads"}})
-        told = f"{reply.content.config_records} {reply.content.metric_records}"
-        assert not any(word in told for word in WORDS)
-
-
-def test_a_device_imports_nothing_that_draws():
-    """A SuperNode starts a process for every message: each second of imports counts there."""
-    code = (
-        "import sys, ravan_flwr.client.answers; "
-        "print([n for n in ('flwr_datasets', 'seaborn', 'matplotlib', 'ray') if n in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "[]\n"

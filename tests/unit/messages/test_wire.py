@@ -1,19 +1,13 @@
 """What travels in few bits is what was meant to rounding, and weighs what was promised."""
 
-import json
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr import simulate
 from ravan_flwr.config.keys import KEYS
-from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.wire import _in_rows, decode, encode, num_bytes
-from ravan_flwr.methods import METHODS
 from ravan_flwr.seeding import generator
-from ravan_flwr.training.cost import Skeleton
 
 WIRES = KEYS["wire"].choices
 SHAPES = st.one_of(
@@ -98,27 +92,3 @@ def test_what_no_client_sends_is_refused(changes, complaint):
         decode({"H": coded["H"]}, "int8")
     with pytest.raises(ValueError, match=r"expected torch.bfloat16 by wire = 'bfloat16'"):
         decode({"H": torch.zeros(2, dtype=torch.float16)}, "bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("method", "wire"),
-    [*((name, "int8") for name in METHODS), ("ravan", "float16"), ("ravan", "bfloat16")],
-)
-def test_a_runs_bytes_are_those_of_the_plan(method, wire, tmp_path):
-    settings = {
-        "method": method, "wire": wire, "num-rounds": 2, "local-steps": 2, "batch-size": 8,
-        "clients-per-round": 2, "classifier": "trained", "tracking": "none", "report": "no",
-    }  # fmt: skip
-    run = simulate(settings | {"output-dir": str(tmp_path)}, 2)
-    built = Skeleton.build(read_config(settings))
-    lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
-    records = [r for r in map(json.loads, lines) if r["round"]]
-    for record in records:
-        assert [c["bytes-up"] for c in record["clients"]] == [built.bytes_up(1.0)] * 2
-        assert record["rejected"] == []
-    once = {"fed-sb"}  # its first message brings the bases, too
-    down = [c["bytes-down"] for c in records[method in once]["clients"]]
-    assert all(bytes_down <= built.bytes_down(1.0) for bytes_down in down)
-    whole = Skeleton.build(read_config(settings | {"wire": "float32"}))
-    ratio = {"int8": 1 / 4, "float16": 1 / 2, "bfloat16": 1 / 2}[wire]
-    assert built.bytes_up(1.0) == pytest.approx(ratio * whole.bytes_up(1.0), rel=0.03)

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -444,52 +442,6 @@ def test_what_no_upload_has_is_refused_before_it_is_decoded(wire):
         decode(coded, wire, most=1_000_004)
     assert sum(counting.made.values()) < 2**20
     assert decode(coded, wire, most=1_000_005)["x"].shape == (1000, 1000)
-
-
-# What a person sees.
-
-TALKS = """
-import logging
-from ravan_flwr.runs.console import show
-show()
-for number in range(2000):
-    logging.getLogger("ravan_flwr").info("größer \\u2264 %d", number)
-open("{done}", "w").close()
-"""
-
-
-def test_a_console_that_is_gone_ends_nothing(tmp_path):
-    code = TALKS.replace("show()\nfor", "show()\nimport sys\nsys.stdout.close()\nfor")
-    code = code.format(done=tmp_path / "done")
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
-    assert told.returncode == 0, told.stderr
-    assert (tmp_path / "done").exists()
-
-
-@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
-def test_a_console_shows_what_it_can(encoding, tmp_path):
-    code = TALKS.format(done=tmp_path / "done")
-    told = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, env={"PYTHONIOENCODING": encoding},
-        cwd=sys.path[0] or ".", timeout=60,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stderr
-    first = told.stdout.decode(encoding).splitlines()[0]
-    shown = {"latin-1": "größer \\u2264 0", "ascii": "gr\\xf6\\xdfer \\u2264 0"}
-    assert first == shown.get(encoding, "größer ≤ 0")
-
-
-def test_a_closed_pipe_ends_nothing(tmp_path):
-    code = TALKS.format(done=tmp_path / "done")
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.readline()
-        process.stdout.close()  # as `| head -1` does
-        assert process.stderr.read() == b""
-        assert process.wait(60) == 0
-    assert (tmp_path / "done").exists()
 
 
 def test_the_seconds_of_a_grace_may_be_any():

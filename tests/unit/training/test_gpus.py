@@ -1,16 +1,11 @@
 """GPUs that a machine has, as nvidia-smi tells of them, and how simulated clients share them."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 import ray
 import torch
 from flwr.proto.federation_config_pb2 import SimulationConfig
 from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources
 
-from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import superlink as flower
@@ -23,7 +18,7 @@ from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.device import pick_device
 from ravan_flwr.training.footprint import CONTEXT, _MostAlive, evaluation_memory, footprint
 from ravan_flwr.training.gpus import unused_gpus, visible_gpus
-from ravan_flwr.training.workbench import Workbench, get_workbench
+from ravan_flwr.training.workbench import Workbench
 from tests import ROOT
 from tests.memory import kept_for_backward
 
@@ -231,15 +226,6 @@ def test_a_study_hands_on_how_gpus_are_shared(tmp_path, capsys):
     assert "got --engine process beside it, expected flower" in capsys.readouterr().err
 
 
-def test_without_a_gpu_the_command_imports_no_torch(tmp_path):
-    script = (
-        "import sys; from ravan_flwr.launch.sharing import share_gpus; share_gpus({}, 20); "
-        "assert 'torch' not in sys.modules and 'flwr' not in sys.modules"
-    )
-    environment = {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
-
-
 # What the counts of memory are.
 
 
@@ -341,16 +327,3 @@ def test_it_is_said_once_and_not_where_the_cpu_was_asked_for(tmp_path, monkeypat
         gpus.tell_of_unused_gpus.cache_clear()
     (message,) = caplog.messages
     assert "the machine has 1 GPU: this PyTorch" in message
-
-
-def test_one_process_has_its_device_to_itself(tmp_path):
-    """Only where other processes may want a GPU's memory is it given back after a client."""
-    settings: dict[str, Scalar] = {
-        "num-rounds": 1, "local-steps": 1, "seed": 7, "output-dir": str(tmp_path),
-    }  # fmt: skip
-    run = simulate(settings, 2)
-    run_config = json.loads((run.run_dir / "config.json").read_text())
-    assert run_config["seed"] == 7
-    assert not get_workbench(read_config(settings)).model.shares_device
-    assert Workbench(read_config(settings)).model.shares_device
-    assert json.loads((run.run_dir / "summary.json").read_text())["rejected"] == 0

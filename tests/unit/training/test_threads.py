@@ -1,9 +1,5 @@
 """One core is left to others, small networks have one thread, and a user's number is kept."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -54,26 +50,6 @@ def test_the_number_before_comes_back_also_after_an_error():
     assert torch.get_num_threads() == before
     with computing_with(None):
         assert torch.get_num_threads() == before
-
-
-@pytest.mark.parametrize(("given", "threads"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
-def test_the_default_preset_computes_with_one_thread(given, threads):
-    """In a process of its own, as PyTorch begins there, and counted where the work is done."""
-    code = (
-        "import torch\n"
-        "from ravan_flwr.config.run_config import read_config\n"
-        "from ravan_flwr.training.workbench import Workbench\n"
-        "model = Workbench(read_config({})).model\n"
-        "before = torch.get_num_threads()\n"
-        "with model.holding(model.initial_state()):\n"
-        "    print(torch.get_num_threads())\n"
-        "assert torch.get_num_threads() == before\n"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | given
-    told = subprocess.run(
-        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
-    )
-    assert int(told.stdout) == threads
 
 
 def test_the_users_number_is_the_tests():

@@ -1,0 +1,23 @@
+"""The example of the documentation runs as a program."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests import ROOT
+
+
+def test_the_example_runs(tmp_path):
+    script = ROOT / "examples" / "compare_methods.py"
+    words = [str(tmp_path), "num-rounds=2", "local-steps=2", "num-clients=4", "report=no"]
+    ended = subprocess.run(
+        [sys.executable, script, *words], check=True, capture_output=True, text=True
+    )
+    assert (tmp_path / "report" / "index.html").is_file()
+    assert (tmp_path / "spectra" / "spectrum.csv").is_file()
+    assert (tmp_path / "model" / "config.json").is_file()
+    # What the run measured last, the model from its directory measures again.
+    final = re.findall(r"'accuracy': ([\d.]+)", ended.stdout)
+    assert float(final[0]) == pytest.approx(float(final[2]))

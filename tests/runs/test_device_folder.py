@@ -1,0 +1,52 @@
+"""A run on the devices' own folders: no word of a text leaves a device."""
+
+import json
+
+import pytest
+
+from ravan_flwr import simulate
+from ravan_flwr.launch.in_process import InProcessGrid
+from ravan_flwr.specs import Scalar
+from tests.tiny import WORDS, newsgroups, save_model
+
+# `datasets` leaves the closing of CSV files to the garbage collector.
+LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@LEFT_OPEN
+def test_nothing_of_a_folder_but_numbers_leaves_the_node(tmp_path, monkeypatch):
+    """Every reply of a run: tensors of the method's shapes, and no word of a text."""
+    folders = []
+    for client in range(2):
+        folders.append(tmp_path / f"device{client}")
+        folders[-1].mkdir()
+        newsgroups(20, client).to_csv(folders[-1] / "news.csv")
+    replies = []
+
+    class Devices(InProcessGrid):
+        def __init__(self, *given):
+            super().__init__(*given)
+            for context, folder in zip(self._contexts.values(), folders, strict=True):
+                context.node_config["data-path"] = str(folder)
+
+        def _deliver(self, message):
+            replies.append(super()._deliver(message))
+            return replies[-1]
+
+    monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Devices)
+    run_config: dict[str, Scalar] = {
+        "preset": "newsgroups-t5", "model": str(save_model("t5", tmp_path / "model")),
+        "data": "nobody/has-this", "evaluate-on": "clients", "validation-share": 0.2,
+        "max-length": 16, "lora-rank": 2, "num-rounds": 1, "local-steps": 2, "eval-every": 1,
+        "output-dir": str(tmp_path / "runs"), "report": "no",
+    }  # fmt: skip
+    run = simulate(run_config, 2)
+    (record,) = map(json.loads, (run.run_dir / "rounds.jsonl").read_text().splitlines())
+    assert [client["examples"] for client in record["clients"]] == [16, 16]
+    assert set(record["metrics"]) == {"loss", "accuracy"}
+    assert len(replies) == 6  # two questions, two trainings, two evaluations
+    for reply in replies:
+        arrays = {name: set(part) for name, part in reply.content.array_records.items()}
+        assert arrays in ({}, {"arrays": {"H", "heads"}})
+        told = f"{reply.content.config_records} {reply.content.metric_records}"
+        assert not any(word in told for word in WORDS)

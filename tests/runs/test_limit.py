@@ -1,0 +1,38 @@
+"""A client that multiplies what it sends is refused in a whole run."""
+
+import pytest
+
+from ravan_flwr import simulate
+from ravan_flwr.launch.in_process import InProcessGrid
+from ravan_flwr.messages.arrays import from_record, to_record
+from ravan_flwr.methods import METHODS
+from ravan_flwr.specs import Scalar
+
+SMALL: dict[str, Scalar] = {
+    "num-rounds": 2, "local-steps": 3, "batch-size": 8, "report": "no", "tracking": "none",
+    "clients-per-round": 4,
+}  # fmt: skip
+
+
+class Liar(InProcessGrid):
+    """Client 1 multiplies all that it sends."""
+
+    factor = 1e5
+
+    def _deliver(self, message):
+        reply = super()._deliver(message)
+        if message.metadata.dst_node_id == 1 and message.metadata.message_type == "train":
+            tensors = from_record(reply.content.array_records["arrays"])
+            lied = {k: v * self.factor if v.is_floating_point() else v for k, v in tensors.items()}
+            reply.content["arrays"] = to_record(lied)
+        return reply
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_reply_of_another_size_is_refused_from_the_first_round_on(method, tmp_path, monkeypatch):
+    monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Liar)
+    settings = SMALL | {"method": method, "output-dir": str(tmp_path)}
+    run = simulate(settings, 4)
+    assert run.summary["rejected"] == 2
+    assert run.summary["rounds"] == 2
+    assert run.summary["metrics"]["final"]["loss"] < 3

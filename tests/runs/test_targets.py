@@ -1,0 +1,40 @@
+"""A run refuses targets that do not fit before it trains anything."""
+
+import dataclasses
+
+import pytest
+
+from ravan_flwr import simulate
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.specs import Scalar
+from tests.tiny import save_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model("t5", tmp_path_factory.mktemp("targets") / "model")
+
+
+def test_labels_are_checked_before_anything_is_trained(folder, tmp_path, monkeypatch):
+    """By the server, even where clients alone have examples: no weights, no node, no round."""
+
+    def refuse(*_):
+        raise AssertionError("the run went on")
+
+    places = (
+        "training.workbench.build_network",
+        "training.workbench.load_splits",
+        "server.strategy.FederatedTuning.start",
+    )
+    for what in places:
+        monkeypatch.setattr(f"ravan_flwr.{what}", refuse)
+    real = read_config({"preset": "newsgroups-t5"}).data
+    short = dataclasses.replace(real, target_length=1)
+    monkeypatch.setattr("ravan_flwr.config.preset.Preset.data_of", lambda *_: short)
+    settings: dict[str, Scalar] = {
+        "preset": "newsgroups-t5", "model": str(folder), "data": "nobody/has-this",
+        "evaluate-on": "clients", "validation-share": 0.2, "output-dir": str(tmp_path),
+        "report": "no", "tracking": "none",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="target-length = 1: got labels of more tokens: alt.ath"):
+        simulate(settings, 2)
