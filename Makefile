@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: help run simulate test e2e bench gpu lint types check clean
+.PHONY: help run simulate test e2e bench gpu lint types check release clean
 
 help:
 	@echo "make run       a federated run in Flower's simulation runtime, 20 clients, digits"
@@ -16,6 +16,7 @@ help:
 	@echo "make bench     speed and memory against peers, ten minutes; CHECK=--check fails on a missed bar"
 	@echo "make gpu       the tests that need a GPU, and what a client's round takes on it"
 	@echo "make check     lint, types and tests: what CI runs"
+	@echo "make release   sdist, wheel and app bundle into dist/, each tried in a new environment"
 	@echo "make clean     remove the environment and caches, keep the runs"
 	@echo 'Settings go into ARGS: make run ARGS="seed=1 heads=8"; all of them: $(BIN)/ravan-flwr run --help'
 
@@ -58,6 +59,9 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 check: lint types test
+
+release: $(INSTALLED)
+	$(BIN)/python -m scripts.release
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,0 +1,233 @@
+"""Build sdist, wheel and app bundle into dist/, and try each away from the checkout.
+
+    python -m scripts.release        (make release; some minutes, most of them pip's)
+
+Everything is built of the last commit, so that nothing else that lies in the checkout can get in.
+The wheel is installed into a new environment, the sdist is built into the same wheel, and the app
+bundle runs in that environment from the folder that it was unpacked to.
+"""
+
+import io
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DIST = ROOT / "dist"
+PACKAGE = "ravan_flwr"
+TYPED = f"{PACKAGE}/py.typed"  # of no use to a run, and Flower's bundles admit no such file
+# A short run of the app: data, backbone, preset, training, records and report.
+RUN = ["simulate", "num-clients=2", "clients-per-round=2", "num-rounds=1", "local-steps=2"]
+TYPES = """\
+from typing import assert_type
+
+from ravan_flwr import Simulation, simulate
+
+assert_type(simulate({"seed": 1}), Simulation)
+"""
+APPS = """\
+from pathlib import Path
+
+from ravan_flwr import client_app, server_app
+
+for module in (client_app, server_app):
+    assert Path(module.__file__).is_relative_to(Path.cwd()), module.__file__
+    assert module.app
+"""
+
+log = logging.getLogger("release")
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Run a command that knows nothing of the checkout; give what it prints."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=environment, text=True, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(
+            f"release: {' '.join(map(str, command))} in {cwd} ended with {done.returncode}, "
+            f"expected 0; it said:\n{done.stdout[-4000:]}"
+        )
+    return done.stdout
+
+
+def versions(root: Path) -> dict[str, str]:
+    """Read the version in each file that names it; the first of the changelog's sections."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
+    citation = (root / "CITATION.cff").read_text(encoding="utf-8")
+    found = {
+        "CHANGELOG.md": re.search(r"^## (\d\S*) - \d{4}-\d\d-\d\d$", changelog, re.MULTILINE),
+        "CITATION.cff": re.search(r"^version: (\S+)$", citation, re.MULTILINE),
+    }
+    return {"pyproject.toml": project["version"]} | {
+        name: match[1] if match else "none" for name, match in found.items()
+    }
+
+
+def last_commit(folder: Path) -> Path:
+    """Unpack the last commit into a folder; RuntimeError where the checkout has changes."""
+    if changes := run("git", "status", "--porcelain", cwd=ROOT):
+        raise RuntimeError(
+            f"release: the checkout has changes, expected none; commit or stash them:\n{changes}"
+        )
+    source = folder / "ravan-flwr"
+    archive = subprocess.run(
+        ["git", "archive", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE
+    )
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(source, filter="data")
+    return source
+
+
+def package_files(root: Path) -> set[str]:
+    """List the files that an installed app needs: the package's and the presets'."""
+    return {
+        path.relative_to(root).as_posix()
+        for folder in (PACKAGE, "conf")
+        for path in (root / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def build(source: Path, folder: Path) -> tuple[Path, Path, Path]:
+    """Build the sdist, the wheel and the app bundle of a tree into a folder."""
+    run(sys.executable, "-m", "hatchling", "build", "-d", folder, cwd=source)
+    run(Path(sys.executable).with_name("flwr"), "build", "--app", source, cwd=folder)
+    one = {ending: next(folder.glob(f"*{ending}")) for ending in (".tar.gz", ".whl", ".fab")}
+    return one[".tar.gz"], one[".whl"], one[".fab"]
+
+
+def members(package: Path) -> dict[str, bytes]:
+    """Read a wheel, an app bundle or an sdist: path -> content, an sdist's top folder left out."""
+    if package.name.endswith(".tar.gz"):
+        with tarfile.open(package) as archive:
+            return {
+                member.name.split("/", 1)[1]: content.read()
+                for member in archive
+                if (content := archive.extractfile(member))
+            }
+    with zipfile.ZipFile(package) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def check_contents(root: Path, sdist: Path, wheel: Path, bundle: Path) -> None:
+    """Compare each package with the tree; ValueError names what is too much or missing."""
+    files = package_files(root)
+    beside = {"pyproject.toml", "README.md", "LICENSE"}
+    info = re.compile(r"ravan_flwr-[^/]+\.dist-info/")
+    packed = {f"{PACKAGE}/{name}" if name.startswith("conf/") else name for name in files}
+    for package, found, expected in (
+        (wheel, {name for name in members(wheel) if not info.match(name)}, packed),
+        (bundle, set(members(bundle)), files - {TYPED} | beside | {".info/CONTENT"}),
+        (sdist, set(members(sdist)) & (files | beside), files | beside),
+    ):
+        if wrong := found ^ expected:
+            raise ValueError(
+                f"release: {package.name} has {sorted(wrong & found) or 'nothing'} too much and "
+                f"lacks {sorted(wrong & expected) or 'nothing'}; see [tool.hatch.build] and "
+                "fab-include in pyproject.toml"
+            )
+
+
+def check_sdist(sdist: Path, wheel: Path, folder: Path) -> None:
+    """Build a wheel from the sdist; ValueError where it is not the one of the tree."""
+    run(
+        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+        "--wheel-dir", folder, sdist, cwd=folder,
+    )  # fmt: skip
+    again = members(folder / wheel.name)
+    first = members(wheel)
+    if wrong := sorted(name for name in again | first if again.get(name) != first.get(name)):
+        raise ValueError(
+            f"release: the sdist's wheel differs in {wrong}, expected {wheel.name}; see "
+            "[tool.hatch.build.targets.sdist] in pyproject.toml"
+        )
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """Install a wheel into a new environment, with the pinned versions; give its Python."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    run(
+        python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+        "-c", ROOT / "constraints.txt", wheel, cwd=folder,
+    )  # fmt: skip
+    return python
+
+
+def check_run(command: list[str | Path], folder: Path) -> None:
+    """Run the app in a folder; RuntimeError where it leaves no result."""
+    folder.mkdir(exist_ok=True)
+    said = run(*command, *RUN, cwd=folder)
+    for name in ("summary.json", "adapter/adapter_config.json", "report/index.html"):
+        if len(list(folder.glob(f"runs/*/{name}"))) != 1:
+            raise RuntimeError(f"release: a run left no {name}, expected one; it said:\n{said}")
+
+
+def check_wheel(python: Path, folder: Path) -> None:
+    """Use the installed command and its types from an empty folder."""
+    folder.mkdir()
+    command = python.with_name("ravan-flwr")
+    run(command, "--help", cwd=folder)
+    check_run([command], folder)
+    (folder / "uses_types.py").write_text(TYPES, encoding="utf-8")
+    run(
+        sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "uses_types.py",
+        cwd=folder,
+    )  # fmt: skip
+
+
+def check_bundle(python: Path, bundle: Path, folder: Path) -> None:
+    """Unpack the app bundle, import both apps from there, and run them without the wheel."""
+    run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "ravan-flwr", cwd=folder.parent)
+    shutil.unpack_archive(bundle, folder, format="zip")
+    run(python, "-c", APPS, cwd=folder)
+    check_run([python, "-m", PACKAGE], folder)
+
+
+def release(folder: Path) -> list[Path]:
+    """Build and try everything; copy it to dist/ when all of it is good."""
+    if len(set((stated := versions(ROOT)).values())) != 1:
+        raise ValueError(f"release: versions are {stated}, expected one; correct the files")
+    log.info("version %s", stated["pyproject.toml"])
+    built = folder / "built"
+    built.mkdir()
+    source = last_commit(folder)
+    sdist, wheel, bundle = build(source, built)
+    check_contents(source, sdist, wheel, bundle)
+    log.info("built; each has what it must have and nothing else")
+    (folder / "again").mkdir()
+    check_sdist(sdist, wheel, folder / "again")
+    log.info("the sdist builds the same wheel")
+    python = install(wheel, folder / "environment")
+    log.info("the wheel is installed into a new environment")
+    check_wheel(python, folder / "elsewhere")
+    log.info("the wheel's command runs, mypy sees its types")
+    check_bundle(python, bundle, folder / "unpacked")
+    log.info("the app bundle runs where it was unpacked")
+    DIST.mkdir(exist_ok=True)
+    return [Path(shutil.copy2(package, DIST)) for package in (sdist, wheel, bundle)]
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    try:
+        with tempfile.TemporaryDirectory(prefix="ravan-flwr-release-") as place:
+            for package in release(Path(place)):
+                log.info("%9d bytes  %s", package.stat().st_size, package.relative_to(ROOT))
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"error: {error}")

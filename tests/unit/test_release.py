@@ -1,0 +1,53 @@
+"""Sdist, wheel and app bundle have what an app needs; the files that name a version agree.
+
+`make release` goes further: it installs and runs each of them.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts import release
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    return release.build(ROOT, tmp_path_factory.mktemp("dist"))
+
+
+def test_each_package_has_what_the_app_needs_and_nothing_else(packages):
+    release.check_contents(ROOT, *packages)
+    wheel = release.members(packages[1])
+    for name in ("py.typed", "conf/digits-vit.yaml", "training/backbones/digits-vit.json"):
+        assert f"ravan_flwr/{name}" in wheel
+
+
+def test_nothing_that_lies_in_a_checkout_gets_into_an_app_bundle(packages):
+    folders = {name.split("/")[0] for name in release.members(packages[2]) if "/" in name}
+    assert folders == {".info", "conf", "ravan_flwr"}
+
+
+def test_a_file_that_is_missing_or_too_much_is_named(packages, tmp_path):
+    for name in ("conf/new.yaml", "ravan_flwr/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=r"whl has .*server_app.* too much and lacks .*new\.yaml"):
+        release.check_contents(tmp_path, *packages)
+
+
+def test_a_version_stands_in_all_files_that_name_it():
+    stated = release.versions(ROOT)
+    assert len(set(stated.values())) == 1, stated
+
+
+def test_hooks_and_the_public_ci_run_what_make_check_runs():
+    makefile = (ROOT / "Makefile").read_text()
+    parts = re.findall(r"^check: (.*)$", makefile, re.MULTILINE)[0].split()
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert [hook["entry"] for hook in hooks] == [f"make {part}" for part in parts if part != "test"]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text())
+    assert "make check" in [step.get("run") for step in workflow["jobs"]["check"]["steps"]]
