@@ -108,7 +108,7 @@ def _go_on(directory: RunDirectory, back_to: int | None, config: Config, bench: 
     checkpoint = load_checkpoint(directory.checkpoints, back_to)
     records = directory.rounds_until(checkpoint.round)
     fixed = load_fixed(directory.checkpoints)
-    if fixed is None and model.method.open_calibration() is not None:
+    if fixed is None and model.method.calibration is not None:
         raise ValueError(
             f"resume = {str(directory.path)!r}: found no checkpoints/fixed.safetensors, "
             "expected what the calibration round made; restore it, or start a new run"

@@ -66,7 +66,7 @@ def calibrate_locally(
     """One client's part of a calibration round."""
     work = _Stepper(model, task, examples, steps, purpose)
     with model.holding(broadcast), _dropout_of(purpose, model.device):
-        upload = model.method.calibrate(model.adapters, work)
+        upload = model.calibration.run(model.adapters, work)
     return LocalResult(upload, work.mean_loss())
 
 

@@ -238,17 +238,17 @@ def test_fed_sb_begins_with_the_decomposition_of_the_first_round():
     rest = copy.deepcopy(network.state_dict())
     method.load(adapters, method.initial_state(adapters))
     known, changes = known_changes()
-    sums = method.open_calibration()
+    sums = method.calibration.open()
     for factor in (0.5, 1.5):  # two clients, whose mean is the known change
-        upload = method.calibrate(adapters, FakeTraining([factor * c for c in changes]))
-        assert sum(t.nbytes for t in upload.values()) == method.calibration_bytes()[0]
+        upload = method.calibration.run(adapters, FakeTraining([factor * c for c in changes]))
+        assert sum(t.nbytes for t in upload.values()) == method.calibration.bytes_up
         sums.add(upload, 1.0)
         for key in (k for k in rest if k.endswith(("base.weight", "base.bias"))):
             assert torch.equal(network.state_dict()[key], rest[key])
     fixed, state = sums.close()
-    assert sum(t.nbytes for t in fixed.values()) == method.calibration_bytes()[1]
+    assert sum(t.nbytes for t in fixed.values()) == method.calibration.bytes_down
     assert_close(state["H"], 2 * [torch.tensor([5.0, 3.0]).diag()])
-    method.load_fixed(adapters, fixed)
+    method.calibration.load(adapters, fixed)
     for adapter, (U, V) in zip(adapters, known, strict=True):
         overlap = adapter.B[0].T @ U[:, :2]
         assert_close([overlap.abs()], [torch.eye(2)])
@@ -267,7 +267,7 @@ def test_fed_sbs_weights_come_back_also_when_the_first_round_fails():
             raise RuntimeError("boom")
 
     with pytest.raises(RuntimeError, match="boom"):
-        method.calibrate(adapters, Fails(known_changes()[1]))
+        method.calibration.run(adapters, Fails(known_changes()[1]))
     assert all(torch.equal(v, before[k]) for k, v in network.state_dict().items())
     assert not any(p.requires_grad for n, p in network.named_parameters() if "base" in n)
 

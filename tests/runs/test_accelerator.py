@@ -37,8 +37,8 @@ def a_round(settings, share, steps):
     bench = Workbench(read_config({"seed": 5, "lora-rank": 4} | settings))
     model, task, clients = bench.model, bench.task, [bench.partition(i, 4).train for i in (0, 1)]
     state = first = model.initial_state()
-    calibration = model.method.open_calibration()
-    if calibration is not None:
+    if model.method.calibration is not None:
+        calibration = model.method.calibration.open()
         for number, examples in enumerate(clients):
             done = calibrate_locally(model, task, examples, state, steps, (5, 0, number))
             calibration.add(done.upload, 1.0)

@@ -112,7 +112,7 @@ def test_nothing_leaks_from_one_client_to_the_next(method, classifier):
     with pytest.raises(ZeroDivisionError):
         spoil(shared.model)
     assert same(before, snapshot(shared.model))
-    if shared.model.method.open_calibration() is not None:
+    if shared.model.method.calibration is not None:
         steps = LocalSteps(2, 8, 0.01, "float32")
         work = shared.model, shared.task, shared.partition(0, 4).train
         calibrate_locally(*work, shared.model.initial_state(), steps, (5, 0, 0))
@@ -124,7 +124,7 @@ def test_nothing_leaks_from_one_client_to_the_next(method, classifier):
 
 def test_fixed_tensors_of_another_hash_are_refused():
     model = bench(method="fed-sb", seed=5).model
-    size = model.method.calibration_bytes()[1] // 4
+    size = model.method.calibration.bytes_down // 4
     sides = [(layer.out_features, layer.in_features) for layer in model.layers]
     B = torch.ones(size * sum(out for out, _ in sides) // sum(map(sum, sides)))
     fixed = {"B": B, "A": torch.ones(size - len(B))}
