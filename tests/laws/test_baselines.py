@@ -17,7 +17,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.fedex_lora import Residual
-from ravan_flwr.seeding import generator
+from ravan_flwr.seeding import ClientRound, generator
 from ravan_flwr.training.local_steps import LocalSteps, _endless, calibrate_locally
 from ravan_flwr.training.workbench import Workbench
 from tests.methods import (
@@ -278,7 +278,7 @@ def test_fed_sbs_first_round_is_full_fine_tuning_of_the_adapted_matrices():
     model, examples = bench.model, bench.partition(0, 4).train
     steps = LocalSteps(number=3, batch_size=8, learning_rate=1e-3, precision="float32")
     sent = calibrate_locally(
-        model, bench.task, examples, model.initial_state(), steps, (5, 0, 0)
+        model, bench.task, examples, model.initial_state(), steps, ClientRound(5, 0, 0)
     ).upload["change"]
 
     plain: Any = copy.deepcopy(model.network).train()

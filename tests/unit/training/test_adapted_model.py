@@ -10,6 +10,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.methods.tensors import checksum
+from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.limit import ChangeLimit
 from ravan_flwr.specs import ModelSpec
@@ -53,7 +54,7 @@ def train(shared, share=1.0, round_number=1, client=0, steps=2, state=None, **ch
         state or shared.model.initial_state(),
         share,
         LocalSteps(**settings | changes),
-        (5, round_number, client),
+        ClientRound(5, round_number, client),
     )
 
 
@@ -115,7 +116,7 @@ def test_nothing_leaks_from_one_client_to_the_next(method, classifier):
     if shared.model.method.calibration is not None:
         steps = LocalSteps(2, 8, 0.01, "float32")
         work = shared.model, shared.task, shared.partition(0, 4).train
-        calibrate_locally(*work, shared.model.initial_state(), steps, (5, 0, 0))
+        calibrate_locally(*work, shared.model.initial_state(), steps, ClientRound(5, 0, 0))
         assert same(before, snapshot(shared.model))
     again = train(shared)
     assert same(alone.upload, again.upload)
