@@ -26,6 +26,7 @@ from transformers import AutoConfig
 from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.adapters.quantize import quantize
 from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.training.adapted_model import AdaptedModel
@@ -106,7 +107,7 @@ def measure(
             train_locally(
                 model, task, examples, model.initial_state(), 1.0,
                 LocalSteps(given.steps, config.batch_size, 1e-4, config.precision),
-                (0, repetition, 0),
+                ClientRound(0, repetition, 0),
             )  # fmt: skip
             if repetition:  # the first warms up
                 seconds[method].append(time.perf_counter() - started)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import ViTConfig, ViTForImageClassification
 
-from ravan_flwr.adapters import Layer, attach, find_layers, make_bases
+from ravan_flwr.adapters import Layer, MultiHeadLinear, attach, find_layers, make_bases
 from ravan_flwr.methods.base import Settings
 from ravan_flwr.methods.ravan import Ravan
 from ravan_flwr.methods.selection import score_heads
@@ -32,7 +32,7 @@ HEADS = 4
 TASK = Vision(DataSpec("none"), 0, lambda: None)
 
 
-def build(rank: int, device: str) -> tuple[ViTForImageClassification, Ravan, list[torch.nn.Module]]:
+def build(rank: int, device: str) -> tuple[ViTForImageClassification, Ravan, list[MultiHeadLinear]]:
     """ViT-B/16 with random weights and RAVAN's adapters; shapes alone on the meta device."""
     torch.manual_seed(0)
     with torch.device(device):
@@ -65,7 +65,7 @@ def measure(heads: int, batch_size: int) -> float:
         task.loss(network, batch).backward()
 
     if heads == 0:
-        score_heads("gradient", adapters, generator(0), backward)  # type: ignore[arg-type]
+        score_heads("gradient", adapters, generator(0), backward)
     else:
         method.choose(adapters, heads / HEADS, generator(0), lambda: None)
         optimizer = torch.optim.Adam(method.parameters(adapters), lr=1e-3)

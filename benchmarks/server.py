@@ -34,9 +34,10 @@ from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.methods.fedex_lora import FedExLora
 from ravan_flwr.methods.fedit import FedIT
 from ravan_flwr.methods.flexlora import FlexLora
+from ravan_flwr.methods.head_means import pack_bits
 from ravan_flwr.methods.hetlora import HetLora
 from ravan_flwr.methods.lora import LoraMethod
-from ravan_flwr.methods.ravan import Ravan, _pack_bits
+from ravan_flwr.methods.ravan import Ravan
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.limit import ChangeLimit
 from ravan_flwr.server.nodes import sample
@@ -73,7 +74,7 @@ def upload(method: Method, seed: int) -> dict[str, Tensor]:
         for name, shape in method.upload_shapes(1.0).items()
     }
     if isinstance(method, Ravan):
-        tensors["heads"] = _pack_bits(torch.ones(LAYERS * HEADS, dtype=torch.bool))
+        tensors["heads"] = pack_bits(torch.ones(LAYERS * HEADS, dtype=torch.bool))
     return tensors
 
 

@@ -1,16 +1,33 @@
-"""Randomness as a function: of (seed, what for), never of what ran before."""
+"""Make randomness a function of (seed, purpose), never of what ran before."""
 
 import hashlib
+from typing import NamedTuple
 
 import torch
 
 
 def derive(seed: int, *purpose: str | int) -> int:
-    """A 63-bit seed for one purpose, such as ("train", round, partition id)."""
+    """Derive a 63-bit seed for one purpose, such as ("train", round, partition id)."""
     text = "\x1f".join(str(part) for part in (seed, *purpose))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def generator(seed: int, *purpose: str | int) -> torch.Generator:
-    """A generator on the CPU for one purpose, the same on every machine."""
+    """Make a generator on the CPU for one purpose, the same on every machine."""
     return torch.Generator().manual_seed(derive(seed, *purpose))
+
+
+class ClientRound(NamedTuple):
+    """Name one client's work in one round: all its randomness is a function of this."""
+
+    seed: int
+    round: int
+    partition_id: int
+
+    def derive(self, purpose: str) -> int:
+        """Derive a seed for one purpose within this work."""
+        return derive(self.seed, purpose, self.round, self.partition_id)
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """Make a generator for one purpose within this work."""
+        return generator(self.seed, purpose, self.round, self.partition_id)

@@ -1,4 +1,4 @@
-"""The ServerApp: put together, start, save."""
+"""Serve as Flower's ServerApp: put a run together, start it, save what comes out."""
 
 import dataclasses
 import math
@@ -44,7 +44,7 @@ RESULT = "ravan-flwr"  # the record in the context's state that says where the r
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """One run, from the configuration to the summary."""
+    """Run once, from the configuration to the summary."""
     show()
     config = read_config(context.run_config)
     parent = _output_folder(config)  # refused, if at all, before anything is loaded
@@ -88,7 +88,7 @@ def _run_here(
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What a run begins with: a new one, or one that goes on after round `done`."""
+    """Hold what a run begins with: a new one, or one that goes on after round `done`."""
 
     state: Tensors
     done: int | None = None
@@ -98,18 +98,18 @@ class Start:
 
     @property
     def first(self) -> int:
-        """The next round."""
+        """Number the next round."""
         return (self.done or 0) + 1
 
 
 def _go_on(directory: RunDirectory, back_to: int | None, config: Config, bench: Workbench) -> Start:
-    """What a run directory has to go on from, all of it checked; nothing is changed yet."""
+    """Read what a run directory has to go on from, and check it; nothing is changed yet."""
     _check_same_run(directory, config)
     model = bench.model
     checkpoint = load_checkpoint(directory.checkpoints, back_to)
     records = directory.rounds_until(checkpoint.round)
     fixed = load_fixed(directory.checkpoints)
-    if fixed is None and model.method.open_calibration() is not None:
+    if fixed is None and model.method.calibration is not None:
         raise ValueError(
             f"resume = {str(directory.path)!r}: found no checkpoints/fixed.safetensors, "
             "expected what the calibration round made; restore it, or start a new run"
@@ -123,18 +123,48 @@ def _go_on(directory: RunDirectory, back_to: int | None, config: Config, bench: 
 def _run(
     grid: Grid, bench: Workbench, config: Config, directory: RunDirectory, start: Start
 ) -> None:
-    model, state, records = bench.model, start.state, start.records
+    """Hold the rounds, save what comes out of them, and tell it."""
     if start.done is None:
         directory.write_json("config.json", config.as_dict())
+    final, num_clients = _hold_rounds(grid, bench, config, directory, start)
+    summary = _summary(bench, config, start.records, num_clients)
+    _save_result(final, bench, directory, summary)
+    _tell(summary, bench.task.metric, directory, _report(config, directory))
 
-    def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
-        with model.holding(from_record(arrays)):
-            return MetricRecord(_finite(bench.evaluate(), number))
 
+def _hold_rounds(
+    grid: Grid, bench: Workbench, config: Config, directory: RunDirectory, start: Start
+) -> tuple[Tensors, int]:
+    """Let the strategy run its rounds; return the last state, and the number of clients."""
     progress = Progress(start.first, config.num_rounds, bench.task.metric)
     trackers = Trackers(config.tracking, directory.path, config.as_dict())
     keeper = _Keeper(directory, bench, progress, trackers, start)
-    strategy = FederatedTuning(
+    strategy = _strategy(bench, config, keeper, start)
+
+    def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
+        with bench.model.holding(from_record(arrays)):
+            return MetricRecord(_finite(bench.evaluate(), number))
+
+    try:
+        result = strategy.start(
+            grid,
+            to_record(start.state),
+            num_rounds=config.num_rounds,
+            timeout=config.round_timeout,
+            evaluate_fn=evaluate_state if config.evaluate_on == "server" else None,
+        )
+    finally:
+        progress.close()
+        trackers.close()
+    keeper.go_on()  # where there was no further round
+    final = from_record(result.arrays) if result.arrays else start.state
+    return final, len(strategy.roster.members)
+
+
+def _strategy(bench: Workbench, config: Config, keeper: "_Keeper", start: Start) -> FederatedTuning:
+    """Make the strategy of a run that begins there."""
+    model, records = bench.model, start.records
+    return FederatedTuning(
         config,
         model.method,
         backbone=bench.backbone_fingerprint,
@@ -148,22 +178,14 @@ def _run(
         measured=("loss", bench.task.metric),
         dealt_out=bench.dealt_out,
     )
-    try:
-        result = strategy.start(
-            grid,
-            to_record(state),
-            num_rounds=config.num_rounds,
-            timeout=config.round_timeout,
-            evaluate_fn=evaluate_state if config.evaluate_on == "server" else None,
-        )
-    finally:
-        progress.close()
-        trackers.close()
-    keeper.go_on()  # where there was no further round
-    final = from_record(result.arrays) if result.arrays else state
-    form = natural_form(bench)
+
+
+def _save_result(
+    final: Tensors, bench: Workbench, directory: RunDirectory, summary: Summary
+) -> None:
+    """Write the summary, the result's folder and its card; the run has not failed then."""
+    form, model = natural_form(bench), bench.model
     folder = directory.path / {"peft": "adapter", "merged": "merged"}[form]
-    summary = _summary(bench, config, records, len(strategy.roster.members))
     with model.holding(final):
         norms = model.method.head_norms(model.adapters)
         names = [layer.name for layer in model.layers]
@@ -172,17 +194,21 @@ def _run(
         write_result(form, folder, bench)
     write_card(folder, form, directory)
     (directory.path / "failure.json").unlink(missing_ok=True)
+
+
+def _report(config: Config, directory: RunDirectory) -> Path | None:
+    """Write the page of the run, if it is wanted and can be."""
     page = None
     if config.report == "yes":
         try:
             page = write_report([directory.path], directory.path / "report")
         except Exception as error:  # noqa: BLE001 (the result is safe already)
             log.warning("no report: %s; try again with ravan-flwr report %s", error, directory.path)
-    _tell(summary, bench.task.metric, directory, page)
+    return page
 
 
 class _Keeper:
-    """A finished round: to the record, then to the checkpoint, then to the screen."""
+    """Write a finished round to the record, then the checkpoint, then the screen."""
 
     def __init__(
         self,
@@ -208,6 +234,7 @@ class _Keeper:
         self.directory.append_round(record)
 
     def calibrated(self, record: RoundRecord, fixed: Tensors, state: Tensors) -> list[float]:
+        """Save what a calibration round made, and load it; return the model's new fingerprint."""
         self._append(record)
         save_fixed(self.directory.checkpoints, fixed)
         save_checkpoint(self.directory.checkpoints, 0, state)
@@ -218,6 +245,7 @@ class _Keeper:
         return self.model.derived
 
     def round_done(self, record: RoundRecord, state: Tensors, memory: Tensors) -> None:
+        """Save a round and its state; warn if the round has lost what was learned before."""
         if told := collapse(self.records, record, self.metric):
             record["collapsed"] = told
         self._append(record)
@@ -227,15 +255,18 @@ class _Keeper:
         self.progress.round(record)
         self.trackers.round(record)
         if told:
+            back = f"resume={self.directory.path}@{best}"
             log.warning(
                 "round %d COLLAPSED: %s. A false reply or a learning rate that is too high can be "
-                "the cause; to go back: resume=%s@%d",
-                record["round"], told, self.directory.path, best,
-            )  # fmt: skip
+                "the cause; to go back: %s",
+                record["round"],
+                told,
+                back,
+            )
 
 
 def _finite(measured: Mapping[str, float], number: int) -> dict[str, Any]:
-    """The same; RuntimeError for a model that is no good any more."""
+    """Pass on what was measured; RuntimeError for a model that is no good any more."""
     for name, value in measured.items():
         if not math.isfinite(value):
             raise RuntimeError(
@@ -247,8 +278,11 @@ def _finite(measured: Mapping[str, float], number: int) -> dict[str, Any]:
 
 
 def _output_folder(config: Config) -> Path:
-    """Where run directories go. A SuperLink keeps the working directory of whoever started
-    it first, so a relative path would land anywhere."""
+    """Find the folder of the run directories, as an absolute path.
+
+    A SuperLink keeps the working directory of whoever started it first, so a relative path would
+    land anywhere.
+    """
     if config.output_dir == AUTO:
         return Path.home() / "ravan-flwr" / "runs"
     path = Path(config.output_dir).expanduser()
@@ -262,7 +296,7 @@ def _output_folder(config: Config) -> Path:
 
 
 def _resumed(config: Config) -> tuple[RunDirectory | None, int | None]:
-    """The run directory to go on with, and the round to go back to if one is named."""
+    """Open the run directory to go on with, and read the round to go back to if one is named."""
     if not config.resume:
         return None, None
     path = Path(config.resume).expanduser()
@@ -280,6 +314,7 @@ _FREE = {
 
 
 def _check_same_run(directory: RunDirectory, config: Config) -> None:
+    """Refuse to go on with settings that would make it another run."""
     before, now = directory.read_json("config.json"), config.as_dict()
     # A key that came with a later version than the run's had what is its default now.
     before = read_config({}).as_dict() | before
@@ -325,21 +360,20 @@ def _summary(
 
 
 def _tell(summary: Summary, metric: str, directory: RunDirectory, page: Path | None) -> None:
-    metrics = summary["metrics"]
-    final, best = metrics["final"].get(metric), metrics["best"].get(metric)
+    """Log how the run ended, and where its files are."""
+    final, best = (summary["metrics"][which].get(metric) for which in ("final", "best"))
     score = "not evaluated" if final is None else f"{metric} {final:.4f} (best {best:.4f})"
-    log.info(
-        "done: %s after %d round%s in %s; %d trainable parameters; up %s, down %s",
-        score, summary["rounds"], "s" * (summary["rounds"] != 1), minutes(summary["seconds"]),
-        summary["trainable-parameters"],
-        megabytes(summary["bytes-up"]), megabytes(summary["bytes-down"]),
-    )  # fmt: skip
-    told = {
-        "its evaluation collapsed": summary["collapsed"], "no effect": summary["without-effect"],
-    }  # fmt: skip
-    for what, rounds in told.items():
-        if rounds:
-            log.warning("%s in rounds %s", what, ", ".join(map(str, rounds)))
+    rounds, trained = summary["rounds"], summary["trainable-parameters"]
+    took = f"{rounds} round{'s' * (rounds != 1)} in {minutes(summary['seconds'])}"
+    up, down = megabytes(summary["bytes-up"]), megabytes(summary["bytes-down"])
+    sent = f"{trained} trainable parameters; up {up}, down {down}"
+    log.info("done: %s after %s; %s", score, took, sent)
+    for what, numbers in (
+        ("its evaluation collapsed", summary["collapsed"]),
+        ("no effect", summary["without-effect"]),
+    ):
+        if numbers:
+            log.warning("%s in rounds %s", what, ", ".join(map(str, numbers)))
     if page is not None:
         log.info("report: %s", page)
     log.info("run directory: %s", directory.path)

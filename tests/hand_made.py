@@ -62,7 +62,7 @@ class Nodes(InProcessGrid):
         self.trained.append((number, node.partition_id))
         state = from_record(message.content["arrays"])
         if message.metadata.message_type == "train.calibrate":
-            upload = self.method.calibrate(self.adapters, Shifts(1 + node.partition_id))
+            upload = self.method.calibration.run(self.adapters, Shifts(1 + node.partition_id))
             return self.reply(message, upload, number)
         upload = train_client(self.method, self.adapters, state, node.share, node.partition_id)
         return self.reply(message, upload, number)

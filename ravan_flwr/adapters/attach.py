@@ -1,14 +1,17 @@
-"""Finding the layers to adapt, and putting adapters in their places."""
+"""Find the layers to adapt, and put adapters in their places."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
+
+Adapter = TypeVar("Adapter", bound=nn.Module)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One adapted matrix: its name in the network and its sides."""
+    """Name one adapted matrix of a network, with its sides."""
 
     name: str
     out_features: int
@@ -37,7 +40,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
 
 
 def find_layers(network: nn.Module, targets: Sequence[str]) -> list[Layer]:
-    """The linear layers whose names end in one of the targets, in the network's order."""
+    """Find the linear layers whose names end in a target, in the network's order."""
     linears = {n: m for n, m in network.named_modules() if isinstance(m, nn.Linear)}
     found = [
         Layer(name, linear.out_features, linear.in_features)
@@ -53,10 +56,10 @@ def find_layers(network: nn.Module, targets: Sequence[str]) -> list[Layer]:
 
 
 def attach(
-    network: nn.Module, layers: Sequence[Layer], adapt: Callable[[Layer, nn.Linear], nn.Module]
-) -> dict[str, nn.Module]:
-    """Replace every layer by what `adapt` makes of it; the adapters by layer name."""
-    adapters: dict[str, nn.Module] = {}
+    network: nn.Module, layers: Sequence[Layer], adapt: Callable[[Layer, nn.Linear], Adapter]
+) -> dict[str, Adapter]:
+    """Replace every layer by what `adapt` makes of it; return these adapters by layer name."""
+    adapters: dict[str, Adapter] = {}
     for layer in layers:
         parent_name, _, child = layer.name.rpartition(".")
         parent = network.get_submodule(parent_name)

@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+ENOUGH_BITS = 32  # of a weight in which no small update is lost
+
 
 def merged_linear(
     x: Tensor,
@@ -43,6 +45,14 @@ def merged_linear(
     """
     y: Tensor = _Merged.apply(x, weight, bias, B, C, A, trained)  # type: ignore[no-untyped-call]
     return y
+
+
+def loses_nothing(weight: Tensor, x: Tensor) -> bool:
+    """Tell whether a merged weight keeps small updates: by its bits, and those of the products."""
+    device = x.device.type
+    if weight.dtype != x.dtype or torch.finfo(x.dtype).bits < ENOUGH_BITS:
+        return False
+    return not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device))
 
 
 class _Merged(torch.autograd.Function):

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ravan_flwr.adapters.merged import factored_cost, merged_cost, merged_linear
-
-MERGED_BITS = 32  # of a weight in which no small update is lost
+from ravan_flwr.adapters.merged import factored_cost, loses_nothing, merged_cost, merged_linear
 
 
 class MultiHeadLinear(nn.Module):
@@ -84,15 +82,13 @@ class MultiHeadLinear(nn.Module):
         return y + F.linear(v, self.B_stack)
 
     def _merges(self, x: Tensor) -> bool:
-        """Is W + B C A to be used as one weight? If that is exact enough, and less work."""
-        weight, device = self.base.weight, x.device.type
+        """Tell whether to use W + B C A as one weight: if it loses nothing, and is less work."""
+        weight = self.base.weight
         if weight.requires_grad:  # as in Fed-SB's first round: merging is for constants
             return False
         if self.form != "auto":
             return self.form == "merged"
-        if weight.dtype != x.dtype or torch.finfo(x.dtype).bits < MERGED_BITS:
-            return False
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        if not loses_nothing(weight, x):
             return False
         trained = len(self.trained_heads()) if torch.is_grad_enabled() else 0
         shape = (x.numel() // x.shape[-1], *weight.shape, self.heads, trained, self.rank)

@@ -23,7 +23,7 @@ from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.wire import decode, encode, wire_of_round
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.budgets import budget_share
-from ravan_flwr.seeding import generator
+from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.cost import largest_share
@@ -109,9 +109,8 @@ class _Client:
         return wire_of_round(self.config.wire, self.round)
 
     @property
-    def purpose(self) -> tuple[int, int, int]:
-        """What all randomness of this work is a function of."""
-        return self.config.seed, self.round, self.node.partition_id
+    def turn(self) -> ClientRound:
+        return ClientRound(self.config.seed, self.round, self.node.partition_id)
 
     def take_fixed(self) -> None:
         """The method's fixed tensors: sent once, then kept in this node's state for the run."""
@@ -153,17 +152,16 @@ def _train(client: _Client) -> RecordDict:
     client.take_fixed()
     # The share that this node named when it was asked: free memory may have changed since.
     share = cast(float, client.content.config_records["config"]["share"])
-    return _trained(client, train_locally(*client.work, share, client.steps, client.purpose))
+    return _trained(client, train_locally(*client.work, share, client.steps, client.turn))
 
 
 def _calibrate(client: _Client) -> RecordDict:
     steps = replace(client.steps, learning_rate=client.config.calibration_learning_rate)
-    return _trained(client, calibrate_locally(*client.work, steps, client.purpose))
+    return _trained(client, calibrate_locally(*client.work, steps, client.turn))
 
 
 def _trained(client: _Client, result: LocalResult) -> RecordDict:
-    seed, *who = client.purpose
-    upload = encode(result.upload, client.wire, generator(seed, "wire up", *who))
+    upload = encode(result.upload, client.wire, client.turn.generator("wire up"))
     metrics = MetricRecord(
         {
             "round": client.round,

@@ -14,6 +14,7 @@ from typing import Any
 from ravan_flwr.config.keys import AUTO, KEYS, check_key
 from ravan_flwr.config.preset import FROM_PRESET, Preset
 from ravan_flwr.methods import METHODS
+from ravan_flwr.methods.layer_form import layer_form
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 
 
@@ -145,7 +146,7 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
     _check_device(str(values["device"]))
     _check_replies(values)
     _check_method(values)
-    _check_form(values)
+    layer_form(str(values["layer-form"]), str(values["precision"]), str(values["quantize"]))
     if values["evaluate-on"] == "clients" and not values["validation-share"]:
         raise ValueError(
             "evaluate-on = 'clients' needs examples to evaluate on: got validation-share = 0, "
@@ -264,16 +265,6 @@ def _check_method(values: Mapping[str, Scalar]) -> None:
             raise ValueError(
                 f"{key} = {values[key]!r}: got method {values['method']!r}, which {otherwise}; "
                 f"expected one of {', '.join(able)}; choose one, or set {key}=none"
-            )
-
-
-def _check_form(values: Mapping[str, Scalar]) -> None:
-    """A merged weight of few bits would lose small updates."""
-    for key, whole in (("precision", "float32"), ("quantize", "none")):
-        if values["layer-form"] == "merged" and values[key] != whole:
-            raise ValueError(
-                f"layer-form = 'merged': got {key} = {values[key]!r}, expected {whole!r}, since a "
-                "weight of few bits loses small updates; leave layer-form out"
             )
 
 

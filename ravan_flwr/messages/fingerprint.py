@@ -1,14 +1,19 @@
-"""A checksum of this package's own files: do server and client run the same app?"""
+"""Compute a checksum of this package's own files: do server and client run the same app?"""
 
 import hashlib
+from functools import cache
 from pathlib import Path
 
 
+@cache
 def code_fingerprint() -> str:
-    """A checksum over this package's own files, wherever it was imported from.
+    """Hash this package's own files, wherever it was imported from, once in a process.
 
     A SuperNode has the server's files from the app bundle, but Ray's actors in a simulation
     import from the working directory of the SuperLink first, which may be another checkout.
+
+    A process runs the files that it has read, so it is the files at its start that count: who
+    edits the checkout while a run goes on changes nothing about the processes that are there.
     """
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()

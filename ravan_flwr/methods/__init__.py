@@ -1,4 +1,4 @@
-"""Federated methods: one file each, listed here by name.
+"""List the federated methods by name; each has one file.
 
 The list holds what a run config is checked against. It names modules, not classes, so that
 reading a configuration imports no torch.
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Listed:
-    """Where a method lives, and which options go with it."""
+    """Say where a method lives, and which options go with it."""
 
     module: str
     # Is the next state the mean of the uploads? Then `server-optimizer` and `robust` may be set.
@@ -37,7 +37,7 @@ METHODS = {
 
 
 def get_method(name: str) -> "type[Method]":
-    """The class of that method: `METHOD` in its module."""
+    """Load the class of that method: `METHOD` in its module."""
     if name not in METHODS:
         raise ValueError(f"method {name!r} is unknown; expected one of {', '.join(METHODS)}")
     return cast("type[Method]", importlib.import_module(METHODS[name].module).METHOD)

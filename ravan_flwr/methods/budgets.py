@@ -1,4 +1,4 @@
-"""What share of the trainable parameters each client can afford.
+"""Say what share of the trainable parameters each client can afford.
 
 The paper gives every client a budget of 1/4, 1/2, 3/4 or 1 of the largest, fixed for the
 run, and draws the client mix as bars without numbers; the fractions below are ours.
@@ -21,7 +21,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def budget_share(distribution: str, seed: int, partition_id: int) -> float:
-    """The share of one client: a function of (seed, partition id) and of nothing else.
+    """Draw the share of one client: a function of (seed, partition id) and of nothing else.
 
     Steps of the golden ratio from a seeded start fill [0, 1) evenly, so that any number of
     clients comes close to the fractions, where independent draws would scatter about them.
@@ -38,6 +38,6 @@ def budget_share(distribution: str, seed: int, partition_id: int) -> float:
 
 
 def affordable(share: float, number: int) -> int:
-    """floor(share * number), at least 1: the heads, or the ranks, that the share pays for."""
+    """Count the heads, or the ranks, that a share pays for: floor(share * number), at least 1."""
     # A share such as 0.29 of 100 must give 29 although its product is 28.999999999999996.
     return max(1, math.floor(share * number + 1e-9))

@@ -1,4 +1,4 @@
-"""FedEx-LoRA: FedIT, with what averaging B and A apart loses added to W (Singhal et al., 2024).
+"""Train FedEx-LoRA: FedIT, and what averaging B and A apart loses goes to W (Singhal et al., 2024).
 
     B <- mean_c B_c,    A <- mean_c A_c,    W <- W + scale (mean_c(B_c A_c) - mean(B) mean(A))
 
@@ -12,7 +12,6 @@ factors while their rank k has k (out + in) < out in, and as the (out, in) matri
 """
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +25,13 @@ from ravan_flwr.methods.tensors import check_tensor, flatten
 
 
 class FedExLora(LoraMethod):
-    """The state is {"B", "A", "residual", "residual-rank"}; an upload is {"B", "A"}."""
+    """Keep the state {"B", "A", "residual", "residual-rank"}; an upload is {"B", "A"}."""
 
     def adapt(self, layer: Layer, linear: nn.Linear) -> "ResidualLoRALinear":
         lora = super().adapt(layer, linear)
         return ResidualLoRALinear(linear, lora.B, lora.A, lora.scale)
 
-    def initial_state(self, adapters: Sequence[nn.Module]) -> Tensors:
+    def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:
         nothing = {"residual": torch.zeros(0), "residual-rank": torch.zeros(1, dtype=torch.int32)}
         return super().initial_state(adapters) | nothing
 
@@ -40,19 +39,20 @@ class FedExLora(LoraMethod):
         matrices = sum(layer.out_features * layer.in_features for layer in self.layers)
         return super().broadcast_bytes(initial, share) + 4 * matrices
 
-    def load(self, adapters: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
+    def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
         super().load(adapters, tensors)
         for adapter, residual in zip(adapters, self.residuals(tensors), strict=True):
-            cast(ResidualLoRALinear, adapter).set_residual(residual.dense())
+            assert isinstance(adapter, ResidualLoRALinear)  # `adapt` made it
+            adapter.set_residual(residual.dense())
 
     def open_round(self, state: Tensors) -> "ExactMeans":
         return ExactMeans(self, state)
 
-    def lora_factors(self, adapter: nn.Module) -> None:  # noqa: ARG002 (W has changed)
+    def lora_factors(self, adapter: LoRALinear) -> None:  # noqa: ARG002 (W has changed)
         return None
 
     def residuals(self, tensors: Mapping[str, Tensor]) -> list["Residual"]:
-        """What was added to each layer's weight so far."""
+        """Read what was added to each layer's weight so far."""
         rank = int(check_tensor(tensors, "residual-rank", (1,), torch.int32))
         sizes = [Residual.size(layer, rank) for layer in self.layers]
         flat = check_tensor(tensors, "residual", (sum(sizes),), torch.float32)
@@ -63,20 +63,20 @@ class FedExLora(LoraMethod):
 
 
 class Residual:
-    """What was added to one layer's weight: U (out, k) and V (k, in), or the matrix itself."""
+    """Keep what was added to one layer's weight: U (out, k) and V (k, in), or the matrix itself."""
 
     def __init__(self, layer: Layer, rank: int, parts: tuple[Tensor, ...]) -> None:
         self.layer, self.rank, self.parts = layer, rank, parts
 
     @staticmethod
     def size(layer: Layer, rank: int) -> int:
-        """The numbers of the cheapest exact form."""
+        """Count the numbers of the cheapest exact form."""
         out, inside = layer.out_features, layer.in_features
         return min(rank * (out + inside), out * inside)
 
     @classmethod
     def read(cls, layer: Layer, rank: int, flat: Tensor) -> "Residual":
-        """The inverse of `flat`."""
+        """Read what `flat` wrote."""
         out, inside = layer.out_features, layer.in_features
         if rank * (out + inside) < out * inside:
             U, V = flat.split([out * rank, rank * inside])
@@ -84,11 +84,11 @@ class Residual:
         return cls(layer, rank, (flat.view(out, inside),))
 
     def flat(self) -> Tensor:
-        """For the state."""
+        """Write it as one tensor, for the state."""
         return flatten(self.parts)
 
     def dense(self) -> Tensor | None:
-        """The (out, in) matrix; None where nothing was added."""
+        """Make the (out, in) matrix; None where nothing was added."""
         if self.rank == 0:
             return None
         if len(self.parts) == 1:
@@ -97,7 +97,7 @@ class Residual:
         return U @ V
 
     def plus(self, moment: ProductSum, factor: float, rank: int) -> "Residual":
-        """With that many times the moment added, which makes the rank of all of it `rank`."""
+        """Add that many times the moment, which makes the rank of all of it `rank`."""
         if self.size(self.layer, rank) < self.layer.out_features * self.layer.in_features:
             U, V = self.parts
             B, A = moment.factors()
@@ -108,7 +108,7 @@ class Residual:
 
 
 class ExactMeans:
-    """The means of B and A, and per layer the co-moment of B and A about them.
+    """Sum up the means of B and A, and per layer the co-moment of B and A about them.
 
     The co-moment M = sum_c w_c (B_c - mean B) (A_c - mean A) grows by one product of rank r
     for each reply but the first, as Welford's variance does.
@@ -123,7 +123,7 @@ class ExactMeans:
         self.count = 0
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """One client's B and A."""
+        """Add one client's B and A."""
         if self.count:
             before = self.means["B"].weight
             apart = {k: upload[k].double() - m.sum / before for k, m in self.means.items()}
@@ -135,7 +135,7 @@ class ExactMeans:
         self.count += 1
 
     def close(self) -> Tensors:
-        """The next state."""
+        """Make the next state."""
         residuals = self.method.residuals(self.state)
         rank = int(self.state["residual-rank"]) + max(0, self.count - 1) * self.method.rank
         if self.count > 1:
@@ -151,7 +151,7 @@ class ExactMeans:
 
 
 class ResidualLoRALinear(LoRALinear):
-    """A LoRA layer whose pretrained weight can be added to, and come back to the bit."""
+    """Add to a LoRA layer's pretrained weight, which can come back to the bit."""
 
     pretrained: Tensor
 
@@ -160,14 +160,14 @@ class ResidualLoRALinear(LoRALinear):
         self.register_buffer("pretrained", base.weight.detach(), persistent=False)
 
     def set_residual(self, residual: Tensor | None) -> None:
-        """From now on the base's weight is the pretrained one plus this."""
+        """Make the base's weight the pretrained one plus this."""
         weight = self.pretrained
         if residual is not None:
             weight = weight + residual.to(weight.device, weight.dtype)
         self.base.weight.data = weight
 
     def delta_weight(self) -> Tensor:
-        """Scale B A and the residual, (out, in)"""
+        """Compute scale B A and the residual, (out, in)."""
         return super().delta_weight() + (self.base.weight - self.pretrained)
 
 

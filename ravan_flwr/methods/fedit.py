@@ -1,4 +1,4 @@
-"""FedIT: federated averaging of LoRA's B and A, each by itself (Zhang et al., 2024).
+"""Train FedIT: federated averaging of LoRA's B and A, each by itself (Zhang et al., 2024).
 
     B <- mean_c B_c,    A <- mean_c A_c
 
@@ -11,7 +11,7 @@ from ravan_flwr.methods.lora import LoraMethod
 
 
 class FedIT(LoraMethod):
-    """Everything as a LoRA method is unless it says otherwise."""
+    """Change nothing of what LoRA methods have in common."""
 
 
 METHOD = FedIT

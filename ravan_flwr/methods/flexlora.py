@@ -1,4 +1,4 @@
-"""FlexLoRA: LoRA with a rank for each client's budget, aggregated by products (Bai et al., 2024).
+"""Train FlexLoRA: LoRA of a rank by budget, aggregated by products (Bai et al., 2024).
 
 A client with a share of the budget trains r_c = floor(share * r) ranks, at least one. The
 server decomposes the mean of the products, mean_c(B_c A_c) = U S V^T, and sends each client
@@ -24,7 +24,7 @@ from ravan_flwr.seeding import generator
 
 
 class FlexLora(RankedLora):
-    """A LoRA of which a client trains the leading directions."""
+    """Let a client train the leading directions of a LoRA."""
 
     def open_round(self, state: Tensors) -> "MeanOfProducts":
         return MeanOfProducts(self, state)
@@ -34,7 +34,7 @@ class FlexLora(RankedLora):
 
 
 class MeanOfProducts:
-    """Per layer: the sum of the clients' B_c A_c, as factors while those are the smaller."""
+    """Sum up the clients' B_c A_c per layer, as factors while those are the smaller."""
 
     def __init__(self, method: FlexLora, state: Tensors) -> None:
         self.method, self.state = method, state
@@ -42,13 +42,13 @@ class MeanOfProducts:
         self.weight = 0.0
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """One client's B and A, of its own rank."""
+        """Add one client's B and A, of its own rank."""
         for total, B, A in zip(self.sums, *self.method.split(upload), strict=True):
             total.add(B, A, weight)
         self.weight += weight
 
     def close(self) -> Tensors:
-        """The next state."""
+        """Make the next state."""
         if not self.weight:
             return dict(self.state)
         rank, Bs, As = self.method.rank, [], []

@@ -1,4 +1,4 @@
-"""Full fine-tuning: every pretrained parameter is trained, travels and is averaged.
+"""Fine-tune everything: each pretrained parameter is trained, travels and is averaged.
 
 The reference that parameter-efficient methods are measured against (FedAvg, McMahan et al.,
 2017), with local steps of Adam. The classifier is an option of the run, as for every method:
@@ -6,7 +6,6 @@ what is trained here is the whole of the pretrained network.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,8 @@ from ravan_flwr.methods.base import Method, Tensors
 from ravan_flwr.methods.tensors import check_tensor, flatten
 
 
-class Full(Method):
-    """The state and an upload are {"weights"}: all of them, one after the other."""
+class Full(Method["Everything"]):
+    """Keep the state {"weights"}, all of them one after the other; an upload has the same."""
 
     rank = None
 
@@ -30,24 +29,26 @@ class Full(Method):
         self,
         network: nn.Module,  # noqa: ARG002 (it stays as it is)
         pretrained: Mapping[str, nn.Parameter],
-    ) -> list[nn.Module]:
+    ) -> list["Everything"]:
         return [Everything(pretrained)]
 
-    def initial_state(self, adapters: Sequence[nn.Module]) -> Tensors:
-        return {"weights": _everything(adapters).pretrained}
+    def initial_state(self, adapters: Sequence["Everything"]) -> Tensors:
+        (everything,) = adapters
+        return {"weights": everything.pretrained}
 
-    def load(self, adapters: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
-        everything = _everything(adapters)
+    def load(self, adapters: Sequence["Everything"], tensors: Mapping[str, Tensor]) -> None:
+        (everything,) = adapters
         flat = check_tensor(tensors, "weights", (self.size,), torch.float32)
         with torch.no_grad():
             for weight, part in everything.split(flat).values():
                 weight.requires_grad_(True).copy_(part)
 
-    def upload(self, adapters: Sequence[nn.Module]) -> Tensors:
-        return {"weights": flatten(list(_everything(adapters).weights.values()))}
+    def upload(self, adapters: Sequence["Everything"]) -> Tensors:
+        (everything,) = adapters
+        return {"weights": flatten(list(everything.weights.values()))}
 
-    def delta_weights(self, adapters: Sequence[nn.Module]) -> list[Tensor]:
-        everything = _everything(adapters)
+    def delta_weights(self, adapters: Sequence["Everything"]) -> list[Tensor]:
+        (everything,) = adapters
         parts = everything.split(everything.pretrained)
         pairs = [parts[f"{layer.name}.weight"] for layer in self.layers]
         return [weight.detach() - old.to(weight.device) for weight, old in pairs]
@@ -57,7 +58,7 @@ METHOD = Full
 
 
 class Everything(nn.Module):
-    """A network's pretrained parameters, and a copy of what they were, on the CPU."""
+    """Hold a network's pretrained parameters, and a copy of what they were, on the CPU."""
 
     def __init__(self, pretrained: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
@@ -72,14 +73,9 @@ class Everything(nn.Module):
             self.pretrained = flatten(list(pretrained.values()))
 
     def split(self, flat: Tensor) -> dict[str, tuple[nn.Parameter, Tensor]]:
-        """Each parameter by name, with its part of a flat tensor in its shape."""
+        """Give each parameter, by name, its part of a flat tensor in its shape."""
         parts = flat.split([weight.numel() for weight in self.weights.values()])
         return {
             name: (weight, part.view(weight.shape))
             for (name, weight), part in zip(self.weights.items(), parts, strict=True)
         }
-
-
-def _everything(adapters: Sequence[nn.Module]) -> Everything:
-    (only,) = adapters
-    return cast(Everything, only)

@@ -1,4 +1,4 @@
-"""HetLoRA: LoRA with a rank for each client's budget (Cho et al., 2024).
+"""Train HetLoRA: LoRA of a rank by each client's budget (Cho et al., 2024).
 
 A client with a share of the budget trains r_c = floor(share * r) of the r ranks, at least one:
 the server sends it B[:, :r_c] and A[:r_c]. Its reply is padded with zeros to rank r and
@@ -21,14 +21,14 @@ from ravan_flwr.methods.lora import RankedLora
 
 
 class HetLora(RankedLora):
-    """A LoRA of which a client trains the first ranks."""
+    """Let a client train the first ranks of a LoRA."""
 
     def open_round(self, state: Tensors) -> "NormWeighted":
         return NormWeighted(self, state)
 
 
 class NormWeighted:
-    """Per layer: sums of S_c B_c and S_c A_c, padded, and of S_c."""
+    """Sum up S_c B_c and S_c A_c, padded, and S_c, per layer."""
 
     def __init__(self, method: HetLora, state: Tensors) -> None:
         self.method = method
@@ -39,7 +39,7 @@ class NormWeighted:
         self.norms = [0.0] * len(Bs)
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """One client's B and A, of its own rank."""
+        """Add one client's B and A, of its own rank."""
         Bs, As = self.method.split(upload)
         for layer, (B, A) in enumerate(zip(Bs, As, strict=True)):
             norm, rank = weight * product_norm(B, A), len(A)
@@ -48,7 +48,7 @@ class NormWeighted:
             self.norms[layer] += norm
 
     def close(self) -> Tensors:
-        """The next state."""
+        """Make the next state."""
         Bs, As = (
             [total / norm if norm else old for total, norm, old in zip(*parts, strict=True)]
             for parts in (

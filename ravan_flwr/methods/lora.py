@@ -1,4 +1,4 @@
-"""What the methods that train a LoRA have in common: y = W x + b + scale B A x.
+"""Share what methods that train a LoRA have in common: y = W x + b + scale B A x.
 
 B(0) = 0, and A(0) is drawn from the seed, for each layer anew, with rows of norm
 `init_scale` in expectation. The state and an upload are {"B", "A"}: the B of all layers one
@@ -10,7 +10,6 @@ smaller rank sends and gets the same two tensors, only shorter.
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,8 @@ from ravan_flwr.methods.tensors import check_tensor, flatten, probe
 from ravan_flwr.seeding import generator
 
 
-class LoraMethod(Method):
-    """B and A travel both ways, and the next state is the mean of each."""
+class LoraMethod(Method[LoRALinear]):
+    """Send B and A both ways; the next state is the mean of each."""
 
     rank: int
 
@@ -36,14 +35,14 @@ class LoraMethod(Method):
         check_rank(self.rank, self.side)
 
     def parameters_a_rank(self) -> int:
-        """What one more rank costs."""
+        """Count the parameters of one more rank."""
         return sum(math.prod(shape) for shape in self.shapes(1).values())
 
     def trainable_parameters(self) -> int:
         return self.rank * self.parameters_a_rank()
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The tensors of that rank that travel."""
+        """Name the tensors of that rank that travel, with their shapes."""
         return {"B": (rank * sum(self.outs),), "A": (rank * sum(self.ins),)}
 
     def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
@@ -51,7 +50,7 @@ class LoraMethod(Method):
 
     @cached_property
     def drawn_A(self) -> list[Tensor]:
-        """A(0) of every layer."""
+        """Draw A(0) of every layer."""
         drawn = []
         for layer in self.layers:
             random = generator(self.settings.seed, "lora", layer.name)
@@ -65,44 +64,46 @@ class LoraMethod(Method):
         return LoRALinear(linear, B, A, self.settings.lora_scale)
 
     def pack(self, Bs: Sequence[Tensor], As: Sequence[Tensor]) -> Tensors:
-        """The two flat tensors of these factors, in float32 on the CPU."""
+        """Flatten these factors into two tensors, in float32 on the CPU."""
         return {"B": flatten(Bs), "A": flatten(As)}
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The factors of two flat tensors of unknown origin, of the rank that their size gives."""
+        """Cut two flat tensors of unknown origin into factors; their size gives the rank."""
         rank = max(1, len(tensors.get("B", ())) // sum(self.outs))
         for name, sides in (("B", self.outs), ("A", self.ins)):
             check_tensor(tensors, name, (rank * sum(sides),), torch.float32)
         return self.split(tensors)
 
     def split(self, tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The factors of two flat tensors, which fit."""
+        """Cut two flat tensors, which fit, into factors."""
         rank = len(tensors["B"]) // sum(self.outs)
         return (
             [b.view(-1, rank) for b in tensors["B"].split([rank * out for out in self.outs])],
             [a.view(rank, -1) for a in tensors["A"].split([rank * side for side in self.ins])],
         )
 
-    def initial_state(self, adapters: Sequence[nn.Module]) -> Tensors:  # noqa: ARG002
+    def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:  # noqa: ARG002
         return self.pack([torch.zeros(out, self.rank) for out in self.outs], self.drawn_A)
 
-    def load(self, adapters: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
-        for adapter, B, A in zip(loras(adapters), *self.unpack(tensors), strict=True):
+    def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
+        for adapter, B, A in zip(adapters, *self.unpack(tensors), strict=True):
             adapter.set_factors(B, A)
 
-    def upload(self, adapters: Sequence[nn.Module]) -> Tensors:
-        layers = loras(adapters)
-        return self.pack([layer.B for layer in layers], [layer.A for layer in layers])
+    def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
+        return self.pack([adapter.B for adapter in adapters], [adapter.A for adapter in adapters])
 
-    def lora_factors(self, adapter: nn.Module) -> tuple[Tensor, Tensor] | None:
-        return cast(LoRALinear, adapter).factors()
+    def delta_weights(self, adapters: Sequence[LoRALinear]) -> list[Tensor]:
+        return [adapter.delta_weight().detach() for adapter in adapters]
 
-    def fingerprint(self, adapters: Sequence[nn.Module]) -> list[float]:
-        return probe([(layer.A,) for layer in loras(adapters)])
+    def lora_factors(self, adapter: LoRALinear) -> tuple[Tensor, Tensor] | None:
+        return adapter.factors()
+
+    def fingerprint(self, adapters: Sequence[LoRALinear]) -> list[float]:
+        return probe([(adapter.A,) for adapter in adapters])
 
 
 class RankedLora(LoraMethod):
-    """A LoRA of which a client trains the first r_c = floor(share * r) ranks, at least one."""
+    """Let a client train the first r_c = floor(share * r) ranks, at least one."""
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
@@ -115,8 +116,3 @@ class RankedLora(LoraMethod):
 
     def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
         return self.shapes(affordable(share, self.rank))
-
-
-def loras(adapters: Sequence[nn.Module]) -> list[LoRALinear]:
-    """The same modules, as what they are."""
-    return [cast(LoRALinear, adapter) for adapter in adapters]

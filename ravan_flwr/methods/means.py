@@ -1,13 +1,24 @@
-"""Running weighted means of float32 tensors, kept in float64: their order hardly leaves a trace."""
+"""Sum up weighted float32 tensors in float64: their order hardly leaves a trace."""
 
 import math
 import statistics
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 _BLOCK = 2**17
+
+
+class Round(Protocol):
+    """Sum up one round's uploads on the server; their order does not matter."""
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Fold one checked upload into the sums."""
+
+    def close(self) -> dict[str, Tensor]:
+        """Make the next global state."""
 
 
 def add_to(total: Tensor, tensor: Tensor, weight: float) -> None:
@@ -21,7 +32,7 @@ def add_to(total: Tensor, tensor: Tensor, weight: float) -> None:
 
 
 class Mean:
-    """A running weighted mean of tensors of one shape."""
+    """Keep a running weighted mean of tensors of one shape."""
 
     def __init__(self, old: Tensor) -> None:
         self.old = old
@@ -29,33 +40,33 @@ class Mean:
         self.weight = 0.0
 
     def add(self, tensor: Tensor, weight: float) -> None:
-        """One more."""
+        """Add one tensor."""
         add_to(self.sum, tensor, weight)
         self.weight += weight
 
     def merge(self, other: "Mean") -> None:
-        """All that another has."""
+        """Add all that another mean has."""
         self.sum.add_(other.sum)
         self.weight += other.weight
 
     def close(self) -> Tensor:
-        """The mean, or what was there before if nothing came."""
+        """Compute the mean, or what was there before if nothing came."""
         return (self.sum / self.weight).float() if self.weight else self.old.clone()
 
 
 class Means:
-    """The mean of every tensor of the state."""
+    """Keep the mean of every tensor of the state."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self.means = {name: Mean(tensor) for name, tensor in state.items()}
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """One more upload, with the names of the state."""
+        """Add an upload, with the names of the state."""
         for name, mean in self.means.items():
             mean.add(upload[name], weight)
 
     def close(self) -> dict[str, Tensor]:
-        """The next state."""
+        """Make the next state."""
         return {name: mean.close() for name, mean in self.means.items()}
 
 
@@ -63,7 +74,7 @@ FAR = 8.0  # times the median norm, and the next power of two
 
 
 class MeansBySize:
-    """The means without the uploads whose norm is far above the median of all.
+    """Leave uploads whose norm is far above the median of all out of the means.
 
     That is known when all have come. Until then there is one sum for each power of two that a
     norm has: honest ones share a few, and one that is far away has its own, which is dropped.
@@ -75,14 +86,14 @@ class MeansBySize:
         self.norms: list[float] = []
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """One more upload, with the names of the state."""
+        """Add an upload, with the names of the state."""
         norm = math.hypot(*(float(upload[name].double().norm()) for name in self.state))
         self.norms.append(norm)
         means = self.classes.setdefault(math.frexp(norm)[1], Means(self.state))
         means.add(upload, weight)
 
     def close(self) -> dict[str, Tensor]:
-        """The next state."""
+        """Make the next state."""
         total = Means(self.state)
         most = math.frexp(FAR * statistics.median(self.norms))[1] if self.norms else 0
         for exponent in sorted(key for key in self.classes if key <= most):

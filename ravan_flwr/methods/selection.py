@@ -1,4 +1,4 @@
-"""Which heads a client trains: scores first, then the best K (section 3.2).
+"""Choose the heads that a client trains: scores first, then the best K (section 3.2).
 
 Scores are (layers, heads), the higher the better:
 
@@ -27,7 +27,7 @@ def score_heads(
     random: torch.Generator,
     backward: Callable[[], object],
 ) -> Tensor:
-    """(layers, heads); `backward` runs one mini-batch forward and backward."""
+    """Score the heads, (layers, heads); `backward` runs one mini-batch forward and backward."""
     return SCORINGS[scoring](layers, random, backward)
 
 
@@ -40,7 +40,7 @@ def _random_scores(
 def _weight_scores(
     layers: Sequence[MultiHeadLinear], _: torch.Generator, __: Callable[[], object]
 ) -> Tensor:
-    """Relative to the norm of W: how much of its layer a head has already changed."""
+    """Measure how much of its layer a head has already changed, relative to the norm of W."""
     norms = [layer.products().norm(dim=(1, 2)) / weight_norm(layer.base) for layer in layers]
     return torch.stack(norms).cpu()
 
@@ -48,7 +48,7 @@ def _weight_scores(
 def _gradient_scores(
     layers: Sequence[MultiHeadLinear], _: torch.Generator, backward: Callable[[], object]
 ) -> Tensor:
-    """The norms of B_i^T (dL/dy)^T x A_i^T, which is the gradient with respect to s_i H_i.
+    """Measure the norms of B_i^T (dL/dy)^T x A_i^T, which is the gradient with respect to s_i H_i.
 
     Each layer's gradient is reduced to its heads' norms as soon as it comes by.
     """
@@ -73,7 +73,7 @@ SCORINGS: dict[
 
 
 def best_heads(scores: Tensor, number: int, selection: str, random: torch.Generator) -> Heads:
-    """The `number` best heads of each layer, or `number` times the layers of all of them.
+    """Pick the `number` best heads of each layer, or `number` times the layers of all of them.
 
     Scores of different layers compare as they are: bases have the same norms everywhere, so
     a gradient norm says how fast the one loss falls per unit of movement of a head in any
@@ -87,7 +87,7 @@ def best_heads(scores: Tensor, number: int, selection: str, random: torch.Genera
 
 
 def _top(scores: Tensor, number: int, random: torch.Generator) -> list[int]:
-    """The positions of the highest scores, ascending; ties are broken by `random`."""
+    """Find the positions of the highest scores, ascending; ties are broken by `random`."""
     order = torch.randperm(len(scores), generator=random)
     ranking = scores[order].argsort(descending=True, stable=True)
     return sorted(order[ranking[:number]].tolist())

@@ -12,6 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+Tensors = dict[str, Tensor]
+
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """Hash the names, dtypes, shapes and bytes of tensors; their order does not matter."""
@@ -25,12 +27,12 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """One after the other, in float32 on the CPU."""
+    """Join tensors one after the other, in float32 on the CPU."""
     return torch.cat([tensor.detach().float().cpu().flatten() for tensor in tensors])
 
 
 def probe(layers: Sequence[Sequence[Tensor]]) -> list[float]:
-    """For the bases of each layer, numbers to which every entry of every layer counts."""
+    """Sum the bases of each layer up to numbers to which every entry of every layer counts."""
     sums = [
         torch.stack([number for basis in bases for number in _probe(basis)]) * position
         for position, bases in enumerate(layers, start=1)
@@ -39,7 +41,7 @@ def probe(layers: Sequence[Sequence[Tensor]]) -> list[float]:
 
 
 def _probe(basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Two sums with weights that no shift keeps."""
+    """Compute two sums with weights that no shift keeps."""
     flat = basis.detach().cpu().double().flatten()
     angles = torch.arange(len(flat), dtype=torch.float64)
     return flat @ torch.cos(angles), flat @ torch.sin(angles * 0.7)
@@ -48,7 +50,7 @@ def _probe(basis: Tensor) -> tuple[Tensor, Tensor]:
 def check_tensor(
     upload: Mapping[str, Tensor], name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """The upload's tensor of that name, of exactly that shape and dtype, finite throughout."""
+    """Take the upload's tensor of that name, of exactly that shape and dtype, and finite."""
     tensor = check_form(upload, name, shape, dtype)
     if not tensor.is_meta:  # a plan has shapes only
         sum_of_squares(tensor, name)
@@ -58,7 +60,7 @@ def check_tensor(
 def check_form(
     upload: Mapping[str, Tensor], name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """The upload's tensor of that name, of exactly that shape and dtype."""
+    """Take the upload's tensor of that name, of exactly that shape and dtype."""
     if name not in upload:
         raise ValueError(f"got tensors {sorted(upload)}, expected {name!r} among them")
     tensor = upload[name]
@@ -70,7 +72,7 @@ def check_form(
 
 
 def sum_of_squares(tensor: Tensor, name: str) -> float:
-    """Zero for integers; ValueError if a number is not finite.
+    """Sum up the squares, zero for integers; ValueError if a number is not finite.
 
     In float32, unless that overflows: one reading of the tensor, and no copy of it.
     """

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
+from ravan_flwr.tasks import get_task
 
 
 def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
@@ -39,18 +40,9 @@ def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
     write_atomically(folder / "README.md", text.encode())
 
 
-CLASSES = {
-    "vision": "AutoModelForImageClassification",
-    "text": "AutoModelForSequenceClassification",
-    "text-to-label": "AutoModelForSeq2SeqLM",
-    "question-answering": "AutoModelForSeq2SeqLM",
-}
-
-
 def _how(form: str, config: dict[str, Any]) -> str:
     """How to load the folder."""
-    model, task = config["model"], config["task"]
-    known = CLASSES.get(task, "AutoModel")
+    model, known = config["model"], get_task(config["task"]).auto_class
     if form == "merged":
         return MERGED.format(known=known)
     if model["source"] == "bundled":

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ravan_flwr.methods.base import CLASSIFIER, Calibration, Method, Round, Tensors
+from ravan_flwr.methods.base import CLASSIFIER, Method, Round, Tensors
+from ravan_flwr.methods.calibration import Calibration, CalibrationSums
 from ravan_flwr.methods.means import Means, MeansBySize
 from ravan_flwr.methods.tensors import check_form
 from ravan_flwr.server.limit import ChangeLimit, Changes, changes_of
@@ -83,14 +84,14 @@ class Aggregate:
 
 
 def open_calibration(
-    method: Method, norm: float | None, step: float, robust: str = "none"
-) -> Calibration | None:
-    """The method's calibration round with a limit on what is added; None if it holds none.
+    calibration: Calibration, norm: float | None, step: float, robust: str = "none"
+) -> CalibrationSums:
+    """Begin the sums of a calibration round, with a limit on what is added.
 
     `norm` and `step` are those of `ChangeLimit`. No step bounds a gradient: there, sketches far
     larger than most are left out of the mean.
     """
-    by_steps = method.calibrates_by_steps
+    by_steps = calibration.by_steps
 
     def sums(start: Tensors) -> Round:
         if robust != "none":
@@ -99,7 +100,7 @@ def open_calibration(
             inner = Means(start) if by_steps else MeansBySize(start)
         return _Limited(inner, start, ChangeLimit(norm, step if by_steps else math.inf))
 
-    return method.open_calibration(sums)
+    return calibration.open(sums)
 
 
 class _Limited:

@@ -211,15 +211,15 @@ class FederatedTuning(Strategy):
 
     def _calibrate(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> ArrayRecord:
         """Hold the method's calibration round, if it has one; the state after it."""
-        config = self.config
-        step = config.calibration_learning_rate * config.local_steps
-        sums = open_calibration(self.method, config.max_update_norm, step, config.robust)
-        if sums is None:
+        config, calibration = self.config, self.method.calibration
+        if calibration is None:
             return arrays
+        step = config.calibration_learning_rate * config.local_steps
+        sums = open_calibration(calibration, config.max_update_norm, step, config.robust)
         self._ledger = Ledger(0, self.roster.partitions)
         self._wait_for_enough(grid, timeout)
         kind = f"{MessageType.TRAIN}.calibrate"
-        everyone = self.method.calibrates_everyone
+        everyone = calibration.everyone
         members = self._able(grid) if everyone else self._sample(grid, 0)
         enough = len(members) if everyone else self.config.clients_per_round
         messages = [self.mail.message(m, kind, 0, arrays, ConfigRecord()) for m in members]

@@ -64,8 +64,10 @@ class Task(ABC):
     """
 
     metric: ClassVar[str]  # the name of the metric by which runs are compared; higher is better
-    # Which class of transformers serves an architecture: a table of its `modeling_auto`.
+    # Which class of transformers serves an architecture: a table of its `modeling_auto`, and the
+    # Auto class that looks into it.
     classes: ClassVar[str]
+    auto_class: ClassVar[str]
 
     def __init__(
         self, data: DataSpec, max_length: int, model_folder: Callable[[], Path | None]

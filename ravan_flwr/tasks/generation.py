@@ -30,6 +30,7 @@ class TextToText(Task):
     """The prompt is filled with the columns of an example; the target is its first answer."""
 
     classes = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
+    auto_class = "AutoModelForSeq2SeqLM"
 
     @abstractmethod
     def answers(self, examples: datasets.Dataset) -> list[Sequence[str]]:

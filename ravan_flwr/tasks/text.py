@@ -20,6 +20,7 @@ class Text(Classification):
     """Columns `text`, `label`, and `text-pair` if there is one."""
 
     classes = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
+    auto_class = "AutoModelForSequenceClassification"
 
     def load_reader(self, folder: Path) -> Any:
         return load_tokenizer(folder)

@@ -31,6 +31,7 @@ class Vision(Classification):
     """Columns `image` and `label`."""
 
     classes = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
+    auto_class = "AutoModelForImageClassification"
 
     def load_reader(self, folder: Path) -> Any:
         if not (folder / "preprocessor_config.json").is_file():

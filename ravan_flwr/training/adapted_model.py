@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
+from ravan_flwr.methods.calibration import Calibration
 from ravan_flwr.methods.tensors import check_tensor, checksum
 from ravan_flwr.training.network import Backbone, pretrained_parameters
 from ravan_flwr.training.threads import computing_with
@@ -67,6 +68,16 @@ class AdaptedModel:
         parts = [parameter.detach().flatten() for parameter in self.classifier]
         return torch.cat(parts) if parts else torch.zeros(0)
 
+    @property
+    def calibration(self) -> Calibration:
+        """The method's calibration round; ValueError where it holds none."""
+        if self.method.calibration is None:
+            raise ValueError(
+                f"calibration: {type(self.method).__name__} holds none, expected a method that "
+                "does; start server and clients with one configuration"
+            )
+        return self.method.calibration
+
     def load_fixed(self, fixed: Tensors, expected: str = "") -> None:
         """Take a method's fixed tensors unless the model has them; refuse another checksum."""
         found = checksum(fixed)
@@ -76,7 +87,7 @@ class AdaptedModel:
                 "more in the node's next round"
             )
         if found != self._fixed_hash:
-            self.method.load_fixed(self.adapters, fixed)
+            self.calibration.load(self.adapters, fixed)
             self._fixed_hash, self.derived = found, self._derived_fingerprint()
 
     def _derived_fingerprint(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""A client's local work: some steps of Adam on its own examples, or an evaluation."""
+"""Do a client's local work: some steps of Adam on its own examples, or an evaluation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.seeding import derive, generator
+from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Encoded, Task
 from ravan_flwr.training.adapted_model import AdaptedModel
 
@@ -19,7 +19,7 @@ PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.floa
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """How a client trains in a round."""
+    """Say how a client trains in a round."""
 
     number: int
     batch_size: int
@@ -30,7 +30,7 @@ class LocalSteps:
 
 @dataclass(frozen=True)
 class LocalResult:
-    """What came of it."""
+    """Hold what came of a client's work."""
 
     upload: Tensors
     train_loss: float  # mean over the steps, without the proximal term; the scores' batch is none
@@ -43,16 +43,15 @@ def train_locally(
     broadcast: Tensors,
     share: float,
     steps: LocalSteps,
-    purpose: tuple[int, int, int],
+    work: ClientRound,
 ) -> LocalResult:
-    """One client's round. `purpose` is (seed, round, partition id): all its randomness."""
-    train = _Stepper(model, task, examples, steps, purpose)
-    with model.holding(broadcast), _dropout_of(purpose, model.device):
-        seed, *who = purpose
-        random = generator(seed, "heads", *who)
-        model.method.choose(model.adapters, share, random, train.backward)
-        train.train(model.parameters())
-        return LocalResult(model.upload(), train.mean_loss())
+    """Do one client's round: load, choose, train, collect; the model is then as it was."""
+    stepper = _Stepper(model, task, examples, steps, work)
+    with model.holding(broadcast), _dropout_of(work, model.device):
+        random = work.generator("heads")
+        model.method.choose(model.adapters, share, random, stepper.backward)
+        stepper.train(model.parameters())
+        return LocalResult(model.upload(), stepper.mean_loss())
 
 
 def calibrate_locally(
@@ -61,27 +60,26 @@ def calibrate_locally(
     examples: Encoded,
     broadcast: Tensors,
     steps: LocalSteps,
-    purpose: tuple[int, int, int],
+    work: ClientRound,
 ) -> LocalResult:
-    """One client's part of a calibration round."""
-    work = _Stepper(model, task, examples, steps, purpose)
-    with model.holding(broadcast), _dropout_of(purpose, model.device):
-        upload = model.method.calibrate(model.adapters, work)
-    return LocalResult(upload, work.mean_loss())
+    """Do one client's part of a calibration round."""
+    stepper = _Stepper(model, task, examples, steps, work)
+    with model.holding(broadcast), _dropout_of(work, model.device):
+        upload = model.calibration.run(model.adapters, stepper)
+    return LocalResult(upload, stepper.mean_loss())
 
 
 @contextmanager
-def _dropout_of(purpose: tuple[int, int, int], device: torch.device) -> Iterator[None]:
-    """Dropout draws from PyTorch's own generators: they are a function of the purpose, too."""
-    seed, *who = purpose
+def _dropout_of(work: ClientRound, device: torch.device) -> Iterator[None]:
+    """Seed PyTorch's own generators, which dropout draws from, by the work, too."""
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed(derive(seed, "dropout", *who) % 2**63)
+        torch.manual_seed(work.derive("dropout") % 2**63)
         yield
 
 
 class _Stepper:
-    """Forward, backward and Adam over a client's batches, in the precision asked for."""
+    """Run forward, backward and Adam over a client's batches, in the precision asked for."""
 
     def __init__(
         self,
@@ -89,21 +87,19 @@ class _Stepper:
         task: Task,
         examples: Encoded,
         steps: LocalSteps,
-        purpose: tuple[int, int, int],
+        work: ClientRound,
     ) -> None:
         self.model, self.task, self.steps = model, task, steps
-        seed, *who = purpose
         self.device = model.device
-        order = _endless(len(examples), steps.batch_size, generator(seed, "batches", *who))
+        order = _endless(len(examples), steps.batch_size, work.generator("batches"))
         self.batches = _batches(examples, task, order, self.device)
         self.dtype = PRECISIONS[steps.precision]
         if self.dtype is torch.float16 and self.device.type == "cpu":
             raise ValueError(
                 "precision = 'float16': got a CPU, expected an accelerator; use bfloat16 or float32"
             )
-        self.scaler = torch.amp.GradScaler(
-            self.device.type, enabled=self.dtype is torch.float16
-        )  # fmt: skip
+        scales = self.dtype is torch.float16
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=scales)
         self.losses: list[Tensor] = []
         model.network.train()
 
@@ -124,11 +120,11 @@ class _Stepper:
             self.scaler.update()
 
     def mean_loss(self) -> float:
-        """The mean over the steps, or over a calibration's batches."""
+        """Average over the steps, or over a calibration's batches."""
         return float(torch.stack(self.losses).mean())
 
     def backward(self) -> None:
-        """Gradients of the next batch."""
+        """Compute gradients on the next batch."""
         batch = next(self.batches)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
             loss = self.task.loss(self.model.network, batch)
@@ -147,7 +143,7 @@ def _pull_back(parameters: Sequence[Tensor], anchors: list[Tensor], mu: float) -
 def evaluate(
     model: AdaptedModel, task: Task, examples: Encoded, batch_size: int, precision: str = "float32"
 ) -> dict[str, float]:
-    """`loss` and the task's metrics, as means over the examples."""
+    """Measure `loss` and the task's metrics, as means over the examples."""
     model.network.eval()
     dtype, device = PRECISIONS[precision], model.device
     sums: dict[str, float] = {}
@@ -167,7 +163,7 @@ def evaluate_all(
     batch_size: int,
     precision: str = "float32",
 ) -> dict[str, float]:
-    """The same over the examples of all sets, and `NAME-SET` for each if there are several."""
+    """Evaluate on the examples of all sets, and `NAME-SET` on each if there are several."""
     means = {name: evaluate(model, task, one, batch_size, precision) for name, one in sets.items()}
     total = sum(map(len, sets.values()))
     together: dict[str, float] = {}
@@ -181,7 +177,7 @@ def evaluate_all(
 
 
 def _endless(number: int, batch_size: int, random: torch.Generator) -> Iterator[np.ndarray]:
-    """Rows of batches of one shuffled pass after the other; the last of a pass may be short."""
+    """Draw batches from one shuffled pass after the other; the last of a pass may be short."""
     while True:
         for rows in torch.randperm(number, generator=random).split(batch_size):
             yield rows.numpy()
@@ -190,7 +186,7 @@ def _endless(number: int, batch_size: int, random: torch.Generator) -> Iterator[
 def _batches(
     examples: Encoded, task: Task, order: Iterator[np.ndarray], device: torch.device
 ) -> Iterator[Batch]:
-    """Batches on the device; the next one is read while an accelerator works on this one."""
+    """Bring batches to the device; the next is read while an accelerator works on this one."""
 
     def read(rows: np.ndarray | None) -> Batch | None:
         if rows is None:

@@ -93,19 +93,20 @@ def _run(config: Config, built: Skeleton) -> list[str]:
     clients = min(config.clients_per_round, config.num_clients)
     up, down = clients * built.bytes_up(1.0), clients * built.bytes_down(1.0)
     rounds, method = config.num_rounds, built.method
-    first, fixed = method.calibration_bytes()
-    calibrated = config.num_clients if method.calibrates_everyone else clients
+    calibration = method.calibration
+    first, fixed = (calibration.bytes_up, calibration.bytes_down) if calibration else (0, 0)
+    calibrated = config.num_clients if calibration and calibration.everyone else clients
     reached = min(rounds * clients, config.num_clients)  # those that ever get the fixed tensors
     initial = method.initial_state(built.adapters)  # a calibration travels in float32
     asked = calibrated * (method.broadcast_bytes(initial, 1.0) + 4 * built.classifier_size)
     all_up = rounds * up + (calibrated * first)
     all_down = rounds * down + (asked + reached * fixed if first else 0)
-    calibration = [
+    told = [
         f"before round 1  {calibrated} clients send {first:,} bytes each; a client gets {fixed:,} "
         "once",
     ]
     return [
-        *(calibration if first else []),
+        *(told if first else []),
         f"a round         {clients} of {config.num_clients} clients: at most {up:,} bytes up,",
         f"                {down:,} down",
         f"the run         {rounds} rounds: at most {all_up:,} bytes up,",

@@ -25,6 +25,7 @@ from ravan_flwr.data.hub import model_folder
 from ravan_flwr.data.partition import Partition, deal_out
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Method, Settings
+from ravan_flwr.methods.layer_form import layer_form
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.base import Encoded, Task
@@ -39,12 +40,9 @@ EVALUATION_BATCH = 256
 
 def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
     """The configuration's method, over these layers of a network of that size."""
-    method = get_method(config.method)
-    few_bits = config.precision != "float32" or config.quantize != "none"
-    if config.layer_form == "auto" and few_bits:
-        config = dataclasses.replace(config, layer_form="factored")  # as the layers decide
     told = {field.name: getattr(config, field.name) for field in dataclasses.fields(Settings)}
-    return method(Settings(**told), layers, size)
+    told["layer_form"] = layer_form(config.layer_form, config.precision, config.quantize)
+    return get_method(config.method)(Settings(**told), layers, size)
 
 
 def make_task(config: Config) -> Task:

@@ -17,7 +17,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.fedex_lora import Residual
-from ravan_flwr.seeding import generator
+from ravan_flwr.seeding import ClientRound, generator
 from ravan_flwr.training.local_steps import LocalSteps, _endless, calibrate_locally
 from ravan_flwr.training.workbench import Workbench
 from tests.methods import (
@@ -238,17 +238,17 @@ def test_fed_sb_begins_with_the_decomposition_of_the_first_round():
     rest = copy.deepcopy(network.state_dict())
     method.load(adapters, method.initial_state(adapters))
     known, changes = known_changes()
-    sums = method.open_calibration()
+    sums = method.calibration.open()
     for factor in (0.5, 1.5):  # two clients, whose mean is the known change
-        upload = method.calibrate(adapters, FakeTraining([factor * c for c in changes]))
-        assert sum(t.nbytes for t in upload.values()) == method.calibration_bytes()[0]
+        upload = method.calibration.run(adapters, FakeTraining([factor * c for c in changes]))
+        assert sum(t.nbytes for t in upload.values()) == method.calibration.bytes_up
         sums.add(upload, 1.0)
         for key in (k for k in rest if k.endswith(("base.weight", "base.bias"))):
             assert torch.equal(network.state_dict()[key], rest[key])
     fixed, state = sums.close()
-    assert sum(t.nbytes for t in fixed.values()) == method.calibration_bytes()[1]
+    assert sum(t.nbytes for t in fixed.values()) == method.calibration.bytes_down
     assert_close(state["H"], 2 * [torch.tensor([5.0, 3.0]).diag()])
-    method.load_fixed(adapters, fixed)
+    method.calibration.load(adapters, fixed)
     for adapter, (U, V) in zip(adapters, known, strict=True):
         overlap = adapter.B[0].T @ U[:, :2]
         assert_close([overlap.abs()], [torch.eye(2)])
@@ -267,7 +267,7 @@ def test_fed_sbs_weights_come_back_also_when_the_first_round_fails():
             raise RuntimeError("boom")
 
     with pytest.raises(RuntimeError, match="boom"):
-        method.calibrate(adapters, Fails(known_changes()[1]))
+        method.calibration.run(adapters, Fails(known_changes()[1]))
     assert all(torch.equal(v, before[k]) for k, v in network.state_dict().items())
     assert not any(p.requires_grad for n, p in network.named_parameters() if "base" in n)
 
@@ -278,7 +278,7 @@ def test_fed_sbs_first_round_is_full_fine_tuning_of_the_adapted_matrices():
     model, examples = bench.model, bench.partition(0, 4).train
     steps = LocalSteps(number=3, batch_size=8, learning_rate=1e-3, precision="float32")
     sent = calibrate_locally(
-        model, bench.task, examples, model.initial_state(), steps, (5, 0, 0)
+        model, bench.task, examples, model.initial_state(), steps, ClientRound(5, 0, 0)
     ).upload["change"]
 
     plain: Any = copy.deepcopy(model.network).train()

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ravan_flwr.adapters import Layer
 from ravan_flwr.methods.budgets import affordable
-from ravan_flwr.methods.ravan import Ravan, _pack_bits, _unpack_bits
+from ravan_flwr.methods.head_means import pack_bits, unpack_bits
+from ravan_flwr.methods.ravan import Ravan
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.limit import ChangeLimit
@@ -116,11 +117,26 @@ def test_ravans_budgets_are_those_of_the_paper():
         assert (method.rank, method.trainable_parameters()) == (rank, parameters)
 
 
+def test_the_bits_on_the_wire_are_those_written_here():
+    """The first (layer, head) in the lowest bit of the first byte; what is over is zero."""
+    chosen = torch.tensor([True, False, False, False, False, False, False, True, False, True, True])
+    assert pack_bits(chosen).tolist() == [0b10000001, 0b00000110]
+    assert pack_bits(chosen).dtype == torch.uint8
+    assert unpack_bits(torch.tensor([0b10000001, 0b00000110], dtype=torch.uint8), 11).tolist() == (
+        chosen.tolist()
+    )
+    method, adapters = build(heads=5)
+    method.load(adapters, method.initial_state(adapters))
+    for adapter, heads in zip(adapters, ([0, 2], [1, 4]), strict=True):
+        adapter.train_heads(heads)
+    assert method.upload(adapters)["heads"].tolist() == [0b01000101, 0b00000010]
+
+
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
 def test_bits_are_packed_and_unpacked(bits):
-    packed = _pack_bits(torch.tensor(bits))
+    packed = pack_bits(torch.tensor(bits))
     assert len(packed) == -(-len(bits) // 8)
-    assert _unpack_bits(packed)[: len(bits)].tolist() == bits
+    assert unpack_bits(packed)[: len(bits)].tolist() == bits
 
 
 def test_fingerprints_tell_bases_apart_and_ignore_what_is_trained():
@@ -151,9 +167,9 @@ BAD_UPLOADS = {
     "another dtype": (_damage(H=H.double()), "H is torch.float64"),
     "not a number": (_damage(H=H + torch.nan), "H has values that are not finite"),
     "infinite": (_damage(H=H + torch.inf), "H has values that are not finite"),
-    "too many heads": (_damage(heads=_pack_bits(torch.ones(6))), r"marks \[3, 3\] heads"),
+    "too many heads": (_damage(heads=pack_bits(torch.ones(6))), r"marks \[3, 3\] heads"),
     "uneven heads": (
-        _damage(heads=_pack_bits(torch.tensor([1, 1, 1, 1, 0, 0]))),
+        _damage(heads=pack_bits(torch.tensor([1, 1, 1, 1, 0, 0]))),
         r"marks \[3, 1\] heads by layer, expected 2 in each",
     ),
     "a head beyond the last": (_damage(heads=BEYOND), "heads marks a head beyond the last of 6"),

@@ -28,13 +28,12 @@ def sketch_of(sketcher, G):
 def test_heads_that_do_not_all_fit_get_bases_too(heads):
     """Layers of sides 6 and 5, say, hold two heads of rank 2 and a half."""
     method, adapters = build("ravan", init="data-aware", heads=heads, rank=2)
-    sums = method.open_calibration()
-    assert sums is not None
-    up, down = method.calibration_bytes()
+    sums = method.calibration.open()
+    up, down = method.calibration.bytes_up, method.calibration.bytes_down
     sums.add({"sketch": torch.randn(up // 4, generator=generator(0))}, 1.0)
     fixed, _ = sums.close()
     assert sum(tensor.nbytes for tensor in fixed.values()) == down
-    method.load_fixed(adapters, fixed)
+    method.calibration.load(adapters, fixed)
     for layer in adapters:
         for basis in (*layer.B, *layer.A.mT):
             eye = basis.T @ basis
@@ -106,7 +105,7 @@ def test_heads_beyond_the_side_begin_a_new_block():
 def calibrated(seeds):
     method, adapters = build(init="data-aware")
     method.load(adapters, method.initial_state(adapters))
-    sums = method.open_calibration()
+    sums = method.calibration.open()
     uploads = []
     for seed in seeds:
         random = generator(seed, "batch")
@@ -116,7 +115,7 @@ def calibrated(seeds):
                 x = torch.randn(6, layer.in_features, generator=random)
                 adapter(x).square().mean().backward()
 
-        uploads.append(method.calibrate(adapters, SimpleNamespace(backward=backward)))
+        uploads.append(method.calibration.run(adapters, SimpleNamespace(backward=backward)))
     for upload in uploads:
         sums.add(upload, 1.0)
     return method, adapters, sums, uploads
@@ -127,10 +126,10 @@ def test_fixed_tensors_are_orthonormal_bases_on_every_node():
     fixed, changed = sums.close()
     assert changed == {}
     before = method.fingerprint(adapters)
-    method.load_fixed(adapters, fixed)
+    method.calibration.load(adapters, fixed)
     assert method.fingerprint(adapters) != pytest.approx(before, rel=1e-3)
     other, others = build(init="data-aware")
-    other.load_fixed(others, fixed)
+    other.calibration.load(others, fixed)
     for one, two in zip(adapters, others, strict=True):
         assert torch.equal(one.B, two.B)
         assert torch.equal(one.A, two.A)
@@ -153,4 +152,4 @@ def test_a_calibration_upload_is_checked():
 
 
 def test_other_inits_hold_no_calibration_round():
-    assert build()[0].open_calibration() is None
+    assert build()[0].calibration is None

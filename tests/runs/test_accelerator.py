@@ -10,6 +10,7 @@ from ravan_flwr.adapters import MultiHeadLinear
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.aggregation import Aggregate, outgoing
 from ravan_flwr.server.limit import ChangeLimit
 from ravan_flwr.training.local_steps import LocalSteps, calibrate_locally, train_locally
@@ -37,10 +38,10 @@ def a_round(settings, share, steps):
     bench = Workbench(read_config({"seed": 5, "lora-rank": 4} | settings))
     model, task, clients = bench.model, bench.task, [bench.partition(i, 4).train for i in (0, 1)]
     state = first = model.initial_state()
-    calibration = model.method.open_calibration()
-    if calibration is not None:
+    if model.method.calibration is not None:
+        calibration = model.method.calibration.open()
         for number, examples in enumerate(clients):
-            done = calibrate_locally(model, task, examples, state, steps, (5, 0, number))
+            done = calibrate_locally(model, task, examples, state, steps, ClientRound(5, 0, number))
             calibration.add(done.upload, 1.0)
         fixed, changed = calibration.close()
         model.load_fixed(fixed)
@@ -50,7 +51,9 @@ def a_round(settings, share, steps):
         pot = Aggregate(model.method, state, ChangeLimit(1e9))
         for client, examples in enumerate(clients):
             sent = outgoing(model.method, state, share)
-            done = train_locally(model, task, examples, sent, share, steps, (5, number, client))
+            done = train_locally(
+                model, task, examples, sent, share, steps, ClientRound(5, number, client)
+            )
             pot.offer(done.upload, share)
         state = pot.close()
     with model.holding(state):

@@ -12,6 +12,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.sharing import share_gpus
 from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.methods import METHODS
+from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cost import largest_share, step_memory
 from ravan_flwr.training.footprint import CONTEXT, evaluation_memory, footprint
@@ -114,10 +115,10 @@ def steps_take(settings, number=3):
     steps = LocalSteps(number, config.batch_size, 1e-3, config.precision)
     model = bench.model
     work = model, bench.task, examples, model.initial_state(), 1.0, steps
-    train_locally(*work, (0, 1, 0))  # cuBLAS's workspaces are there
+    train_locally(*work, ClientRound(0, 1, 0))  # cuBLAS's workspaces are there
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    train_locally(*work, (0, 2, 0))
+    train_locally(*work, ClientRound(0, 2, 0))
     return torch.cuda.max_memory_allocated() - before, step_memory(config, 1.0)
 
 
@@ -179,7 +180,7 @@ def test_memory_is_given_back_only_where_others_may_want_it(alone, monkeypatch):
     bench.shares_device = not alone
     work = bench.model, bench.task, bench.partition(0, 4).train, bench.model.initial_state(), 1.0
     for client in range(3):
-        train_locally(*work, LocalSteps(1, 8, 1e-3, "float32"), (0, 1, client))
+        train_locally(*work, LocalSteps(1, 8, 1e-3, "float32"), ClientRound(0, 1, client))
     assert len(calls) == (0 if alone else 3)
 
 

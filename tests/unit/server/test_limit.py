@@ -170,15 +170,14 @@ def test_a_sketch_that_is_far_larger_than_most_is_left_out():
 def test_one_false_reply_of_five_does_not_reach_a_robust_calibration(name, changes, robust):
     method, _ = build(name, **changes)
     key = "change" if name == "fed-sb" else "sketch"
-    size = method.calibration_bytes()[0] // 4
+    size = method.calibration.bytes_up // 4
     honest = [
         {key: torch.randn(size, generator=torch.Generator().manual_seed(1)) * (1 + n / 1e6)}
         for n in range(4)
     ]
     made = []
     for lies in ([], [{key: -honest[0][key]}]):
-        sums = open_calibration(method, None, 10.0, robust)
-        assert sums is not None
+        sums = open_calibration(method.calibration, None, 10.0, robust)
         for upload in honest + lies:
             sums.add(upload, 1.0)
         made.append(sums.close()[0])
@@ -189,10 +188,9 @@ def test_one_false_reply_of_five_does_not_reach_a_robust_calibration(name, chang
 def test_a_calibration_by_steps_is_limited_and_a_sketch_is_not():
     for name, changes, limited in (("fed-sb", {}, True), ("ravan", {"init": "data-aware"}, False)):
         method, _ = build(name, **changes)
-        sums = open_calibration(method, None, 0.1)
-        assert sums is not None
+        sums = open_calibration(method.calibration, None, 0.1)
         key = "change" if limited else "sketch"
-        upload = {key: torch.full((method.calibration_bytes()[0] // 4,), 1.0)}
+        upload = {key: torch.full((method.calibration.bytes_up // 4,), 1.0)}
         if limited:
             with pytest.raises(ValueError, match=r"changes change by 1 .*0.1 = learning-rate"):
                 sums.add(upload, 1.0)

@@ -10,6 +10,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.methods.tensors import checksum
+from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.limit import ChangeLimit
 from ravan_flwr.specs import ModelSpec
@@ -53,7 +54,7 @@ def train(shared, share=1.0, round_number=1, client=0, steps=2, state=None, **ch
         state or shared.model.initial_state(),
         share,
         LocalSteps(**settings | changes),
-        (5, round_number, client),
+        ClientRound(5, round_number, client),
     )
 
 
@@ -112,10 +113,10 @@ def test_nothing_leaks_from_one_client_to_the_next(method, classifier):
     with pytest.raises(ZeroDivisionError):
         spoil(shared.model)
     assert same(before, snapshot(shared.model))
-    if shared.model.method.open_calibration() is not None:
+    if shared.model.method.calibration is not None:
         steps = LocalSteps(2, 8, 0.01, "float32")
         work = shared.model, shared.task, shared.partition(0, 4).train
-        calibrate_locally(*work, shared.model.initial_state(), steps, (5, 0, 0))
+        calibrate_locally(*work, shared.model.initial_state(), steps, ClientRound(5, 0, 0))
         assert same(before, snapshot(shared.model))
     again = train(shared)
     assert same(alone.upload, again.upload)
@@ -124,7 +125,7 @@ def test_nothing_leaks_from_one_client_to_the_next(method, classifier):
 
 def test_fixed_tensors_of_another_hash_are_refused():
     model = bench(method="fed-sb", seed=5).model
-    size = model.method.calibration_bytes()[1] // 4
+    size = model.method.calibration.bytes_down // 4
     sides = [(layer.out_features, layer.in_features) for layer in model.layers]
     B = torch.ones(size * sum(out for out, _ in sides) // sum(map(sum, sides)))
     fixed = {"B": B, "A": torch.ones(size - len(B))}
