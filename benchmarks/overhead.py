@@ -26,7 +26,7 @@ from ravan_flwr import server_app, simulate
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import local_steps as training
 from ravan_flwr.training.workbench import Workbench
-from tests.tiny import save_data
+from testing.tiny import save_data
 
 Round = dict[str, float]  # seconds of all of it, of training, of evaluation
 
@@ -95,7 +95,7 @@ def write_vit_b16(folder: Path) -> dict[str, Scalar]:
     """ViT-B/16 with random weights and a few pictures, in folders as the hub has them."""
     transformers.ViTModel(transformers.ViTConfig()).save_pretrained(folder / "model")
     transformers.ViTImageProcessor().save_pretrained(folder / "model")
-    save_data("svhn-vit-b16", folder / "data", train=30, test=8)  # type: ignore[no-untyped-call]
+    save_data("svhn-vit-b16", folder / "data", train=30, test=8)
     return {"model": str(folder / "model"), "data": str(folder / "data")}
 
 

@@ -26,8 +26,8 @@ from sklearn.datasets import load_digits
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.training.bundled import bundled_file, read_backbone
-from tests import ROOT
-from tests.deployment import Deployment
+from testing import ROOT
+from testing.deployment import Deployment
 
 PEER, BAR = "Flower's FedAvg", 1.5  # times as many rounds a minute
 PLAIN = ROOT / "benchmarks" / "plain_fedit"

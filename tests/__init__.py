@@ -1,5 +1,5 @@
 """The tests: unit, laws, whole runs, processes, Flower; what they share lies beside."""
 
-from pathlib import Path
+from testing import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
+__all__ = ["ROOT"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from testing.deployment import Deployment
 from tests import ROOT
-from tests.deployment import Deployment
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),

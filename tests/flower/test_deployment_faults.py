@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from testing.deployment import Deployment, wait_for
 from tests import ROOT
-from tests.deployment import Deployment, wait_for
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),

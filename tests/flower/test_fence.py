@@ -19,8 +19,8 @@ import pytest
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
 from ravan_flwr.launch.superlink import processes_of
+from testing.deployment import NAME, NGINX, Deployment, wait_for
 from tests import ROOT
-from tests.deployment import NAME, NGINX, Deployment, wait_for
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),

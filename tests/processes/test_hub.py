@@ -18,7 +18,7 @@ from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.text import load_tokenizer
 from ravan_flwr.training.network import build_network
 from ravan_flwr.training.workbench import Workbench
-from tests.tiny import save_data, save_model
+from testing.tiny import save_data, save_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from ravan_flwr.launch.superlink import LocalSuperLink, processes_of
+from testing.deployment import wait_for
 from tests import ROOT
-from tests.deployment import wait_for
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),

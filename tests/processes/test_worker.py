@@ -20,8 +20,8 @@ from ravan_flwr.client import worker
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import FIXED, from_record, to_record
 from ravan_flwr.training.workbench import Workbench
+from testing.deployment import wait_for
 from tests import ROOT
-from tests.deployment import wait_for
 
 RUN_CONFIG = {"local-steps": 2, "batch-size": 8, "clients-per-round": 2, "init": "data-aware"}
 BUSY = RUN_CONFIG | {"local-steps": 100_000}
@@ -132,7 +132,7 @@ def asked_by_another_process(owner, home):
 import os, tempfile
 from flwr.app import RecordDict
 from ravan_flwr.client import worker
-from tests import test_worker
+from tests.processes import test_worker
 tempfile.tempdir, os.getppid = {str(home)!r}, lambda: {owner.pid}
 worker.ask("train", test_worker.training(), test_worker.context(test_worker.BUSY))
 """

@@ -15,8 +15,8 @@ from ravan_flwr.server.aggregation import Aggregate, outgoing
 from ravan_flwr.server.limit import ChangeLimit
 from ravan_flwr.training.local_steps import LocalSteps, calibrate_locally, train_locally
 from ravan_flwr.training.workbench import Workbench, get_workbench
+from testing.tiny import save_data, save_model
 from tests.pretend import PretendTensor, register
-from tests.tiny import save_data, save_model
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from ravan_flwr.results.export import merged_network
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.network import build_network
 from ravan_flwr.training.workbench import Workbench, make_task
-from tests.tiny import MODELS, OF_IMAGES, save_data, save_model
+from testing.tiny import MODELS, OF_IMAGES, save_data, save_model
 
 # How many matrices each small model's query and value projections are.
 MATRICES = {"t5": 8, "phi3": 2}

@@ -7,7 +7,7 @@ import pytest
 from ravan_flwr import simulate
 from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.specs import Scalar
-from tests.tiny import WORDS, newsgroups, save_model
+from testing.tiny import WORDS, newsgroups, save_model
 
 # `datasets` leaves the closing of CSV files to the garbage collector.
 LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

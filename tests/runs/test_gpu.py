@@ -19,8 +19,8 @@ from ravan_flwr.training.footprint import CONTEXT, evaluation_memory, footprint
 from ravan_flwr.training.gpus import visible_gpus
 from ravan_flwr.training.local_steps import LocalSteps, train_locally
 from ravan_flwr.training.workbench import Workbench, get_workbench
+from testing.tiny import small_decoder
 from tests import ROOT
-from tests.tiny import small_decoder
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from ravan_flwr.studies.spec import read_study
 from ravan_flwr.training.cost import adapter_parameters
 from ravan_flwr.training.plan import describe
 from ravan_flwr.training.workbench import get_workbench
-from tests.tiny import ARCHITECTURES, DATA, SOURCES, save_data, save_model
+from testing.tiny import ARCHITECTURES, DATA, SOURCES, save_data, save_model
 
 PUBLIC = {
     "digits-vit", "cifar100-vit-b16", "svhn-vit-b16", "newsgroups-t5", "mrqa-t5", "glue-llama",

@@ -13,7 +13,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.results.export import merged_network
 from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.workbench import Workbench
-from tests.tiny import small_decoder
+from testing.tiny import small_decoder
 
 pytest.importorskip("bitsandbytes")
 

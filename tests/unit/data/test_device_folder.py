@@ -11,7 +11,7 @@ from ravan_flwr.client.answers import _Client
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.device_folder import own_examples
 from ravan_flwr.data.examples import label_numbers
-from tests.tiny import newsgroups, pictures, save_model
+from testing.tiny import newsgroups, pictures, save_model
 
 LABELS = ("red", "green", "blue")
 

@@ -1,4 +1,4 @@
-"""The presets, held against what the public data sets really are (tests/published)."""
+"""The presets, held against what the public data sets really are (testing/published)."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from ravan_flwr.config.preset import Preset, preset_names
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.examples import label_numbers, load_splits
 from ravan_flwr.specs import Scalar
-from tests.tiny import DATA, PUBLISHED, features, pictures, published, save_data
+from testing.tiny import DATA, PUBLISHED, features, pictures, published, save_data
 
 TEXT = Value("string")
 # role -> what a task can read in its column

@@ -12,7 +12,7 @@ from ravan_flwr.tasks.generation import IGNORED
 from ravan_flwr.tasks.question_answering import QuestionAnswering
 from ravan_flwr.tasks.text_to_label import TextToLabel
 from ravan_flwr.training.workbench import Workbench
-from tests.tiny import WORDS, save_data, save_model
+from testing.tiny import WORDS, save_data, save_model
 
 
 @pytest.fixture(scope="module")

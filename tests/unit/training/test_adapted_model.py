@@ -25,7 +25,7 @@ from ravan_flwr.training.local_steps import (
 )
 from ravan_flwr.training.network import backbone_fingerprint, build_network
 from ravan_flwr.training.workbench import Workbench
-from tests.tiny import save_model
+from testing.tiny import save_model
 
 
 def bench(**settings):

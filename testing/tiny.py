@@ -5,6 +5,7 @@ Nothing here is read from conf/: what is wrong there must not come out right.
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ import transformers
 import yaml
 from datasets import ClassLabel, Features, Image, List, Value
 from PIL import Image as Picture
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from PIL.Image import Image as PictureFile
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from ravan_flwr.specs import Scalar
+
+Columns = dict[str, Any]  # name -> values
 
 SIDES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 PIXELS: dict[str, Any] = {**SIDES, "intermediate_size": 24, "image_size": 16, "patch_size": 8}
@@ -62,8 +68,8 @@ MODELS: dict[str, tuple[Any, Any]] = {
 OF_IMAGES = ("vit", "deit", "swin")
 
 
-def save_model(kind, folder, **changes):
-    """A folder as on the hub: configuration, weights, and what reads examples."""
+def save_model(kind: str, folder: Path, **changes: Any) -> Path:
+    """Save a folder as on the hub: configuration, weights, and what reads examples."""
     made, config = MODELS[kind]
     config = type(config).from_dict(config.to_dict() | changes)
     torch.manual_seed(0)
@@ -81,8 +87,8 @@ def save_model(kind, folder, **changes):
     return folder
 
 
-def save_tokenizer(kind, folder):
-    """Words of the small data sets, whole or in pieces."""
+def save_tokenizer(kind: str, folder: Path) -> None:
+    """Train a tokenizer on the words of the small data sets, and save it."""
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -93,9 +99,7 @@ def save_tokenizer(kind, folder):
     tokenizer.post_processor = processors.TemplateProcessing(
         single=end[0], pair=end[1], special_tokens=[("</s>", 2)]
     )
-    from tokenizers.decoders import Metaspace
-
-    tokenizer.decoder = Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
     decoder = kind in {"llama", "qwen2"}  # whose tokenizers have no token for padding
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -109,13 +113,14 @@ def save_tokenizer(kind, folder):
 WORDS = [f"{a}{b}" for a in ("ka", "lo", "mi", "tu") for b in ("ne", "ra", "so", "vi", "pe")]
 
 
-def texts(number, seed=0):
+def texts(number: int, seed: int = 0) -> list[str]:
+    """Draw texts of two to twelve words."""
     draw = random.Random(seed)
     return [" ".join(draw.choices(WORDS, k=draw.randint(2, 12))) for _ in range(number)]
 
 
-def pictures(labels, seed=0):
-    """Noise around a grey that tells the label."""
+def pictures(labels: Sequence[int], seed: int = 0) -> list[PictureFile]:
+    """Draw a picture for each label: noise around a grey that tells the label."""
     draw = np.random.default_rng(seed)
     shades = (
         draw.integers(0, 60, (len(labels), 20, 20, 3))
@@ -124,18 +129,18 @@ def pictures(labels, seed=0):
     return [Picture.fromarray(shade.astype(np.uint8)) for shade in shades]
 
 
-# The small data sets have the columns, types and names of tests/published, and nothing of conf/.
+# The small data sets have the columns, types and names of testing/published, and nothing of conf/.
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
 
 
-def published(name):
-    """What a public data set is, as tests/published says."""
+def published(name: str) -> Any:
+    """Read the facts of a public data set from testing/published."""
     return yaml.safe_load((PUBLISHED / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
-def feature(kind):
-    """A type of tests/published as `datasets` has it."""
+def feature(kind: Any) -> Any:
+    """Translate a type of testing/published into that of `datasets`."""
     if isinstance(kind, list):
         return List(feature(kind[0]))
     if isinstance(kind, dict):
@@ -145,14 +150,14 @@ def feature(kind):
     return Image() if kind == "image" else Value(kind)
 
 
-def features(name, subset):
-    """Of a subset's columns."""
+def features(name: str, subset: str) -> Features:
+    """Return the types of a subset's columns."""
     columns = published(name)["subsets"][subset]["features"]
     return Features({column: feature(kind) for column, kind in columns.items()})
 
 
-def examples(name, subset, split, number, seed):
-    """So many examples of a split, of no sense: labels in turn, texts and pictures at random."""
+def examples(name: str, subset: str, split: str, number: int, seed: int) -> datasets.Dataset:
+    """Make up examples of a split: labels in turn, texts and pictures at random."""
     of = features(name, subset)
     columns = {column: _fill(kind, number, seed + i) for i, (column, kind) in enumerate(of.items())}
     columns |= ALIKE[name](columns, published(name), split) if name in ALIKE else {}
@@ -161,7 +166,7 @@ def examples(name, subset, split, number, seed):
     return datasets.Dataset.from_dict(columns, features=of)
 
 
-def _fill(kind, number, seed):
+def _fill(kind: Any, number: int, seed: int) -> list[Any]:
     if isinstance(kind, ClassLabel):  # few, so that clients can share them; 26 of 100 among them
         return [i % 6 * 13 % kind.num_classes for i in range(number)]
     if isinstance(kind, Image):
@@ -171,7 +176,7 @@ def _fill(kind, number, seed):
     return [{name: [] for name in kind} if isinstance(kind, dict) else []] * number
 
 
-def _of_newsgroups(columns, facts, _):
+def _of_newsgroups(columns: Columns, facts: Any, _: str) -> Columns:
     names = facts["names"]["label_text"]["texts"]
     labels = [i % len(names) for i in columns["label"]]
     return {
@@ -181,7 +186,7 @@ def _of_newsgroups(columns, facts, _):
     }
 
 
-def _of_mrqa(columns, facts, split):
+def _of_mrqa(columns: Columns, facts: Any, split: str) -> Columns:
     sources = facts["values"][split]["subset"]
     return {
         "subset": [sources[i % len(sources)] for i in range(len(columns["qid"]))],
@@ -193,11 +198,12 @@ def _of_mrqa(columns, facts, split):
 ALIKE = {"newsgroups": _of_newsgroups, "mrqa": _of_mrqa}
 
 
-def newsgroups(number, seed):
+def newsgroups(number: int, seed: int) -> datasets.Dataset:
+    """Make up examples of 20 Newsgroups."""
     return examples("newsgroups", "default", "train", number, seed)
 
 
-# preset, GLUE task -> data set of tests/published, subset
+# preset, GLUE task -> data set of testing/published, subset
 DATA = {
     ("cifar100-vit-b16", ""): ("cifar100", "cifar100"),
     ("svhn-vit-b16", ""): ("svhn", "cropped_digits"),
@@ -212,8 +218,10 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-def save_data(preset, folder, glue_task="", train=120, test=40):
-    """A copy of the data set's repository: its files, and README.md to say which is which."""
+def save_data(
+    preset: str, folder: Path, glue_task: str = "", train: int = 120, test: int = 40
+) -> Path:
+    """Save a data set's repository: its files, and README.md to say which is which."""
     name, subset = DATA[preset, glue_task]
     facts = published(name)
     kind = facts["format"]
@@ -231,8 +239,8 @@ def save_data(preset, folder, glue_task="", train=120, test=40):
     return folder
 
 
-def small_decoder(folder):
-    """A decoder that is large enough for a few bits, its data, and settings for both."""
+def small_decoder(folder: Path) -> dict[str, Scalar]:
+    """Save a decoder large enough for a few bits, and its data; return settings for both."""
     save_model("llama", folder / "model", hidden_size=64, intermediate_size=128)
     save_data("glue-llama", folder / "data", "rte")
     return {

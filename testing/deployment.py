@@ -35,7 +35,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ravan_flwr.launch.superlink import _free_ports, processes_of
-from tests import ROOT
+from testing import ROOT
 
 NAME = "edge"  # of the SuperLink in config.toml
 START_TIMEOUT = 90.0
