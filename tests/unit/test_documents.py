@@ -1,0 +1,50 @@
+"""Documents point at what is there: links, headings, pictures, tests."""
+
+import re
+
+import pytest
+
+from tests import ROOT
+
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+
+
+def headings(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def links(page):
+    """What a page links to in this repository: path and anchor."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" not in target:
+            path, _, anchor = target.partition("#")
+            yield (page.parent / path).resolve() if path else page, anchor
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for path, anchor in links(page):
+        assert path.exists(), f"{page.name} links to {path}"
+        assert not anchor or anchor in headings(path), f"{page.name} links to {path}#{anchor}"
+
+
+def test_every_page_and_picture_is_linked():
+    linked = {path for page in PAGES for path, _ in links(page)}
+    there = {*ROOT.glob("docs/*.md"), *ROOT.glob("docs/**/*.png"), *ROOT.glob("docs/**/*.svg")}
+    assert not there - linked
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_that_documents_name_are_there(page):
+    tests = list(ROOT.glob("tests/**/*.py"))
+    functions = "".join(path.read_text(encoding="utf-8") for path in tests)
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"\btest_\w+\.py\b", text):
+        assert name in {path.name for path in tests}, f"{page.name} names {name}"
+    for path in re.findall(r"\btests/[\w/]+\.py\b", text):
+        assert (ROOT / path).is_file(), f"{page.name} names {path}"
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in functions, f"{page.name} names {name}"
