@@ -1,4 +1,4 @@
-"""Documents point at what is there: links, headings, pictures, tests."""
+"""Documents point at what is there: links, headings, pictures, files, tests."""
 
 import re
 
@@ -38,13 +38,13 @@ def test_every_page_and_picture_is_linked():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tests_that_documents_name_are_there(page):
+def test_files_and_tests_that_documents_name_are_there(page):
     tests = list(ROOT.glob("tests/**/*.py"))
     functions = "".join(path.read_text(encoding="utf-8") for path in tests)
     text = page.read_text(encoding="utf-8")
     for name in re.findall(r"\btest_\w+\.py\b", text):
         assert name in {path.name for path in tests}, f"{page.name} names {name}"
-    for path in re.findall(r"\btests/[\w/]+\.py\b", text):
+    for path in re.findall(r"\b(?:tests|testing|scripts|benchmarks|conf)/[\w/-]+\.\w+\b", text):
         assert (ROOT / path).is_file(), f"{page.name} names {path}"
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in functions, f"{page.name} names {name}"
