@@ -1,4 +1,4 @@
-"""Adapters, in pure torch: frozen linear layers with something small to train."""
+"""Adapt frozen linear layers by something small to train, in pure torch."""
 
 from ravan_flwr.adapters.attach import Layer, attach, find_layers
 from ravan_flwr.adapters.bases import make_bases

@@ -1,4 +1,4 @@
-"""The frozen bases of RAVAN's heads: B_i (out, r) and A_i (r, in), i = 1..h.
+"""Make the frozen bases of RAVAN's heads: B_i (out, r) and A_i (r, in), i = 1..h.
 
 The paper (section 3.1) compares four ways to make them:
 
@@ -37,7 +37,7 @@ def make_bases(
     layer: str,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """B (heads, out, r) and A (heads, r, in) in float32."""
+    """Make B (heads, out, r) and A (heads, r, in), in float32."""
     if rank > min(out_features, in_features):
         raise ValueError(
             f"rank = {rank}: layer {layer} is {out_features} x {in_features}, so expected at most "
@@ -80,14 +80,14 @@ def _shared_subspace(
     return M @ R, R @ N
 
 
-SCHEMES: dict[
-    str, Callable[[int, int, int, int, torch.Generator], tuple[Tensor, Tensor]]
-] = {
+_Scheme = Callable[[int, int, int, int, torch.Generator], tuple[Tensor, Tensor]]
+
+SCHEMES: dict[str, _Scheme] = {
     "normal": _normal,
     "gram-schmidt": _gram_schmidt,
     "constant": _constant,
     "shared-subspace": _shared_subspace,
-}  # fmt: skip
+}
 
 
 def _randn(random: torch.Generator, *shape: int) -> Tensor:
@@ -95,7 +95,7 @@ def _randn(random: torch.Generator, *shape: int) -> Tensor:
 
 
 def _orthonormal_heads(heads: int, rank: int, side: int, random: torch.Generator) -> Tensor:
-    """(heads, side, rank), orthonormal over all columns of all heads as far as they fit.
+    """Draw (heads, side, rank), orthonormal over all columns of all heads as far as they fit.
 
     A space of `side` dimensions holds the columns of side // rank whole heads. Where there
     are more heads, the rest start a new orthonormal block: still orthonormal among

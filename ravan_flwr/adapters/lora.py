@@ -1,4 +1,4 @@
-"""LoRA's adapted layer: y = W x + b + scale B A x (Hu et al., 2022).
+"""Adapt a linear layer by a LoRA: y = W x + b + scale B A x (Hu et al., 2022).
 
 W and b are frozen; B (out, r) and A (r, in) are trained, or B alone. `scale` is LoRA's
 alpha / r as one number, so that it means the same for every rank.
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer plus a product of small rank."""
+    """Add a product of small rank to a frozen linear layer."""
 
     def __init__(self, base: nn.Linear, B: Tensor, A: Tensor, scale: float = 1.0) -> None:
         super().__init__()
@@ -43,10 +43,10 @@ class LoRALinear(nn.Module):
         return y + F.linear(u if self.scale == 1 else self.scale * u, self.B)
 
     def delta_weight(self) -> Tensor:
-        """Scale B A, (out, in)"""
+        """Compute scale B A, (out, in)."""
         return self.scale * self.B @ self.A
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """B and A with their product the delta-weight, scale included."""
+        """Give B and A whose product is the delta-weight, scale included."""
         with torch.no_grad():
             return self.scale * self.B, self.A.detach()

@@ -1,4 +1,4 @@
-"""The merged form of a multi-head layer: one weight a step, and a backward pass that keeps little.
+"""Compute a multi-head layer merged: one weight a step, and a backward pass that keeps little.
 
     y = x (W + B C A)^T + b,    B C A = sum_i B_i C_i A_i
 
@@ -39,7 +39,7 @@ def merged_linear(
     A: Tensor,
     trained: Tensor | None = None,
 ) -> Tensor:
-    """Y as above, with B (out, h r), C (h, r, r) and A (h r, in); W, b, B and A are constants.
+    """Compute y as above, with B (out, h r), C (h, r, r), A (h r, in); W, b, B and A are constants.
 
     C's gradient is that of the heads `trained`, all of them if None, and zero for the others.
     """
@@ -90,7 +90,7 @@ class _Merged(torch.autograd.Function):
 def core_gradients(
     gy: Tensor, x: Tensor, B: Tensor, A: Tensor, heads: int, trained: Tensor | None
 ) -> Tensor:
-    """B_i^T gy^T x A_i^T for the trained heads, zero for the others: (heads, r, r)."""
+    """Compute B_i^T gy^T x A_i^T for the trained heads, zero for the others: (heads, r, r)."""
     rank = len(A) // heads
     As = A.view(heads, rank, -1)
     if trained is not None:
@@ -116,13 +116,13 @@ def core_gradients(
 
 
 def cheapest_way(tokens: int, out: int, in_: int, heads: int, rank: int) -> str:
-    """To the gradient of that many cores: by tokens, by factors, or by the dense gradient."""
+    """Find the cheapest way to the gradient of that many cores: by tokens, factors, or dense."""
     costs = gradient_costs(tokens, out, in_, heads, rank)
     return min(costs, key=costs.__getitem__)
 
 
 def gradient_costs(tokens: int, out: int, in_: int, heads: int, rank: int) -> dict[str, int]:
-    """What each way takes."""
+    """Count the multiplications of each way."""
     width = heads * rank
     thin = tokens * width * (out + in_)
     last = width * rank * in_
@@ -134,7 +134,7 @@ def gradient_costs(tokens: int, out: int, in_: int, heads: int, rank: int) -> di
 
 
 def merged_cost(tokens: int, out: int, in_: int, heads: int, trained: int, rank: int) -> int:
-    """A step of the merged form, beyond what the frozen layer costs; no `trained`, no backward."""
+    """Count a merged step beyond what the frozen layer costs; no `trained`, no backward."""
     merge = heads * rank * in_ * (out + rank)
     if not trained:
         return merge
@@ -142,6 +142,6 @@ def merged_cost(tokens: int, out: int, in_: int, heads: int, trained: int, rank:
 
 
 def factored_cost(tokens: int, out: int, in_: int, heads: int, trained: int, rank: int) -> int:
-    """The same of the factored form."""
+    """Count a factored step beyond what the frozen layer costs; no `trained`, no backward."""
     pass_ = tokens * heads * rank * (out + in_ + rank)
     return 2 * pass_ + tokens * trained * rank * rank if trained else pass_

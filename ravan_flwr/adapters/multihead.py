@@ -1,4 +1,4 @@
-"""RAVAN's adapted layer: y = W x + b + sum_i s_i B_i H_i A_i x (section 3).
+"""Adapt a linear layer by RAVAN's heads: y = W x + b + sum_i s_i B_i H_i A_i x (section 3).
 
 W, b, B and A are frozen; H_i (r, r) and s_i are trained. One head with s = 1 is LoRA-XS,
 and Fed-SB up to its initialisation.
@@ -21,7 +21,7 @@ from ravan_flwr.adapters.merged import factored_cost, loses_nothing, merged_cost
 
 
 class MultiHeadLinear(nn.Module):
-    """A frozen linear layer with `heads` trainable cores between frozen bases.
+    """Add `heads` trainable cores between frozen bases to a frozen linear layer.
 
     `B` is (heads, out, r), `A` is (heads, r, in); parameters `H` (heads, r, r), zero at
     first, and `s` (heads,), one at first. `form` is "merged", "factored", or "auto".
@@ -71,10 +71,9 @@ class MultiHeadLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self._merges(x):
             trained = None if self.subset is None else self.subset.index
-            return merged_linear(
-                x, self.base.weight, self.base.bias, self.B_stack, self._cores(), self.A_stack,
-                trained,
-            )  # fmt: skip
+            weight, bias = self.base.weight, self.base.bias
+            cores = self._cores()
+            return merged_linear(x, weight, bias, self.B_stack, cores, self.A_stack, trained)
         u = F.linear(x, self.A_stack).view(-1, self.heads, self.rank).transpose(0, 1)
         v = self._apply_cores(u)
         v = v.transpose(0, 1).reshape(*x.shape[:-1], self.heads * self.rank)
@@ -95,13 +94,13 @@ class MultiHeadLinear(nn.Module):
         return merged_cost(*shape) < factored_cost(*shape)
 
     def _cores(self) -> Tensor:
-        """s_i H_i of all heads, (heads, r, r)"""
+        """Compute s_i H_i of all heads, (heads, r, r)."""
         if self.subset is None:
             return _products(self.H, self.s)
         return self.subset.joined(_products(self.subset.H, self.subset.s), self._constants())
 
     def _apply_cores(self, u: Tensor) -> Tensor:
-        """s_i H_i u_i for all heads and tokens, (heads, tokens, r)
+        """Compute s_i H_i u_i for all heads and tokens, (heads, tokens, r).
 
         Of u only the trained heads' part is kept; copying into place (`index_copy`) would keep
         what it copies, too.
@@ -113,17 +112,17 @@ class MultiHeadLinear(nn.Module):
         return self.subset.joined(trained, _apply(others, self._constants()))
 
     def _constants(self) -> Tensor:
-        """s_i H_i of the heads that are not trained."""
+        """Compute s_i H_i of the heads that are not trained."""
         assert self.subset is not None
         others = self.subset.others
         return _products(self.H.detach()[others], self.s.detach()[others])
 
     def delta_weight(self) -> Tensor:
-        """sum_i s_i B_i H_i A_i, (out, in), as the layer computes it now."""
+        """Compute sum_i s_i B_i H_i A_i, (out, in), as the layer is now."""
         return self.B_stack @ torch.bmm(self._cores(), self.A).flatten(0, 1)
 
     def train_heads(self, heads: Sequence[int]) -> None:
-        """From now on train these heads alone, by their H and s."""
+        """Train these heads alone from now on, by their H and s."""
         self.train_all_heads()
         self.H.requires_grad_(False)
         self.s.requires_grad_(False)
@@ -136,17 +135,17 @@ class MultiHeadLinear(nn.Module):
         self.s.requires_grad_(True)
 
     def trained_heads(self) -> list[int]:
-        """The heads that are trained now, in ascending order."""
+        """List the heads that are trained now, in ascending order."""
         return list(range(self.heads)) if self.subset is None else self.subset.heads
 
     def products(self) -> Tensor:
-        """s_i H_i of the heads that are trained now, (K, r, r): what a client uploads."""
+        """Compute s_i H_i of the heads that are trained now, (K, r, r): what a client uploads."""
         source = self.subset or self
         return _products(source.H, source.s).detach()
 
 
 class _Subset(nn.Module):
-    """Copies of some heads as parameters."""
+    """Hold copies of some heads as parameters."""
 
     index: Tensor  # (K,): the trained heads
     others: Tensor  # (heads - K,)
@@ -167,20 +166,20 @@ class _Subset(nn.Module):
         self.s = nn.Parameter(layer.s.detach()[self.index])
 
     def joined(self, trained: Tensor, others: Tensor) -> Tensor:
-        """What was computed for either kind of heads, in the order of the heads."""
+        """Join what was computed for either kind of heads, in the order of the heads."""
         return torch.cat([trained, others]).index_select(0, self.place)
 
 
 def _products(H: Tensor, s: Tensor) -> Tensor:
-    """s_i H_i, (heads, r, r)"""
+    """Multiply s_i H_i, (heads, r, r)."""
     return s[:, None, None] * H
 
 
 def _apply(u: Tensor, cores: Tensor) -> Tensor:
-    """C_i u_i for heads and tokens, (heads, tokens, r)"""
+    """Multiply C_i u_i for heads and tokens, (heads, tokens, r)."""
     return torch.bmm(u, cores.to(u.dtype).mT)
 
 
 def _side_by_side(B: Tensor) -> Tensor:
-    """(heads, out, r) -> (out, heads * r)"""
+    """Put (heads, out, r) side by side, (out, heads * r)."""
     return B.transpose(0, 1).flatten(1)

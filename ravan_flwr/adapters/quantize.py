@@ -1,4 +1,4 @@
-"""The frozen backbone in 8 or 4 bits, by bitsandbytes, as QLoRA trains (Dettmers et al., 2023).
+"""Keep the frozen backbone in 8 or 4 bits, by bitsandbytes, as QLoRA (Dettmers et al., 2023).
 
 Every linear layer but the classifier and the language-model head is replaced by one that keeps
 its weight in few bits and computes in the precision of the run. Adapters stay in float32.
@@ -28,7 +28,7 @@ def quantize(
 
 
 def quantizable(network: nn.Module, classifier: Collection[nn.Parameter]) -> dict[str, nn.Linear]:
-    """The linear layers that are frozen whatever the method, by name."""
+    """Find the linear layers that are frozen whatever the method, by name."""
     kept = {id(parameter) for parameter in classifier}
     head = getattr(network, "get_output_embeddings", lambda: None)()
     return {
@@ -43,9 +43,12 @@ def _replacement(library: ModuleType, how: str, linear: nn.Linear, dtype: torch.
     device, weight = linear.weight.device, linear.weight.detach().cpu()
     if how == "4bit":
         small = library.nn.Linear4bit(
-            *sides, bias=linear.bias is not None, compute_dtype=dtype, quant_type="nf4",
+            *sides,
+            bias=linear.bias is not None,
+            compute_dtype=dtype,
+            quant_type="nf4",
             device="meta",
-        )  # fmt: skip
+        )
         # On some CPUs it would pack its weights anew for evaluation, in a form that does not train.
         small.support_avx512bf16_for_cpu = False
         small.weight = library.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
@@ -61,7 +64,7 @@ def _replacement(library: ModuleType, how: str, linear: nn.Linear, dtype: torch.
 
 
 def weight_norm(linear: nn.Linear) -> float:
-    """Of the weight before it was quantised, if it was: its bits are packed."""
+    """Measure the weight's norm, from before it was quantised if it was: its bits are packed."""
     known = getattr(linear, "weight_norm", None)
     return float(linear.weight.detach().norm()) if known is None else cast(float, known)
 

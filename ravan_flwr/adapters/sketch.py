@@ -1,4 +1,4 @@
-"""Bases from data: the leading subspaces of a gradient, from linear sketches of it.
+"""Find the leading subspaces of a gradient from linear sketches of it: bases from data.
 
 Let G = dL/dW (out, in) be a client's gradient of an adapted matrix. It uploads
 
@@ -60,7 +60,7 @@ def watch_gradients(
 
 @dataclass(frozen=True)
 class Sketcher:
-    """The sketches of one layer's gradient, for so many leading dimensions."""
+    """Describe the sketches of one layer's gradient, for so many leading dimensions."""
 
     layer: Layer
     dimensions: int
@@ -68,28 +68,28 @@ class Sketcher:
 
     @property
     def k(self) -> int:
-        """Columns of Y."""
+        """Count the columns of Y."""
         return min(self.dimensions + OVERSAMPLING, self.layer.in_features, self.layer.out_features)
 
     @property
     def l(self) -> int:  # noqa: E743 (the paper's name)
-        """Rows of Z: more than Y has columns, so that Psi Q is well conditioned."""
+        """Count the rows of Z: more than Y has columns, so that Psi Q is well conditioned."""
         return min(2 * self.k + 1, self.layer.out_features)
 
     @property
     def size(self) -> int:
-        """How many numbers a client sends for this layer."""
+        """Count the numbers that a client sends for this layer."""
         return self.layer.out_features * self.k + self.l * self.layer.in_features
 
     def test_matrices(self) -> tuple[Tensor, Tensor]:
-        """Omega (in, k) and Psi (l, out), float32, a function of (seed, layer)."""
+        """Draw Omega (in, k) and Psi (l, out), float32, a function of (seed, layer)."""
         random = generator(self.seed, "sketch", self.layer.name)
         shapes = (self.layer.in_features, self.k), (self.l, self.layer.out_features)
         Omega, Psi = (torch.randn(s, generator=random, dtype=torch.float64) for s in shapes)
         return (Omega / math.sqrt(self.k)).float(), (Psi / math.sqrt(self.l)).float()
 
     def subspaces(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The leading left (out, dimensions) and right (in, dimensions) singular vectors."""
+        """Find the leading left (out, dimensions) and right (in, dimensions) singular vectors."""
         split = self.layer.out_features * self.k
         Y = flat[:split].view(self.layer.out_features, self.k).double()
         Z = flat[split:].view(self.l, self.layer.in_features).double()
@@ -100,7 +100,7 @@ class Sketcher:
 
 
 class GradientSketch:
-    """A layer's two sketches, summed over the backward passes that it saw."""
+    """Sum a layer's two sketches over the backward passes that it sees."""
 
     def __init__(self, sketcher: Sketcher, device: torch.device) -> None:
         self.Omega, self.Psi = (matrix.to(device) for matrix in sketcher.test_matrices())
@@ -113,12 +113,12 @@ class GradientSketch:
         self.Z += (self.Psi @ gy.T) @ x
 
     def flat(self) -> Tensor:
-        """Both as one vector."""
+        """Join both as one vector."""
         return torch.cat([self.Y.flatten(), self.Z.flatten()]).cpu()
 
 
 def fill_heads(leading: Tensor, heads: int, rank: int, random: torch.Generator) -> Tensor:
-    """(heads, side, rank): the leading columns first, then an orthonormal complement.
+    """Fill (heads, side, rank): the leading columns first, then an orthonormal complement.
 
     Where the side has no room for all heads, the rest starts a new orthonormal block.
     """

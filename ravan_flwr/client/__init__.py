@@ -1,1 +1,1 @@
-"""Answers of a client, in its own process or a worker."""
+"""Answer the server's messages, in a process of their own or in a warm worker."""

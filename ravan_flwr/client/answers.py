@@ -1,6 +1,6 @@
-"""What a client answers: who it is, its training, its evaluation.
+"""Answer the server: who this client is, its training, its evaluation.
 
-Records in, records out, in whatever process. The work is `training.py`'s.
+Records in, records out, in whatever process. The work is done by `training/`.
 """
 
 import time
@@ -38,7 +38,7 @@ from ravan_flwr.training.workbench import EVALUATION_BATCH, Examples, Workbench,
 
 
 def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
-    """The reply to a message: `query`, `train`, `calibrate` or `evaluate`."""
+    """Answer a message: `query`, `train`, `calibrate` or `evaluate`."""
     return _ANSWERS[kind](_Client(content, context))
 
 
@@ -48,7 +48,7 @@ def forget() -> None:
 
 
 class _Client:
-    """A message and the node that it came to: the run config, with what the node changes."""
+    """Hold a message and the node that it came to: the run config, with what the node changes."""
 
     def __init__(self, content: RecordDict, context: Context) -> None:
         self.started = time.perf_counter()
@@ -70,7 +70,7 @@ class _Client:
 
     @property
     def share(self) -> float:
-        """The node's own budget if it has one, or its draw from the run's distribution."""
+        """Find the node's own budget if it has one, or its draw from the run's distribution."""
         budget, config = self.node.budget, self.config
         if budget is None:
             return budget_share(config.budgets, config.seed, self.node.partition_id)
@@ -95,7 +95,7 @@ class _Client:
 
     @property
     def work(self) -> tuple[AdaptedModel, Task, Encoded, Tensors]:
-        """What every kind of local work begins with."""
+        """Collect what every kind of local work begins with."""
         bench = self.bench
         return bench.model, bench.task, self.examples.train, self.broadcast
 
@@ -113,7 +113,7 @@ class _Client:
         return ClientRound(self.config.seed, self.round, self.node.partition_id)
 
     def take_fixed(self) -> None:
-        """The method's fixed tensors: sent once, then kept in this node's state for the run."""
+        """Load the fixed tensors: sent once, then kept in this node's state for the run."""
         wanted = str(self.content.config_records["config"].get("fixed-hash", ""))
         if not wanted:
             return

@@ -1,4 +1,4 @@
-"""The warm worker: a process that keeps model and examples between a SuperNode's messages.
+"""Keep model and examples between a SuperNode's messages, in a process: the warm worker.
 
 Flower starts a process for every message, and ends it with the reply. With `warm-worker=true` in
 the node config that process hands its message to the worker, over a socket that only the
@@ -53,7 +53,7 @@ _started: list[subprocess.Popen[bytes]] = []  # they outlive this process, and a
 
 
 def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
-    """The worker's answer; it is started if there is none. Changes the context's state."""
+    """Ask the worker, which is started if there is none. Changes the context's state."""
     owner = os.getppid()  # starts the client processes, and ends with the SuperNode
     with _connected(_folder() / f"{owner}.sock", owner) as connection:
         try:
@@ -83,7 +83,7 @@ def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
 
 @contextmanager
 def _connected(path: Path, owner: int) -> Iterator[Connection]:
-    """A connection to a worker that has this app's code, and that is free."""
+    """Connect to a worker that has this app's code, and that is free."""
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # so that one process alone starts it
         connection = _greet(path) or _start(path, owner)
@@ -92,7 +92,7 @@ def _connected(path: Path, owner: int) -> Iterator[Connection]:
 
 
 def _greet(path: Path) -> Connection | None:
-    """A connection on which the worker waits for a question; None if there is none of this code."""
+    """Connect to a worker that waits for a question; None if there is none of this code."""
     try:
         connection = Client(str(path), family="AF_UNIX")
     except (FileNotFoundError, ConnectionError):
@@ -108,7 +108,7 @@ def _greet(path: Path) -> Connection | None:
 
 
 def _start(path: Path, owner: int) -> Connection:
-    """Start a worker; a connection to it."""
+    """Start a worker, and connect to it."""
     path.unlink(missing_ok=True)  # of one that had no time to
     package = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
@@ -129,12 +129,12 @@ def _start(path: Path, owner: int) -> Connection:
 
 
 def _who() -> bytes:
-    """This app: its code, and its folder, since presets lie beside the code."""
+    """Name this app by its code, and by its folder, since presets lie beside the code."""
     return f"{code_fingerprint()} {Path(__file__).resolve().parents[1]}".encode()
 
 
 def _folder() -> Path:
-    """Where this user's workers have their sockets, and where nobody else can.
+    """Find the folder where this user's workers have their sockets, and where nobody else can.
 
     All client processes of a SuperNode find the same one: that of the session, then one with the
     user's number in the folder for temporary files. Somebody else may have made that one, to keep
@@ -150,8 +150,9 @@ def _folder() -> Path:
     log.warning(
         "%s: somebody else made it, or others can enter it, expected a folder of user %d alone; "
         "the warm worker's socket gets another one. Remove it, or set XDG_RUNTIME_DIR",
-        shared, os.getuid(),
-    )  # fmt: skip
+        shared,
+        os.getuid(),
+    )
     for folder in sorted(shared.parent.glob(f"{shared.name}-*")):
         if _is_ours(folder):
             return _short_enough(folder)
@@ -159,7 +160,7 @@ def _folder() -> Path:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Is it a folder, and no link to one, that this user alone can enter?"""
+    """Tell whether it is a folder, and no link to one, that this user alone can enter."""
     try:
         found = folder.lstat()
     except OSError:
@@ -169,7 +170,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _short_enough(folder: Path) -> Path:
-    """The folder; RuntimeError if a socket's path in it is too long for the system."""
+    """Check the folder; RuntimeError if a socket's path in it is too long for the system."""
     length = len(os.fsencode(folder))
     if length > LONGEST_FOLDER:
         raise RuntimeError(
@@ -183,7 +184,7 @@ def _short_enough(folder: Path) -> Path:
 
 
 class Worker:
-    """Answers one question after the other, until there is a reason to end."""
+    """Answer one question after the other, until there is a reason to end."""
 
     def __init__(self, path: Path, owner: int) -> None:
         self._owner = _Process(owner)
@@ -196,7 +197,7 @@ class Worker:
         self._retired = False
 
     def serve(self) -> None:
-        """Until it ends."""
+        """Answer until there is a reason to end."""
         threading.Thread(target=self._watch, daemon=True).start()
         who = _who()
         while not self._retired:
@@ -258,7 +259,7 @@ class Worker:
 def _answer(
     header: dict[str, Any], content: RecordDict, state: RecordDict, *, new: bool
 ) -> list[RecordDict]:
-    """What the client answers, and the state that it leaves; `new` is the first of a run."""
+    """Collect the client's answer, and the state that it leaves; `new` is the first of a run."""
     context = Context(
         run_id=header["run-id"],
         node_id=header["node-id"],
@@ -276,7 +277,7 @@ def _answer(
 
 
 def _has_hung_up(connection: Connection) -> bool:
-    """Nothing but an end can be read before the answer, once the question has been."""
+    """Tell whether who asked is gone: before the answer nothing but an end can be read."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         try:
             return end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
@@ -287,7 +288,7 @@ def _has_hung_up(connection: Connection) -> bool:
 
 
 class _Process:
-    """A process that is not ours."""
+    """Watch a process that is not ours."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

@@ -1,1 +1,1 @@
-"""Examples: from the hub, a folder or a package; split into train, test and partitions."""
+"""Load examples from the hub, a folder or a package; split them into train, test, partitions."""

@@ -1,4 +1,4 @@
-"""Class proportions drawn for each client, and everything dealt out once, in equal shares.
+"""Draw class proportions for each client, and deal out everything once, in equal shares.
 
 The paper's non-IID clients: client c draws its proportions p_c from Dirichlet(alpha) over the
 classes, and has as many examples as every other. Drawn proportions never add up to the examples
@@ -17,7 +17,7 @@ LEAST = 1e-9  # a proportion of zero could not be scaled
 def counts_by_client(
     proportions: np.ndarray, clients: np.ndarray, classes: np.ndarray
 ) -> np.ndarray:
-    """Whole numbers near the proportions, (clients, classes), with these row and column sums."""
+    """Find whole numbers near the proportions, (clients, classes), of these row and column sums."""
     table = np.maximum(proportions, LEAST)
     for _ in range(ROUNDS):
         table *= (clients / table.sum(1))[:, None]
@@ -49,14 +49,14 @@ def _lower_to(counts: np.ndarray, sums: np.ndarray) -> None:
 
 
 def equal_shares(number: int, clients: int) -> np.ndarray:
-    """The sizes of as many shares, which differ by one at most."""
+    """Compute the sizes of as many shares, which differ by one at most."""
     return np.array([(number + other) // clients for other in reversed(range(clients))])
 
 
 def deal_by_client(
     labels: np.ndarray, clients: int, alpha: float, random: np.random.Generator
 ) -> list[np.ndarray]:
-    """The rows of each client, by the value that each row has."""
+    """Deal out the rows to the clients, by the value that each row has."""
     _, numbers, classes = np.unique(labels, return_inverse=True, return_counts=True)
     proportions = random.dirichlet(np.full(len(classes), alpha), size=clients)
     counts = counts_by_client(proportions, equal_shares(len(labels), clients), classes)

@@ -10,15 +10,13 @@ from ravan_flwr.data.examples import by_role
 from ravan_flwr.data.hub import cache_of, telling
 from ravan_flwr.specs import DataSpec
 
-_KINDS = {
-    ".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json",
-    ".png": "imagefolder", ".jpg": "imagefolder", ".jpeg": "imagefolder", ".bmp": "imagefolder",
-    ".webp": "imagefolder", ".tif": "imagefolder", ".tiff": "imagefolder",
-}  # fmt: skip
+_IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
+_KINDS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+_KINDS |= dict.fromkeys(_IMAGES, "imagefolder")
 
 
 def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
-    """The examples in a device's folder: images in a folder a label, parquet, CSV, JSON lines."""
+    """Read a device's folder: images in a folder a label, parquet, CSV, JSON lines."""
     folder = Path(path).expanduser()
     where = f"node config: data-path = {path!r}"
     if not folder.is_absolute() or not folder.exists():
@@ -65,6 +63,6 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
 
 
 def _is_seen(file: Path, folder: Path) -> bool:
-    """`datasets` passes over what is hidden, and folders such as `__MACOSX`."""
+    """Tell whether `datasets` sees a file: not what is hidden, nor folders such as `__MACOSX`."""
     names = file.relative_to(folder).parts
     return not any(name.startswith((".", "__")) for name in names)

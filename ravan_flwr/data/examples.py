@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def load_splits(spec: DataSpec) -> datasets.DatasetDict:
-    """`train` and the server's test splits, the same on every machine, columns by their role."""
+    """Load `train` and the server's test splits, the same on every machine, columns by role."""
     splits, data = SOURCES[spec.source](spec), f"data {spec.name or spec.source}"
     differing: dict[int, str] = {}
     for name, split in splits.items():
@@ -25,7 +25,7 @@ def load_splits(spec: DataSpec) -> datasets.DatasetDict:
 
 
 def _sklearn_digits(_: DataSpec) -> datasets.DatasetDict:
-    """The 1,797 handwritten 8 x 8 digits of scikit-learn, 80 % to train and 20 % to test."""
+    """Load scikit-learn's 1,797 handwritten 8 x 8 digits, 80 % to train and 20 % to test."""
     from sklearn.datasets import load_digits  # noqa: PLC0415 (only this source needs it)
 
     images, labels = load_digits(return_X_y=True)
@@ -48,7 +48,7 @@ def _sklearn_digits(_: DataSpec) -> datasets.DatasetDict:
 
 
 def _fifth_of_each_class(labels: np.ndarray) -> np.ndarray:
-    """A mask over the examples, the same always; `datasets` would go through them row by row."""
+    """Mask a fifth of each class, the same always; `datasets` would go through them row by row."""
     random = np.random.default_rng(0)
     chosen = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
@@ -61,7 +61,7 @@ SOURCES = {"sklearn-digits": _sklearn_digits, "hub": load_data}
 
 
 def by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.Dataset:
-    """The same with its columns called as what they are for; others are left out.
+    """Call columns by what they are for, and leave out the others.
 
     A column may be called as in the preset, or by its role already.
     """
@@ -90,7 +90,7 @@ _BY_FOLDER = "imagefolder"
 def _by_number(
     examples: datasets.Dataset, labels: Sequence[str], where: str
 ) -> tuple[datasets.Dataset, Mapping[int, str]]:
-    """The same with its numbered classes called as in the preset, and the names that differed.
+    """Call numbered classes as in the preset; return the examples, and the names that differed.
 
     Where the preset knows all names there is nothing to do: names are looked up. A name that
     both know must have one number.
@@ -120,19 +120,22 @@ def _by_number(
 def _tell_of_names(differing: Mapping[int, str], labels: Sequence[str], data: str) -> None:
     pairs = [f"{number} {name!r}, {labels[number]!r} here" for number, name in differing.items()]
     if pairs:
+        told = "; ".join(pairs[:20]) + ("; ..." if len(pairs) > 20 else "")
         log.warning(
             "%s: classes are told by their numbers, since some have other names than in the "
-            "preset: %s", data, "; ".join(pairs[:20]) + ("; ..." if len(pairs) > 20 else ""),
-        )  # fmt: skip
+            "preset: %s",
+            data,
+            told,
+        )
 
 
 def _some(names: Sequence[str], most: int = 20) -> str:
-    """The first of them."""
+    """List the first few names."""
     return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
 
 
 def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str) -> np.ndarray:
-    """The numbers of the examples' labels: names are looked up, numbers must be in range.
+    """Number the examples' labels: names are looked up, numbers must be in range.
 
     Of a numbered class the name counts: `load_splits` has settled whose names those are.
     """
@@ -154,10 +157,3 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
             "take the examples out"
         )
     return numbers
-
-
-# A device's own examples.
-
-
-# Shares of a data set. flwr-datasets imports matplotlib and seaborn, a second of every message to
-# a device, which has a process of its own for each; one with its own examples never comes here.

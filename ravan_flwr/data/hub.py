@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: models and data sets, from its cache, from a folder, or downloaded.
+"""Get models and data sets of the Hugging Face Hub: from its cache, a folder, or downloaded.
 
 What is in the cache is taken from there without asking the hub, so that a device without a
 connection works once `ravan-flwr fetch` has run, and a client process starts without waiting
@@ -37,7 +37,7 @@ WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def model_folder(spec: ModelSpec) -> Path:
-    """Where the files of a model lie: a folder of the user's, or one of the hub's cache."""
+    """Find the files of a model: in a folder of the user's, or in one of the hub's cache."""
     folder = Path(spec.name)
     if not folder.is_dir():
         cached = _snapshot(spec, local_files_only=True)
@@ -59,7 +59,7 @@ def fetch_model(spec: ModelSpec) -> Path:
 
 
 def config_of(spec: ModelSpec) -> dict[str, Any]:
-    """A model's config.json, without its weights if they are not there."""
+    """Read a model's config.json, without its weights if they are not there."""
     folder = Path(spec.name)
     if not folder.is_dir():
         with telling("model", spec.name, spec.revision):
@@ -75,7 +75,7 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
 
 
 def read_json(path: Path, model: str) -> dict[str, Any]:
-    """The object in a JSON file of a model."""
+    """Read the object in a JSON file of a model."""
     with reading(model, path.name):
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
@@ -117,14 +117,14 @@ def _snapshot(spec: ModelSpec, *, local_files_only: bool) -> Path | None:
 
 
 def lacks(folder: Path) -> str:
-    """What a model's folder is without: "" if nothing."""
+    """Say what a model's folder lacks; "" if nothing."""
     if not (folder / "config.json").is_file():
         return "config.json"
     return next((path.name for path in weight_files(folder) if not path.is_file()), "")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a model's weights, there or not, as transformers finds them."""
+    """List the files of a model's weights, there or not, as transformers finds them."""
     if (folder / WHOLE).is_file() or not (folder / _INDEX).is_file():
         return [folder / WHOLE]
     content = read_json(folder / _INDEX, str(folder))
@@ -143,7 +143,7 @@ def check_weights(folder: Path, model: str) -> None:
 
 
 def load_data(spec: DataSpec) -> datasets.DatasetDict:
-    """`train` and the server's test splits, by the names that the preset gives them."""
+    """Load `train` and the server's test splits, by the names that the preset gives them."""
     from flwr_datasets import FederatedDataset  # noqa: PLC0415 (with matplotlib and seaborn)
 
     folder = Path(spec.name)
@@ -154,7 +154,7 @@ def load_data(spec: DataSpec) -> datasets.DatasetDict:
         subset=None if plain else spec.subset or None,
         shuffle=False,
         trust_remote_code=False,
-        partitioners={},  # the clients' parts are rows of the whole (dataset.py)
+        partitioners={},  # the clients' parts are rows of the whole (partition.py)
         **({"revision": spec.revision} if spec.revision else {}),
         **({"cache_dir": str(cache_of(folder))} if folder.is_dir() else {}),
     )
@@ -166,7 +166,7 @@ def load_data(spec: DataSpec) -> datasets.DatasetDict:
 
 
 def cache_of(path: Path) -> Path:
-    """Where `datasets` keeps what it made of a folder of the user's as it is now.
+    """Choose where `datasets` keeps what it made of a folder of the user's as it is now.
 
     Its own cache takes two folders with the same names in them for one, whatever their content.
     """
@@ -221,7 +221,7 @@ def _short(error: BaseException) -> str:
 
 @contextmanager
 def no_bars() -> Iterator[None]:
-    """No progress bars and load reports of the libraries among a run's lines."""
+    """Keep the libraries' progress bars and load reports out of a run's lines."""
     logging_of = transformers.utils.logging
     shown, level = logging_of.is_progress_bar_enabled(), logging_of.get_verbosity()
     drawn = datasets.is_progress_bar_enabled()

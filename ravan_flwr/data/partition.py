@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Partition:
-    """How simulated clients share the training examples."""
+    """Say how simulated clients share the training examples."""
 
     kind: str  # one of PARTITIONERS
     alpha: float
@@ -29,7 +29,7 @@ class Partition:
 
 
 def deal_out(train: datasets.Dataset, partition: Partition, column: str) -> list[np.ndarray]:
-    """The rows of `train` that each client has.
+    """Deal out the rows of `train` to the clients.
 
     Under a Dirichlet partition, clients differ in how often they have each value of the column.
     """
@@ -94,7 +94,7 @@ def _dirichlet(
 
 
 def _dealt(partitioner: "Partitioner", number: int) -> list[np.ndarray]:
-    """The rows of every client."""
+    """Collect the rows of every client."""
     return [
         np.asarray(partitioner.load_partition(client).with_format("numpy")["row"][:])
         for client in range(number)
@@ -110,5 +110,7 @@ def _dirichlet_by_client(
 
 
 PARTITIONERS = {
-    "iid": _iid, "dirichlet": _dirichlet, "dirichlet-by-client": _dirichlet_by_client,
-}  # fmt: skip
+    "iid": _iid,
+    "dirichlet": _dirichlet,
+    "dirichlet-by-client": _dirichlet_by_client,
+}

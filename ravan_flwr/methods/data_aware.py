@@ -30,7 +30,7 @@ class DataAwareBases(Calibration[MultiHeadLinear]):
         self.sketchers = [self._sketcher(layer) for layer in layers]
 
     def _sketcher(self, layer: Layer) -> Sketcher:
-        """Half of the heads, at least one, get leading directions, as many as the layer holds."""
+        """Give half of the heads, at least one, leading directions, as many as the layer holds."""
         fit = min(layer.out_features, layer.in_features) // self.rank
         leading = min(max(1, self.heads // 2), fit) * self.rank
         return Sketcher(layer, leading, self.settings.seed)

@@ -1,4 +1,4 @@
-"""Tasks: what a batch, a loss and a metric are. One file a task, listed here by name.
+"""List the tasks by name; each has one file, which says what a batch, a loss and a metric are.
 
 The list holds what a preset is checked against. It names modules, not classes, so that reading a
 preset imports no torch.
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """A task's module, and the columns of a data set that it reads, by what they are for."""
+    """Name a task's module, and the columns of a data set that it reads, by what they are for."""
 
     module: str
     roles: tuple[str, ...]
@@ -32,5 +32,5 @@ TASKS = {
 
 
 def get_task(name: str) -> "type[Task]":
-    """The task of that name: `TASK` in its module."""
+    """Load the task of that name: `TASK` in its module."""
     return cast("type[Task]", importlib.import_module(TASKS[name].module).TASK)

@@ -1,4 +1,4 @@
-"""What a task must say: how examples become tensors, what the loss and the metrics are."""
+"""Define what a task is: how examples become tensors, what the loss and the metrics are."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ IN_MEMORY = 2**28  # bytes of encoded examples; what is larger is read from its 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Examples as tensors, each of one shape, in memory or in a memory-mapped file.
+    """Hold examples as tensors, each of one shape, in memory or in a memory-mapped file.
 
     `answers` are the right answers of each, for tasks that are measured on texts.
     """
@@ -40,11 +40,11 @@ class Encoded:
         return len(self.rows)
 
     def select(self, rows: np.ndarray) -> "Encoded":
-        """Some of them."""
+        """Select some of the examples."""
         return replace(self, rows=self.rows[rows])
 
     def take(self, rows: np.ndarray) -> Batch:
-        """A batch of these."""
+        """Make a batch of these rows."""
         chosen = self.rows[rows]
         if isinstance(self.whole, dict):
             index = torch.from_numpy(chosen)
@@ -52,12 +52,12 @@ class Encoded:
         return _tensors(self.whole, chosen)
 
     def answers_of(self, rows: np.ndarray) -> list[Sequence[str]]:
-        """The right answers of these; none where a label is all there is."""
+        """List the right answers of these rows; none where a label is all there is."""
         return [self.answers[row] for row in self.rows[rows]] if self.answers else []
 
 
 class Task(ABC):
-    """One kind of learning problem, on one data set, for one model.
+    """Define one kind of learning problem, on one data set, for one model.
 
     `reader` is what turns examples into numbers as the model expects: an image processor or a
     tokenizer, from the model's folder; None for a model that travels with the app.
@@ -77,7 +77,7 @@ class Task(ABC):
 
     @cached_property
     def reader(self) -> Any:
-        """Made when it is first needed: a plan needs none."""
+        """Load the reader when it is first needed: a plan needs none."""
         folder = self._model_folder()
         if folder is None:
             return None
@@ -86,35 +86,35 @@ class Task(ABC):
 
     @abstractmethod
     def load_reader(self, folder: Path) -> Any:
-        """The model's own reader."""
+        """Load the model's own reader."""
 
     def check(self) -> None:  # noqa: B027 (most can do what any reader can)
         """Refuse what cannot be learned with the model's reader, before anything is trained."""
 
     @abstractmethod
     def encode(self, examples: datasets.Dataset) -> Encoded:
-        """All examples as tensors, once, before training; columns are called by their role."""
+        """Encode all examples as tensors, once, before training; columns are named by role."""
 
     def adjust(self, network: nn.Module) -> None:  # noqa: B027 (most networks are ready)
         """Tell the network what it has to know of the reader."""
 
     @abstractmethod
     def shapes(self, config: Any, batch_size: int) -> Shapes:
-        """Shape and dtype of every tensor of a batch for a model of that configuration."""
+        """Give shape and dtype of every tensor of a batch, for a model of that configuration."""
 
     def collate(self, batch: Batch) -> Batch:
-        """A batch as it goes to the device."""
+        """Bring a batch into the form in which it goes to the device."""
         return batch
 
     @abstractmethod
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
-        """The mean loss over the batch."""
+        """Compute the mean loss over the batch."""
 
     @abstractmethod
     def measure(
         self, network: Any, batch: Batch, answers: Sequence[Sequence[str]]
     ) -> dict[str, float]:
-        """`loss` and the metrics, as sums over the batch."""
+        """Measure `loss` and the metrics, as sums over the batch."""
 
 
 def encode_in_batches(
@@ -123,10 +123,9 @@ def encode_in_batches(
     features: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> Encoded:
-    """What a function makes of all examples, batch by batch, kept in the cache of `datasets`.
+    """Encode all examples by a function, batch by batch; the cache of `datasets` keeps them.
 
-    The settings must say all that the function depends on: what was made with the same ones
-    is found again.
+    The settings are its key: they must say everything that affects what the function makes.
     """
     told = json.dumps([examples._fingerprint, settings], sort_keys=True, default=str)
     with no_bars():
@@ -144,7 +143,7 @@ def encode_in_batches(
 
 
 def _tensors(encoded: datasets.Dataset, rows: np.ndarray) -> Batch:
-    """Some rows as tensors of the types that they have in the file, which no format keeps."""
+    """Read some rows as tensors of the types that they have in the file, which no format keeps."""
     table = encoded.with_format("arrow")[rows]
     tensors = {}
     for name, feature in encoded.features.items():
@@ -158,7 +157,7 @@ def _tensors(encoded: datasets.Dataset, rows: np.ndarray) -> Batch:
 
 
 def _shape(feature: Any) -> tuple[int, ...]:
-    """Of one example."""
+    """Find the shape of one example."""
     if isinstance(feature, datasets.List):
         return (feature.length,)
     return tuple(getattr(feature, "shape", ()))

@@ -1,4 +1,4 @@
-"""What every task with a classifier on top does: cross-entropy and accuracy of its logits."""
+"""Share what every task with a classifier on top does: cross-entropy and accuracy of logits."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from ravan_flwr.tasks.base import Batch, Task
 
 
 class Classification(Task):
-    """One label of several, in the batch's `labels`."""
+    """Predict one label of several, in the batch's `labels`."""
 
     metric = "accuracy"
 
     @abstractmethod
     def logits(self, network: nn.Module, batch: Batch) -> Tensor:
-        """(examples, labels)"""
+        """Compute the logits, (examples, labels)."""
 
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(self.logits(network, batch), batch["labels"])
@@ -32,7 +32,7 @@ class Classification(Task):
 
 
 def right_and_loss(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Sums over a batch."""
+    """Sum loss and right answers over a batch."""
     right = (logits.argmax(-1) == labels).sum()
     loss = F.cross_entropy(logits.float(), labels, reduction="sum")
     return {"loss": float(loss), "accuracy": float(right)}

@@ -1,4 +1,4 @@
-"""Text to text: a prompt in, an answer out, by a pretrained language-model head.
+"""Answer a text by a text: a prompt in, an answer out, by a pretrained language-model head.
 
 A target has `target-length` tokens at most, that for its end included. Of a longer one the first
 ones are trained on, without an end: how many are cut is told, or refused where a task must have
@@ -27,18 +27,18 @@ log = logging.getLogger(__name__)
 
 
 class TextToText(Task):
-    """The prompt is filled with the columns of an example; the target is its first answer."""
+    """Fill the prompt with the columns of an example; the target is its first answer."""
 
     classes = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
     auto_class = "AutoModelForSeq2SeqLM"
 
     @abstractmethod
     def answers(self, examples: datasets.Dataset) -> list[Sequence[str]]:
-        """The right answers of each example."""
+        """List the right answers of each example."""
 
     @abstractmethod
     def score(self, answer: str, right: Sequence[str]) -> float:
-        """How good an answer is, from 0 to 1."""
+        """Score an answer, from 0 to 1."""
 
     def load_reader(self, folder: Path) -> Any:
         return load_tokenizer(folder)
@@ -52,10 +52,12 @@ class TextToText(Task):
             fixed_length(("input_ids", "attention_mask"), self.max_length)
             | fixed_length(("labels",), self.data.target_length),
             {
-                "reader": describe(self.reader), "length": self.max_length, "data": self.data,
+                "reader": describe(self.reader),
+                "length": self.max_length,
+                "data": self.data,
                 "cut": "without an end",
             },
-        )  # fmt: skip
+        )
         self._tell_of_cut(encoded)
         return Encoded(encoded.whole, encoded.rows, answers)
 
@@ -71,7 +73,7 @@ class TextToText(Task):
         }
 
     def _targets(self, texts: Sequence[str]) -> np.ndarray:
-        """(examples, target-length): what is longer is cut, and so has no token for its end."""
+        """Encode targets, (examples, target-length); what is longer is cut, without an end."""
         length = self.data.target_length
         targets = np.full((len(texts), length), IGNORED, dtype=np.int32)
         for row, tokens in zip(targets, self.tokens(texts), strict=True):
@@ -79,7 +81,7 @@ class TextToText(Task):
         return targets
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, with one for its end, however many they are."""
+        """Read the tokens of each text, with one for its end, however many they are."""
         read: list[list[int]] = self.reader(list(texts), verbose=False).input_ids
         return read
 
@@ -89,11 +91,13 @@ class TextToText(Task):
                 "answers: %d of %d have more tokens than target-length = %d; expected at most so "
                 "many, the end included. They are cut for training, and scored whole; raise "
                 "target-length in the preset's data to train on all of them",
-                cut, len(encoded), self.data.target_length,
-            )  # fmt: skip
+                cut,
+                len(encoded),
+                self.data.target_length,
+            )
 
     def cut(self, encoded: Encoded) -> int:
-        """How many targets have no token for their end."""
+        """Count the targets that have no token for their end."""
         whole = encoded.whole
         if isinstance(whole, datasets.Dataset):  # in a file: its prompts are long
             encoded = replace(encoded, whole=whole.select_columns("labels"))
@@ -133,7 +137,7 @@ class TextToText(Task):
 
 
 def _losses(network: Any, batch: Batch) -> Tensor:
-    """Of each example, the mean over the tokens of its target."""
+    """Compute each example's loss, the mean over the tokens of its target."""
     labels = batch["labels"]
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     shifted = network.prepare_decoder_input_ids_from_labels(labels)

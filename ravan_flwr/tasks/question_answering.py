@@ -1,4 +1,4 @@
-"""Questions on a context, answered in free text: the F1 of SQuAD, averaged over questions.
+"""Answer questions on a context in free text: SQuAD's F1, averaged over questions.
 
 Answers are compared as bags of words, in lower case, without punctuation and articles; the
 right answer that fits best counts (Rajpurkar et al., 2016).
@@ -15,7 +15,7 @@ from ravan_flwr.tasks.generation import TextToText
 
 
 class QuestionAnswering(TextToText):
-    """Columns `question`, `context` and `answers`, a list of texts."""
+    """Read the columns `question`, `context` and `answers`, a list of texts."""
 
     metric = "f1"
 
@@ -39,12 +39,12 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def words(text: str) -> list[str]:
-    """Those that count."""
+    """List the words that count."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def f1(answer: str, right: str) -> float:
-    """The harmonic mean of precision and recall of an answer's words."""
+    """Compute the harmonic mean of precision and recall of an answer's words."""
     got, expected = Counter(words(answer)), Counter(words(right))
     if not got or not expected:
         return float(got == expected)

@@ -1,4 +1,4 @@
-"""Classification of a text, or of a pair of texts."""
+"""Classify a text, or a pair of texts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from ravan_flwr.tasks.classification import Classification
 
 
 class Text(Classification):
-    """Columns `text`, `label`, and `text-pair` if there is one."""
+    """Read the columns `text`, `label`, and `text-pair` if there is one."""
 
     classes = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
     auto_class = "AutoModelForSequenceClassification"
@@ -74,7 +74,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The model's tokenizer, which pads on the right."""
+    """Load the model's tokenizer, which pads on the right."""
     # Without any of them transformers makes a tokenizer that knows no word.
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         raise ValueError(
@@ -96,7 +96,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def describe(tokenizer: Any) -> dict[str, Any]:
-    """All that what it makes of a text depends on."""
+    """Collect everything that affects this tokenizer's output; used as a cache key."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -104,7 +104,7 @@ def describe(tokenizer: Any) -> dict[str, Any]:
 
 
 def tokenize(tokenizer: Any, length: int, *texts: Sequence[str]) -> Columns:
-    """Texts, or pairs of texts, cut off and padded to one length."""
+    """Read texts, or pairs of texts, cut off and padded to one length."""
     read = tokenizer(
         *(list(text) for text in texts),
         truncation=True,
@@ -116,12 +116,12 @@ def tokenize(tokenizer: Any, length: int, *texts: Sequence[str]) -> Columns:
 
 
 def fixed_length(names: Sequence[str], length: int) -> dict[str, Any]:
-    """Features of so many tokens."""
+    """Describe columns of so many tokens."""
     return {name: datasets.List(datasets.Value("int32"), length=length) for name in names}
 
 
 def trim(batch: Batch) -> Batch:
-    """Without the columns in which every text of the batch is padding; token ids as int64."""
+    """Drop the columns in which every text of the batch is padding; token ids become int64."""
     length = int(batch["attention_mask"].sum(1).max())
     return {
         name: tensor[:, :length].long() if name in _BY_TOKEN else tensor

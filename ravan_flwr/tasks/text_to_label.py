@@ -1,4 +1,4 @@
-"""Classification by a text-to-text model, which writes the name of the label.
+"""Classify by a text-to-text model, which writes the name of the label.
 
 An answer is right if it is the name, but for white space around it (exact match). So every name
 must fit into a target whole: of two that are cut, one might be the other.
@@ -13,7 +13,7 @@ from ravan_flwr.tasks.generation import TextToText
 
 
 class TextToLabel(TextToText):
-    """Columns `text` and `label`."""
+    """Read the columns `text` and `label`."""
 
     metric = "accuracy"
 

@@ -1,4 +1,4 @@
-"""Image classification.
+"""Classify images.
 
 A model's own image processor brings every image to the model's size once, as bytes; what it
 does beyond that, rescaling and normalising, is one multiplication and one addition a channel,
@@ -28,7 +28,7 @@ from ravan_flwr.tasks.classification import Classification
 
 
 class Vision(Classification):
-    """Columns `image` and `label`."""
+    """Read the columns `image` and `label`."""
 
     classes = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
     auto_class = "AutoModelForImageClassification"
@@ -76,7 +76,7 @@ class Vision(Classification):
         }
 
     def _pixels(self, images: Sequence[Any]) -> np.ndarray:
-        """(images, channels, height, width) at the model's size, neither rescaled nor normalised.
+        """Resize to (images, channels, height, width), neither rescaled nor normalised.
 
         Images that are not of one size after that, which a processor may allow, do not stack.
         """
@@ -104,7 +104,7 @@ class Vision(Classification):
         return cast(Tensor, network(pixel_values=pixels).logits)
 
     def _affine(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What the processor does after resizing: pixels * scale + shift, by channel."""
+        """Find what the processor does after resizing: pixels * scale + shift, by channel."""
         reader = self.reader
         factor = float(reader.rescale_factor) if reader.do_rescale else 1.0
         mean, std = (0.0,), (1.0,)
@@ -119,7 +119,7 @@ TASK = Vision
 
 
 def _rgb(image: Any) -> Any:
-    """A processor wants three channels of bytes."""
+    """Convert an image to three channels of bytes, which a processor wants."""
     if hasattr(image, "convert"):
         return image.convert("RGB")
     array = np.asarray(image)
@@ -129,6 +129,6 @@ def _rgb(image: Any) -> Any:
 
 
 def _array(image: Any) -> np.ndarray:
-    """(height, width) or (channels, height, width), in [0, 1]"""
+    """Convert an image to (height, width) or (channels, height, width), in [0, 1]."""
     array = np.asarray(image, dtype=np.float32) / 255
     return np.moveaxis(array, -1, 0) if array.ndim == 3 else array

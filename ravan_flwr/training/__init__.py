@@ -1,1 +1,1 @@
-"""The network, its adapters, and local training on one machine."""
+"""Build the network, adapt it, and train it locally on one machine."""

@@ -18,7 +18,7 @@ from ravan_flwr.training.threads import computing_with
 
 
 class AdaptedModel:
-    """A network with a method's adapters in it, lent to one client after the other."""
+    """Lend a network with a method's adapters in it to one client after the other."""
 
     def __init__(
         self,
@@ -52,25 +52,25 @@ class AdaptedModel:
         self._load(self._state_at_rest)
 
     def initial_state(self) -> Tensors:
-        """The global state before the first round, the classifier included if it is trained."""
+        """Make the global state before the first round, with the classifier if it is trained."""
         state = self.method.initial_state(self.adapters)
         if self.train_classifier:
             state[CLASSIFIER] = self._drawn_classifier.cpu().clone()
         return state
 
     def trainable_parameters(self) -> int:
-        """How many a client with the whole budget trains, the classifier included."""
+        """Count what a client with the whole budget trains, with the classifier."""
         classifier = len(self._drawn_classifier) if self.train_classifier else 0
         return self.method.trainable_parameters() + classifier
 
     def _flat_classifier(self) -> Tensor:
-        """One after the other; a copy."""
+        """Copy the classifier's parameters, one after the other."""
         parts = [parameter.detach().flatten() for parameter in self.classifier]
         return torch.cat(parts) if parts else torch.zeros(0)
 
     @property
     def calibration(self) -> Calibration:
-        """The method's calibration round; ValueError where it holds none."""
+        """Give the method's calibration round; ValueError where it holds none."""
         if self.method.calibration is None:
             raise ValueError(
                 f"calibration: {type(self.method).__name__} holds none, expected a method that "
@@ -91,7 +91,7 @@ class AdaptedModel:
             self._fixed_hash, self.derived = found, self._derived_fingerprint()
 
     def _derived_fingerprint(self) -> list[float]:
-        """Numbers that agree where bases and classifier agree.
+        """Compute numbers that agree where bases and classifier agree.
 
         `seed_fingerprint` is that of what is made from the seed, `derived` that of what the
         model has now.
@@ -126,14 +126,14 @@ class AdaptedModel:
             parameter.requires_grad_(self.train_classifier)
 
     def upload(self) -> Tensors:
-        """What the client sends after its local steps."""
+        """Collect what the client sends after its local steps."""
         tensors = self.method.upload(self.adapters)
         if self.train_classifier:
             tensors[CLASSIFIER] = self._flat_classifier().cpu()
         return tensors
 
     def parameters(self) -> list[nn.Parameter]:
-        """What the client's optimiser is given, once its heads are chosen."""
+        """List what the client's optimiser is given, once its heads are chosen."""
         classifier = self.classifier if self.train_classifier else []
         return [*self.method.parameters(self.adapters), *classifier]
 

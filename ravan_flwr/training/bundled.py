@@ -1,4 +1,4 @@
-"""Backbones that travel with the app: a `transformers` model in one JSON file.
+"""Read and write backbones that travel with the app: a `transformers` model in one JSON file.
 
 A Flower app bundle carries text files only, so the weights are safetensors in base64. They
 are kept in float16 and widened to float32, which is exact: every node has the same bits.
@@ -20,7 +20,7 @@ FORMAT = "ravan-flwr-backbone/1"
 def encode_backbone(
     config: dict[str, Any], state: dict[str, Tensor], origin: dict[str, Any]
 ) -> str:
-    """The text of a backbone file: how it was made, its configuration, its weights."""
+    """Write the text of a backbone file: how it was made, its configuration, its weights."""
     halves = {name: tensor.to(torch.float16).contiguous() for name, tensor in state.items()}
     weights = safetensors.torch.save(halves)
     content = {
@@ -34,7 +34,7 @@ def encode_backbone(
 
 
 def read_backbone(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(configuration, float32 weights) of a backbone file, whose checksum must hold."""
+    """Read (configuration, float32 weights) from a backbone file, whose checksum must hold."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if content.get("format") != FORMAT:
         raise ValueError(
@@ -53,7 +53,7 @@ def read_backbone(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def bundled_file(name: str) -> Path:
-    """The file of a bundled backbone."""
+    """Find the file of a bundled backbone."""
     path = Path(__file__).resolve().parent / "backbones" / f"{name}.json"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in path.parent.glob("*.json")))

@@ -31,7 +31,7 @@ ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 ea
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of one training step, by what they are for."""
+    """Count the bytes of one training step, by what they are for."""
 
     weights: int  # everything that is frozen and there anyway: backbone and bases
     trained: int  # values, gradients and Adam's moments of what is trained
@@ -39,7 +39,7 @@ class StepMemory:
 
     @property
     def added(self) -> int:
-        """What a step takes beyond the model itself."""
+        """Count what a step takes beyond the model itself."""
         return self.trained + self.activations
 
     @property
@@ -49,7 +49,7 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """The adapted network without weights, as plans and footprints count it."""
+    """Hold the adapted network without weights, as plans and footprints count it."""
 
     network: PreTrainedModel
     method: Method
@@ -92,14 +92,14 @@ class Skeleton:
         return self._coded(self.method.broadcast_bytes(initial, share), shapes)
 
     def _coded(self, number: int, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Bytes on the wire of so many beside the classifier's, most of them in these shapes."""
+        """Count the bytes on the wire, the classifier's included; most are in these shapes."""
         rest = number - 4 * sum(math.prod(shape) for shape in shapes)
         return rest + num_bytes([*shapes, (self.classifier_size,)], self.wire)
 
 
 @lru_cache(maxsize=64)
 def step_memory(config: Config, share: float) -> StepMemory:
-    """Of a client with that share of the budget."""
+    """Count the memory of a step of a client with that share of the budget."""
     built = Skeleton.build(config)
     network, method = built.network, built.method
     method.load(built.adapters, method.broadcast(method.initial_state(built.adapters), share))
@@ -118,7 +118,7 @@ def step_memory(config: Config, share: float) -> StepMemory:
 
 
 def _cast_weights(config: Config, network: nn.Module) -> int:
-    """In a precision of 16 bits, the copies of linear layers' weights that autocast makes.
+    """Count the copies of linear layers' weights that autocast makes in a precision of 16 bits.
 
     The backward pass needs them, so that they stay until then. With checkpoints they are made
     again, block by block. Activations are counted in float32 all the same: some are.
@@ -133,7 +133,7 @@ def _cast_weights(config: Config, network: nn.Module) -> int:
 
 
 def _checkpoints(config: Config, network: nn.Module) -> int:
-    """In how many parts the forward pass is run again for the backward pass; else one."""
+    """Count the parts in which the forward pass is run again for the backward pass; else one."""
     if config.gradient_checkpointing != "yes":
         return 1
     return max(
@@ -142,7 +142,7 @@ def _checkpoints(config: Config, network: nn.Module) -> int:
 
 
 def _computed_again(config: Config, share: float) -> int:
-    """The activations of one block, which checkpointing computes again where they are needed."""
+    """Count the activations of one block, which checkpointing computes again where needed."""
     if config.gradient_checkpointing != "yes":
         return 0
     whole = replace(config, gradient_checkpointing="no", precision="float32")
@@ -151,7 +151,7 @@ def _computed_again(config: Config, share: float) -> int:
 
 
 def saved_by_quantizing(network: nn.Module, classifier: Sequence[nn.Parameter], how: str) -> int:
-    """What linear layers in few bits weigh less than in float32."""
+    """Count the bytes that linear layers in few bits weigh less than in float32."""
     if how == "none":
         return 0
     linears = quantizable(network, classifier).values()
@@ -159,7 +159,7 @@ def saved_by_quantizing(network: nn.Module, classifier: Sequence[nn.Parameter], 
 
 
 def kept_for_backward(network: PreTrainedModel, task: Task, batch_size: int) -> int:
-    """Bytes of the tensors that autograd saves in a forward pass, each storage once."""
+    """Count the bytes that autograd saves in a forward pass, each storage once."""
     shapes = task.shapes(network.config, batch_size)
     batch = {name: torch.empty(s, dtype=d, device="meta") for name, (s, d) in shapes.items()}
     there = {_storage(tensor) for tensor in [*network.parameters(), *network.buffers()]}
@@ -182,13 +182,13 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    """Of their values, those that share a storage counted once."""
+    """Count the bytes of tensors' values, those that share a storage once."""
     different = {_storage(tensor): tensor for tensor in tensors}.values()
     return sum(tensor.numel() * tensor.element_size() for tensor in different)
 
 
 def largest_share(config: Config, free: int) -> float:
-    """The share that pays for the most heads, or ranks, whose step fits into so many bytes."""
+    """Find the share that pays for the most heads, or ranks, whose step fits into so many bytes."""
     parts = Skeleton.build(config).method.parts
     if parts is None:  # whole, or left out: then the share is that of the memory it needs
         return max(1e-6, min(1.0, 0.9 * free / step_memory(config, 1.0).added))
@@ -207,5 +207,5 @@ def largest_share(config: Config, free: int) -> float:
 
 
 def adapter_parameters(config: Config) -> int:
-    """How many parameters a client with the whole budget trains, the classifier not counted."""
+    """Count the parameters that a client with the whole budget trains, without the classifier."""
     return Skeleton.build(config).method.trainable_parameters()

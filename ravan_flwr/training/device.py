@@ -6,7 +6,7 @@ from ravan_flwr.training.gpus import tell_of_unused_gpus
 
 
 def pick_device(device: str) -> torch.device:
-    """`auto` is the best accelerator at hand; one that is asked for must be there."""
+    """Find the device: `auto` is the best accelerator at hand; one that is named must be there."""
     if device == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")

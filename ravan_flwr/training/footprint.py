@@ -1,4 +1,4 @@
-"""What a process of a run takes of a GPU's memory, counted on the meta device as `plan` counts.
+"""Count what a process of a run takes of a GPU's memory, on the meta device as `plan` counts.
 
 Beside the model that is CUDA's own context with PyTorch's kernels, and the larger of what the
 process does: steps of training, or an evaluation, whose batches are larger, but of which nothing is
@@ -26,14 +26,14 @@ CONTEXT = 700_000_000
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a GPU's memory."""
+    """Hold the bytes of a GPU's memory that each kind of process takes."""
 
     client: int
     server: int
 
 
 def footprint(config: Config) -> Footprint:
-    """Of the process of a client with the whole budget, and of the server's."""
+    """Count for the process of a client with the whole budget, and for the server's."""
     step, evaluation = step_memory(config, 1.0), evaluation_memory(config)
     resident = CONTEXT + step.weights
     if config.evaluate_on == "server":
@@ -42,7 +42,7 @@ def footprint(config: Config) -> Footprint:
 
 
 def evaluation_memory(config: Config) -> int:
-    """The most that an evaluation takes at a time beyond the model."""
+    """Count the most that an evaluation takes at a time beyond the model."""
     network = Skeleton.build(config).network.eval()
     task = make_task(config)
     shapes = task.shapes(network.config, EVALUATION_BATCH)
@@ -62,7 +62,7 @@ def _keep_keys_and_values(_: nn.Module, inputs: Any, named: dict[str, Any]) -> A
 
 
 class _MostAlive(TorchDispatchMode):
-    """Counts the bytes of the storages that are alive after each operation, but for those known."""
+    """Count the bytes of the storages that are alive after each operation, but for those known."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

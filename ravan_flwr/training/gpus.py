@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs of this machine, found without PyTorch, which takes seconds to import.
+"""Find the NVIDIA GPUs of this machine without PyTorch, which takes seconds to import.
 
 `nvidia-smi` comes with the driver. Of the GPUs that it lists, CUDA uses those that
 CUDA_VISIBLE_DEVICES names. It may number unequal GPUs in another order than `nvidia-smi` does;
@@ -25,7 +25,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or a part of one, and its memory in bytes where that is known."""
+    """Describe a GPU, or a part of one, with its memory in bytes where that is known."""
 
     index: str
     uuid: str
@@ -35,7 +35,7 @@ class Gpu:
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
-    """The GPUs that a program started with this environment may use."""
+    """List the GPUs that a program started with this environment may use."""
     gpus = _listed(environment)
     chosen = environment.get(VISIBLE)
     if chosen is None or not gpus:
@@ -50,7 +50,7 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
 
 
 def _named(word: str, gpus: list[Gpu]) -> Gpu | None:
-    """The GPU that a word of CUDA_VISIBLE_DEVICES means: an index, or the start of a UUID."""
+    """Find the GPU that a word of CUDA_VISIBLE_DEVICES means: an index, or the start of a UUID."""
     if word.startswith("MIG-"):  # a part of a GPU, of which nvidia-smi lists no memory
         return Gpu(word, word, "a part of a GPU (MIG)", None, None)
     is_uuid = word.startswith("GPU-")
@@ -59,7 +59,7 @@ def _named(word: str, gpus: list[Gpu]) -> Gpu | None:
 
 
 def _listed(environment: Mapping[str, str]) -> list[Gpu]:
-    """All GPUs of the machine that the driver answers for."""
+    """List all GPUs of the machine that the driver answers for."""
     lines = _ask(environment, f"--query-gpu={_COLUMNS}", "--format=csv,noheader,nounits")
     return [_read(line) for line in lines]
 
@@ -71,12 +71,12 @@ def _read(line: str) -> Gpu:
 
 
 def _bytes(mebibytes: str) -> int | None:
-    """None for "[N/A]": of a GPU that has the machine's memory it is not known."""
+    """Read a size in MiB; None for "[N/A]", of a GPU that has the machine's memory."""
     return int(mebibytes) * _MIB if mebibytes.isdecimal() else None
 
 
 def _ask(environment: Mapping[str, str], *options: str) -> list[str]:
-    """The lines that nvidia-smi answers; none where there is no driver, or it fails."""
+    """Read the lines that nvidia-smi answers; none where there is no driver, or it fails."""
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if program is None:
         return []
@@ -90,7 +90,7 @@ def _ask(environment: Mapping[str, str], *options: str) -> list[str]:
 
 
 def gpus_of_machine(driver: Path = DRIVER, environment: Mapping[str, str] = os.environ) -> int:
-    """How many GPUs the machine has, whether or not this process may use them."""
+    """Count the GPUs that the machine has, whether or not this process may use them."""
     if driver.is_dir():
         return len(list(driver.iterdir()))
     return len(_ask(environment, "--list-gpus"))  # as under WSL
@@ -101,7 +101,7 @@ def unused_gpus(
     driver: Path = DRIVER,
     environment: Mapping[str, str] = os.environ,
 ) -> str | None:
-    """What to tell about GPUs that a process on the CPU was not given; None if there are none."""
+    """Say what GPUs a process on the CPU was not given, and what to do; None if there are none."""
     number = gpus_of_machine(driver, environment)
     if not number:
         return None
@@ -127,6 +127,6 @@ def unused_gpus(
 
 @cache
 def tell_of_unused_gpus(built_with_cuda: bool) -> None:
-    """Say it, once a process."""
+    """Log that GPUs are unused, once a process."""
     if told := unused_gpus(built_with_cuda):
         log.warning("%s", told)

@@ -33,7 +33,7 @@ from ravan_flwr.training.bundled import bundled_file, read_backbone
 
 @dataclass(frozen=True)
 class Backbone:
-    """A network before anything is put into it."""
+    """Hold a network before anything is put into it."""
 
     network: PreTrainedModel
     classifier: list[nn.Parameter]  # what is drawn from the seed, or was trained for these labels
@@ -42,7 +42,7 @@ class Backbone:
 
 
 def build_network(spec: ModelSpec, task: Task, seed: int) -> Backbone:
-    """The network for a task with its pretrained weights, on the CPU."""
+    """Build the network for a task with its pretrained weights, on the CPU."""
     network, lacking = LOADERS[spec.source](spec, task)
     for name in lacking:
         _draw(name, network.get_parameter(name), generator(seed, "classifier", name))
@@ -54,7 +54,7 @@ def build_network(spec: ModelSpec, task: Task, seed: int) -> Backbone:
 
 
 def stored_dtype(spec: ModelSpec) -> torch.dtype:
-    """What a model's weights are kept in, which may be less than they are trained in."""
+    """Find the dtype that a model's weights are kept in, which may be smaller than in training."""
     if spec.source == "bundled":
         return torch.float32
     settings = config_of(spec)
@@ -69,7 +69,7 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
 
 
 def build_skeleton(spec: ModelSpec, task: Task) -> Backbone:
-    """The same network without weights, on the meta device, for plans and estimates."""
+    """Build the same network without weights, on the meta device, for plans and estimates."""
     settings = dict(spec.shape) or CONFIGS[spec.source](spec)
     with torch.device("meta"):
         network = _architecture(settings, task, spec.name)
@@ -80,12 +80,12 @@ def build_skeleton(spec: ModelSpec, task: Task) -> Backbone:
 
 
 def _generates(task: Task) -> bool:
-    """Does it answer with the pretrained language-model head, which is no classifier?"""
+    """Tell whether it answers with the pretrained language-model head, which is no classifier."""
     return task.data.target_length > 0
 
 
 def _heads(network: PreTrainedModel, task: Task) -> list[str]:
-    """The parameters beside the base model: the classifier, where the task has one."""
+    """List the parameters beside the base model: the classifier, where the task has one."""
     if _generates(task):
         return []
     base = network.base_model_prefix + "."
@@ -100,7 +100,7 @@ def _architecture(settings: Mapping[str, Any], task: Task, model: str) -> PreTra
 
 
 def network_class(settings: Mapping[str, Any], task: Task) -> type[PreTrainedModel]:
-    """The class of transformers that serves an architecture for a task."""
+    """Find the class of transformers that serves an architecture for a task."""
     # By its name: the Auto classes import every architecture to find one.
     table: dict[str, str | tuple[str, ...]] = getattr(modeling_auto, task.classes)
     kind = str(settings.get("model_type", ""))
@@ -141,7 +141,7 @@ def _targets(spec: ModelSpec, network: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _bundled(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str]]:
-    """A backbone that travels with the app, and the names of the parameters that it lacks."""
+    """Load a backbone that travels with the app, and name the parameters that it lacks."""
     settings, weights = read_backbone(bundled_file(spec.name))
     network = _architecture(settings, task, spec.name)
     result = network.load_state_dict(weights, strict=False)
@@ -155,7 +155,7 @@ def _bundled(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str]]:
 
 
 def _from_folder(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str]]:
-    """A model of the hub or of a folder, and the names of the parameters that it lacks.
+    """Load a model of the hub or of a folder, and name the parameters that it lacks.
 
     A classifier is kept where it was trained for the task's labels, and drawn anew elsewhere.
     """
@@ -167,10 +167,15 @@ def _from_folder(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str
     check_weights(folder, spec.name)
     with no_bars(), reading(spec.name, "config.json and weights"):
         loaded: Any = made.from_pretrained(
-            folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True,
-            output_loading_info=True, use_safetensors=True, local_files_only=True,
+            folder,
+            config=config,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            use_safetensors=True,
+            local_files_only=True,
             trust_remote_code=False,
-        )  # fmt: skip
+        )
     network, found = loaded
     lacking = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
     heads = set(_heads(network, task))
@@ -189,7 +194,7 @@ def _from_folder(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str
 
 
 def _check_shape(spec: ModelSpec, settings: Mapping[str, Any]) -> None:
-    """A preset's plan was made for a shape, which must be that of the model."""
+    """Refuse a model of another shape than the preset's, for which its plan was made."""
     for key, expected in spec.shape:
         if key in settings and settings[key] != expected:
             raise ValueError(
@@ -209,7 +214,7 @@ CONFIGS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
 
 
 def _draw(name: str, parameter: nn.Parameter, random: torch.Generator) -> None:
-    """Weights so that logits of normalised features have variance one; biases of zero."""
+    """Draw weights so that logits of normalised features have variance one; biases are zero."""
     with torch.no_grad():
         if parameter.ndim < 2:
             parameter.fill_(float(name.endswith("weight")))  # that of a normalisation
@@ -233,18 +238,18 @@ def checkpoint_gradients(network: PreTrainedModel, name: str) -> None:
 def pretrained_parameters(
     network: nn.Module, classifier: Sequence[nn.Parameter]
 ) -> dict[str, nn.Parameter]:
-    """All but the classifier, by name."""
+    """List all parameters but the classifier's, by name."""
     skip = {id(parameter) for parameter in classifier}
     return {name: p for name, p in network.named_parameters() if id(p) not in skip}
 
 
 def num_parameters(parameters: Mapping[str, nn.Parameter]) -> int:
-    """How many numbers they hold."""
+    """Count the numbers that parameters hold."""
     return sum(parameter.numel() for parameter in parameters.values())
 
 
 def backbone_fingerprint(spec: ModelSpec) -> str:
-    """A checksum over the files of everything pretrained."""
+    """Hash the files of everything pretrained."""
     files = (
         [bundled_file(spec.name)] if spec.source == "bundled" else weight_files(model_folder(spec))
     )

@@ -12,7 +12,7 @@ from ravan_flwr.training.cost import Skeleton, step_memory
 
 
 def suggested_heads(budget_a_layer: float, side: int) -> int:
-    """The most heads, doubling from one, for which sqrt(N h) stays below d (section 4.3)."""
+    """Find the most heads, doubling from one, for which sqrt(N h) stays below d (section 4.3)."""
     heads = 1
     while math.sqrt(budget_a_layer * heads * 2) < side:
         heads *= 2
@@ -20,13 +20,13 @@ def suggested_heads(budget_a_layer: float, side: int) -> int:
 
 
 def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> str:
-    """The plan of a run with these settings, for people."""
+    """Read these settings and describe what their run will cost."""
     config = read_config(settings)
     return describe(replace(config, num_clients=num_clients or config.num_clients))
 
 
 def describe(config: Config) -> str:
-    """The plan for people."""
+    """Write the plan for people."""
     built = Skeleton.build(config)
     return "\n".join(
         [*_sizes(config, built), "", *_clients(config, built), "", *_run(config, built)]
@@ -34,7 +34,7 @@ def describe(config: Config) -> str:
 
 
 def _sizes(config: Config, built: Skeleton) -> list[str]:
-    """Layers, parameters, effective rank."""
+    """Describe layers, parameters and effective rank."""
     method, layers = built.method, built.layers
     sides = sorted({(layer.out_features, layer.in_features) for layer in layers}, reverse=True)
     side = min(min(pair) for pair in sides)
@@ -63,7 +63,7 @@ def _sizes(config: Config, built: Skeleton) -> list[str]:
 
 
 def _clients(config: Config, built: Skeleton) -> list[str]:
-    """Bytes and memory by budget."""
+    """Tabulate bytes and memory by budget."""
     lines = [
         "                            bytes of a round            memory of a step, MB",
         "budget   trains            up          down    model  trained     kept      all",
@@ -84,12 +84,12 @@ def _clients(config: Config, built: Skeleton) -> list[str]:
 
 
 def _part(method: Method, share: float) -> str:
-    """How much of the method a client trains."""
+    """Say how much of the method a client trains."""
     return "all" if method.parts is None else f"{affordable(share, method.parts)}/{method.parts}"
 
 
 def _run(config: Config, built: Skeleton) -> list[str]:
-    """Bytes of a round and of the run, and what was assumed."""
+    """Describe the bytes of a round and of the run, and what was assumed."""
     clients = min(config.clients_per_round, config.num_clients)
     up, down = clients * built.bytes_up(1.0), clients * built.bytes_down(1.0)
     rounds, method = config.num_rounds, built.method

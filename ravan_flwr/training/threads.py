@@ -1,4 +1,4 @@
-"""How many threads PyTorch computes with on a CPU: one core is left to the rest of the machine.
+"""Choose how many threads PyTorch computes with on a CPU; one core is left to other programs.
 
 Every product of a step waits for its slowest thread, and a thread that shares its core with
 another busy program is a slow one. On two cores with one busy program beside it a step of
@@ -20,7 +20,7 @@ _SET_BY_USER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def suitable_threads(size: int, batch_size: int) -> int | None:
-    """Threads for a network of so many parameters; None where somebody has set a number."""
+    """Count the threads for a network of so many parameters; None where a number was set."""
     if any(os.environ.get(name) for name in _SET_BY_USER):
         return None
     if size * batch_size <= SMALL:

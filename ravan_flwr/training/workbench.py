@@ -1,4 +1,4 @@
-"""What a process builds once and then lends to every client: model, task, examples.
+"""Build model, task and examples once a process, and lend them to every client.
 
 This is the project's one cache. In a simulation many clients share a process, and the
 server shares it with them when everything runs in one; each finds the model as it was,
@@ -39,14 +39,14 @@ EVALUATION_BATCH = 256
 
 
 def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
-    """The configuration's method, over these layers of a network of that size."""
+    """Make the configuration's method, over these layers of a network of that size."""
     told = {field.name: getattr(config, field.name) for field in dataclasses.fields(Settings)}
     told["layer_form"] = layer_form(config.layer_form, config.precision, config.quantize)
     return get_method(config.method)(Settings(**told), layers, size)
 
 
 def make_task(config: Config) -> Task:
-    """The configuration's task, which asks the model's folder for a reader when it needs one."""
+    """Make the configuration's task; it asks the model's folder for a reader when it needs one."""
     spec = config.model
 
     def folder() -> Path | None:
@@ -57,7 +57,7 @@ def make_task(config: Config) -> Task:
 
 @dataclass(frozen=True)
 class Examples:
-    """What one client has."""
+    """Hold what one client has."""
 
     train: Encoded
     validation: Encoded  # held back from training; empty unless asked for
@@ -65,12 +65,12 @@ class Examples:
 
 @lru_cache(maxsize=1)
 def get_workbench(config: Config) -> "Workbench":
-    """The workbench of this configuration; the one before it is let go."""
+    """Get the workbench of this configuration; the one before it is let go."""
     return Workbench(config)
 
 
 class Workbench:
-    """Everything that depends on the configuration alone, each part made when first used."""
+    """Hold everything that depends on the configuration alone, each part made when first used."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -81,7 +81,7 @@ class Workbench:
 
     @cached_property
     def model(self) -> AdaptedModel:
-        """The adapted model, on its device."""
+        """Build the adapted model, on its device."""
         config = self.config
         self.task.check()
         device = pick_device(config.device)
@@ -102,22 +102,22 @@ class Workbench:
 
     @cached_property
     def backbone_fingerprint(self) -> str:
-        """A checksum over what is pretrained, which reads the whole of it."""
+        """Hash what is pretrained, which reads the whole of it."""
         return backbone_fingerprint(self.config.model)
 
     @cached_property
     def splits(self) -> datasets.DatasetDict:
-        """The shared data set: a device with its own examples loads none."""
+        """Load the shared data set; a device with its own examples loads none."""
         return load_splits(self.config.data)
 
     @cached_property
     def test_sets(self) -> dict[str, Encoded]:
-        """The server's own examples, which no client has."""
+        """Encode the server's own examples, which no client has."""
         names = dict(self.config.data.tests)
         return {name: self.task.encode(self.splits[name]) for name in names}
 
     def evaluate(self) -> dict[str, float]:
-        """The model as it is now on the server's examples."""
+        """Evaluate the model as it is now on the server's examples."""
         return evaluate_all(
             self.model, self.task, self.test_sets, EVALUATION_BATCH, self.config.precision
         )
@@ -127,11 +127,11 @@ class Workbench:
         return self.task.encode(self.splits["train"])
 
     def partition(self, partition_id: int, number: int) -> Examples:
-        """A client's examples, when `number` clients share them."""
+        """Get a client's examples, when `number` clients share them."""
         return self._split(self._shared.select(self._rows(number)[partition_id]), partition_id)
 
     def _rows(self, number: int) -> list[np.ndarray]:
-        """The rows of each client, when `number` clients share the examples."""
+        """Deal out the rows, when `number` clients share the examples."""
         config = self.config
         if len(self._dealt) != number:
             how = Partition(config.partition, config.partition_alpha, number, config.seed)
@@ -139,18 +139,18 @@ class Workbench:
         return self._dealt
 
     def dealt_out(self, number: int) -> list[int]:
-        """How many examples each client trains on, when `number` clients share them."""
+        """Count the examples that each client trains on, when `number` clients share them."""
         rows = self._rows(number)
         return [len(mine) - self._held_back(len(mine)) for mine in rows]
 
     def own_examples(self, path: str, partition_id: int) -> Examples:
-        """A device's own examples."""
+        """Read a device's own examples."""
         if path not in self._own:
             self._own[path] = self.task.encode(own_examples(path, self.config.data))
         return self._split(self._own[path], partition_id)
 
     def _held_back(self, number: int) -> int:
-        """How many of so many examples are evaluated on."""
+        """Count how many of so many examples are evaluated on."""
         return math.ceil(self.config.validation_share * number)
 
     def _split(self, examples: Encoded, partition_id: int) -> Examples:

@@ -176,7 +176,7 @@ def test_another_app_has_a_worker_of_its_own(owner, home, tmp_path):
     (old,) = workers(owner.pid)
     shutil.copytree(ROOT / "ravan_flwr", tmp_path / "ravan_flwr")
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
-    with (tmp_path / "ravan_flwr" / "client.py").open("a") as file:
+    with (tmp_path / "ravan_flwr" / "client" / "answers.py").open("a") as file:
         file.write("\n_ANSWERS['query'] = lambda _: RecordDict({'other': ConfigRecord()})\n")
     program = f"""
 import os, sys, tempfile
