@@ -18,10 +18,20 @@ from ravan_flwr.cli import main, read_settings
 from ravan_flwr.launch.sharing import Sharing
 from ravan_flwr.launch.superlink import LocalSuperLink, _toml
 from ravan_flwr.methods import METHODS
+from ravan_flwr.specs import Scalar
 from tests import ROOT
+from tests.flower.methods_in_turn import NODES
 
 FEDERATION = "num-supernodes=3 client-resources-num-cpus=1"
-ONE_ACTOR = f"num-supernodes=3 client-resources-num-cpus={os.cpu_count()}"  # imports once
+ONE_ACTOR = f"num-supernodes={NODES} client-resources-num-cpus={os.cpu_count()}"  # imports once
+
+SHORT: dict[str, Scalar] = {
+    "num-rounds": 2,
+    "local-steps": 3,
+    "clients-per-round": 2,
+    "report": "no",
+    "tracking": "none",
+}
 
 
 @pytest.fixture(scope="module")
@@ -79,24 +89,42 @@ def test_the_bundle_runs_away_from_the_checkout(bundle, superlink, tmp_path):
         assert [client["partition-id"] for client in record["clients"]] == [0, 1, 2]
 
 
+@pytest.fixture(scope="module")
+def runs_of_all_methods(tmp_path_factory):
+    """Each method's run under Ray, in one simulation, since Ray takes half a minute to start."""
+    folder = tmp_path_factory.mktemp("methods")
+    command = [sys.executable, "-m", "tests.flower.methods_in_turn", folder, ",".join(METHODS)]
+    done = subprocess.run([*command, json.dumps(SHORT)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_runs_in_flowers_runtime(method, superlink, tmp_path):
-    config = (
-        f"output-dir='{tmp_path}' method='{method}' num-rounds=2 local-steps=3 clients-per-round=2 "
-        "report='no' tracking='none'"
-    )
-    assert superlink.run(ROOT, config, ONE_ACTOR) == "finished:completed"
-    (directory,) = tmp_path.iterdir()
+def test_every_method_runs_in_flowers_runtime(method, runs_of_all_methods, tmp_path):
+    (directory,) = (runs_of_all_methods / method).iterdir()
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["method"], summary["rounds"], summary["rejected"]) == (method, 2, 0)
-    in_process = simulate(
-        {"method": method, "num-rounds": 2, "local-steps": 3, "clients-per-round": 2,
-         "report": "no", "tracking": "none", "output-dir": str(tmp_path / "in-process")}, 3,
-    ).summary  # fmt: skip
+    settings = SHORT | {"method": method, "output-dir": str(tmp_path)}
+    in_process = simulate(settings, NODES).summary
     for key in ("bytes-up", "bytes-down", "trainable-parameters", "rank"):
         assert summary[key] == in_process[key], key
     got, expected = (s["metrics"]["final"] for s in (summary, in_process))
     assert got == pytest.approx(expected, abs=0.02)
+
+
+def test_flwr_run_does_what_simulate_does(superlink, tmp_path):
+    """With the run config as Flower's own command line passes it on."""
+    words = [f"{key}={_toml(str(value))}" for key, value in SHORT.items() if type(value) is str]
+    words += [f"{key}={value}" for key, value in SHORT.items() if type(value) is int]
+    config = " ".join([*words, "method='fed-sb'", f"output-dir={_toml(str(tmp_path / 'flower'))}"])
+    assert superlink.run(ROOT, config, ONE_ACTOR) == "finished:completed"
+    (directory,) = (tmp_path / "flower").iterdir()
+    got = json.loads((directory / "summary.json").read_text())
+    settings = SHORT | {"method": "fed-sb", "output-dir": str(tmp_path / "in-process")}
+    expected = simulate(settings, NODES).summary
+    for key in ("method", "rounds", "rejected", "bytes-up", "bytes-down", "rank"):
+        assert got[key] == expected[key], key
+    assert got["metrics"]["final"] == pytest.approx(expected["metrics"]["final"], abs=0.02)
 
 
 def test_clients_with_a_share_of_a_gpu_and_no_warning_of_rays(superlink, tmp_path, capfd):
