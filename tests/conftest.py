@@ -2,11 +2,21 @@
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # two test files run side by side, and tests start processes
+os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, and start processes
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 
 import hypothesis
+import pytest
 
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
-hypothesis.settings.load_profile("repeatable")
+# A test that gives a number of examples of its own has that many in both.
+hypothesis.settings.register_profile("quick", derandomize=True, deadline=None, max_examples=25)
+hypothesis.settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=100)
+hypothesis.settings.load_profile("thorough" if os.environ.get("CI") else "quick")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each test the group of its file, unless it names one: a group shares its fixtures."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -3,19 +3,24 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
+
+import pytest
 
 from tests import ROOT
 
-
-def run(folder, *words):
-    return subprocess.run(
-        [sys.executable, "-m", *words], cwd=folder, check=True, capture_output=True, text=True
-    )
+pytestmark = pytest.mark.xdist_group("fork server")
 
 
-def test_the_example_is_a_file_and_a_row(tmp_path):
+# Of pytest, about libraries that the fork server has and whose assertions it cannot explain.
+IMPORTED_BEFORE = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+
+
+def test_the_example_is_a_file_and_a_row(python, tmp_path):
+    def run(*words):
+        ended = python.run(["-m", *words], folder=tmp_path)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended
+
     for name in ("ravan_flwr", "conf", "tests", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
@@ -26,14 +31,14 @@ def test_the_example_is_a_file_and_a_row(tmp_path):
     listing = tmp_path / "ravan_flwr/methods/__init__.py"
     listing.write_text(listing.read_text().replace("METHODS = {\n", "METHODS = {\n" + row))
 
-    laws = run(tmp_path, "pytest", "tests/laws/test_methods.py", "-k", "lora-xs")
+    laws = run("pytest", "tests/laws/test_methods.py", "-k", "lora-xs", *IMPORTED_BEFORE)
     assert int(re.findall(r"(\d+) passed", laws.stdout)[0]) > 20
 
     settings = ["method=lora-xs", "learning-rate=1e-2", "classifier=frozen", "num-clients=3"]
-    plan = run(tmp_path, "ravan_flwr", "plan", *settings).stdout
+    plan = run("ravan_flwr", "plan", *settings).stdout
     assert "5,832 of them beside the classifier" in plan
     short = ["num-rounds=2", "local-steps=10", "output-dir=out"]
-    run(tmp_path, "ravan_flwr", "simulate", *settings, *short)
+    run("ravan_flwr", "simulate", *settings, *short)
     (directory,) = (tmp_path / "out").iterdir()
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["method"], summary["adapter-parameters"]) == ("lora-xs", 8 * 27**2)

@@ -1,18 +1,16 @@
 """A run that is killed or that cannot write goes on from its last checkpoint, to the same bits."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 
 import pytest
 
 from ravan_flwr import simulate
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
+
+pytestmark = pytest.mark.xdist_group("fork server")
 
 SETTINGS: dict[str, Scalar] = {
     "num-rounds": 4, "local-steps": 2, "batch-size": 8, "clients-per-round": 2, "eval-every": 2,
@@ -62,11 +60,8 @@ simulate(settings, clients)
 """
 
 
-def run_killed(where, number, settings):
-    told = json.dumps([where, number, settings, CLIENTS])
-    return subprocess.run(
-        [sys.executable, "-c", KILLER, told], capture_output=True, text=True, timeout=200
-    )
+def run_killed(python, where, number, settings):
+    return python.run(["-c", KILLER, json.dumps([where, number, settings, CLIENTS])])
 
 
 def final_of(run_dir):
@@ -94,9 +89,9 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_server_killed_at_any_moment_ends_with_the_same_bits(moment, whole, tmp_path):
+def test_a_server_killed_at_any_moment_ends_with_the_same_bits(moment, python, whole, tmp_path):
     settings = SETTINGS | {"output-dir": str(tmp_path)}
-    ended = run_killed(*MOMENTS[moment], settings)
+    ended = run_killed(python, *MOMENTS[moment], settings)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     (run_dir,) = tmp_path.iterdir()
     if not list((run_dir / "checkpoints").glob("round-*.safetensors")):
@@ -133,17 +128,14 @@ main(["simulate", *sys.argv[2:]])
 """
 
 
-def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(whole, tmp_path):
+def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(python, whole, tmp_path):
     """Files may not grow beyond less than a checkpoint has: the system's own error."""
     settings = SETTINGS | {"output-dir": str(tmp_path)}
     run_dir = simulate(settings | {"num-rounds": 2}, CLIENTS).run_dir
     size = (run_dir / "checkpoints" / "round-000002.safetensors").stat().st_size
     words = [f"{k}={v}" for k, v in settings.items()]
     words += [f"resume={run_dir}", f"num-clients={CLIENTS}"]
-    ended = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(size - 1), *words], capture_output=True, text=True,
-        timeout=200,
-    )  # fmt: skip
+    ended = python.run(["-c", LIMITED, str(size - 1), *words])
     assert ended.returncode == 1
     assert "File too large" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -193,19 +185,16 @@ def test_a_run_of_an_older_version_is_gone_on_with_where_its_settings_are_the_sa
         simulate(given | {"over-sample": 2.0}, CLIENTS)
 
 
-def test_two_runs_at_once_do_not_meet(whole, tmp_path):
+def test_two_runs_at_once_do_not_meet(python, whole, tmp_path):
     """Two processes, one folder, in the same second."""
     words = [f"{k}={v}" for k, v in SETTINGS.items()]
-    words += [f"output-dir={tmp_path}", f"num-clients={CLIENTS}"]
-    command = [sys.executable, "-m", "ravan_flwr", "simulate", *words]
-    both = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ)
-        for _ in range(2)
-    ]
-    for process in both:
-        told, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, textwrap.shorten(told.decode(), 2000)
-    folders = list(tmp_path.iterdir())
+    words += [f"output-dir={tmp_path / 'runs'}", f"num-clients={CLIENTS}"]
+    command = ["-m", "ravan_flwr", "simulate", *words]
+    logs = [tmp_path / name for name in ("one", "other")]
+    both = [python.start(command, log=log) for log in logs]
+    for process, log in zip(both, logs, strict=True):
+        assert process.wait() == 0, log.read_text()
+    folders = list((tmp_path / "runs").iterdir())
     assert len(folders) == 2
     for folder in folders:
         assert final_of(folder) == final_of(whole)

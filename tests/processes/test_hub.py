@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +17,8 @@ from ravan_flwr.tasks.text import load_tokenizer
 from ravan_flwr.training.network import build_network
 from ravan_flwr.training.workbench import Workbench
 from testing.tiny import save_data, save_model
+
+pytestmark = pytest.mark.xdist_group("fork server")
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -110,9 +110,19 @@ def hub(tmp_path_factory):
         yield hub
 
 
-def run(hub, home, *words, offline=False):
-    """A command with this hub and a cache of its own; `hub` None: nobody answers."""
-    environment = os.environ | {
+@pytest.fixture
+def run(python_without_hub):
+    """Run a command with a hub and a cache of its own; without a hub nobody answers."""
+
+    def run(hub, home, *words, offline=False):
+        given = ["-m", "ravan_flwr", *words]
+        return python_without_hub.run(given, environment=environment(hub, home, offline))
+
+    return run
+
+
+def environment(hub, home, offline):
+    return os.environ | {
         "HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9",
         "HF_HOME": str(home),
         "HF_HUB_OFFLINE": "1" if offline else "0",
@@ -120,10 +130,6 @@ def run(hub, home, *words, offline=False):
         "HF_HUB_ETAG_TIMEOUT": "2",
         "PYTHONWARNINGS": "ignore",
     }
-    return subprocess.run(
-        [sys.executable, "-m", "ravan_flwr", *words], env=environment, capture_output=True,
-        text=True, timeout=120,
-    )  # fmt: skip
 
 
 def words(folder, model):
@@ -142,7 +148,7 @@ def words(folder, model):
         ("org/gone@abc", "model org/gone at revision abc: the hub has no such revision any more"),
     ],
 )
-def test_what_the_hub_says_is_told(hub, model, told, tmp_path):
+def test_what_the_hub_says_is_told(run, hub, model, told, tmp_path):
     save_data("glue-llama", tmp_path / "data", "rte")
     ended = run(hub, tmp_path / "home", *words(tmp_path / "data", model))
     assert ended.returncode == 2
@@ -151,7 +157,7 @@ def test_what_the_hub_says_is_told(hub, model, told, tmp_path):
 
 
 @pytest.mark.parametrize("offline", [True, False])
-def test_no_connection_and_not_in_the_cache(offline, tmp_path):
+def test_no_connection_and_not_in_the_cache(run, offline, tmp_path):
     save_data("glue-llama", tmp_path / "data", "rte")
     ended = run(None, tmp_path / "home", *words(tmp_path / "data", "org/bert"), offline=offline)
     assert ended.returncode == 2
@@ -159,7 +165,7 @@ def test_no_connection_and_not_in_the_cache(offline, tmp_path):
     assert "ravan-flwr fetch PRESET" in ended.stderr
 
 
-def test_what_was_fetched_is_there_without_a_connection(hub, tmp_path):
+def test_what_was_fetched_is_there_without_a_connection(run, hub, tmp_path):
     save_data("glue-llama", tmp_path / "data", "rte")
     given = [f"model=org/bert@{COMMIT}", f"data={tmp_path / 'data'}", "glue-task=rte"]
     fetched = run(hub, tmp_path / "home", "fetch", "glue-llama", *given)
@@ -179,7 +185,7 @@ def test_what_was_fetched_is_there_without_a_connection(hub, tmp_path):
     }  # fmt: skip
 
 
-def test_a_download_that_was_cut_off_is_completed(hub, tmp_path):
+def test_a_download_that_was_cut_off_is_completed(run, hub, tmp_path):
     given = words(save_data("glue-llama", tmp_path / "data", "rte"), "org/bert")
     assert run(hub, tmp_path / "home", *given).returncode == 0
     (weights,) = (tmp_path / "home").rglob("model.safetensors")
@@ -196,7 +202,7 @@ def test_a_download_that_was_cut_off_is_completed(hub, tmp_path):
         (["glue-llama", "data=org/gated"], "data org/gated"),
     ],
 )
-def test_fetching(given, told, hub, tmp_path):
+def test_fetching(given, told, run, hub, tmp_path):
     model = ["model=org/bert"] if len(given) > 1 else []
     ended = run(hub, tmp_path / "home", "fetch", *given, *model)
     assert told in ended.stdout + ended.stderr
