@@ -9,6 +9,8 @@ os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 import hypothesis
 import pytest
 
+from tests.fork_server import LIBRARIES, WITHOUT_HUB, ForkServer
+
 # A test that gives a number of examples of its own has that many in both.
 hypothesis.settings.register_profile("quick", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=100)
@@ -20,3 +22,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.fixture(scope="session")
+def python():
+    """Start commands in processes that have imported every library."""
+    with ForkServer(LIBRARIES) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def python_without_hub():
+    """Start commands in processes that read the hub's settings from their own environment."""
+    with ForkServer(WITHOUT_HUB) as server:
+        yield server

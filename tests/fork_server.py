@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,7 @@ class ForkServer(AbstractContextManager["ForkServer"]):
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         self._started: list[Forked] = []
+        self._lock = threading.Lock()
 
     def __exit__(self, *_: object) -> None:
         """Kill what is left of the commands and of what they started; end the server."""
@@ -98,13 +100,21 @@ class ForkServer(AbstractContextManager["ForkServer"]):
                 words, status, told.read_text(errors="replace"), errors.read_text(errors="replace")
             )
 
+    def popen(self, command: Sequence[str], env: Mapping[str, str], **_: Any) -> "Piped":
+        """Stand in for `subprocess.Popen(command, env=env, stdout=PIPE, stderr=PIPE)`."""
+        assert command[0] == sys.executable
+        folder = Path(tempfile.mkdtemp())
+        files = folder / "stdout", folder / "stderr"
+        return Piped(self.start(command[1:], log=files[0], errors=files[1], environment=env), files)
+
     def ask(self, **request: Any) -> Any:
         """Send the server a request; its answer."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(request).encode() + b"\n")
-        self._server.stdin.flush()
-        answer = self._server.stdout.readline()
+        with self._lock:
+            self._server.stdin.write(json.dumps(request).encode() + b"\n")
+            self._server.stdin.flush()
+            answer = self._server.stdout.readline()
         if not answer:
             raise RuntimeError(f"the fork server ended with {self._server.wait()}; see its output")
         return json.loads(answer)
@@ -141,6 +151,24 @@ class Forked:
     def terminate(self) -> None:
         """Send it SIGTERM."""
         self.send_signal(signal.SIGTERM)
+
+
+class Piped:
+    """A forked process whose output is read when it has ended."""
+
+    def __init__(self, process: Forked, files: tuple[Path, Path]) -> None:
+        self._process, self._files = process, files
+        self.terminate = process.terminate
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def communicate(self) -> tuple[str, str]:
+        """Wait for its end; return what it printed, and its errors."""
+        self._process.wait()
+        printed, errors = (file.read_text(errors="replace") for file in self._files)
+        return printed, errors
 
 
 def _serve() -> dict[str, Any] | None:

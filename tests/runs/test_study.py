@@ -10,7 +10,7 @@ import yaml
 from ravan_flwr.cli import main
 from ravan_flwr.config.preset import conf_folder
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.studies import spec
+from ravan_flwr.studies import running, spec
 from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.spec import read_study
 from ravan_flwr.studies.tables import comma_separated, markdown
@@ -32,6 +32,12 @@ def write(tmp_path, **changes):
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(CONTENT | changes))
     return path
+
+
+@pytest.fixture
+def forked(python, monkeypatch):
+    """A study's runs begin with their imports done; test_signals.py has a study of cold ones."""
+    monkeypatch.setattr(running.subprocess, "Popen", python.popen)
 
 
 @pytest.mark.parametrize("path", sorted((conf_folder() / "studies").glob("*.yaml")), ids=str)
@@ -86,7 +92,7 @@ def test_a_study_file_is_checked_before_anything_runs(tmp_path, changes, message
         read_study(write(tmp_path, **changes))
 
 
-def test_a_study_runs_resumes_and_writes_its_tables(tmp_path, monkeypatch, capsys):
+def test_a_study_runs_resumes_and_writes_its_tables(tmp_path, monkeypatch, capsys, forked):
     path, folder = write(tmp_path), tmp_path / "out"
     main(["study", str(path), "--output", str(folder), "--jobs", "2"])
     summaries = sorted(folder.glob("runs/*/*/summary.json"))
@@ -109,7 +115,7 @@ def test_a_study_runs_resumes_and_writes_its_tables(tmp_path, monkeypatch, capsy
     assert "4 runs, 4 of them done" in capsys.readouterr().out
 
 
-def test_a_table_may_draw_spectra_of_runs_with_their_own_number_of_clients(tmp_path):
+def test_a_table_may_draw_spectra_of_runs_with_their_own_number_of_clients(tmp_path, forked):
     rows = {"alone": {"num-clients": 1, "method": "full", "learning-rate": 1e-3}, "three": {}}
     tables = [{"title": "T", "rows": rows, "spectra": True}]
     path, folder = write(tmp_path, tables=tables, seeds=[0]), tmp_path / "out"
@@ -158,7 +164,7 @@ def test_methods_of_different_sizes_are_not_called_equal(tmp_path):
     assert read_study(write(tmp_path, tables=[table])).tables[0].rows
 
 
-def test_a_learning_rate_is_chosen_on_examples_that_are_held_back(tmp_path):
+def test_a_learning_rate_is_chosen_on_examples_that_are_held_back(tmp_path, forked):
     choose = {"learning-rate": [1e-5, 1e-2, 5.0], "seeds": [7]}
     rows = {"chosen": {}, "given": {"learning-rate": 1e-5}}
     settings = {"num-rounds": 2, "local-steps": 20, "classifier": "frozen"}
@@ -215,7 +221,7 @@ def test_an_interrupted_study_begins_no_further_run(tmp_path, monkeypatch):
     assert len(begun) <= 2  # the one that ended, and the one that began meanwhile
 
 
-def test_a_failed_run_is_listed_and_the_others_go_on(tmp_path, caplog):
+def test_a_failed_run_is_listed_and_the_others_go_on(tmp_path, caplog, forked):
     tables = [{"title": "T", "rows": {"good": {}, "bad": {"max-update-norm": 1e-9}}}]
     path = write(tmp_path, tables=tables, seeds=[0])
     assert not run_study(path, tmp_path / "out", jobs=1)
