@@ -10,7 +10,7 @@ import yaml
 from ravan_flwr.cli import main
 from ravan_flwr.config.preset import conf_folder
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.studies import running, spec
+from ravan_flwr.studies import spec
 from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.spec import read_study
 from ravan_flwr.studies.tables import comma_separated, markdown
@@ -37,7 +37,7 @@ def write(tmp_path, **changes):
 @pytest.fixture
 def forked(python, monkeypatch):
     """A study's runs begin with their imports done; test_signals.py has a study of cold ones."""
-    monkeypatch.setattr(running.subprocess, "Popen", python.popen)
+    monkeypatch.setattr("ravan_flwr.studies.running.subprocess.Popen", python.popen)
 
 
 @pytest.mark.parametrize("path", sorted((conf_folder() / "studies").glob("*.yaml")), ids=str)
