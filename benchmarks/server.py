@@ -40,7 +40,7 @@ from ravan_flwr.methods.lora import LoraMethod
 from ravan_flwr.methods.ravan import Ravan
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.limit import ChangeLimit
-from ravan_flwr.server.nodes import sample
+from ravan_flwr.server.sampling import sample
 
 LAYERS, HEADS, RANK, SIDE, DIFFERENT = 24, 4, 110, 768, 16
 BAR, ROSTER_BAR = 0.5, 0.010

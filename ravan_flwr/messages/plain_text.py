@@ -1,10 +1,11 @@
-"""What a node says, made fit for people: one line, no control characters, cut off.
+"""Make what a node says fit for people: one line, no control characters, cut off.
 
 Every text that comes from a node passes here once, where it enters; records, log lines and
 reports show it as it is from then on.
 """
 
 import reprlib
+from collections.abc import Iterable
 
 MOST_CHARACTERS = 500
 
@@ -14,9 +15,9 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 8
 
 
 def plain(text: str, most: int = MOST_CHARACTERS) -> str:
-    """One line of at most so many characters, in which nothing moves the cursor.
+    """Cut a text to one line of so many characters, in which nothing moves the cursor.
 
-    What is plain already stays as it is.
+    A text that is plain already stays as it is.
     """
     cut = text[:most]
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in cut)
@@ -24,5 +25,12 @@ def plain(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def shown(value: object) -> str:
-    """Like `repr`, of the first few parts: what a large value costs does not matter."""
+    """Return the `repr` of the first few parts of a value, however large it is."""
     return plain(_short.repr(value))
+
+
+def listed(reasons: Iterable[str], most: int = 3, between: str = "; ") -> str:
+    """Join different reasons, the first few of them."""
+    different = list(dict.fromkeys(reasons))
+    more = len(different) - most
+    return between.join(different[:most]) + (f"{between}and {more} more" if more > 0 else "")

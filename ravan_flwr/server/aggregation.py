@@ -1,4 +1,4 @@
-"""The server's half of a round: what goes out; uploads, checked one by one, folded into sums.
+"""Make what is sent to clients; check their uploads one by one and fold them into sums.
 
 The method knows nothing of the classifier, which is the same for all of them: it is put beside
 what the method sends, and averaged beside the method's sums.
@@ -9,6 +9,7 @@ until it closes. What is rejected never reaches a sum.
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -20,15 +21,17 @@ from ravan_flwr.methods.tensors import check_form
 from ravan_flwr.server.limit import ChangeLimit, Changes, changes_of
 from ravan_flwr.server.robust import RobustRound
 
+SHARES = 4  # of the budget, whose broadcasts are kept during a round
+
 
 def outgoing(method: Method, state: Tensors, share: float) -> Tensors:
-    """What a client with that share of the budget is sent."""
+    """Return what a client with that share of the budget is sent."""
     sent = method.broadcast({k: v for k, v in state.items() if k != CLASSIFIER}, share)
     return sent | {k: v for k, v in state.items() if k == CLASSIFIER}
 
 
 class Aggregate:
-    """One round's sums: the method's, and the classifier's mean if it is trained.
+    """Keep one round's sums: the method's, and the classifier's mean if it is trained.
 
     `robust` puts a median or a trimmed mean in the place of the means, for methods whose next
     state is one.
@@ -41,6 +44,8 @@ class Aggregate:
         self._state = {k: v for k, v in state.items() if k != CLASSIFIER}
         self._classifier = {k: v for k, v in state.items() if k == CLASSIFIER}
         self._robust = robust != "none"
+        # What clients were sent, by share: few shares are kept, however many clients there are.
+        self._sent = lru_cache(maxsize=SHARES)(partial(method.broadcast, self._state))
         self._rounds: tuple[Round, Round] = (
             (RobustRound(self._state, robust), RobustRound(self._classifier, robust))
             if self._robust
@@ -50,7 +55,7 @@ class Aggregate:
 
     @property
     def count(self) -> int:
-        """How many uploads were accepted."""
+        """Return how many uploads were accepted."""
         return len(self.changes)
 
     def offer(self, upload: Mapping[str, Tensor], share: float, weight: float = 1.0) -> None:
@@ -72,10 +77,11 @@ class Aggregate:
         self.changes.append(changes)
 
     def _start_of(self, own: Tensors, share: float) -> Tensors:
-        return self.method.start_of(own, self.method.broadcast(self._state, share))
+        """Return what an upload's tensors were when they were sent to a client with that share."""
+        return self.method.start_of(own, self._sent(share))
 
     def close(self) -> Tensors:
-        """The next global state; ValueError if the accepted replies cannot have made it."""
+        """Return the next global state; ValueError if the accepted replies cannot have made it."""
         of_method, of_classifier = self._rounds
         new = of_method.close() | of_classifier.close()
         self.limit.learn(self.changes)  # also of a round without effect: the next has its limit
@@ -86,7 +92,7 @@ class Aggregate:
 def open_calibration(
     calibration: Calibration, norm: float | None, step: float, robust: str = "none"
 ) -> CalibrationSums:
-    """Begin the sums of a calibration round, with a limit on what is added.
+    """Open the sums of a calibration round, with a limit on what is added.
 
     `norm` and `step` are those of `ChangeLimit`. No step bounds a gradient: there, sketches far
     larger than most are left out of the mean.
@@ -104,16 +110,16 @@ def open_calibration(
 
 
 class _Limited:
-    """A round's sums that refuse what has changed more than the limit allows."""
+    """Wrap a round's sums, and refuse uploads that change more than the limit allows."""
 
     def __init__(self, inner: Round, start: Tensors, limit: ChangeLimit) -> None:
         self.inner, self.start, self.limit = inner, start, limit
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """One more upload; ValueError if it is refused."""
+        """Add one more upload; ValueError if it is refused."""
         self.limit.check(changes_of(upload, self.start))
         self.inner.add(upload, weight)
 
     def close(self) -> Tensors:
-        """The next state."""
+        """Return the next state."""
         return self.inner.close()

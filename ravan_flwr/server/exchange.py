@@ -1,179 +1,113 @@
-"""Messages out, replies in: what every exchange with nodes needs, whatever it is about."""
+"""Send one set of messages of a round and collect the replies to them."""
 
-import math
-import threading
-import time
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from queue import Empty, Queue
+from collections.abc import Callable, Iterator, Mapping
 
-from flwr.app import Message
+from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
-from ravan_flwr.server.envelope import take
-
-STUCK = 2.0  # seconds that others wait for one reply that is being fetched
-LEAST_GRACE = 60.0  # seconds for stragglers, unless the run says
-GRACE = 10.0  # times that the first half took, likewise
-
-
-def push(grid: Grid, messages: list[Message]) -> list[Message]:
-    """Push, and return those messages that were taken."""
-    taken = set(grid.push_messages(messages))
-    return [message for message in messages if message.metadata.message_id in taken]
+from ravan_flwr.messages.arrays import num_bytes
+from ravan_flwr.messages.member import Member
+from ravan_flwr.server.envelope import weight_of
+from ravan_flwr.server.inbox import in_process, pull_replies, push
+from ravan_flwr.server.ledger import Ledger
+from ravan_flwr.server.mailbox import Mailbox
+from ravan_flwr.server.nodes import Node
+from ravan_flwr.server.patience import Patience
 
 
-class Patience:
-    """When a round is over: all came, enough came, the stragglers' grace has passed, or the time.
+class Exchange:
+    """Track outstanding messages, collect replies, reject late ones."""
 
-    The grace is counted from the `least`-th reply that was used. None: from when half of those
-    that were asked have answered, ten times what that took, at least a minute. `enough` replies
-    end the round at once.
-    """
+    def __init__(self, mail: Mailbox, nodes: Mapping[int, Node], ledger: Ledger) -> None:
+        self._mail, self._nodes, self._ledger = mail, nodes, ledger
+        self._kind = MessageType.TRAIN
+        self._outstanding: dict[str, tuple[Member, int]] = {}  # by message id; and its bytes
+        self._patience = Patience(0, 0)
 
-    def __init__(
-        self,
-        timeout: float,
-        asked: int,
-        least: int = 1,
-        grace: float | None = math.inf,
-        enough: float = math.inf,
-    ) -> None:
-        self._began = time.monotonic()
-        self._until = self._began + timeout
-        self._grace, self._enough = grace, enough
-        self._quorum = min(asked, max(least, math.ceil(asked / 2)) if grace is None else least)
-        self.used = 0
+    def replies(
+        self, grid: Grid, messages: list[Message], patience: Callable[[int], Patience]
+    ) -> Iterator[Message]:
+        """Send the messages, then yield replies as they arrive, until no more are waited for.
 
-    def use(self) -> None:
-        """One more reply was used."""
-        self.used += 1
-        if self.used == self._quorum:
-            now = time.monotonic()
-            grace = self._grace
-            if grace is None:
-                grace = max(LEAST_GRACE, GRACE * (now - self._began))
-            self._until = min(self._until, now + grace)
+        `patience` is told how many messages were sent. A node that is silent until then is asked
+        less often from now on.
+        """
+        if messages:  # a calibration is training, too
+            self._kind = messages[0].metadata.message_type.partition(".")[0]
+        self._send(grid, messages)
+        self._patience = patience(len(self._outstanding))
+        for reply in pull_replies(
+            grid, self._mail.inbox, self._in_order(), self._patience, self._mail.late
+        ):
+            if reply.metadata.reply_to_message_id in self._outstanding:
+                yield reply
+            else:
+                self._refuse_late(reply)
+        # In one process a client runs only if it is asked for its reply: none comes later.
+        self._close(keep_spare=not in_process(grid))
 
-    @property
-    def satisfied(self) -> bool:
-        """Are there as many replies as were wanted?"""
-        return self.used >= self._enough
+    def expect(self, message: Message, member: Member) -> None:
+        """Wait for the reply to a message that was sent."""
+        size = sum(map(num_bytes, message.content.array_records.values()))
+        self._outstanding[message.metadata.message_id] = (member, size)
 
-    @property
-    def left(self) -> float:
-        """Seconds until it is over."""
-        return self._until - time.monotonic()
+    def sender(self, reply: Message) -> tuple[Member, int]:
+        """Return who replied, and the bytes of the message; count the bytes of both."""
+        member, bytes_down = self._outstanding.pop(reply.metadata.reply_to_message_id)
+        self._ledger.count(weight_of(reply), bytes_down)
+        return member, bytes_down
 
-    @property
-    def seconds(self) -> float:
-        """How long it was from the start, once it is over."""
-        return self._until - self._began
+    def accept(self, member: Member) -> None:
+        """Note that a reply was used: its node is there, and has the fixed tensors."""
+        self._patience.use()
+        self._nodes[member.node_id].answered(self._kind)
+        self._mail.has_answered(member.node_id)
 
+    def reject(self, member: Member, reason: object) -> None:
+        """Note that a reply is not used, and why."""
+        self._mail.has_failed(member.node_id)
+        self._nodes[member.node_id].faults += 1
+        self._ledger.reject(member, reason)
 
-class Inbox:
-    """Looks for replies, each by itself, and lets none keep the others waiting.
+    def _send(self, grid: Grid, messages: list[Message]) -> None:
+        """Push the messages; a member whose message is not taken is rejected."""
+        members = {node.node_id: node.member for node in self._nodes.values() if node.member}
+        pushed = {id(message) for message in push(grid, messages)}
+        for message in messages:
+            member = members[message.metadata.dst_node_id]
+            if id(message) in pushed:
+                self.expect(message, member)
+            else:
+                self.reject(member, "the message could not be sent")
 
-    To fetch a reply may take minutes: a node may have told of objects that it never uploads.
-    Whoever fetches such a one is left to it, and another goes on with the others. In one process
-    clients run when they are asked for their reply, and nothing is fetched.
-    """
+    def _in_order(self) -> list[str]:
+        """Sort the outstanding messages: nodes that were silent or refused before come last."""
+        doubts = {
+            message_id: self._nodes[member.node_id].doubt
+            for message_id, (member, _) in self._outstanding.items()
+        }
+        return sorted(doubts, key=lambda message_id: doubts[message_id])
 
-    def __init__(self) -> None:
-        self._fetching: set[str] = set()
-        self._came: Queue[tuple[str, Message | BaseException | None]] = Queue(2)
+    def _close(self, *, keep_spare: bool) -> None:
+        """Stop waiting: the replies that are missing are spare, or their nodes were silent."""
+        seconds, number = f"{self._patience.seconds:.4g}", self._ledger.number
+        for message_id, (member, size) in self._outstanding.items():
+            self._ledger.count(0, size)
+            if self._patience.satisfied:
+                self._ledger.spare.append(member.partition_id)
+                if keep_spare:
+                    self._mail.expect_late(message_id, member, "")
+            else:
+                self.reject(member, f"no reply within {seconds} s")
+                self._nodes[member.node_id].was_silent(self._kind, number)
+                why = f"late: a reply to round {number}, which closed after {seconds} s"
+                self._mail.expect_late(message_id, member, why)
 
-    def look(self, grid: Grid, ids: Iterable[str]) -> Iterator[Message]:
-        """The replies to these messages that are there now."""
-        if in_process(grid):
-            yield from filter(None, (take(grid, message_id) for message_id in ids))
-            return
-        todo = deque(message_id for message_id in ids if message_id not in self._fetching)
-        self._fetching.update(todo)
-        try:
-            while todo or self._came.qsize():
-                yield from self._fetch(grid, todo)
-        finally:  # also when nobody wants more
-            while (message_id := _next(todo)) is not None:
-                self._fetching.discard(message_id)
-
-    def holds(self, message_id: str) -> bool:
-        """Is the reply to this message being fetched?"""
-        return message_id in self._fetching
-
-    def _fetch(self, grid: Grid, todo: deque[str]) -> Iterator[Message]:
-        """Have a thread go through them, until it is done or one takes too long."""
-        stop = threading.Event()
-        threading.Thread(target=self._walk, args=(grid, todo, stop), daemon=True).start()
-        try:
-            while True:
-                message_id, found = self._came.get(timeout=STUCK)
-                if message_id == _DONE:
-                    return
-                self._fetching.discard(message_id)
-                if isinstance(found, BaseException):
-                    raise found
-                if found is not None:
-                    yield found
-        except Empty:
-            pass  # that thread stays with what it fetches, and the next goes on
-        finally:
-            stop.set()
-
-    def _walk(self, grid: Grid, todo: deque[str], stop: threading.Event) -> None:
-        while not stop.is_set():
-            if (message_id := _next(todo)) is None:
-                self._came.put((_DONE, None))
-                return
-            try:
-                self._came.put((message_id, take(grid, message_id)))
-            except BaseException as error:  # noqa: BLE001 (raised where it is waited for)
-                self._came.put((message_id, error))
-
-
-_DONE = ""  # no message has this id
-
-
-def _next(todo: deque[str]) -> str | None:
-    """Each is had by one thread only."""
-    try:
-        return todo.popleft()
-    except IndexError:
-        return None
-
-
-def in_process(grid: Grid) -> bool:
-    """Do clients run when they are asked for their replies?"""
-    return bool(getattr(grid, "in_process", False))
-
-
-def pull_replies(
-    grid: Grid,
-    inbox: Inbox,
-    waiting: Collection[str],
-    patience: Patience,
-    also: Collection[str] = (),
-) -> Iterator[Message]:
-    """Replies to these messages as they arrive, until nobody is waited for any more.
-
-    Asks often at first, then less, and once more when the time is up: a reply that was there is
-    not lost because another took long to read. Replies to the messages `also` are passed on,
-    too, but not waited for.
-    """
-    left = dict.fromkeys(waiting)
-    pause, last = 0.005, False
-    while left and not last:
-        last = patience.left <= 0
-        if last and in_process(grid):
-            return
-        began, came = time.monotonic(), False
-        for reply in inbox.look(grid, [*left, *also]):
-            came = True
-            left.pop(reply.metadata.reply_to_message_id, None)
-            yield reply
-            if (left and patience.satisfied) or (in_process(grid) and patience.left <= 0):
-                return
-        took = time.monotonic() - began
-        pause = 0.005 if came else min(pause * 1.5, max(0.2, took))
-        if left and not came and not last:
-            time.sleep(max(0.0, min(pause, patience.left)))
+    def _refuse_late(self, reply: Message) -> None:
+        """Count a late reply, and reject it unless it was spare."""
+        found = self._mail.take_late(reply.metadata.reply_to_message_id)
+        if found is not None:
+            member, why = found
+            self._ledger.count(weight_of(reply), 0)
+            if why:
+                self.reject(member, why)

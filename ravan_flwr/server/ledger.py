@@ -1,23 +1,23 @@
-"""The book of one round: whose reply was used, whose was not and why, and the record of it."""
+"""Note what becomes of every message of a round, and make the round's record of it."""
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import getLogger
 
 from ravan_flwr.messages.member import Member
-from ravan_flwr.messages.plain_text import plain
+from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.runs.record import ClientRecord, Metrics, Rejection, RoundRecord
-from ravan_flwr.server.roster import listed
+from ravan_flwr.server.replies import Reply
 
 log = getLogger(__name__)
 
 
 @dataclass
 class Ledger:
-    """One round, from its first message to its record."""
+    """Keep the notes of one round, from its first message to its record."""
 
     number: int
     partitions: int  # in how many the data is shared
@@ -25,8 +25,8 @@ class Ledger:
     rejected: list[Rejection] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)  # seconds
     left_out: list[int] = field(default_factory=list)  # partitions that cannot afford to train
-    resting: list[int] = field(default_factory=list)  # that were silent, and are asked less often
-    spare: list[int] = field(default_factory=list)  # whose replies were not needed any more
+    resting: list[int] = field(default_factory=list)  # were silent before, and were not asked
+    spare: list[int] = field(default_factory=list)  # replies that were not needed any more
     refused: str = ""  # why the round has no effect, if it has none
     bytes_up: int = 0  # of all replies, also those that were rejected, and of evaluations
     bytes_down: int = 0  # of all messages
@@ -34,49 +34,42 @@ class Ledger:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Count the seconds of what happens inside as that phase's."""
+        """Add the seconds of what happens inside to that phase."""
         began = time.perf_counter()
         yield
         self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - began
 
     def count(self, bytes_up: int, bytes_down: int) -> None:
-        """What travelled between the server and one client, whatever became of it."""
+        """Add the bytes that travelled between the server and one client, used or not."""
         self.bytes_up += bytes_up
         self.bytes_down += bytes_down
 
-    def use(
-        self,
-        member: Member,
-        metrics: Mapping[str, float],
-        selected: list[list[int]],
-        bytes_up: int,
-        bytes_down: int,
-    ) -> None:
-        """A reply was used; `selected` are the heads that it holds, by layer."""
-        heads = sum(map(len, selected)) / max(1, len(selected))
+    def use(self, reply: Reply, heads: list[list[int]]) -> None:
+        """Note that a reply was used, and the heads in it, by layer."""
+        member, mean = reply.member, sum(map(len, heads)) / max(1, len(heads))
         self.clients.append(
             {
                 "partition-id": member.partition_id,
                 "share": member.share,
-                "heads": int(heads) if heads.is_integer() else heads,
-                "selected": selected,
+                "heads": int(mean) if mean.is_integer() else mean,
+                "selected": heads,
                 "examples": member.examples,
-                "train-loss": metrics["train-loss"],
-                "seconds": round(metrics["seconds"], 4),
-                "bytes-up": bytes_up,
-                "bytes-down": bytes_down,
+                "train-loss": reply.trained.loss,
+                "seconds": round(reply.trained.seconds, 4),
+                "bytes-up": reply.bytes_up,
+                "bytes-down": reply.bytes_down,
             }
         )
 
     def reject(self, member: Member, reason: object) -> None:
-        """A reply was not used, or did not come."""
+        """Note that a reply was not used, or did not come, and why."""
         text = plain(f"missing {reason}" if isinstance(reason, KeyError) else str(reason))
         self.rejected.append({"client": f"partition {member.partition_id}", "reason": text})
         log.warning("rejected partition %d: %s", member.partition_id, text)
 
     @property
     def train_loss(self) -> float:
-        """The clients' mean, summed in an order in which that of arrival plays no part."""
+        """Return the clients' mean loss, whatever the order in which they replied."""
         losses = [client["train-loss"] for client in self._sorted()]
         return mean_of(losses, [1.0] * len(losses))
 
@@ -102,7 +95,7 @@ class Ledger:
         return record
 
     def why_too_few_came(self, least: int) -> str:
-        """For people, when fewer replies were used than a round needs."""
+        """Explain that fewer replies were used than a round needs."""
         reasons = listed(f"{one['client']}: {one['reason']}" for one in self.rejected)
         got = len(self.clients) or "no"
         message = (
@@ -122,7 +115,7 @@ class Ledger:
 
 
 def mean_of(values: Sequence[float], weights: Sequence[float]) -> float:
-    """The weighted mean, which is finite where they are."""
+    """Return the weighted mean, which is finite where the values are."""
     total = sum(weights)
     plain_sum = sum(weight * value for weight, value in zip(weights, values, strict=True))
     if math.isfinite(plain_sum) and math.isfinite(total):

@@ -1,35 +1,15 @@
-"""What the server knows of each node, and which of them a round samples.
+"""Record what the server knows of each node: its answer, and how it behaves."""
 
-Simulated node ids are random, so nothing may depend on them: a round's clients are a function of
-(seed, round) and the members, sorted by partition id.
-"""
-
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from flwr.app import MessageType
 
 from ravan_flwr.messages.member import Member
-from ravan_flwr.seeding import generator
-
-
-def sample(
-    members: Sequence[Member], number: int, seed: int, round_number: int, spare: int = 0
-) -> list[Member]:
-    """The clients of a round, a function of its number, sorted by partition id.
-
-    So many `spare` ones follow, sorted likewise: the first are the same with or without them.
-    """
-    order = torch.randperm(len(members), generator=generator(seed, "sample", round_number))
-    pool = sorted(members, key=lambda member: member.partition_id)
-    wanted, more = order[:number], order[number : number + spare]
-    return [pool[i] for part in (wanted, more) for i in sorted(part.tolist())]
 
 
 @dataclass
 class Node:
-    """What is known of one node: when it was asked who it is, what it answered, how it behaves."""
+    """Keep the record of one node."""
 
     node_id: int
     since: str | None = None  # since when it was there as it was asked; None: it is to be asked
@@ -46,8 +26,19 @@ class Node:
 
     @property
     def doubt(self) -> int:
-        """How much there is against it: who has least is read first."""
+        """Count what is held against the node: replies of nodes with least are read first."""
         return sum(self.silent.values()) + self.faults
+
+    def was_asked(self, question: str, since: str, until: float) -> None:
+        """Note the message that it was asked by, and for how long its answer is waited for."""
+        self.question = self.last = question
+        self.since, self.until = since, until
+        self.times += 1
+
+    def forget_unless(self, since: str | None) -> None:
+        """Ask it again, unless it was there without a break since it was asked."""
+        if self.since is not None and since != self.since:
+            self.since, self.refused, self.question = None, "", ""
 
     def was_silent(self, kind: str, round_number: int) -> None:
         """Ask it less often: after the k-th silence in a row it sits out 2^(k-1) - 1 rounds."""
@@ -61,5 +52,5 @@ class Node:
         self.faults = 0
 
     def rests(self, kind: str, round_number: int) -> bool:
-        """Is it not to be asked? Who does not train is not asked to evaluate, either."""
+        """Return whether it sits this round out; a node that does not train does not evaluate."""
         return any(self.asleep.get(one, 0) > round_number for one in (kind, MessageType.TRAIN))

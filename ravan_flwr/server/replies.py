@@ -1,4 +1,4 @@
-"""What a reply of unknown origin must be before anything of it is used.
+"""Read replies of unknown origin, and check them before anything of them is used.
 
 Whatever a node sends, reading it gives sound values or a ValueError that says what is wrong:
 no other exception, no more time than in proportion to what was sent, and, whatever the wire, no
@@ -18,6 +18,7 @@ from ravan_flwr.messages.member import Member, check_derived
 from ravan_flwr.messages.plain_text import plain, shown
 from ravan_flwr.messages.wire import decode
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.runs.record import Metrics
 from ravan_flwr.server.envelope import UNREADABLE
 
 # What a number that a client tells may be, at most. A loss beyond it is a run that diverged.
@@ -28,10 +29,29 @@ SHARES = ("accuracy", "f1")  # metrics from 0 to 1
 
 @dataclass(frozen=True)
 class Trained:
-    """A reply to a training message."""
+    """Hold the content of a reply to a training message."""
 
     upload: Tensors  # over the message's own bytes: to be read only
-    metrics: dict[str, float]  # `train-loss` and `seconds`
+    loss: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Hold a training reply that could be read: its sender, its content, what travelled."""
+
+    member: Member
+    trained: Trained
+    bytes_up: int
+    bytes_down: int
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Hold the content of a reply to an evaluation."""
+
+    examples: float
+    metrics: Metrics  # means over the examples
 
 
 def read_trained(
@@ -42,29 +62,29 @@ def read_trained(
     wire: str = "float32",
     most: int | None = None,
 ) -> Trained:
-    """A reply of that round, of a node with the server's bases; what its tensors are is the
-    method's to check. `most` is how many numbers it can have on a wire that is decoded."""
+    """Read a training reply of that round, of a node with the server's bases.
+
+    The method checks its tensors. `most` is how many numbers it can have on a wire that is decoded.
+    """
     with telling():
         content = content_of(reply)
         metrics = _metrics_of(content, round_number)
         check_derived(metrics.get("derived"), derived, member.versions)
-        values = {
-            "train-loss": within(metrics, "train-loss", -MOST_LOSS, MOST_LOSS),
-            "seconds": within(metrics, "seconds", 0, MOST_SECONDS),
-        }
-        return Trained(decode(view_record(_arrays_of(content)), wire, most), values)
+        loss = within(metrics, "train-loss", -MOST_LOSS, MOST_LOSS)
+        seconds = within(metrics, "seconds", 0, MOST_SECONDS)
+        return Trained(decode(view_record(_arrays_of(content)), wire, most), loss, seconds)
 
 
 def read_evaluated(
     reply: Message, round_number: int, names: Sequence[str], most: float
-) -> tuple[float, dict[str, float]]:
-    """(number of examples, their means) of a reply to an evaluation of that round."""
+) -> Evaluated:
+    """Read a reply to an evaluation of that round, with the metrics of these names."""
     with telling():
         metrics = _metrics_of(content_of(reply), round_number)
         number = finite(metrics, "num-examples")
         if not 0 < number <= most:
             raise ValueError(f"num-examples is {number:g}, expected above 0 and at most {most:g}")
-        return number, {name: _measured(metrics, name) for name in names}
+        return Evaluated(number, {name: _measured(metrics, name) for name in names})
 
 
 def _measured(metrics: Mapping[str, Any], name: str) -> float:
@@ -75,7 +95,7 @@ def _measured(metrics: Mapping[str, Any], name: str) -> float:
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Whatever a reply makes of the code inside is a ValueError that says so."""
+    """Turn any error that a reply causes in the code inside into a ValueError that says so."""
     try:
         yield
     except ValueError:
@@ -86,7 +106,7 @@ def telling() -> Iterator[None]:
 
 
 def most_held_back(trained: int, share: float) -> int:
-    """How many examples a client with so many to train on can have held back, at that share.
+    """Return how many examples a client that trains on so many can have held back, at that share.
 
     Of n it holds back ceil(share n), less than share n + 1: no claim outweighs the others.
     """
@@ -94,7 +114,7 @@ def most_held_back(trained: int, share: float) -> int:
 
 
 def content_of(reply: Message) -> RecordDict:
-    """What a reply brings; ValueError with the node's reason if it brings an error."""
+    """Return a reply's content; ValueError with the node's reason if it is an error."""
     if reply.has_error():
         reason = plain((reply.error.reason or "").strip()) or "no reason given"
         if reply.error.code == UNREADABLE:
@@ -122,7 +142,7 @@ def _arrays_of(content: RecordDict) -> ArrayRecord:
 
 
 def finite(metrics: Mapping[str, Any], key: str) -> float:
-    """One number of a reply, which must be one and finite."""
+    """Read one number of a reply, which must be finite."""
     if key not in metrics:
         raise ValueError(f"missing {key!r}")
     value = metrics[key]
@@ -132,7 +152,7 @@ def finite(metrics: Mapping[str, Any], key: str) -> float:
 
 
 def within(metrics: Mapping[str, Any], key: str, low: float, high: float) -> float:
-    """One number of a reply, from `low` to `high`."""
+    """Read one number of a reply, from `low` to `high`."""
     value = finite(metrics, key)
     if not low <= value <= high:
         raise ValueError(f"{key} is {value:g}, expected from {low:g} to {high:g}")

@@ -15,7 +15,6 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import STYPE, from_record, to_record
 from ravan_flwr.methods import METHODS
 from ravan_flwr.server.aggregation import outgoing
-from ravan_flwr.server.ledger import Ledger
 from ravan_flwr.server.replies import read_trained
 from ravan_flwr.server.strategy import FederatedTuning
 from tests.hand_made import DERIVED, Nodes, Notes, member
@@ -137,7 +136,9 @@ class Server:
             config, self.nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
             recorder=Notes(),
         )  # fmt: skip
+        self.strategy.roster.recruit(self.nodes)
         self.state = self.nodes.method.initial_state(self.nodes.adapters)
+        self.round = None
         first, *_ = self.nodes.members.values()
         # What an honest client sends, made once.
         self.honest = self.nodes.answer(first, self.message(first)).content
@@ -146,7 +147,8 @@ class Server:
         sent = outgoing(self.nodes.method, self.state, 1.0)
         message = self.strategy.mail.message(node, "train", number, to_record(sent), ConfigRecord())
         message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
-        self.strategy.mail._sent[message.metadata.message_id] = (node, 0)
+        if self.round is not None:
+            self.round.exchange.expect(message, node)
         return message
 
     def reply(self, node, what):
@@ -160,13 +162,13 @@ class Server:
 
     def close(self, *what):
         """The state after a round of these replies, and the ledger."""
-        ledger = self.strategy._ledger = Ledger(1, 2)
-        self.strategy._state = self.state
+        self.round = self.strategy._open_round(1)
+        self.strategy.state.tensors = self.state
         members = self.nodes.members.values()
         replies = [self.reply(node, one) for node, one in zip(members, what, strict=False)]
         arrays, _ = self.strategy.aggregate_train(1, replies)
         assert arrays is not None
-        return from_record(arrays), ledger
+        return from_record(arrays), self.round.ledger
 
 
 BATCH = 25

@@ -248,7 +248,7 @@ def test_the_command_prints_a_line_a_round_and_the_directory_first_and_last(tmp_
     assert "heads 4+4+4" in rounds[0]
     assert lines[-3].startswith("done: accuracy 0.")
     assert " after 2 rounds in " in lines[-3]
-    assert "the preset means" not in "\n".join(lines)  # who says how many means that many
+    assert "the preset is made for" not in "\n".join(lines)  # who says how many means that many
 
 
 @pytest.mark.parametrize(("number", "told"), [(2, True), (3, False)])
@@ -258,7 +258,7 @@ def test_who_runs_with_flowers_two_nodes_is_told_how_to_have_more(
     monkeypatch.setattr(InProcessGrid, "in_process", False)  # as under Flower
     run(tmp_path, num_rounds=1, local_steps=1, num_clients=number)
     printed = capsys.readouterr().out
-    assert ("the preset means 20 clients" in printed) == told
+    assert ("the preset is made for 20 clients" in printed) == told
     assert " after 1 round in " in printed
 
 

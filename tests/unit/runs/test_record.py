@@ -13,6 +13,7 @@ from ravan_flwr.runs.record import (
     wrong_in,
 )
 from ravan_flwr.server.ledger import Ledger
+from ravan_flwr.server.replies import Reply, Trained
 from tests.hand_made import member
 
 OPTIONAL = {"refused", "collapsed"}
@@ -21,7 +22,7 @@ OPTIONAL = {"refused", "collapsed"}
 @pytest.fixture
 def ledger():
     ledger = Ledger(1, 4)
-    ledger.use(member(), {"train-loss": 1.0, "seconds": 0.5}, [[0, 1], [0, 2]], 7, 8)
+    ledger.use(Reply(member(), Trained({}, 1.0, 0.5), 7, 8), [[0, 1], [0, 2]])
     ledger.reject(member(2, 1), "late")
     return ledger
 

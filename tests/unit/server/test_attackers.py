@@ -18,7 +18,6 @@ from flwr.supercore.task_identity import TaskIdentity
 from ravan_flwr.messages.arrays import STYPE, from_record, to_record
 from ravan_flwr.messages.plain_text import plain, shown
 from ravan_flwr.messages.wire import decode, encode
-from ravan_flwr.server import exchange
 from ravan_flwr.server.envelope import (
     ALWAYS_ROOM,
     MOST_TIMES,
@@ -27,8 +26,9 @@ from ravan_flwr.server.envelope import (
     take,
     weight_of,
 )
-from ravan_flwr.server.exchange import Inbox, Patience, pull_replies
+from ravan_flwr.server.inbox import Inbox, pull_replies
 from ravan_flwr.server.limit import ChangeLimit, changes_of
+from ravan_flwr.server.patience import Patience
 from ravan_flwr.server.replies import read_trained
 from tests.attackers import ATTACKERS, Attacker, Doubled, Uploads, mutated, objects_of, with_body
 from tests.hand_made import DERIVED, Nodes, impatient, member, run
@@ -294,7 +294,7 @@ def test_a_superlink_that_is_gone_is_no_fault_of_a_reply(uploads):
 
 def test_a_reply_that_never_comes_whole_holds_nobody_up(uploads, monkeypatch):
     """A node tells of objects and does not upload them: whoever fetches them waits for minutes."""
-    monkeypatch.setattr(exchange, "STUCK", 0.1)
+    monkeypatch.setattr("ravan_flwr.server.inbox.STUCK", 0.1)
     held = threading.Event()
     fetch = uploads._client.PullObject
 

@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from ravan_flwr.messages.member import MOST_PARTITIONS, read_member
 from ravan_flwr.messages.wire import decode, encode
-from ravan_flwr.server import exchange
 from ravan_flwr.server import roster as recruiting
-from ravan_flwr.server.exchange import Patience
 from ravan_flwr.server.ledger import mean_of
 from ravan_flwr.server.mailbox import MOST_LATE
-from ravan_flwr.server.nodes import Node, sample
+from ravan_flwr.server.nodes import Node
+from ravan_flwr.server.patience import Patience
+from ravan_flwr.server.sampling import sample
 from ravan_flwr.server.strategy import FederatedTuning
 from tests.hand_made import DERIVED, Nodes, Notes, Silent, impatient, member, run
 
@@ -142,7 +142,7 @@ def test_of_one_silent_node_few_late_replies_are_looked_for():
         Apart(1), rounds=12, timeout=5.0, clients_per_round=2, over_sample=2.0, straggler_grace=0.2,
         evaluate_fn=lambda *_: None,
     )  # fmt: skip
-    assert 1 <= len(strategy.mail._late) <= MOST_LATE
+    assert 1 <= len(strategy.mail.late) <= MOST_LATE
 
 
 def test_all_are_asked_where_the_others_are_too_few():
@@ -287,13 +287,13 @@ def test_who_is_refused_for_its_examples_has_nobodys_part():
     nodes = Nodes()
     nodes.members[11] = member(11, 0, examples=2**40)  # asked first, with node 14's part
     strategy = strategy_of(nodes, lambda number: [10] * number, weighting="examples")
-    strategy._recruit(nodes, wait=True)
+    strategy.roster.recruit(nodes, wait=True)
     assert strategy.roster.members.keys() == {12, 13, 14}
     assert "expected 10" in strategy.roster.refused[11]
 
 
 def test_who_comes_and_goes_with_an_answer_that_never_comes_keeps_one_thread(monkeypatch):
-    monkeypatch.setattr(exchange, "STUCK", 0.1)
+    monkeypatch.setattr("ravan_flwr.server.inbox.STUCK", 0.1)
     over, threads = threading.Event(), []
 
     class Held(Comes):
@@ -331,13 +331,17 @@ def strategy_of(nodes, dealt_out=None, **settings):
     )  # fmt: skip
 
 
+def weight(strategy, one):
+    return strategy._open_round(1)._weight(one)
+
+
 @pytest.mark.parametrize("setting", [{"weighting": "examples"}, {"evaluate_on": "clients"}])
 def test_what_the_server_dealt_out_is_what_a_node_has(setting):
     nodes = Nodes()
     nodes.members[12] = member(12, 2, examples=2**40)
     given = {"validation_share": 0.5, **setting}
     strategy = strategy_of(nodes, lambda number: [10] * number, **given)
-    strategy._recruit(nodes, wait=True)
+    strategy.roster.recruit(nodes, wait=True)
     assert strategy.roster.members.keys() == {11, 13, 14}
     assert "examples is 1099511627776, expected 10" in strategy.roster.refused[12]
 
@@ -348,25 +352,25 @@ def test_a_server_without_the_shared_data_says_that_nothing_is_checked(caplog):
 
     nodes = Nodes()
     strategy = strategy_of(nodes, missing, weighting="examples")
-    strategy._recruit(nodes, wait=True)
-    strategy._recruit(nodes)
+    strategy.roster.recruit(nodes, wait=True)
+    strategy.roster.recruit(nodes)
     assert len(strategy.roster.members) == 4
-    assert caplog.text.count("is not checked: no such data set") == 1
+    assert caplog.text.count("are not checked: no such data set") == 1
     (first, *_) = strategy.roster.members.values()
     liar = replace(first, examples=2**40)
-    assert strategy._weight(liar) == 100.0  # ten times what the others say
+    assert weight(strategy, liar) == 100.0  # ten times what the others say
 
 
 def test_own_examples_count_as_many_as_the_others_have_or_as_the_operator_says():
     nodes = Nodes(own_data=True)
     nodes.members[12] = member(12, 2, own_data=True, examples=2**40)
     strategy = strategy_of(nodes, weighting="examples")
-    strategy._recruit(nodes, wait=True)
-    weights = {m.partition_id: strategy._weight(m) for m in strategy.roster.members.values()}
+    strategy.roster.recruit(nodes, wait=True)
+    weights = {m.partition_id: weight(strategy, m) for m in strategy.roster.members.values()}
     assert weights == {0: 10.0, 1: 10.0, 2: 100.0, 3: 10.0}
     capped = strategy_of(nodes, weighting="examples", max_examples=7)
-    capped._recruit(nodes, wait=True)
-    assert {capped._weight(m) for m in capped.roster.members.values()} == {7.0}
+    capped.roster.recruit(nodes, wait=True)
+    assert {weight(capped, m) for m in capped.roster.members.values()} == {7.0}
 
 
 @pytest.mark.parametrize("setting", [{"weighting": "examples"}, {"evaluate_on": "clients"}])
@@ -375,8 +379,10 @@ def test_who_alone_has_data_of_its_own_is_no_measure_of_itself(setting):
     nodes.members[12] = member(12, 2, own_data=True, examples=2**48)
     given = {"validation_share": 0.5, **setting}
     strategy = strategy_of(nodes, lambda number: [10] * number, **given)
-    strategy._recruit(nodes, wait=True)
-    counted = {m.partition_id: strategy._examples(m) for m in strategy.roster.members.values()}
+    strategy.roster.recruit(nodes, wait=True)
+    counted = {
+        m.partition_id: strategy.roster.examples(m) for m in strategy.roster.members.values()
+    }
     assert counted == {0: 10, 1: 10, 2: 100, 3: 10}
 
 

@@ -13,8 +13,8 @@ from ravan_flwr.messages.arrays import from_record, num_bytes, to_record
 from ravan_flwr.messages.member import check_derived, read_member
 from ravan_flwr.server import limit
 from ravan_flwr.server import roster as recruiting
-from ravan_flwr.server.nodes import sample
 from ravan_flwr.server.replies import most_held_back
+from ravan_flwr.server.sampling import sample
 from tests.hand_made import DERIVED, Nodes, Silent, impatient, member, run
 from tests.methods import train_client
 from tests.reference import weighted_mean

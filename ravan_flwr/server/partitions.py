@@ -1,0 +1,96 @@
+"""Decide in how many parts the data is shared, and which node holds which part.
+
+Nodes that share the data must agree on the number, since the data is dealt out by it. First come,
+first served: a part stays with the node that had it first, also while that node is away or asked
+again. Nodes with data of their own have no say in how the rest is dealt out.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from ravan_flwr.messages.member import Member
+
+
+class Partitions:
+    """Decide the number of parts once for the run, and give each part to one node.
+
+    `before` is the number that a run that goes on had.
+    """
+
+    def __init__(self, before: int | None = None) -> None:
+        self._before = before
+        self._settled: int | None = None  # once nodes that share the data have come
+        self._holders: dict[int, int] = {}  # partition id -> the node that had it first
+
+    def number(self, members: Collection[Member]) -> int:
+        """Return in how many parts the data is shared, as far as these members tell.
+
+        Nodes that share the data decide: the number is what it was before if one of them says so,
+        or else what most of them say. Where every node has data of its own it is what most of them
+        say, or as many as they are.
+        """
+        if self._settled is not None:
+            return self._settled
+        if sharing := _sharing(members):
+            told = {member.num_partitions for member in sharing}
+            return self._before if self._before in told else _agreed(sharing)
+        return max(_agreed(members), len(members)) if members else 1
+
+    def awaited(self, members: Collection[Member]) -> int:
+        """Return how many nodes to wait for: in a run that goes on, as many as before."""
+        if self._settled is None and self._before is not None and _sharing(members):
+            return self._before
+        return self.number(members)
+
+    def settle(self, members: Collection[Member]) -> None:
+        """Fix the number for the run, once there are members that share the data."""
+        if _sharing(members):
+            self._settled = self.number(members)
+
+    def misfit(self, member: Member) -> str:
+        """Say why a member does not fit to the number; empty if it does."""
+        if member.own_data or self._settled in (None, member.num_partitions):
+            return ""
+        return (
+            f"num-partitions is {member.num_partitions}, expected {self._settled} as the others "
+            "have, since the data is dealt out by it; give every SuperNode the same"
+        )
+
+    def claim(self, member: Member) -> str:
+        """Give a member its part; say why not, if another node holds it."""
+        holder = self._holders.setdefault(member.partition_id, member.node_id)
+        if holder != member.node_id:
+            return (
+                f"partition-id {member.partition_id} is taken by node {holder}; give every "
+                "SuperNode its own"
+            )
+        had = [k for k, v in self._holders.items() if v == holder and k != member.partition_id]
+        for partition in had:  # it moved
+            del self._holders[partition]
+        return ""
+
+    def check(self, members: Collection[Member], least: int) -> None:
+        """Raise ValueError unless a run can begin: parts as before, enough for `least` replies."""
+        now = self.number(members)
+        if _sharing(members) and self._before not in (None, now):
+            raise ValueError(
+                f"resume: the nodes have num-partitions = {now}, expected {self._before} as "
+                "before, since the data is dealt out by it; start as many clients again"
+            )
+        if now < least:
+            raise ValueError(
+                f"min-replies = {least}: the nodes have num-partitions = {now}, and a round gets "
+                "no more replies than that; lower min-replies, or start more clients"
+            )
+
+
+def _sharing(members: Iterable[Member]) -> list[Member]:
+    """List the members that share the data that is dealt out."""
+    return [member for member in members if not member.own_data]
+
+
+def _agreed(members: Collection[Member]) -> int:
+    """Return the number of partitions that most say; on a tie, the nearer to how many they are."""
+    counts = Counter(member.num_partitions for member in members)
+    nodes = counts.total()
+    return max(counts, key=lambda number: (counts[number], -abs(number - nodes), number))

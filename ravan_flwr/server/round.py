@@ -1,0 +1,220 @@
+"""Hold one round: send its messages, check the replies as they arrive, fold them into sums.
+
+A reply that is not sound is rejected, with its reason in the ledger, and the round goes on. A
+calibration round and a training round differ in their sums and in how they close.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from logging import getLogger
+from typing import ClassVar
+
+from flwr.app import Message, MessageType
+from flwr.serverapp import Grid
+
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.messages.arrays import num_bytes, to_record
+from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.wire import wire_of_round
+from ravan_flwr.methods.base import CLASSIFIER, Method
+from ravan_flwr.methods.calibration import Calibration
+from ravan_flwr.methods.tensors import Tensors
+from ravan_flwr.runs.record import Metrics
+from ravan_flwr.server.aggregation import Aggregate, open_calibration
+from ravan_flwr.server.exchange import Exchange
+from ravan_flwr.server.inbox import in_process
+from ravan_flwr.server.ledger import Ledger, mean_of
+from ravan_flwr.server.mailbox import Mailbox
+from ravan_flwr.server.patience import Patience
+from ravan_flwr.server.replies import (
+    Evaluated,
+    Reply,
+    Trained,
+    most_held_back,
+    read_evaluated,
+    read_trained,
+)
+from ravan_flwr.server.robust import FEWEST
+from ravan_flwr.server.roster import Roster
+from ravan_flwr.server.state import ServerState
+
+log = getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Group what all rounds of a run share."""
+
+    config: Config
+    method: Method
+    roster: Roster
+    mail: Mailbox
+    state: ServerState
+
+
+class Round(ABC):
+    """Own the ledger, the messages and the sums of one round."""
+
+    kind: ClassVar[str] = MessageType.TRAIN  # of its messages
+
+    def __init__(self, number: int, run: Run) -> None:
+        self.number, self.run = number, run
+        self.ledger = Ledger(number, run.roster.partitions)
+        self.least = run.config.min_replies  # replies that it needs
+        self.exchange = self._open_exchange()
+
+    @abstractmethod
+    def add(self, reply: Reply) -> list[list[int]]:
+        """Add a reply to the sums; the heads in it, by layer. ValueError if it is not sound."""
+
+    def send(
+        self, grid: Grid, messages: list[Message], timeout: float, enough: float = math.inf
+    ) -> Iterator[Message]:
+        """Send the messages and yield the replies; stop waiting when `enough` were used."""
+        config, self.exchange = self.run.config, self._open_exchange()
+        # In one process clients run one after the other, and none is slow beside the others.
+        grace = math.inf if in_process(grid) else config.straggler_grace
+
+        def patience(asked: int) -> Patience:
+            return Patience(timeout, asked, config.min_replies, grace, enough)
+
+        return self.exchange.replies(grid, messages, patience)
+
+    def fold(self, replies: Iterable[Message]) -> None:
+        """Check training replies as they arrive, and add them to the sums."""
+        self._take(replies, self._take_trained)
+
+    @property
+    def has_enough(self) -> bool:
+        """Return whether as many replies were used as the round needs."""
+        return len(self.ledger.clients) >= self.least
+
+    def too_few(self) -> RuntimeError:
+        """Make the error that stops the run when too few replies were used."""
+        return RuntimeError(self.ledger.why_too_few_came(self.least))
+
+    def evaluation(self, replies: Iterable[Message], names: Sequence[str]) -> Metrics | None:
+        """Return the mean of the clients' metrics by their examples; None if no reply is sound."""
+        answers: dict[int, Evaluated] = {}
+        share, roster = self.run.config.validation_share, self.run.roster
+
+        def take(message: Message, member: Member, _: int) -> None:
+            most = most_held_back(roster.examples(member), share)
+            answers[member.partition_id] = read_evaluated(message, self.number, names, most)
+
+        self._take(replies, take)
+        if not answers:
+            return None
+        ordered = [answers[partition] for partition in sorted(answers)]
+        numbers = [answer.examples for answer in ordered]
+        return {
+            name: mean_of([answer.metrics[name] for answer in ordered], numbers)
+            for name in ordered[0].metrics
+        }
+
+    def _take(
+        self, replies: Iterable[Message], take: Callable[[Message, Member, int], None]
+    ) -> None:
+        """Take the replies one by one; one that makes `take` raise ValueError is rejected."""
+        for message in replies:
+            member, bytes_down = self.exchange.sender(message)
+            try:
+                take(message, member, bytes_down)
+            except ValueError as error:
+                self.exchange.reject(member, error)
+            else:
+                self.exchange.accept(member)
+
+    def _take_trained(self, message: Message, member: Member, bytes_down: int) -> None:
+        trained = self._read(message, member)
+        bytes_up = num_bytes(message.content.array_records["arrays"])
+        reply = Reply(member, trained, bytes_up, bytes_down)
+        self.ledger.use(reply, heads=self.add(reply))
+
+    def _read(self, message: Message, member: Member) -> Trained:
+        """Read a training reply of this round, of a node with the server's bases."""
+        wire = wire_of_round(self.run.config.wire, self.number)
+        most = self._most_numbers(member.share)
+        return read_trained(message, member, self.number, self.run.state.derived, wire, most)
+
+    def _most_numbers(self, share: float) -> int:
+        """Return how many numbers an upload of a client with that share has, at most."""
+        classifier = self.run.state.tensors.get(CLASSIFIER)
+        shapes = self.run.method.upload_shapes(share).values()
+        return sum(map(math.prod, shapes)) + (0 if classifier is None else classifier.numel())
+
+    def _weight(self, member: Member) -> float:
+        """Return a reply's weight in a mean."""
+        by_examples = self.run.config.weighting == "examples"
+        return float(self.run.roster.examples(member)) if by_examples else 1.0
+
+    def _open_exchange(self) -> Exchange:
+        return Exchange(self.run.mail, self.run.roster.nodes, self.ledger)
+
+
+class TrainingRound(Round):
+    """Fold the clients' uploads into the next global state."""
+
+    @cached_property
+    def sums(self) -> Aggregate:
+        """Return the sums, which open empty when the first reply is there."""
+        return self.run.state.open_sums()
+
+    def add(self, reply: Reply) -> list[list[int]]:
+        upload, member = reply.trained.upload, reply.member
+        self.sums.offer(upload, member.share, self._weight(member))
+        return self.run.method.heads_in(upload)
+
+    def close(self) -> None:
+        """Take the next state; if it is refused, the state stays and the ledger says why."""
+        robust, count = self.run.config.robust, self.sums.count
+        if robust != "none" and count < FEWEST:
+            log.warning(
+                "round %d: %d replies came, and robust = %r changes nothing with fewer than %d",
+                self.number, count, robust, FEWEST,
+            )  # fmt: skip
+        try:
+            self.run.state.advance(self.sums)
+        except ValueError as error:
+            self.ledger.refused = str(error)
+            log.warning(
+                "round %d has no effect, the state stays as it was: %s; see who took part in it",
+                self.number, error,
+            )  # fmt: skip
+        del self.sums  # those of a robust round hold every reply
+
+
+class CalibrationRound(Round):
+    """Fold the clients' replies to a calibration into the method's fixed tensors: round 0."""
+
+    kind = f"{MessageType.TRAIN}.calibrate"
+
+    def __init__(self, run: Run, calibration: Calibration) -> None:
+        super().__init__(0, run)
+        config, self.everyone = run.config, calibration.everyone
+        step = config.calibration_learning_rate * config.local_steps
+        self.sums = open_calibration(calibration, config.max_update_norm, step, config.robust)
+        if config.robust != "none":
+            self.least = max(self.least, FEWEST)
+
+    @classmethod
+    def open(cls, run: Run) -> "CalibrationRound | None":
+        """Open the method's calibration round; None if it has none, or it was held before."""
+        calibration = run.method.calibration
+        if calibration is None or run.mail.fixed is not None:
+            return None
+        return cls(run, calibration)
+
+    def add(self, reply: Reply) -> list[list[int]]:
+        self.sums.add(reply.trained.upload, self._weight(reply.member))
+        return []
+
+    def close(self) -> Tensors:
+        """Change the initial state, and return the fixed tensors, which travel from now on."""
+        fixed, changed = self.sums.close()
+        self.run.state.tensors |= changed
+        self.run.mail.keep_fixed(to_record(fixed))
+        return fixed

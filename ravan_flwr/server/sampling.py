@@ -1,0 +1,88 @@
+"""Choose the clients of a round.
+
+Simulated node ids are random, so nothing may depend on them: a round's clients are a function of
+(seed, round) and the members, sorted by partition id.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from logging import getLogger
+
+import torch
+from flwr.app import MessageType
+from flwr.serverapp import Grid
+
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.messages.member import Member
+from ravan_flwr.methods.base import Method
+from ravan_flwr.seeding import generator
+from ravan_flwr.server.ledger import Ledger
+from ravan_flwr.server.roster import Roster
+
+log = getLogger(__name__)
+
+
+def sample(
+    members: Sequence[Member], number: int, seed: int, round_number: int, spare: int = 0
+) -> list[Member]:
+    """Draw the clients of a round as a function of its number, sorted by partition id.
+
+    So many `spare` ones follow, sorted likewise: the first are the same with or without them.
+    """
+    order = torch.randperm(len(members), generator=generator(seed, "sample", round_number))
+    pool = sorted(members, key=lambda member: member.partition_id)
+    wanted, more = order[:number], order[number : number + spare]
+    return [pool[i] for part in (wanted, more) for i in sorted(part.tolist())]
+
+
+class Sampler:
+    """Choose clients that are connected, can afford the method, and do not rest."""
+
+    def __init__(self, config: Config, method: Method, roster: Roster) -> None:
+        self.config, self.method, self.roster = config, method, roster
+        self._left_out: list[int] = []  # in the round before, to log a change once
+
+    def sample(self, grid: Grid, ledger: Ledger) -> list[Member]:
+        """Draw the clients of the ledger's round, then those in reserve (`over-sample`)."""
+        config = self.config
+        able = self.able(grid, ledger)
+        members = self.roster.rested(able, MessageType.TRAIN, ledger.number, config.min_replies)
+        ledger.resting = [m.partition_id for m in able if m not in members]
+        number = min(config.clients_per_round, len(members))
+        spare = min(math.ceil(number * (config.over_sample - 1) - 1e-9), len(members) - number)
+        return sample(members, number, config.seed, ledger.number, spare)
+
+    def able(self, grid: Grid, ledger: Ledger) -> list[Member]:
+        """List the connected members that can afford to train; the others are left out."""
+        members = self.roster.present(grid)
+        ledger.left_out = [m.partition_id for m in members if not self.method.can_train(m.share)]
+        if ledger.left_out != self._left_out:
+            self._left_out = ledger.left_out
+            log.info(
+                "%d clients cannot afford the whole of %s and are left out: partitions %s",
+                len(ledger.left_out), self.config.method,
+                ", ".join(map(str, ledger.left_out)) or "none",
+            )  # fmt: skip
+        self._check_budgets(self.roster.members.values())
+        return [member for member in members if self.method.can_train(member.share)]
+
+    def wait(self, grid: Grid, ledger: Ledger, timeout: float) -> None:
+        """Wait until as many members can train as a round needs, or the time is up."""
+        deadline = time.monotonic() + timeout
+        while len(self.able(grid, ledger)) < self.config.min_replies:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.2)
+            self.roster.recruit(grid)
+
+    def _check_budgets(self, members: Iterable[Member]) -> None:
+        """Raise ValueError if no member, connected or not, can afford the method."""
+        shares = sorted({member.share for member in members})
+        if not any(map(self.method.can_train, shares)):
+            listed = ", ".join(f"{share:g}" for share in shares)
+            raise ValueError(
+                f"method {self.config.method!r} is trained whole or not at all, and no client "
+                f"can afford it: got budgets of {listed}, expected "
+                " one of 1; use a method that can be trained in part, or budgets=full"
+            )
