@@ -37,7 +37,7 @@ from ravan_flwr.training.workbench import make_method, make_task
 VARIANTS = (
     {"precision": "float32"},
     {"precision": "bfloat16"},
-    {"precision": "bfloat16", "gradient-checkpointing": "yes"},
+    {"precision": "bfloat16", "gradient-checkpointing": True},
     {"precision": "bfloat16", "quantize": "4bit"},
 )
 SMALL = {
@@ -151,7 +151,7 @@ def build(config: Config) -> tuple[AdaptedModel, Task, Encoded]:
     size = sum(p.numel() for p in network.parameters()) - sum(p.numel() for p in heads)
     if config.quantize != "none":
         quantize(network, config.quantize, heads, PRECISIONS[config.precision] or torch.float32)
-    if config.gradient_checkpointing == "yes":
+    if config.gradient_checkpointing:
         checkpoint_gradients(network, config.model.name)
     model = AdaptedModel(
         Backbone(network.eval(), heads, TARGETS[str(shape["model_type"])], size),

@@ -8,7 +8,7 @@ from ravan_flwr.runs.directory import RunDirectory, write_atomically
 
 def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
     """A model card: what this is, where it comes from, how good it is, how to load it."""
-    config, summary = directory.read_json("config.json"), directory.read_json("summary.json")
+    config, summary = directory.read_config(), directory.read_json("summary.json")
     final = summary["metrics"]["final"]
     scores = ", ".join(f"{name} {value:.4f}" for name, value in final.items()) or "not evaluated"
     partition = config["partition"]

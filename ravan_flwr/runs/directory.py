@@ -17,6 +17,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ravan_flwr.config.recorded import with_booleans
+
 Record = dict[str, Any]
 
 
@@ -78,6 +80,10 @@ class RunDirectory:
         if not isinstance(content, dict):
             raise ValueError(f"{self.path / name}: got no JSON object, expected one; restore it")
         return content
+
+    def read_config(self) -> Record:
+        """Read `config.json`, in today's values where an earlier version wrote it."""
+        return with_booleans(self.read_json("config.json"))
 
     def append_round(self, record: Record) -> None:
         """Add a line to `rounds.jsonl`, on disk when this returns."""

@@ -82,7 +82,7 @@ def test_the_bundle_runs_away_from_the_checkout(bundle, superlink, tmp_path):
 def test_every_method_runs_in_flowers_runtime(method, superlink, tmp_path):
     config = (
         f"output-dir='{tmp_path}' method='{method}' num-rounds=2 local-steps=3 clients-per-round=2 "
-        "report='no' tracking='none'"
+        "report=false tracking='none'"
     )
     assert superlink.run(ROOT, config, ONE_ACTOR) == "finished:completed"
     (directory,) = tmp_path.iterdir()
@@ -90,7 +90,7 @@ def test_every_method_runs_in_flowers_runtime(method, superlink, tmp_path):
     assert (summary["method"], summary["rounds"], summary["rejected"]) == (method, 2, 0)
     in_process = simulate(
         {"method": method, "num-rounds": 2, "local-steps": 3, "clients-per-round": 2,
-         "report": "no", "tracking": "none", "output-dir": str(tmp_path / "in-process")}, 3,
+         "report": False, "tracking": "none", "output-dir": str(tmp_path / "in-process")}, 3,
     ).summary  # fmt: skip
     for key in ("bytes-up", "bytes-down", "trainable-parameters", "rank"):
         assert summary[key] == in_process[key], key
@@ -103,7 +103,7 @@ def test_clients_with_a_share_of_a_gpu_and_no_warning_of_rays(superlink, tmp_pat
     federation = f"{Sharing(3).federation(3)} init-args-num-gpus=1"
     assert "client-resources-num-gpus=0.3333 " in federation
     config = (
-        f"output-dir='{tmp_path}' num-rounds=1 local-steps=1 clients-per-round=2 report='no' "
+        f"output-dir='{tmp_path}' num-rounds=1 local-steps=1 clients-per-round=2 report=false "
         "tracking='none' device='cpu'"
     )
     assert superlink.run(ROOT, config, federation) == "finished:completed"

@@ -28,7 +28,7 @@ from ravan_flwr.specs import Scalar
 from tests import ROOT
 
 SHORT: dict[str, Scalar] = {
-    "num-rounds": 3, "local-steps": 2, "batch-size": 8, "report": "no", "tracking": "none",
+    "num-rounds": 3, "local-steps": 2, "batch-size": 8, "report": False, "tracking": "none",
     "budgets": "uniform",
 }  # fmt: skip
 
@@ -376,7 +376,7 @@ def test_a_run_is_not_lost_to_its_tracking(tmp_path, monkeypatch, caplog):
 
 def test_the_example_runs(tmp_path):
     script = ROOT / "examples" / "compare_methods.py"
-    words = [str(tmp_path), "num-rounds=2", "local-steps=2", "num-clients=4", "report=no"]
+    words = [str(tmp_path), "num-rounds=2", "local-steps=2", "num-clients=4", "report=false"]
     ended = subprocess.run(
         [sys.executable, script, *words], check=True, capture_output=True, text=True
     )

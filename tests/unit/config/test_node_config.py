@@ -43,6 +43,19 @@ def test_what_a_node_config_may_not_hold(changes, complaint):
         read_node(OWN | changes)
 
 
+def test_a_node_config_is_read_without_a_preset():
+    """It is read for every message."""
+    program = (
+        "import sys; from ravan_flwr.config.node_config import read_node;"
+        "read_node({'partition-id': 0, 'num-partitions': 2, 'device': 'cuda:1'});"
+        "print([name for name in ('yaml', 'torch', 'flwr') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
 def test_the_cache_is_the_nodes(tmp_path):
     program = (
         "from ravan_flwr.config.node_config import use_cache; use_cache({!r});"

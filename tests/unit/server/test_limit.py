@@ -23,7 +23,7 @@ from ravan_flwr.specs import Scalar
 from tests.methods import build, some_state, train_client
 
 SMALL: dict[str, Scalar] = {
-    "num-rounds": 2, "local-steps": 3, "batch-size": 8, "report": "no", "tracking": "none",
+    "num-rounds": 2, "local-steps": 3, "batch-size": 8, "report": False, "tracking": "none",
     "clients-per-round": 4,
 }  # fmt: skip
 
