@@ -27,7 +27,7 @@ from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.adapters.quantize import quantize
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.seeding import ClientRound
-from ravan_flwr.specs import ModelSpec
+from ravan_flwr.specs import ModelSpec, Scalar
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.device import pick_device
@@ -35,10 +35,10 @@ from ravan_flwr.training.local_steps import PRECISIONS, LocalSteps, train_locall
 from ravan_flwr.training.network import Backbone, checkpoint_gradients, network_class
 from ravan_flwr.training.workbench import make_method, make_task
 
-VARIANTS = (
+VARIANTS: tuple[dict[str, Scalar], ...] = (
     {"precision": "float32"},
     {"precision": "bfloat16"},
-    {"precision": "bfloat16", "gradient-checkpointing": "yes"},
+    {"precision": "bfloat16", "gradient-checkpointing": True},
     {"precision": "bfloat16", "quantize": "4bit"},
 )
 SMALL = {
@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> None:
 
 
 def measure(
-    preset: str, variant: dict[str, str], given: argparse.Namespace
+    preset: str, variant: dict[str, Scalar], given: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Both methods, in turn."""
     made = {}
@@ -117,7 +117,8 @@ def measure(
         {
             "model": made[method][0].model.name,
             "variant": ", ".join(
-                value if key == "precision" else f"{key} {value}" for key, value in variant.items()
+                str(value) if key == "precision" else f"{key} {value}"
+                for key, value in variant.items()
             ),
             "method": method,
             "seconds": statistics.median(seconds[method]),
@@ -152,7 +153,7 @@ def build(config: Config) -> tuple[AdaptedModel, Task, Encoded]:
     size = sum(p.numel() for p in network.parameters()) - sum(p.numel() for p in heads)
     if config.quantize != "none":
         quantize(network, config.quantize, heads, PRECISIONS[config.precision] or torch.float32)
-    if config.gradient_checkpointing == "yes":
+    if config.gradient_checkpointing:
         checkpoint_gradients(network, config.model.name)
     model = AdaptedModel(
         Backbone(network.eval(), heads, TARGETS[str(shape["model_type"])], size),

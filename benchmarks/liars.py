@@ -33,7 +33,7 @@ from ravan_flwr.specs import Scalar
 CLIENTS = 10
 SETTINGS: dict[str, Scalar] = {
     "num-rounds": 6, "clients-per-round": CLIENTS, "local-steps": 10, "batch-size": 8,
-    "eval-every": 2, "report": "no", "tracking": "none",
+    "eval-every": 2, "report": False, "tracking": "none",
 }  # fmt: skip
 # Budgets of a mixed federation: the liars are the last, and claim what `whole` says.
 MIXED = {"full": 1.0, "mixed": 0.25}

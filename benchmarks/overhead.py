@@ -79,7 +79,7 @@ def rounds_of(settings: dict[str, Scalar], clients: int, folder: Path) -> list[R
     try:
         for home, name, new in places:
             setattr(home, name, new)
-        quiet: dict[str, Scalar] = {"report": "no", "tracking": "none"}
+        quiet: dict[str, Scalar] = {"report": False, "tracking": "none"}
         simulate({**quiet, "output-dir": str(folder), **settings}, clients)
     finally:
         for (home, name, _), old in zip(places, before, strict=True):

@@ -94,7 +94,7 @@ def on_deployment(folder: Path, runs: int, rounds: int, steps: int) -> Times:
                     seconds = json.loads(file.read_text())["seconds"]
                 else:
                     run = deployment.run(
-                        f"method='fedit' classifier='frozen' lora-rank=4 report='no' "
+                        f"method='fedit' classifier='frozen' lora-rank=4 report=false "
                         f"tracking='none' {settings}"
                     )
                     status = run.wait(1800)
@@ -117,7 +117,7 @@ def on_ray(folder: Path, runs: int, rounds: int, steps: int) -> Times:
         out = Path(tempfile.mkdtemp(dir=folder))
         simulated(
             ROOT,
-            f"method='fedit' classifier='frozen' lora-rank=4 report='no' tracking='none' "
+            f"method='fedit' classifier='frozen' lora-rank=4 report=false tracking='none' "
             f"output-dir='{out}' {settings}",
         )
         (record,) = out.glob("*/rounds.jsonl")

@@ -62,7 +62,7 @@ def first(self):
     sys.stdout.flush()
     os._exit(0)
 training._Stepper.backward = first
-simulation.simulate({"report": "no", "tracking": "none", "output-dir": sys.argv[1]}, 20)
+simulation.simulate({"report": False, "tracking": "none", "output-dir": sys.argv[1]}, 20)
 """
 
 
@@ -90,7 +90,7 @@ def in_flower(folder: str) -> float:
     settings = [
         "local-steps=1",
         "num-rounds=1",
-        "report=no",
+        "report=false",
         "tracking=none",
         "clients-per-round=1",
     ]

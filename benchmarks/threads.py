@@ -75,7 +75,7 @@ def seconds_of_rounds(environment: dict[str, str], rounds: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [sys.executable, "-m", "ravan_flwr", "simulate", f"num-rounds={rounds}",
-             f"eval-every={rounds}", "report=no", "tracking=none", f"output-dir={folder}"],
+             f"eval-every={rounds}", "report=false", "tracking=none", f"output-dir={folder}"],
             env=inherited | environment, check=True, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         (records,) = Path(folder).glob("*/rounds.jsonl")

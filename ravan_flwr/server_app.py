@@ -13,7 +13,7 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
-from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.keys import AUTO, FREE_ON_RESUME
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
@@ -199,7 +199,7 @@ def _save_result(
 def _report(config: Config, directory: RunDirectory) -> Path | None:
     """Write the page of the run, if it is wanted and can be."""
     page = None
-    if config.report == "yes":
+    if config.report:
         try:
             page = write_report([directory.path], directory.path / "report")
         except Exception as error:  # noqa: BLE001 (the result is safe already)
@@ -306,19 +306,12 @@ def _resumed(config: Config) -> tuple[RunDirectory | None, int | None]:
     return RunDirectory.open(path), None
 
 
-# What may differ between a run and its continuation.
-_FREE = {
-    "resume", "output-dir", "num-rounds", "device", "round-timeout", "min-replies", "eval-every",
-    "straggler-grace", "report", "tracking", "max-update-norm", "max-share",
-}  # fmt: skip
-
-
 def _check_same_run(directory: RunDirectory, config: Config) -> None:
     """Refuse to go on with settings that would make it another run."""
-    before, now = directory.read_json("config.json"), config.as_dict()
+    before, now = directory.read_config(), config.as_dict()
     # A key that came with a later version than the run's had what is its default now.
     before = read_config({}).as_dict() | before
-    different = [k for k in now if k not in _FREE and before.get(k) != now[k]]
+    different = [k for k in now if k not in FREE_ON_RESUME and before.get(k) != now[k]]
     if different:
         details = ", ".join(f"{k}: then {before.get(k)!r}, now {now[k]!r}" for k in different)
         raise ValueError(

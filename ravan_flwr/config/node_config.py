@@ -1,5 +1,9 @@
-"""What a device decides for itself: its node config, checked, without anything heavy."""
+"""Check a node config: what a device decides for itself.
 
+It is read for every message, so that nothing heavy is imported here, and no preset is read.
+"""
+
+import dataclasses
 import difflib
 import os
 import sys
@@ -7,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ravan_flwr.config.keys import AUTO
-from ravan_flwr.config.run_config import read_config
+from ravan_flwr.config.keys import AUTO, check_key
 from ravan_flwr.specs import Scalar
 
 
@@ -26,7 +29,7 @@ class Node:
 
 
 def read_node(settings: Mapping[str, Scalar]) -> Node:
-    """The node config that a SuperNode was started with."""
+    """Check the node config that a SuperNode was started with."""
     _check_names(settings)
     number, parts = (_whole(settings, key) for key in ("partition-id", "num-partitions"))
     if not 0 <= number < parts:
@@ -46,15 +49,13 @@ def read_node(settings: Mapping[str, Scalar]) -> Node:
         num_partitions=parts,
         data_path=_folder(settings, "data-path"),
         budget=_budget(settings.get("budget")),
-        device=None if device is None else read_config({"device": device}).device,
+        device=None if device is None else str(check_key("device", device)),
         cache_dir=_cache_dir(settings),
         warm_worker=warm,
     )
 
 
-_KEYS = (
-    "partition-id", "num-partitions", "data-path", "budget", "device", "cache-dir", "warm-worker",
-)  # fmt: skip
+_KEYS = tuple(field.name.replace("_", "-") for field in dataclasses.fields(Node))
 
 
 def _check_names(settings: Mapping[str, Scalar]) -> None:

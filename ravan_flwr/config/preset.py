@@ -1,24 +1,17 @@
 """Presets: the files of `conf/`, each a task with its model, data and settings."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ravan_flwr.config.keys import AUTO, KEYS, check_choice, check_key
+from ravan_flwr.config.keys import AUTO, FROM_PRESET, KEYS, check_choice, check_key
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 from ravan_flwr.tasks import TASKS
 
-# The keys that are a preset's to say, in its `run`, when they are "auto".
-_NOT_THERE = {
-    "model", "targets", "data", "glue-task", "learning-rate", "calibration-learning-rate",
-    "server-learning-rate", "rank", "lora-rank", "max-length", "device", "output-dir", "layer-form",
-    "straggler-grace", "max-examples", "max-update-norm",
-}  # fmt: skip
-FROM_PRESET = {key for key, spec in KEYS.items() if spec.default == AUTO} - _NOT_THERE
 # Two ways of dealing out to non-IID clients: what is chosen for the one serves for the other.
 _SAME_RATES = {"dirichlet": "dirichlet-by-client"}
 PARAMETER_BUDGETS = KEYS["parameter-budget"].choices
@@ -220,7 +213,7 @@ def _with_columns(spec: DataSpec, content: Mapping[str, Any], task: str, where: 
 
 
 def _check_fields(
-    where: str, content: Any, expected: set[str], options: set[str] | frozenset[str] = frozenset()
+    where: str, content: Any, expected: Set[str], options: Set[str] = frozenset()
 ) -> None:
     known = sorted(expected | options)
     if not isinstance(content, dict):

@@ -1,4 +1,4 @@
-"""The one reader of the configuration: run config and preset in, a frozen `Config` out.
+"""Read the configuration: run config and preset in, a frozen `Config` out.
 
 Everything is checked here, before anything is loaded; below this module there are only
 plain arguments.
@@ -8,19 +8,18 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ravan_flwr.config.keys import AUTO, KEYS, check_key
-from ravan_flwr.config.preset import FROM_PRESET, Preset
-from ravan_flwr.methods import METHODS
-from ravan_flwr.methods.layer_form import layer_form
+from ravan_flwr.config.checks import check_together
+from ravan_flwr.config.keys import AUTO, FROM_PRESET, KEYS, check_key
+from ravan_flwr.config.places import chosen_data, chosen_model
+from ravan_flwr.config.preset import Preset
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 
 
 @dataclass(frozen=True)
 class Config:
-    """A run, resolved: every choice made, every value checked."""
+    """Hold a run's settings: every choice made, every value checked."""
 
     preset: str
     task: str
@@ -60,13 +59,13 @@ class Config:
     device: str
     precision: str
     max_length: int  # tokens of a text; 0 where there is none
-    gradient_checkpointing: str
+    gradient_checkpointing: bool
     wire: str
     layer_form: str
     quantize: str
     output_dir: str
     resume: str
-    report: str
+    report: bool
     tracking: str
     evaluate_on: str
     validation_share: float
@@ -80,7 +79,7 @@ class Config:
     max_share: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For `config.json`: kebab-case keys, as in the run config, and what JSON holds."""
+        """Return what `config.json` holds: plain JSON under the keys of the run config."""
         values = _kebab(dataclasses.asdict(self))
         plain: dict[str, Any] = json.loads(json.dumps(values))
         return plain
@@ -93,132 +92,56 @@ def _kebab(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def resolved_config(content: Mapping[str, Any], where: str) -> Config:
-    """The configuration that a run's `config.json` holds; `as_dict` is the inverse."""
-    values = _snake(content)
-    fields = {field.name for field in dataclasses.fields(Config)}
-    if values.keys() != fields:
-        different = sorted(key.replace("_", "-") for key in values.keys() ^ fields)
-        raise ValueError(
-            f"{where}: its config.json lacks or has too many of {different}, expected the fields "
-            "of this version; use the version of ravan-flwr that made the run"
-        )
-    values["model"] = ModelSpec(**_snake(values["model"]))
-    values["data"] = DataSpec(**_snake(values["data"]))
-    return Config(**values)
-
-
-def _snake(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key.replace("-", "_"): _tuples(value) for key, value in values.items()}
-
-
-def _tuples(value: Any) -> Any:
-    """JSON has lists only."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
 def read_config(run_config: Mapping[str, Scalar]) -> Config:
     """Check a run config, read its preset, and resolve every `"auto"`."""
     values = {key: check_key(key, run_config[key]) for key in run_config}
     for key, spec in KEYS.items():
         values.setdefault(key, spec.default)
-
     preset = Preset.read(str(values["preset"]))
     for key in FROM_PRESET:
         if values[key] == AUTO:
             values[key] = preset.run[key]
+    _resolve_ranks(values, preset)
+    _resolve_rates(values, preset)
+    check_together(values)
+    data = preset.data_of(str(values["glue-task"]))
+    resolved: dict[str, Any] = values | {
+        "task": preset.task,
+        "model": chosen_model(preset.model, str(values["model"]), str(values["targets"])),
+        "data": chosen_data(data, str(values["data"])),
+        "glue-task": data.subset if preset.glue_tasks else "",
+        "num-clients": preset.run["num-clients"],
+        "max-length": _max_length(values["max-length"], preset),
+    }
+    del resolved["targets"]  # the model has them
+    for key in ("rank", "straggler-grace", "max-examples", "max-update-norm"):
+        if values[key] == AUTO:
+            resolved[key] = None
+    return Config(**{key.replace("-", "_"): value for key, value in resolved.items()})
+
+
+def _resolve_ranks(values: dict[str, Scalar], preset: Preset) -> None:
+    """Fill in the budget and the rank, as far as the preset says them."""
     budget, method = str(values["parameter-budget"]), str(values["method"])
-    if values["rank"] == AUTO and run_config.get("lora-rank", AUTO) == AUTO:
-        # The preset's ranks are those of its own heads, model and targets.
-        own = run_config.get("heads", AUTO) in (AUTO, preset.run["heads"])
-        own = own and {run_config.get(key, AUTO) for key in ("model", "targets")} == {AUTO}
-        values["rank"] = preset.ranks[budget].get(method, AUTO) if own else AUTO
+    # The preset's ranks are those of its own heads, model and targets, within its own budget.
+    own = values["heads"] == preset.run["heads"]
+    own = own and all(values[key] == AUTO for key in ("model", "targets", "lora-rank"))
+    if values["rank"] == AUTO and own:
+        values["rank"] = preset.ranks[budget].get(method, AUTO)
     if values["lora-rank"] == AUTO:
         values["lora-rank"] = preset.lora_rank[budget]
+
+
+def _resolve_rates(values: dict[str, Scalar], preset: Preset) -> None:
+    """Fill in the learning rates of clients, calibration and server."""
     if values["learning-rate"] == AUTO:
-        values["learning-rate"] = preset.learning_rate(method, values)
+        values["learning-rate"] = preset.learning_rate(str(values["method"]), values)
     if values["calibration-learning-rate"] == AUTO:
         known = "full" in preset.rates
         rate = preset.learning_rate("full", values) if known else values["learning-rate"]
         values["calibration-learning-rate"] = rate
     if values["server-learning-rate"] == AUTO:
         values["server-learning-rate"] = 0.01 if values["server-optimizer"] == "adam" else 1.0
-    _check_device(str(values["device"]))
-    _check_replies(values)
-    _check_method(values)
-    layer_form(str(values["layer-form"]), str(values["precision"]), str(values["quantize"]))
-    if values["evaluate-on"] == "clients" and not values["validation-share"]:
-        raise ValueError(
-            "evaluate-on = 'clients' needs examples to evaluate on: got validation-share = 0, "
-            "expected above 0; set validation-share=0.1, say"
-        )
-    glue_task = str(values.pop("glue-task"))
-    data = preset.data_of(glue_task)
-    values["max-length"] = _max_length(values["max-length"], preset)
-    model = _model(preset.model, str(values.pop("model")), str(values.pop("targets")))
-    place = str(values.pop("data"))
-    fields: dict[str, Any] = {key.replace("-", "_"): value for key, value in values.items()}
-    for key in ("rank", "straggler_grace", "max_examples", "max_update_norm"):
-        fields[key] = None if fields[key] == AUTO else fields[key]
-    return Config(
-        task=preset.task,
-        model=model,
-        data=data if place == AUTO else _data(data, place),
-        glue_task=data.subset if preset.glue_tasks else "",
-        num_clients=preset.run["num-clients"],
-        **fields,
-    )
-
-
-def absolute_paths(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """The same with every path absolute: other processes may have other working directories."""
-    values = dict(run_config)
-    for key in ("resume", "output-dir", "model", "data"):
-        path = Path(str(values.get(key) or AUTO)).expanduser()
-        named = key in ("resume", "output-dir") or path.is_dir()  # not an id of the hub
-        if str(path) != AUTO and named:
-            values[key] = str(path.absolute())
-    return values
-
-
-def _model(spec: ModelSpec, name: str, targets: str) -> ModelSpec:
-    """The preset's model, or another one in its place."""
-    if name != AUTO:
-        spec = ModelSpec("hub", *_place("model", name))
-    if targets != AUTO:
-        ends = tuple(end.strip() for end in targets.split(","))
-        if not all(ends):
-            raise ValueError(
-                f"targets = {targets!r}: expected ends of layers' names with commas between "
-                "them, such as q_proj,v_proj; correct it"
-            )
-        spec = dataclasses.replace(spec, targets=ends)
-    return spec
-
-
-def _data(spec: DataSpec, place: str) -> DataSpec:
-    """The preset's data from another place."""
-    name, revision = _place("data", place)
-    if spec.source != "hub":
-        raise ValueError(
-            f"data = {place!r}: the preset's examples come with the app, expected 'auto'; leave "
-            "it out, or take a preset whose data set is on the hub"
-        )
-    return dataclasses.replace(spec, name=name, revision=revision)
-
-
-def _place(key: str, text: str) -> tuple[str, str]:
-    """(name, revision) of `name`, or `name@revision`; a folder has no revision."""
-    if Path(text).expanduser().is_dir():
-        return str(Path(text).expanduser()), ""
-    name, _, revision = text.partition("@")
-    parts = name.split("/")
-    if len(parts) > 2 or not all(parts) or name.startswith((".", "~")):
-        raise ValueError(
-            f"{key} = {text!r}: found no such folder, and an id of the hub looks like org/name or "
-            "org/name@revision; correct it"
-        )
-    return name, revision
 
 
 def _max_length(value: Scalar, preset: Preset) -> int:
@@ -229,46 +152,3 @@ def _max_length(value: Scalar, preset: Preset) -> int:
             f"max-length = {value!r}: {preset.path} has no texts, expected 'auto'; leave it out"
         )
     return int(value)
-
-
-def _check_replies(values: Mapping[str, Scalar]) -> None:
-    least, clients = int(values["min-replies"]), int(values["clients-per-round"])
-    if least > clients:
-        raise ValueError(
-            f"min-replies = {least}: got clients-per-round = {clients}, expected at least as many; "
-            "lower the one or raise the other"
-        )
-    if values["robust"] != "none" and clients < 3:
-        raise ValueError(
-            f"robust = {values['robust']!r}: got clients-per-round = {clients}, expected at least "
-            "3, since of two replies none outvotes the other; raise clients-per-round"
-        )
-    if values["robust"] != "none" and values["weighting"] != "uniform":
-        raise ValueError(
-            f"robust = {values['robust']!r}: got weighting = {values['weighting']!r}, expected "
-            "'uniform', since a weight that a client claims is no more to be trusted than the "
-            "rest; leave one of them out"
-        )
-
-
-def _check_method(values: Mapping[str, Scalar]) -> None:
-    """Refuse options that do not go with the method."""
-    frozen = [name for name, method in METHODS.items() if method.frozen_backbone]
-    averaging = [name for name, method in METHODS.items() if method.averages]
-    no_mean = "makes its next state otherwise than by a mean"
-    for key, able, otherwise in (
-        ("quantize", frozen, "changes pretrained weights, which few bits cannot hold"),
-        ("server-optimizer", averaging, no_mean),
-        ("robust", averaging, no_mean),
-    ):
-        if values[key] != "none" and values["method"] not in able:
-            raise ValueError(
-                f"{key} = {values[key]!r}: got method {values['method']!r}, which {otherwise}; "
-                f"expected one of {', '.join(able)}; choose one, or set {key}=none"
-            )
-
-
-def _check_device(device: str) -> None:
-    kind, _, number = device.partition(":")
-    if kind not in (AUTO, "cpu", "cuda", "mps") or (number and not number.isdigit()):
-        raise ValueError(f"device = {device!r}: expected auto, cpu, cuda, cuda:N or mps; change it")

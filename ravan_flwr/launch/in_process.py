@@ -18,7 +18,8 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr import client_app, server_app
 from ravan_flwr.config.keys import AUTO, KEYS
-from ravan_flwr.config.run_config import absolute_paths, read_config
+from ravan_flwr.config.places import absolute_paths
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.workbench import get_workbench

@@ -144,7 +144,7 @@ def _by_memory(config: Config, gpus: Sequence[Gpu], useful: int, runs: int) -> S
         raise ValueError(
             f"GPU {worst.index} ({worst.name}) is too small: a client needs {client} and "
             f"the server, on the first GPU, {server}, but 90 % of {_free(worst, runs) / 1e9:.1f} "
-            "GB free are less; lower batch-size, set gradient-checkpointing=yes, quantize=4bit or "
+            "GB free are less; lower batch-size, set gradient-checkpointing=true, quantize=4bit or "
             f"device=cpu, name other GPUs in {VISIBLE}, or try --clients-per-gpu 1"
         )
     number = min(*fitting, useful, MOST_A_GPU)

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from ravan_flwr.config.run_config import absolute_paths
+from ravan_flwr.config.places import absolute_paths
 from ravan_flwr.launch.sharing import share_gpus
 from ravan_flwr.specs import Scalar
 

@@ -9,7 +9,7 @@ from ravan_flwr.tasks import get_task
 
 def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
     """A model card: what this is, where it comes from, how good it is, how to load it."""
-    config, summary = directory.read_json("config.json"), directory.read_summary()
+    config, summary = directory.read_config(), directory.read_summary()
     final = summary["metrics"]["final"]
     scores = ", ".join(f"{name} {value:.4f}" for name, value in final.items()) or "not evaluated"
     partition = config["partition"]

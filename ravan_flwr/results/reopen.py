@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ravan_flwr.config.run_config import resolved_config
+from ravan_flwr.config.recorded import recorded_config
 from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.training.workbench import Workbench
@@ -14,7 +14,7 @@ from ravan_flwr.training.workbench import Workbench
 def result_of(run: Path | str) -> Iterator[Workbench]:
     """The workbench of a run directory, its model holding the state after the last round."""
     directory = RunDirectory.open(Path(run), "result")
-    config = resolved_config(directory.read_json("config.json"), str(directory.path))
+    config = recorded_config(directory.read_config(), str(directory.path))
     bench = Workbench(config)
     state = load_checkpoint(directory.checkpoints).state
     fixed = load_fixed(directory.checkpoints)

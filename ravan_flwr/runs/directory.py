@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
+from ravan_flwr.config.recorded import with_booleans
 from ravan_flwr.runs.record import RoundRecord, Summary, check_line, wrong_in
 
 
@@ -79,6 +80,10 @@ class RunDirectory:
         if not isinstance(content, dict):
             raise ValueError(f"{self.path / name}: got no JSON object, expected one; restore it")
         return content
+
+    def read_config(self) -> dict[str, Any]:
+        """Read `config.json`, in today's values where an earlier version wrote it."""
+        return with_booleans(self.read_json("config.json"))
 
     def read_summary(self) -> Summary:
         """The content of `summary.json`."""

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ravan_flwr.config.keys import NOT_OF_RESULT
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import NEEDED_BY_A_REPORT, RoundRecord, Summary
 
-# Settings in which runs may differ and still be seeds of one thing.
-_NOT_A_DIFFERENCE = {
-    "seed", "output-dir", "resume", "device", "round-timeout", "report", "tracking",
-}  # fmt: skip
+# Runs that differ in these alone are seeds of one thing.
+_NOT_A_DIFFERENCE = NOT_OF_RESULT | {"seed"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Run:
             )
         done = (path / "summary.json").is_file()
         summary = directory.read_summary() if done else None
-        config = directory.read_json("config.json")
+        config = directory.read_config()
         # There it is the preset's. Devices with their own data may have become fewer.
         config["num-clients"] = max(record["partitions"] for record in rounds)
         return cls(path, config, rounds, summary)

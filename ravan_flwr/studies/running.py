@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ravan_flwr.runs.console import minutes
-from ravan_flwr.studies.spec import Run, read_study
+from ravan_flwr.studies.spec import Run, read_study, words_of
 from ravan_flwr.studies.tables import write_tables
 
 log = logging.getLogger(__name__)
@@ -147,4 +147,4 @@ class _Children:
 
 
 def _words(run: Run) -> str:
-    return " ".join(f"{key}={value}" for key, value in run.settings)
+    return " ".join(words_of(dict(run.settings)))

@@ -39,15 +39,16 @@ from typing import Any
 
 import yaml
 
-from ravan_flwr.config.keys import AUTO, check_key
+from ravan_flwr.config.keys import AUTO, NOT_OF_RESULT, check_key
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Summary
 from ravan_flwr.specs import Scalar
 
 HELD_BACK = 0.2  # the share of its examples that a client holds back while rates are chosen
-# Of a run's configuration, what it may be run with otherwise: a rank of "auto" is a number there.
-_NO_MATTER = {"rank", "output-dir", "report", "tracking", "device", "round-timeout"}
+# A run that is done is the one that is meant, whatever these are: a rank that was "auto" has
+# become a number.
+_NO_MATTER = NOT_OF_RESULT | {"rank"}
 ENGINES = {"process": "simulate", "flower": "run"}  # and the commands that run them
 TOLERANCE = 0.05  # numbers of parameters that differ by no more are called equal
 
@@ -67,10 +68,10 @@ class Run:
 
     def command(self, folder: Path, engine: str) -> list[str]:
         """What a person would type to run this alone; the study draws its own pictures."""
-        words = {"report": "no", "tracking": "none"} | dict(self.settings)
-        words |= {"num-clients": self.num_clients, "output-dir": str(self.folder(folder))}
-        given = [f"{key}={value}" for key, value in words.items()]
-        return [sys.executable, "-m", "ravan_flwr", ENGINES[engine], *given]
+        settings: dict[str, Scalar] = {"report": False, "tracking": "none"}
+        settings |= dict(self.settings)
+        settings |= {"num-clients": self.num_clients, "output-dir": str(self.folder(folder))}
+        return [sys.executable, "-m", "ravan_flwr", ENGINES[engine], *words_of(settings)]
 
     def folder(self, study: Path) -> Path:
         """Where the run's own directory is made."""
@@ -81,8 +82,8 @@ class Run:
         found = sorted(self.folder(study).glob("*/summary.json"))
         if not found:
             return None
-        text = (found[-1].parent / "config.json").read_text(encoding="utf-8")
-        same = all(json.loads(text).get(key) == value for key, value in self.resolved.items())
+        recorded = RunDirectory(found[-1].parent).read_config()
+        same = all(recorded.get(key) == value for key, value in self.resolved.items())
         return found[-1].parent if same else None
 
     @cached_property
@@ -97,6 +98,14 @@ class Run:
         if directory is None:
             return None
         return RunDirectory(directory).read_summary()
+
+
+def words_of(settings: Mapping[str, Scalar]) -> list[str]:
+    """Write settings as a person types them: KEY=VALUE."""
+    return [
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in settings.items()
+    ]
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Skeleton:
     def build(cls, config: Config) -> "Skeleton":
         skeleton = build_skeleton(config.model, make_task(config))
         network, lacking = skeleton.network.requires_grad_(False), skeleton.classifier
-        if config.gradient_checkpointing == "yes":
+        if config.gradient_checkpointing:
             checkpoint_gradients(network, config.model.name)
         layers = find_layers(network, skeleton.targets)
         pretrained = pretrained_parameters(network, lacking)
@@ -134,7 +134,7 @@ def _cast_weights(config: Config, network: nn.Module) -> int:
 
 def _checkpoints(config: Config, network: nn.Module) -> int:
     """Count the parts in which the forward pass is run again for the backward pass; else one."""
-    if config.gradient_checkpointing != "yes":
+    if not config.gradient_checkpointing:
         return 1
     return max(
         1, sum(isinstance(module, GradientCheckpointingLayer) for module in network.modules())
@@ -143,9 +143,9 @@ def _checkpoints(config: Config, network: nn.Module) -> int:
 
 def _computed_again(config: Config, share: float) -> int:
     """Count the activations of one block, which checkpointing computes again where needed."""
-    if config.gradient_checkpointing != "yes":
+    if not config.gradient_checkpointing:
         return 0
-    whole = replace(config, gradient_checkpointing="no", precision="float32")
+    whole = replace(config, gradient_checkpointing=False, precision="float32")
     blocks = _checkpoints(config, Skeleton.build(config).network)
     return step_memory(whole, share).activations // blocks
 

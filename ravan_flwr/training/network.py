@@ -227,7 +227,7 @@ def checkpoint_gradients(network: PreTrainedModel, name: str) -> None:
     """Keep few activations for the backward pass, and compute the others again."""
     if not network.supports_gradient_checkpointing:
         raise ValueError(
-            f"gradient-checkpointing = 'yes': model {name}, a {type(network).__name__}, cannot; "
+            f"gradient-checkpointing = true: model {name}, a {type(network).__name__}, cannot; "
             "leave it out"
         )
     # The method's name of transformers 5, and that of its first releases.

@@ -90,7 +90,7 @@ class Workbench:
         if config.quantize != "none":
             dtype = PRECISIONS[config.precision] or torch.float32
             quantize(backbone.network, config.quantize, backbone.classifier, dtype)
-        if config.gradient_checkpointing == "yes":
+        if config.gradient_checkpointing:
             checkpoint_gradients(backbone.network, config.model.name)
         return AdaptedModel(
             backbone,

@@ -24,7 +24,7 @@ pytestmark = [
 
 BUDGETS = ("1", "0.75", "0.5")  # the first is a whole number on purpose
 REFUSED = "Failed to activate SuperNode"
-SHORT = "num-rounds=3 local-steps=10 clients-per-round=3 report='no' tracking='none'"
+SHORT = "num-rounds=3 local-steps=10 clients-per-round=3 report=false tracking='none'"
 
 
 def write_parquet(folder, images, labels):

@@ -102,7 +102,7 @@ def test_hostile_objects_cost_their_round_and_nothing_else(tmp_path):
         assert [deployment.wait_for_node(number) for number in range(2)] == [True, True]
         run = deployment.run(
             f"num-rounds={len(ATTACKS) + 1} clients-per-round=2 local-steps=2 round-timeout=60.0 "
-            "report='no' tracking='none'"
+            "report=false tracking='none'"
         )
         assert run.wait(400) == "finished:completed"
         records = {record["round"]: record for record in run.rounds}

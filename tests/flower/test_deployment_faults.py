@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-SHORT = "local-steps=5 clients-per-round=2 report='no' tracking='none'"
+SHORT = "local-steps=5 clients-per-round=2 report=false tracking='none'"
 
 # What node 1 does in each round, and what the record says about it.
 FAULTS = {

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-SHORT = "local-steps=3 clients-per-round=2 report='no' tracking='none'"
+SHORT = "local-steps=3 clients-per-round=2 report=false tracking='none'"
 LET_IN = {
     "activate-node", "deactivate-node", "send-node-heartbeat", "pull-messages", "push-messages",
     "get-run", "get-fab", "push-object", "pull-object", "confirm-message-received",

@@ -29,7 +29,7 @@ SHORT: dict[str, Scalar] = {
     "num-rounds": 2,
     "local-steps": 3,
     "clients-per-round": 2,
-    "report": "no",
+    "report": False,
     "tracking": "none",
 }
 
@@ -114,8 +114,7 @@ def test_every_method_runs_in_flowers_runtime(method, runs_of_all_methods, tmp_p
 
 def test_flwr_run_does_what_simulate_does(superlink, tmp_path):
     """With the run config as Flower's own command line passes it on."""
-    words = [f"{key}={_toml(str(value))}" for key, value in SHORT.items() if type(value) is str]
-    words += [f"{key}={value}" for key, value in SHORT.items() if type(value) is int]
+    words = [f"{key}={_toml(v) if type(v) is str else str(v).lower()}" for key, v in SHORT.items()]
     config = " ".join([*words, "method='fed-sb'", f"output-dir={_toml(str(tmp_path / 'flower'))}"])
     assert superlink.run(ROOT, config, ONE_ACTOR) == "finished:completed"
     (directory,) = (tmp_path / "flower").iterdir()
@@ -132,7 +131,7 @@ def test_clients_with_a_share_of_a_gpu_and_no_warning_of_rays(superlink, tmp_pat
     federation = f"{Sharing(3).federation(3)} init-args-num-gpus=1"
     assert "client-resources-num-gpus=0.3333 " in federation
     config = (
-        f"output-dir='{tmp_path}' num-rounds=1 local-steps=1 clients-per-round=2 report='no' "
+        f"output-dir='{tmp_path}' num-rounds=1 local-steps=1 clients-per-round=2 report=false "
         "tracking='none' device='cpu'"
     )
     assert superlink.run(ROOT, config, federation) == "finished:completed"

@@ -11,7 +11,7 @@ from tests import ROOT
 
 def test_the_example_runs(tmp_path):
     script = ROOT / "examples" / "compare_methods.py"
-    words = [str(tmp_path), "num-rounds=2", "local-steps=2", "num-clients=4", "report=no"]
+    words = [str(tmp_path), "num-rounds=2", "local-steps=2", "num-clients=4", "report=false"]
     ended = subprocess.run(
         [sys.executable, script, *words], check=True, capture_output=True, text=True
     )

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.xdist_group("fork server")
 
 SETTINGS: dict[str, Scalar] = {
     "num-rounds": 4, "local-steps": 2, "batch-size": 8, "clients-per-round": 2, "eval-every": 2,
-    "report": "no", "tracking": "none", "classifier": "trained",
+    "report": False, "tracking": "none", "classifier": "trained",
 }  # fmt: skip
 CLIENTS = 4
 

@@ -136,7 +136,7 @@ def words(folder, model):
     return [
         "simulate", "preset=glue-llama", "glue-task=rte", f"model={model}", f"data={folder}",
         "num-rounds=1", "local-steps=1", "num-clients=2", "max-length=16", "lora-rank=2",
-        "report=no", f"output-dir={folder}/runs",
+        "report=false", f"output-dir={folder}/runs",
     ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from ravan_flwr.runs.lock import locked
 from ravan_flwr.specs import Scalar
 
 SMALL: dict[str, Scalar] = {
-    "num-rounds": 1, "local-steps": 1, "batch-size": 8, "report": "no", "tracking": "none",
+    "num-rounds": 1, "local-steps": 1, "batch-size": 8, "report": False, "tracking": "none",
     "eval-every": 1,
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The cache that a node config names is that of the whole process."""
+"""What reading a node config does to its process: it imports little, and sets the cache."""
 
 import os
 import subprocess
@@ -17,3 +17,16 @@ def test_the_cache_is_the_nodes(tmp_path):
         env=os.environ | {"HF_HUB_CACHE": "/elsewhere"}, check=True, capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout.split() == [str(folder / "hub"), str(folder / "datasets")]
+
+
+def test_a_node_config_is_read_without_a_preset():
+    """It is read for every message."""
+    program = (
+        "import sys; from ravan_flwr.config.node_config import read_node;"
+        "read_node({'partition-id': 0, 'num-partitions': 2, 'device': 'cuda:1'});"
+        "print([name for name in ('yaml', 'torch', 'flwr') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-LONG = ["num-rounds=500", "local-steps=20", "report=no", "tracking=none", "num-clients=3"]
+LONG = ["num-rounds=500", "local-steps=20", "report=false", "tracking=none", "num-clients=3"]
 STUDY = {
     "title": "Long", "num-clients": 3, "seeds": [0, 1],
     "settings": {"num-rounds": 500, "local-steps": 20},

@@ -90,7 +90,7 @@ def test_every_method_on_an_accelerator(method, accelerator):
         {"scoring": "gradient"}, {"scoring": "weight", "selection": "global"},
         {"init": "constant", "scaling": "constant"},
         {"layer-form": "merged"}, {"layer-form": "factored", "classifier": "frozen"},
-        {"gradient-checkpointing": "yes"},
+        {"gradient-checkpointing": True},
     ],
     ids=lambda settings: " ".join(settings.values()),
 )  # fmt: skip

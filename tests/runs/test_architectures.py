@@ -43,7 +43,7 @@ def settings(tmp_path_factory):
         made: dict[str, Scalar] = {
             "preset": preset, "model": str(folder / kind), "data": str(folder / preset),
             "lora-rank": 2, "num-rounds": 1, "local-steps": 2, "batch-size": 8, "eval-every": 1,
-            "partition": "iid", "report": "no", "tracking": "none", "learning-rate": 1e-2,
+            "partition": "iid", "report": False, "tracking": "none", "learning-rate": 1e-2,
             **({"glue-task": task} if task else {}),
             **({"max-length": 16} if kind not in OF_IMAGES else {}),
         }  # fmt: skip
@@ -255,7 +255,8 @@ def test_examples_read_from_their_file_are_the_same(kind, settings, monkeypatch)
 @pytest.mark.parametrize("kind", ["vit", "bert", "t5", "llama"])
 def test_gradient_checkpointing_changes_nothing_but_memory(kind, settings, tmp_path):
     losses = []
-    for how in ("no", "yes"):
-        given = settings(kind) | {"gradient-checkpointing": how, "output-dir": str(tmp_path / how)}
+    for how in (False, True):
+        folder = str(tmp_path / str(how))
+        given = settings(kind) | {"gradient-checkpointing": how, "output-dir": folder}
         losses.append(simulate(given, 2).summary["metrics"]["final"]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -38,7 +38,7 @@ def test_nothing_of_a_folder_but_numbers_leaves_the_node(tmp_path, monkeypatch):
         "preset": "newsgroups-t5", "model": str(save_model("t5", tmp_path / "model")),
         "data": "nobody/has-this", "evaluate-on": "clients", "validation-share": 0.2,
         "max-length": 16, "lora-rank": 2, "num-rounds": 1, "local-steps": 2, "eval-every": 1,
-        "output-dir": str(tmp_path / "runs"), "report": "no",
+        "output-dir": str(tmp_path / "runs"), "report": False,
     }  # fmt: skip
     run = simulate(run_config, 2)
     (record,) = map(json.loads, (run.run_dir / "rounds.jsonl").read_text().splitlines())

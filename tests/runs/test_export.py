@@ -12,14 +12,14 @@ from transformers import AutoModelForImageClassification
 
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
-from ravan_flwr.config.run_config import resolved_config
+from ravan_flwr.config.recorded import recorded_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.results.reopen import result_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.network import build_network
 
 SHORT: dict[str, Scalar] = {
-    "num-rounds": 2, "local-steps": 5, "batch-size": 8, "report": "no", "tracking": "none",
+    "num-rounds": 2, "local-steps": 5, "batch-size": 8, "report": False, "tracking": "none",
     "lora-scale": 0.5,
 }  # fmt: skip
 METHODS_OF_WEIGHTS = {"full", "fedex-lora"}  # no adapter holds what they change
@@ -103,10 +103,10 @@ def test_a_card_says_how_to_load_it_and_that_works(run, tmp_path, monkeypatch):
 
 def test_a_run_is_read_back_as_it_was(run):
     content = json.loads((run.run_dir / "config.json").read_text())
-    assert resolved_config(content, "here").as_dict() == content
+    assert recorded_config(content, "here").as_dict() == content
     del content["heads"]
     with pytest.raises(ValueError, match=r"here: its config.json lacks or has too many of \['hea"):
-        resolved_config(content, "here")
+        recorded_config(content, "here")
 
 
 def test_mistakes(tmp_path, capsys):

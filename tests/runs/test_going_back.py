@@ -11,7 +11,7 @@ from ravan_flwr.runs.watch import best_round, collapse
 from ravan_flwr.specs import Scalar
 
 SMALL: dict[str, Scalar] = {
-    "num-rounds": 6, "local-steps": 1, "batch-size": 4, "report": "no", "tracking": "none",
+    "num-rounds": 6, "local-steps": 1, "batch-size": 4, "report": False, "tracking": "none",
     "clients-per-round": 2,
 }  # fmt: skip
 

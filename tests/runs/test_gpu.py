@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA GPU"),
 ]
 
-ROUND: dict[str, Scalar] = {"num-rounds": 1, "local-steps": 3, "report": "no", "tracking": "none"}
+ROUND: dict[str, Scalar] = {"num-rounds": 1, "local-steps": 3, "report": False, "tracking": "none"}
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +125,7 @@ def steps_take(settings, number=3):
 def test_checkpointing_keeps_fewer_activations(llama):
     settings = llama | {"max-length": 256, "batch-size": 64}
     few, whole = (
-        steps_take(settings | {"gradient-checkpointing": how})[0] for how in ("yes", "no")
+        steps_take(settings | {"gradient-checkpointing": how})[0] for how in (True, False)
     )
     assert few < 0.9 * whole
 
@@ -196,7 +196,7 @@ def test_simulated_clients_compute_on_the_gpu(tmp_path, capfd):
     settings = {"num-rounds": 2, "local-steps": 3, "clients-per-round": 2}
     sharing = share_gpus(settings, 3, environment=os.environ)
     assert sharing.clients_per_gpu >= 1
-    words = f"output-dir='{tmp_path}' report='no' tracking='none' "
+    words = f"output-dir='{tmp_path}' report=false tracking='none' "
     words += " ".join(f"{key}={value}" for key, value in settings.items())
     with LocalSuperLink() as link:
         assert link.run(ROOT, words, sharing.federation(3)) == "finished:completed"
@@ -211,7 +211,7 @@ def test_simulated_clients_compute_on_the_gpu(tmp_path, capfd):
 def test_a_client_without_a_share_says_what_gives_it_one(tmp_path, capfd, monkeypatch):
     """As with a plain `flwr run` whose federation config asks for no GPU."""
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
-    words = f"output-dir='{tmp_path}' report='no' tracking='none' num-rounds=1 local-steps=1"
+    words = f"output-dir='{tmp_path}' report=false tracking='none' num-rounds=1 local-steps=1"
     with LocalSuperLink() as link:
         federation = "num-supernodes=2 client-resources-num-cpus=1"
         assert link.run(ROOT, words, federation) == "finished:completed"

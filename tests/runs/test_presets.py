@@ -40,7 +40,7 @@ def small(tmp_path_factory):
                 **({"glue-task": glue_task} if glue_task else {}),
                 **({"max-length": 24} if kind != "vit" else {}),
                 "lora-rank": 2, "num-rounds": 2, "local-steps": 2, "batch-size": 8, "eval-every": 1,
-                "partition-alpha": 1.0, "report": "no", "tracking": "none",
+                "partition-alpha": 1.0, "report": False, "tracking": "none",
             }  # fmt: skip
         return made[preset, glue_task]
 

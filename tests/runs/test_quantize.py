@@ -21,7 +21,7 @@ pytest.importorskip("bitsandbytes")
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     return small_decoder(tmp_path_factory.mktemp("quantized")) | {
-        "num-rounds": 2, "local-steps": 3, "report": "no", "tracking": "none",
+        "num-rounds": 2, "local-steps": 3, "report": False, "tracking": "none",
     }  # fmt: skip
 
 

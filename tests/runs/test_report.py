@@ -26,7 +26,7 @@ from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.specs import Scalar
 
 SHORT: dict[str, Scalar] = {
-    "num-rounds": 3, "local-steps": 2, "batch-size": 8, "report": "no", "tracking": "none",
+    "num-rounds": 3, "local-steps": 2, "batch-size": 8, "report": False, "tracking": "none",
     "budgets": "uniform",
 }  # fmt: skip
 

@@ -12,12 +12,14 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.budgets import affordable, budget_share
+from ravan_flwr.results.reopen import result_of
+from ravan_flwr.runs.history import Run, group_runs
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import local_steps as training
 from ravan_flwr.training.workbench import get_workbench
 
 SMALL: dict[str, Scalar] = {
-    "num-rounds": 2, "local-steps": 3, "batch-size": 8, "report": "no", "tracking": "none",
+    "num-rounds": 2, "local-steps": 3, "batch-size": 8, "report": False, "tracking": "none",
 }  # fmt: skip
 
 
@@ -36,7 +38,7 @@ def final_state(simulation):
 
 
 def test_a_run_directory_has_everything(tmp_path):
-    simulation = run(tmp_path, report="yes", tracking="tensorboard")
+    simulation = run(tmp_path, report=True, tracking="tensorboard")
     directory = simulation.run_dir
     assert {p.name for p in directory.iterdir()} == {
         "config.json", "rounds.jsonl", "summary.json", "checkpoints", "adapter", "report",
@@ -146,6 +148,23 @@ def test_a_run_goes_on_for_more_rounds_but_not_as_another(tmp_path, monkeypatch)
         run(tmp_path, seed=1, resume=str(first.run_dir))
     assert (whole.run_dir / "summary.json").exists()  # a mistake does not mark a good run
     assert not (whole.run_dir / "failure.json").exists()
+
+
+def test_a_run_of_an_earlier_version_opens_resumes_and_is_grouped(tmp_path):
+    """It wrote "yes" and "no" where there are booleans today."""
+    today, earlier = (run(tmp_path, num_rounds=1, seed=seed).run_dir for seed in (1, 2))
+    config = json.loads((earlier / "config.json").read_text())
+    assert (config["report"], config["gradient-checkpointing"]) == (False, False)
+    former = {"report": "no", "gradient-checkpointing": "no"}
+    (earlier / "config.json").write_text(json.dumps(config | former))
+    with result_of(earlier) as bench:
+        assert bench.config.gradient_checkpointing is False
+    assert len(group_runs([Run.read(path) for path in (today, earlier)])) == 1
+    more = run(tmp_path, num_rounds=2, seed=2, report=True, resume=str(earlier))
+    assert more.summary["rounds"] == 2
+    assert (earlier / "report" / "index.html").is_file()
+    with pytest.raises(ValueError, match="gradient-checkpointing: then False, now True"):
+        run(tmp_path, seed=2, gradient_checkpointing="yes", resume=str(earlier))
 
 
 def test_a_failed_run_says_why_in_its_directory(tmp_path):

@@ -144,6 +144,19 @@ def test_a_run_of_a_preset_that_changed_is_run_again(tmp_path):
 METHODS = {"ravan": {}, "fedit": {"method": "fedit"}, "full": {"method": "full"}}
 
 
+def test_a_run_of_an_earlier_version_is_not_run_again(tmp_path):
+    settings = {"num-rounds": 1, "gradient-checkpointing": "no"}  # as such a study's file had it
+    (run, *_) = read_study(write(tmp_path, settings=settings)).runs(tmp_path)
+    assert "gradient-checkpointing=no" in run.command(tmp_path, "process")
+    assert "report=false" in run.command(tmp_path, "process")
+    folder = run.folder(tmp_path) / "run"
+    folder.mkdir(parents=True)
+    earlier = run.resolved | {"report": "no", "gradient-checkpointing": "no"}
+    (folder / "config.json").write_text(json.dumps(earlier))
+    (folder / "summary.json").write_text("{}")
+    assert run.directory(tmp_path) == folder
+
+
 def test_methods_of_different_sizes_are_not_called_equal(tmp_path):
     table = {"title": "T", "equal-parameters": True, "rows": METHODS}
     told = r"rows equal, but .* differ by 98.2 % \(fedit 6,144, full 301,536, ravan 5,440\)"

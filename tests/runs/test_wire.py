@@ -17,7 +17,7 @@ from ravan_flwr.training.cost import Skeleton
 def test_a_runs_bytes_are_those_of_the_plan(method, wire, tmp_path):
     settings = {
         "method": method, "wire": wire, "num-rounds": 2, "local-steps": 2, "batch-size": 8,
-        "clients-per-round": 2, "classifier": "trained", "tracking": "none", "report": "no",
+        "clients-per-round": 2, "classifier": "trained", "tracking": "none", "report": False,
     }  # fmt: skip
     run = simulate(settings | {"output-dir": str(tmp_path)}, 2)
     built = Skeleton.build(read_config(settings))

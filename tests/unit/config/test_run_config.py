@@ -8,10 +8,14 @@ import yaml
 
 from ravan_flwr.cli import read_settings
 from ravan_flwr.config import preset as preset_module
-from ravan_flwr.config.keys import KEYS
+from ravan_flwr.config.keys import FREE_ON_RESUME, FROM_PRESET, KEYS, NOT_OF_RESULT
 from ravan_flwr.config.preset import conf_folder
-from ravan_flwr.config.run_config import read_config, resolved_config
+from ravan_flwr.config.recorded import recorded_config
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
+from ravan_flwr.runs import history
+from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.studies import spec
 from tests import ROOT
 
 PUBLIC_KEYS = [
@@ -80,9 +84,9 @@ def test_a_resolved_configuration_is_written_in_kebab_case():
     written = read_config({}).as_dict()
     assert written["num-rounds"] == 20
     assert written["data"]["partition-by"] == "label"
-    assert resolved_config(written, "x") == read_config({})
+    assert recorded_config(written, "x") == read_config({})
     llama = read_config({"preset": "glue-llama", "glue-task": "mnli", "targets": "q_proj,v_proj"})
-    assert resolved_config(json.loads(json.dumps(llama.as_dict())), "x") == llama
+    assert recorded_config(json.loads(json.dumps(llama.as_dict())), "x") == llama
     assert llama.as_dict() == json.loads(json.dumps(llama.as_dict()))
 
 
@@ -92,8 +96,12 @@ def test_a_resolved_configuration_is_written_in_kebab_case():
         ({"method": "ravn"}, "method 'ravn' is unknown: did you mean 'ravan'"),
         ({"preset": "digit-vit"}, "preset 'digit-vit' is unknown: did you mean 'digits-vit'"),
         ({"preset": "../x"}, "preset '../x' is unknown. Expected one of: .*digits-vit"),
-        ({"sed": 1}, "unknown key 'sed': did you mean 'seed'.* The keys are: preset, model"),
-        ({"zzz": 1}, "unknown key 'zzz'. The keys are"),
+        (
+            {"sed": 1},
+            "unknown key 'sed': did you mean 'seed'. Expected one that `ravan-flwr simulate "
+            "--help` lists; correct it",
+        ),
+        ({"zzz": 1}, "unknown key 'zzz'. Expected one that `ravan-flwr simulate --help` lists"),
         ({"seed": "one"}, "seed = 'one': expected a whole number at least 0 .*; got a text"),
         ({"seed": 1.0}, "seed = 1.0: expected a whole number .*; got a decimal number"),
         ({"seed": True}, "seed = True: expected .*; got a truth value"),
@@ -107,6 +115,8 @@ def test_a_resolved_configuration_is_written_in_kebab_case():
         ({"classifier": 3}, "classifier = 3: expected one of frozen, trained"),
         ({"device": "gpu"}, "device = 'gpu': expected auto, cpu, cuda, cuda:N or mps"),
         ({"device": "cuda:x"}, "device = 'cuda:x': expected auto"),
+        ({"report": "maybe"}, "report = 'maybe': expected true or false; got a text"),
+        ({"report": 1}, "report = 1: expected true or false; got a whole number"),
         ({"evaluate-on": "clients"}, "evaluate-on = 'clients' needs examples .* validation-share"),
     ],
 )
@@ -162,6 +172,48 @@ def test_a_merged_weight_has_no_few_bits(few_bits):
     assert read_config({"layer-form": "merged"}).layer_form == "merged"
     with pytest.raises(ValueError, match="layer-form = 'merged': got (precision|quantize) = "):
         read_config({"layer-form": "merged", **few_bits})
+
+
+def names(text):
+    return set(text.split())
+
+
+def test_what_makes_two_runs_the_same():
+    """Resuming, grouping seeds and finding what a study has done follow the flags of the keys."""
+    elsewhere = names("device output-dir report resume round-timeout tracking")
+    assert set(NOT_OF_RESULT) == elsewhere
+    assert set(FREE_ON_RESUME) == elsewhere | names(
+        "eval-every max-share max-update-norm min-replies num-rounds straggler-grace"
+    )
+    assert set(history._NOT_A_DIFFERENCE) == elsewhere | {"seed"}
+    assert set(spec._NO_MATTER) == elsewhere | {"rank"}
+
+
+def test_what_a_preset_says():
+    assert set(FROM_PRESET) == names(
+        "batch-size classifier clients-per-round eval-every heads init local-steps num-rounds "
+        "partition partition-alpha"
+    )
+    assert all(KEYS[name].default == "auto" for name in FROM_PRESET)
+
+
+@pytest.mark.parametrize("key", ["report", "gradient-checkpointing"])
+def test_booleans_are_booleans_and_earlier_words_are_still_read(key):
+    field = key.replace("-", "_")
+    for value, words in ((True, "yes"), (False, "no")):
+        for given in (value, words):
+            assert getattr(read_config({key: given}), field) is value
+        assert read_settings([f"{key}={str(value).lower()}"])[0] == {key: value}
+        earlier = read_config({key: value}).as_dict() | {key: words}
+        assert recorded_config(earlier, "x") == read_config({key: value})
+    assert KEYS[key].allowed() == "true or false"
+
+
+def test_a_run_directory_of_an_earlier_version_is_read_in_todays_values(tmp_path):
+    earlier = {"report": "yes", "gradient-checkpointing": "no", "seed": 3}
+    (tmp_path / "config.json").write_text(json.dumps(earlier))
+    read = RunDirectory.open(tmp_path).read_config()
+    assert read == {"report": True, "gradient-checkpointing": False, "seed": 3}
 
 
 def test_bounds_are_written_with_all_their_digits():

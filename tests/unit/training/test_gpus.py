@@ -278,7 +278,7 @@ def test_sixteen_bits_keep_no_more_than_is_counted(method):
 def test_checkpointing_counts_what_a_block_computes_again():
     settings = {"preset": "glue-llama", "glue-task": "rte"}
     whole = step_memory(read_config(settings), 1.0)
-    few = step_memory(read_config(settings | {"gradient-checkpointing": "yes"}), 1.0)
+    few = step_memory(read_config(settings | {"gradient-checkpointing": True}), 1.0)
     block = whole.activations // 16
     assert block < few.activations < whole.activations / 4
 

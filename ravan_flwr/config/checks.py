@@ -1,0 +1,69 @@
+"""Refuse settings that do not go together, before anything is loaded."""
+
+from collections.abc import Mapping
+
+from ravan_flwr.methods import METHODS
+from ravan_flwr.specs import Scalar
+
+
+def check_together(values: Mapping[str, Scalar]) -> None:
+    """Raise ValueError if values that are right by themselves contradict each other."""
+    _check_replies(values)
+    _check_method(values)
+    _check_form(values)
+    _check_evaluation(values)
+
+
+def _check_replies(values: Mapping[str, Scalar]) -> None:
+    least, clients = int(values["min-replies"]), int(values["clients-per-round"])
+    if least > clients:
+        raise ValueError(
+            f"min-replies = {least}: got clients-per-round = {clients}, expected at least as many; "
+            "lower the one or raise the other"
+        )
+    if values["robust"] != "none" and clients < 3:
+        raise ValueError(
+            f"robust = {values['robust']!r}: got clients-per-round = {clients}, expected at least "
+            "3, since of two replies none outvotes the other; raise clients-per-round"
+        )
+    if values["robust"] != "none" and values["weighting"] != "uniform":
+        raise ValueError(
+            f"robust = {values['robust']!r}: got weighting = {values['weighting']!r}, expected "
+            "'uniform', since a weight that a client claims is no more to be trusted than the "
+            "rest; leave one of them out"
+        )
+
+
+def _check_method(values: Mapping[str, Scalar]) -> None:
+    """Refuse options that do not go with the method."""
+    frozen = [name for name, method in METHODS.items() if method.frozen_backbone]
+    averaging = [name for name, method in METHODS.items() if method.averages]
+    no_mean = "makes its next state otherwise than by a mean"
+    for key, able, otherwise in (
+        ("quantize", frozen, "changes pretrained weights, which few bits cannot hold"),
+        ("server-optimizer", averaging, no_mean),
+        ("robust", averaging, no_mean),
+    ):
+        if values[key] != "none" and values["method"] not in able:
+            raise ValueError(
+                f"{key} = {values[key]!r}: got method {values['method']!r}, which {otherwise}; "
+                f"expected one of {', '.join(able)}; choose one, or set {key}=none"
+            )
+
+
+def _check_form(values: Mapping[str, Scalar]) -> None:
+    """Refuse a merged weight of few bits, which would lose small updates."""
+    for key, whole in (("precision", "float32"), ("quantize", "none")):
+        if values["layer-form"] == "merged" and values[key] != whole:
+            raise ValueError(
+                f"layer-form = 'merged': got {key} = {values[key]!r}, expected {whole!r}, since a "
+                "weight of few bits loses small updates; leave layer-form out"
+            )
+
+
+def _check_evaluation(values: Mapping[str, Scalar]) -> None:
+    if values["evaluate-on"] == "clients" and not values["validation-share"]:
+        raise ValueError(
+            "evaluate-on = 'clients' needs examples to evaluate on: got validation-share = 0, "
+            "expected above 0; set validation-share=0.1, say"
+        )

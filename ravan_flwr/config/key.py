@@ -1,0 +1,103 @@
+"""Describe one key of the run config, and check a value for it, with errors that say so."""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ravan_flwr.specs import Scalar
+
+AUTO = "auto"
+_TYPE_NAMES = {str: "text", int: "whole number", float: "decimal number", bool: "truth value"}
+_FORMER_TRUTHS = {"yes": True, "no": False}  # how earlier versions wrote truth values
+
+
+@dataclass(frozen=True)
+class Key:
+    """Say what one key of the run config may hold, and what depends on it.
+
+    Three flags say what makes two runs the same. Everything that compares runs asks them.
+    """
+
+    kind: type[bool] | type[int] | type[float] | type[str]
+    default: Scalar
+    help: str
+    choices: tuple[str, ...] = ()
+    low: float = -math.inf
+    above: float = -math.inf  # in place of `low`, where the bound itself is out of range
+    high: float = math.inf
+    pattern: str = ""  # of a text: the regular expression that it must match as a whole
+    in_words: str = ""  # what `pattern` means
+
+    # "auto" takes the value that the preset's `run` has for the key; every preset must have one.
+    from_preset: bool = False
+    # Two runs with different values are different runs. False: the key says where a run computes,
+    # how long it waits or who is told, but not what comes out.
+    of_result: bool = True
+    # A run that is resumed may get another value, though what follows depends on it.
+    may_change: bool = False
+
+    def allowed(self) -> str:
+        """Describe what the key takes."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.kind is bool:
+            return "true or false"
+        if self.kind is str:
+            return self.in_words or "a text"
+        noun = "a whole number" if self.kind is int else "a number"
+        bounds = (("at least", self.low), ("above", self.above), ("at most", self.high))
+        told = [f"{word} {_plain(bound)}" for word, bound in bounds if math.isfinite(bound)]
+        return " ".join([noun, " and ".join(told)]).strip()
+
+    def checked(self, name: str, value: Scalar) -> Scalar:
+        """Return the value in the key's own type; ValueError if the key does not take it."""
+        if value == AUTO and self.default == AUTO:
+            return value
+        value = self.converted(value)
+        problem = f"{name} = {value!r}: expected {self.allowed()}"
+        if self.default == AUTO and AUTO not in self.allowed():
+            problem += ', or "auto"'
+        # A bool is an int to Python.
+        if not isinstance(value, self.kind) or isinstance(value, bool) != (self.kind is bool):
+            raise ValueError(f"{problem}; got a {_TYPE_NAMES[type(value)]}")
+        if self.choices:
+            check_choice(name, str(value), self.choices)
+        if self.pattern and not re.fullmatch(self.pattern, str(value)):
+            raise ValueError(f"{problem}; change it")
+        if not isinstance(value, str) and not self._in_range(value):
+            raise ValueError(f"{problem}; change it")
+        return value
+
+    def converted(self, value: Scalar) -> Scalar:
+        """Read whole numbers as numbers, and the yes and no of earlier versions."""
+        if self.kind is bool and isinstance(value, str):
+            return _FORMER_TRUTHS.get(value, value)
+        if self.kind is float and type(value) is int:
+            return float(value)
+        return value
+
+    def _in_range(self, value: float) -> bool:
+        return math.isfinite(value) and self.above < value and self.low <= value <= self.high
+
+
+def _plain(bound: float) -> str:
+    """Write a bound with all its digits: 281474976710656 is not 2.8e+14."""
+    return f"{int(bound)}" if bound == int(bound) else f"{bound:.10g}"
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise ValueError, with the nearest match, unless the value is among the choices."""
+    choices = tuple(choices)
+    if value not in choices:
+        raise ValueError(
+            f"{name} {value!r} is unknown{did_you_mean(value, choices)} "
+            f"Expected one of: {', '.join(choices)}"
+        )
+
+
+def did_you_mean(value: str, choices: Iterable[str]) -> str:
+    """End a sentence with the choice that is spelt most like the value, if one is."""
+    near = difflib.get_close_matches(value, list(choices), n=1)
+    return f": did you mean {near[0]!r}?" if near else "."

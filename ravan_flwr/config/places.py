@@ -1,0 +1,61 @@
+"""Put another model or data set in the place of a preset's."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from ravan_flwr.config.keys import AUTO
+from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
+
+
+def absolute_paths(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Make every path absolute: other processes may have other working directories."""
+    values = dict(run_config)
+    for key in ("resume", "output-dir", "model", "data"):
+        path = Path(str(values.get(key) or AUTO)).expanduser()
+        named = key in ("resume", "output-dir") or path.is_dir()  # not an id of the hub
+        if str(path) != AUTO and named:
+            values[key] = str(path.absolute())
+    return values
+
+
+def chosen_model(spec: ModelSpec, name: str, targets: str) -> ModelSpec:
+    """Return the preset's model, or another one, with the layers to adapt."""
+    if name != AUTO:
+        spec = ModelSpec("hub", *_place("model", name))
+    if targets != AUTO:
+        ends = tuple(end.strip() for end in targets.split(","))
+        if not all(ends):
+            raise ValueError(
+                f"targets = {targets!r}: expected ends of layers' names with commas between "
+                "them, such as q_proj,v_proj; correct it"
+            )
+        spec = dataclasses.replace(spec, targets=ends)
+    return spec
+
+
+def chosen_data(spec: DataSpec, place: str) -> DataSpec:
+    """Return the preset's data, or data with the same columns from another place."""
+    if place == AUTO:
+        return spec
+    name, revision = _place("data", place)
+    if spec.source != "hub":
+        raise ValueError(
+            f"data = {place!r}: the preset's examples come with the app, expected 'auto'; leave "
+            "it out, or take a preset whose data set is on the hub"
+        )
+    return dataclasses.replace(spec, name=name, revision=revision)
+
+
+def _place(key: str, text: str) -> tuple[str, str]:
+    """Split `name` or `name@revision` in (name, revision); a folder has no revision."""
+    if Path(text).expanduser().is_dir():
+        return str(Path(text).expanduser()), ""
+    name, _, revision = text.partition("@")
+    parts = name.split("/")
+    if len(parts) > 2 or not all(parts) or name.startswith((".", "~")):
+        raise ValueError(
+            f"{key} = {text!r}: found no such folder, and an id of the hub looks like org/name or "
+            "org/name@revision; correct it"
+        )
+    return name, revision
