@@ -10,17 +10,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from ravan_flwr.config.keys import KEYS
+from ravan_flwr.config.keys import AUTO, KEYS, KEYS_BY_TOPIC
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.importing import importing
-from ravan_flwr.runs.console import hush
+from ravan_flwr.runs.console import hush, say_loading
 from ravan_flwr.specs import Scalar
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse, run, and end with a status: 0 done, 1 failed, 2 asked for wrongly."""
+    """Parse the command line, run the command, exit: 0 done, 1 failed, 2 asked for wrongly."""
     parser = _parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _about(word: str) -> str:
-    """What to say of an option that there is not; it may be a key with dashes before it."""
+    """Describe an unknown option, which may be a key with dashes before it."""
     key, _, value = word.lstrip("-").partition("=")
     known = "num-clients", *KEYS
     written = f"; keys are written without dashes: {key}={value or 'VALUE'}"
@@ -59,7 +59,7 @@ def _complain(problem: object, status: int) -> int:
 
 
 class _Ended(KeyboardInterrupt):
-    """A signal that asks to end; all that cleans up after Ctrl-C cleans up after it."""
+    """End the command on a signal: what cleans up after Ctrl-C cleans up after it."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Ended(KeyboardInterrupt):
 
 @contextmanager
 def _ending_on_signals() -> Iterator[None]:
-    """SIGTERM, and SIGHUP of a terminal that closes, end a command as Ctrl-C does, and once.
+    """Let SIGTERM, and SIGHUP of a terminal that closes, end a command once, as Ctrl-C does.
 
     Under `nohup` SIGHUP is ignored, and stays so. Only a process's main thread may set this.
     """
@@ -229,25 +229,39 @@ def _add_keys(commands: _Commands) -> None:
 
 
 def _key_table() -> str:
-    lines = ["keys, with their defaults (auto: the preset's, unless the key says otherwise):"]
-    rows = {"num-clients": ("auto", "clients of the simulation: a whole number at least 1")}
-    for key, spec in KEYS.items():
-        plain_text = spec.kind is str and not spec.choices
-        about = spec.help if plain_text else f"{spec.help}: {spec.allowed()}"
-        rows[key] = (str(spec.default) or "(none)", about)
-    for key, (default, about) in rows.items():
-        head = f"  {key}={default}"
-        lines += textwrap.wrap(about, 96, initial_indent=f"{head:<30} ", subsequent_indent=" " * 31)
+    """List all keys by topic, with their defaults and what they take."""
+    lines = [
+        "Keys and their defaults. auto: what the preset says, unless the key says otherwise.",
+        "",
+        *_row("num-clients", AUTO, "clients of the simulation: a whole number at least 1"),
+    ]
+    for topic, keys in KEYS_BY_TOPIC.items():
+        lines += ["", f"{topic}:"]
+        for name, key in keys.items():
+            free = key.kind is str and not key.choices and not key.in_words
+            about = key.help if free else f"{key.help}: {key.allowed()}"
+            default = str(key.default).lower() if key.kind is bool else str(key.default)
+            lines += _row(name, default or "(none)", about)
     return "\n".join(lines)
 
 
+def _row(name: str, default: str, about: str) -> list[str]:
+    head = f"  {name}={default}"
+    return textwrap.wrap(about, 96, initial_indent=f"{head:<30} ", subsequent_indent=" " * 31)
+
+
 def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | None]:
-    """KEY=VALUE words as (run config, num-clients), unchecked but for their form."""
+    """Read KEY=VALUE words as (run config, num-clients); of the values only the form is checked."""
     config: dict[str, Scalar] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
-            raise ValueError(f"got {setting!r}, expected KEY=VALUE, such as seed=1")
+            raise ValueError(f"got {setting!r}, expected KEY=VALUE, such as seed=1; correct it")
+        if key in config:
+            raise ValueError(
+                f"{key}: got it twice, as {config[key]!r} and {_value(text)!r}, expected each key "
+                "once; leave one out"
+            )
         config[key] = _value(text)
     num_clients = config.pop("num-clients", None)
     if num_clients is not None and (type(num_clients) is not int or num_clients < 1):
@@ -273,6 +287,7 @@ def _simulate(parsed: argparse.Namespace) -> None:
     config, num_clients = read_settings(parsed.settings)
     read_config(config)  # before anything heavy is imported
 
+    say_loading()
     with importing():
         from ravan_flwr.launch.in_process import simulate  # noqa: PLC0415
     simulate(config, num_clients)
@@ -368,6 +383,8 @@ def _plan(parsed: argparse.Namespace) -> None:
     config, num_clients = read_settings(parsed.settings)
     read_config(config)  # before anything heavy is imported
 
-    from ravan_flwr.training.plan import plan_of  # noqa: PLC0415
+    say_loading()
+    with importing():
+        from ravan_flwr.training.plan import plan_of  # noqa: PLC0415
 
     sys.stdout.write(plan_of(config, num_clients) + "\n")

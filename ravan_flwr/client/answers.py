@@ -6,10 +6,10 @@ Records in, records out, in whatever process. The work is done by `training/`.
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import flwr
+import psutil
 import torch
 import transformers
 from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
@@ -199,13 +199,9 @@ _ANSWERS: dict[str, Callable[[_Client], RecordDict]] = {
 
 
 def _free_memory(device: torch.device) -> int:
+    """Return the bytes that a client may take on its device: a GPU's, or the machine's."""
     if device.type == "cuda":
         # What PyTorch holds and does not use is free for this process.
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        fields = dict(line.split(":") for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return 0
+    return int(psutil.virtual_memory().available)

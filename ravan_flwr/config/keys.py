@@ -357,7 +357,7 @@ def check_key(name: str, value: Scalar) -> Scalar:
     """Return the value in the key's own type; ValueError for an unknown key or a wrong value."""
     if name not in KEYS:
         raise ValueError(
-            f"unknown key {name!r}{did_you_mean(name, KEYS)} Expected one that "
+            f"unknown key {name!r}{did_you_mean(name, [*KEYS, 'num-clients'])} Expected one that "
             "`ravan-flwr simulate --help` lists; correct it"
         )
     return KEYS[name].checked(name, value)

@@ -52,6 +52,13 @@ def show() -> None:
         log.addHandler(_Plain())
 
 
+def say_loading() -> None:
+    """Tell a person at a terminal why nothing else is printed for some seconds."""
+    if sys.stderr.isatty():
+        sys.stderr.write("loading PyTorch and the model ...\n")
+        sys.stderr.flush()
+
+
 class Progress:
     """One line a round, and a bar below the lines in a terminal."""
 

@@ -45,6 +45,11 @@ PUBLIC_KEYS = [
 ]
 
 
+def test_a_key_stands_once_on_a_command_line():
+    with pytest.raises(ValueError, match="heads: got it twice, as 8 and 4, expected each"):
+        read_settings(["heads=8", "seed=1", "heads=4"])
+
+
 def test_pyproject_has_the_keys_and_the_defaults():
     content = tomllib.loads((ROOT / "pyproject.toml").read_text())
     declared = content["tool"]["flwr"]["app"]["config"]
