@@ -90,14 +90,14 @@ def on_deployment(folder: Path, runs: int, rounds: int, steps: int) -> Times:
                 if row == PEER:
                     file = folder / "times.json"
                     run = deployment.run(plain_settings(folder, file, settings), app=PLAIN)
-                    status = run.wait(1800)
+                    status = run.wait()
                     seconds = json.loads(file.read_text())["seconds"]
                 else:
                     run = deployment.run(
                         f"method='fedit' classifier='frozen' lora-rank=4 report=false "
                         f"tracking='none' {settings}"
                     )
-                    status = run.wait(1800)
+                    status = run.wait()
                     seconds = [record["seconds"] for record in run.rounds]
                 assert status == "finished:completed", run.log
                 times[row].append(seconds)

@@ -38,7 +38,8 @@ from ravan_flwr.launch.superlink import _free_ports, processes_of
 from testing import ROOT
 
 NAME = "edge"  # of the SuperLink in config.toml
-START_TIMEOUT = 90.0
+PATIENCE = 1800.0  # seconds; whatever takes longer will never happen
+ENDING = 60.0  # for processes to end by themselves, before they are killed
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
 
@@ -76,7 +77,7 @@ class Deployment(AbstractContextManager["Deployment"]):
             self.stop_node(number)
         self.stop_superlink()
         with suppress(TimeoutError):
-            wait_for(lambda: not self._ours_left(), 20, "the last process of ours to end")
+            wait_for(lambda: not self._ours_left(), "the last process of ours to end", ENDING)
         for pid in self._ours_left():
             self.left_running.append(_command_line(pid))
             _send(pid, signal.SIGKILL)
@@ -138,7 +139,7 @@ class Deployment(AbstractContextManager["Deployment"]):
                     return bool(reply.status == 200)
             return False
 
-        wait_for(answers, START_TIMEOUT, "the SuperLink to answer")
+        wait_for(answers, "the SuperLink to answer")
         if self.fenced:
             self._start_fence()
             self.start_serverapps()
@@ -174,7 +175,7 @@ class Deployment(AbstractContextManager["Deployment"]):
                 return True
             return False
 
-        wait_for(listens, 20, "the fence to listen")
+        wait_for(listens, "the fence to listen")
 
     def health(self) -> int:
         """The status that the containers' health check ends with for the SuperLink."""
@@ -234,7 +235,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         def settled() -> bool:
             return process.poll() is not None or "SuperNode ID: " in self.log(f"node-{number}")
 
-        wait_for(settled, START_TIMEOUT, f"node {number} to connect")
+        wait_for(settled, f"node {number} to connect")
         return process.poll() is None
 
     def is_running(self, number: int) -> bool:
@@ -336,7 +337,7 @@ class Run:
             self.id = found[1] if found else ""
             return bool(found)
 
-        wait_for(began, START_TIMEOUT, "the run to begin")
+        wait_for(began, "the run to begin")
 
     @property
     def log(self) -> str:
@@ -361,12 +362,12 @@ class Run:
         told = self._deployment.flwr("ls", NAME, "--run-id", self.id, "--format", "json")
         return str(json.loads(told)["runs"][0]["status"])
 
-    def wait(self, timeout: float = 240.0) -> str:
+    def wait(self) -> str:
         """The status that the run ended with."""
         try:
-            self._process.wait(timeout)
+            self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"the run goes on after {timeout:g} s: {self.log[-2000:]}") from None
+            raise TimeoutError(f"it goes on after {PATIENCE:g} s: {self.log[-2000:]}") from None
         return self.status
 
     def abandon(self) -> None:
@@ -374,12 +375,12 @@ class Run:
         _end(self._process)
 
 
-def wait_for(condition: Callable[[], bool], timeout: float, what: str) -> None:
-    """Return once the condition holds; TimeoutError if it takes too long."""
-    deadline = time.monotonic() + timeout
+def wait_for(condition: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
+    """Return once the condition holds; TimeoutError if it never will, however busy the machine."""
+    deadline = time.monotonic() + patience
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {timeout:g} s for {what}")
+            raise TimeoutError(f"waited {patience:g} s for {what}")
         time.sleep(0.1)
 
 

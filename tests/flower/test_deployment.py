@@ -75,13 +75,13 @@ def test_only_registered_nodes_connect(deployment, node_configs):
 
 def test_a_run_survives_the_death_of_a_node(deployment, node_configs):
     run = deployment.run(f"method='ravan' {SHORT}")
-    wait_for(lambda: "ROUND 2" in deployment.log("node-1"), 300, "node 1 to work on round 2")
+    wait_for(lambda: "ROUND 2" in deployment.log("node-1"), "node 1 to work on round 2")
     deployment.kill_node(1)
     assert len(run.rounds) == 1
     deployment.start_node(1, node_configs[1])
     assert not deployment.wait_for_node(1)  # the SuperLink does not know yet that it is dead
     assert REFUSED in deployment.log("node-1")
-    assert run.wait(300) == "finished:completed"
+    assert run.wait() == "finished:completed"
 
     first, second, third = run.rounds
     assert [c["partition-id"] for c in first["clients"]] == [0, 1, 2]
@@ -104,12 +104,12 @@ def test_a_run_survives_the_death_of_a_node(deployment, node_configs):
 def test_a_dead_node_comes_back_and_small_budgets_are_left_out(deployment, node_configs):
     wait_for(
         lambda: sorted(deployment.listed_nodes().values()) == ["offline", "online", "online"],
-        90, "node 1 to be taken for offline",
-    )  # fmt: skip
+        "node 1 to be taken for offline",
+    )
     deployment.start_node(1, node_configs[1].replace("budget=0.75", "budget=1.0"))
     assert deployment.wait_for_node(1)
     run = deployment.run(f"method='fedit' {SHORT}")
-    assert run.wait(300) == "finished:completed"
+    assert run.wait() == "finished:completed"
     for record in run.rounds:
         assert [c["partition-id"] for c in record["clients"]] == [0, 1]
         assert (record["left-out"], record["rejected"], record["partitions"]) == ([2], [], 3)
@@ -122,7 +122,7 @@ def test_a_revoked_node_ends_and_stays_out(deployment, node_configs):
         int(found) for found in re.findall(r"SuperNode ID: (\d+)", deployment.log("node-2"))
     ]
     deployment.unregister(node_id)
-    wait_for(lambda: not deployment.is_running(2), 90, "node 2 to end")
+    wait_for(lambda: not deployment.is_running(2), "node 2 to end")
     deployment.start_node(2, node_configs[2])
     assert not deployment.wait_for_node(2)
     with pytest.raises(RuntimeError, match="node 2 was not registered"):

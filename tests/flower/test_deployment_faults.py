@@ -127,7 +127,7 @@ def start_nodes(deployment, *, faulty):
 def test_a_reply_that_is_no_good_costs_its_round_and_nothing_else(deployment):
     settings = f"num-rounds={len(FAULTS) + 1} round-timeout=25.0 max-update-norm=100.0 {SHORT}"
     run = deployment.run(settings)
-    assert run.wait(400) == "finished:completed"
+    assert run.wait() == "finished:completed"
     records = {record["round"]: record for record in run.rounds}
     assert len(records) == len(FAULTS) + 1
     for number, (_, reason) in FAULTS.items():
@@ -150,7 +150,7 @@ def test_two_runs_at_once_do_not_meet(deployment):
         for m in ("ravan", "flexlora")
     ]
     for run, method in zip(runs, ("ravan", "flexlora"), strict=True):
-        assert run.wait(300) == "finished:completed"
+        assert run.wait() == "finished:completed"
         summary = json.loads((run.directory / "summary.json").read_text())
         assert (summary["method"], summary["rounds"], summary["rejected"]) == (method, 2, 0)
         for record in run.rounds:
@@ -160,13 +160,13 @@ def test_two_runs_at_once_do_not_meet(deployment):
 def test_a_run_goes_on_after_the_superlink_was_killed(deployment):
     settings = f"num-rounds=4 {SHORT}"
     run = deployment.run(settings)
-    wait_for(lambda: len(run.rounds) >= 2, 200, "two rounds")
+    wait_for(lambda: len(run.rounds) >= 2, "two rounds")
     deployment.kill_superlink()
     done = len(run.rounds)
     run.abandon()
     deployment.start_superlink()
     again = deployment.run(f"{settings} resume='{run.directory}'")
-    assert again.wait(300) == "finished:completed"
+    assert again.wait() == "finished:completed"
     assert f"going on after round {done}" in again.log
     assert [record["round"] for record in run.rounds] == [1, 2, 3, 4]
     assert all(record["rejected"] == [] for record in run.rounds)

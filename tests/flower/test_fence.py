@@ -61,7 +61,7 @@ def asked(deployment):
 def test_a_run_goes_through_the_fence(deployment):
     assert [deployment.wait_for_node(number) for number in range(2)] == [True, True]
     run = deployment.run(f"num-rounds=2 {SHORT}")
-    assert run.wait(240) == "finished:completed"
+    assert run.wait() == "finished:completed"
     assert [[c["partition-id"] for c in r["clients"]] for r in run.rounds] == [[0, 1]] * 2
     assert all(record["rejected"] == [] for record in run.rounds)
     # A SuperNode that is stopped signs off, later.
@@ -292,7 +292,7 @@ def test_the_health_check_compares_the_clocks(deployment, ahead, told):
 def test_the_superlink_outlives_a_serverapp_that_memory_killed(deployment):
     """What the kernel does to the largest process when a unit's memory is used up."""
     run = deployment.run(f"num-rounds=50 {SHORT}")
-    wait_for(lambda: len(run.rounds) >= 1, 200, "a round")
+    wait_for(lambda: len(run.rounds) >= 1, "a round")
     apps = [
         pid
         for pid in processes_of(deployment.folder / "serverapps")
@@ -301,8 +301,8 @@ def test_the_superlink_outlives_a_serverapp_that_memory_killed(deployment):
     assert apps
     for pid in apps:
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: run.status.startswith("finished"), 120, "the run to be taken for failed")
+    wait_for(lambda: run.status.startswith("finished"), "the run to be taken for failed")
     assert run.status == "finished:failed"
     assert sorted(deployment.listed_nodes().values()).count("online") == 2
     again = deployment.run(f"num-rounds={len(run.rounds) + 1} {SHORT} resume='{run.directory}'")
-    assert again.wait(240) == "finished:completed"
+    assert again.wait() == "finished:completed"

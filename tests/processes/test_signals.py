@@ -58,11 +58,11 @@ def start(folder, *words):
 
 def wait_for_training(folder, number=1):
     """Until so many runs have a round on disk."""
-    wait_for(lambda: len(list(folder.rglob("rounds.jsonl"))) >= number, 200, "a round")
+    wait_for(lambda: len(list(folder.rglob("rounds.jsonl"))) >= number, "a round")
 
 
 def assert_nothing_is_left(folder):
-    wait_for(lambda: not processes_of(folder), 5, "the last process to end")
+    wait_for(lambda: not processes_of(folder), "the last process to end")
 
 
 def test_sigterm_ends_a_run_in_flower_and_all_that_it_started(folder):
@@ -91,7 +91,7 @@ def test_a_terminal_that_closes_ends_a_run_in_flower(folder):
             os.read(terminal, 65536)  # it would wait for somebody to read
         return bool(list(folder.rglob("rounds.jsonl")))
 
-    wait_for(trains, 200, "a round")
+    wait_for(trains, "a round")
     assert len(processes_of(folder)) > 5
     os.close(terminal)
     assert process.wait(60) != 0

@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import datasets
@@ -23,30 +22,73 @@ from ravan_flwr.training.workbench import Workbench
 from testing.deployment import wait_for
 from tests import ROOT
 
+pytestmark = pytest.mark.xdist_group("fork server")
+
 RUN_CONFIG = {"local-steps": 2, "batch-size": 8, "clients-per-round": 2, "init": "data-aware"}
 BUSY = RUN_CONFIG | {"local-steps": 100_000}
 
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A folder of its own for the sockets; a path of a socket must be short."""
+    """A folder of its own for the sockets; its path must be short."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
         yield Path(folder)
 
 
+@pytest.fixture(scope="module")
+def sockets():
+    """A folder for the sockets of the workers that tests share; its path must be short."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def owners(sockets):
+    """What stands for the process that starts Flower's client processes; the last one lives."""
+    with ExitStack() as stack:
+        processes: list[subprocess.Popen[bytes]] = []
+
+        def current():
+            if not processes or processes[-1].poll() is not None:
+                processes.append(stack.enter_context(ending_with_its_workers()))
+            return processes[-1]
+
+        yield current
+
+
+@contextmanager
+def ending_with_its_workers():
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+            wait_for(lambda: not workers(process.pid), "the worker to end with its owner")
+            while worker._started:
+                worker._started.pop().wait()
+
+
 @pytest.fixture
-def owner(home, monkeypatch):
-    """What stands for the process that starts Flower's client processes."""
-    with subprocess.Popen(["sleep", "600"]) as process:
-        monkeypatch.setattr(os, "getppid", lambda: process.pid)
-        yield process
-        process.kill()
-        process.wait()
-        wait_for(lambda: not workers(process.pid), 20, "the worker to end with its owner")
-        while worker._started:
-            worker._started.pop().wait()
+def owner(owners, sockets, monkeypatch):
+    """An owner whose worker, if it has one, has its imports done: another test left it."""
+    return standing_for_it(owners(), sockets, monkeypatch)
+
+
+@pytest.fixture
+def new_owner(home, monkeypatch):
+    """An owner that has no worker, with a folder of its own."""
+    with ending_with_its_workers() as process:
+        yield standing_for_it(process, home, monkeypatch)
+
+
+def standing_for_it(process, folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(os, "getppid", lambda: process.pid)
+    return process
 
 
 def workers(owner):
@@ -88,14 +130,13 @@ def comparable(reply):
 
 
 def test_answers_are_the_same_warm_and_cold_and_soon_there(owner):
-    seconds, message = [], training()
+    message = training()
     for kind, content in (("query", RecordDict()), ("train", message), ("train", message)):
-        began = time.perf_counter()
+        before = sum(map(_seconds, workers(owner.pid)))
         warm = worker.ask(kind, content, context())
-        seconds.append(time.perf_counter() - began)
         assert comparable(warm) == comparable(client.answer(kind, content, context()))
-    assert len(workers(owner.pid)) == 1
-    assert seconds[2] < seconds[0] / 4  # neither imports nor a model
+    (pid,) = workers(owner.pid)
+    assert _seconds(pid) - before < before / 4  # neither imports nor a model, the last time
 
 
 def test_the_nodes_state_is_kept_by_flower_and_not_by_the_worker(owner):
@@ -125,28 +166,28 @@ def test_what_is_wrong_is_told_as_it_would_be_without(owner):
     assert pid != other
 
 
-@contextmanager
-def asked_by_another_process(owner, home):
-    """A process that asks for a training of hours."""
-    program = f"""
-import os, tempfile
+ASKER = """
+import os, sys, tempfile
 from flwr.app import RecordDict
 from ravan_flwr.client import worker
 from tests.processes import test_worker
-tempfile.tempdir, os.getppid = {str(home)!r}, lambda: {owner.pid}
+tempfile.tempdir, os.getppid = sys.argv[1], lambda: int(sys.argv[2])
 worker.ask("train", test_worker.training(), test_worker.context(test_worker.BUSY))
 """
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    worker.ask("query", RecordDict(), context())  # with all imports
+
+
+@pytest.fixture
+def asker(owner, sockets, python, tmp_path):
+    """Another process, which asks for a training of hours; the worker is in the middle of it."""
+    worker.ask("query", RecordDict(), context(BUSY))  # with all imports, and the examples
     (pid,) = workers(owner.pid)
     before = _seconds(pid)
-    with subprocess.Popen(
-        [sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE
-    ) as process:
-        # All that is left to it is to read model and examples anew, a second, and to train.
-        wait_for(lambda: _seconds(pid) > before + 5, 120, "the worker to train")
-        yield process
-        process.kill()
+    process = python.start(["-c", ASKER, str(sockets), str(owner.pid)], log=tmp_path / "asker")
+    # All that is left to it is to make the model, less than a second, and to train.
+    wait_for(lambda: _seconds(pid) > before + 2, "the worker to train")
+    yield process
+    process.send_signal(signal.SIGKILL)
+    process.wait()
 
 
 def _seconds(pid):
@@ -155,22 +196,21 @@ def _seconds(pid):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_it_ends_with_its_owner_in_the_middle_of_its_work(owner, home):
-    with asked_by_another_process(owner, home) as process:
-        owner.kill()
-        wait_for(lambda: not workers(owner.pid), 20, "the worker to end")
-        assert "the warm worker ended before it answered" in process.stderr.read().decode()
-    assert not list(home.rglob("*.sock"))
-
-
-def test_it_ends_when_whoever_asked_is_gone_and_another_takes_its_place(owner, home):
-    with asked_by_another_process(owner, home) as process:
-        process.send_signal(signal.SIGKILL)
-        wait_for(lambda: not workers(owner.pid), 20, "the worker to end")
+def test_it_ends_when_whoever_asked_is_gone_and_another_takes_its_place(owner, asker):
+    asker.send_signal(signal.SIGKILL)
+    wait_for(lambda: not workers(owner.pid), "the worker to end")
     assert worker.ask("query", RecordDict(), context())
 
 
-def test_another_app_has_a_worker_of_its_own(owner, home, tmp_path):
+def test_it_ends_with_its_owner_in_the_middle_of_its_work(owner, sockets, asker, tmp_path):
+    owner.kill()
+    wait_for(lambda: not workers(owner.pid), "the worker to end")
+    assert asker.wait() == 1
+    assert "the warm worker ended before it answered" in (tmp_path / "asker").read_text()
+    assert not list(sockets.rglob("*.sock"))
+
+
+def test_another_app_has_a_worker_of_its_own(owner, sockets, tmp_path):
     """Other code, in another folder, asked for where a checkout of this one lies."""
     worker.ask("query", RecordDict(), context())
     (old,) = workers(owner.pid)
@@ -183,7 +223,7 @@ import os, sys, tempfile
 sys.path.insert(0, {str(tmp_path)!r})
 from flwr.app import Context, RecordDict
 from ravan_flwr.client import worker
-tempfile.tempdir, os.getppid = {str(home)!r}, lambda: {owner.pid}
+tempfile.tempdir, os.getppid = {str(sockets)!r}, lambda: {owner.pid}
 node = {{"partition-id": 0, "num-partitions": 1}}
 context = Context(run_id=2, node_id=7, node_config=node, state=RecordDict(), run_config={{}})
 print(list(worker.ask("query", RecordDict(), context)))
@@ -208,7 +248,7 @@ def test_a_new_run_reads_everything_anew(owner, tmp_path):
         asked.run_id = run_id
         return worker.ask("query", RecordDict(), asked).config_records["member"]["examples"]
 
-    assert [answered(10, 1), answered(20, 1), answered(30, 2)] == [10, 10, 30]
+    assert [answered(10, 2), answered(20, 2), answered(30, 3)] == [10, 10, 30]
     assert len(workers(owner.pid)) == 1
 
 
@@ -224,17 +264,17 @@ def test_a_worker_that_died_is_replaced(owner):
     worker.ask("query", RecordDict(), context())
     (pid,) = workers(owner.pid)
     os.kill(pid, signal.SIGKILL)  # its socket stays
-    wait_for(lambda: not workers(owner.pid), 20, "the worker to end")
+    wait_for(lambda: not workers(owner.pid), "the worker to end")
     assert worker.ask("query", RecordDict(), context())
 
 
-def test_an_idle_worker_ends(owner, home):
+def test_an_idle_worker_ends(new_owner, home):
     program = (
         "import sys; from pathlib import Path; from ravan_flwr.client import worker; "
         "worker.IDLE_SECONDS = 1; worker.Worker(Path(sys.argv[1]), int(sys.argv[2])).serve()"
     )
     path = home / "idle.sock"
-    done = subprocess.run([sys.executable, "-c", program, str(path), str(owner.pid)], timeout=60)
+    done = subprocess.run([sys.executable, "-c", program, str(path), str(new_owner.pid)])
     assert (done.returncode, path.exists()) == (0, False)
 
 
@@ -259,7 +299,7 @@ def test_a_session_has_a_folder_of_its_own(home, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["wide", "link", "file", "another user's"])
-def test_a_folder_that_was_there_before_does_not_switch_it_off(kind, owner, home, caplog):
+def test_a_folder_that_was_there_before_does_not_switch_it_off(kind, new_owner, home, caplog):
     before = home / f"ravan-flwr-{os.getuid()}"
     if kind == "link":
         (home / "elsewhere").mkdir(mode=0o700)
@@ -281,9 +321,9 @@ def test_a_folder_that_was_there_before_does_not_switch_it_off(kind, owner, home
     assert worker._folder() == folder  # all of a SuperNode's processes meet there
     if kind == "wide":
         assert worker.ask("query", RecordDict(), context())
-        assert len(workers(owner.pid)) == 1
+        assert len(workers(new_owner.pid)) == 1
         assert worker.ask("query", RecordDict(), context())
-        assert len(workers(owner.pid)) == 1
+        assert len(workers(new_owner.pid)) == 1
 
 
 def test_the_client_process_imports_no_torch_when_it_has_a_worker():
