@@ -31,6 +31,7 @@ import hashlib
 import json
 import statistics
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
