@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from ravan_flwr.results.charts import Chart
 from ravan_flwr.runs.console import megabytes, minutes
-from ravan_flwr.runs.history import Groups, Run, common_metric
+from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
 
 
 def page_of(
-    groups: Groups, compared: Sequence[Chart], of_runs: Sequence[tuple[Run, list[Chart]]]
+    groups: Groups, compared: Sequence[Chart], of_runs: Sequence[tuple[RecordedRun, list[Chart]]]
 ) -> str:
     """The pictures that compare, then what belongs to each run."""
     runs = [run for run, _ in of_runs]
@@ -28,7 +28,7 @@ def page_of(
     return PAGE.format(title=_safe(title), style=CSS, body="\n".join(body))
 
 
-def _facts(run: Run) -> str:
+def _facts(run: RecordedRun) -> str:
     """The end of a run in a few numbers."""
     metric = common_metric([run])
     last = run.measured(metric)[1]
@@ -80,7 +80,7 @@ def _grid(charts: Sequence[Chart]) -> str:
     return f"<div class=grid>{figures}</div>"
 
 
-def _rejected(run: Run) -> str:
+def _rejected(run: RecordedRun) -> str:
     rows = [
         f"<tr><td>{record['round']}</td><td>{_safe(one['client'])}</td>"
         f"<td>{_safe(one['reason'])}</td></tr>"
@@ -93,7 +93,7 @@ def _rejected(run: Run) -> str:
     return f"<h2>Rejected replies</h2><div class=wide><table>{head}{''.join(rows)}</table></div>"
 
 
-def _settings(run: Run) -> str:
+def _settings(run: RecordedRun) -> str:
     rows = "".join(
         f"<tr><td>{_safe(key)}</td><td>{_safe(value)}</td></tr>"
         for key, value in run.config.items()

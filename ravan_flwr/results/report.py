@@ -9,7 +9,7 @@ from pathlib import Path
 from ravan_flwr.results.charts import Chart, Series, bars, heat, lines, stacks
 from ravan_flwr.results.page import page_of
 from ravan_flwr.runs.directory import write_atomically
-from ravan_flwr.runs.history import Groups, Run, common_metric, group_runs
+from ravan_flwr.runs.history import Groups, RecordedRun, common_metric, group_runs
 
 
 def comparison_charts(groups: Groups) -> list[Chart]:
@@ -41,13 +41,13 @@ def comparison_charts(groups: Groups) -> list[Chart]:
         lines(
             "train-loss", "Training loss by round",
             "the mean loss of the clients' local steps in each round",
-            series(Run.train_loss), "round", "training loss",
+            series(RecordedRun.train_loss), "round", "training loss",
         )
     )  # fmt: skip
     return charts
 
 
-def run_charts(run: Run, prefix: str = "") -> list[Chart]:
+def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
     """Who took part, which heads trained, what they became, and where the time went."""
     charts = [_participation(run, prefix)]
     norms = run.summary.get("head-norms", {}) if run.summary else {}
@@ -75,7 +75,7 @@ def run_charts(run: Run, prefix: str = "") -> list[Chart]:
 _MOST_BARS = 1000  # of clients that never took part: their number is what nodes said
 
 
-def _participation(run: Run, prefix: str) -> Chart:
+def _participation(run: RecordedRun, prefix: str) -> Chart:
     took_part = {c["partition-id"] for r in run.rounds for c in r["clients"]}
     known = took_part | set(range(min(run.config["num-clients"], _MOST_BARS)))
     counts = {str(partition): 0.0 for partition in sorted(known)}
@@ -89,7 +89,7 @@ def _participation(run: Run, prefix: str) -> Chart:
     )  # fmt: skip
 
 
-def _heads_trained(run: Run, known: int) -> list[list[int]]:
+def _heads_trained(run: RecordedRun, known: int) -> list[list[int]]:
     """Layers by heads, of which so many are known: in how many replies each head was."""
     replies = [client["selected"] for r in run.rounds if r["round"] for client in r["clients"]]
     if not replies:
@@ -104,7 +104,7 @@ def _heads_trained(run: Run, known: int) -> list[list[int]]:
     return table
 
 
-def _seconds(run: Run, prefix: str) -> Chart:
+def _seconds(run: RecordedRun, prefix: str) -> Chart:
     parts: dict[str, list[float]] = {"training": [], "evaluation": [], "the rest": []}
     for record in run.rounds:
         train, evaluate = (record["phases"].get(phase, 0.0) for phase in ("train", "evaluate"))
@@ -126,7 +126,7 @@ def _short(name: str) -> str:
 def write_report(paths: Sequence[Path | str], folder: Path | str) -> Path:
     """Write `index.html` and a PNG for each picture; the page's path."""
     folder = Path(folder)
-    runs = [Run.read(path) for path in map(Path, paths)]
+    runs = [RecordedRun.read(path) for path in map(Path, paths)]
     groups = group_runs(runs)
     compared = comparison_charts(groups)
     of_runs = [

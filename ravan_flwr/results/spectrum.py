@@ -18,20 +18,20 @@ from torch import Tensor
 from ravan_flwr.results.charts import Chart, Series, boxes, lines
 from ravan_flwr.results.reopen import result_of
 from ravan_flwr.runs.directory import write_atomically
-from ravan_flwr.runs.history import Run, group_runs
+from ravan_flwr.runs.history import RecordedRun, group_runs
 
 
 @dataclass(frozen=True)
 class Spectra:
     """Of one run: the singular values of every layer's delta-weight, falling."""
 
-    run: Run
+    run: RecordedRun
     values: dict[str, Tensor]
 
     @classmethod
     def of(cls, path: Path) -> "Spectra":
         """From the run's last checkpoint."""
-        run = Run.read(path, "spectrum")
+        run = RecordedRun.read(path, "spectrum")
         with result_of(path) as bench:
             deltas = bench.model.method.delta_weights(bench.model.adapters)
             names = [layer.name for layer in bench.model.layers]

@@ -18,7 +18,7 @@ _NOT_A_DIFFERENCE = NOT_OF_RESULT | {"seed"}
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """What a run directory tells."""
 
     path: Path
@@ -27,7 +27,7 @@ class Run:
     summary: Summary | None  # None: it has not finished
 
     @classmethod
-    def read(cls, path: Path, asked: str = "report") -> "Run":
+    def read(cls, path: Path, asked: str = "report") -> "RecordedRun":
         """Read a run directory; ValueError if it is none, or no round has ended."""
         directory = RunDirectory.open(path, asked)
         rounds = directory.read_rounds()
@@ -73,10 +73,10 @@ class Run:
         return [r["round"] for r in records], [r["train-loss"] for r in records]
 
 
-Groups = dict[str, list[Run]]
+Groups = dict[str, list[RecordedRun]]
 
 
-def common_metric(runs: Sequence[Run]) -> str:
+def common_metric(runs: Sequence[RecordedRun]) -> str:
     """What the runs are compared by: what all have that were evaluated, rather than the loss."""
     evaluated = [run for run in runs if run.metrics]
     common = set.intersection(*(run.metrics for run in evaluated)) if evaluated else set()
@@ -88,7 +88,7 @@ def common_metric(runs: Sequence[Run]) -> str:
     return min(common - {"loss"}, default="loss")
 
 
-def group_runs(runs: Sequence[Run]) -> Groups:
+def group_runs(runs: Sequence[RecordedRun]) -> Groups:
     """Runs that differ in the seed alone, under a name made of what sets them apart."""
     keys = [
         key

@@ -1,1 +1,1 @@
-"""Grids of settings and seeds: what they are, running them, and their tables."""
+"""Studies: read a grid of settings and seeds, run it, and write its tables and pictures."""

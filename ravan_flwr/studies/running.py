@@ -1,4 +1,4 @@
-"""Running a study: each run a process of its own, what is done already left alone."""
+"""Run a study: each run is a process of its own, and what is done already is left alone."""
 
 import logging
 import os
@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ravan_flwr.runs.console import minutes
-from ravan_flwr.studies.spec import Run, read_study, words_of
+from ravan_flwr.studies.reading import read_study
+from ravan_flwr.studies.spec import PlannedRun, words_of
 from ravan_flwr.studies.tables import write_tables
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ def run_study(
     log.info("%s: %d at a time; folder %s", study.title, jobs, folder)
     how = _How(engine, jobs, clients_per_gpu)
     clock = _Clock(sum(len(row.seeds) for row in study.rows))
-    failed: dict[Run, str] = {}
+    failed: dict[PlannedRun, str] = {}
     if candidates := study.candidates():
         failed |= _run_missing("choosing learning rates", candidates, folder, how, clock)
     tables = study.runs(folder)
@@ -50,8 +51,8 @@ class _How:
     jobs: int
     clients_per_gpu: int | None
 
-    def command(self, run: Run, folder: Path) -> list[str]:
-        """Of one run."""
+    def command(self, run: PlannedRun, folder: Path) -> list[str]:
+        """Build the command of one run."""
         command = run.command(folder, self.engine)
         if self.engine != "flower":
             return command
@@ -63,30 +64,30 @@ class _How:
 
 @dataclass
 class _Clock:
-    """How long runs take, for the time left over the whole study."""
+    """Measures how long runs take, and estimates the time left for the whole study."""
 
     later: int  # runs of the tables, while learning rates are chosen
     done: int = 0
     started: float = field(default_factory=time.monotonic)
 
     def left(self, now: int) -> str:
-        """The time for so many runs of this part, and for those of the next."""
+        """Count a run, and estimate the time for `now` more of this part and all of the next."""
         self.done += 1
         return minutes((time.monotonic() - self.started) / self.done * (now + self.later))
 
 
 def _run_missing(
-    what: str, runs: list[Run], folder: Path, how: _How, clock: _Clock
-) -> dict[Run, str]:
-    """Run those that are not done; those that failed, with the reason."""
+    what: str, runs: list[PlannedRun], folder: Path, how: _How, clock: _Clock
+) -> dict[PlannedRun, str]:
+    """Run those that are not done; return those that failed, with the reason."""
     todo = [run for run in runs if run.summary(folder) is None]
     log.info("%s: %d runs, %d of them done", what, len(runs), len(runs) - len(todo))
     # Side by side they share the cores; alone a run decides, and a number of the user's is kept.
     threads = str(max(1, (os.cpu_count() or 1) // how.jobs))
     environment = ({"OMP_NUM_THREADS": threads} if how.jobs > 1 else {}) | os.environ
-    failed: dict[Run, str] = {}
+    failed: dict[PlannedRun, str] = {}
 
-    def execute(run: Run) -> tuple[bool, str]:
+    def execute(run: PlannedRun) -> tuple[bool, str]:
         return children.run(how.command(run, folder), environment)
 
     children, pool = _Children(), ThreadPoolExecutor(how.jobs)
@@ -94,10 +95,8 @@ def _run_missing(
         waiting = {pool.submit(execute, run): run for run in todo}
         for number, future in enumerate(as_completed(waiting), start=1):
             run, (well, last) = waiting[future], future.result()
-            log.info(
-                "%d/%d  left %s  %s: %s",
-                number, len(todo), clock.left(len(todo) - number), _words(run), last,
-            )  # fmt: skip
+            left = clock.left(len(todo) - number)
+            log.info("%d/%d  left %s  %s: %s", number, len(todo), left, _words(run), last)
             if not well:
                 failed[run] = last
     except BaseException:
@@ -110,7 +109,7 @@ def _run_missing(
 
 
 class _Children:
-    """The processes of runs that are under way, each in a thread that waits for it."""
+    """Starts the processes of runs, each in a thread that waits for it, and can end all."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,15 +117,19 @@ class _Children:
         self._ended = False
 
     def run(self, command: list[str], environment: dict[str, str]) -> tuple[bool, str]:
-        """Whether it went well, and the last thing that it said."""
+        """Run a command; return whether it succeeded, and the last line that it wrote."""
         try:
             with self._lock:
                 if self._ended:
                     return False, "the study was ended"
                 child = subprocess.Popen(
-                    command, env=environment, text=True,
-                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                )  # fmt: skip
+                    command,
+                    env=environment,
+                    text=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                )
                 self._running.add(child)
         except OSError as error:
             return False, str(error)
@@ -139,12 +142,12 @@ class _Children:
         return well, next((line for line in reversed(told) if line.startswith("done")), told[-1])
 
     def end(self) -> None:
-        """Ask all of them to end, as the study was; their threads return when they have."""
+        """Ask all processes to end; their threads return when they have."""
         with self._lock:
             self._ended = True
             for child in self._running:
                 child.terminate()
 
 
-def _words(run: Run) -> str:
+def _words(run: PlannedRun) -> str:
     return " ".join(words_of(dict(run.settings)))

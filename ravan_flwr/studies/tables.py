@@ -1,4 +1,4 @@
-"""What came of a study: tables for people and for machines, and pictures."""
+"""Write what came of a study: tables for people and for machines, and pictures."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ from ravan_flwr.results.spectrum import Spectra
 from ravan_flwr.results.spectrum import charts as spectrum_charts
 from ravan_flwr.runs.console import megabytes
 from ravan_flwr.runs.directory import write_atomically
-from ravan_flwr.runs.history import Run as Directory
+from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.studies.spec import Study, Table, final_of
 
 
@@ -31,15 +31,15 @@ def write_tables(study: Study, folder: Path, failed: Mapping[str, str]) -> None:
 
 
 def charts(table: Table, folder: Path) -> list[Chart]:
-    """The metric by round and by megabyte, a line for each row with a band over its seeds.
+    """Draw the metric by round and by megabyte, a line for each row with a band over its seeds.
 
-    And the spectra of what the runs added, if the table asks for them.
+    And the spectra of what the runs added to the weights, if the table asks for them.
     """
-    groups = {
-        name: [Directory.read(path) for run in row.runs(folder) if (path := run.directory(folder))]
-        for name, row in table.rows.items()
-    }
-    groups = {name: runs for name, runs in groups.items() if runs}
+    groups = {}
+    for name, row in table.rows.items():
+        done = [path for run in row.runs(folder) if (path := run.directory(folder))]
+        if done:
+            groups[name] = [RecordedRun.read(path) for path in done]
     if not groups:
         return []
     slug = re.sub(r"[^a-z0-9]+", "-", table.title.lower()).strip("-")
@@ -52,7 +52,7 @@ def charts(table: Table, folder: Path) -> list[Chart]:
 
 @dataclass(frozen=True)
 class _Line:
-    """A row of a table: what its seeds came to."""
+    """A row of a table, with the results of its seeds."""
 
     table: str
     row: str
@@ -76,8 +76,34 @@ class _Line:
     def spread(self) -> float:
         return statistics.stdev(self.finals) if len(self.finals) > 1 else 0.0
 
+    def cells(self, *, best: bool, with_paper: bool) -> list[str]:
+        """Write the row for people."""
+        value = f"{100 * self.mean:.1f}"
+        value += f" ± {100 * self.spread:.1f}" if len(self.finals) > 1 else ""
+        paper = "-" if self.paper is None else f"{self.paper:.1f}"
+        return [
+            self.row,
+            f"**{value}**" if best else value,
+            *([paper] if with_paper else []),
+            " ".join(f"{100 * final:.1f}" for final in self.finals),
+            f"{self.rate:g}" + (" (edge)" if self.at_the_edge else ""),
+            str(self.rank or "-"),
+            f"{self.parameters:,}",
+            megabytes(round(self.bytes_up)),
+            megabytes(round(self.bytes_down)),
+            f"{self.seconds:.0f}",
+        ]
+
+    def values(self) -> list[object]:
+        """List the row's values for machines, as `CSV_COLUMNS` names them."""
+        finals = " ".join(map(str, self.finals))
+        result = [self.table, self.row, self.metric, self.mean, self.spread, finals]
+        settings = [self.rate, self.chosen, self.rank, self.parameters]
+        return [*result, *settings, self.bytes_up, self.bytes_down, self.seconds, self.paper]
+
 
 def _lines(table: Table, folder: Path) -> Iterator[_Line]:
+    """Yield a line for each row of which at least one run is done."""
     for name, row in table.rows.items():
         summaries = [run.summary(folder) for run in row.runs(folder)]
         done = [summary for summary in summaries if summary is not None]
@@ -85,52 +111,59 @@ def _lines(table: Table, folder: Path) -> Iterator[_Line]:
             continue
         rate = done[0]["learning-rate"]
         yield _Line(
-            table.title,
-            name,
-            final_of(done[0], table.metric)[0],
-            [final_of(summary, table.metric)[1] for summary in done],
-            rate,
-            bool(row.rates),
-            bool(row.rates) and rate in (min(row.rates), max(row.rates)),
-            done[0]["adapter-parameters"],
-            done[0]["rank"],
-            table.paper.get(name),
-            statistics.mean(summary["bytes-up"] for summary in done),
-            statistics.mean(summary["bytes-down"] for summary in done),
-            statistics.mean(summary["seconds"] for summary in done),
+            table=table.title,
+            row=name,
+            metric=final_of(done[0], table.metric)[0],
+            finals=[final_of(summary, table.metric)[1] for summary in done],
+            rate=rate,
+            chosen=bool(row.rates),
+            at_the_edge=bool(row.rates) and rate in (min(row.rates), max(row.rates)),
+            parameters=done[0]["adapter-parameters"],
+            rank=done[0]["rank"],
+            paper=table.paper.get(name),
+            bytes_up=statistics.mean(summary["bytes-up"] for summary in done),
+            bytes_down=statistics.mean(summary["bytes-down"] for summary in done),
+            seconds=statistics.mean(summary["seconds"] for summary in done),
         )
+
+
+CSV_COLUMNS = """
+    table row metric mean spread finals
+    learning-rate chosen rank parameters bytes-up bytes-down seconds paper
+"""
+COLUMNS = ("by seed", "learning rate", "rank", "parameters", "up", "down", "seconds")
+LEGEND = """\
+How to read the tables: a row is a method or a setting, run once with each seed. Its first number
+is the metric after the last round, the mean over the seeds ± their standard deviation, with the
+best of the rows that compete in bold; *by seed* has each seed's. *Edge* after a learning rate: it
+is the smallest or the largest of those that were tried, so a better one may lie outside.
+*Parameters* are those of the adapters that are trained. *Up* and *down* are what all clients sent
+and received in a whole run; these and *seconds* are means over the seeds.
+"""
 
 
 def markdown(
     study: Study, folder: Path, pictures: Mapping[str, Sequence[Chart]] | None = None
 ) -> str:
-    """The tables for people: mean and standard deviation over the seeds, the best in bold."""
+    """Write the tables for people: mean and standard deviation over the seeds, best in bold."""
     text = [f"# {study.title}", ""]
     for table in study.tables:
-        lines = list(_lines(table, folder))
-        competing = [line.mean for line in lines if line.row not in table.references]
-        best = max(competing, default=0.0)
-        metric = lines[0].metric if lines else "metric"
-        columns = ["", f"{metric}, %", *(["paper, %"] if table.paper else []), "by seed"]
-        columns += ["learning rate", "rank", "parameters", "up", "down", "seconds"]
-        text += [f"## {table.title}", "", _row(columns), _row(["---"] * len(columns))]
-        for line in lines:
-            value = f"{100 * line.mean:.1f}"
-            value += f" ± {100 * line.spread:.1f}" if len(line.finals) > 1 else ""
-            value = f"**{value}**" if line.mean == best else value
-            seeds = " ".join(f"{100 * final:.1f}" for final in line.finals)
-            rate = f"{line.rate:g}" + (" (edge)" if line.at_the_edge else "")
-            theirs = ["-" if line.paper is None else f"{line.paper:.1f}"] if table.paper else []
-            sent = megabytes(round(line.bytes_up)), megabytes(round(line.bytes_down))
-            text.append(
-                _row(
-                    [line.row, value, *theirs, seeds, rate, str(line.rank or "-"),
-                     f"{line.parameters:,}", *sent, f"{line.seconds:.0f}"]
-                )
-            )  # fmt: skip
         drawn = (pictures or {}).get(table.title, ())
+        text += [f"## {table.title}", "", *_markdown_table(table, list(_lines(table, folder)))]
         text += ["", *(f"![{chart.about}]({chart.name}.png)" for chart in drawn), ""]
-    return "\n".join(text)
+    return "\n".join([*text, LEGEND])
+
+
+def _markdown_table(table: Table, lines: Sequence[_Line]) -> Iterator[str]:
+    """Yield the heads of the columns, the rule below them, and a row for each line."""
+    with_paper = bool(table.paper)
+    metric = lines[0].metric if lines else "metric"
+    columns = ["", f"{metric}, %", *(["paper, %"] if with_paper else []), *COLUMNS]
+    yield _row(columns)
+    yield _row(["---"] * len(columns))
+    best = max((line.mean for line in lines if line.row not in table.references), default=0.0)
+    for line in lines:
+        yield _row(line.cells(best=line.mean == best, with_paper=with_paper))
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -138,18 +171,11 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def comma_separated(study: Study, folder: Path) -> str:
-    """The same for machines, in full precision."""
+    """Write the same for machines, in full precision."""
     buffer = io.StringIO()
     writer = csv.writer(buffer)
-    writer.writerow(
-        ["table", "row", "metric", "mean", "spread", "finals", "learning-rate", "chosen", "rank",
-         "parameters", "bytes-up", "bytes-down", "seconds", "paper"]
-    )  # fmt: skip
+    writer.writerow(CSV_COLUMNS.split())
     for table in study.tables:
         for line in _lines(table, folder):
-            writer.writerow(
-                [line.table, line.row, line.metric, line.mean, line.spread,
-                 " ".join(map(str, line.finals)), line.rate, line.chosen, line.rank,
-                 line.parameters, line.bytes_up, line.bytes_down, line.seconds, line.paper]
-            )  # fmt: skip
+            writer.writerow(line.values())
     return buffer.getvalue()

@@ -12,7 +12,7 @@ from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.preset import Preset, conf_folder, preset_names
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
-from ravan_flwr.studies.spec import read_study
+from ravan_flwr.studies.reading import read_study
 from ravan_flwr.training.cost import adapter_parameters
 from ravan_flwr.training.plan import describe
 from ravan_flwr.training.workbench import get_workbench

@@ -21,7 +21,7 @@ from ravan_flwr.results.reopen import result_of
 from ravan_flwr.results.report import run_charts
 from ravan_flwr.results.spectrum import effective_rank
 from ravan_flwr.runs import tracking
-from ravan_flwr.runs.history import Run, group_runs
+from ravan_flwr.runs.history import RecordedRun, group_runs
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.specs import Scalar
 
@@ -94,7 +94,7 @@ def test_a_report_of_one_run(runs, tmp_path, capsys):
 
 
 def test_heads_and_participation_are_those_of_the_records(runs):
-    run = Run.read(runs[0])
+    run = RecordedRun.read(runs[0])
     records = [json.loads(line) for line in (runs[0] / "rounds.jsonl").read_text().splitlines()]
     charts: dict[str, Any] = {chart.name: chart for chart in run_charts(run)}
     heights = [patch.get_height() for patch in charts["participation"].figure.axes[0].patches]
@@ -119,7 +119,9 @@ def test_clients_that_are_no_longer_there_are_shown(runs, tmp_path):
     records = [json.loads(line) for line in (fewer / "rounds.jsonl").read_text().splitlines()]
     records[-1] |= {"partitions": 1, "clients": []}
     (fewer / "rounds.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
-    (chart,) = [chart for chart in run_charts(Run.read(fewer)) if chart.name == "participation"]
+    (chart,) = [
+        chart for chart in run_charts(RecordedRun.read(fewer)) if chart.name == "participation"
+    ]
     axes: Any = chart.figure.axes[0]
     assert len(axes.patches) == 5
 
@@ -135,10 +137,14 @@ def test_norms_of_heads_are_those_of_their_parts_of_the_delta_weight(runs):
 
 
 def test_several_runs_are_laid_over_each_other_with_seeds_as_a_band(runs, tmp_path):
-    groups = group_runs([Run.read(path) for path in runs])
+    groups = group_runs([RecordedRun.read(path) for path in runs])
     assert {name: len(members) for name, members in groups.items()} == {"ravan": 2, "hetlora": 2}
     # Another rate is no other seed.
-    ravan, faster, hetlora = Run.read(runs[0]), Run.read(runs[1]), Run.read(runs[2])
+    ravan, faster, hetlora = (
+        RecordedRun.read(runs[0]),
+        RecordedRun.read(runs[1]),
+        RecordedRun.read(runs[2]),
+    )
     faster.config["learning-rate"] = 9.0
     assert set(group_runs([ravan, faster, hetlora])) == {
         "ravan, learning-rate 0.003", "ravan, learning-rate 9.0",
@@ -200,7 +206,7 @@ def test_heads_that_nobody_trained_are_shown(runs, tmp_path):
 
     folder = copied(runs[0], tmp_path, first_heads_only)
     (folder / "summary.json").write_text((runs[0] / "summary.json").read_text())
-    charts: dict[str, Any] = {chart.name: chart for chart in run_charts(Run.read(folder))}
+    charts: dict[str, Any] = {chart.name: chart for chart in run_charts(RecordedRun.read(folder))}
     shown = torch.tensor(charts["heads"].figure.axes[0].images[0].get_array().tolist())
     assert shown.shape == (8, 4)
     assert (shown[:, 0] > 0).all()

@@ -13,7 +13,7 @@ from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.budgets import affordable, budget_share
 from ravan_flwr.results.reopen import result_of
-from ravan_flwr.runs.history import Run, group_runs
+from ravan_flwr.runs.history import RecordedRun, group_runs
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import local_steps as training
 from ravan_flwr.training.workbench import get_workbench
@@ -159,7 +159,7 @@ def test_a_run_of_an_earlier_version_opens_resumes_and_is_grouped(tmp_path):
     (earlier / "config.json").write_text(json.dumps(config | former))
     with result_of(earlier) as bench:
         assert bench.config.gradient_checkpointing is False
-    assert len(group_runs([Run.read(path) for path in (today, earlier)])) == 1
+    assert len(group_runs([RecordedRun.read(path) for path in (today, earlier)])) == 1
     more = run(tmp_path, num_rounds=2, seed=2, report=True, resume=str(earlier))
     assert more.summary["rounds"] == 2
     assert (earlier / "report" / "index.html").is_file()

@@ -11,8 +11,8 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.preset import conf_folder
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.studies import spec
+from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.running import run_study
-from ravan_flwr.studies.spec import read_study
 from ravan_flwr.studies.tables import comma_separated, markdown
 
 TABLES = [
@@ -109,7 +109,7 @@ def test_a_study_runs_resumes_and_writes_its_tables(tmp_path, monkeypatch, capsy
     }  # fmt: skip
     assert "(one-accuracy.png)" in text
 
-    monkeypatch.setattr(spec.Run, "command", lambda *_: ["false"])
+    monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
     main(["study", str(path), "--output", str(folder)])  # nothing is left to run
     assert (folder / "results.md").read_text() == text
     assert "4 runs, 4 of them done" in capsys.readouterr().out
@@ -209,7 +209,7 @@ def test_a_file_that_is_no_yaml_is_told(tmp_path):
 
 
 def test_runs_that_die_without_a_word_are_listed(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(spec.Run, "command", lambda *_: ["sh", "-c", "kill -9 $$"])
+    monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["sh", "-c", "kill -9 $$"])
     assert not run_study(write(tmp_path), tmp_path / "out", jobs=2)
     assert caplog.text.count("failed: ") == 4
     assert "it ended with status -9 and said nothing" in caplog.text
@@ -227,7 +227,7 @@ def test_an_interrupted_study_begins_no_further_run(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(spec.Run, "command", command)
+    monkeypatch.setattr(spec.PlannedRun, "command", command)
     monkeypatch.setattr("ravan_flwr.studies.running._words", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_study(write(tmp_path), tmp_path / "out", jobs=1)

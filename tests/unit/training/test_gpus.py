@@ -12,7 +12,7 @@ from ravan_flwr.launch import superlink as flower
 from ravan_flwr.launch.sharing import MOST_A_GPU, Sharing, share_gpus
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies import running
-from ravan_flwr.studies.spec import read_study
+from ravan_flwr.studies.reading import read_study
 from ravan_flwr.training import gpus
 from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.device import pick_device

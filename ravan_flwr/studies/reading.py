@@ -1,0 +1,149 @@
+"""Read a study file and check all of it, so that no run begins of a study that has a mistake."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ravan_flwr.config.keys import AUTO, check_key
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.studies.spec import Row, Study, Table
+
+TOLERANCE = 0.05  # numbers of parameters that differ by no more are called equal
+
+_FIELDS = {"title": str, "num-clients": int, "seeds": list, "settings": dict, "tables": list}
+_CHOOSE = {"learning-rate": list, "seeds": list}
+_TABLE = {"title": str, "rows": dict}
+_TABLE_OPTIONS = {
+    "settings": dict,
+    "equal-parameters": bool,
+    "references": list,
+    "spectra": bool,
+    "metric": str,
+}
+
+
+def read_study(path: Path) -> Study:
+    """Read and check a study; every run's settings must be such as `simulate` takes."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"study {path}: {error}; expected YAML; correct it") from None
+    _check_fields(f"study {path}", content, _FIELDS, {"choose": dict, "paper": str})
+    choose = content.setdefault("choose", {"learning-rate": [], "seeds": []})
+    _check_fields(f"study {path}: choose", choose, _CHOOSE, {})
+    for seed in (seeds := [*content["seeds"], *choose["seeds"]]):
+        check_key("seed", seed)
+    if not content["seeds"] or bool(choose["seeds"]) != bool(choose["learning-rate"]):
+        raise ValueError(f"study {path}: got seeds {seeds}, expected at least one; name some")
+    numbers = _read_paper(path, content["paper"]) if "paper" in content else {}
+    tables: list[Table] = []
+    for table in content["tables"]:
+        _check_fields(f"study {path}: a table", table, _TABLE, _TABLE_OPTIONS)
+        if table["title"] in (known.title for known in tables):
+            raise ValueError(
+                f"study {path}: two tables are called {table['title']!r}, expected different "
+                "titles; rename one"
+            )
+        paper = numbers.pop(table["title"], {})
+        tables.append(_read_table(path, content, table, paper))
+    if numbers:
+        raise ValueError(
+            f"study {path}: the paper's numbers name tables {list(numbers)}, which it does not "
+            "have; correct them"
+        )
+    return Study(content["title"], tables)
+
+
+def _read_table(
+    path: Path, study: Mapping[str, Any], table: Mapping[str, Any], paper: dict[str, float]
+) -> Table:
+    """Read a table; `paper` has the paper's number for each of its rows, if any."""
+    where = f"study {path}: table {table['title']!r}"
+    shared = study["settings"] | table.get("settings", {})
+    rows = {
+        str(name): _read_row(f"study {path}: row {name!r}", study, shared | (changes or {}))
+        for name, changes in table["rows"].items()
+    }
+    references = tuple(table.get("references", []))
+    for what, names in (("references", references), ("the paper's", paper)):
+        if unknown := [name for name in names if name not in rows]:
+            raise ValueError(
+                f"{where}: {what} {unknown} are no rows, expected some of {list(rows)}; correct "
+                "them"
+            )
+    if table.get("equal-parameters"):
+        _check_equal(where, {k: v for k, v in rows.items() if k not in references})
+    return Table(
+        title=table["title"],
+        rows=rows,
+        spectra=table.get("spectra", False),
+        metric=table.get("metric", ""),
+        paper=paper,
+        references=references,
+    )
+
+
+def _read_row(where: str, study: Mapping[str, Any], settings: dict[str, Any]) -> Row:
+    """Read a row, and check its settings with each learning rate that it may be run with."""
+    clients = settings.pop("num-clients", study["num-clients"])
+    if type(clients) is not int or clients < 1:
+        raise ValueError(
+            f"{where}: num-clients = {clients!r}: expected a whole number at least 1; change it"
+        )
+    choose = study["choose"]
+    rates = [] if "learning-rate" in settings else choose["learning-rate"]
+    try:
+        for rate in rates or [settings.get("learning-rate", AUTO)]:
+            read_config(settings | {"learning-rate": rate})
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return Row(settings, clients, study["seeds"], rates, choose["seeds"])
+
+
+def _read_paper(study: Path, name: str) -> dict[str, dict[str, float]]:
+    """Read the numbers of a file in `paper/` beside the study: table -> row -> percent."""
+    path = study.parent / "paper" / f"{name}.yaml"
+    if not path.is_file():
+        raise ValueError(f"study {study}: paper = {name!r}: found no file {path}; correct it")
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    tables = content.items() if isinstance(content, dict) else []
+    for title, rows in tables:
+        if not isinstance(rows, dict) or not all(type(x) in (int, float) for x in rows.values()):
+            raise ValueError(f"{path}: {title!r} is {rows!r}, expected numbers by row; correct it")
+    return {str(title): {str(row): float(x) for row, x in rows.items()} for title, rows in tables}
+
+
+def _check_fields(
+    where: str, content: object, fields: Mapping[str, type], options: Mapping[str, type]
+) -> None:
+    """Raise ValueError unless `content` is a mapping with these fields, and no others."""
+    got = set(content) if isinstance(content, dict) else type(content).__name__
+    if not isinstance(content, dict) or not set(fields) <= set(content) <= {*fields, *options}:
+        shown = sorted(got) if isinstance(got, set) else got
+        optional = f", and if need be {sorted(options)}" if options else ""
+        raise ValueError(f"{where}: got {shown}, expected the fields {sorted(fields)}{optional}")
+    for field, kind in {**fields, **options}.items():
+        if field in content and not isinstance(content[field], kind):
+            raise ValueError(f"{where}: {field} is no {kind.__name__}; correct it")
+
+
+def _check_equal(where: str, rows: Mapping[str, Row]) -> None:
+    """Raise ValueError unless the rows train the same number of parameters, to 5 %."""
+    from ravan_flwr.training.cost import adapter_parameters  # noqa: PLC0415 (imports torch)
+
+    if len(rows) < 2:
+        raise ValueError(f"{where}: equal-parameters has rows {list(rows)}, expected at least two")
+    numbers = {
+        name: adapter_parameters(read_config({"learning-rate": 1.0, **row.settings}))
+        for name, row in rows.items()
+    }
+    apart = 1 - min(numbers.values()) / max(numbers.values())
+    if apart > TOLERANCE:
+        listed = ", ".join(f"{name} {number:,}" for name, number in numbers.items())
+        raise ValueError(
+            f"{where} calls its rows equal, but the parameters that they train differ by "
+            f"{100 * apart:.1f} % ({listed}), expected at most {100 * TOLERANCE:.0f} %; change "
+            "lora-rank, heads or rank, name references, or take equal-parameters away"
+        )
