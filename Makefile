@@ -4,14 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 4
 
-.PHONY: help run simulate test e2e bench gpu lint types check release clean
+.PHONY: help run simulate test quick e2e bench gpu lint types check release clean
 
 help:
 	@echo "make run       a federated run in Flower's simulation runtime, 20 clients, digits"
 	@echo "make simulate  the same in one process"
-	@echo "make test      the tests, on two cores; WORKERS=0 in one process"
+	@echo "make test      all tests; WORKERS=0 in one process"
+	@echo "make quick     the tests of single parts and of the laws, two minutes"
 	@echo "make e2e       only the tests of a deployment: SuperLink, fence (needs nginx), SuperNodes, signals"
 	@echo "make bench     speed and memory against peers, ten minutes; CHECK=--check fails on a missed bar"
 	@echo "make gpu       the tests that need a GPU, and what a client's round takes on it"
@@ -26,9 +27,14 @@ run: $(INSTALLED)
 simulate: $(INSTALLED)
 	@$(BIN)/ravan-flwr simulate $(ARGS)
 
-# By file, in the order of their names: fixtures are a file's, and the longest come first.
+# More processes than cores, since many tests wait; a group of tests shares what it has started.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) tests/flower tests/processes tests/runs tests/laws tests/unit $(ARGS)
+
+quick: $(INSTALLED)
+	$(PYTEST) tests/laws tests/unit $(ARGS)
 
 e2e: $(INSTALLED)
 	$(BIN)/python -m pytest -v tests/flower/test_deployment.py tests/flower/test_deployment_faults.py \
