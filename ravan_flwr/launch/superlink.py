@@ -22,8 +22,11 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from ravan_flwr.config.places import absolute_paths
 from ravan_flwr.launch.sharing import share_gpus
+from ravan_flwr.runs.console import say
 from ravan_flwr.specs import Scalar
 
 START_TIMEOUT = 60.0
@@ -154,8 +157,7 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             assert process.stdout is not None
             try:
                 for line in process.stdout:
-                    sys.stdout.write(line)
-                    sys.stdout.flush()
+                    say(line)
                     if match := re.search(r"Successfully started run (\d+)", line):
                         run_id = match[1]
             except BaseException:
@@ -188,15 +190,15 @@ def run_in_flower(
     settings = absolute_paths({"output-dir": "runs", **config, **sharing.settings})
     run_config = " ".join(f"{key}={_toml(value)}" for key, value in settings.items())
     federation = sharing.federation(num_clients)
-    sys.stdout.write(
+    say(
         f"{sharing.told()}"
         "This stands for:\n"
         "  export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1\n"
         f"  export {RAY_LEAVES_GPUS}=0\n"
         f'  flwr run . --stream --federation-config "{federation}" '
-        f"-c {_quoted(run_config)}\n"
+        f"-c {shlex.quote(run_config)}\n"
+        "starting Flower's SuperLink; the app then loads PyTorch and the model ...\n"
     )
-    sys.stdout.flush()
     with LocalSuperLink() as superlink:
         status = superlink.run(app, run_config, federation)
     if status != "finished:completed":
@@ -219,25 +221,9 @@ def processes_of(home: Path) -> list[int]:
 
 
 def _toml(value: Scalar) -> str:
-    """A value for `flwr run -c`, which takes TOML without quotes of the same kind inside."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if not isinstance(value, str):
-        return repr(value)
-    if value.isprintable() and "'" not in value:
-        return f"'{value}'"
-    escaped = "".join(c if c.isprintable() and c not in '"\\' else _escape(c) for c in value)
-    return f'"{escaped}"'
-
-
-def _quoted(text: str) -> str:
-    """A word for a shell; between double quotes where that changes nothing, to be readable."""
-    return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
-
-
-def _escape(character: str) -> str:
-    """TOML's escape of a character, without the character."""
-    return f"\\U{ord(character):08x}"
+    """Write a value for `flwr run -c`, which takes TOML, but no double quote within a text."""
+    written = tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")
+    return re.sub(r"\\(.)", lambda found: r"\u0022" if found[1] == '"' else found[0], written)
 
 
 def _free_ports(number: int) -> list[int]:

@@ -52,6 +52,15 @@ def show() -> None:
         log.addHandler(_Plain())
 
 
+def say(text: str) -> None:
+    """Write to standard output at once; a reader that has seen enough (`| head`) ends nothing."""
+    try:
+        sys.stdout.write(_encodable(text, sys.stdout.encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        hush()
+
+
 def say_loading() -> None:
     """Tell a person at a terminal why nothing else is printed for some seconds."""
     if sys.stderr.isatty():

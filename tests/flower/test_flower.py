@@ -173,6 +173,38 @@ def test_a_path_arrives_as_it_was_typed(name, tmp_path, monkeypatch, capsys):
     assert parse_config_args([words[words.index("-c") + 1]])["output-dir"] == f"{tmp_path}/{name}"
 
 
+@given(st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False))
+def test_flower_reads_every_number_as_it_was_given(value):
+    read = parse_config_args([f"before=1 key={_toml(value)} after='x'"])
+    assert read == {"before": 1, "key": value, "after": "x"}
+    assert type(read["key"]) is type(value)
+
+
+def test_a_reader_who_has_seen_enough_does_not_end_a_run(tmp_path):
+    """As `ravan-flwr run | head -1`; the SuperLink is a pretended one."""
+    program = (
+        "import time; from pathlib import Path\n"
+        "from ravan_flwr.cli import main\n"
+        "from ravan_flwr.launch.superlink import LocalSuperLink, say\n"
+        "def run(*_):\n"
+        "    for number in range(100):\n"
+        "        say(f'round {number}\\n')\n"
+        f"    Path({str(tmp_path / 'done')!r}).touch()\n"
+        "    return 'finished:completed'\n"
+        "LocalSuperLink.run, LocalSuperLink.__enter__ = run, lambda link: link\n"
+        "main(['run'])"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0
+    assert (tmp_path / "done").exists()
+
+
 def test_quotes_around_a_value_are_taken_off_in_pairs():
     settings = ["a='x'", 'b="x"', "c='", "d=it's'", "e=''"]
     assert read_settings(settings)[0] == {"a": "x", "b": "x", "c": "'", "d": "it's'", "e": ""}

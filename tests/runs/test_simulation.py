@@ -1,6 +1,7 @@
 """The whole app in this process, as a user runs it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -8,6 +9,7 @@ import torch
 
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
+from ravan_flwr.client.answers import _free_memory
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.methods import METHODS
@@ -525,6 +527,14 @@ def test_a_node_that_lost_the_bases_is_sent_them_again(tmp_path, monkeypatch):
     (kept,) = sizes[2]  # the client that kept its state
     lost = 1 - kept
     assert sizes[3][lost] > sizes[3][kept] == sizes[4][lost]
+
+
+def test_free_memory_of_a_machine_is_that_of_psutil(monkeypatch):
+    """Which knows macOS, too, where there is no /proc."""
+    assert _free_memory(torch.device("cpu")) > 2**20
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=12345))
+    for kind in ("cpu", "mps"):
+        assert _free_memory(torch.device(kind)) == 12345
 
 
 def test_an_automatic_budget_follows_the_free_memory(tmp_path, monkeypatch):
