@@ -17,6 +17,7 @@ hypothesis.settings.register_profile("thorough", derandomize=True, deadline=None
 hypothesis.settings.load_profile("thorough" if os.environ.get("CI") else "quick")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each test the group of its file, unless it names one: a group shares its fixtures."""
     # PyTorch takes another kind of device only before the first backward pass of a process.
