@@ -1,1 +1,1 @@
-"""What travels between server and clients, and how it is checked."""
+"""Encode what travels between server and clients, and check what arrives."""

@@ -1,4 +1,4 @@
-"""Tensors <-> Flower's records: few packed Arrays of raw bytes, checked before use.
+"""Convert tensors to Flower's records and back: few Arrays of raw bytes, checked before use.
 
 An Array of our own `stype` carries the bytes of a tensor and nothing else: no pickle, no
 header, any dtype. Its dtype and shape travel beside the bytes, and are believed only where
@@ -34,7 +34,7 @@ _DTYPES = {
 
 
 def _check_shape(name: str, shape: Sequence[int]) -> None:
-    """Few sides, and none of them absurd: nothing is computed from the shape before."""
+    """Refuse a shape of many or absurd sides, before anything is computed from it."""
     if len(shape) > MOST_SIDES:
         raise ValueError(
             f"array {shown(name)} has a shape of {len(shape)} sides, expected {MOST_SIDES} at most"
@@ -44,22 +44,22 @@ def _check_shape(name: str, shape: Sequence[int]) -> None:
 
 
 def to_record(tensors: Tensors) -> ArrayRecord:
-    """One Array a tensor, little-endian."""
+    """Make one Array of each tensor, little-endian."""
     return ArrayRecord({name: _to_array(tensor) for name, tensor in tensors.items()})
 
 
 def from_record(record: ArrayRecord) -> Tensors:
-    """The tensors of a record of unknown origin; ValueError for anything that is not sound."""
+    """Read the tensors of a record of unknown origin; ValueError for anything not sound."""
     return {name: tensor.clone() for name, tensor in view_record(record).items()}
 
 
 def view_record(record: ArrayRecord) -> Tensors:
-    """The same without a copy of the bytes, for those who read and never write."""
+    """Read the tensors without a copy of the bytes, for code that never writes to them."""
     return {name: _view_array(name, array) for name, array in record.items()}
 
 
 def num_bytes(record: ArrayRecord) -> int:
-    """What the arrays weigh on the wire, without Flower's envelope."""
+    """Return the bytes of the arrays on the wire, without Flower's envelope."""
     return sum(len(array.data) for array in record.values())
 
 

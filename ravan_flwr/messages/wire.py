@@ -1,4 +1,4 @@
-"""How numbers travel: as they are, in 16 bits, or in 8 with a scale for each head.
+"""Encode numbers for the wire: as they are, in 16 bits, or in 8 with a scale for each head.
 
 What is encoded are the float32 tensors of uploads and of broadcasts; the server's state, its sums
 and the clients' training stay what they are. `int8` divides a head by its largest absolute value
@@ -23,12 +23,12 @@ _STEPS = 127
 
 
 def wire_of_round(wire: str, number: int) -> str:
-    """A calibration, which is round 0, travels as it is."""
+    """Return the wire format of a round: float32 for a calibration, which is round 0."""
     return wire if number else "float32"
 
 
 def encode(tensors: Mapping[str, Tensor], wire: str, random: torch.Generator) -> Tensors:
-    """For the wire; `random` rounds. ValueError for a number that it has no room for."""
+    """Encode tensors; `random` rounds. ValueError for a number that the wire has no room for."""
     coded: Tensors = {}
     for name, tensor in tensors.items():
         if wire == "float32" or tensor.dtype != torch.float32:
@@ -59,7 +59,7 @@ def _to_half(name: str, tensor: Tensor, wire: str) -> Tensor:
 
 
 def decode(tensors: Mapping[str, Tensor], wire: str, most: int | None = None) -> Tensors:
-    """What was encoded, in float32; ValueError for what no `encode` makes.
+    """Decode tensors into float32; ValueError for what no `encode` makes.
 
     It takes no more memory than four bytes for each number: four times what was sent, at most.
     With `most`, tensors of more numbers than that are refused before any is decoded.
@@ -100,7 +100,7 @@ def rounding(tensor: Tensor, wire: str) -> float:
 
 
 def num_bytes(shapes: Iterable[Sequence[int]], wire: str) -> int:
-    """What float32 tensors of these shapes weigh on the wire."""
+    """Return the bytes that float32 tensors of these shapes take on the wire."""
     width = {"float32": 4, "int8": 1}.get(wire, 2)
     scales = 4 if wire == "int8" else 0
     return sum(width * math.prod(shape) + scales * _num_scales(shape) for shape in shapes)
@@ -111,7 +111,7 @@ def _num_scales(shape: Sequence[int]) -> int:
 
 
 def _in_rows(tensor: Tensor) -> Tensor:
-    """A row for each scale; the last may be filled up with zeros."""
+    """Reshape a tensor to a row for each scale; the last may be filled up with zeros."""
     rows = _num_scales(tensor.shape)
     if tensor.ndim > 2:
         return tensor.reshape(rows, math.prod(tensor.shape[-2:]))
@@ -121,7 +121,7 @@ def _in_rows(tensor: Tensor) -> Tensor:
 
 
 def _to_steps(tensor: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(steps as int8 in the tensor's shape, a scale for each row)"""
+    """Return the steps as int8 in the tensor's shape, and a scale for each row."""
     rows = _in_rows(tensor.detach().cpu())
     scales = rows.abs().amax(1) / _STEPS if rows.numel() else rows.new_zeros(len(rows))
     divisor = torch.where(scales > 0, scales, 1.0)[:, None]

@@ -1,1 +1,1 @@
-"""The server of a run: the roster, rounds, replies and their sums."""
+"""Run the server of a federation: recruit nodes, hold rounds, check replies and sum them."""

@@ -1,7 +1,7 @@
-"""The one place where what a node uploaded is first touched: a Message comes out, whatever came in.
+"""Fetch a reply as a Message, whatever the node uploaded; nothing else touches it before.
 
 A SuperLink keeps a reply as objects that the node made, and Flower's `HttpGrid.pull_messages` puts
-them together and believes them: one that cannot be put together raises, and the replies that were
+them together and trusts them: one that cannot be put together raises, and the replies that were
 fetched in the same call are lost. So replies are fetched one by one, under the id of the message
 that they answer, and a reply that is none becomes an error of its node.
 """
@@ -25,7 +25,7 @@ ALWAYS_ROOM = 64 << 20  # ... unless it is smaller than this many bytes
 
 
 def take(grid: Grid, message_id: str) -> Message | None:
-    """The reply to this message, if it is there; an error in its place if it is no reply.
+    """Return the reply to this message, if it is there; an error message if it is no reply.
 
     An exception is the reply's fault, unless the SuperLink does not answer at all.
     """
@@ -38,14 +38,14 @@ def take(grid: Grid, message_id: str) -> Message | None:
 
 
 def unreadable(message_id: str, why: str) -> Message:
-    """What stands in the place of a reply to this message that cannot be read."""
+    """Make the error message that replaces a reply that cannot be read."""
     question = Message(RecordDict(), 0, "query")
     question.metadata.__dict__["_message_id"] = message_id  # as Flower's own grids do
     return Message(Error(UNREADABLE, f"its reply cannot be read: {why}"), reply_to=question)
 
 
 def _checked(replies: list[Message], message_id: str) -> Message:
-    """The one that answers the message; TypeError or ValueError if none does."""
+    """Return the reply that answers the message; TypeError or ValueError if none does."""
     for reply in replies:
         if not isinstance(reply, Message):
             raise TypeError(f"it is a {type(reply).__name__}, expected a Message")
@@ -59,7 +59,7 @@ def _checked(replies: list[Message], message_id: str) -> Message:
 
 
 def _check_types(content: RecordDict) -> None:
-    """Flower checks some of it, and by the way that a reply took."""
+    """Check the types of all arrays: Flower checks some, depending on the way a reply took."""
     for record in content.array_records.values():
         for array in record.values():
             kinds = (array.dtype, str), (array.shape, tuple), (array.stype, str)
@@ -68,7 +68,7 @@ def _check_types(content: RecordDict) -> None:
 
 
 def weight_of(reply: Message) -> int:
-    """What a reply's arrays weigh, whatever is in them."""
+    """Return the bytes of a reply's arrays, whatever is in them."""
     if not reply.has_content():
         return 0
     records = reply.content.array_records.values()
@@ -77,12 +77,12 @@ def weight_of(reply: Message) -> int:
 
 # What Flower makes of small objects may be much larger: a tensor is a list of chunks, and one chunk
 # may be listed a thousand times; a list in JSON takes twenty times its bytes. So objects are
-# looked at before they are put together. Flower has no place for that, so that its function is
+# checked before they are put together. Flower has no place for that, so that its function is
 # replaced where `HttpGrid` calls it.
 
 
 def guard() -> None:
-    """Look at every reply's objects before Flower puts them together, in this process."""
+    """Check every reply's objects before Flower puts them together, in this process."""
     http_grid.inflate_object_from_contents = _guarded  # type: ignore[attr-defined]
 
 
@@ -108,7 +108,7 @@ def check_objects(contents: Mapping[str, bytes]) -> None:
 
 
 def _weight_of_array(content: bytes, sizes: Mapping[str, int]) -> int:
-    """What the chunks of an Array weigh, each as often as it is listed."""
+    """Return the bytes of an Array's chunks, each as often as it is listed."""
     head, _, body = content.partition(b"\0")
     kind, children, _ = head.decode().split(" ")
     if kind != Array.__qualname__:

@@ -1,4 +1,4 @@
-"""How far one client may move what it was sent.
+"""Limit how far one client may move what it was sent.
 
 An honest client takes `local-steps` steps of Adam, and a step of Adam moves a number by about the
 learning rate, whatever the gradient: so the root mean square of a change, over the numbers of a
@@ -53,7 +53,7 @@ _BLOCK = 2**17
 
 @dataclass(frozen=True)
 class Change:
-    """What a reply changes in one tensor, and what that tensor was before, as sums of squares."""
+    """Hold how much a reply changes one tensor, and what that was before, as sums of squares."""
 
     squares: float
     squares_before: float
@@ -62,12 +62,12 @@ class Change:
 
     @property
     def size(self) -> float:
-        """The root mean square of the change."""
+        """Return the root mean square of the change."""
         return math.sqrt(self.squares / max(1, self.numbers))
 
     @property
     def before(self) -> float:
-        """The root mean square of what was sent."""
+        """Return the root mean square of what was sent."""
         return math.sqrt(self.squares_before / max(1, self.numbers))
 
 
@@ -77,12 +77,12 @@ Changes = dict[str, Change]
 def changes_of(
     upload: Mapping[str, Tensor], start: Mapping[str, Tensor], wire: str = "float32"
 ) -> Changes:
-    """What an upload changes in the tensors that `start` has; ValueError if it is not finite."""
+    """Measure what an upload changes in the tensors of `start`; ValueError if it is not finite."""
     return {name: _change(name, upload[name], tensor, wire) for name, tensor in start.items()}
 
 
 def _change(name: str, tensor: Tensor, start: Tensor, wire: str) -> Change:
-    """Block by block, which stays in the processor: no copy of the tensor is made."""
+    """Measure one tensor block by block, so that no copy of it is made."""
     squares = before = 0.0
     parts = (flat.detach().reshape(-1).split(_BLOCK) for flat in (tensor, start))
     for new, old in zip(*parts, strict=True):
@@ -92,7 +92,7 @@ def _change(name: str, tensor: Tensor, start: Tensor, wire: str) -> Change:
 
 
 class ChangeLimit:
-    """The limit of a run, and the medians that it remembers.
+    """Check changes against the limit of a run, and remember the medians of those accepted.
 
     `norm` None makes it adaptive; `step` is how far a client's optimiser can move a number in a
     round, learning rate times steps; `wire` is how tensors travel.
@@ -111,7 +111,7 @@ class ChangeLimit:
 
     @property
     def memory(self) -> Tensors:
-        """For the checkpoint."""
+        """Return the medians, for the checkpoint."""
         return dict(self._rounds)
 
     def check(self, changes: Changes) -> None:
@@ -137,7 +137,7 @@ class ChangeLimit:
             )
 
     def _most(self, name: str, change: Change) -> tuple[float, str]:
-        """The largest size of a change of that tensor, and whence it comes."""
+        """Return the largest size that a change of that tensor may have, and the reason."""
         reach = REACH * (self._reach(change.before) + change.rounding)
         rounds = self._rounds.get(name)
         if rounds is None or float(rounds[:, 1].sum()) < ENOUGH:
@@ -176,7 +176,7 @@ class ChangeLimit:
             )
 
     def _most_growth(self, before: float, numbers: int) -> float:
-        """By how much the norm of a tensor may grow in a round, from what it was before."""
+        """Return by how much the norm of a tensor may grow in a round, from what it was before."""
         if self.norm is not None:
             return self.norm * (1 + self.norm + before)  # a product of two factors that changed
         root = math.sqrt(max(1, numbers))

@@ -1,4 +1,4 @@
-"""A server optimiser on the aggregated update: FedAvgM (Hsu et al., 2019), FedAdam (Reddi et
+"""Apply an optimiser to the aggregated update: FedAvgM (Hsu et al., 2019), FedAdam (Reddi et
 al., 2021).
 
 The step from the old state to the mean of the replies is taken as a negative gradient, and
@@ -19,14 +19,14 @@ from ravan_flwr.methods.base import Tensors
 
 @dataclass(frozen=True)
 class ServerOptimizer:
-    """How the server steps; `kind` "none" takes the mean as it is."""
+    """Take the server's step; with `kind` "none" the mean becomes the next state."""
 
     kind: str
     learning_rate: float
     momentum: float
 
     def step(self, old: Tensors, mean: Tensors, moments: Tensors) -> tuple[Tensors, Tensors]:
-        """The next state and moments; `moments` are those of the step before, at first empty."""
+        """Return the next state and moments; `moments` are those of the step before, first none."""
         if self.kind == "none":
             return mean, {}
         values = {name: tensor.clone().requires_grad_() for name, tensor in old.items()}

@@ -1,4 +1,4 @@
-"""Sums that a few false replies do not move: coordinate-wise median and trimmed mean.
+"""Sum replies so that a few false ones have no say: coordinate-wise median and trimmed mean.
 
 Over the clients that trained a coordinate, where NaN stands for those that did not (a head
 that a client left out). Of one or two values none is outvoted, so that a coordinate that fewer
@@ -25,23 +25,23 @@ _BLOCK = 2**18  # numbers of all replies that are sorted at a time
 
 
 class RobustRound:
-    """The replies of a round, as tensors of the state's shapes, and their middle."""
+    """Keep the replies of a round, as tensors of the state's shapes, and take their middle."""
 
     def __init__(self, state: Tensors, how: str) -> None:
         self.state, self.how = state, how
         self.replies: dict[str, list[Tensor]] = {name: [] for name in state}
 
     def add(self, filled: Mapping[str, Tensor], weight: float) -> None:  # noqa: ARG002
-        """One more reply; all weigh the same."""
+        """Add one more reply; all weigh the same."""
         for name, tensors in self.replies.items():
             tensors.append(filled[name])
 
     def close(self) -> Tensors:
-        """The next state."""
+        """Return the next state."""
         return {name: self._close(name, tensors) for name, tensors in self.replies.items()}
 
     def _close(self, name: str, replies: list[Tensor]) -> Tensor:
-        """Block by block: beside the replies there is room for one block of them, sorted."""
+        """Take the middle block by block, so that one block at a time is copied and sorted."""
         if not replies:
             return self.state[name]
         old = self.state[name].reshape(-1)
@@ -55,7 +55,7 @@ class RobustRound:
 
 
 def middle(old: Tensor, replies: list[Tensor], how: str) -> Tensor:
-    """The median, or the mean without the largest and the smallest, of every coordinate."""
+    """Return the median, or the mean without the largest and smallest, of every coordinate."""
     stacked = torch.stack(replies).double()
     ordered = stacked.nan_to_num(torch.inf).sort(dim=0).values  # those that are missing last
     number = (~stacked.isnan()).sum(0)
@@ -68,6 +68,6 @@ def middle(old: Tensor, replies: list[Tensor], how: str) -> Tensor:
 
 
 def _cut(number: Tensor) -> Tensor:
-    """How many at either end, of so many."""
+    """Return how many of so many are cut off at either end."""
     share = (number * TRIMMED).long()
     return share.clamp(min=1)

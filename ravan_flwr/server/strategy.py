@@ -1,4 +1,4 @@
-"""Run rounds of federated tuning: who is asked, what is sent, what is made of the replies.
+"""Run rounds of federated tuning: sample clients, send messages, fold replies, evaluate, record.
 
 Flower's `Strategy.start` has a fixed loop, buffers all replies and knows no checkpoint, so that
 this one has its own. Replies are folded as they arrive (round.py); what differs by method is the
@@ -39,8 +39,7 @@ class Recorder(Protocol):
         """Record a calibration round; return the fingerprint of a model with `fixed` in it."""
 
     def round_done(self, record: RoundRecord, state: Tensors, memory: Tensors) -> None:
-        """Record a round before the next one begins; `memory` is what else a run that goes on
-        needs."""
+        """Record a round before the next one begins; `memory` goes into its checkpoint, too."""
 
 
 class FederatedTuning(Strategy):
@@ -220,11 +219,12 @@ class FederatedTuning(Strategy):
         return to_record(self.state.tensors)
 
     def _open_round(self, number: int) -> TrainingRound:
+        """Open a training round; it becomes the round under way."""
         self._round = TrainingRound(number, self._run)
         return self._round
 
     def _round_of(self, number: int) -> TrainingRound:
-        """Return the round under way; open it, if Flower's own loop calls the strategy."""
+        """Return the round under way, or open one of that number."""
         if self._round is None or self._round.number != number:
             return self._open_round(number)
         return self._round

@@ -52,6 +52,14 @@ def test_the_page_has_a_line_for_each_room():
     assert sorted(listed) == sorted(rooms())
 
 
+def test_the_walk_through_a_round_names_every_file_of_the_server():
+    walk = PAGE.read_text().split("## What happens to one round")[1].split("\n## ")[0]
+    named = set(re.findall(r"`([a-z_]+/[a-z_]+\.py)`", walk))
+    assert all((PACKAGE / path).is_file() for path in named)
+    files = {f"server/{path.name}" for path in (PACKAGE / "server").glob("*.py")}
+    assert files - {"server/__init__.py"} <= named
+
+
 @pytest.mark.parametrize("room", WITHOUT_FLOWER)
 def test_the_mathematics_imports_no_flower(room):
     needed: set[Path] = set()

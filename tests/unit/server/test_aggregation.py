@@ -1,0 +1,44 @@
+"""A round's sums: what a client was sent is made once for all clients with that share."""
+
+import pytest
+
+from ravan_flwr.server.aggregation import SHARES, Aggregate
+from ravan_flwr.server.limit import ChangeLimit
+from tests.methods import build, train_client
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """A method with a broadcast for each share, and the shares that it was asked for."""
+    method, adapters = build("hetlora")
+    asked, broadcast = [], method.broadcast
+
+    def counting(state, share):
+        asked.append(share)
+        return broadcast(state, share)
+
+    monkeypatch.setattr(method, "broadcast", counting)
+    return method, adapters, asked
+
+
+def test_a_broadcast_is_made_once_a_share(counted):
+    method, adapters, asked = counted
+    state = method.initial_state(adapters)
+    shares = [1.0, 0.5, 1.0, 0.5, 1.0]
+    uploads = [train_client(method, adapters, state, s, seed) for seed, s in enumerate(shares)]
+    asked.clear()
+    sums = Aggregate(method, state, ChangeLimit(1e9))
+    for upload, share in zip(uploads, shares, strict=True):
+        sums.offer(upload, share)
+    assert sums.count == len(shares)
+    assert sorted(asked) == [0.5, 1.0]
+
+
+def test_few_broadcasts_are_kept_however_many_shares_there_are(counted):
+    method, adapters, _ = counted
+    state = method.initial_state(adapters)
+    sums = Aggregate(method, state, ChangeLimit(1e9))
+    for number in range(1, 4 * SHARES):
+        share = number / (4 * SHARES)
+        sums.offer(train_client(method, adapters, state, share, number), share)
+    assert sums._sent.cache_info().currsize == SHARES
