@@ -89,8 +89,9 @@ def test_bytes_up_are_those_of_the_selected_heads(tmp_path, classifier):
     assert len(heads) > 1
 
 
-@pytest.mark.parametrize("scoring", ["random", "weight", "gradient"])
-@pytest.mark.parametrize("selection", ["layer", "global"])
+@pytest.mark.parametrize(
+    ("scoring", "selection"), [("random", "global"), ("weight", "layer"), ("gradient", "global")]
+)
 def test_the_same_seed_gives_the_same_bits(tmp_path, scoring, selection):
     settings = {"budgets": "skewed-right", "scoring": scoring, "selection": selection}
     one, two = (run(tmp_path, seed=3, **settings) for _ in range(2))
@@ -254,8 +255,9 @@ def test_a_node_config_is_checked(tmp_path, monkeypatch, settings, message):
 
 def test_relative_output_starts_at_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert simulate(SMALL, 2).run_dir.parent == tmp_path / "runs"
-    assert simulate(SMALL | {"output-dir": "mine"}, 2).run_dir.parent == tmp_path / "mine"
+    short: dict[str, Scalar] = SMALL | {"num-rounds": 1, "local-steps": 1}
+    assert simulate(short, 2).run_dir.parent == tmp_path / "runs"
+    assert simulate(short | {"output-dir": "mine"}, 2).run_dir.parent == tmp_path / "mine"
 
 
 def test_the_command_prints_a_line_a_round_and_the_directory_first_and_last(tmp_path, capsys):
@@ -325,17 +327,18 @@ def bytes_down(directory):
 
 
 def test_data_aware_bases_travel_once_to_each_client_and_are_counted(tmp_path):
-    simulation = run(tmp_path, init="data-aware", num_rounds=6, clients_per_round=2)
+    simulation = run(tmp_path, init="data-aware", num_rounds=4, clients_per_round=2)
     by_round = bytes_down(simulation.run_dir)
     assert set(by_round[0]) == {0, 1, 2, 3}  # everybody calibrates
     state = 4 * (8 * 4 * 13 * 13 + 970)
     bases = 4 * 8 * 4 * 13 * (96 + 96)
     seen = set()
-    for number in range(1, 7):
+    for number in range(1, 5):
         for client, size in by_round[number].items():
             assert size == state + (0 if client in seen else bases)
             seen.add(client)
-    assert simulation.summary["rounds"] == 6
+    assert len(seen) < 8  # of eight, some came a second time
+    assert simulation.summary["rounds"] == 4
     assert simulation.summary["bytes-down"] == sum(
         size for sizes in by_round.values() for size in sizes.values()
     )
@@ -343,14 +346,11 @@ def test_data_aware_bases_travel_once_to_each_client_and_are_counted(tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_and_resumes_to_the_same_bits(tmp_path, method):
-    settings = {"method": method, "num_rounds": 3}
+    settings = {"method": method, "num_rounds": 2}
     whole = run(tmp_path, **settings)
     part = run(tmp_path, **settings | {"num_rounds": 1})
     resumed = run(tmp_path, **settings, resume=str(part.run_dir))
-    states = [
-        safetensors.torch.load_file(simulation.run_dir / "checkpoints/round-000003.safetensors")
-        for simulation in (whole, resumed)
-    ]
+    states = [final_state(simulation) for simulation in (whole, resumed)]
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     assert resumed.summary["metrics"] == whole.summary["metrics"]
     assert whole.summary["rejected"] == 0
@@ -363,7 +363,7 @@ def test_every_method_runs_and_resumes_to_the_same_bits(tmp_path, method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_small_budgets_train_a_part_or_are_left_out(tmp_path, method):
-    simulation = run(tmp_path, num_clients=6, method=method, budgets="uniform", num_rounds=3)
+    simulation = run(tmp_path, num_clients=6, method=method, budgets="uniform", num_rounds=2)
     lines = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["round"]]
     shares = {c["partition-id"]: c["share"] for r in records for c in r["clients"]}
@@ -404,7 +404,8 @@ def test_a_failed_reply_is_rejected_and_its_bytes_are_counted(tmp_path, monkeypa
 @pytest.mark.parametrize("method", ["fedex-lora", "hetlora", "flexlora"])
 def test_what_each_client_is_sent_is_counted(tmp_path, method):
     simulation = run(
-        tmp_path, num_clients=6, num_rounds=5, method=method, classifier="frozen",
+        tmp_path, num_clients=6, method=method, classifier="frozen", local_steps=1,
+        num_rounds=5 if method == "fedex-lora" else 2,  # until its residual is whole
         budgets="full" if method == "fedex-lora" else "uniform", clients_per_round=4,
     )  # fmt: skip
     lines = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()
@@ -462,6 +463,7 @@ def test_fed_sbs_first_round_takes_a_sample_and_its_bytes_are_counted(tmp_path):
 @pytest.mark.parametrize("method", ["ravan", "full", "hetlora"])
 def test_a_proximal_term_keeps_clients_near_the_start(tmp_path, method):
     settings = {"method": method, "num_rounds": 1, "local_steps": 10, "classifier": "frozen"}
+    settings |= {"clients_per_round": 1}
     states = {}
     for mu in (0.0, 1.0, 30.0):
         simulation = run(tmp_path, **settings, proximal_mu=mu)
@@ -474,8 +476,7 @@ def test_a_proximal_term_keeps_clients_near_the_start(tmp_path, method):
     assert moved[2] < 0.7 * moved[0]
 
 
-@pytest.mark.parametrize("kind", ["momentum", "adam"])
-@pytest.mark.parametrize("method", ["ravan", "fedit"])
+@pytest.mark.parametrize(("method", "kind"), [("ravan", "adam"), ("fedit", "momentum")])
 def test_a_server_optimiser_resumes_to_the_same_bits(tmp_path, method, kind):
     settings = {"method": method, "server_optimizer": kind}
     whole = run(tmp_path, num_rounds=2, **settings)
