@@ -1,1 +1,1 @@
-"""A finished run: reopened, exported, reported."""
+"""Use the records of a run: load its model again, export it, and report on it."""

@@ -1,4 +1,4 @@
-"""The pictures of a report, each one figure, by matplotlib.
+"""Draw the pictures of a report, each one figure, with matplotlib.
 
 Text and axes are drawn in one colour that stands for the page's own (`INK`): in an SVG for a
 page it becomes `currentColor`, so that one picture serves light and dark pages alike. The
@@ -14,6 +14,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -45,25 +46,28 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture with its name, its heading and what it says to those who do not see it."""
+    """A picture with the name of its file, its heading, and a sentence on what it shows."""
 
     name: str
     title: str
-    about: str
+    about: str  # below the heading, and for those who do not see the picture
     figure: Figure
 
-    def svg(self) -> str:
-        """For a page: no XML header, and the page's own colour for text and axes."""
+    def svg(self) -> Markup:
+        """Draw it for a page: no XML header, and the page's own colour for text and axes."""
         buffer = io.StringIO()
         with mpl.rc_context(STYLE | {"svg.hashsalt": self.name}):
             self.figure.savefig(buffer, format="svg", metadata={"Date": None})
         text = buffer.getvalue()
         text = text[text.index("<svg") :].replace(INK, "currentColor")
         # Groups are numbered in each picture anew, and nothing refers to them.
-        return re.sub(r'<g id="[^"]*"', "<g", text)
+        text = re.sub(r'<g id="[^"]*"', "<g", text)
+        label = Markup('<svg role="img" aria-label="{}"').format(self.about)
+        # matplotlib has escaped the texts in it.
+        return Markup(text.replace("<svg", label, 1))  # noqa: S704
 
     def png(self) -> bytes:
-        """For everywhere else, on white."""
+        """Draw it for everywhere else, on white."""
         buffer = io.BytesIO()
         with mpl.rc_context(STYLE | {"savefig.transparent": False}):
             self.figure.savefig(buffer, format="png", dpi=150, facecolor="white")
@@ -79,14 +83,14 @@ class Series:
 
 
 def plain(text: str) -> str:
-    """Text of a run, such as a path: what stands between two dollars would be a formula."""
+    """Escape dollars in a text such as a path: between two of them it would be a formula."""
     return text.replace("$", r"\$")
 
 
 def lines(
     name: str, title: str, about: str, series: Sequence[Series], x: str, y: str, whole: bool = True
 ) -> Chart:
-    """Means over runs as lines, and from the least to the greatest as a band."""
+    """Draw means over runs as lines, and from the least to the greatest as a band."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
         for number, one in enumerate(series):
@@ -120,7 +124,7 @@ def _band(axes: Axes, series: Series, colour: str, dash: str, opacity: float) ->
 
 
 def bars(name: str, title: str, about: str, values: Mapping[str, float], x: str, y: str) -> Chart:
-    """One bar for each name."""
+    """Draw one bar for each name."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
         axes.bar(range(len(values)), list(values.values()), color=COLOURS[0], width=0.8)
@@ -134,10 +138,14 @@ def bars(name: str, title: str, about: str, values: Mapping[str, float], x: str,
 
 
 def stacks(
-    name: str, title: str, about: str, x: Sequence[float], parts: Mapping[str, Sequence[float]],
+    name: str,
+    title: str,
+    about: str,
+    x: Sequence[float],
+    parts: Mapping[str, Sequence[float]],
     labels: tuple[str, str],
-) -> Chart:  # fmt: skip
-    """Parts on top of each other at each x."""
+) -> Chart:
+    """Draw parts on top of each other at each x."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
         bottom = np.zeros(len(x))
@@ -155,7 +163,7 @@ def stacks(
 def boxes(
     name: str, title: str, about: str, values: Mapping[str, Sequence[float]], y: str
 ) -> Chart:
-    """The distribution of numbers under each name: median, quartiles, and all that is beyond."""
+    """Draw the distribution of numbers under each name: median, quartiles, and outliers."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
         drawn = axes.boxplot(
@@ -176,10 +184,14 @@ def boxes(
 
 
 def heat(
-    name: str, title: str, about: str, values: Sequence[Sequence[float]], rows: Sequence[str],
+    name: str,
+    title: str,
+    about: str,
+    values: Sequence[Sequence[float]],
+    rows: Sequence[str],
     label: str,
-) -> Chart:  # fmt: skip
-    """A map of numbers, layers by heads; each cell says its number where there is room."""
+) -> Chart:
+    """Draw a map of numbers, layers by heads; each cell has its number where there is room."""
     table = np.asarray(values, float)
     with mpl.rc_context(STYLE):
         figure, axes = _figure(height=max(2.6, 0.32 * len(table) + 1.0))
@@ -191,9 +203,9 @@ def heat(
         axes.set_xlabel("head")
         if table.size <= 128:
             for (row, column), value in np.ndenumerate(table):
-                dark = value < 0.6 * top
-                axes.text(column, row, f"{value:.3g}", ha="center", va="center", fontsize=8,
-                          color="#ffffff" if dark else "#000000")  # fmt: skip
+                colour = "#ffffff" if value < 0.6 * top else "#000000"
+                centred: dict[str, Any] = {"ha": "center", "va": "center"}
+                axes.text(column, row, f"{value:.3g}", fontsize=8, color=colour, **centred)
         bar = figure.colorbar(image, ax=axes, label=label)
         bar.outline.set_visible(False)
     return Chart(name, title, about, figure)

@@ -1,4 +1,4 @@
-"""What a run is for: its result, in forms that other software loads.
+"""Export a run's result in forms that other software loads.
 
 - `peft`: a folder for `PeftModel.from_pretrained`. A RAVAN layer is a LoRA layer of rank
   heads * r: A is the A_i on top of each other, B the s_i B_i H_i side by side.
@@ -39,7 +39,7 @@ def export_run(run: Path | str, form: str, folder: Path | str) -> None:
 
 
 def natural_form(bench: Workbench) -> str:
-    """`peft` where an adapter holds the whole result, `merged` elsewhere."""
+    """Choose `peft` where an adapter holds the whole result, `merged` elsewhere."""
     model = bench.model
     return "peft" if model.method.lora_factors(model.adapters[0]) else "merged"
 
@@ -102,7 +102,7 @@ def write_merged(folder: Path, bench: Workbench) -> None:
 
 
 def merged_network(bench: Workbench) -> PreTrainedModel:
-    """A network of its own, which computes what the adapted one does now."""
+    """Build a network without adapters that computes what the adapted one does now."""
     model, config = bench.model, bench.config
     network = build_network(config.model, bench.task, config.seed).network
     if labels := config.data.labels:

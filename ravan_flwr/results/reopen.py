@@ -1,4 +1,4 @@
-"""A run's result, back from its directory: the model with the last checkpoint in it."""
+"""Load a run's result from its directory: the model with the last checkpoint in it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from ravan_flwr.training.workbench import Workbench
 
 @contextmanager
 def result_of(run: Path | str) -> Iterator[Workbench]:
-    """The workbench of a run directory, its model holding the state after the last round."""
+    """Build the workbench of a run; within the block its model holds the last round's state."""
     directory = RunDirectory.open(Path(run), "result")
     config = recorded_config(directory.read_config(), str(directory.path))
     bench = Workbench(config)

@@ -1,9 +1,10 @@
-"""A page and pictures of one run, or of several laid over each other.
+"""Write a page and pictures of one run, or of several laid over each other.
 
 Runs that differ in nothing but the seed are one line with a band.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from ravan_flwr.results.charts import Chart, Series, bars, heat, lines, stacks
@@ -13,63 +14,85 @@ from ravan_flwr.runs.history import Groups, RecordedRun, common_metric, group_ru
 
 
 def comparison_charts(groups: Groups) -> list[Chart]:
-    """Metric and losses by round and by megabyte, as far as they were measured."""
-    metric = common_metric([run for runs in groups.values() for run in runs])
-
-    def series(points: Callable[..., tuple[list[float], list[float]]]) -> list[Series]:
-        return [Series(name, [points(run) for run in runs]) for name, runs in groups.items()]
-
+    """Draw metric and losses by round and by megabyte, as far as they were measured."""
+    runs = [run for members in groups.values() for run in members]
     charts = []
-    for name in dict.fromkeys((metric, "loss")):
-        what = f"{name} on the examples held for evaluation"
-        if not any(name in run.metrics for runs in groups.values() for run in runs):
-            continue
-        by_round = series(lambda run, name=name: run.measured(name))
-        by_bytes = series(lambda run, name=name: run.measured(name, by_bytes=True))
-        charts += [
-            lines(
-                name, f"{name.capitalize()} by round", f"{what}, after each round", by_round,
-                "round", name,
-            ),
-            lines(
-                f"{name}-by-bytes", f"{name.capitalize()} by megabyte sent",
-                f"{what}, against all bytes sent so far, up and down", by_bytes,
-                "MB sent, up and down", name, whole=False,
-            ),
-        ]  # fmt: skip
-    charts.append(
+    for name in dict.fromkeys((common_metric(runs), "loss")):
+        if any(name in run.metrics for run in runs):
+            charts += _measured(name, groups)
+    train_loss = lines(
+        "train-loss",
+        "Training loss by round",
+        "The mean loss of the clients' own training steps in each round.",
+        _series(groups, RecordedRun.train_loss),
+        x="round",
+        y="training loss",
+    )
+    return [*charts, train_loss]
+
+
+def _measured(name: str, groups: Groups) -> list[Chart]:
+    """Draw what the server or the clients measured, by round and by megabyte."""
+    by_round = _series(groups, lambda run: run.measured(name))
+    by_bytes = _series(groups, lambda run: run.measured(name, by_bytes=True))
+    return [
         lines(
-            "train-loss", "Training loss by round",
-            "the mean loss of the clients' local steps in each round",
-            series(RecordedRun.train_loss), "round", "training loss",
-        )
-    )  # fmt: skip
-    return charts
+            name,
+            f"{name.capitalize()} by round",
+            f"The {name} on examples that nobody trains on, after each round.",
+            by_round,
+            x="round",
+            y=name,
+        ),
+        lines(
+            f"{name}-by-bytes",
+            f"{name.capitalize()} by megabyte sent",
+            f"The same {name} against all that was sent so far, to the clients and back.",
+            by_bytes,
+            x="MB sent, up and down",
+            y=name,
+            whole=False,
+        ),
+    ]
+
+
+def _series(
+    groups: Groups, points: Callable[[RecordedRun], tuple[list[float], list[float]]]
+) -> list[Series]:
+    return [Series(name, [points(run) for run in runs]) for name, runs in groups.items()]
 
 
 def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
-    """Who took part, which heads trained, what they became, and where the time went."""
+    """Draw which clients took part, which heads they trained, and where the time went."""
     charts = [_participation(run, prefix)]
     norms = run.summary.get("head-norms", {}) if run.summary else {}
     times = _heads_trained(run, len(next(iter(norms.values()), [])))
-    layers = [_short(name) for name in norms] or [str(number) for number in range(len(times))]
+    layers = short_names(list(norms)) or [str(number) for number in range(len(times))]
     if times and len(times[0]) > 1:
         charts.append(
             heat(
-                f"{prefix}heads", "How often each head was trained",
-                "for each layer and head, in how many replies it was", times, layers, "replies",
+                f"{prefix}heads",
+                "How often each head was trained",
+                "A head is one of the parallel parts of a layer's adapter. For each layer and "
+                "head: the number of clients' replies with that head.",
+                times,
+                layers,
+                label="replies",
             )
-        )  # fmt: skip
+        )
     if norms:
         charts.append(
             heat(
-                f"{prefix}norms", "The norm of what each head adds",
-                "for each layer and head, the Frobenius norm of its part of the delta-weight",
-                list(norms.values()), layers, "norm",
+                f"{prefix}norms",
+                "How much each head adds",
+                "The Frobenius norm of the matrix that each head adds to its layer's weight, "
+                "after the last round. A LoRA counts as one head.",
+                list(norms.values()),
+                layers,
+                label="norm",
             )
-        )  # fmt: skip
-    charts.append(_seconds(run, prefix))
-    return charts
+        )
+    return [*charts, _seconds(run, prefix)]
 
 
 _MOST_BARS = 1000  # of clients that never took part: their number is what nodes said
@@ -83,14 +106,18 @@ def _participation(run: RecordedRun, prefix: str) -> Chart:
         for client in record["clients"] if record["round"] else []:
             counts[str(client["partition-id"])] += 1
     return bars(
-        f"{prefix}participation", "Rounds in which each client took part",
-        "for each client, the number of rounds in which its reply was used",
-        counts, "client (partition)", "rounds",
-    )  # fmt: skip
+        f"{prefix}participation",
+        "Rounds in which each client took part",
+        "For each client, named by its partition of the data: the number of rounds in which its "
+        "reply was used.",
+        counts,
+        x="client (partition)",
+        y="rounds",
+    )
 
 
 def _heads_trained(run: RecordedRun, known: int) -> list[list[int]]:
-    """Layers by heads, of which so many are known: in how many replies each head was."""
+    """Count in how many replies each head was: layers by heads, of which `known` are known."""
     replies = [client["selected"] for r in run.rounds if r["round"] for client in r["clients"]]
     if not replies:
         return []
@@ -112,19 +139,37 @@ def _seconds(run: RecordedRun, prefix: str) -> Chart:
         parts["evaluation"].append(evaluate)
         parts["the rest"].append(max(0.0, record["seconds"] - train - evaluate))
     return stacks(
-        f"{prefix}seconds", "Seconds by phase",
-        "the wall time of each round: waiting for replies, evaluating, everything else",
-        [record["round"] for record in run.rounds], parts, ("round", "seconds"),
-    )  # fmt: skip
+        f"{prefix}seconds",
+        "Seconds by phase",
+        "How long each round took: training and waiting for the clients' replies, evaluation, "
+        "and the rest, such as the checkpoint.",
+        [record["round"] for record in run.rounds],
+        parts,
+        labels=("round", "seconds"),
+    )
 
 
-def _short(name: str) -> str:
-    """A layer's name without what all of them share."""
-    return name.removeprefix("vit.").replace("layers.", "").replace("attention.", "")
+def short_names(names: Sequence[str]) -> list[str]:
+    """Shorten dotted names by the words that all of them share at the same place."""
+    words = [name.split(".") for name in names]
+    if len(words) < 2:
+        return list(names)
+    if len({len(name) for name in words}) == 1:
+        places = [i for i, there in enumerate(zip(*words, strict=True)) if len(set(there)) > 1]
+        return [".".join(name[i] for i in places) for name in words]
+    start = _shared(words)
+    end = _shared([name[start:][::-1] for name in words])
+    return [".".join(name[start : len(name) - end]) or ".".join(name) for name in words]
+
+
+def _shared(words: list[list[str]]) -> int:
+    """Count the words at the beginning that all have."""
+    at_a_place = zip(*words, strict=False)  # as far as the shortest goes
+    return sum(1 for _ in takewhile(lambda there: len(set(there)) == 1, at_a_place))
 
 
 def write_report(paths: Sequence[Path | str], folder: Path | str) -> Path:
-    """Write `index.html` and a PNG for each picture; the page's path."""
+    """Write `index.html` and a PNG file for each picture; return the page's path."""
     folder = Path(folder)
     runs = [RecordedRun.read(path) for path in map(Path, paths)]
     groups = group_runs(runs)
@@ -136,5 +181,7 @@ def write_report(paths: Sequence[Path | str], folder: Path | str) -> Path:
     for chart in [*compared, *(chart for _, charts in of_runs for chart in charts)]:
         write_atomically(folder / f"{chart.name}.png", chart.png())
     page = folder / "index.html"
-    write_atomically(page, page_of(groups, compared, of_runs).encode())
+    # JSON can hold halves of characters, which are no text in UTF-8.
+    text = page_of(groups, compared, of_runs).encode(errors="backslashreplace")
+    write_atomically(page, text)
     return page

@@ -1,4 +1,4 @@
-"""Singular values of what runs added to the weights (the paper's figure 1).
+"""Draw the singular values of what runs added to the weights (the paper's figure 1).
 
 The paper compares full fine-tuning in one place, federated over IID clients and federated over
 non-IID clients: the further the clients are apart, the flatter the spectrum, and the more
@@ -23,14 +23,14 @@ from ravan_flwr.runs.history import RecordedRun, group_runs
 
 @dataclass(frozen=True)
 class Spectra:
-    """Of one run: the singular values of every layer's delta-weight, falling."""
+    """The singular values of every layer's delta-weight in one run, falling."""
 
     run: RecordedRun
     values: dict[str, Tensor]
 
     @classmethod
     def of(cls, path: Path) -> "Spectra":
-        """From the run's last checkpoint."""
+        """Compute them from the run's last checkpoint."""
         run = RecordedRun.read(path, "spectrum")
         with result_of(path) as bench:
             deltas = bench.model.method.delta_weights(bench.model.adapters)
@@ -39,14 +39,14 @@ class Spectra:
         return cls(run, dict(zip(names, values, strict=True)))
 
     def mean_spectrum(self, top: int) -> Tensor:
-        """The largest values, each layer's divided by its first, mean over the layers."""
+        """Average the largest values over the layers, each layer's divided by its first."""
         rows = [values[:top] / values[0].clamp(min=1e-30) for values in self.values.values()]
         shortest = min(map(len, rows))
         return torch.stack([row[:shortest] for row in rows]).mean(0)
 
 
 def effective_rank(values: Tensor) -> float:
-    """Exp of the entropy of the singular values; 0 of a matrix of zeros."""
+    """Compute exp of the entropy of the singular values; 0 for a matrix of zeros."""
     if not values.sum() > 0:
         return 0.0
     shares = values / values.sum()
@@ -54,7 +54,7 @@ def effective_rank(values: Tensor) -> float:
 
 
 def write_spectra(paths: Sequence[Path | str], folder: Path | str, top: int = 64) -> list[Path]:
-    """Write the pictures and a CSV; their paths."""
+    """Write the pictures and a CSV file, and return their paths."""
     folder = Path(folder)
     spectra = {path: Spectra.of(path) for path in map(Path, paths)}
     groups = group_runs([one.run for one in spectra.values()])
@@ -69,7 +69,7 @@ def write_spectra(paths: Sequence[Path | str], folder: Path | str, top: int = 64
 
 
 def charts(groups: dict[str, list[Spectra]], top: int) -> list[Chart]:
-    """The spectra as lines, and the effective ranks of the layers as boxes."""
+    """Draw the spectra as lines, and the effective ranks of the layers as boxes."""
     series = [
         Series(name, [_points(one.mean_spectrum(top)) for one in members])
         for name, members in groups.items()
@@ -80,16 +80,23 @@ def charts(groups: dict[str, list[Spectra]], top: int) -> list[Chart]:
     }
     return [
         lines(
-            "spectrum", "Singular values of the update",
-            "singular values over the largest, mean over the layers, a band over the seeds",
-            series, "index", "value / largest value",
+            "spectrum",
+            "Singular values of the update",
+            "The singular values of what the run added to each layer's weights, divided by the "
+            "largest; mean over the layers, with a band over the seeds.",
+            series,
+            x="index",
+            y="value / largest value",
         ),
         boxes(
-            "effective-rank", "Effective rank of the update",
-            "the effective rank of each layer's update, over layers and seeds", ranks,
-            "effective rank",
+            "effective-rank",
+            "Effective rank of the update",
+            "How many directions what the run added to a layer's weights has, weighted by their "
+            "size; over layers and seeds.",
+            ranks,
+            y="effective rank",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _points(values: Tensor) -> tuple[list[float], list[float]]:
@@ -103,9 +110,7 @@ def _csv(groups: dict[str, list[Spectra]]) -> str:
     for name, members in groups.items():
         for one in members:
             for layer, values in one.values.items():
+                rank, norm = f"{effective_rank(values):.4f}", f"{float(values.norm()):.6g}"
                 numbers = " ".join(f"{value:.6g}" for value in values.tolist())
-                writer.writerow(
-                    [name, one.run.config["seed"], layer, f"{effective_rank(values):.4f}",
-                     f"{float(values.norm()):.6g}", numbers]
-                )  # fmt: skip
+                writer.writerow([name, one.run.config["seed"], layer, rank, norm, numbers])
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""What run directories tell, and which runs are seeds of one thing.
+"""Read run directories, and group runs that differ in the seed alone.
 
 Only records are read: `config.json`, `rounds.jsonl` and, of a finished run, `summary.json`.
 """
@@ -19,7 +19,7 @@ _NOT_A_DIFFERENCE = NOT_OF_RESULT | {"seed"}
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run directory tells."""
+    """The records of a run directory."""
 
     path: Path
     config: dict[str, Any]
@@ -49,11 +49,11 @@ class RecordedRun:
 
     @property
     def metrics(self) -> set[str]:
-        """The names of all that was measured."""
+        """Return the names of all metrics that were measured."""
         return {name for record in self.rounds for name in record["metrics"]}
 
     def bytes_so_far(self) -> list[float]:
-        """Megabytes both ways, up to the end of each round."""
+        """Sum the megabytes sent both ways, up to the end of each round."""
         total, so_far = 0, []
         for record in self.rounds:
             total += record["bytes-up"] + record["bytes-down"]
@@ -61,14 +61,14 @@ class RecordedRun:
         return so_far
 
     def measured(self, name: str, *, by_bytes: bool = False) -> tuple[list[float], list[float]]:
-        """The rounds, or megabytes, at which a metric was measured, and its values."""
+        """Return the rounds, or megabytes, at which a metric was measured, and its values."""
         at = self.bytes_so_far() if by_bytes else [record["round"] for record in self.rounds]
         pairs = zip(at, self.rounds, strict=True)
         points = [(x, record["metrics"][name]) for x, record in pairs if name in record["metrics"]]
         return [x for x, _ in points], [y for _, y in points]
 
     def train_loss(self) -> tuple[list[float], list[float]]:
-        """The clients' mean loss by round."""
+        """Return the rounds and the clients' mean loss in each."""
         records = [record for record in self.rounds if record["round"]]
         return [r["round"] for r in records], [r["train-loss"] for r in records]
 
@@ -77,7 +77,7 @@ Groups = dict[str, list[RecordedRun]]
 
 
 def common_metric(runs: Sequence[RecordedRun]) -> str:
-    """What the runs are compared by: what all have that were evaluated, rather than the loss."""
+    """Choose a metric that all evaluated runs have, another than the loss if there is one."""
     evaluated = [run for run in runs if run.metrics]
     common = set.intersection(*(run.metrics for run in evaluated)) if evaluated else set()
     if evaluated and not common:
@@ -89,7 +89,7 @@ def common_metric(runs: Sequence[RecordedRun]) -> str:
 
 
 def group_runs(runs: Sequence[RecordedRun]) -> Groups:
-    """Runs that differ in the seed alone, under a name made of what sets them apart."""
+    """Group runs that differ in the seed alone, each under a name of what sets it apart."""
     keys = [
         key
         for key in runs[0].config

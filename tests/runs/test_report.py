@@ -18,7 +18,7 @@ from ravan_flwr import simulate
 from ravan_flwr.adapters import MultiHeadLinear
 from ravan_flwr.cli import main
 from ravan_flwr.results.reopen import result_of
-from ravan_flwr.results.report import run_charts
+from ravan_flwr.results.report import run_charts, write_report
 from ravan_flwr.results.spectrum import effective_rank
 from ravan_flwr.runs import tracking
 from ravan_flwr.runs.history import RecordedRun, group_runs
@@ -173,6 +173,41 @@ def test_text_from_outside_is_escaped_and_rejections_are_listed(runs, tmp_path):
     assert "<script>alert(1)</script>" in page.text  # as text
     assert not [tag for tag, _ in page.tags if tag == "script"]
     assert "This run has not finished." in page.text
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</td></table></details></body><h1>another page</h1>",
+    "\"' onmouseover='alert(1)' <img src=https://example.org/x onerror=alert(1)>",
+    "{{ 7 * 7 }} {% include 'x' %} {# no comment #}",
+    "&lt;b&gt; &amp;#60; \u003cscript\u003e",
+    "one line\nanother\r\n\ttext \x00\x07\x1b[31m",
+    "\u202egnp.exe \u200b \ufeff ＜script＞ ‹b›",
+    "half a character: \ud800, and two bytes read as Latin: \xc3\xa9 \xfe\xff",
+]
+
+
+def test_hostile_reasons_stay_text_and_change_nothing_else(runs, tmp_path):
+    """Reasons and names come from clients: each stays in its cell, whatever is in it."""
+
+    def rejected(texts):
+        def change(records):
+            records[0]["rejected"] = [{"client": text, "reason": text} for text in texts]
+            return records
+
+        return change
+
+    def parsed(folder, texts):
+        page = write_report([copied(runs[0], tmp_path / folder, rejected(texts))], tmp_path / "out")
+        return read_page(page)
+
+    page, harmless = parsed("bad", HOSTILE), parsed("good", ["x"] * len(HOSTILE))
+    assert page.tags == harmless.tags
+    assert "49" not in page.text.partition("Rejected replies")[2].partition("Settings")[0]
+    shown = page.text.replace("\ufffd", "\x00")  # what HTML has in place of a zero
+    for text in HOSTILE:
+        expected = text.encode(errors="backslashreplace").decode()
+        assert shown.replace("\r", "").count(expected.replace("\r", "")) == 2, text
 
 
 def test_text_of_a_run_is_no_formula(runs, tmp_path):
