@@ -60,6 +60,8 @@ def owners(sockets):
 
 @contextmanager
 def ending_with_its_workers():
+    """What stands for that process; the workers of another one stay."""
+    before = len(worker._started)
     with subprocess.Popen(["sleep", "infinity"]) as process:
         try:
             yield process
@@ -67,7 +69,7 @@ def ending_with_its_workers():
             process.kill()
             process.wait()
             wait_for(lambda: not workers(process.pid), "the worker to end with its owner")
-            while worker._started:
+            while len(worker._started) > before:
                 worker._started.pop().wait()
 
 
