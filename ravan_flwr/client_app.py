@@ -1,4 +1,4 @@
-"""The ClientApp: Flower's side of a client, and nothing heavy.
+"""Serve as Flower's ClientApp: hand each message to who answers it; import nothing heavy before.
 
 Flower's deployment runtime starts a process for every message. This module is what such a
 process loads first: it asks the warm worker, if the node has one, and imports torch if not.
@@ -15,25 +15,25 @@ app = ClientApp()
 
 @app.query()
 def query(message: Message, context: Context) -> Message:
-    """Who this node is, what it has, and what it can afford."""
+    """Say who this node is, what it has, and what it can afford."""
     return _answer("query", message, context)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """A round of local steps from the server's broadcast."""
+    """Take a round of local steps from the server's broadcast."""
     return _answer("train", message, context)
 
 
 @app.train("calibrate")
 def calibrate(message: Message, context: Context) -> Message:
-    """What the method needs of this node's data before the first round."""
+    """Compute what the method needs of this node's data before the first round."""
     return _answer("calibrate", message, context)
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """The global model on this node's own validation part."""
+    """Evaluate the global model on the examples that this node holds back."""
     return _answer("evaluate", message, context)
 
 

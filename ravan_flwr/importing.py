@@ -1,4 +1,4 @@
-"""Imports of torch and what builds on it, quicker."""
+"""Import torch and what builds on it faster."""
 
 import gc
 import sys

@@ -266,7 +266,7 @@ class _Keeper:
 
 
 def _finite(measured: Mapping[str, float], number: int) -> dict[str, Any]:
-    """Pass on what was measured; RuntimeError for a model that is no good any more."""
+    """Return what was measured; RuntimeError if a number is not finite: training diverged."""
     for name, value in measured.items():
         if not math.isfinite(value):
             raise RuntimeError(

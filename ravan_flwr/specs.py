@@ -1,4 +1,4 @@
-"""Plain values that every room may know: what a setting holds, where a model and data come from."""
+"""Define plain values for all rooms: what a setting holds, where a model and data come from."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -8,7 +8,7 @@ Scalar: TypeAlias = bool | int | float | str
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Where the backbone comes from."""
+    """Say where the backbone comes from."""
 
     source: str  # "bundled": a file of training/backbones; "hub": an id, or a folder
     name: str
@@ -20,7 +20,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Where the examples come from, and what is what in them."""
+    """Say where the examples come from, and what each of their columns is for."""
 
     source: str  # "sklearn-digits", or "hub": an id of the hub, or a folder
     name: str = ""
@@ -35,5 +35,5 @@ class DataSpec:
     target_length: int = 0  # tokens of an answer
 
     def column(self, role: str) -> str:
-        """The column for a role, "" if there is none."""
+        """Return the column for a role, "" if there is none."""
         return dict(self.columns).get(role, "")

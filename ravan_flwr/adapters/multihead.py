@@ -54,12 +54,12 @@ class MultiHeadLinear(nn.Module):
 
     @property
     def A(self) -> Tensor:
-        """(heads, r, in)"""
+        """View the A_i as (heads, r, in)."""
         return self.A_stack.view(self.heads, self.rank, -1)
 
     @property
     def B(self) -> Tensor:
-        """(heads, out, r)"""
+        """View the B_i as (heads, out, r)."""
         return self.B_stack.view(-1, self.heads, self.rank).transpose(0, 1)
 
     def set_bases(self, B: Tensor, A: Tensor) -> None:

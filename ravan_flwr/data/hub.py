@@ -85,7 +85,7 @@ def read_json(path: Path, model: str) -> dict[str, Any]:
 
 @contextmanager
 def reading(model: str, files: str) -> Iterator[None]:
-    """Tell that files of a model cannot be used, whatever the library that reads them raises."""
+    """Turn whatever a library raises while it reads a model's files into a ValueError."""
     try:
         yield
     except MemoryError:
@@ -180,7 +180,7 @@ def cache_of(path: Path) -> Path:
 
 @contextmanager
 def telling(what: str, name: str, revision: str = "") -> Iterator[None]:
-    """Turn the hub's trouble into a ValueError that says what to do; no bars meanwhile."""
+    """Turn errors of the hub into a ValueError that says what to do; hide progress bars."""
     at = f"{what} {name}" + (f" at revision {revision}" if revision else "")
     try:
         with no_bars():

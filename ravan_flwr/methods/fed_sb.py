@@ -1,5 +1,4 @@
-"""Train Fed-SB: one core between frozen bases, from a first round of full fine-tuning
-(Singhal et al., 2025).
+"""Train Fed-SB (Singhal et al., 2025): one core between bases that a first round finds.
 
     y = W x + b + B H A x
 
@@ -126,7 +125,7 @@ class FirstRound(Calibration[MultiHeadLinear]):
 
 
 class DecomposedChange:
-    """Sum up the clients' changes, and decompose their mean, or another middle."""
+    """Sum up the clients' changes, and decompose their mean, or with `robust` their middle."""
 
     def __init__(
         self, layers: Sequence[Layer], rank: int, sums: Callable[[Tensors], Round]

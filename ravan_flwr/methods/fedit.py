@@ -11,7 +11,7 @@ from ravan_flwr.methods.lora import LoraMethod
 
 
 class FedIT(LoraMethod):
-    """Change nothing of what LoRA methods have in common."""
+    """Average B and A each by itself, as `LoraMethod` does; nothing is added."""
 
 
 METHOD = FedIT

@@ -1,1 +1,1 @@
-"""Run directories: records, checkpoints, and what a person sees meanwhile."""
+"""Keep run directories: records, checkpoints; show a person what happens meanwhile."""

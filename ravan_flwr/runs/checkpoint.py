@@ -1,4 +1,4 @@
-"""Checkpoints: the global state after a round, as safetensors that say what they are.
+"""Write and read checkpoints: the global state after a round, in safetensors with a checksum.
 
 `round-000007.safetensors` holds the tensors and, in its metadata, the round that they belong to
 and a SHA-256 over both: one file, which is whole and of its name, or damaged. A damaged one is
@@ -35,7 +35,7 @@ _NAME = re.compile(r"round-(\d{6,})\.safetensors")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run goes on from."""
+    """Hold what a run goes on from."""
 
     round: int
     state: Tensors
@@ -57,7 +57,7 @@ def save_checkpoint(
 
 
 def checkpoint_rounds(folder: Path) -> list[int]:
-    """The rounds of which there is a checkpoint, in order."""
+    """List the rounds of which there is a checkpoint, in order."""
     matches = (_NAME.fullmatch(path.name) for path in folder.glob("round-*.safetensors"))
     return sorted(int(match[1]) for match in matches if match)
 
@@ -70,7 +70,7 @@ def drop_after(folder: Path, round_number: int) -> None:
 
 
 def load_checkpoint(folder: Path, round_number: int | None = None) -> Checkpoint:
-    """That of a round, or the last one that is whole."""
+    """Load the checkpoint of a round, or the last one that is whole."""
     if round_number is not None:
         return _load_one(folder, round_number)
     found = checkpoint_rounds(folder)
@@ -87,12 +87,12 @@ def load_checkpoint(folder: Path, round_number: int | None = None) -> Checkpoint
 
 
 def save_fixed(folder: Path, fixed: Tensors) -> None:
-    """Write what a calibration round fixed for the run."""
+    """Write the fixed tensors, which a calibration round made."""
     _write(folder / "fixed.safetensors", 0, fixed)
 
 
 def load_fixed(folder: Path) -> Tensors | None:
-    """What a calibration round fixed; None if there was none."""
+    """Load the fixed tensors; None if there was no calibration round."""
     path = folder / "fixed.safetensors"
     if not path.exists():
         return None
@@ -142,7 +142,7 @@ def _write(path: Path, number: int, tensors: Tensors) -> None:
 
 
 def _digest(number: int, tensors: Tensors) -> str:
-    """Of a round and all that its tensors are."""
+    """Hash the number of a round, and names, dtypes, shapes and bytes of its tensors."""
     digest = hashlib.sha256(f"round {number}".encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -157,7 +157,7 @@ def _read_round(folder: Path, number: int) -> Checkpoint:
 
 
 def _read(path: Path, number: int) -> Tensors:
-    """The tensors of a file that is whole and of that round; else one of `_DAMAGED`."""
+    """Read the tensors of a file that is whole and of that round; else raise one of `_DAMAGED`."""
     with safetensors.safe_open(path, "pt") as file:
         told = file.metadata() or {}
         tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -174,7 +174,7 @@ def _read(path: Path, number: int) -> Tensors:
 
 
 def _told_beside(path: Path) -> dict[str, str]:
-    """Round and checksum as the JSON beside an older version's file has them, checked."""
+    """Check an older version's file by the checksum in the JSON beside it; return its round."""
     told: Any = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     if not isinstance(told, dict) or type(told.get("round")) is not int:
         raise ValueError(f"{path.with_suffix('.json').name} is {told!r}, expected a round")

@@ -1,4 +1,4 @@
-"""What a person sees: a line a round, a progress bar in a terminal, a summary.
+"""Show a person a line a round, a progress bar in a terminal, and a summary.
 
 Lines go to the logger `ravan_flwr`. `show` sends them to standard output as they are, and
 keeps them out of the way of a progress bar where there is one.
@@ -16,7 +16,7 @@ log = logging.getLogger("ravan_flwr")
 
 
 class _Plain(logging.Handler):
-    """Plain lines on whatever standard output is at that moment."""
+    """Write log lines to whatever standard output is at that moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record)
@@ -32,7 +32,7 @@ class _Plain(logging.Handler):
 
 
 def _encodable(line: str, encoding: str | None) -> str:
-    """The same, with an escape for each character that the console does not know."""
+    """Replace each character that the console does not know by an escape."""
     known = encoding or "utf-8"
     return line.encode(known, errors="backslashreplace").decode(known)
 
@@ -69,7 +69,7 @@ def say_loading() -> None:
 
 
 class Progress:
-    """One line a round, and a bar below the lines in a terminal."""
+    """Write one line a round, and in a terminal a bar below the lines."""
 
     def __init__(self, first: int, last: int, metric: str) -> None:
         self.last, self.metric = last, metric
@@ -113,7 +113,7 @@ class Progress:
 
 
 def _amounts(clients: list[ClientRecord]) -> str:
-    """How many heads each client trained, or what share of another method's ranks."""
+    """Write how many heads each client trained, or what share of another method's ranks."""
     amounts = {
         "heads": [client["heads"] for client in clients],
         "share": [client["share"] for client in clients],
@@ -125,12 +125,12 @@ def _amounts(clients: list[ClientRecord]) -> str:
 
 
 def megabytes(number: int) -> str:
-    """Bytes for people."""
+    """Write bytes for people."""
     return f"{number / 1e6:.2f} MB" if number >= 1e5 else f"{number / 1e3:.1f} kB"
 
 
 def minutes(seconds: float) -> str:
-    """Seconds for people."""
+    """Write seconds for people."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

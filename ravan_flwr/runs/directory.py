@@ -1,4 +1,4 @@
-"""The run directory: what was asked for, what happened in each round, how it ended.
+"""Keep the run directory: what was asked for, what happened in each round, how it ended.
 
 config.json        the resolved configuration
 rounds.jsonl       a line a round, on disk before the next round begins (record.py)
@@ -23,14 +23,14 @@ from ravan_flwr.runs.record import RoundRecord, Summary, check_line, wrong_in
 
 
 class RunDirectory:
-    """One run's folder; files appear whole or not at all."""
+    """Read and write one run's folder; its files appear whole or not at all."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def create(cls, parent: Path, name: str) -> "RunDirectory":
-        """A new folder, named after the time and what runs; never one that exists."""
+        """Make a new folder, named after the time and what runs; never take one that exists."""
         stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
         for number in range(1000):
             path = parent / (f"{stamp}-{name}" + (f"-{number}" if number else ""))
@@ -48,7 +48,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path, asked: str = "resume") -> "RunDirectory":
-        """A folder of an earlier run; `asked` is what asked for it."""
+        """Open the folder of an earlier run; `asked` is the option or command that names it."""
         if not (path / "config.json").is_file():
             raise ValueError(
                 f"{asked} = {str(path)!r}: found no config.json there, expected a run directory "
@@ -61,12 +61,12 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write `name` whole."""
+        """Write the file `name`, whole."""
         text = json.dumps(content, indent=2, allow_nan=False) + "\n"
         write_atomically(self.path / name, text.encode())
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The content of `name`."""
+        """Read the file `name`."""
         path = self.path / name
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -86,7 +86,7 @@ class RunDirectory:
         return with_booleans(self.read_json("config.json"))
 
     def read_summary(self) -> Summary:
-        """The content of `summary.json`."""
+        """Read `summary.json`."""
         return cast(Summary, self.read_json("summary.json"))
 
     def append_round(self, record: RoundRecord) -> None:
@@ -98,7 +98,7 @@ class RunDirectory:
             os.fsync(file.fileno())
 
     def read_rounds(self) -> list[RoundRecord]:
-        """The rounds so far; a last line that was cut off does not count."""
+        """Read the rounds so far; a last line that was cut off does not count."""
         path = self.path / "rounds.jsonl"
         if not path.is_file():
             return []
@@ -114,7 +114,7 @@ class RunDirectory:
         return records
 
     def rounds_until(self, last: int) -> list[RoundRecord]:
-        """The records up to round `last`, of which there must be one, each as a run writes it."""
+        """Read the rounds up to `last`, which must be there; check each as a run writes it."""
         records = [record for record in self.read_rounds() if record["round"] <= last]
         for record in records:
             if wrong := wrong_in(record):
@@ -131,7 +131,7 @@ class RunDirectory:
         return records
 
     def write_rounds(self, records: Sequence[RoundRecord]) -> None:
-        """These rounds, and none after them."""
+        """Write `rounds.jsonl` anew, with these rounds alone."""
         text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
         write_atomically(self.path / "rounds.jsonl", text.encode())
 

@@ -1,4 +1,4 @@
-"""One process at a time writes to a run directory.
+"""Let one process at a time write to a run directory.
 
 The lock is `flock` on the file `lock` in it, which says who holds it. The system gives it up with
 the process, however that ends: a crash leaves the file, and nothing that is in the way. Where
@@ -44,7 +44,7 @@ def locked(folder: Path, asked: str = "resume") -> Iterator[None]:
 
 
 def _acquire(path: Path) -> int:
-    """A descriptor of the locked file, with this process's name in it."""
+    """Lock the file, write this process's name into it, and return its descriptor."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

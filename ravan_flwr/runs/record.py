@@ -26,7 +26,7 @@ ClientRecord = TypedDict(
 
 
 class Rejection(TypedDict):
-    """A reply that was not used, or that did not come."""
+    """Name a client whose reply was not used or did not come, and say why."""
 
     client: str
     reason: str
@@ -55,7 +55,7 @@ RoundRecord = TypedDict(
 
 
 class FinalAndBest(TypedDict):
-    """The metrics of the last evaluation, and those of the best one."""
+    """Hold the metrics of the last evaluation, and those of the best one."""
 
     final: Metrics
     best: Metrics

@@ -1,4 +1,4 @@
-"""Numbers of a run as they come, for TensorBoard, and for Weights & Biases or MLflow if asked.
+"""Report a run's numbers as they come: to TensorBoard, and to Weights & Biases or MLflow if asked.
 
 TensorBoard's events lie in `tensorboard/` of the run directory. The other two are used
 through their own packages, which must be installed, and with their own settings (WANDB_MODE,
@@ -21,19 +21,19 @@ Settings = Mapping[str, Any]
 
 
 class Tracker(ABC):
-    """Something that is told every round."""
+    """Report the numbers of each round to one tracker."""
 
     @abstractmethod
     def log(self, numbers: Numbers, step: int) -> None:
-        """The numbers of one round."""
+        """Report the numbers of one round."""
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing more will come."""
+        """Finish: no more rounds will come."""
 
 
 class TensorBoard(Tracker):
-    """Event files."""
+    """Write TensorBoard's event files."""
 
     def __init__(self, run: Path, name: str, settings: Settings) -> None:
         from tensorboardX import SummaryWriter  # noqa: PLC0415 (needed by servers alone)
@@ -51,7 +51,7 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """A run of Weights & Biases, in the project `ravan-flwr`."""
+    """Report to a run of Weights & Biases, in the project `ravan-flwr`."""
 
     def __init__(self, run: Path, name: str, settings: Settings) -> None:
         import wandb  # noqa: PLC0415 (optional)
@@ -66,7 +66,7 @@ class WandB(Tracker):
 
 
 class MLflow(Tracker):
-    """A run of MLflow, in the experiment `ravan-flwr`."""
+    """Report to a run of MLflow, in the experiment `ravan-flwr`."""
 
     def __init__(self, run: Path, name: str, settings: Settings) -> None:
         import mlflow  # noqa: PLC0415 (optional)
@@ -88,7 +88,7 @@ TRACKERS: dict[str, Callable[[Path, str, Settings], Tracker]] = {"wandb": WandB,
 
 
 def check_tracking(tracking: str) -> None:
-    """ValueError unless the package that was asked for is there."""
+    """Raise ValueError unless the tracker's package is installed."""
     if tracking in TRACKERS and not _is_installed(tracking):
         raise ValueError(
             f"tracking = {tracking!r}: the package {tracking} is not installed, expected it; "
@@ -101,7 +101,7 @@ def _is_installed(package: str) -> bool:
 
 
 class Trackers:
-    """All trackers of a run."""
+    """Report to all trackers of a run; go on without one that fails."""
 
     def __init__(self, tracking: str, run: Path, settings: Settings) -> None:
         kinds = [] if tracking == "none" else [TensorBoard]
@@ -114,7 +114,7 @@ class Trackers:
                 log.warning("no tracking with %s: %s", tracking, error)
 
     def round(self, record: RoundRecord) -> None:
-        """A round has ended."""
+        """Report a round that has ended."""
         for tracker in list(self._all):
             try:
                 tracker.log(numbers_of(record), record["round"])
@@ -124,7 +124,7 @@ class Trackers:
                 _close(tracker)
 
     def close(self) -> None:
-        """The run has ended, or failed."""
+        """Close all trackers: the run has ended, or failed."""
         for tracker in self._all:
             _close(tracker)
 
@@ -137,7 +137,7 @@ def _close(tracker: Tracker) -> None:
 
 
 def numbers_of(record: RoundRecord) -> dict[str, float]:
-    """What of a round's record is a number by round."""
+    """Pick the numbers out of a round's record, under the names that trackers show."""
     return {
         "train-loss": record["train-loss"],
         **{f"evaluation/{name}": value for name, value in record["metrics"].items()},

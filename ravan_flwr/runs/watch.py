@@ -1,4 +1,4 @@
-"""What the server's evaluation says of a run: the best round so far, and a collapse.
+"""Find, in the evaluations of a run, the best round so far, and a collapse.
 
 A round has collapsed if its metric is below half of the best so far and by at least 0.1 lower, or
 if its loss is above twice that of the first evaluation: worse than hardly trained. A learning
@@ -14,7 +14,7 @@ FALL, LEAST_FALL, RISE = 0.5, 0.1, 2.0
 
 
 def best_round(records: Sequence[RoundRecord], metric: str) -> int | None:
-    """The round with the largest metric, the earliest of several; None if none was measured."""
+    """Find the round with the largest metric, the first of equals; None if none was measured."""
     measured = [record for record in records if metric in record["metrics"]]
     if not measured:
         return None
@@ -22,7 +22,7 @@ def best_round(records: Sequence[RoundRecord], metric: str) -> int | None:
 
 
 def collapse(records: Sequence[RoundRecord], now: RoundRecord, metric: str) -> str | None:
-    """What is wrong with a round's evaluation, given those before it; None if nothing is."""
+    """Say how a round's evaluation has collapsed, given those before it; None if it has not."""
     best = best_round(records, metric)
     if best is None or metric not in now["metrics"]:
         return None

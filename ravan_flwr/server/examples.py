@@ -46,7 +46,7 @@ class ExampleCounts:
         }
 
     def counted(self, member: Member, members: Collection[Member]) -> int:
-        """Return as how many examples a member's count.
+        """Return by how many examples a member is weighted.
 
         Where the server does not know their number, they are at most what the operator says, or
         ten times the median of all: a node that alone has data of its own is no measure of itself.

@@ -26,7 +26,7 @@ class Node:
 
     @property
     def doubt(self) -> int:
-        """Count what is held against the node: replies of nodes with least are read first."""
+        """Count silences and faults of the node; replies of nodes with fewest are read first."""
         return sum(self.silent.values()) + self.faults
 
     def was_asked(self, question: str, since: str, until: float) -> None:
@@ -36,7 +36,7 @@ class Node:
         self.times += 1
 
     def forget_unless(self, since: str | None) -> None:
-        """Ask it again, unless it was there without a break since it was asked."""
+        """Forget its answer, so that it is asked again, unless it was connected ever since."""
         if self.since is not None and since != self.since:
             self.since, self.refused, self.question = None, "", ""
 
@@ -46,7 +46,7 @@ class Node:
         self.asleep[kind] = round_number + 2 ** min(self.silent[kind] - 1, 6)
 
     def answered(self, kind: str) -> None:
-        """Ask it for this in every round again."""
+        """Note that it replied: from now on it may be asked for this in every round."""
         self.silent.pop(kind, None)
         self.asleep.pop(kind, None)
         self.faults = 0

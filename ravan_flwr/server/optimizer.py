@@ -1,5 +1,4 @@
-"""Apply an optimiser to the aggregated update: FedAvgM (Hsu et al., 2019), FedAdam (Reddi et
-al., 2021).
+"""Apply an optimiser to the mean update: FedAvgM (Hsu et al. 2019), FedAdam (Reddi et al. 2021).
 
 The step from the old state to the mean of the replies is taken as a negative gradient, and
 torch's own SGD with momentum, or Adam, takes the step instead:

@@ -71,7 +71,7 @@ class Roster:
         return self._parts.number(self.members.values())
 
     def examples(self, member: Member) -> int:
-        """Return as how many examples a member's count."""
+        """Return by how many examples a member is weighted."""
         return self._examples.counted(member, self.members.values())
 
     def present(self, grid: Grid) -> list[Member]:

@@ -68,7 +68,7 @@ class Round(ABC):
 
     @abstractmethod
     def add(self, reply: Reply) -> list[list[int]]:
-        """Add a reply to the sums; the heads in it, by layer. ValueError if it is not sound."""
+        """Add a reply to the sums and return its heads, by layer; ValueError if it is not sound."""
 
     def send(
         self, grid: Grid, messages: list[Message], timeout: float, enough: float = math.inf

@@ -71,7 +71,7 @@ def calibrate_locally(
 
 @contextmanager
 def _dropout_of(work: ClientRound, device: torch.device) -> Iterator[None]:
-    """Seed PyTorch's own generators, which dropout draws from, by the work, too."""
+    """Seed PyTorch's own generators, from which dropout draws, as a function of the work."""
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(work.derive("dropout") % 2**63)
