@@ -1,4 +1,4 @@
-"""Seconds and peak memory of a client's local steps on a GPU, at the shapes of the real models.
+"""Measure seconds and peak memory of a client's local steps on a GPU, at real models' shapes.
 
     python benchmarks/gpu.py                       # ViT-B/16 and LLaMA-3.2-1B, some minutes
     python benchmarks/gpu.py --device cpu --small  # does it run? small shapes, on a CPU

@@ -1,4 +1,4 @@
-"""A whole training step by method: time and memory, against PEFT's LoRA, at ViT-B/16's shape.
+"""Measure time and memory of a training step by method, against PEFT's LoRA, at ViT-B/16's shape.
 
     python benchmarks/layers.py                    # five minutes on two cores
     python benchmarks/layers.py --device cuda --batch 32 --precision bfloat16 --compile

@@ -1,4 +1,4 @@
-"""What liars cost in accuracy: `digits-vit`, ten clients, of which none, one or two lie.
+"""Measure what liars cost in accuracy: `digits-vit`, ten clients, of which none, one or two lie.
 
     python -m benchmarks.liars --output liars.jsonl
 

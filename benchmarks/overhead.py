@@ -1,4 +1,4 @@
-"""What a round in process takes beside its training: `digits-vit`, and ViT-B/16's shape.
+"""Measure what a round in process takes beside its training: `digits-vit`, ViT-B/16's shape.
 
     python -m benchmarks.overhead                  # two minutes
 

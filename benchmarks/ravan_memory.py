@@ -1,4 +1,4 @@
-"""Peak memory of a training step by the number of trained heads, at ViT-B/16's shape.
+"""Measure the peak memory of a training step by number of trained heads, at ViT-B/16's shape.
 
     python benchmarks/ravan_memory.py              # about three minutes on two cores
 

@@ -1,4 +1,4 @@
-"""Seconds a round: an app as Flower's examples are, ours, and ours with warm workers.
+"""Measure seconds a round: an app as Flower's examples are, ours, and ours with warm workers.
 
     python -m benchmarks.rounds deployment   # a SuperLink and two SuperNodes over TLS
     python -m benchmarks.rounds ray          # Flower's simulation runtime, 20 clients

@@ -1,4 +1,4 @@
-"""The server's work in a round, against Flower's FedAvg on the same bytes; a roster of thousands.
+"""Measure the server's work in a round, against Flower's FedAvg; and a roster of thousands.
 
     python benchmarks/server.py                    # two minutes
 

@@ -1,4 +1,4 @@
-"""From the command to the first training step: seconds by phase.
+"""Measure the seconds from the command to the first training step, by phase.
 
     python benchmarks/startup.py                   # two minutes
 

@@ -1,4 +1,4 @@
-"""Seconds of a round by how many threads PyTorch has, on a quiet machine and beside a busy process.
+"""Measure a round by PyTorch's number of threads, on a quiet machine and beside a busy process.
 
     python benchmarks/threads.py                  # the default preset, ten minutes
     python benchmarks/threads.py --check          # an error where a busy neighbour costs too much

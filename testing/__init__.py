@@ -1,4 +1,4 @@
-"""What the tests and the benchmarks share: small models, small data, a deployment on loopback."""
+"""Share between tests and benchmarks: small models, small data, a deployment on loopback."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A whole deployment on loopback: TLS, SuperNode authentication, every process ended.
+"""Start a whole deployment on loopback, with TLS and SuperNode authentication; end every process.
 
 Each machine of a real deployment is a folder here, which is the `FLWR_HOME` of its processes;
 by that they are found, whoever started them.

@@ -1,4 +1,4 @@
-"""Small models with random weights and small data sets, with the files and schemas of the real.
+"""Make small models with random weights and small data sets, with files and schemas of real ones.
 
 Nothing here is read from conf/: what is wrong there must not come out right.
 """

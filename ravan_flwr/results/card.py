@@ -1,4 +1,4 @@
-"""A model card: what a folder is, where it comes from, how good it is, how to load it."""
+"""Write a model card: what a folder is, where it comes from, how good it is, how to load it."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from ravan_flwr.tasks import get_task
 
 
 def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
-    """A model card: what this is, where it comes from, how good it is, how to load it."""
+    """Write the card of an exported folder, its `README.md`."""
     config, summary = directory.read_config(), directory.read_summary()
     final = summary["metrics"]["final"]
     scores = ", ".join(f"{name} {value:.4f}" for name, value in final.items()) or "not evaluated"
@@ -41,7 +41,7 @@ def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
 
 
 def _how(form: str, config: dict[str, Any]) -> str:
-    """How to load the folder."""
+    """Return the text that says how to load the folder."""
     model, known = config["model"], get_task(config["task"]).auto_class
     if form == "merged":
         return MERGED.format(known=known)
