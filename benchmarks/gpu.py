@@ -42,12 +42,23 @@ VARIANTS: tuple[dict[str, Scalar], ...] = (
     {"precision": "bfloat16", "quantize": "4bit"},
 )
 SMALL = {
-    "vit": {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2,
-            "intermediate_size": 128, "image_size": 32},
-    "llama": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2,
-              "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 128,
-              "vocab_size": 1000},
-}  # fmt: skip
+    "vit": {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+        "image_size": 32,
+    },
+    "llama": {
+        "num_hidden_layers": 2,
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 128,
+        "vocab_size": 1000,
+    },
+}
 
 
 def main(arguments: list[str]) -> None:
@@ -83,8 +94,13 @@ def main(arguments: list[str]) -> None:
     if given.json:
         about = "cpu" if given.device == "cpu" else torch.cuda.get_device_name(given.device)
         given.json.parent.mkdir(parents=True, exist_ok=True)
-        content = {"device": about, "torch": torch.__version__, "steps": given.steps,
-                   "repeat": given.repeat, "lines": lines}  # fmt: skip
+        content = {
+            "device": about,
+            "torch": torch.__version__,
+            "steps": given.steps,
+            "repeat": given.repeat,
+            "lines": lines,
+        }
         given.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -105,10 +121,14 @@ def measure(
             before = reset_peak(given.device)
             started = time.perf_counter()
             train_locally(
-                model, task, examples, model.initial_state(), 1.0,
+                model,
+                task,
+                examples,
+                model.initial_state(),
+                1.0,
                 LocalSteps(given.steps, config.batch_size, 1e-4, config.precision),
                 ClientRound(0, repetition, 0),
-            )  # fmt: skip
+            )
             if repetition:  # the first warms up
                 seconds[method].append(time.perf_counter() - started)
                 peaks[method] = max(peaks[method], peak(given.device) - before)

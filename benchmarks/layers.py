@@ -72,9 +72,15 @@ def ravan(form: str = "auto", heads: tuple[int, ...] = (), *, loop: bool = False
         del layer
         sides = linear.out_features, linear.in_features
         B, A = make_bases(
-            "normal", heads=HEADS, rank=RANK, out_features=sides[0], in_features=sides[1],
-            seed=0, layer="", scale=1.0,
-        )  # fmt: skip
+            "normal",
+            heads=HEADS,
+            rank=RANK,
+            out_features=sides[0],
+            in_features=sides[1],
+            seed=0,
+            layer="",
+            scale=1.0,
+        )
         made = MultiHeadLinear(linear, B, A, form)
         if heads:
             made.train_heads(heads)

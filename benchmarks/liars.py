@@ -32,9 +32,14 @@ from ravan_flwr.specs import Scalar
 
 CLIENTS = 10
 SETTINGS: dict[str, Scalar] = {
-    "num-rounds": 6, "clients-per-round": CLIENTS, "local-steps": 10, "batch-size": 8,
-    "eval-every": 2, "report": False, "tracking": "none",
-}  # fmt: skip
+    "num-rounds": 6,
+    "clients-per-round": CLIENTS,
+    "local-steps": 10,
+    "batch-size": 8,
+    "eval-every": 2,
+    "report": False,
+    "tracking": "none",
+}
 # Budgets of a mixed federation: the liars are the last, and claim what `whole` says.
 MIXED = {"full": 1.0, "mixed": 0.25}
 
@@ -144,9 +149,14 @@ def cells(methods: list[str]) -> Iterator[Cell]:
         for budgets, (robust, limit) in itertools.product(MIXED, ways):
             if limit == "auto" or lie in LARGE:
                 yield {
-                    "method": method, "budgets": budgets, "robust": robust, "limit": limit,
-                    "lie": lie, "liars": liars, "whole": bool(liars) and budgets == "mixed",
-                }  # fmt: skip
+                    "method": method,
+                    "budgets": budgets,
+                    "robust": robust,
+                    "limit": limit,
+                    "lie": lie,
+                    "liars": liars,
+                    "whole": bool(liars) and budgets == "mixed",
+                }
 
 
 def accuracy_of(cell: Cell, seed: int) -> Cell:

@@ -37,11 +37,15 @@ RUNS: dict[str, tuple[float, int, dict[str, Scalar]]] = {
         0.02,
         3,
         {
-            "preset": "svhn-vit-b16", "num-rounds": 4, "clients-per-round": 1, "local-steps": 5,
-            "batch-size": 8, "partition": "iid",
+            "preset": "svhn-vit-b16",
+            "num-rounds": 4,
+            "clients-per-round": 1,
+            "local-steps": 5,
+            "batch-size": 8,
+            "partition": "iid",
         },
     ),
-}  # fmt: skip
+}
 
 
 def timed(inner: Callable[..., Any], seconds: Round, what: str) -> Callable[..., Any]:

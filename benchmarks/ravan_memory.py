@@ -39,9 +39,18 @@ def build(rank: int, device: str) -> tuple[ViTForImageClassification, Ravan, lis
         network = ViTForImageClassification(ViTConfig())
     network.requires_grad_(False)
     settings = Settings(
-        seed=0, lora_rank=32, rank=rank, lora_scale=1.0, heads=HEADS, init="normal", init_scale=1.0,
-        calibration_steps=1, scaling="trained", scoring="random", selection="layer",
-    )  # fmt: skip
+        seed=0,
+        lora_rank=32,
+        rank=rank,
+        lora_scale=1.0,
+        heads=HEADS,
+        init="normal",
+        init_scale=1.0,
+        calibration_steps=1,
+        scaling="trained",
+        scoring="random",
+        selection="layer",
+    )
     layers = find_layers(network, ("attention.q_proj", "attention.v_proj"))
     size = sum(parameter.numel() for parameter in network.parameters())
     method = Ravan(settings, layers, size)
@@ -95,9 +104,14 @@ def bases_seconds(rank: int) -> float:
     for number in range(24):
         layer = Layer(str(number), 768, 768)
         make_bases(
-            "gram-schmidt", heads=HEADS, rank=rank, out_features=768, in_features=768, seed=0,
+            "gram-schmidt",
+            heads=HEADS,
+            rank=rank,
+            out_features=768,
+            in_features=768,
+            seed=0,
             layer=layer.name,
-        )  # fmt: skip
+        )
     return time.perf_counter() - started
 
 
@@ -118,8 +132,13 @@ def main() -> None:
     medians = {}
     for heads in (4, 3, 2, 1, 0):
         command = [
-            sys.executable, __file__, "--one", str(heads), "--batch-size", str(arguments.batch_size)
-        ]  # fmt: skip
+            sys.executable,
+            __file__,
+            "--one",
+            str(heads),
+            "--batch-size",
+            str(arguments.batch_size),
+        ]
         peaks = sorted(
             float(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
             for _ in range(arguments.repeat)

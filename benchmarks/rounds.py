@@ -134,12 +134,17 @@ def plain_settings(folder: Path, file: Path, settings: str) -> str:
 
 def simulated(app: Path, settings: str) -> None:
     """`flwr run` of an app on a SuperLink of its own."""
+    federation = "num-supernodes=20 client-resources-num-cpus=1"
+    command = ["flwr", "run", str(app), "--stream"]
+    command += ["-c", settings, "--federation-config", federation]
     with LocalSuperLink() as superlink:
         subprocess.run(
-            ["flwr", "run", str(app), "--stream", "-c", settings, "--federation-config",
-             "num-supernodes=20 client-resources-num-cpus=1"],
-            env=superlink.environment, check=True, capture_output=True, cwd=superlink.home,
-        )  # fmt: skip
+            command,
+            env=superlink.environment,
+            check=True,
+            capture_output=True,
+            cwd=superlink.home,
+        )
 
 
 def show(times: Times, runtime: str, steps: int) -> None:

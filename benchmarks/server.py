@@ -53,13 +53,24 @@ def methods() -> tuple[dict[str, Method], dict[str, Method]]:
     """
     layers = [Layer(str(n), SIDE, SIDE) for n in range(LAYERS)]
     settings = Settings(
-        seed=0, lora_rank=32, rank=None, lora_scale=1.0, heads=HEADS, init="normal", init_scale=1.0,
-        calibration_steps=1, scaling="constant", scoring="random", selection="layer",
-    )  # fmt: skip
+        seed=0,
+        lora_rank=32,
+        rank=None,
+        lora_scale=1.0,
+        heads=HEADS,
+        init="normal",
+        init_scale=1.0,
+        calibration_steps=1,
+        scaling="constant",
+        scoring="random",
+        selection="layer",
+    )
     means: dict[str, type[Method]] = {"RAVAN": Ravan, "FedIT": FedIT}
     products: dict[str, type[Method]] = {
-        "FlexLoRA": FlexLora, "HetLoRA": HetLora, "FedEx-LoRA": FedExLora,
-    }  # fmt: skip
+        "FlexLoRA": FlexLora,
+        "HetLoRA": HetLora,
+        "FedEx-LoRA": FedExLora,
+    }
     return (
         {name: made(settings, layers, 0) for name, made in means.items()},
         {name: made(settings, layers, 0) for name, made in products.items()},
@@ -160,11 +171,21 @@ def sampling(clients: int = 10_000) -> float:
     """Seconds to sample a round's clients of a large roster."""
     members = [
         Member(
-            node_id=n, partition_id=n, num_partitions=clients, own_data=False, examples=1,
-            share=1.0, device="cpu", free_memory=0, versions="", code="", backbone="", derived=(),
+            node_id=n,
+            partition_id=n,
+            num_partitions=clients,
+            own_data=False,
+            examples=1,
+            share=1.0,
+            device="cpu",
+            free_memory=0,
+            versions="",
+            code="",
+            backbone="",
+            derived=(),
         )
         for n in range(clients)
-    ]  # fmt: skip
+    ]
     times = []
     for number in range(9):
         began = time.perf_counter()

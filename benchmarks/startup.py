@@ -77,8 +77,10 @@ def simulated(folder: str) -> dict[str, float]:
     """Phases of a run in process."""
     done = subprocess.run(
         [sys.executable, "-c", SIMULATED, folder],
-        env=os.environ | {"BEGAN": str(time.time())}, check=True, capture_output=True,
-    )  # fmt: skip
+        env=os.environ | {"BEGAN": str(time.time())},
+        check=True,
+        capture_output=True,
+    )
     phases: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     known = sum(phases.values()) - phases["all of it"]
     return {**phases, "everything else": phases["all of it"] - known}
@@ -96,8 +98,9 @@ def in_flower(folder: str) -> float:
     ]
     with subprocess.Popen(
         [sys.executable, "-m", "ravan_flwr", "run", f"output-dir={folder}", *settings],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    ) as process:  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
         while not list(Path(folder).glob("*/rounds.jsonl")):
             if process.poll() is not None or time.perf_counter() - began > 300:
                 raise RuntimeError("ravan-flwr run recorded no round; run it by hand")

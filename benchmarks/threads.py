@@ -73,11 +73,14 @@ def seconds_of_rounds(environment: dict[str, str], rounds: int) -> list[float]:
     """The seconds that each round of the default preset trained."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MKL_"))}
     with tempfile.TemporaryDirectory() as folder:
+        settings = [f"num-rounds={rounds}", f"eval-every={rounds}", f"output-dir={folder}"]
+        settings += ["report=false", "tracking=none"]
         subprocess.run(
-            [sys.executable, "-m", "ravan_flwr", "simulate", f"num-rounds={rounds}",
-             f"eval-every={rounds}", "report=false", "tracking=none", f"output-dir={folder}"],
-            env=inherited | environment, check=True, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+            [sys.executable, "-m", "ravan_flwr", "simulate", *settings],
+            env=inherited | environment,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         (records,) = Path(folder).glob("*/rounds.jsonl")
         return [json.loads(line)["phases"]["train"] for line in records.read_text().splitlines()]
 

@@ -36,9 +36,15 @@ _HOMES = {
 }
 
 __all__ = [
-    "Simulation", "export_run", "plan_of", "result_of", "run_study", "simulate",
-    "write_report", "write_spectra",
-]  # fmt: skip
+    "Simulation",
+    "export_run",
+    "plan_of",
+    "result_of",
+    "run_study",
+    "simulate",
+    "write_report",
+    "write_spectra",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -248,9 +248,11 @@ def main() -> None:
             check = torch.Generator().manual_seed(1)
             log.info(
                 "step %d, loss %.3f, accuracy on held-out fonts %.3f, %.0f s",
-                step + 1, loss.item(), accuracy(model, test_glyphs, test_labels, check),
+                step + 1,
+                loss.item(),
+                accuracy(model, test_glyphs, test_labels, check),
                 time.monotonic() - started,
-            )  # fmt: skip
+            )
 
     from ravan_flwr.training.bundled import encode_backbone
 

@@ -53,9 +53,14 @@ def run(*command: str | Path, cwd: Path) -> str:
         name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
     }
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=environment, text=True, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment,
+        text=True,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     if done.returncode:
         raise RuntimeError(
             f"release: {' '.join(map(str, command))} in {cwd} ended with {done.returncode}, "
@@ -146,9 +151,12 @@ def check_contents(root: Path, sdist: Path, wheel: Path, bundle: Path) -> None:
 def check_sdist(sdist: Path, wheel: Path, folder: Path) -> None:
     """Build a wheel from the sdist; ValueError where it is not the one of the tree."""
     run(
-        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-        "--wheel-dir", folder, sdist, cwd=folder,
-    )  # fmt: skip
+        sys.executable,
+        *"-m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir".split(),
+        folder,
+        sdist,
+        cwd=folder,
+    )
     again = members(folder / wheel.name)
     first = members(wheel)
     if wrong := sorted(name for name in again | first if again.get(name) != first.get(name)):
@@ -163,9 +171,12 @@ def install(wheel: Path, folder: Path) -> Path:
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     run(
-        python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
-        "-c", ROOT / "constraints.txt", wheel, cwd=folder,
-    )  # fmt: skip
+        python,
+        *"-m pip install --quiet --disable-pip-version-check --constraint".split(),
+        ROOT / "constraints.txt",
+        wheel,
+        cwd=folder,
+    )
     return python
 
 
@@ -186,9 +197,12 @@ def check_wheel(python: Path, folder: Path) -> None:
     check_run([command], folder)
     (folder / "uses_types.py").write_text(TYPES, encoding="utf-8")
     run(
-        sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "uses_types.py",
+        sys.executable,
+        *"-m mypy --strict --python-executable".split(),
+        python,
+        "uses_types.py",
         cwd=folder,
-    )  # fmt: skip
+    )
 
 
 def check_bundle(python: Path, bundle: Path, folder: Path) -> None:

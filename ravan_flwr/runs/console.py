@@ -74,42 +74,44 @@ class Progress:
     def __init__(self, first: int, last: int, metric: str) -> None:
         self.last, self.metric = last, metric
         self._seconds: list[float] = []
-        bar = sys.stderr.isatty()
-        self._bar = tqdm(
-            total=last, initial=first - 1, unit="round", disable=not bar, leave=False
-        )  # fmt: skip
+        hidden = not sys.stderr.isatty()
+        done = first - 1
+        self._bar = tqdm(total=last, initial=done, unit="round", disable=hidden, leave=False)
 
     def calibrated(self, record: RoundRecord) -> None:
         """Tell of a calibration round."""
+        clients = record["clients"]
         log.info(
-            "calibration  loss %.4f  %d clients  up %s  down %s  %.1f s",
-            record["train-loss"], len(record["clients"]),
-            megabytes(sum(c["bytes-up"] for c in record["clients"])),
-            megabytes(sum(c["bytes-down"] for c in record["clients"])), record["seconds"],
-        )  # fmt: skip
+            f"calibration  loss {record['train-loss']:.4f}  {len(clients)} clients  "
+            f"{_sent(clients)}  {record['seconds']:.1f} s"
+        )
 
     def round(self, record: RoundRecord) -> None:
         """Tell of a finished round."""
         self._seconds.append(record["seconds"])
         mean = sum(self._seconds[-10:]) / len(self._seconds[-10:])
         left = mean * (self.last - record["round"])
-        clients = record["clients"]
-        up = sum(c["bytes-up"] for c in clients)
-        down = sum(c["bytes-down"] for c in clients)
+        clients, number = record["clients"], record["round"]
         value = record["metrics"].get(self.metric)
         score = f"{value:.4f}" if value is not None else "   -  "
         rejected = f"  rejected {len(record['rejected'])}" if record["rejected"] else ""
         log.info(
-            "round %*d/%d  loss %.4f  %s %s  %sup %s  down %s  %.1f s  left %s%s",
-            len(str(self.last)), record["round"], self.last, record["train-loss"],
-            self.metric, score, _amounts(clients),
-            megabytes(up), megabytes(down), record["seconds"], minutes(left), rejected,
-        )  # fmt: skip
+            f"round {number:{len(str(self.last))}d}/{self.last}  loss {record['train-loss']:.4f}  "
+            f"{self.metric} {score}  {_amounts(clients)}{_sent(clients)}  "
+            f"{record['seconds']:.1f} s  left {minutes(left)}{rejected}"
+        )
         self._bar.update(1)
 
     def close(self) -> None:
         """Take the bar away."""
         self._bar.close()
+
+
+def _sent(clients: list[ClientRecord]) -> str:
+    """Write how much the clients sent (up) and received (down)."""
+    up = sum(client["bytes-up"] for client in clients)
+    down = sum(client["bytes-down"] for client in clients)
+    return f"up {megabytes(up)}  down {megabytes(down)}"
 
 
 def _amounts(clients: list[ClientRecord]) -> str:

@@ -30,10 +30,8 @@ def locked(folder: Path, asked: str = "resume") -> Iterator[None]:
             "expected one that nobody works on; wait until it ends, or end that process"
         ) from None
     except OSError as error:
-        log.warning(
-            "%s cannot be locked (%s): see to it that no other process goes on with this run",
-            folder, error,
-        )  # fmt: skip
+        message = "%s cannot be locked (%s): make sure that no other process continues this run"
+        log.warning(message, folder, error)
         descriptor = None
     try:
         yield

@@ -89,13 +89,9 @@ Summary = TypedDict(
 )
 
 # Older runs lack some keys: these are the ones that a report needs, and a run that goes on.
-NEEDED_BY_A_REPORT = {
-    "round", "clients", "metrics", "rejected", "partitions", "bytes-up", "phases",
-}  # fmt: skip
-NEEDED_TO_GO_ON = (
-    "train-loss", "metrics", "clients", "rejected", "left-out", "partitions", "bytes-up",
-    "bytes-down", "seconds", "phases",
-)  # fmt: skip
+_BOTH = ("metrics", "clients", "rejected", "partitions", "bytes-up", "phases")
+NEEDED_BY_A_REPORT = {"round", *_BOTH}
+NEEDED_TO_GO_ON = (*_BOTH, "train-loss", "left-out", "bytes-down", "seconds")
 
 
 def check_line(line: bytes, before: int | None) -> RoundRecord:

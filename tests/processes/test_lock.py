@@ -94,7 +94,7 @@ def test_a_filesystem_without_locks_is_told_and_the_run_goes_on(tmp_path, monkey
     monkeypatch.setattr(lock, "_lock", refuse)
     with locked(tmp_path):
         pass
-    assert "cannot be locked ([Errno 37] No locks available): see to it" in caplog.text
+    assert "cannot be locked ([Errno 37] No locks available): make sure" in caplog.text
 
 
 def test_two_do_not_go_on_with_one_run(tmp_path):
