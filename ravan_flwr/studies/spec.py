@@ -41,6 +41,7 @@ import yaml
 
 from ravan_flwr.config.keys import AUTO, NOT_OF_RESULT, check_key
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.config.words import words_of
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Summary
 from ravan_flwr.specs import Scalar
@@ -98,14 +99,6 @@ class Run:
         if directory is None:
             return None
         return RunDirectory(directory).read_summary()
-
-
-def words_of(settings: Mapping[str, Scalar]) -> list[str]:
-    """Write settings as a person types them: KEY=VALUE."""
-    return [
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in settings.items()
-    ]
 
 
 @dataclass(frozen=True)
