@@ -1,20 +1,19 @@
-"""The command `ravan-flwr`. Torch and Flower are imported by the commands that need them."""
+"""Offer the command `ravan-flwr`. Torch and Flower are imported by the commands that need them."""
 
 import argparse
 import signal
 import sys
-import textwrap
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from ravan_flwr.config.keys import AUTO, KEYS, KEYS_BY_TOPIC
+from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.config.words import key_table, read_settings
 from ravan_flwr.importing import importing
+from ravan_flwr.launch.signals import Ended, ending_on_signals
 from ravan_flwr.runs.console import hush, say_loading
-from ravan_flwr.specs import Scalar
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -27,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(_about(unknown[0]))
     command: Callable[[argparse.Namespace], None] = parsed.command
     try:
-        with _ending_on_signals():
+        with ending_on_signals():
             command(parsed)
             sys.stdout.flush()
     except BrokenPipeError:  # whoever read the output has seen enough
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_complain(error, 2))
     except (RuntimeError, OSError) as error:
         sys.exit(_complain(error, 1))
-    except _Ended as ended:
+    except Ended as ended:
         sys.exit(_complain(f"ended by {ended.signal.name}", 128 + ended.signal))
     except KeyboardInterrupt:
         sys.exit(_complain("interrupted", 130))
@@ -58,40 +57,6 @@ def _complain(problem: object, status: int) -> int:
     return status
 
 
-class _Ended(KeyboardInterrupt):
-    """End the command on a signal: what cleans up after Ctrl-C cleans up after it."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.signal = signal.Signals(number)
-
-
-@contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """Let SIGTERM, and SIGHUP of a terminal that closes, end a command once, as Ctrl-C does.
-
-    Under `nohup` SIGHUP is ignored, and stays so. Only a process's main thread may set this.
-    """
-    ended = False
-
-    def end(number: int, _: object) -> None:
-        nonlocal ended
-        if not ended:  # a second one does not stop the cleaning up
-            ended = True
-            raise _Ended(number)
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        wanted = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-        heard = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]
-        before = {number: signal.signal(number, end) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ravan-flwr",
@@ -107,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=about,
             description=about[0].upper() + about[1:] + ".",
-            epilog=_key_table(),
+            epilog=key_table(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
@@ -115,10 +80,13 @@ def _parser() -> argparse.ArgumentParser:
         if name == "run":
             _add_gpus(sub)
             sub.add_argument(
-                "--runs-at-a-time", type=int, default=1, metavar="N",
+                "--runs-at-a-time",
+                type=int,
+                default=1,
+                metavar="N",
                 help="so many such runs share this machine's GPUs and CPUs, as under study --jobs "
                 "(default: 1)",
-            )  # fmt: skip
+            )
     _add_fetch(commands)
     _add_study(commands)
     _add_report(commands)
@@ -130,10 +98,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_gpus(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--clients-per-gpu", type=int, metavar="N",
+        "--clients-per-gpu",
+        type=int,
+        metavar="N",
         help="clients at a time on each GPU, 0 for a run on the CPU (default: as many as fit, "
         "by the plan's count of memory)",
-    )  # fmt: skip
+    )
 
 
 def _add_fetch(commands: _Commands) -> None:
@@ -159,9 +129,11 @@ def _add_study(commands: _Commands) -> None:
     study.add_argument("--output", type=Path, help="folder of the study (default: studies/NAME)")
     study.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     study.add_argument(
-        "--engine", choices=("process", "flower"), default="process",
+        "--engine",
+        choices=("process", "flower"),
+        default="process",
         help="process: each run as `simulate` does; flower: as `run` does (default: process)",
-    )  # fmt: skip
+    )
     _add_gpus(study)
     study.set_defaults(command=_study)
 
@@ -199,9 +171,12 @@ def _add_export(commands: _Commands) -> None:
     )
     export.add_argument("run", type=Path, help="a run directory")
     export.add_argument(
-        "--as", dest="form", required=True, choices=("peft", "merged"),
+        "--as",
+        dest="form",
+        required=True,
+        choices=("peft", "merged"),
         help="peft: an adapter for PeftModel.from_pretrained; merged: a whole transformers model",
-    )  # fmt: skip
+    )
     export.add_argument("folder", type=Path, help="a folder that is new")
     export.set_defaults(command=_export)
 
@@ -217,70 +192,22 @@ def _add_keys(commands: _Commands) -> None:
     )
     keys.add_argument("folder", type=Path, help="a folder that is new, or one made by this command")
     keys.add_argument(
-        "--host", dest="hosts", action="append", default=[], metavar="NAME",
+        "--host",
+        dest="hosts",
+        action="append",
+        default=[],
+        metavar="NAME",
         help="name or IP address at which SuperNodes reach the SuperLink, once for each; "
         "localhost is always among them, and later calls need none",
-    )  # fmt: skip
+    )
     keys.add_argument(
-        "--nodes", type=int, required=True, metavar="N",
+        "--nodes",
+        type=int,
+        required=True,
+        metavar="N",
         help="how many SuperNodes there are, those that have keys already included",
-    )  # fmt: skip
+    )
     keys.set_defaults(command=_keys)
-
-
-def _key_table() -> str:
-    """List all keys by topic, with their defaults and what they take."""
-    lines = [
-        "Keys and their defaults. auto: what the preset says, unless the key says otherwise.",
-        "",
-        *_row("num-clients", AUTO, "clients of the simulation: a whole number at least 1"),
-    ]
-    for topic, keys in KEYS_BY_TOPIC.items():
-        lines += ["", f"{topic}:"]
-        for name, key in keys.items():
-            free = key.kind is str and not key.choices and not key.in_words
-            about = key.help if free else f"{key.help}: {key.allowed()}"
-            default = str(key.default).lower() if key.kind is bool else str(key.default)
-            lines += _row(name, default or "(none)", about)
-    return "\n".join(lines)
-
-
-def _row(name: str, default: str, about: str) -> list[str]:
-    head = f"  {name}={default}"
-    return textwrap.wrap(about, 96, initial_indent=f"{head:<30} ", subsequent_indent=" " * 31)
-
-
-def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | None]:
-    """Read KEY=VALUE words as (run config, num-clients); of the values only the form is checked."""
-    config: dict[str, Scalar] = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals:
-            raise ValueError(f"got {setting!r}, expected KEY=VALUE, such as seed=1; correct it")
-        if key in config:
-            raise ValueError(
-                f"{key}: got it twice, as {config[key]!r} and {_value(text)!r}, expected each key "
-                "once; leave one out"
-            )
-        config[key] = _value(text)
-    num_clients = config.pop("num-clients", None)
-    if num_clients is not None and (type(num_clients) is not int or num_clients < 1):
-        raise ValueError(
-            f"num-clients = {num_clients!r}: expected a whole number at least 1; change it"
-        )
-    return config, num_clients
-
-
-def _value(text: str) -> Scalar:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    return text[1:-1] if quoted else text
 
 
 def _simulate(parsed: argparse.Namespace) -> None:

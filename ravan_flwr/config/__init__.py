@@ -1,1 +1,1 @@
-"""What a user sets, checked before anything is loaded."""
+"""Check all that a user sets, before anything is loaded."""

@@ -17,7 +17,7 @@ from ravan_flwr.specs import Scalar
 
 @dataclass(frozen=True)
 class Node:
-    """A node config, checked."""
+    """Hold a node config, checked."""
 
     partition_id: int
     num_partitions: int

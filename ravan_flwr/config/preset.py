@@ -1,4 +1,4 @@
-"""Presets: the files of `conf/`, each a task with its model, data and settings."""
+"""Read presets: the files of `conf/`, each a task with its model, data and settings."""
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ PARAMETER_BUDGETS = KEYS["parameter-budget"].choices
 
 
 def conf_folder() -> Path:
-    """`conf/` of a checkout or an app bundle, or inside the package of an installed wheel."""
+    """Find `conf/` of a checkout or an app bundle, or inside the package of an installed wheel."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package.parent / "conf", package / "conf"):
         if folder.is_dir():
@@ -30,7 +30,7 @@ def conf_folder() -> Path:
 
 
 def preset_names() -> list[str]:
-    """All presets."""
+    """List all presets."""
     return sorted(path.stem for path in conf_folder().glob("*.yaml"))
 
 
@@ -38,15 +38,22 @@ _FIELDS = {"task", "model", "data", "run", "parameter-budgets", "learning-rate"}
 _MODEL = {"source", "name"}
 _DATA = {"source", "columns", "labels"}
 _DATA_OPTIONS = {
-    "name", "subset", "revision", "splits", "partition-by", "prompt", "max-length",
-    "target-length", "glue-tasks",
-}  # fmt: skip
+    "name",
+    "subset",
+    "revision",
+    "splits",
+    "partition-by",
+    "prompt",
+    "max-length",
+    "target-length",
+    "glue-tasks",
+}
 _GLUE_TASK = {"subset", "columns", "labels", "splits"}
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A file of `conf/`, checked."""
+    """Hold a file of `conf/`, checked."""
 
     task: str
     model: ModelSpec
@@ -62,7 +69,7 @@ class Preset:
 
     @classmethod
     def read(cls, name: str) -> "Preset":
-        """The preset of that name."""
+        """Read and check the preset of that name."""
         check_choice("preset", name, preset_names())
         path = conf_folder() / f"{name}.yaml"
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -72,7 +79,7 @@ class Preset:
             raise ValueError(f"{path}: {error}") from None
 
     def data_of(self, glue_task: str) -> DataSpec:
-        """The data; of a GLUE task, where the preset has several."""
+        """Return the data; of one GLUE task, where the preset has several."""
         if not self.glue_tasks:
             if glue_task != AUTO:
                 raise ValueError(
@@ -83,7 +90,7 @@ class Preset:
         return self.glue_tasks[next(iter(self.glue_tasks)) if glue_task == AUTO else glue_task]
 
     def learning_rate(self, method: str, values: Mapping[str, Any]) -> float:
-        """The rate for a method, which may depend on other keys' values."""
+        """Return the learning rate of a method, which may depend on other keys' values."""
         found = self.rates.get(method)
         for key in self.rates_by:
             if isinstance(found, dict):
@@ -145,7 +152,7 @@ def _max_length(data: Mapping[str, Any]) -> int:
 
 
 def _leaves(rates: Mapping[str, Any], by: tuple[str, ...]) -> Iterator[Scalar]:
-    """The numbers of nested mappings, each level by the values of one of the keys `by`."""
+    """Yield the numbers of nested mappings, each level by the values of one of the keys `by`."""
     for found in rates.values():
         if not isinstance(found, dict):
             yield found

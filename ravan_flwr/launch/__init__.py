@@ -1,1 +1,1 @@
-"""Ways to start a run, and what has to be there before."""
+"""Start a run, and prepare what has to be there before."""

@@ -1,4 +1,4 @@
-"""The secrets of a deployment: a certificate authority, the SuperLink's certificate, nodes' keys.
+"""Make a deployment's secrets: certificate authority, the SuperLink's certificate, nodes' keys.
 
 A folder for each machine, which is copied there as it is:
 
@@ -59,7 +59,7 @@ def make_credentials(folder: Path, hosts: Sequence[str], nodes: int) -> list[Pat
 
 
 def certificate_of(path: Path) -> x509.Certificate:
-    """The certificate in a PEM file."""
+    """Read the certificate in a PEM file."""
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except ValueError as error:
@@ -69,7 +69,7 @@ def certificate_of(path: Path) -> x509.Certificate:
 
 
 def hosts_of(certificate: x509.Certificate) -> list[str]:
-    """The names and addresses that a certificate is for."""
+    """List the names and addresses that a certificate is for."""
     try:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:
@@ -116,7 +116,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _missing(folder: Path, nodes: int, hosts: Sequence[str]) -> list[str]:
-    """The folders to make, in order; ValueError if there is none or they cannot be made."""
+    """List the folders to make, in order; ValueError if there is none or they cannot be made."""
     wanted = [AUTHORITY, SUPERLINK, *(f"{NODE}{number}" for number in range(nodes))]
     missing = [name for name in wanted if not (folder / name).exists()]
     if SUPERLINK not in missing:
@@ -172,7 +172,7 @@ def _superlink(authority: Path, names: Sequence[x509.GeneralName]) -> dict[str, 
 
 
 def _signer(path: Path, issuer: x509.Certificate) -> ec.EllipticCurvePrivateKey:
-    """The key of the authority, which must belong to its certificate."""
+    """Read the key of the authority, which must belong to its certificate."""
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""What a preset needs of the hub, downloaded beforehand, for devices without a connection."""
+"""Download what a preset needs of the hub, for devices without a connection later."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,7 +30,7 @@ def fetch(settings: Mapping[str, Scalar]) -> Iterator[str]:
 
 
 def _of_every_task(settings: Mapping[str, Scalar]) -> list[Config]:
-    """The configuration; of each GLUE task, where the settings choose none of several."""
+    """Read the configuration; one for each GLUE task, where the settings choose none."""
     config = read_config(settings)
     tasks = Preset.read(config.preset).glue_tasks
     if not tasks or settings.get("glue-task", AUTO) != AUTO:

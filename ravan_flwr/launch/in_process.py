@@ -1,4 +1,4 @@
-"""Everything in one process: a `Grid` that hands messages to the ClientApp itself.
+"""Run server and clients in one process, with a `Grid` that calls the ClientApp itself.
 
 The same ServerApp and ClientApp as under Flower's own runtimes, one client after the other:
 for tests, studies and a single GPU. A client runs when its reply is asked for, so that no
@@ -27,7 +27,7 @@ from ravan_flwr.training.workbench import get_workbench
 
 @dataclass(frozen=True)
 class Simulation:
-    """Where a finished run lies, and how it ended."""
+    """Say where a finished run lies, and how it ended."""
 
     run_dir: Path
     summary: dict[str, Any]
@@ -62,7 +62,7 @@ def simulate(config: Mapping[str, Scalar], num_clients: int | None = None) -> Si
 
 
 class InProcessGrid(Grid):
-    """Flower's `Grid`, over clients that live in this process."""
+    """Implement Flower's `Grid` over clients that live in this process."""
 
     in_process = True  # clients run when they are asked for their replies
 
@@ -98,11 +98,11 @@ class InProcessGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """A message; Flower itself now prefers the constructor."""
+        """Make a message; Flower itself now prefers the constructor."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
-        """All clients, always."""
+        """List all clients, always."""
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -117,7 +117,7 @@ class InProcessGrid(Grid):
         return ids
 
     def _forget(self, message: Message) -> None:
-        """What nobody asked for so far is not done beside what follows it."""
+        """Drop an older message of the same kind to the same client that nobody asked for."""
         about = message.metadata.dst_node_id, message.metadata.message_type
         self._waiting = {
             key: old
@@ -126,7 +126,7 @@ class InProcessGrid(Grid):
         }
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """The reply of the next client whose turn it is; one at a time."""
+        """Run the next client whose turn it is and return its reply; one at a time."""
         wanted = set(message_ids)
         for message_id in self._waiting:
             if message_id in wanted:

@@ -1,10 +1,10 @@
-"""How the clients of a simulation share the GPUs of this machine.
+"""Share the GPUs of this machine among the clients of a simulation.
 
 Ray runs as many clients at a time as their shares of CPUs and GPUs allow, and shows each client the
-one GPU that it has a share of; a client that asks for none sees none, by Ray's default (flower.py
-changes that). Nothing keeps a process within its share, so that it is chosen by memory: of what is
-free on a GPU, each client gets what the plan counts. The ServerApp sees all GPUs and computes on
-the first.
+one GPU that it has a share of; a client that asks for none sees none, by Ray's default, which
+superlink.py changes. Nothing keeps a process within its share, so that it is chosen by memory: of
+what is free on a GPU, each client gets what the plan counts. The ServerApp sees all GPUs and
+computes on the first.
 """
 
 import os
@@ -24,7 +24,7 @@ _USABLE = 0.9  # of the free memory: PyTorch's pieces of it do not fit without g
 
 @dataclass(frozen=True)
 class Sharing:
-    """So many clients at a time on each of these GPUs; none of them if there is no GPU to share."""
+    """Put so many clients at a time on each of these GPUs; 0 if there is no GPU to share."""
 
     clients_per_gpu: int = 0
     gpus: Sequence[Gpu] = ()
@@ -33,7 +33,7 @@ class Sharing:
 
     @property
     def share(self) -> float:
-        """Of a GPU, for each client, rounded down: so many must fit by Flower's and Ray's count.
+        """Return a client's share of a GPU, rounded down: all must fit by Flower's and Ray's count.
 
         Flower carries it as a float32 and divides by that: 0.2 becomes a little more, of which
         only four fit.
@@ -43,14 +43,14 @@ class Sharing:
         return (parts if carried * self.clients_per_gpu <= 1 else parts - 1) / _TEN_THOUSANDTHS
 
     def federation(self, num_clients: int) -> str:
-        """Flower's federation config."""
+        """Write Flower's federation config."""
         words = f"num-supernodes={num_clients} client-resources-num-cpus=1"
         if self.clients_per_gpu:
             words += f" client-resources-num-gpus={self.share:g}"
         return words
 
     def told(self) -> str:
-        """A line for people; empty where there is no GPU."""
+        """Describe this in a line for people; empty where there is no GPU."""
         if not self.clients_per_gpu:
             return ""
         names = ", ".join(sorted({gpu.name for gpu in self.gpus}))
@@ -72,7 +72,7 @@ def share_gpus(
     runs_at_a_time: int = 1,
     environment: Mapping[str, str] = os.environ,
 ) -> Sharing:
-    """How the clients of a run share the GPUs that this environment shows.
+    """Decide how the clients of a run share the GPUs that this environment shows.
 
     `clients_per_gpu` is what a person asks for: 0 keeps the whole run on the CPU, None lets the
     memory decide. `runs_at_a_time` such runs are on the machine.
@@ -124,13 +124,13 @@ def _check_asked(device: str, clients_per_gpu: int | None, runs_at_a_time: int) 
 
 
 def _useful(config: Config, num_clients: int, gpus: int, runs: int) -> int:
-    """How many clients a GPU are ever at work: Ray fills one GPU before it takes the next."""
+    """Count the clients a GPU that are ever at work: Ray fills one GPU before the next."""
     cpus = max(1, (os.cpu_count() or 1) // runs)
     return -(-min(cpus, config.clients_per_round, num_clients) // gpus)
 
 
 def _by_memory(config: Config, gpus: Sequence[Gpu], useful: int, runs: int) -> Sharing:
-    """As many clients as fit on the GPU with the least room, the server's process beside them."""
+    """Take as many clients as fit on the GPU with the least room, the server beside them."""
     from ravan_flwr.training.footprint import footprint  # noqa: PLC0415 (torch, which takes seconds)
 
     needs = footprint(config)
@@ -156,7 +156,7 @@ def _by_memory(config: Config, gpus: Sequence[Gpu], useful: int, runs: int) -> S
 
 
 def _free(gpu: Gpu, runs: int) -> int:
-    """The bytes of a GPU's memory for one of so many runs."""
+    """Count the bytes of a GPU's memory for one of so many runs."""
     if gpu.free is None or gpu.total is None:
         raise ValueError(
             f"GPU {gpu.index} ({gpu.name}): nvidia-smi does not say how much memory it has, so how "

@@ -1,4 +1,4 @@
-"""`flwr run` in Flower's simulation runtime, with a local SuperLink that ends with it.
+"""Call `flwr run` in Flower's simulation runtime, with a local SuperLink that ends with it.
 
 `flwr run .` starts a SuperLink that stays up, keeps the working directory and environment
 that it was started in, and serves every later run of whoever finds its port. Here it gets
@@ -35,7 +35,7 @@ RAY_LEAVES_GPUS = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"  # with the value 0
 
 
 class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
-    """A SuperLink for simulations, on free ports of this machine, while the block lasts.
+    """Keep a SuperLink for simulations, on free ports of this machine, while the block lasts.
 
     `environment` is what a `flwr` command needs to find it.
     """
@@ -67,9 +67,19 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
         log_file = self.home / "superlink.log"
         self._process = subprocess.Popen(
             [
-                "flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess",
-                "--control-api-address", f"127.0.0.1:{self._control}",
-                "--host", "127.0.0.1", "--port", str(self._port), "--log-file", str(log_file),
+                "flower-superlink",
+                "--insecure",
+                "--simulation",
+                "--isolation",
+                "subprocess",
+                "--control-api-address",
+                f"127.0.0.1:{self._control}",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(self._port),
+                "--log-file",
+                str(log_file),
             ],
             env=self.environment,
             # Ray's actors import from the SuperLink's working directory before the app bundle.
@@ -78,7 +88,7 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             self._wait_for_it(log_file)
         except BaseException:
@@ -137,12 +147,15 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             return False
 
     def run(self, app: Path, run_config: str, federation_config: str) -> str:
-        """`flwr run --stream`, its output passed on; the status that the run ended with."""
+        """Call `flwr run --stream`, pass its output on, and return the status of the run's end."""
         run_id = self._stream(app, run_config, federation_config)
         listed = subprocess.run(
             ["flwr", "ls", "--run-id", run_id, "--format", "json"],
-            env=self.environment, check=True, capture_output=True, text=True,
-        )  # fmt: skip
+            env=self.environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         runs: list[dict[str, Any]] = json.loads(listed.stdout)["runs"]
         return str(runs[0]["status"])
 
@@ -152,8 +165,11 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
         run_id = None
         with subprocess.Popen(
             command,
-            env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        ) as process:  # fmt: skip
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
             assert process.stdout is not None
             try:
                 for line in process.stdout:
@@ -177,7 +193,7 @@ def run_in_flower(
     clients_per_gpu: int | None = None,
     runs_at_a_time: int = 1,
 ) -> None:
-    """`flwr run .` for the app of the working directory, with that many SuperNodes.
+    """Call `flwr run .` for the app of the working directory, with that many SuperNodes.
 
     Each gets a share of the machine's GPUs, as `share_gpus` says.
     """
@@ -206,7 +222,7 @@ def run_in_flower(
 
 
 def processes_of(home: Path) -> list[int]:
-    """All processes whose FLWR_HOME is this folder, or within it, whoever started them.
+    """Find all processes whose FLWR_HOME is this folder, or within it, whoever started them.
 
     Where there is no /proc, as on macOS, none is found.
     """

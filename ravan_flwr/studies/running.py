@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ravan_flwr.config.words import words_of
 from ravan_flwr.runs.console import minutes
 from ravan_flwr.studies.reading import read_study
-from ravan_flwr.studies.spec import PlannedRun, words_of
+from ravan_flwr.studies.spec import PlannedRun
 from ravan_flwr.studies.tables import write_tables
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,6 @@ import hashlib
 import json
 import statistics
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +38,7 @@ from typing import Any
 
 from ravan_flwr.config.keys import NOT_OF_RESULT
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.config.words import words_of
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Summary
 from ravan_flwr.specs import Scalar
@@ -95,14 +95,6 @@ class PlannedRun:
         if directory is None:
             return None
         return RunDirectory(directory).read_summary()
-
-
-def words_of(settings: Mapping[str, Scalar]) -> list[str]:
-    """Write settings as a person types them: KEY=VALUE."""
-    return [
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in settings.items()
-    ]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr import simulate
-from ravan_flwr.cli import main, read_settings
+from ravan_flwr.cli import main
+from ravan_flwr.config.words import read_settings
 from ravan_flwr.launch.sharing import Sharing
 from ravan_flwr.launch.superlink import LocalSuperLink, _toml
 from ravan_flwr.methods import METHODS
