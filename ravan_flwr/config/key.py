@@ -61,7 +61,7 @@ class Key:
             problem += ', or "auto"'
         # A bool is an int to Python.
         if not isinstance(value, self.kind) or isinstance(value, bool) != (self.kind is bool):
-            raise ValueError(f"{problem}; got a {_TYPE_NAMES[type(value)]}")
+            raise ValueError(f"{problem}; got a {_type_name(value)}")
         if self.choices:
             check_choice(name, str(value), self.choices)
         if self.pattern and not re.fullmatch(self.pattern, str(value)):
@@ -82,6 +82,11 @@ class Key:
         return math.isfinite(value) and self.above < value and self.low <= value <= self.high
 
 
+def _type_name(value: object) -> str:
+    """Name a value's type; a file may hold what no command line does, such as a list."""
+    return _TYPE_NAMES.get(type(value), type(value).__name__)
+
+
 def _plain(bound: float) -> str:
     """Write a bound with all its digits: 281474976710656 is not 2.8e+14."""
     return f"{int(bound)}" if bound == int(bound) else f"{bound:.10g}"
@@ -99,5 +104,5 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 def did_you_mean(value: str, choices: Iterable[str]) -> str:
     """End a sentence with the choice that is spelt most like the value, if one is."""
-    near = difflib.get_close_matches(value, list(choices), n=1)
+    near = difflib.get_close_matches(str(value), list(choices), n=1)
     return f": did you mean {near[0]!r}?" if near else "."

@@ -225,6 +225,6 @@ def _check_fields(
     known = sorted(expected | options)
     if not isinstance(content, dict):
         raise ValueError(f"{where or 'the file'} is no mapping, expected one with {known}")
-    for field in sorted((set(content) - expected - options) | (expected - set(content))):
+    for field in sorted((set(content) - expected - options) | (expected - set(content)), key=str):
         state = "unknown" if field in content else "missing"
         raise ValueError(f"{where}{field} is {state}; expected the fields {known}")

@@ -48,8 +48,15 @@ def _described(run: RecordedRun, charts: list[Chart]) -> dict[str, Any]:
             for record in run.rounds
             for one in record["rejected"]
         ],
-        "settings": list(config.items()),
+        "settings": [(name, _as_typed(value)) for name, value in config.items()],
     }
+
+
+def _as_typed(value: object) -> object:
+    """Write a setting as a person types it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "auto" if value is None else value
 
 
 def _facts(run: RecordedRun) -> dict[str, str]:

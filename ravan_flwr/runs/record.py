@@ -5,6 +5,7 @@ of a later version are kept when a run goes on. `check_line` and `wrong_in` chec
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any, NotRequired, TypedDict, cast, get_origin, get_type_hints
 
 Metrics = dict[str, float]
@@ -89,9 +90,12 @@ Summary = TypedDict(
 )
 
 # Older runs lack some keys: these are the ones that a report needs, and a run that goes on.
-_BOTH = ("metrics", "clients", "rejected", "partitions", "bytes-up", "phases")
-NEEDED_BY_A_REPORT = {"round", *_BOTH}
-NEEDED_TO_GO_ON = (*_BOTH, "train-loss", "left-out", "bytes-down", "seconds")
+NEEDED_BY_A_REPORT = (
+    "round", "metrics", "clients", "rejected", "partitions", "bytes-up", "bytes-down", "phases",
+    "train-loss", "seconds",
+)  # fmt: skip
+NEEDED_TO_GO_ON = (*NEEDED_BY_A_REPORT, "left-out")
+_OF_EACH = {"clients": {"partition-id"}, "rejected": {"client", "reason"}}
 
 
 def check_line(line: bytes, before: int | None) -> RoundRecord:
@@ -107,10 +111,10 @@ def check_line(line: bytes, before: int | None) -> RoundRecord:
     return cast(RoundRecord, record)
 
 
-def wrong_in(record: RoundRecord) -> str:
-    """Say which value is not as a run writes it; empty if all of `NEEDED_TO_GO_ON` are."""
+def wrong_in(record: RoundRecord, needed: Sequence[str] = NEEDED_TO_GO_ON) -> str:
+    """Say which of the needed values is not as a run writes it; empty if all are."""
     kinds = get_type_hints(RoundRecord)
-    for key in NEEDED_TO_GO_ON:
+    for key in needed:
         value = record.get(key)
         allowed = _allowed(kinds[key])
         if not isinstance(value, allowed) or isinstance(value, bool):
@@ -119,6 +123,10 @@ def wrong_in(record: RoundRecord) -> str:
     for name, value in record["metrics"].items():
         if not isinstance(value, int | float) or isinstance(value, bool):
             return f"{name} = {value!r} among its metrics, expected a number"
+    for key, fields in _OF_EACH.items():
+        for one in cast(Sequence[object], record[key]):  # type: ignore[literal-required]
+            if not isinstance(one, dict) or not one.keys() >= fields:
+                return f"{one!r} among its {key}, expected an object with {sorted(fields)}"
     return ""
 
 

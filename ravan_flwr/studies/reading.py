@@ -121,7 +121,7 @@ def _check_fields(
     """Raise ValueError unless `content` is a mapping with these fields, and no others."""
     got = set(content) if isinstance(content, dict) else type(content).__name__
     if not isinstance(content, dict) or not set(fields) <= set(content) <= {*fields, *options}:
-        shown = sorted(got) if isinstance(got, set) else got
+        shown = sorted(got, key=str) if isinstance(got, set) else got
         optional = f", and if need be {sorted(options)}" if options else ""
         raise ValueError(f"{where}: got {shown}, expected the fields {sorted(fields)}{optional}")
     for field, kind in {**fields, **options}.items():

@@ -59,8 +59,14 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Name the folder: the same for the same run, whatever table it stands in."""
-        text = json.dumps([sorted(self.settings), self.num_clients])
+        """Name the folder: the same for the same run, whatever table it stands in.
+
+        A truth value counts as the text that earlier versions had for it, so that their runs are
+        found again.
+        """
+        former = {True: "yes", False: "no"}
+        settings = [(k, former[v] if isinstance(v, bool) else v) for k, v in self.settings]
+        text = json.dumps([sorted(settings), self.num_clients])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def command(self, folder: Path, engine: str) -> list[str]:

@@ -267,6 +267,10 @@ def test_runs_that_were_not_evaluated_or_otherwise(runs, tmp_path, capsys):
     assert "expected a metric in common" in capsys.readouterr().err
 
 
+def with_every(key, value):
+    return lambda records: [record | {key: value} for record in records]
+
+
 def test_what_is_damaged_is_named(runs, tmp_path, capsys):
     old = copied(runs[0], tmp_path / "old", lambda records: [{"round": 1, "clients": []}])
     cut = copied(runs[0], tmp_path / "cut")
@@ -274,8 +278,13 @@ def test_what_is_damaged_is_named(runs, tmp_path, capsys):
     (cut / "rounds.jsonl").write_text(text[:50] + "\n" + text[50:])
     bad = copied(runs[0], tmp_path / "bad")
     (bad / "summary.json").write_text("{")
+    void = copied(runs[0], tmp_path / "void", with_every("train-loss", None))
+    text_for_list = copied(runs[0], tmp_path / "text", with_every("rejected", ["1"]))
+    lacking = ["bytes-down", "bytes-up", "metrics", "partitions", "phases", "rejected"]
     for folder, told in (
-        (old, "lacks ['bytes-up', 'metrics', 'partitions', 'phases', 'rejected'] in its rounds"),
+        (old, f"lacks {[*lacking, 'seconds', 'train-loss']} in round 1"),
+        (void, "has in round 1 train-loss = None, expected int or float"),
+        (text_for_list, "has in round 1 '1' among its rejected, expected an object with"),
         (cut, "rounds.jsonl: line 1 is damaged"),
         (bad, "summary.json is damaged"),
     ):
