@@ -1,6 +1,7 @@
 """Studies: shared runs, resumption, failures, tables."""
 
 import csv
+import functools
 import json
 from pathlib import Path
 
@@ -40,10 +41,15 @@ def forked(python, monkeypatch):
     monkeypatch.setattr("ravan_flwr.studies.running.subprocess.Popen", python.popen)
 
 
+# What several tests look at, and none changes: the papers' studies take seconds to read.
+study_of_conf = functools.cache(read_study)
+
+
 @pytest.mark.parametrize("path", sorted((conf_folder() / "studies").glob("*.yaml")), ids=str)
 def test_every_study_can_be_read(path):
-    study = read_study(path)
+    study = study_of_conf(path)
     assert study.rows
+    assert study.tables
     assert study.candidates() or study.runs(Path("nowhere"))
 
 
@@ -336,7 +342,7 @@ PAPER = {
 @pytest.mark.parametrize("name", PAPER)
 def test_the_papers_studies_are_complete(name, tmp_path):
     tables, runs, number = PAPER[name]
-    study = read_study(conf_folder() / "studies" / f"{name}.yaml")
+    study = study_of_conf(conf_folder() / "studies" / f"{name}.yaml")
     assert len(study.tables) == tables
     assert len(study.runs(tmp_path)) == runs
     assert all(table.paper.keys() == table.rows.keys() for table in study.tables) == bool(number)
