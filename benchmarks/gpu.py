@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> None:
 def measure(
     preset: str, variant: dict[str, Scalar], given: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Both methods, in turn."""
+    """Measure both methods, in turn."""
     made = {}
     for method in ("ravan", "fedit"):
         small = {"lora-rank": 4} if given.small else {}
@@ -151,7 +151,7 @@ def measure(
 
 
 def shape_of(spec: ModelSpec, small: bool) -> ModelSpec:
-    """The preset's shape, or a small one."""
+    """Return the preset's shape, or a small one."""
     if not small:
         return spec
     shape = dict(spec.shape)
@@ -159,7 +159,7 @@ def shape_of(spec: ModelSpec, small: bool) -> ModelSpec:
 
 
 def build(config: Config) -> tuple[AdaptedModel, Task, Encoded]:
-    """A model with random weights, its task, and random examples."""
+    """Build a model with random weights, its task, and random examples."""
     task, device = make_task(config), torch.device(config.device)
     torch.manual_seed(0)
     shape: dict[str, Any] = dict(config.model.shape)
@@ -194,7 +194,7 @@ def build(config: Config) -> tuple[AdaptedModel, Task, Encoded]:
 
 
 def reset_peak(device: str) -> int:
-    """Begin to count anew; the bytes in use now."""
+    """Begin to count anew, and return the bytes in use now."""
     if device == "cpu":
         return 0
     torch.cuda.synchronize(device)
@@ -203,7 +203,7 @@ def reset_peak(device: str) -> int:
 
 
 def peak(device: str) -> int:
-    """The most bytes in use since then."""
+    """Return the most bytes in use since `reset_peak`."""
     if device == "cpu":
         return 0
     torch.cuda.synchronize(device)
@@ -211,7 +211,7 @@ def peak(device: str) -> int:
 
 
 def weight(model: AdaptedModel) -> int:
-    """Bytes of the model with its adapters."""
+    """Count the bytes of the model with its adapters."""
     tensors = [*model.network.parameters(), *model.network.buffers()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

@@ -57,7 +57,7 @@ class Loop(nn.Module):
 
 
 def network() -> ViTForImageClassification:
-    """ViT-B/16 with random weights, frozen."""
+    """Build ViT-B/16 with random weights, frozen."""
     torch.manual_seed(0)
     made = ViTForImageClassification(ViTConfig())
     made.requires_grad_(False).train()
@@ -65,7 +65,7 @@ def network() -> ViTForImageClassification:
 
 
 def ravan(form: str = "auto", heads: tuple[int, ...] = (), *, loop: bool = False) -> nn.Module:
-    """RAVAN's adapters; `heads` are those that this client trains."""
+    """Attach RAVAN's adapters; `heads` are those that this client trains."""
     model = network()
 
     def adapt(layer: object, linear: nn.Linear) -> nn.Module:
@@ -91,7 +91,7 @@ def ravan(form: str = "auto", heads: tuple[int, ...] = (), *, loop: bool = False
 
 
 def lora() -> nn.Module:
-    """LoRA as we have it."""
+    """Attach our LoRA."""
     model = network()
 
     def adapt(layer: object, linear: nn.Linear) -> nn.Module:
@@ -104,7 +104,7 @@ def lora() -> nn.Module:
 
 
 def peft_lora() -> nn.Module:
-    """LoRA as PEFT has it."""
+    """Attach PEFT's LoRA."""
     config = LoraConfig(
         r=LORA_RANK, lora_alpha=LORA_RANK, target_modules=[t.split(".")[1] for t in TARGETS]
     )
@@ -122,7 +122,7 @@ ROWS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Step:
-    """Forward, backward and Adam of one row."""
+    """Runs forward, backward and Adam of one row."""
 
     def __init__(self, row: str, asked: argparse.Namespace) -> None:
         self.device = torch.device(asked.device)
@@ -136,7 +136,7 @@ class Step:
         self.labels = torch.zeros(asked.batch, dtype=torch.long, device=self.device)
 
     def __call__(self) -> float:
-        """The seconds that it took."""
+        """Take one step; return its seconds."""
         self._wait()
         began = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
@@ -154,7 +154,7 @@ class Step:
 
 
 def memory(row: str, asked: argparse.Namespace) -> float:
-    """Megabytes at the highest of two steps, in this process, everything included."""
+    """Measure this process's peak in megabytes over two steps, everything included."""
     step = Step(row, asked)
     gc.collect()
     if asked.device == "cpu":
@@ -171,7 +171,7 @@ def memory(row: str, asked: argparse.Namespace) -> float:
 
 
 def measure(asked: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Seconds, ratio to PEFT and megabytes of every row."""
+    """Measure seconds, ratio to PEFT and megabytes of every row."""
     steps = {row: Step(row, asked) for row in asked.rows}
     for step in steps.values():
         step()
@@ -198,7 +198,7 @@ def _memory_of(row: str) -> float:
 
 
 def missed(found: dict[str, dict[str, float]]) -> list[str]:
-    """The bars that were not reached, in words."""
+    """List the bars that were missed, in words."""
     words = [
         f"{row}: {found[row]['ratio']:.3f} x PEFT's, bar {bar:.2f}"
         for row, bar in BARS.items()

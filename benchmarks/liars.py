@@ -56,7 +56,7 @@ class Reply:
     round: int
 
     def changed(self, change: Callable[[str, Tensor, Tensor], Tensor]) -> Tensors:
-        """The upload with another change in every tensor of numbers."""
+        """Return the upload with another change in every tensor of numbers."""
         return {
             name: self.start[name] + change(name, tensor, tensor - self.start[name])
             if name in self.start
@@ -66,7 +66,7 @@ class Reply:
 
 
 def _random(reply: Reply) -> Tensors:
-    """Noise as large as the honest change."""
+    """Draw noise as large as the honest change."""
 
     def noise(name: str, _: Tensor, change: Tensor) -> Tensor:
         drawn = torch.randn(change.shape, generator=generator(reply.round, name))
@@ -125,7 +125,7 @@ class LyingGrid(InProcessGrid):
 
 
 def _start_of(upload: Tensors, sent: Tensors) -> Tensors:
-    """What was sent, in the upload's shapes: RAVAN's heads are those that its bits mark."""
+    """Return the broadcast in the upload's shapes: of RAVAN, the heads that its bits mark."""
     start = {}
     for name, tensor in upload.items():
         if tensor.is_floating_point():
@@ -142,7 +142,7 @@ Cell = dict[str, Any]
 
 
 def cells(methods: list[str]) -> Iterator[Cell]:
-    """Every run of the table, the honest ones first."""
+    """List every run of the table, the honest ones first."""
     ways = [("none", "auto"), ("median", "auto"), ("trimmed-mean", "auto"), ("none", "off")]
     lies = [("none", 0), *((lie, liars) for liars in (2, 1) for lie in LIES)]
     for (lie, liars), method in itertools.product(lies, methods):
@@ -160,7 +160,7 @@ def cells(methods: list[str]) -> Iterator[Cell]:
 
 
 def accuracy_of(cell: Cell, seed: int) -> Cell:
-    """One run; an accuracy of None where it did not reach its end."""
+    """Make one run; its accuracy is None where it did not reach its end."""
     LyingGrid.liars, LyingGrid.budgets = cell["liars"], cell["budgets"]
     LyingGrid.lie, LyingGrid.claims_whole = cell["lie"], cell["whole"]
     settings = SETTINGS | {"method": cell["method"], "robust": cell["robust"], "seed": seed}
@@ -176,12 +176,12 @@ def accuracy_of(cell: Cell, seed: int) -> Cell:
 
 
 def read(path: Path) -> list[Cell]:
-    """The cells that were run."""
+    """Read the cells that were run."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def table(done: list[Cell]) -> str:
-    """A row a lie and number of liars, a column a defence."""
+    """Write a row for each lie and number of liars, a column for each defence."""
     lines = []
     for method, budgets in sorted({(c["method"], c["budgets"]) for c in done}):
         mine = [c for c in done if (c["method"], c["budgets"]) == (method, budgets)]
@@ -199,7 +199,7 @@ def table(done: list[Cell]) -> str:
 
 
 def _place(row: tuple[str, int]) -> tuple[int, int]:
-    """The honest runs first, then lie by lie."""
+    """Order the rows: the honest runs first, then lie by lie."""
     lie, liars = row
     return ([*LIES].index(lie) if lie in LIES else -1), liars
 

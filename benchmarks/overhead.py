@@ -49,7 +49,7 @@ RUNS: dict[str, tuple[float, int, dict[str, Scalar]]] = {
 
 
 def timed(inner: Callable[..., Any], seconds: Round, what: str) -> Callable[..., Any]:
-    """The same function, which counts its seconds."""
+    """Wrap a function so that its seconds are counted."""
 
     def outer(*given: Any, **named: Any) -> Any:
         began = time.perf_counter()
@@ -62,7 +62,7 @@ def timed(inner: Callable[..., Any], seconds: Round, what: str) -> Callable[...,
 
 
 def rounds_of(settings: dict[str, Scalar], clients: int, folder: Path) -> list[Round]:
-    """A run's rounds but the first, each from the end of the one before it to its own."""
+    """Time a run's rounds but the first, each from the end of the one before to its own."""
     seconds: Round = {}
     ends: list[tuple[float, Round]] = []
 
@@ -96,7 +96,7 @@ def rounds_of(settings: dict[str, Scalar], clients: int, folder: Path) -> list[R
 
 
 def write_vit_b16(folder: Path) -> dict[str, Scalar]:
-    """ViT-B/16 with random weights and a few pictures, in folders as the hub has them."""
+    """Write ViT-B/16 with random weights and a few pictures, in folders as the hub has them."""
     transformers.ViTModel(transformers.ViTConfig()).save_pretrained(folder / "model")
     transformers.ViTImageProcessor().save_pretrained(folder / "model")
     save_data("svhn-vit-b16", folder / "data", train=30, test=8)

@@ -33,7 +33,7 @@ TASK = Vision(DataSpec("none"), 0, lambda: None)
 
 
 def build(rank: int, device: str) -> tuple[ViTForImageClassification, Ravan, list[MultiHeadLinear]]:
-    """ViT-B/16 with random weights and RAVAN's adapters; shapes alone on the meta device."""
+    """Build ViT-B/16, random, with RAVAN's adapters; shapes alone on the meta device."""
     torch.manual_seed(0)
     with torch.device(device):
         network = ViTForImageClassification(ViTConfig())
@@ -58,7 +58,7 @@ def build(rank: int, device: str) -> tuple[ViTForImageClassification, Ravan, lis
 
 
 def measure(heads: int, batch_size: int) -> float:
-    """Megabytes that two steps take beyond the model; 0 heads: one gradient scoring."""
+    """Measure the megabytes of two steps beyond the model; 0 heads: one gradient scoring."""
     network, method, adapters = build(110, "cpu")
     task = TASK
     shapes = task.shapes(network.config, batch_size)
@@ -86,7 +86,7 @@ def measure(heads: int, batch_size: int) -> float:
 
 
 def count(heads: int, batch_size: int) -> float:
-    """Megabytes by the plan's count: kept for backward, and what is trained."""
+    """Count megabytes as the plan does: kept for backward, and what is trained."""
     network, method, adapters = build(110, "meta")
     method.choose(adapters, heads / HEADS, generator(0), lambda: None)
     trained = sum(4 * p.numel() for p in method.parameters(adapters))
@@ -99,7 +99,7 @@ def _status(field: str) -> int:
 
 
 def bases_seconds(rank: int) -> float:
-    """Seconds to make Gram-Schmidt bases for all 24 matrices."""
+    """Time the making of Gram-Schmidt bases for all 24 matrices."""
     started = time.perf_counter()
     for number in range(24):
         layer = Layer(str(number), 768, 768)

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def write_inputs(folder: Path) -> None:
-    """Backbone and digits as folders, which the peer reads as it would read the hub's."""
+    """Write backbone and digits as folders, which the peer reads as it would read the hub's."""
     settings, weights = read_backbone(bundled_file(read_config({}).model.name))
     network = transformers.ViTForImageClassification(transformers.ViTConfig(**settings))
     network.load_state_dict(weights, strict=False)
@@ -74,7 +74,7 @@ Times = dict[str, list[list[float]]]  # row -> run -> seconds of each round
 
 
 def on_deployment(folder: Path, runs: int, rounds: int, steps: int) -> Times:
-    """Two SuperNodes; those of the warm row are started anew with warm workers."""
+    """Run on two SuperNodes; those of the warm row are started anew with warm workers."""
     settings = f"num-rounds={rounds} clients-per-round=2 local-steps={steps}"
     times: Times = {PEER: [], "ours": [], "ours, warm": []}
     home = Path(tempfile.mkdtemp(dir=folder))
@@ -107,7 +107,7 @@ def on_deployment(folder: Path, runs: int, rounds: int, steps: int) -> Times:
 
 
 def on_ray(folder: Path, runs: int, rounds: int, steps: int) -> Times:
-    """Twenty clients, three of them a round."""
+    """Run with twenty clients in Ray, three of them a round."""
     settings = f"num-rounds={rounds} clients-per-round=3 local-steps={steps}"
     times: Times = {PEER: [], "ours": []}
     for _ in range(runs):
@@ -127,7 +127,7 @@ def on_ray(folder: Path, runs: int, rounds: int, steps: int) -> Times:
 
 
 def plain_settings(folder: Path, file: Path, settings: str) -> str:
-    """The run config of the peer."""
+    """Write the run config of the peer."""
     paths = f"model='{folder}/model' data='{folder}/data' times='{file}'"
     return f"{paths} {settings}"
 
@@ -148,7 +148,7 @@ def simulated(app: Path, settings: str) -> None:
 
 
 def show(times: Times, runtime: str, steps: int) -> None:
-    """A row each, and its ratio to the first."""
+    """Print a row each, and its ratio to the first."""
     base = median(times[PEER])
     print(f"\n{runtime}, {steps} local steps of 32 | seconds a round | runs | times as quick")
     for row, runs in times.items():
@@ -157,7 +157,7 @@ def show(times: Times, runtime: str, steps: int) -> None:
 
 
 def median(runs: list[list[float]]) -> float:
-    """Over the runs, of the rounds but the first."""
+    """Take the median over the runs of the median of their rounds but the first."""
     return statistics.median(statistics.median(run[1:]) for run in runs)
 
 

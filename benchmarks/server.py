@@ -47,7 +47,7 @@ BAR, ROSTER_BAR = 0.5, 0.010
 
 
 def methods() -> tuple[dict[str, Method], dict[str, Method]]:
-    """Methods over ViT-B/16's adapted matrices, with equal numbers of parameters.
+    """Make methods over ViT-B/16's adapted matrices, with equal numbers of parameters.
 
     Those whose next state is a mean, and those that work on the products of factors.
     """
@@ -78,7 +78,7 @@ def methods() -> tuple[dict[str, Method], dict[str, Method]]:
 
 
 def upload(method: Method, seed: int) -> dict[str, Tensor]:
-    """What a client with the whole budget might send."""
+    """Make up what a client with the whole budget might send."""
     random = torch.Generator().manual_seed(seed)
     tensors = {
         name: torch.randn(shape, generator=random)
@@ -90,7 +90,7 @@ def upload(method: Method, seed: int) -> dict[str, Tensor]:
 
 
 def messages(records: list[ArrayRecord], number: int) -> Iterator[Message]:
-    """So many replies."""
+    """Make up replies."""
     for n in range(number):
         metrics = MetricRecord({"num-examples": 10, "train-loss": 1.0})
         content = RecordDict({"arrays": records[n % len(records)], "metrics": metrics})
@@ -98,7 +98,7 @@ def messages(records: list[ArrayRecord], number: int) -> Iterator[Message]:
 
 
 def of_flower(records: list[ArrayRecord], number: int) -> float:
-    """Seconds."""
+    """Time Flower's FedAvg on these replies."""
     replies = list(messages(records, number))
     began = time.perf_counter()
     FedAvg().aggregate_train(1, replies)
@@ -106,7 +106,7 @@ def of_flower(records: list[ArrayRecord], number: int) -> float:
 
 
 def of_ours(method: Method, records: list[ArrayRecord], number: int) -> float:
-    """Seconds."""
+    """Time our aggregation of these replies."""
     state = {name: torch.zeros_like(t) for name, t in view_record(records[0]).items()}
     if isinstance(method, Ravan):
         state = {"H": state["H"].view(LAYERS, HEADS, *state["H"].shape[1:])}
@@ -120,7 +120,7 @@ def of_ours(method: Method, records: list[ArrayRecord], number: int) -> float:
 
 
 def of_factors(method: Method, uploads: list[dict[str, Tensor]]) -> float:
-    """Seconds for the server's step of a method of LoRAs."""
+    """Time the server's step of a method of LoRAs."""
     state = method.initial_state([])
     began = time.perf_counter()
     sums = method.open_round(state)
@@ -131,7 +131,7 @@ def of_factors(method: Method, uploads: list[dict[str, Tensor]]) -> float:
 
 
 def of_matrices(method: Method, uploads: list[dict[str, Tensor]]) -> float:
-    """The same, written down with the matrices: their mean, their norms, their SVD."""
+    """Do the same with whole matrices: their mean, their norms, their SVD."""
     assert isinstance(method, LoraMethod)
     began = time.perf_counter()
     factors = [method.split(one) for one in uploads]
@@ -154,7 +154,7 @@ def of_matrices(method: Method, uploads: list[dict[str, Tensor]]) -> float:
 def compared(
     ours: Callable[[], float], peer: Callable[[], float], repetitions: int
 ) -> tuple[float, float, float]:
-    """The medians of both, which take turns, and of their ratios."""
+    """Take the medians of both, which take turns, and of their ratios."""
     times = [(ours(), peer()) for _ in range(repetitions)]
     ratio = statistics.median(mine / theirs for mine, theirs in times)
     mine, theirs = (statistics.median(column) for column in zip(*times, strict=True))
@@ -162,13 +162,13 @@ def compared(
 
 
 def resident() -> float:
-    """Megabytes of this process."""
+    """Read this process's memory in megabytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / 1e6
 
 
 def sampling(clients: int = 10_000) -> float:
-    """Seconds to sample a round's clients of a large roster."""
+    """Time the sampling of a round's clients from a large roster."""
     members = [
         Member(
             node_id=n,

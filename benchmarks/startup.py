@@ -67,14 +67,14 @@ simulation.simulate({"report": False, "tracking": "none", "output-dir": sys.argv
 
 
 def seconds_of(command: list[str]) -> float:
-    """Of a whole process."""
+    """Time a whole process."""
     began = time.perf_counter()
     subprocess.run([sys.executable, *command], check=True, capture_output=True)
     return time.perf_counter() - began
 
 
 def simulated(folder: str) -> dict[str, float]:
-    """Phases of a run in process."""
+    """Time the phases of a run in process."""
     done = subprocess.run(
         [sys.executable, "-c", SIMULATED, folder],
         env=os.environ | {"BEGAN": str(time.time())},
@@ -87,7 +87,7 @@ def simulated(folder: str) -> dict[str, float]:
 
 
 def in_flower(folder: str) -> float:
-    """Seconds until a first round is recorded."""
+    """Time a run until its first round is recorded."""
     began = time.perf_counter()
     settings = [
         "local-steps=1",

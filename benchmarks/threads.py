@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 @contextmanager
 def busy_processes(number: int) -> Iterator[None]:
-    """Keep so many processes busy in here."""
+    """Keep a number of processes busy within the block."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
     try:
         yield
@@ -70,7 +70,7 @@ def busy_processes(number: int) -> Iterator[None]:
 
 
 def seconds_of_rounds(environment: dict[str, str], rounds: int) -> list[float]:
-    """The seconds that each round of the default preset trained."""
+    """Time the training of each round of the default preset."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MKL_"))}
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"num-rounds={rounds}", f"eval-every={rounds}", f"output-dir={folder}"]

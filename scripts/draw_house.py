@@ -25,7 +25,7 @@ WIDTH = 100
 
 
 def rooms() -> dict[str, list[Path]]:
-    """Each room and its files."""
+    """List each room and its files."""
     found: dict[str, list[Path]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         room = path.relative_to(PACKAGE).with_suffix("").parts[0]
@@ -35,7 +35,7 @@ def rooms() -> dict[str, list[Path]]:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The modules that a file imports, wherever in it."""
+    """List the modules that a file imports, wherever in it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -44,7 +44,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def arrows() -> dict[str, set[str]]:
-    """The rooms that each room imports from."""
+    """Find the rooms that each room imports from."""
     found: dict[str, set[str]] = {room: set() for room in rooms()}
     for room, paths in rooms().items():
         for name in (name for path in paths for name in imported(path)):
@@ -56,7 +56,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def floors() -> list[list[str]]:
-    """The rooms floor by floor, the ground first; ValueError if imports go round in a circle."""
+    """Sort the rooms into floors, the ground first; ValueError if imports go round in a circle."""
     below = arrows()
 
     @cache
@@ -73,7 +73,7 @@ def floors() -> list[list[str]]:
 
 
 def picture() -> str:
-    """The floors as text, the topmost first."""
+    """Draw the floors as text, the topmost first."""
     folders = {room for room, paths in rooms().items() if paths[0].parent != PACKAGE}
     lines = []
     for number, names in reversed(list(enumerate(floors(), 1))):
@@ -85,7 +85,7 @@ def picture() -> str:
 
 
 def page_with(drawn: str) -> str:
-    """The page with this picture in it."""
+    """Put the picture into the page."""
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)
     return before + BEGIN + drawn + END + rest.split(END)[1]

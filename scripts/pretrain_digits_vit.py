@@ -50,7 +50,7 @@ NOT_KEPT = {"id2label", "label2id", "transformers_version"}  # of the model's co
 
 
 def find_fonts() -> list[Path]:
-    """Every font of the folders, in the order of the file names."""
+    """List every font of the folders, in the order of the file names."""
     files = [f for folder in FONT_FOLDERS for f in Path(folder).rglob("*.[ot]tf")]
     files = [f for f in files if not any(s in f.name for s in SKIPPED_FONTS)]
     if len(files) < 90:
@@ -133,7 +133,7 @@ def distort(glyphs: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def extent(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The box of what is true, (n, x y) low and high in [-1, 1]; all of it if nothing is."""
+    """Find the box of what is true, (n, x y) low and high in [-1, 1]; all of it if nothing is."""
     side = mask.shape[-1]
     bounds = []
     for dim in (1, 2):  # any over rows leaves the columns, and the other way round
@@ -149,7 +149,7 @@ def extent(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def build_model() -> ViTForImageClassification:
-    """The architecture of the preset; the classifier over letters is not kept."""
+    """Build the preset's architecture; the classifier over letters is not kept."""
     config = ViTConfig(
         image_size=IMAGE,
         patch_size=2,
@@ -171,7 +171,7 @@ def normalise(images: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def accuracy(model: nn.Module, glyphs: Tensor, labels: Tensor, generator: torch.Generator) -> float:
-    """Of one distorted copy of every glyph."""
+    """Measure the accuracy on one distorted copy of every glyph."""
     model.eval()
     right = 0
     for g, y in zip(glyphs.split(1024), labels.split(1024), strict=True):

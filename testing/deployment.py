@@ -83,7 +83,7 @@ class Deployment(AbstractContextManager["Deployment"]):
             _send(pid, signal.SIGKILL)
 
     def _ours_left(self) -> list[int]:
-        """Warm workers, which end with what they work for; Flower's processes are ended here.
+        """List our warm workers, which end with what they work for; end Flower's processes here.
 
         One of Flower's that was asking a node that is gone sleeps between attempts, longer and
         longer, and only then notices that it should end: no promise is made about those.
@@ -145,13 +145,13 @@ class Deployment(AbstractContextManager["Deployment"]):
             self.start_serverapps()
 
     def start_serverapps(self) -> None:
-        """What starts the ServerApps, beside the SuperLink and not below it."""
+        """Start what starts the ServerApps, beside the SuperLink and not below it."""
         command = ["flower-superexec", "--runtime-api-address", self.inside]
         command += ["--root-certificates", str(self.keys / "authority" / "ca.crt")]
         self._beside.append(self.start("serverapps", *command))
 
     def _start_fence(self) -> None:
-        """The nginx that devices reach, with the file of deploy/ and the addresses of here."""
+        """Start the nginx that devices reach: deploy/fence.conf with this machine's addresses."""
         text, home = (ROOT / "deploy" / "fence.conf").read_text(), self._home("fence")
         for old, new in (
             ("listen 8000 ", f"listen 127.0.0.1:{self._gate} "),
@@ -178,7 +178,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         wait_for(listens, "the fence to listen")
 
     def health(self) -> int:
-        """The status that the containers' health check ends with for the SuperLink."""
+        """Run the containers' health check of the SuperLink; return its exit status."""
         check = [sys.executable, str(ROOT / "deploy" / "health.py")]
         asked = {
             "HEALTH_URL": f"https://{self.address}/health",
@@ -200,7 +200,7 @@ class Deployment(AbstractContextManager["Deployment"]):
     # SuperNodes.
 
     def register(self, number: int) -> int:
-        """Let the SuperLink know a node's key; its node id."""
+        """Let the SuperLink know a node's key; return its node id."""
         key = str(self.keys / f"node-{number}" / "node.pub")
         told = json.loads(self.flwr("supernode", "register", key, NAME, "--format", "json"))
         if "node-id" not in told:  # `flwr` ends with 0 all the same
@@ -212,7 +212,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         self.flwr("supernode", "unregister", str(node_id), NAME)
 
     def listed_nodes(self) -> dict[int, str]:
-        """The status of each node that the SuperLink knows, by node id."""
+        """List the status of each node that the SuperLink knows, by node id."""
         told = json.loads(self.flwr("supernode", "list", NAME, "--format", "json"))
         return {int(node["node-id"]): node["status"] for node in told["nodes"]}
 
@@ -229,7 +229,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         )  # fmt: skip
 
     def wait_for_node(self, number: int) -> bool:
-        """Whether a node that was started connected; its log says why if not."""
+        """Wait for a node; return whether it connected; its log says why if not."""
         process = self._supernodes[number]
 
         def settled() -> bool:
@@ -239,7 +239,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         return process.poll() is None
 
     def is_running(self, number: int) -> bool:
-        """Whether a SuperNode's process is there."""
+        """Tell whether a SuperNode's process is there."""
         return self._supernodes[number].poll() is None
 
     def stop_node(self, number: int) -> None:
@@ -261,13 +261,13 @@ class Deployment(AbstractContextManager["Deployment"]):
         return self._runs[-1]
 
     def flwr(self, *arguments: str, machine: str = "operator") -> str:
-        """What a `flwr` command of the operator, or on another machine, prints."""
+        """Run a `flwr` command as the operator, or on another machine; return what it prints."""
         return _command(self._environment(machine), "flwr", *arguments)
 
     # Machines.
 
     def log(self, machine: str) -> str:
-        """What the processes of `superlink` or `node-0` said, since the last start."""
+        """Read what the processes of `superlink` or `node-0` said since the last start."""
         path = self._home(machine) / "log"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -341,29 +341,29 @@ class Run:
 
     @property
     def log(self) -> str:
-        """What `flwr run --stream` printed so far."""
+        """Read what `flwr run --stream` printed so far."""
         return (self._deployment.folder / "operator" / self._log_name).read_text(errors="replace")
 
     @property
     def directory(self) -> Path:
-        """The run directory."""
+        """Find the run directory."""
         (directory,) = self.folder.iterdir()
         return directory
 
     @property
     def rounds(self) -> list[dict[str, Any]]:
-        """The record so far, a dict for each round that is finished."""
+        """Read the record so far, a dict for each round that is finished."""
         paths = list(self.folder.glob("*/rounds.jsonl"))
         return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
     @property
     def status(self) -> str:
-        """As the SuperLink has it, such as `running` or `finished:completed`."""
+        """Ask the SuperLink, which says `running` or `finished:completed`, say."""
         told = self._deployment.flwr("ls", NAME, "--run-id", self.id, "--format", "json")
         return str(json.loads(told)["runs"][0]["status"])
 
     def wait(self) -> str:
-        """The status that the run ended with."""
+        """Wait for the end of the run; return its status."""
         try:
             self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The ClientApp."""
+"""Answer messages: the ClientApp."""
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp

@@ -1,4 +1,4 @@
-"""The ServerApp: Flower's FedAvg, and a note of the time after every round."""
+"""Run the rounds: Flower's FedAvg, and a note of the time after every round."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Rounds of FedAvg."""
+    """Run rounds of FedAvg."""
     settings = context.run_config
     clients = int(settings["clients-per-round"])
     while len(nodes := list(grid.get_node_ids())) < clients:

@@ -1,4 +1,4 @@
-"""Model and data, loaded anew in every message; the partitioner is kept, as in the examples."""
+"""Load model and data anew in every message; the partitioner is kept, as in the examples."""
 
 from collections.abc import Iterator
 from itertools import cycle
@@ -17,7 +17,7 @@ _federated: FederatedDataset | None = None
 
 
 def load_model(settings: Any) -> PeftModel:
-    """A vision transformer with a LoRA, and a classifier that is the same everywhere."""
+    """Load a vision transformer with a LoRA, and a classifier that is the same everywhere."""
     torch.manual_seed(0)
     base = AutoModelForImageClassification.from_pretrained(
         settings["model"], num_labels=10, ignore_mismatched_sizes=True
@@ -30,7 +30,7 @@ def load_model(settings: Any) -> PeftModel:
 
 
 def load_train(settings: Any, partition_id: int, num_partitions: int) -> DataLoader[Any]:
-    """A client's part of the training set."""
+    """Load a client's part of the training set."""
     global _federated  # noqa: PLW0603 (as Flower's examples do)
     if _federated is None:
         partitioner = DirichletPartitioner(
@@ -42,7 +42,7 @@ def load_train(settings: Any, partition_id: int, num_partitions: int) -> DataLoa
 
 
 def load_test(settings: Any) -> DataLoader[Any]:
-    """What the server evaluates on."""
+    """Load what the server evaluates on."""
     path = str(Path(settings["data"]) / "test.parquet")
     test = load_dataset("parquet", data_files=path, split="train").with_transform(_to_tensors)
     return DataLoader(test, batch_size=256)
@@ -54,7 +54,7 @@ def _to_tensors(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(model: PeftModel, loader: DataLoader[Any], steps: int, learning_rate: float) -> float:
-    """Local steps; their mean loss."""
+    """Take local steps; return their mean loss."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=learning_rate)
     model.train()
@@ -70,7 +70,7 @@ def train(model: PeftModel, loader: DataLoader[Any], steps: int, learning_rate: 
 
 
 def accuracy(model: PeftModel, loader: DataLoader[Any]) -> float:
-    """The share of right answers."""
+    """Measure the share of right answers."""
     model.eval()
     right = number = 0
     with torch.no_grad():
