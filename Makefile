@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
-WORKERS ?= 4
+WORKERS ?= 2
 
 .PHONY: help run simulate test quick e2e bench gpu lint types check release clean
 
@@ -12,7 +12,7 @@ help:
 	@echo "make run       a federated run in Flower's simulation runtime, 20 clients, digits"
 	@echo "make simulate  the same in one process"
 	@echo "make test      all tests; WORKERS=0 in one process"
-	@echo "make quick     the tests of single parts and of the laws, two minutes"
+	@echo "make quick     the tests of single parts and of the laws"
 	@echo "make e2e       only the tests of a deployment: SuperLink, fence (needs nginx), SuperNodes, signals"
 	@echo "make bench     speed and memory against peers, ten minutes; CHECK=--check fails on a missed bar"
 	@echo "make gpu       the tests that need a GPU, and what a client's round takes on it"
@@ -27,7 +27,7 @@ run: $(INSTALLED)
 simulate: $(INSTALLED)
 	@$(BIN)/ravan-flwr simulate $(ARGS)
 
-# More processes than cores, since many tests wait; a group of tests shares what it has started.
+# A group of tests shares what it has started; those that wait for processes come first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 test: $(INSTALLED)

@@ -378,10 +378,15 @@ class Run:
 def wait_for(condition: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
     """Return once the condition holds; TimeoutError if it never will, however busy the machine."""
     deadline = time.monotonic() + patience
-    while not condition():
-        if time.monotonic() > deadline:
+    while True:
+        asked = time.monotonic()
+        if condition():
+            return
+        now = time.monotonic()
+        if now > deadline:
             raise TimeoutError(f"waited {patience:g} s for {what}")
-        time.sleep(0.1)
+        # A condition that starts a command would keep a core busy by itself.
+        time.sleep(max(0.1, min(3.0, 2 * (now - asked))))
 
 
 def _command(environment: dict[str, str], *command: str) -> str:
