@@ -27,8 +27,8 @@ run: $(INSTALLED)
 simulate: $(INSTALLED)
 	@$(BIN)/ravan-flwr simulate $(ARGS)
 
-# A group of tests shares what it has started; those that wait for processes come first.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# By file, in this order: fixtures are a file's, and the longest come first.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)
 	$(PYTEST) tests/flower tests/processes tests/runs tests/laws tests/unit $(ARGS)

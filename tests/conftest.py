@@ -17,14 +17,12 @@ hypothesis.settings.register_profile("thorough", derandomize=True, deadline=None
 hypothesis.settings.load_profile("thorough" if os.environ.get("CI") else "quick")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test the group of its file, unless it names one: a group shares its fixtures."""
-    # PyTorch takes another kind of device only before the first backward pass of a process.
+    """Run the tests on the pretended accelerator first.
+
+    PyTorch takes another kind of device only before the first backward pass of a process.
+    """
     items.sort(key=lambda item: item.path.stem != "test_accelerator")
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,7 @@ import json
 import re
 import shutil
 
-import pytest
-
 from tests import ROOT
-
-pytestmark = pytest.mark.xdist_group("fork server")
-
 
 # Of pytest, about libraries that the fork server has and whose assertions it cannot explain.
 IMPORTED_BEFORE = ("-W", "ignore::pytest.PytestAssertRewriteWarning")

@@ -10,8 +10,6 @@ from ravan_flwr import simulate
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
 
-pytestmark = pytest.mark.xdist_group("fork server")
-
 SETTINGS: dict[str, Scalar] = {
     "num-rounds": 4, "local-steps": 2, "batch-size": 8, "clients-per-round": 2, "eval-every": 2,
     "report": False, "tracking": "none", "classifier": "trained",

@@ -18,8 +18,6 @@ from ravan_flwr.training.network import build_network
 from ravan_flwr.training.workbench import Workbench
 from testing.tiny import save_data, save_model
 
-pytestmark = pytest.mark.xdist_group("fork server")
-
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 

@@ -22,8 +22,6 @@ from ravan_flwr.training.workbench import Workbench
 from testing.deployment import wait_for
 from tests import ROOT
 
-pytestmark = pytest.mark.xdist_group("fork server")
-
 RUN_CONFIG = {"local-steps": 2, "batch-size": 8, "clients-per-round": 2, "init": "data-aware"}
 BUSY = RUN_CONFIG | {"local-steps": 100_000}
 
