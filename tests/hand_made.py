@@ -1,5 +1,6 @@
 """Hand-made nodes for tests of the server: honest, changed or silent, without a model or data."""
 
+import time
 import uuid
 from typing import Any
 
@@ -119,6 +120,18 @@ def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, **settings):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
+    """Make waiting cost nothing: time passes where the server sleeps, and nowhere else.
+
+    So a silent node is silent for as long as it is waited for, and an honest one answers in no
+    time, however busy the machine is.
+    """
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
     for name in ("NODES_TIMEOUT", "ROSTER_TIMEOUT", "QUERY_TIMEOUT"):
         monkeypatch.setattr(recruiting, name, 0.2)
 
