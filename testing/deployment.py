@@ -39,7 +39,7 @@ from testing import ROOT
 
 NAME = "edge"  # of the SuperLink in config.toml
 PATIENCE = 1800.0  # seconds; whatever takes longer will never happen
-ENDING = 60.0  # for processes to end by themselves, before they are killed
+ENDING = 120.0  # for processes to end by themselves, before they are killed
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
 
@@ -375,7 +375,9 @@ class Run:
         _end(self._process)
 
 
-def wait_for(condition: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
+def wait_for(
+    condition: Callable[[], bool], what: str, patience: float = PATIENCE, pause: float = 0.1
+) -> None:
     """Return once the condition holds; TimeoutError if it never will, however busy the machine."""
     deadline = time.monotonic() + patience
     while True:
@@ -386,7 +388,7 @@ def wait_for(condition: Callable[[], bool], what: str, patience: float = PATIENC
         if now > deadline:
             raise TimeoutError(f"waited {patience:g} s for {what}")
         # A condition that starts a command would keep a core busy by itself.
-        time.sleep(max(0.1, min(3.0, 2 * (now - asked))))
+        time.sleep(max(pause, min(3.0, 2 * (now - asked))))
 
 
 def _command(environment: dict[str, str], *command: str) -> str:
@@ -403,7 +405,7 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
         return
     process.terminate()
     try:
-        process.wait(timeout=30)
+        process.wait(ENDING)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

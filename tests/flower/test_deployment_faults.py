@@ -1,24 +1,27 @@
 """What happens to real fleets, on Flower's deployment runtime with TLS and authentication.
 
-Node 1 is faulty in every round in another way, and the run goes on with node 0. The SuperLink is
-killed and the run is gone on with. Two runs share the nodes. Both nodes have warm workers.
+Node 1 is faulty in every round of a run in another way, then hostile: it uploads what is no reply.
+The run goes on with node 0, to its end. Beside it another run waits for a node that is silent.
+Then the nodes are as they should be: two runs share them, and the SuperLink is killed and the run
+is gone on with. Both nodes have warm workers.
 """
 
 import json
 import os
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import pytest
 
+from ravan_flwr import simulate
+from ravan_flwr.specs import Scalar
 from testing.deployment import Deployment, wait_for
 from tests import ROOT
+from tests.flower import faulty_client
 
-pytestmark = [
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
-    pytest.mark.timeout(900),
-]
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="finds processes in /proc"
+)
 
 SHORT = "local-steps=5 clients-per-round=2 report=false tracking='none'"
 
@@ -35,80 +38,32 @@ FAULTS = {
     9: ("norm", "max-update-norm"),
     10: ("bytes", "array 'H' has 10815 bytes, expected 10816"),
     11: ("nothing", "missing 'metrics'"),
-    12: ("silent", "no reply within 25 s"),
 }
-
-# Python runs a `sitecustomize` on its path at every start; this one changes what the client says.
-FAULTY = """
-import sys
-if any("flwr-clientapp" in word for word in sys.orig_argv):
-    import time
-    import numpy as np
-    from flwr.app import Array, ArrayRecord, RecordDict
-    from flwr.clientapp import ClientApp
-
-    FAULTS = {faults!r}
-    answer = ClientApp.__call__
-
-    def changed(h, index, fault):
-        if fault == "nan":
-            h[0, 0, 0] = np.nan
-        elif fault == "infinity":
-            h[-1] = np.inf
-        elif fault == "shape":
-            h = h[:, :, :-1]
-        elif fault == "dtype":
-            h = h.astype("float64")
-        elif fault == "index":
-            index[0] &= 0b11111110 if index[0] & 1 else 0b11111101 if index[0] & 2 else 0b11111011
-        elif fault == "heads":
-            h, index[:] = np.concatenate([h, h]), 255
-        elif fault == "norm":
-            h = h * 1e6
-        return h, index
-
-    def faulty(self, message, context):
-        reply = answer(self, message, context)
-        if message.metadata.message_type != "train":
-            return reply
-        fault = FAULTS.get(message.content.config_records["config"]["round"])
-        arrays, metrics = reply.content["arrays"], reply.content["metrics"]
-        if fault == "raises":
-            raise ZeroDivisionError("on fire")
-        if fault == "silent":
-            time.sleep(28)
-        if fault == "round":
-            metrics["round"] = 99
-        if fault == "nothing":
-            reply.content = RecordDict()
-            return reply
-        sent = {{name: array for name, array in arrays.items()}}
-        h = np.frombuffer(sent["H"].data, "float32").reshape(sent["H"].shape).copy()
-        index = np.frombuffer(sent["heads"].data, "uint8").copy()
-        h, index = changed(h, index, fault)
-        h = np.ascontiguousarray(h)
-        data = h.tobytes()[: -1 if fault == "bytes" else None]
-        stype = sent["H"].stype
-        reply.content["arrays"] = ArrayRecord(sent | {{
-            "H": Array(str(h.dtype), h.shape, stype, data),
-            "heads": Array("uint8", index.shape, stype, index.tobytes()),
-        }})
-        return reply
-
-    ClientApp.__call__ = faulty
-"""
+# The same as patterns: what it uploads in place of a reply's objects, and what it says in them.
+ATTACKS = {
+    12: ("question", "its reply cannot be read: ValueError: it answers message 'of my own making'"),
+    13: ("array-dtype", "its reply cannot be read: TypeError: Invalid arguments for Array"),
+    14: ("sides", "has a shape of 10000 sides, expected 8 at most"),
+    15: ("chunks", "its reply cannot be read: ValueError: its tensors are .* bytes from few"),
+    16: ("root", "its reply cannot be read: AttributeError: 'RecordDict' object"),
+    17: ("short", "its reply cannot be read: IndexError"),
+    18: ("escape", r"x1b\[2K.*round 9/9"),
+    19: ("loss", r"train-loss is 1.7e\+308, expected"),
+}
+LAST = len(FAULTS) + len(ATTACKS) + 1
+SILENCE = 120  # seconds, in which an honest reply arrives even where the machine is busy
+PLAN = {
+    0: {number: kind for number, (kind, _) in (FAULTS | ATTACKS).items()},
+    1: {1: "silent", 2: "after silence"},
+}
 
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     with Deployment(folder, nodes=2) as running:
-        (running.folder / "faulty").mkdir()
-        kinds = {number: kind for number, (kind, _) in FAULTS.items()}
-        (running.folder / "faulty" / "sitecustomize.py").write_text(FAULTY.format(faults=kinds))
         for number in range(2):
             running.register(number)
-        start_nodes(running, faulty=True)
         yield running
     assert running.left_running == []
 
@@ -124,29 +79,77 @@ def start_nodes(deployment, *, faulty):
     assert [deployment.wait_for_node(number) for number in range(2)] == [True, True]
 
 
-def test_a_reply_that_is_no_good_costs_its_round_and_nothing_else(deployment):
-    settings = f"num-rounds={len(FAULTS) + 1} round-timeout=25.0 max-update-norm=100.0 {SHORT}"
-    run = deployment.run(settings)
-    assert run.wait() == "finished:completed"
-    records = {record["round"]: record for record in run.rounds}
-    assert len(records) == len(FAULTS) + 1
-    for number, (_, reason) in FAULTS.items():
-        assert [c["partition-id"] for c in records[number]["clients"]] == [0], number
-        (rejected,) = records[number]["rejected"]
-        assert rejected["client"] == "partition 1"
-        assert reason in rejected["reason"], number
-    last = records[len(FAULTS) + 1]
-    assert [c["partition-id"] for c in last["clients"]] == [0, 1]
-    (late,) = last["rejected"]
-    assert late["reason"].startswith("late: a reply to round 12, which closed after 25 s")
-    assert last["metrics"]["accuracy"] > 0.5
-
-
-def test_two_runs_at_once_do_not_meet(deployment):
+@pytest.fixture(scope="module")
+def faulty_runs(deployment):
+    """The run of all faults and attacks, and beside it the run with a silent node."""
+    folder = deployment.folder / "faulty"
+    faulty_client.write(folder, PLAN)
+    start_nodes(deployment, faulty=True)
+    # The grace alone would close the round of a quick machine earlier, after a minute.
+    silent = deployment.run(
+        f"seed=1 num-rounds=2 round-timeout={SILENCE}.0 straggler-grace=3600.0 {SHORT}"
+    )
+    run = deployment.run(f"num-rounds={LAST} max-update-norm=100.0 {SHORT}")
+    wait_for(lambda: len(silent.rounds) >= 1, "the silent node's round to be closed")
+    (folder / "closed").touch()
+    assert [one.wait() for one in (run, silent)] == ["finished:completed"] * 2
     stop_nodes(deployment)
+    return run, silent
+
+
+def records_of(run):
+    return {record["round"]: record for record in run.rounds}
+
+
+def rejected_in(record):
+    """Why node 1's reply to the round is not used, where node 0's is."""
+    assert [c["partition-id"] for c in record["clients"]] == [0], record["round"]
+    (rejected,) = record["rejected"]
+    assert rejected["client"] == "partition 1"
+    return rejected["reason"]
+
+
+def test_a_reply_that_is_no_good_costs_its_round_and_nothing_else(faulty_runs):
+    run, _ = faulty_runs
+    records = records_of(run)
+    assert len(records) == LAST
+    for number, (_, reason) in FAULTS.items():
+        assert reason in rejected_in(records[number]), number
+    assert [c["partition-id"] for c in records[LAST]["clients"]] == [0, 1]
+    assert records[LAST]["rejected"] == []
+    assert records[LAST]["metrics"]["accuracy"] > 0.5
+
+
+def test_hostile_objects_cost_their_round_and_nothing_else(faulty_runs):
+    run, _ = faulty_runs
+    records = records_of(run)
+    for number, (_, reason) in ATTACKS.items():
+        told = rejected_in(records[number])
+        assert re.search(reason, told), (number, told)
+        assert len(told) <= 500
+    assert "\x1b[2K" not in run.log
+    assert not re.search(r"^.?round 9/9  loss 0.0000", run.log, re.MULTILINE)
+
+
+def test_silence_costs_its_round_and_a_late_reply_is_told(faulty_runs):
+    _, run = faulty_runs
+    first, second = run.rounds
+    assert rejected_in(first).startswith(f"no reply within {SILENCE} s")
+    assert [c["partition-id"] for c in second["clients"]] == [0, 1]
+    (late,) = second["rejected"]
+    assert late["reason"].startswith(f"late: a reply to round 1, which closed after {SILENCE} s")
+
+
+@pytest.fixture(scope="module")
+def honest(deployment, faulty_runs):
+    """The same nodes, which now do as they should."""
     start_nodes(deployment, faulty=False)
+    return deployment
+
+
+def test_two_runs_at_once_do_not_meet(honest):
     runs = [
-        deployment.run(f"method='{m}' budgets='full' num-rounds=2 {SHORT}")
+        honest.run(f"method='{m}' budgets='full' num-rounds=2 {SHORT}")
         for m in ("ravan", "flexlora")
     ]
     for run, method in zip(runs, ("ravan", "flexlora"), strict=True):
@@ -157,7 +160,8 @@ def test_two_runs_at_once_do_not_meet(deployment):
             assert [c["partition-id"] for c in record["clients"]] == [0, 1]
 
 
-def test_a_run_goes_on_after_the_superlink_was_killed(deployment):
+def test_a_run_goes_on_after_the_superlink_was_killed(honest):
+    deployment = honest
     settings = f"num-rounds=4 {SHORT}"
     run = deployment.run(settings)
     wait_for(lambda: len(run.rounds) >= 2, "two rounds")
@@ -172,13 +176,12 @@ def test_a_run_goes_on_after_the_superlink_was_killed(deployment):
     assert all(record["rejected"] == [] for record in run.rounds)
 
     # The same bits as in one process that nothing happened to.
-    folder = deployment.folder / "one-process"
-    subprocess.run(
-        [sys.executable, "-m", "ravan_flwr", "simulate", "num-clients=2", f"output-dir={folder}",
-         *settings.replace("'", "").split()],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, check=True, capture_output=True,
-    )  # fmt: skip
-    (expected,) = folder.glob("*/adapter/adapter_model.safetensors")
+    given: dict[str, Scalar] = {
+        "num-rounds": 4, "local-steps": 5, "clients-per-round": 2, "report": False,
+        "tracking": "none",
+    }  # fmt: skip
+    whole = simulate(given | {"output-dir": str(deployment.folder / "one-process")}, 2).run_dir
+    expected = whole / "adapter" / "adapter_model.safetensors"
     got = run.directory / "adapter" / "adapter_model.safetensors"
     assert got.read_bytes() == expected.read_bytes()
 

@@ -19,13 +19,12 @@ import pytest
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
 from ravan_flwr.launch.superlink import processes_of
-from testing.deployment import NAME, NGINX, Deployment, wait_for
+from testing.deployment import NAME, NGINX, PATIENCE, Deployment, wait_for
 from tests import ROOT
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
     pytest.mark.skipif(NGINX is None, reason="nginx is not installed"),
-    pytest.mark.timeout(600),
 ]
 
 SHORT = "local-steps=3 clients-per-round=2 report=false tracking='none'"
@@ -42,7 +41,7 @@ def deployment(tmp_path_factory):
     with Deployment(tmp_path_factory.mktemp("fence"), nodes=3, fenced=True) as running:
         for number in range(2):
             running.register(number)
-            running.start_node(number, f"partition-id={number} num-partitions=2")
+            running.start_node(number, f"partition-id={number} num-partitions=2 warm-worker=true")
         running.write_config("device", running.address)  # a device that wants to be the operator
         yield running
     assert running.left_running == []
@@ -85,6 +84,12 @@ def test_without_the_fence_ca_crt_is_enough_to_be_the_operator(deployment, tmp_p
     deployment.unregister(int(node))
 
 
+@pytest.fixture(scope="module")
+def nodes(deployment):
+    """All nodes, before a device tries to be the operator."""
+    return deployment.listed_nodes()
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -97,19 +102,18 @@ def test_without_the_fence_ca_crt_is_enough_to_be_the_operator(deployment, tmp_p
     ],
     ids=lambda words: " ".join(words[:2]),
 )
-def test_flwr_does_nothing_through_the_fence(deployment, words):
+def test_flwr_does_nothing_through_the_fence(deployment, nodes, words):
     before = len(asked(deployment))
-    nodes = deployment.listed_nodes()
     key = str(deployment.keys / "node-2" / "node.pub")
     ended = subprocess.run(
         ["flwr", *(word.format(key=key) for word in words)],
-        env=deployment._environment("device"), capture_output=True, text=True, timeout=120,
+        env=deployment._environment("device"), capture_output=True, text=True,
     )  # fmt: skip
     assert "404" in ended.stdout + ended.stderr
     assert deployment.listed_nodes() == nodes
     since = asked(deployment)[before:]
     assert {path for _, path in since if "control" in path} == {"/v1/control/list-nodes"}
-    assert sum("control" in path for _, path in since) == 2  # the operator's, before and after
+    assert sum("control" in path for _, path in since) == 1  # the operator's, after it
 
 
 def every_other_call():
@@ -143,7 +147,7 @@ def say(deployment, request: bytes, protocols=()) -> tuple[bytes, str | None]:
         context.set_alpn_protocols(list(protocols))
     host, port = deployment.address.split(":")
     with (
-        socket.create_connection((host, int(port)), timeout=20) as plain,
+        socket.create_connection((host, int(port)), timeout=PATIENCE) as plain,
         context.wrap_socket(plain, server_hostname=host) as connection,
     ):
         connection.sendall(request)
@@ -229,7 +233,7 @@ def test_health_is_all_that_it_says(deployment):
     context = ssl.create_default_context(cafile=deployment.keys / "authority" / "ca.crt")
     host, port = deployment.address.split(":")
     for method, status in (("GET", 200), ("POST", 403), ("DELETE", 403)):
-        connection = http.client.HTTPSConnection(host, int(port), timeout=20, context=context)
+        connection = http.client.HTTPSConnection(host, int(port), timeout=PATIENCE, context=context)
         connection.request(method, "/health")
         reply = connection.getresponse()
         assert reply.status == status
@@ -281,12 +285,12 @@ def test_the_health_check_compares_the_clocks(deployment, ahead, told):
     }
     ended = subprocess.run(
         [sys.executable, "-c", program],
-        env=os.environ | asked_for, cwd=ROOT, capture_output=True, text=True, timeout=60,
+        env=os.environ | asked_for, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert ended.returncode == bool(told), ended.stderr
     if told:
         (seconds,) = re.findall(rf"this machine's clock is (\d+) s {told}", ended.stderr)
-        assert abs(int(seconds) - abs(ahead)) <= 1
+        assert abs(int(seconds) - abs(ahead)) <= 10  # a busy machine asks, and is answered, later
 
 
 def test_the_superlink_outlives_a_serverapp_that_memory_killed(deployment):
@@ -301,8 +305,7 @@ def test_the_superlink_outlives_a_serverapp_that_memory_killed(deployment):
     assert apps
     for pid in apps:
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: run.status.startswith("finished"), "the run to be taken for failed")
-    assert run.status == "finished:failed"
+    assert run.wait() == "finished:failed"
     assert sorted(deployment.listed_nodes().values()).count("online") == 2
     again = deployment.run(f"num-rounds={len(run.rounds) + 1} {SHORT} resume='{run.directory}'")
     assert again.wait() == "finished:completed"

@@ -14,18 +14,18 @@ import pytest
 import yaml
 
 from ravan_flwr.launch.superlink import LocalSuperLink, processes_of
-from testing.deployment import wait_for
+from testing.deployment import ENDING, PATIENCE, wait_for
 from tests import ROOT
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
-    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("fork server"),
 ]
 
-LONG = ["num-rounds=500", "local-steps=20", "report=false", "tracking=none", "num-clients=3"]
+LONG = ["num-rounds=100000", "local-steps=20", "report=false", "tracking=none", "num-clients=3"]
 STUDY = {
     "title": "Long", "num-clients": 3, "seeds": [0, 1],
-    "settings": {"num-rounds": 500, "local-steps": 20},
+    "settings": {"num-rounds": 100_000, "local-steps": 20},
     "tables": [{"title": "One", "rows": {"base": {}}}],
 }  # fmt: skip
 # The terminal of standard input becomes that of the session, as in a terminal's window.
@@ -63,21 +63,27 @@ def records_in(folder):
     return []
 
 
-def wait_for_training(folder, number=1):
+def wait_for_training(process, folder, number=1):
     """Until so many runs have a round on disk."""
-    wait_for(lambda: len(records_in(folder)) >= number, "a round")
+
+    def trains():
+        assert process.poll() is None, (folder / "log").read_text()
+        return len(records_in(folder)) >= number
+
+    wait_for(trains, "a round")
 
 
 def assert_nothing_is_left(folder):
-    wait_for(lambda: not processes_of(folder), "the last process to end")
+    """Every process was told to end, or killed, before the command ended."""
+    wait_for(lambda: not processes_of(folder), "the last process to end", ENDING)
 
 
 def test_sigterm_ends_a_run_in_flower_and_all_that_it_started(folder):
     process = start(folder, "run", *LONG, f"output-dir={folder}/runs")
-    wait_for_training(folder)
+    wait_for_training(process, folder)
     assert len(processes_of(folder)) > 5  # the SuperLink, Flower's, Ray's
     process.terminate()
-    assert process.wait(60) == 128 + signal.SIGTERM
+    assert process.wait(PATIENCE) == 128 + signal.SIGTERM
     assert_nothing_is_left(folder)
     assert "ravan-flwr: error: ended by SIGTERM" in (folder / "log").read_text()
 
@@ -101,16 +107,17 @@ def test_a_terminal_that_closes_ends_a_run_in_flower(folder):
     wait_for(trains, "a round")
     assert len(processes_of(folder)) > 5
     os.close(terminal)
-    assert process.wait(60) != 0
+    assert process.wait(PATIENCE) != 0
     assert_nothing_is_left(folder)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_a_simulation(number, folder):
-    process = start(folder, "simulate", *LONG, f"output-dir={folder}/runs")
-    wait_for_training(folder)
+def test_a_signal_ends_a_simulation(number, folder, python):
+    words = ["-m", "ravan_flwr", "simulate", *LONG, f"output-dir={folder}/runs"]
+    process = python.start(words, environment=environment(folder), log=folder / "log")
+    wait_for_training(process, folder)
     process.send_signal(number)
-    assert process.wait(60) == 128 + number
+    assert process.wait(PATIENCE) == 128 + number
     assert_nothing_is_left(folder)
     assert f"ended by {number.name}" in (folder / "log").read_text()
 
@@ -119,10 +126,10 @@ def test_a_signal_ends_a_study_with_its_runs(folder):
     (folder / "long.yaml").write_text(yaml.safe_dump(STUDY))
     given = [str(folder / "long.yaml"), f"--output={folder}/study", "--jobs=2"]
     process = start(folder, "study", *given)
-    wait_for_training(folder, 2)
+    wait_for_training(process, folder, 2)
     assert len(processes_of(folder)) == 3  # the study, two runs
     process.terminate()
-    assert process.wait(60) == 128 + signal.SIGTERM
+    assert process.wait(PATIENCE) == 128 + signal.SIGTERM
     assert_nothing_is_left(folder)
 
 
@@ -135,12 +142,12 @@ def test_nohup_stays_nohup(folder):
             ["sh", "-c", f"trap '' HUP; exec {command}"],
             env=environment(folder), cwd=ROOT, stdout=log, stderr=log,
         )  # fmt: skip
-    wait_for_training(folder)
+    wait_for_training(process, folder)
     process.send_signal(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(3)
     process.terminate()
-    assert process.wait(60) == 128 + signal.SIGTERM
+    assert process.wait(PATIENCE) == 128 + signal.SIGTERM
 
 
 def test_a_superlink_that_is_interrupted_at_its_start_is_ended(monkeypatch):
