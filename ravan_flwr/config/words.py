@@ -2,8 +2,9 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
-from ravan_flwr.config.keys import AUTO, KEYS_BY_TOPIC
+from ravan_flwr.config.keys import AUTO, KEYS, KEYS_BY_TOPIC
 from ravan_flwr.specs import Scalar
 
 
@@ -50,12 +51,13 @@ def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | Non
         key, equals, text = setting.partition("=")
         if not equals:
             raise ValueError(f"got {setting!r}, expected KEY=VALUE, such as seed=1; correct it")
+        value = _value(key, text)
         if key in config:
             raise ValueError(
-                f"{key}: got it twice, as {config[key]!r} and {_value(text)!r}, expected each key "
+                f"{key}: got it twice, as {config[key]!r} and {value!r}, expected each key "
                 "once; leave one out"
             )
-        config[key] = _value(text)
+        config[key] = value
     num_clients = config.pop("num-clients", None)
     if num_clients is not None and (type(num_clients) is not int or num_clients < 1):
         raise ValueError(
@@ -64,13 +66,14 @@ def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | Non
     return config, num_clients
 
 
-def _value(text: str) -> Scalar:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
+def _value(key: str, text: str) -> Scalar:
+    """Read a text as what its key takes: a folder may be called 2024, and Python writes True."""
+    kind = KEYS[key].kind if key in KEYS else int
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if kind is not str:
+        for number in (int, float):
+            with suppress(ValueError):
+                return number(text)
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     return text[1:-1] if quoted else text

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from ravan_flwr import simulate
+from ravan_flwr.config.words import words_of
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
 
@@ -32,6 +33,7 @@ MOMENTS = {
 KILLER = """
 import importlib, json, os, signal, sys
 from ravan_flwr import simulate
+from ravan_flwr.config.words import words_of
 import ravan_flwr.server_app, ravan_flwr.client.answers
 
 where, number, settings, clients = json.loads(sys.argv[1])
@@ -131,7 +133,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(python, whole,
     settings = SETTINGS | {"output-dir": str(tmp_path)}
     run_dir = simulate(settings | {"num-rounds": 2}, CLIENTS).run_dir
     size = (run_dir / "checkpoints" / "round-000002.safetensors").stat().st_size
-    words = [f"{k}={v}" for k, v in settings.items()]
+    words = words_of(settings)
     words += [f"resume={run_dir}", f"num-clients={CLIENTS}"]
     ended = python.run(["-c", LIMITED, str(size - 1), *words])
     assert ended.returncode == 1
@@ -185,7 +187,7 @@ def test_a_run_of_an_older_version_is_gone_on_with_where_its_settings_are_the_sa
 
 def test_two_runs_at_once_do_not_meet(python, whole, tmp_path):
     """Two processes, one folder, in the same second."""
-    words = [f"{k}={v}" for k, v in SETTINGS.items()]
+    words = words_of(SETTINGS)
     words += [f"output-dir={tmp_path / 'runs'}", f"num-clients={CLIENTS}"]
     command = ["-m", "ravan_flwr", "simulate", *words]
     logs = [tmp_path / name for name in ("one", "other")]

@@ -195,7 +195,7 @@ def test_the_command_asks_for_a_share_of_the_gpus_that_there_are(command, monkey
 
     federation, run_config, told = command("clients-per-round=4", cards=[SMALL])
     assert federation == f"{PLAIN} client-resources-num-gpus=0.25"
-    assert f'flwr run . --stream --federation-config "{federation}" -c "{run_config}"' in told
+    assert f"flwr run . --stream --federation-config \"{federation}\" -c '{run_config}'" in told
     assert "(NVIDIA GeForce RTX 3060 Laptop GPU), 4 clients at a time on it: by the plan" in told
     assert "1 client at a time on each: by" in command("clients-per-round=2", cards=[LARGE] * 2)[2]
     assert "device" not in run_config
@@ -206,8 +206,8 @@ def test_the_command_asks_for_a_share_of_the_gpus_that_there_are(command, monkey
     assert command("device=mps", cards=[SMALL])[0] == PLAIN
     federation, run_config, told = command("--clients-per-gpu", "0", cards=[SMALL])
     assert federation == PLAIN
-    assert "device='cpu'" in run_config
-    assert "device='cpu'" in told
+    assert 'device="cpu"' in run_config
+    assert 'device="cpu"' in told
 
 
 def test_a_study_hands_on_how_gpus_are_shared(tmp_path, capsys):
