@@ -1,0 +1,83 @@
+"""Commands that show a finished run, or hand on what it made."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from ravan_flwr.cli.parts import Commands
+
+
+def add(commands: Commands) -> None:
+    """Offer `report`, `spectrum` and `export`."""
+    _add_report(commands)
+    _add_spectrum(commands)
+    _add_export(commands)
+
+
+def _add_report(commands: Commands) -> None:
+    report = commands.add_parser(
+        "report",
+        help="write a page and pictures of one run, or of several laid over each other",
+        description="Write index.html and PNGs of runs; seeds of one thing become a band.",
+    )
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    report.add_argument(
+        "--output", type=Path, help="folder (default: report/ in the run, or here for several)"
+    )
+    report.set_defaults(command=_report)
+
+
+def _add_spectrum(commands: Commands) -> None:
+    spectrum = commands.add_parser(
+        "spectrum",
+        help="plot the singular values and effective ranks of what runs added to the weights",
+        description="Write spectrum.png, effective-rank.png and spectrum.csv of runs.",
+    )
+    spectrum.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    spectrum.add_argument(
+        "--output", type=Path, default=Path("spectrum"), help="folder (default: spectrum)"
+    )
+    spectrum.add_argument("--top", type=int, default=64, help="values to show (default: 64)")
+    spectrum.set_defaults(command=_spectrum)
+
+
+def _add_export(commands: Commands) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a run's result as a PEFT or transformers folder",
+        description="Write a run's result in a form that other software loads.",
+    )
+    export.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    export.add_argument(
+        "--as",
+        dest="form",
+        required=True,
+        choices=("peft", "merged"),
+        help="peft: an adapter for PeftModel.from_pretrained; merged: a whole transformers model",
+    )
+    export.add_argument("folder", type=Path, metavar="FOLDER", help="a folder that is new")
+    export.set_defaults(command=_export)
+
+
+def _report(parsed: argparse.Namespace) -> None:
+    from ravan_flwr.results.report import write_report  # noqa: PLC0415
+
+    default = parsed.runs[0] / "report" if len(parsed.runs) == 1 else Path("report")
+    page = write_report(parsed.runs, parsed.output or default)
+    sys.stdout.write(f"report: {page.absolute()}\n")
+
+
+def _spectrum(parsed: argparse.Namespace) -> None:
+    from ravan_flwr.results.spectrum import write_spectra  # noqa: PLC0415
+
+    if parsed.top < 1:
+        raise ValueError(f"--top {parsed.top}: expected a whole number at least 1; change it")
+    for path in write_spectra(parsed.runs, parsed.output, parsed.top):
+        sys.stdout.write(f"wrote {path.absolute()}\n")
+
+
+def _export(parsed: argparse.Namespace) -> None:
+    from ravan_flwr.results.export import export_run  # noqa: PLC0415
+
+    export_run(parsed.run, parsed.form, parsed.folder)
+    sys.stdout.write(f"wrote {parsed.folder.absolute()}\n")

@@ -1,0 +1,69 @@
+"""Commands that run the app once, or say what a run would do."""
+
+import argparse
+import sys
+
+from ravan_flwr.cli.parts import Commands, add_gpus
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.config.words import key_table, read_settings
+from ravan_flwr.importing import importing
+from ravan_flwr.runs.console import say_loading
+
+
+def add(commands: Commands) -> None:
+    """Offer `simulate`, `run` and `plan`."""
+    for name, command, about in (
+        ("simulate", _simulate, "run the app in this process, one client after the other"),
+        ("run", _run, "run the app in Flower's simulation runtime, and end what that starts"),
+        ("plan", _plan, "say what a run will train, send and need, before anything runs"),
+    ):
+        sub = commands.add_parser(
+            name,
+            help=about,
+            description=about[0].upper() + about[1:] + ".",
+            epilog=key_table(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
+        sub.set_defaults(command=command)
+        if name == "run":
+            add_gpus(sub)
+            sub.add_argument(
+                "--runs-at-a-time",
+                type=int,
+                default=1,
+                metavar="N",
+                help="so many such runs share this machine's GPUs and CPUs, as under study --jobs "
+                "(default: 1)",
+            )
+
+
+def _simulate(parsed: argparse.Namespace) -> None:
+    config, num_clients = read_settings(parsed.settings)
+    read_config(config)  # before anything heavy is imported
+
+    say_loading()
+    with importing():
+        from ravan_flwr.launch.in_process import simulate  # noqa: PLC0415
+    simulate(config, num_clients)
+
+
+def _run(parsed: argparse.Namespace) -> None:
+    config, num_clients = read_settings(parsed.settings)
+    checked = read_config(config)
+
+    from ravan_flwr.launch.superlink import run_in_flower  # noqa: PLC0415
+
+    number = num_clients or checked.num_clients
+    run_in_flower(config, number, parsed.clients_per_gpu, parsed.runs_at_a_time)
+
+
+def _plan(parsed: argparse.Namespace) -> None:
+    config, num_clients = read_settings(parsed.settings)
+    read_config(config)  # before anything heavy is imported
+
+    say_loading()
+    with importing():
+        from ravan_flwr.training.plan import plan_of  # noqa: PLC0415
+
+    sys.stdout.write(plan_of(config, num_clients) + "\n")
