@@ -54,7 +54,7 @@ def main(grid: Grid, context: Context) -> None:
         if earlier is not None:
             lock.enter_context(locked(earlier.path))
         bench = get_workbench(config)
-        resolved = dataclasses.replace(config, rank=bench.model.method.rank)
+        resolved = dataclasses.replace(bench.config, rank=bench.model.method.rank)
         if earlier is not None:
             start = _go_on(earlier, back_to, resolved, bench)
             _run_here(grid, context, bench, resolved, earlier, start)

@@ -28,11 +28,17 @@ class DataSpec:
     revision: str = ""
     train: str = "train"  # the split that clients share
     tests: tuple[tuple[str, str], ...] = (("test", "test"),)  # name -> split, of the server
+    test_share: float = 0.2  # of `train` that is held back where there is no split `test`
     columns: tuple[tuple[str, str], ...] = ()  # role -> column
     partition_by: str = "label"  # the role or column that a Dirichlet partition makes uneven
-    labels: tuple[str, ...] = ()  # the classes, in the order of their numbers
+    labels: tuple[str, ...] = ()  # the classes, in the order of their numbers; none: see `settled`
     prompt: str = ""  # what a text-to-text model is given, with {column roles} in it
     target_length: int = 0  # tokens of an answer
+
+    @property
+    def settled(self) -> bool:
+        """Tell whether the labels are known, which else the examples tell."""
+        return bool(self.labels) or not self.column("label")
 
     def column(self, role: str) -> str:
         """Return the column for a role, "" if there is none."""

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from ravan_flwr.cli.parts import Commands
+from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.words import read_settings
 
@@ -64,7 +65,7 @@ def _add_keys(commands: Commands) -> None:
 
 def _fetch(parsed: argparse.Namespace) -> None:
     config, _ = read_settings(parsed.settings)
-    read_config(config | {"preset": parsed.preset})
+    read_config(own_preset(config | {"preset": parsed.preset}))
 
     from ravan_flwr.launch.fetch import fetch  # noqa: PLC0415
 

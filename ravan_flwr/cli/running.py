@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from ravan_flwr.cli.parts import Commands, add_gpus
+from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.words import key_table, read_settings
 from ravan_flwr.importing import importing
@@ -40,7 +41,7 @@ def add(commands: Commands) -> None:
 
 def _simulate(parsed: argparse.Namespace) -> None:
     config, num_clients = read_settings(parsed.settings)
-    read_config(config)  # before anything heavy is imported
+    read_config(own_preset(config))  # before anything heavy is imported
 
     say_loading()
     with importing():
@@ -60,7 +61,7 @@ def _run(parsed: argparse.Namespace) -> None:
 
 def _plan(parsed: argparse.Namespace) -> None:
     config, num_clients = read_settings(parsed.settings)
-    read_config(config)  # before anything heavy is imported
+    read_config(own_preset(config))  # before anything heavy is imported
 
     say_loading()
     with importing():

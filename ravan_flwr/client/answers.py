@@ -56,6 +56,12 @@ class _Client:
         self.node = read_node(context.node_config)
         config = read_config(context.run_config)
         self.config = replace(config, device=self.node.device or config.device)
+        if self.node.data_path is not None and not config.data.settled:
+            raise ValueError(
+                f"preset {config.preset}: it leaves the labels to the data, but this device has "
+                "examples of its own, expected the labels of all devices; write them into the "
+                "preset, `labels: [...]` under `data`, as `ravan-flwr new` does"
+            )
 
     @property
     def bench(self) -> Workbench:

@@ -35,16 +35,11 @@ def chosen_model(spec: ModelSpec, name: str, targets: str) -> ModelSpec:
 
 
 def chosen_data(spec: DataSpec, place: str) -> DataSpec:
-    """Return the preset's data, or data with the same columns from another place."""
+    """Return the preset's data, or data with the same columns and labels from another place."""
     if place == AUTO:
         return spec
     name, revision = _place("data", place)
-    if spec.source != "hub":
-        raise ValueError(
-            f"data = {place!r}: the preset's examples come with the app, expected 'auto'; leave "
-            "it out, or take a preset whose data set is on the hub"
-        )
-    return dataclasses.replace(spec, name=name, revision=revision)
+    return dataclasses.replace(spec, source="hub", name=name, revision=revision)
 
 
 def _place(key: str, text: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from ravan_flwr.specs import DataSpec, ModelSpec
 
 def recorded_config(content: Mapping[str, Any], where: str) -> Config:
     """Turn what a run's `config.json` holds into its `Config`; `Config.as_dict` is the inverse."""
-    values = _snake(with_booleans(content))
+    values = _snake(in_todays_values(content))
     fields = {field.name for field in dataclasses.fields(Config)}
     if values.keys() != fields:
         different = sorted(key.replace("_", "-") for key in values.keys() ^ fields)
@@ -24,13 +24,16 @@ def recorded_config(content: Mapping[str, Any], where: str) -> Config:
     return Config(**values)
 
 
-def with_booleans(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the "yes" and "no" that earlier versions wrote for booleans."""
+def in_todays_values(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the "yes" and "no" of earlier versions, and add what they did not say of the data."""
     booleans = {name for name, key in KEYS.items() if key.kind is bool}
-    return {
+    values = {
         name: KEYS[name].converted(value) if name in booleans else value
         for name, value in content.items()
     }
+    if isinstance(data := values.get("data"), dict):
+        values["data"] = {"test-share": DataSpec.test_share, **data}
+    return values
 
 
 def _snake(values: Mapping[str, Any]) -> dict[str, Any]:

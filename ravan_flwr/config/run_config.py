@@ -8,12 +8,13 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ravan_flwr.config.checks import check_together
 from ravan_flwr.config.keys import AUTO, FROM_PRESET, KEYS, check_key
 from ravan_flwr.config.places import chosen_data, chosen_model
 from ravan_flwr.config.preset import Preset
+from ravan_flwr.config.presets import read_preset
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 
 
@@ -97,7 +98,7 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
     values = {key: check_key(key, run_config[key]) for key in run_config}
     for key, spec in KEYS.items():
         values.setdefault(key, spec.default)
-    preset = Preset.read(str(values["preset"]))
+    preset = read_preset(cast(str, values["preset"]))
     for key in FROM_PRESET:
         if values[key] == AUTO:
             values[key] = preset.run[key]
@@ -106,6 +107,7 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
     check_together(values)
     data = preset.data_of(str(values["glue-task"]))
     resolved: dict[str, Any] = values | {
+        "preset": preset.name,
         "task": preset.task,
         "model": chosen_model(preset.model, str(values["model"]), str(values["targets"])),
         "data": chosen_data(data, str(values["data"])),
@@ -137,9 +139,7 @@ def _resolve_rates(values: dict[str, Scalar], preset: Preset) -> None:
     if values["learning-rate"] == AUTO:
         values["learning-rate"] = preset.learning_rate(str(values["method"]), values)
     if values["calibration-learning-rate"] == AUTO:
-        known = "full" in preset.rates
-        rate = preset.learning_rate("full", values) if known else values["learning-rate"]
-        values["calibration-learning-rate"] = rate
+        values["calibration-learning-rate"] = preset.learning_rate("full", values)
     if values["server-learning-rate"] == AUTO:
         values["server-learning-rate"] = 0.01 if values["server-optimizer"] == "adam" else 1.0
 

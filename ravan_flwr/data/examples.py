@@ -1,7 +1,7 @@
 """Load a data set: split it into train and test, name its columns by role, settle its labels."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import datasets
 import numpy as np
@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 def load_splits(spec: DataSpec) -> datasets.DatasetDict:
     """Load `train` and the server's test splits, the same on every machine, columns by role."""
     splits, data = SOURCES[spec.source](spec), f"data {spec.name or spec.source}"
+    if not any(name in splits for name, _ in spec.tests):
+        splits = _hold_back(splits, spec, data)
     differing: dict[int, str] = {}
     for name, split in splits.items():
         where = f"{data}, {name}"
@@ -36,7 +38,7 @@ def _sklearn_digits(_: DataSpec) -> datasets.DatasetDict:
             "label": datasets.ClassLabel(names=[str(digit) for digit in range(10)]),
         }
     )
-    test = _fifth_of_each_class(labels)
+    test = _share_of_each_class(labels, 0.2)
     return datasets.DatasetDict(
         {
             name: datasets.Dataset.from_dict(
@@ -47,13 +49,42 @@ def _sklearn_digits(_: DataSpec) -> datasets.DatasetDict:
     )
 
 
-def _fifth_of_each_class(labels: np.ndarray) -> np.ndarray:
-    """Mask a fifth of each class, the same always; `datasets` would go through them row by row."""
+def _hold_back(splits: datasets.DatasetDict, spec: DataSpec, data: str) -> datasets.DatasetDict:
+    """Take a share of `train` for the server's test, the same on every machine."""
+    train, label = splits["train"], spec.column("label")
+    column = next((name for name in (label, "label") if name in train.column_names), None)
+    test = _share_of_each_class(
+        np.zeros(len(train)) if column is None else _as_texts(train[column]), spec.test_share
+    )
+    if test.all() or not test.any():
+        raise ValueError(
+            f"{data}: it has no split `test`, and of its {len(train)} examples none can be held "
+            f"back for it (test-share = {spec.test_share:g}), expected several of a class; add "
+            "examples, or a split test"
+        )
+    log.info(
+        "%s: it has no split `test`: %d of its %d examples are held back for the server's test",
+        data,
+        test.sum(),
+        len(test),
+    )
+    ((name, _),) = spec.tests
+    rows = {"train": np.flatnonzero(~test), name: np.flatnonzero(test)}
+    return datasets.DatasetDict({name: train.select(mine) for name, mine in rows.items()})
+
+
+def _as_texts(values: Iterable[object]) -> np.ndarray:
+    """Make an array of anything that can be compared."""
+    return np.asarray([str(value) for value in values])
+
+
+def _share_of_each_class(labels: np.ndarray, share: float) -> np.ndarray:
+    """Mask a share of each class, the same always; `datasets` would go through them row by row."""
     random = np.random.default_rng(0)
     chosen = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         rows = random.permutation(np.flatnonzero(labels == label))
-        chosen[rows[: round(len(rows) / 5)]] = True
+        chosen[rows[: round(len(rows) * share)]] = True
     return chosen
 
 
@@ -134,14 +165,20 @@ def _some(names: Sequence[str], most: int = 20) -> str:
     return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
 
 
+_WRITTEN = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
+
+
 def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str) -> np.ndarray:
     """Number the examples' labels: names are looked up, numbers must be in range.
 
-    Of a numbered class the name counts: `load_splits` has settled whose names those are.
+    Of a numbered class the name counts: `load_splits` has settled whose names those are. So does a
+    number that is the name of a class.
     """
     feature, column = examples.features["label"], examples["label"][:]
     if isinstance(feature, datasets.ClassLabel):
         column = [feature.names[number] if number >= 0 else None for number in column]
+    elif feature.dtype in _WRITTEN and any(str(value) in labels for value in column):
+        column = [str(value) for value in column]
     if column and isinstance(column[0], int):
         numbers = np.asarray(column)
         wrong = sorted(set(numbers[(numbers < 0) | (numbers >= len(labels))].tolist()))

@@ -149,6 +149,12 @@ def load_data(spec: DataSpec) -> datasets.DatasetDict:
     folder = Path(spec.name)
     # A copy of the hub's repository has its subsets in README.md; any other folder, as folders.
     plain = folder.is_dir() and not (folder / "README.md").is_file()
+    if plain and spec.subset and not (folder / spec.subset).is_dir():
+        raise ValueError(
+            f"data {spec.name}: it has no folder {spec.subset}, expected the preset's task in it, "
+            f"as {spec.subset}/train.parquet, say; for a task of your own write a preset, "
+            f"`ravan-flwr new NAME --data {spec.name} --model MODEL`"
+        )
     federated = FederatedDataset(
         dataset=str(folder / spec.subset) if plain else spec.name,
         subset=None if plain else spec.subset or None,
@@ -161,8 +167,23 @@ def load_data(spec: DataSpec) -> datasets.DatasetDict:
     splits = {"train": spec.train, **dict(spec.tests)}
     with telling("data", spec.name, spec.revision):
         return datasets.DatasetDict(
-            {name: federated.load_split(split) for name, split in splits.items()}
+            {
+                name: federated.load_split(split)
+                for name, split in splits.items()
+                if split != "test" or _has_test(federated)
+            }
         )
+
+
+def _has_test(federated: Any) -> bool:
+    """Tell whether there is a split `test`; where there is none, some of `train` is held back."""
+    try:
+        federated.load_split("test")
+    except ValueError as error:
+        if "split" in str(error):
+            return False
+        raise
+    return True
 
 
 def cache_of(path: Path) -> Path:

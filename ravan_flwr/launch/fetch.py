@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
-from ravan_flwr.config.keys import AUTO
-from ravan_flwr.config.preset import Preset
+from ravan_flwr.config.keys import AUTO, KEYS
+from ravan_flwr.config.presets import own_preset, read_preset
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.hub import fetch_model, model_folder
@@ -31,8 +32,9 @@ def fetch(settings: Mapping[str, Scalar]) -> Iterator[str]:
 
 def _of_every_task(settings: Mapping[str, Scalar]) -> list[Config]:
     """Read the configuration; one for each GLUE task, where the settings choose none."""
+    settings = own_preset(settings)
     config = read_config(settings)
-    tasks = Preset.read(config.preset).glue_tasks
+    tasks = read_preset(cast(str, settings.get("preset", KEYS["preset"].default))).glue_tasks
     if not tasks or settings.get("glue-task", AUTO) != AUTO:
         return [config]
     return [read_config({**settings, "glue-task": task}) for task in tasks]

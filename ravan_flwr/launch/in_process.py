@@ -19,6 +19,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from ravan_flwr import client_app, server_app
 from ravan_flwr.config.keys import AUTO, KEYS
 from ravan_flwr.config.places import absolute_paths
+from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import Scalar
@@ -39,7 +40,7 @@ def simulate(config: Mapping[str, Scalar], num_clients: int | None = None) -> Si
     `config` holds keys of the run config; what is left out is the preset's. A relative
     `output-dir` starts at the working directory, and so does the default, `runs`.
     """
-    run_config = {key: spec.default for key, spec in KEYS.items()} | dict(config)
+    run_config = {key: spec.default for key, spec in KEYS.items()} | own_preset(config)
     checked = read_config(run_config)
     if num_clients is None:
         num_clients = checked.num_clients

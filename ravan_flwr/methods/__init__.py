@@ -17,6 +17,8 @@ class Listed:
     """Say where a method lives, and which options go with it."""
 
     module: str
+    # Of the clients' Adam, where neither the run nor its preset says one; `tune` chooses better.
+    learning_rate: float = 1e-3
     # Is the next state the mean of the uploads? Then `server-optimizer` and `robust` may be set.
     averages: bool = True
     # Does it leave the pretrained weights alone? Then `quantize` may be set.
@@ -24,13 +26,13 @@ class Listed:
 
 
 METHODS = {
-    "ravan": Listed("ravan_flwr.methods.ravan"),
-    "full": Listed("ravan_flwr.methods.full", frozen_backbone=False),
+    "ravan": Listed("ravan_flwr.methods.ravan", 3e-3),
+    "full": Listed("ravan_flwr.methods.full", 1e-4, frozen_backbone=False),
     "fedit": Listed("ravan_flwr.methods.fedit"),
     "fedex-lora": Listed("ravan_flwr.methods.fedex_lora", averages=False, frozen_backbone=False),
-    "ffa-lora": Listed("ravan_flwr.methods.ffa_lora"),
+    "ffa-lora": Listed("ravan_flwr.methods.ffa_lora", 3e-3),
     # Its first round trains the pretrained weights.
-    "fed-sb": Listed("ravan_flwr.methods.fed_sb", frozen_backbone=False),
+    "fed-sb": Listed("ravan_flwr.methods.fed_sb", 3e-3, frozen_backbone=False),
     "hetlora": Listed("ravan_flwr.methods.hetlora", averages=False),
     "flexlora": Listed("ravan_flwr.methods.flexlora", averages=False),
 }

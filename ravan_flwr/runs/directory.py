@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
-from ravan_flwr.config.recorded import with_booleans
+from ravan_flwr.config.recorded import in_todays_values
 from ravan_flwr.runs.record import RoundRecord, Summary, check_line, wrong_in
 
 
@@ -83,7 +83,7 @@ class RunDirectory:
 
     def read_config(self) -> dict[str, Any]:
         """Read `config.json`, in today's values where an earlier version wrote it."""
-        return with_booleans(self.read_json("config.json"))
+        return in_todays_values(self.read_json("config.json"))
 
     def read_summary(self) -> Summary:
         """Read `summary.json`."""

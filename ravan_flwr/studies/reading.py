@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ravan_flwr.config.keys import AUTO, check_key
+from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.config.yaml_file import read_yaml
 from ravan_flwr.studies.spec import Row, Study, Table
 
 TOLERANCE = 0.05  # numbers of parameters that differ by no more are called equal
@@ -26,17 +26,21 @@ _TABLE_OPTIONS = {
 
 def read_study(path: Path) -> Study:
     """Read and check a study; every run's settings must be such as `simulate` takes."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"study {path}: {error}; expected YAML; correct it") from None
+    content = read_yaml(path)
     _check_fields(f"study {path}", content, _FIELDS, {"choose": dict, "paper": str})
     choose = content.setdefault("choose", {"learning-rate": [], "seeds": []})
     _check_fields(f"study {path}: choose", choose, _CHOOSE, {})
-    for seed in (seeds := [*content["seeds"], *choose["seeds"]]):
-        check_key("seed", seed)
+    for seeds in (content["seeds"], choose["seeds"]):
+        for seed in seeds:
+            check_key("seed", seed)
+        if twice := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
+            raise ValueError(f"study {path}: got seeds {twice} twice; expected each once")
     if not content["seeds"] or bool(choose["seeds"]) != bool(choose["learning-rate"]):
-        raise ValueError(f"study {path}: got seeds {seeds}, expected at least one; name some")
+        raise ValueError(
+            f"study {path}: got seeds {content['seeds']}, and to choose from learning rates "
+            f"{choose['learning-rate']} with seeds {choose['seeds']}; expected at least one seed, "
+            "and for learning rates some of their own; name some"
+        )
     numbers = _read_paper(path, content["paper"]) if "paper" in content else {}
     tables: list[Table] = []
     for table in content["tables"]:
@@ -96,7 +100,7 @@ def _read_row(where: str, study: Mapping[str, Any], settings: dict[str, Any]) ->
     rates = [] if "learning-rate" in settings else choose["learning-rate"]
     try:
         for rate in rates or [settings.get("learning-rate", AUTO)]:
-            read_config(settings | {"learning-rate": rate})
+            read_config(own_preset(settings | {"learning-rate": rate}))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     return Row(settings, clients, study["seeds"], rates, choose["seeds"])
@@ -107,7 +111,7 @@ def _read_paper(study: Path, name: str) -> dict[str, dict[str, float]]:
     path = study.parent / "paper" / f"{name}.yaml"
     if not path.is_file():
         raise ValueError(f"study {study}: paper = {name!r}: found no file {path}; correct it")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = read_yaml(path)
     tables = content.items() if isinstance(content, dict) else []
     for title, rows in tables:
         if not isinstance(rows, dict) or not all(type(x) in (int, float) for x in rows.values()):
@@ -136,7 +140,7 @@ def _check_equal(where: str, rows: Mapping[str, Row]) -> None:
     if len(rows) < 2:
         raise ValueError(f"{where}: equal-parameters has rows {list(rows)}, expected at least two")
     numbers = {
-        name: adapter_parameters(read_config({"learning-rate": 1.0, **row.settings}))
+        name: adapter_parameters(read_config(own_preset({"learning-rate": 1.0, **row.settings})))
         for name, row in rows.items()
     }
     apart = 1 - min(numbers.values()) / max(numbers.values())

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from ravan_flwr.config.keys import NOT_OF_RESULT
+from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.words import words_of
 from ravan_flwr.runs.directory import RunDirectory
@@ -92,7 +93,7 @@ class PlannedRun:
     @cached_property
     def resolved(self) -> dict[str, Any]:
         """Resolve the settings with preset and defaults, without those that change no result."""
-        config = read_config(dict(self.settings)).as_dict()
+        config = read_config(own_preset(dict(self.settings))).as_dict()
         return {key: value for key, value in config.items() if key not in _NO_MATTER}
 
     def summary(self, study: Path) -> Summary | None:
@@ -119,7 +120,7 @@ class Row:
             "learning-rate": rate,
             "evaluate-on": "clients",
             "validation-share": HELD_BACK,
-            "eval-every": read_config(self.settings).num_rounds,
+            "eval-every": read_config(own_preset(self.settings)).num_rounds,
         }
         return self._runs(held_back, self.rate_seeds)
 

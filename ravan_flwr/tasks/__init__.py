@@ -19,14 +19,23 @@ class Kind:
     module: str
     roles: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    # What a preset has that does not say otherwise; 0 and "" where there is no such thing.
+    max_length: int = 256  # tokens that are read of a text
+    prompt: str = ""
+    target_length: int = 0  # tokens of an answer
 
 
 TASKS = {
-    "vision": Kind("ravan_flwr.tasks.vision", ("image", "label")),
+    "vision": Kind("ravan_flwr.tasks.vision", ("image", "label"), max_length=0),
     "text": Kind("ravan_flwr.tasks.text", ("text", "label"), ("text-pair",)),
-    "text-to-label": Kind("ravan_flwr.tasks.text_to_label", ("text", "label")),
+    "text-to-label": Kind(
+        "ravan_flwr.tasks.text_to_label", ("text", "label"), prompt="{text}", target_length=32
+    ),
     "question-answering": Kind(
-        "ravan_flwr.tasks.question_answering", ("question", "context", "answers")
+        "ravan_flwr.tasks.question_answering",
+        ("question", "context", "answers"),
+        prompt="question: {question} context: {context}",
+        target_length=32,
     ),
 }
 

@@ -70,10 +70,14 @@ class Task(ABC):
     auto_class: ClassVar[str]
 
     def __init__(
-        self, data: DataSpec, max_length: int, model_folder: Callable[[], Path | None]
+        self,
+        data: DataSpec,
+        max_length: int,
+        model_folder: Callable[[], Path | None],
+        model_config: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self.data, self.max_length = data, max_length
-        self._model_folder = model_folder
+        self._model_folder, self._model_config = model_folder, model_config
 
     @cached_property
     def reader(self) -> Any:
@@ -83,6 +87,11 @@ class Task(ABC):
             return None
         with no_bars():
             return self.load_reader(folder)
+
+    @cached_property
+    def model_config(self) -> Mapping[str, Any]:
+        """Read what the model's config.json says."""
+        return self._model_config()
 
     @abstractmethod
     def load_reader(self, folder: Path) -> Any:

@@ -2,7 +2,8 @@
 
 A model's own image processor brings every image to the model's size once, as bytes; what it
 does beyond that, rescaling and normalising, is one multiplication and one addition a channel,
-done on the device. A model without a processor takes images of its size, floats in [0, 1].
+done on the device. For a model without a processor an image is brought to the model's size and
+channels, and its pixels from [0, 1] to [-1, 1].
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, cast
 import datasets
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoImageProcessor
 
@@ -59,15 +61,29 @@ class Vision(Classification):
         )
 
     def _as_they_are(self, examples: datasets.Dataset, labels: np.ndarray) -> Encoded:
+        sides = self._sides
         if isinstance(examples.features["image"], datasets.Image):
-            images = np.stack([_array(image) for image in examples["image"][:]])
+            images = np.stack([_array(image, sides) for image in examples["image"]])
         else:
             images = examples.with_format("numpy", columns=["image"])[:]["image"]
         pixels = torch.from_numpy(images).float()
         if pixels.ndim == 3:
             pixels = pixels[:, None]
+        if tuple(pixels.shape[1:]) != sides:
+            raise ValueError(
+                f"images: got arrays of {tuple(pixels.shape[1:])}, expected {sides} (channels, "
+                "height, width), the model's, since it has no preprocessor_config.json; give "
+                "images as files, which are resized"
+            )
         batch = {"pixel_values": pixels * 2 - 1, "labels": torch.from_numpy(labels).long()}
         return Encoded(batch, np.arange(len(labels)))
+
+    @property
+    def _sides(self) -> tuple[int, int, int]:
+        """Find the channels, height and width that the model takes."""
+        side = self.model_config["image_size"]
+        height, width = side if isinstance(side, list | tuple) else (side, side)
+        return int(self.model_config.get("num_channels", 3)), int(height), int(width)
 
     def _encode_batch(self, columns: Mapping[str, Any]) -> Columns:
         return {
@@ -128,7 +144,11 @@ def _rgb(image: Any) -> Any:
     return np.repeat(array[..., None], 3, axis=-1) if array.ndim == 2 else array
 
 
-def _array(image: Any) -> np.ndarray:
-    """Convert an image to (height, width) or (channels, height, width), in [0, 1]."""
+def _array(image: Any, sides: tuple[int, int, int]) -> np.ndarray:
+    """Convert an image to (channels, height, width), in [0, 1]."""
+    channels, height, width = sides
+    image = image.convert("L" if channels == 1 else "RGB")
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
     array = np.asarray(image, dtype=np.float32) / 255
-    return np.moveaxis(array, -1, 0) if array.ndim == 3 else array
+    return np.moveaxis(array, -1, 0) if array.ndim == 3 else array[None]

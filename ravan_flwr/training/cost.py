@@ -24,7 +24,7 @@ from ravan_flwr.methods.base import Method
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Task
 from ravan_flwr.training.network import build_skeleton, checkpoint_gradients, pretrained_parameters
-from ravan_flwr.training.workbench import make_method, make_task
+from ravan_flwr.training.workbench import make_method, make_task, settle
 
 ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 each
 
@@ -61,6 +61,7 @@ class Skeleton:
 
     @classmethod
     def build(cls, config: Config) -> "Skeleton":
+        config = settle(config)
         skeleton = build_skeleton(config.model, make_task(config))
         network, lacking = skeleton.network.requires_grad_(False), skeleton.classifier
         if config.gradient_checkpointing:

@@ -4,11 +4,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods.base import Method
 from ravan_flwr.methods.budgets import SHARES, affordable
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cost import Skeleton, step_memory
+from ravan_flwr.training.workbench import settle
 
 
 def suggested_heads(budget_a_layer: float, side: int) -> int:
@@ -21,7 +23,7 @@ def suggested_heads(budget_a_layer: float, side: int) -> int:
 
 def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> str:
     """Read these settings and describe what their run will cost."""
-    config = read_config(settings)
+    config = settle(read_config(own_preset(settings)))
     return describe(replace(config, num_clients=num_clients or config.num_clients))
 
 

@@ -22,6 +22,7 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.data.device_folder import own_examples
 from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.hub import model_folder
+from ravan_flwr.data.labels import settled
 from ravan_flwr.data.partition import Partition, deal_out
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Method, Settings
@@ -32,7 +33,12 @@ from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.device import pick_device
 from ravan_flwr.training.local_steps import PRECISIONS, evaluate_all
-from ravan_flwr.training.network import backbone_fingerprint, build_network, checkpoint_gradients
+from ravan_flwr.training.network import (
+    CONFIGS,
+    backbone_fingerprint,
+    build_network,
+    checkpoint_gradients,
+)
 from ravan_flwr.training.threads import suitable_threads
 
 EVALUATION_BATCH = 256
@@ -52,7 +58,16 @@ def make_task(config: Config) -> Task:
     def folder() -> Path | None:
         return None if spec.source == "bundled" else model_folder(spec)
 
-    return get_task(config.task)(config.data, config.max_length, folder)
+    return get_task(config.task)(
+        settle(config).data, config.max_length, folder, lambda: CONFIGS[spec.source](spec)
+    )
+
+
+def settle(config: Config) -> Config:
+    """Fill in what the preset leaves to the data: the labels."""
+    if config.data.settled:
+        return config
+    return dataclasses.replace(config, data=settled(config.data))
 
 
 @dataclass(frozen=True)
@@ -73,7 +88,7 @@ class Workbench:
     """Hold everything that depends on the configuration alone, each part made when first used."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        self.config = config = settle(config)
         self.task = make_task(config)
         self.shares_device = True  # with the processes of other clients and of the server
         self._dealt: list[np.ndarray] = []  # the rows of each client

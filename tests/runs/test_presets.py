@@ -10,7 +10,7 @@ import yaml
 
 from ravan_flwr import simulate
 from ravan_flwr.config.keys import KEYS
-from ravan_flwr.config.preset import Preset, conf_folder, preset_names
+from ravan_flwr.config.presets import conf_folder, preset_names, read_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.training.cost import adapter_parameters
@@ -49,7 +49,7 @@ def small(tmp_path_factory):
 
 def test_every_file_is_a_preset_or_a_study():
     assert set(preset_names()) == PUBLIC
-    parsed = {Preset.read(name).path for name in PUBLIC}
+    parsed = {read_preset(name).path for name in PUBLIC}
     studies = sorted((conf_folder() / "studies").glob("*.yaml"))
     for path in studies:  # test_study.py reads them
         parsed.add(path)
@@ -231,14 +231,14 @@ def broken(tmp_path, monkeypatch, preset="glue-llama", **changes):
             part = part[name.replace("_", "-")]
         part[last.replace("_", "-")] = value
     (tmp_path / f"{preset}.yaml").write_text(yaml.safe_dump(content))
-    monkeypatch.setattr("ravan_flwr.config.preset.conf_folder", lambda: tmp_path)
+    monkeypatch.setattr("ravan_flwr.config.presets.conf_folder", lambda: tmp_path)
     return {"preset": preset}
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"task": "x"}, "task = 'x': expected one of vision, text"),
+        ({"task": "x"}, "task 'x' is unknown. Expected one of: vision, text"),
         ({"data__max_length": 0}, "max-length = 0: expected a whole number at least 1"),
         ({"data__glue_tasks__x": {}}, "data.glue-tasks.x is unknown"),
         ({"data__glue_tasks__rte__labels": []}, r"rte.labels = \[\]: expected the names"),
@@ -260,11 +260,13 @@ def test_keys_that_a_preset_has_no_use_for():
         read_config({"glue-task": "rte"})
     with pytest.raises(ValueError, match=r"max-length = 9: .* has no texts"):
         read_config({"max-length": 9})
-    with pytest.raises(ValueError, match="data = 'org/name': the preset's examples come with"):
-        read_config({"data": "org/name"})
+    with pytest.raises(ValueError, match=r"data = './here': found no such folder, and an id"):
+        read_config({"data": "./here"})
+    own = read_config({"data": "org/name"}).data  # the preset's columns and labels
+    assert (own.source, own.name, own.labels[-1]) == ("hub", "org/name", "9")
     with pytest.raises(ValueError, match=r"model = './here': found no such folder, and an id"):
         read_config({"model": "./here"})
     with pytest.raises(ValueError, match=r"targets = 'q,': expected ends"):
         read_config({"targets": "q,"})
     assert read_config({"model": "org/name@abc"}).model.revision == "abc"
-    assert set(KEYS["glue-task"].choices) == set(Preset.read("glue-llama").glue_tasks)
+    assert set(KEYS["glue-task"].choices) == set(read_preset("glue-llama").glue_tasks)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ravan_flwr.cli import main
-from ravan_flwr.config.preset import conf_folder
+from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.studies import spec
 from ravan_flwr.studies.reading import read_study

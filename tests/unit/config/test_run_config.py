@@ -6,9 +6,9 @@ import tomllib
 import pytest
 import yaml
 
-from ravan_flwr.config import preset as preset_module
+from ravan_flwr.config import presets as preset_module
 from ravan_flwr.config.keys import FREE_ON_RESUME, FROM_PRESET, KEYS, NOT_OF_RESULT
-from ravan_flwr.config.preset import conf_folder
+from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.config.recorded import recorded_config
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.words import read_settings
@@ -100,7 +100,10 @@ def test_a_resolved_configuration_is_written_in_kebab_case():
     [
         ({"method": "ravn"}, "method 'ravn' is unknown: did you mean 'ravan'"),
         ({"preset": "digit-vit"}, "preset 'digit-vit' is unknown: did you mean 'digits-vit'"),
-        ({"preset": "../x"}, "preset '../x' is unknown. Expected one of: .*digits-vit"),
+        (
+            {"preset": "../x"},
+            "preset = '../x': got the path of a file, but under Flower .* `cp ../x conf/`",
+        ),
         (
             {"sed": 1},
             "unknown key 'sed': did you mean 'seed'. Expected one that `ravan-flwr simulate "
@@ -154,14 +157,17 @@ def test_words_that_are_no_settings(word, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"task": "visoin"}, "task = 'visoin': expected one of vision"),
-        ({"tsak": "vision"}, "tsak is unknown; expected the fields"),
+        ({"task": "visoin"}, "task 'visoin' is unknown: did you mean 'vision'"),
+        ({"tsak": "vision"}, "tsak is unknown: did you mean 'task'. Expected the fields"),
         ({"model": {"source": "bundled"}}, "model.name is missing; expected the fields"),
         ({"model": None}, "model. is no mapping"),
-        ({"lora-rank": 4}, "lora-rank is unknown; expected the fields"),
+        ({"lora-rank": 4}, "lora-rank is unknown. Expected the fields"),
         ({"learning-rate": {"ravan": -1}}, "learning-rate = -1.0: expected|= -1:"),
-        ({"learning-rate": {"x": 1.0}}, "learning-rate.x is unknown; expected the fields"),
-        ({"learning-rate": {}}, "has no learning rate for method 'ravan'"),
+        ({"learning-rate": {"x": 1.0}}, "learning-rate.x is unknown. Expected the fields"),
+        (
+            {"learning-rate": {"by": ["classifier"], "ravan": {"frozen": 0.1}}},
+            "has no learning rate for method 'ravan', classifier 'trained'",
+        ),
     ],
 )
 def test_a_preset_is_checked_too(change, message, tmp_path, monkeypatch):

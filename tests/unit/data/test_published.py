@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image, List, Value
 
-from ravan_flwr.config.preset import Preset, preset_names
+from ravan_flwr.config.presets import preset_names, read_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.examples import label_numbers, load_splits
 from ravan_flwr.specs import Scalar
@@ -30,7 +30,7 @@ def data_of(preset, glue_task):
 def test_every_data_set_of_the_hub_has_its_facts():
     wanted = set()
     for name in preset_names():
-        preset = Preset.read(name)
+        preset = read_preset(name)
         if preset.data.source == "hub":
             wanted |= {(name, task) for task in preset.glue_tasks or ("",)}
     assert wanted == set(DATA)

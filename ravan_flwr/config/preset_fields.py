@@ -1,0 +1,273 @@
+"""Check what a preset's file says, and fill in what it does not say.
+
+`task`, `model` and `data` must be there. The defaults of everything else are here, and
+docs/your-own-task.md lists them.
+"""
+
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ravan_flwr.config.key import did_you_mean
+from ravan_flwr.config.keys import FROM_PRESET, KEYS, check_choice, check_key
+from ravan_flwr.config.preset import Preset
+from ravan_flwr.methods import METHODS
+from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
+from ravan_flwr.tasks import TASKS, Kind
+
+# What a run is, as far as the preset does not say it.
+RUN: dict[str, Scalar] = {
+    "num-clients": 10,
+    "num-rounds": 20,
+    "clients-per-round": 3,
+    "local-steps": 50,
+    "batch-size": 32,
+    "partition": "dirichlet-by-client",
+    "partition-alpha": 0.3,
+    "heads": 4,
+    "init": "gram-schmidt",
+    "classifier": "trained",
+    "eval-every": 1,
+}
+LORA_RANK = {"lower": 8, "higher": 16}  # by parameter budget
+
+_OPTIONS = {"run", "parameter-budgets", "learning-rate"}
+_DATA = {
+    "source",
+    "name",
+    "subset",
+    "revision",
+    "splits",
+    "test-share",
+    "columns",
+    "labels",
+    "partition-by",
+    "prompt",
+    "max-length",
+    "target-length",
+    "glue-tasks",
+}
+_GLUE_TASK = {"subset", "columns", "labels", "splits"}
+
+
+def checked_preset(path: Path, content: Any) -> Preset:
+    """Check the content of a preset's file."""
+    _check_fields("", content, {"task", "model", "data"}, _OPTIONS)
+    check_choice("task", str(content["task"]), TASKS)
+    kind, run = TASKS[content["task"]], content.get("run") or {}
+    data, glue_tasks = _read_data(_place(content["data"]), kind, path.parent)
+    budgets, rates = content.get("parameter-budgets") or {}, content.get("learning-rate") or {}
+    by = _read_by(rates)
+    return Preset(
+        path=path,
+        task=content["task"],
+        model=_read_model(_place(content["model"]), path.parent),
+        data=data,
+        glue_tasks=glue_tasks,
+        max_length=_max_length(_place(content["data"]), kind),
+        run=_read_run(run, labelled="label" in kind.roles),
+        lora_rank=_read_budgets(budgets),
+        ranks={name: _ranks_of(budgets.get(name) or {}) for name in LORA_RANK},
+        rates=_read_rates(rates, by),
+        rates_by=by,
+    )
+
+
+def _place(content: Any) -> Any:
+    """Read `model: NAME` and `data: NAME` as what they are short for."""
+    return {"name": content} if isinstance(content, str) else content
+
+
+def _read_run(run: Any, *, labelled: bool) -> dict[str, Any]:
+    _check_fields("run.", run, set(), FROM_PRESET | {"num-clients"})
+    values = RUN | ({} if labelled else {"partition": "iid"}) | run
+    clients = values["num-clients"]
+    if type(clients) is not int or clients < 1:
+        raise ValueError(f"run.num-clients = {clients!r}: expected a whole number at least 1")
+    return {key: check_key(key, values[key]) for key in FROM_PRESET} | {"num-clients": clients}
+
+
+def _read_budgets(budgets: Any) -> dict[str, int]:
+    """Read the rank of a LoRA of each parameter budget; others are twice or half of one that is."""
+    _check_fields("parameter-budgets.", budgets, set(), set(LORA_RANK))
+    said: dict[str, int] = {}
+    for name, ranks in budgets.items():
+        where = f"parameter-budgets.{name}."
+        _check_fields(where, ranks, {"lora-rank"}, set(METHODS) - {"full"})
+        for rank in ranks.values():
+            check_key("rank", rank)
+        said[name] = ranks["lora-rank"]
+    lower = said.get("lower", max(1, said["higher"] // 2) if said else LORA_RANK["lower"])
+    return {"lower": lower, "higher": said.get("higher", 2 * lower)}
+
+
+def _ranks_of(ranks: Mapping[str, int]) -> dict[str, int]:
+    return {method: rank for method, rank in ranks.items() if method != "lora-rank"}
+
+
+def _read_by(rates: Any) -> tuple[str, ...]:
+    by = rates.get("by", []) if isinstance(rates, dict) else []
+    if not isinstance(by, list):
+        raise ValueError(f"learning-rate.by = {by!r}: expected a list of keys, such as [partition]")
+    for key in by:
+        check_choice(
+            "learning-rate.by", str(key), [key for key, spec in KEYS.items() if spec.choices]
+        )
+    return tuple(by)
+
+
+def _read_rates(rates: Any, by: tuple[str, ...]) -> dict[str, Any]:
+    _check_fields("learning-rate.", rates, set(), {*METHODS, "by"})
+    by_method = {method: rate for method, rate in rates.items() if method != "by"}
+    for rate in _leaves(by_method, by):
+        check_key("learning-rate", rate)
+    return by_method
+
+
+def _leaves(rates: Mapping[str, Any], by: tuple[str, ...]) -> Iterator[Scalar]:
+    """Yield the numbers of nested mappings, each level by the values of one of the keys `by`."""
+    for found in rates.values():
+        if not isinstance(found, dict):
+            yield found
+            continue
+        key = next((key for key in by if set(found) <= set(KEYS[key].choices)), None)
+        if key is None:
+            raise ValueError(
+                f"learning-rate: got {found}, expected a number, or numbers by the values of "
+                f"{' or '.join(by) or 'keys that `by` names'}"
+            )
+        yield from _leaves(found, tuple(other for other in by if other != key))
+
+
+def _read_model(content: Any, folder: Path) -> ModelSpec:
+    _check_fields("model.", content, {"name"}, {"source", "revision", "shape"})
+    shape = content.get("shape") or {}
+    _check_fields("model.shape.", shape, {"model_type"} if shape else set(), set(shape))
+    source = _source("model.", content, ("bundled", "hub"))
+    return ModelSpec(
+        source,
+        _name("model.", content, folder, source),
+        _text("model.", content, "revision"),
+        tuple(shape.items()),
+    )
+
+
+def _read_data(content: Any, kind: Kind, folder: Path) -> tuple[DataSpec, dict[str, DataSpec]]:
+    _check_fields("data.", content, set(), _DATA)
+    source = _source("data.", content, ("hub", "sklearn-digits"))
+    common = DataSpec(
+        source=source,
+        name=_name("data.", content, folder, source),
+        revision=_text("data.", content, "revision"),
+        prompt=_text("data.", content, "prompt") or kind.prompt,
+        target_length=_whole("data.", content, "target-length", kind.target_length),
+        test_share=_share(content.get("test-share", DataSpec.test_share)),
+    )
+    if "glue-tasks" not in content:
+        return _with_columns(common, content, kind, "data."), {}
+    tasks = content["glue-tasks"]
+    _check_fields("data.glue-tasks.", tasks, set(KEYS["glue-task"].choices))
+    for name, what in tasks.items():
+        _check_fields(f"data.glue-tasks.{name}.", what, _GLUE_TASK)
+    return common, {
+        name: _with_columns(common, what, kind, f"data.glue-tasks.{name}.")
+        for name, what in tasks.items()
+    }
+
+
+def _with_columns(spec: DataSpec, content: Mapping[str, Any], kind: Kind, where: str) -> DataSpec:
+    columns = content.get("columns") or {role: role for role in kind.roles}
+    _check_fields(f"{where}columns.", columns, set(kind.roles), set(kind.optional))
+    for role in columns:
+        _text(f"{where}columns.", columns, role)
+    splits = content.get("splits") or {"train": "train", "test": "test"}
+    _check_fields(f"{where}splits.", splits, {"train", "test"})
+    test = splits["test"]
+    return replace(
+        spec,
+        subset=_text(where, content, "subset"),
+        train=_text(f"{where}splits.", splits, "train"),
+        tests=tuple(test.items()) if isinstance(test, dict) else (("test", test),),
+        columns=tuple(columns.items()),
+        partition_by=_text(where, content, "partition-by") or "label",
+        labels=_labels(content.get("labels"), where, labelled="label" in columns),
+    )
+
+
+def _labels(labels: Any, where: str, *, labelled: bool) -> tuple[str, ...]:
+    """Read the classes; none where there are no labels, or where the data tell them."""
+    if labels is None or (labels == [] and not labelled):
+        return ()
+    texts = isinstance(labels, list) and all(isinstance(name, str) for name in labels)
+    if not texts or not labels or not labelled:
+        raise ValueError(
+            f"{where}labels = {labels!r}: expected the names of the classes, as texts in quotation "
+            "marks; or leave labels out, and the data tell them"
+        )
+    if twice := sorted({name for name in labels if labels.count(name) > 1}):
+        raise ValueError(f"{where}labels: got {', '.join(twice)} twice; expected each class once")
+    return tuple(labels)
+
+
+def _max_length(content: Mapping[str, Any], kind: Kind) -> int:
+    if "max-length" not in content:
+        return kind.max_length
+    if not kind.max_length:
+        raise ValueError("data.max-length: the task has no texts; leave it out")
+    return int(check_key("max-length", content["max-length"]))
+
+
+def _source(where: str, content: Mapping[str, Any], known: tuple[str, ...]) -> str:
+    source = _text(where, content, "source") or "hub"
+    check_choice(f"{where}source", source, known)
+    return source
+
+
+def _name(where: str, content: Mapping[str, Any], folder: Path, source: str) -> str:
+    """Read an id of the hub, or the path of a folder, which may begin at the preset's own."""
+    name = _text(where, content, "name")
+    if not name and source == "hub":
+        raise ValueError(f"{where}name is missing; expected an id of the hub, or a folder")
+    if name.startswith("~"):
+        return str(Path(name).expanduser())
+    return str((folder / name).resolve()) if name.startswith(".") else name
+
+
+def _text(where: str, content: Mapping[str, Any], field: str) -> str:
+    value = content.get(field, "")
+    if not isinstance(value, str):
+        raise ValueError(
+            f"{where}{field} = {value!r}: expected a text; write it in quotation marks"
+        )
+    return value
+
+
+def _whole(where: str, content: Mapping[str, Any], field: str, default: int) -> int:
+    value = content.get(field, default)
+    if type(value) is not int or not 0 <= value <= 65_536:
+        raise ValueError(f"{where}{field} = {value!r}: expected a whole number of at most 65536")
+    return value
+
+
+def _share(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise ValueError(
+            f"data.test-share = {value!r}: expected a number above 0 and below 1, such as 0.2"
+        )
+    return float(value)
+
+
+def _check_fields(
+    where: str, content: Any, expected: Set[str], options: Set[str] = frozenset()
+) -> None:
+    """Raise ValueError unless `content` is a mapping with these fields, and no others."""
+    known = sorted(expected | options)
+    if not isinstance(content, dict):
+        raise ValueError(f"{where or 'the file'} is no mapping, expected one with {known}")
+    for field in sorted(set(content) - expected - options, key=str):
+        raise ValueError(
+            f"{where}{field} is unknown{did_you_mean(field, known)} Expected the fields {known}"
+        )
+    for field in sorted(expected - set(content)):
+        raise ValueError(f"{where}{field} is missing; expected the fields {known}")

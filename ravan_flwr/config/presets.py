@@ -1,0 +1,84 @@
+"""Find and read presets: files of `conf/` by their name, any file by its path."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ravan_flwr.config.key import did_you_mean
+from ravan_flwr.config.preset import Preset
+from ravan_flwr.config.preset_fields import checked_preset
+from ravan_flwr.config.yaml_file import read_yaml
+from ravan_flwr.specs import Scalar
+
+_SUFFIXES = (".yaml", ".yml")
+
+
+class PresetPath(str):
+    """Name a preset by the path of its file.
+
+    Only a process that reads the file for the person who named it makes one (`own_preset`). What
+    Flower brings to a device or a server is a plain text, which chooses among the files of `conf/`,
+    so that nobody else can have a device read a file.
+    """
+
+    __slots__ = ()
+
+
+def own_preset(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Let the run config's `preset` be the path of a file, if it looks like one."""
+    values = dict(run_config)
+    name = values.get("preset")
+    if isinstance(name, str) and _is_path(name):
+        values["preset"] = PresetPath(Path(name).expanduser().absolute())
+    return values
+
+
+def _is_path(name: str) -> bool:
+    return name.endswith(_SUFFIXES) or "/" in name
+
+
+def conf_folder() -> Path:
+    """Find `conf/` of a checkout or an app bundle, or inside the package of an installed wheel."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package.parent / "conf", package / "conf"):
+        if folder.is_dir():
+            return folder
+    raise ValueError(
+        f"presets: found no folder conf/ beside or in {package}; expected the presets that "
+        "came with ravan-flwr; install it again"
+    )
+
+
+def preset_names() -> list[str]:
+    """List the presets of `conf/`."""
+    return sorted(path.stem for path in conf_folder().glob("*.yaml"))
+
+
+def preset_file(name: str) -> Path:
+    """Find the file of a preset."""
+    if isinstance(name, PresetPath):
+        if not Path(name).is_file():
+            raise ValueError(f"preset {str(name)!r}: found no such file; correct the path")
+        return Path(name)
+    if name in preset_names():
+        return conf_folder() / f"{name}.yaml"
+    if _is_path(name):
+        raise ValueError(
+            f"preset = {name!r}: got the path of a file, but under Flower a preset is one of the "
+            f"app's own files; copy it there, `cp {name} conf/`, and set "
+            f"preset={Path(name).stem}"
+        )
+    raise ValueError(
+        f"preset {name!r} is unknown{did_you_mean(name, preset_names())} Expected one of: "
+        f"{', '.join(preset_names())} (the files of {conf_folder()}), or the path of a file, such "
+        f"as ./{name}.yaml; `ravan-flwr new` writes one for your own task"
+    )
+
+
+def read_preset(name: str) -> Preset:
+    """Read and check the preset of that name, or the file at a `PresetPath`."""
+    path = preset_file(name)
+    content = read_yaml(path)
+    try:
+        return checked_preset(path, content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

@@ -1,0 +1,153 @@
+"""Tests of presets that a person writes: what they need not say, and what is wrong in them."""
+
+import pickle
+
+import pytest
+
+from ravan_flwr.config.presets import PresetPath, own_preset, read_preset
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.config.yaml_file import read_yaml
+from ravan_flwr.methods import METHODS
+
+SHORTEST = "task: text\nmodel: org/bert\ndata: org/texts\n"
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Write a preset, and name it as a person does."""
+
+    def write(text=SHORTEST, name="mine.yaml"):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def config_of(path, **settings):
+    return read_config(own_preset({"preset": path} | settings))
+
+
+def test_task_model_and_data_are_enough(file):
+    config = config_of(file())
+    assert (config.preset, config.task, config.method) == ("mine", "text", "ravan")
+    assert (config.model.source, config.model.name) == ("hub", "org/bert")
+    assert dict(config.data.columns) == {"text": "text", "label": "label"}
+    assert config.data.labels == ()
+    assert not config.data.settled
+    assert (config.num_clients, config.num_rounds, config.clients_per_round) == (10, 20, 3)
+    assert (config.partition, config.heads, config.classifier) == (
+        "dirichlet-by-client", 4, "trained",
+    )  # fmt: skip
+    assert (config.lora_rank, config.max_length) == (8, 256)
+    assert config_of(file(), **{"parameter-budget": "higher"}).lora_rank == 16
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_a_rate_and_a_preset_may_name_another(method, file):
+    assert config_of(file(), method=method).learning_rate == METHODS[method].learning_rate
+    own = file(f"{SHORTEST}learning-rate: {{{method}: 0.25}}\n")
+    assert config_of(own, method=method).learning_rate == 0.25
+
+
+def test_what_is_said_is_taken_and_the_rest_is_not_touched(file):
+    config = config_of(file(SHORTEST + "run: {num-clients: 4, heads: 2}\n"))
+    assert (config.num_clients, config.heads, config.num_rounds) == (4, 2, 20)
+    config = config_of(file(SHORTEST + "parameter-budgets: {higher: {lora-rank: 6}}\n"))
+    assert config.lora_rank == 3
+    text = "task: question-answering\nmodel: org/t5\ndata: org/questions\n"
+    config = config_of(file(text))
+    assert (config.partition, config.data.settled) == ("iid", True)  # there are no classes
+    assert config.data.prompt == "question: {question} context: {context}"
+    assert config_of(file("task: vision\nmodel: o/v\ndata: o/i\n")).max_length == 0
+
+
+def test_folders_begin_at_the_presets_own(file, tmp_path):
+    text = "task: vision\nmodel: ./model\ndata: {name: ../images, test-share: 0.5}\n"
+    config = config_of(file(text))
+    assert config.model.name == str(tmp_path / "model")
+    assert config.data.name == str(tmp_path.parent / "images")
+    assert config.data.test_share == 0.5
+
+
+def test_a_path_is_taken_from_who_reads_it_and_from_nobody_else(file):
+    path = file()
+    with pytest.raises(ValueError, match=r"got the path of a file, but under .* `cp .*conf/`"):
+        read_config({"preset": path})
+    named = own_preset({"preset": path, "seed": 1})["preset"]
+    assert isinstance(named, PresetPath)
+    assert isinstance(pickle.loads(pickle.dumps(named)), PresetPath)
+    assert own_preset({"preset": "digits-vit"}) == {"preset": "digits-vit"}
+    with pytest.raises(ValueError, match=r"nowhere.yaml': found no such file; correct the path"):
+        read_config(own_preset({"preset": "/tmp/nowhere.yaml"}))
+
+
+def test_an_unknown_name_says_what_there_is():
+    with pytest.raises(ValueError, match=r"preset 'min' is unknown.*glue-llama.*`ravan-flwr new`"):
+        read_preset("min")
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("lables: [a]\n", "lables is unknown. Expected the fields .*'learning-rate'"),
+        ("run: {num-round: 3}\n", "run.num-round is unknown: did you mean 'num-rounds'"),
+        ("run: {num-clients: 0}\n", "run.num-clients = 0: expected a whole number"),
+        ("run: {heads: few}\n", "heads = 'few': expected a whole number"),
+        ("run: 3\n", "run. is no mapping"),
+        ("learning-rate: {by: classifier}\n", "learning-rate.by = 'classifier': expected a list"),
+        ("learning-rate: {ravn: 1}\n", "learning-rate.ravn is unknown: did you mean 'ravan'"),
+        ("learning-rate: 0.1\n", "learning-rate. is no mapping"),
+        ("parameter-budgets: {lower: 3}\n", "parameter-budgets.lower. is no mapping"),
+        ("task: vision\n", "line 4, column 1: 'task' stands there twice"),
+    ],
+)
+def test_mistakes_are_named(more, told, file):
+    with pytest.raises(ValueError, match=f"mine.yaml.*{told}"):
+        config_of(file(SHORTEST + more))
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ("{}", "data.name is missing; expected an id of the hub, or a folder"),
+        ("3", "data. is no mapping"),
+        ("{name: 3}", "data.name = 3: expected a text"),
+        ("{name: a/b, source: hbu}", "data.source 'hbu' is unknown: did you mean 'hub'"),
+        ("{name: a/b, labels: []}", r"data.labels = \[\]: expected the names"),
+        ("{name: a/b, labels: [1, 2]}", r"data.labels = \[1, 2\]: .* in quotation marks"),
+        ("{name: a/b, labels: [a, b, a]}", "data.labels: got a twice"),
+        ("{name: a/b, columns: {txt: a, label: b}}", "data.columns.txt is unknown: did you mean 'text'"),
+        ("{name: a/b, columns: {text: a, label: 3}}", "data.columns.label = 3: expected a text"),
+        ("{name: a/b, test-share: 1}", "data.test-share = 1: expected a number above 0"),
+        ("{name: a/b, max-length: 0}", "max-length = 0: expected a whole number at least 1"),
+        ("{name: a/b, splits: {train: x}}", "data.splits.test is missing"),
+        ("{name: a/b, max-lenth: 9}", "data.max-lenth is unknown: did you mean 'max-length'"),
+    ],
+)
+def test_mistakes_in_the_data_are_named(data, told, file):
+    with pytest.raises(ValueError, match=f"mine.yaml: {told}"):
+        config_of(file(f"task: text\nmodel: org/bert\ndata: {data}\n"))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"task: [text", r"line 1, column 12: expected ',' or '\]'"),
+        (b"a: 1\nb: {c: 1, c: 2}", "line 2, column 11: 'c' stands there twice"),
+        (b"\xff\xfea", "expected YAML in UTF-8"),
+        (b"!!python/object/apply:os.system [ls]", "could not determine a constructor"),
+        (b"[" * 100_000, "expected"),
+    ],
+)
+def test_what_is_no_yaml_is_named(content, told, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"mine.yaml.*{told}"):
+        read_yaml(path)
+
+
+def test_yaml_may_merge_what_stands_above(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n")
+    assert read_yaml(path)["b"] == {"x": 1, "y": 3}

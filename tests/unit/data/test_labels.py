@@ -1,0 +1,124 @@
+"""Tests of classes that the data tell, and of a test part that is held back."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits, load_wine
+
+from ravan_flwr.data.examples import label_numbers, load_splits
+from ravan_flwr.data.labels import settled
+from ravan_flwr.specs import DataSpec
+
+TEXTS = (("text", "text"), ("label", "label"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Write rows as a table, or as JSON lines; return what names the folder."""
+
+    def write(rows, name="train.jsonl"):
+        path = tmp_path / "data" / name
+        path.parent.mkdir(exist_ok=True)
+        if name.endswith(".csv"):
+            with path.open("w", newline="") as file:
+                csv.writer(file).writerows([["text", "label"], *rows])
+        else:
+            lines = [json.dumps({"text": text, "label": label}) for text, label in rows]
+            path.write_text("\n".join(lines) + "\n")
+        return DataSpec("hub", str(path.parent), columns=TEXTS)
+
+    return write
+
+
+def wines():
+    """Real measurements as texts, with the names of three kinds of grapes."""
+    wine = load_wine()
+    texts = [" ".join(f"{value:g}" for value in row) for row in wine.data]
+    return [(text, f"grape {number}") for text, number in zip(texts, wine.target, strict=True)]
+
+
+def test_texts_have_the_sorted_values_of_their_column(folder):
+    spec = settled(folder(wines()))
+    assert spec.labels == ("grape 0", "grape 1", "grape 2")
+    assert settled(spec) is spec
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets' CSV
+@pytest.mark.parametrize("name", ["train.csv", "train.jsonl"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_numbers_are_classes_by_their_value(name, first, folder):
+    """Stars from 1 to 12 are no indices, and 12 comes after 2."""
+    rows = [(f"text {number}", first + number % 12) for number in range(120)]
+    spec = settled(folder(rows, name))
+    assert spec.labels == tuple(str(first + number) for number in range(12))
+    train = load_splits(spec)["train"]
+    numbers = label_numbers(train, spec.labels, "labels")
+    assert [int(number) + first for number in numbers] == train["label"][:]
+
+
+def test_truth_values_are_classes(folder):
+    spec = settled(folder([(f"text {n}", n % 2 == 0) for n in range(20)]))
+    assert spec.labels == ("False", "True")
+    train = load_splits(spec)["train"]
+    expected = [int(value) for value in train["label"]]
+    assert label_numbers(train, spec.labels, "labels").tolist() == expected
+
+
+def test_numbers_are_still_indices_of_names(folder):
+    spec = folder([(f"text {n}", n % 2) for n in range(20)])
+    train = load_splits(spec)["train"]
+    numbers = label_numbers(train, ("negative", "positive"), "labels")
+    assert numbers.tolist() == train["label"][:]
+
+
+def test_folders_of_images_name_their_classes(tmp_path):
+    digits = load_digits()
+    for number, (image, label) in enumerate(zip(digits.images[:60], digits.target, strict=False)):
+        path = tmp_path / "train" / f"digit {label}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((image * 15).astype(np.uint8)).save(path)
+    spec = DataSpec("hub", str(tmp_path), columns=(("image", "image"), ("label", "label")))
+    assert settled(spec).labels == tuple(f"digit {number}" for number in range(10))
+
+
+def test_a_fifth_of_each_class_is_held_back_where_there_is_no_test(folder):
+    spec = settled(folder(wines()))
+    splits = load_splits(spec)
+    assert {name: len(split) for name, split in splits.items()} == {"train": 142, "test": 36}
+    counts = np.bincount(label_numbers(splits["test"], spec.labels, "labels"))
+    assert counts.tolist() == [12, 14, 10]  # of 59, 71 and 48
+    texts = [set(split["text"]) for split in splits.values()]
+    assert not texts[0] & texts[1]
+    assert load_splits(spec)["test"]["text"][:] == splits["test"]["text"][:]
+
+
+def test_a_test_that_is_there_is_taken(folder):
+    rows = wines()
+    folder(rows[::2])
+    splits = load_splits(folder(rows[1::2], "test.jsonl"))
+    assert {name: len(split) for name, split in splits.items()} == {"train": 89, "test": 89}
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([("a", "x")] * 9, r"got 1 class \(x\), expected two at least"),
+        ([("a", "x"), ("b", "y")], "of its 2 examples none can be held back"),
+        ([("a", "x")] * 9 + [("b", None)] * 9, "9 examples have no label"),
+        ([("a", 0.5)] * 9 + [("b", 1.5)] * 9, "labels are of the types float, expected texts"),
+        ([(f"{n}", f"{n % 10_001}") for n in range(30_003)], "10,001 different values, expected"),
+    ],
+)
+def test_what_are_no_classes_is_refused(rows, told, folder):
+    with pytest.raises(ValueError, match=told):
+        settled(folder(rows))
+
+
+def test_the_folder_of_a_preset_with_tasks_says_what_is_missing(folder):
+    spec = folder(wines())
+    glue = DataSpec("hub", spec.name, subset="sst2", columns=TEXTS)
+    with pytest.raises(ValueError, match=r"it has no folder sst2, .* `ravan-flwr new NAME --data"):
+        load_splits(glue)
