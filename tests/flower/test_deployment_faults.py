@@ -89,7 +89,8 @@ def faulty_runs(deployment):
     silent = deployment.run(
         f"seed=1 num-rounds=2 round-timeout={SILENCE}.0 straggler-grace=3600.0 {SHORT}"
     )
-    run = deployment.run(f"num-rounds={LAST} max-update-norm=100.0 {SHORT}")
+    patient = f"round-timeout={10 * SILENCE}.0 straggler-grace=3600.0"
+    run = deployment.run(f"num-rounds={LAST} max-update-norm=100.0 {patient} {SHORT}")
     wait_for(lambda: len(silent.rounds) >= 1, "the silent node's round to be closed")
     (folder / "closed").touch()
     assert [one.wait() for one in (run, silent)] == ["finished:completed"] * 2
