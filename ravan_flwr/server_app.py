@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from ravan_flwr.config.keys import AUTO, FREE_ON_RESUME
-from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.config.run_config import Config, has_default_rate, read_config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.results.card import write_card
@@ -50,6 +50,13 @@ def main(grid: Grid, context: Context) -> None:
     parent = _output_folder(config)  # refused, if at all, before anything is loaded
     check_tracking(config.tracking)
     earlier, back_to = _resumed(config)
+    if has_default_rate(context.run_config):
+        log.info(
+            "learning rate %g, the default of %s, since preset %s names none; `ravan-flwr tune "
+            "preset=%s method=%s` would choose better",
+            config.learning_rate,
+            *(config.method, config.preset, config.preset, config.method),
+        )
     with ExitStack() as lock:
         if earlier is not None:
             lock.enter_context(locked(earlier.path))

@@ -24,14 +24,19 @@ def chosen_model(spec: ModelSpec, name: str, targets: str) -> ModelSpec:
     if name != AUTO:
         spec = ModelSpec("hub", *_place("model", name))
     if targets != AUTO:
-        ends = tuple(end.strip() for end in targets.split(","))
-        if not all(ends):
-            raise ValueError(
-                f"targets = {targets!r}: expected ends of layers' names with commas between "
-                "them, such as q_proj,v_proj; correct it"
-            )
-        spec = dataclasses.replace(spec, targets=ends)
+        spec = dataclasses.replace(spec, targets=targets_of(targets))
     return spec
+
+
+def targets_of(text: str) -> tuple[str, ...]:
+    """Split the ends of the names of the layers to adapt."""
+    ends = tuple(end.strip() for end in text.split(","))
+    if not all(ends):
+        raise ValueError(
+            f"targets = {text!r}: expected ends of layers' names with commas between them, such as "
+            "q_proj,v_proj; correct it"
+        )
+    return ends
 
 
 def chosen_data(spec: DataSpec, place: str) -> DataSpec:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ravan_flwr.config.key import did_you_mean
 from ravan_flwr.config.keys import FROM_PRESET, KEYS, check_choice, check_key
+from ravan_flwr.config.places import targets_of
 from ravan_flwr.config.preset import Preset
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
@@ -141,7 +142,7 @@ def _leaves(rates: Mapping[str, Any], by: tuple[str, ...]) -> Iterator[Scalar]:
 
 
 def _read_model(content: Any, folder: Path) -> ModelSpec:
-    _check_fields("model.", content, {"name"}, {"source", "revision", "shape"})
+    _check_fields("model.", content, {"name"}, {"source", "revision", "shape", "targets"})
     shape = content.get("shape") or {}
     _check_fields("model.shape.", shape, {"model_type"} if shape else set(), set(shape))
     source = _source("model.", content, ("bundled", "hub"))
@@ -150,6 +151,7 @@ def _read_model(content: Any, folder: Path) -> ModelSpec:
         _name("model.", content, folder, source),
         _text("model.", content, "revision"),
         tuple(shape.items()),
+        targets_of(targets) if (targets := _text("model.", content, "targets")) else (),
     )
 
 

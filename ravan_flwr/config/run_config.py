@@ -122,6 +122,14 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
     return Config(**{key.replace("-", "_"): value for key, value in resolved.items()})
 
 
+def has_default_rate(run_config: Mapping[str, Scalar]) -> bool:
+    """Tell whether neither the run config nor its preset says the learning rate."""
+    if run_config.get("learning-rate", AUTO) != AUTO:
+        return False
+    preset, method = (run_config.get(key, KEYS[key].default) for key in ("preset", "method"))
+    return method not in read_preset(cast(str, preset)).rates
+
+
 def _resolve_ranks(values: dict[str, Scalar], preset: Preset) -> None:
     """Fill in the budget and the rank, as far as the preset says them."""
     budget, method = str(values["parameter-budget"]), str(values["method"])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import datasets
 import numpy as np
 
-from ravan_flwr.data.hub import load_data
+from ravan_flwr.data.hub import load_data, no_bars
 from ravan_flwr.specs import DataSpec
 
 log = logging.getLogger(__name__)
@@ -53,15 +53,8 @@ def _hold_back(splits: datasets.DatasetDict, spec: DataSpec, data: str) -> datas
     """Take a share of `train` for the server's test, the same on every machine."""
     train, label = splits["train"], spec.column("label")
     column = next((name for name in (label, "label") if name in train.column_names), None)
-    test = _share_of_each_class(
-        np.zeros(len(train)) if column is None else _as_texts(train[column]), spec.test_share
-    )
-    if test.all() or not test.any():
-        raise ValueError(
-            f"{data}: it has no split `test`, and of its {len(train)} examples none can be held "
-            f"back for it (test-share = {spec.test_share:g}), expected several of a class; add "
-            "examples, or a split test"
-        )
+    classes = np.zeros(len(train)) if column is None else _as_texts(train[column])
+    test = held_back(classes, spec.test_share, data)
     log.info(
         "%s: it has no split `test`: %d of its %d examples are held back for the server's test",
         data,
@@ -70,7 +63,27 @@ def _hold_back(splits: datasets.DatasetDict, spec: DataSpec, data: str) -> datas
     )
     ((name, _),) = spec.tests
     rows = {"train": np.flatnonzero(~test), name: np.flatnonzero(test)}
-    return datasets.DatasetDict({name: train.select(mine) for name, mine in rows.items()})
+    with no_bars():
+        return datasets.DatasetDict(
+            {name: train.select(mine).flatten_indices() for name, mine in rows.items()}
+        )
+
+
+def held_back(classes: np.ndarray, share: float, data: str) -> np.ndarray:
+    """Mask the examples that are held back for the test: a share of each class.
+
+    Where all classes are too small for that, it is a share of the whole.
+    """
+    test = _share_of_each_class(classes, share)
+    if not test.any():
+        test = _share_of_each_class(np.zeros(len(classes)), share)
+    if test.all() or not test.any():
+        raise ValueError(
+            f"{data}: it has no split `test`, and of its {len(test)} examples none can be held "
+            f"back for it (test-share = {share:g}), expected several of a class; add examples, or "
+            "a split test"
+        )
+    return test
 
 
 def _as_texts(values: Iterable[object]) -> np.ndarray:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 import transformers
 from datasets.exceptions import DatasetsError
 from huggingface_hub import snapshot_download
@@ -175,6 +176,19 @@ def load_data(spec: DataSpec) -> datasets.DatasetDict:
         )
 
 
+def every_split(name: str, subset: str, revision: str) -> datasets.DatasetDict:
+    """Load all splits of a data set that nothing is known of yet."""
+    folder = Path(name)
+    with telling("data", name, revision):
+        return datasets.load_dataset(
+            name,
+            subset or None,
+            trust_remote_code=False,
+            **({"revision": revision} if revision else {}),
+            **({"cache_dir": str(cache_of(folder))} if folder.is_dir() else {}),
+        )
+
+
 def _has_test(federated: Any) -> bool:
     """Tell whether there is a split `test`; where there is none, some of `train` is held back."""
     try:
@@ -227,7 +241,13 @@ def telling(what: str, name: str, revision: str = "") -> Iterator[None]:
             "`ravan-flwr fetch PRESET` where there is a connection, or name a folder, "
             f"{what}=/path"
         ) from None
-    except (DatasetsError, FileNotFoundError) as error:
+    except (DatasetsError, FileNotFoundError, pa.ArrowInvalid, UnicodeDecodeError) as error:
+        cause = error.__cause__ or error
+        if Path(name).is_dir():
+            raise ValueError(
+                f"{at}: its files cannot be read ({_short(cause)}), expected CSV, JSON lines, "
+                "parquet or images, with the same columns and types in each; correct the files"
+            ) from None
         raise ValueError(
             f"{at}: {_short(error)}; correct the id or the revision, accept its terms if it has "
             "any and log in with `hf auth login`, or run `ravan-flwr fetch PRESET` where there is "

@@ -1,6 +1,5 @@
 """Find the classes of a data set that its preset does not name."""
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -38,11 +37,12 @@ def labels_of(splits: datasets.DatasetDict, where: str) -> tuple[str, ...]:
 
 def _values(values: Iterable[Any], where: str) -> tuple[str, ...]:
     """Sort the values of a column: numbers as numbers, everything else as text."""
-    found = Counter(values)
-    kinds = {type(value) for value in found}
-    if type(None) in kinds:
+    values = list(values)
+    kinds = {type(value) for value in values}
+    if None in values:
+        missing = sum(value is None for value in values)
         raise ValueError(
-            f"{where}: {found[None]} examples have no label, expected one each; take them out"
+            f"{where}: {missing} examples have no label, expected one each; take them out"
         )
     if len(kinds) > 1 or not kinds <= {str, int, bool}:
         shown = ", ".join(sorted(kind.__name__ for kind in kinds))
@@ -50,6 +50,7 @@ def _values(values: Iterable[Any], where: str) -> tuple[str, ...]:
             f"{where}: the labels are of the types {shown}, expected texts, or whole numbers; "
             "bring them into one form"
         )
+    found = set(values)
     if len(found) > MOST:
         raise ValueError(
             f"{where}: the label column has {len(found):,} different values, expected classes, "

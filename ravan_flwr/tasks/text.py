@@ -37,9 +37,8 @@ class Text(Classification):
         )
 
     def _encode_batch(self, columns: Mapping[str, Any]) -> Columns:
-        texts = [columns["text"]]
-        if self.data.column("text-pair"):
-            texts.append(columns["text-pair"])
+        roles = ["text", "text-pair"] if self.data.column("text-pair") else ["text"]
+        texts = [_whole(columns[role], self.data.column(role)) for role in roles]
         read = tokenize(self.reader, self.max_length, *texts)
         return read | {"labels": np.asarray(columns["labels"])}
 
@@ -62,12 +61,31 @@ class Text(Classification):
     def collate(self, batch: Batch) -> Batch:
         return trim(batch)
 
+    def check(self) -> None:
+        positions = self.model_config.get("max_position_embeddings")
+        if isinstance(positions, int) and self.max_length > positions:
+            raise ValueError(
+                f"max-length = {self.max_length}: the model has {positions} positions, expected at "
+                f"most so many; set max-length={positions}, or in the preset's data"
+            )
+
     def logits(self, network: nn.Module, batch: Batch) -> Tensor:
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         return cast(Tensor, network(**inputs).logits)
 
 
 TASK = Text
+
+
+def _whole(texts: Sequence[str | None], column: str) -> Sequence[str]:
+    """Return the texts; ValueError if one is missing."""
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(
+                f"column {column!r}: an example has {text!r}, expected a text; take out the "
+                "examples that have none, or name another column"
+            )
+    return cast(Sequence[str], texts)
 
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")

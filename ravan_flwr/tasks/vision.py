@@ -7,6 +7,7 @@ channels, and its pixels from [0, 1] to [-1, 1].
 """
 
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,6 +47,14 @@ class Vision(Classification):
 
     def encode(self, examples: datasets.Dataset) -> Encoded:
         labels = label_numbers(examples, self.data.labels, "labels")
+        try:
+            return self._encode(examples, labels)
+        except _DAMAGED:
+            if told := _unreadable(examples):
+                raise ValueError(told) from None
+            raise
+
+    def _encode(self, examples: datasets.Dataset, labels: np.ndarray) -> Encoded:
         if self.reader is None:
             return self._as_they_are(examples, labels)
         first = self._pixels([examples[0]["image"]])[0]
@@ -142,6 +151,29 @@ def _rgb(image: Any) -> Any:
     if array.dtype != np.uint8:
         array = (array * 255).round().astype(np.uint8)
     return np.repeat(array[..., None], 3, axis=-1) if array.ndim == 2 else array
+
+
+_DAMAGED = (OSError, SyntaxError, Image.DecompressionBombError)  # as Pillow tells it
+
+
+def _unreadable(examples: datasets.Dataset, most: int = 10) -> str:
+    """Name the images that cannot be read; "" if all can."""
+    wrong = []
+    for image in examples.cast_column("image", datasets.Image(decode=False))["image"]:
+        try:
+            with Image.open(
+                image["path"] if image["bytes"] is None else BytesIO(image["bytes"])
+            ) as f:
+                f.load()
+        except _DAMAGED as error:
+            wrong.append(f"{image['path'] or 'one without a name'} ({error})")
+    if not wrong:
+        return ""
+    listed = "; ".join(wrong[:most]) + ("; ..." if len(wrong) > most else "")
+    return (
+        f"images: {len(wrong)} of {len(examples)} cannot be read: {listed}; expected whole image "
+        "files; take them out, or save them again"
+    )
 
 
 def _array(image: Any, sides: tuple[int, int, int]) -> np.ndarray:

@@ -117,7 +117,10 @@ def test_mistakes_are_named(more, told, file):
         ("{name: a/b, labels: []}", r"data.labels = \[\]: expected the names"),
         ("{name: a/b, labels: [1, 2]}", r"data.labels = \[1, 2\]: .* in quotation marks"),
         ("{name: a/b, labels: [a, b, a]}", "data.labels: got a twice"),
-        ("{name: a/b, columns: {txt: a, label: b}}", "data.columns.txt is unknown: did you mean 'text'"),
+        (
+            "{name: a/b, columns: {txt: a, label: b}}",
+            "data.columns.txt is unknown: did you mean 'text'",
+        ),
         ("{name: a/b, columns: {text: a, label: 3}}", "data.columns.label = 3: expected a text"),
         ("{name: a/b, test-share: 1}", "data.test-share = 1: expected a number above 0"),
         ("{name: a/b, max-length: 0}", "max-length = 0: expected a whole number at least 1"),

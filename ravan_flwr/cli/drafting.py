@@ -1,0 +1,64 @@
+"""The command that drafts a preset."""
+
+import argparse
+import sys
+
+from ravan_flwr.cli.parts import Commands
+from ravan_flwr.importing import importing
+from ravan_flwr.runs.console import say_loading
+
+
+def add(commands: Commands) -> None:
+    """Offer `new`."""
+    new = commands.add_parser(
+        "new",
+        help="write a preset for your own data and model",
+        description="Look at a data set and a model, and write conf/NAME.yaml, a preset for them. "
+        "A folder of data holds CSV, JSON lines or parquet (train.csv, test.csv), or images in a "
+        "folder for each class (train/CLASS/*.png, test/CLASS/*.png).",
+    )
+    new.add_argument("name", metavar="NAME", help="the preset's name: conf/NAME.yaml, preset=NAME")
+    new.add_argument(
+        "--data", required=True, metavar="FOLDER", help="a folder, or an id of the Hugging Face Hub"
+    )
+    new.add_argument(
+        "--model",
+        required=True,
+        metavar="FOLDER",
+        help="the same, of a pretrained model",
+    )
+    for option, about in (
+        ("--text", "the column of texts, where the data leave it open"),
+        ("--text-pair", "the column of second texts, where examples are pairs"),
+        ("--image", "the column of images"),
+        ("--label", "the column of classes"),
+    ):
+        new.add_argument(option, default="", metavar="COLUMN", help=about)
+    new.add_argument("--subset", default="", metavar="NAME", help="of a data set that has several")
+    new.add_argument(
+        "--targets",
+        default="",
+        metavar="ENDS",
+        help="ends of the names of the layers to adapt, with commas between them, for "
+        "architectures that ravan-flwr does not know",
+    )
+    new.set_defaults(command=_new)
+
+
+def _new(parsed: argparse.Namespace) -> None:
+    say_loading()
+    with importing():
+        from ravan_flwr.drafting.columns import Asked  # noqa: PLC0415
+        from ravan_flwr.drafting.new import new_preset  # noqa: PLC0415
+
+    asked = Asked(parsed.text, parsed.text_pair, parsed.image, parsed.label)
+    for line in new_preset(
+        parsed.name,
+        parsed.data,
+        parsed.model,
+        asked=asked,
+        subset=parsed.subset,
+        targets=parsed.targets,
+    ):
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,206 @@
+"""Look at a data set: its files, columns, classes and how its examples are split."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import datasets
+import numpy as np
+from PIL import Image
+
+from ravan_flwr.data.examples import held_back
+from ravan_flwr.data.hub import every_split
+from ravan_flwr.data.labels import labels_of
+from ravan_flwr.drafting.columns import Asked, find_columns
+from ravan_flwr.specs import DataSpec
+
+TESTS = ("test", "validation", "dev", "valid")  # the split that is taken, the first that is there
+TEST_SHARE = 0.2
+_IMAGES = 5_000  # whose sizes are read
+
+
+@dataclass(frozen=True)
+class DataSeen:
+    """Hold what a look at the data showed."""
+
+    spec: DataSpec
+    kind: str  # of the files
+    counts: Mapping[str, Mapping[str, int]]  # split -> class -> examples
+    held_back: bool  # there is no test part, so that one is taken from `train`
+    left_out: Sequence[str]  # splits that are not used
+    train: datasets.Dataset
+    sizes: str  # of images, in pixels; "" where there are none
+
+    @property
+    def is_image(self) -> bool:
+        return bool(self.spec.column("image"))
+
+    def number(self, split: str) -> int:
+        """Count the examples of a split."""
+        return sum(self.counts[split].values())
+
+    def warnings(self) -> list[str]:
+        """Say what of the classes will not be learned well."""
+        train, test = self.counts["train"], self.counts["test"]
+        told = []
+        if empty := [name for name in self.spec.labels if not train.get(name)]:
+            told.append(
+                f"{len(empty)} of the classes have no example to train on: {_some(empty)}"
+                + ("; the test has some" if any(test.get(name) for name in empty) else "")
+            )
+        if untested := [n for n in self.spec.labels if not test.get(n) and train.get(n)]:
+            told.append(
+                f"{len(untested)} of the classes have no example to test on: {_some(untested)}"
+            )
+        return told
+
+
+def look_at_data(place: str, subset: str, asked: Asked) -> DataSeen:
+    """Load a data set and see what it is."""
+    name, revision = _name(place)
+    splits = every_split(name, subset, revision)
+    where = f"data {place}"
+    train_name = "train" if "train" in splits else _only_split(splits, where)
+    train = splits[train_name]
+    columns = find_columns(train, asked, where)
+    test_name = _test_split(splits, train_name, columns["label"])
+    used = {"train": train} | ({"test": splits[test_name]} if test_name else {})
+    _check_whole(used, columns, where)
+    labels = _labels(used, columns["label"], where)
+    spec = DataSpec(
+        "hub",
+        name,
+        subset=subset,
+        revision=revision,
+        train=train_name,
+        tests=(("test", test_name or "test"),),
+        test_share=TEST_SHARE,
+        columns=tuple(columns.items()),
+        labels=labels,
+    )
+    return DataSeen(
+        spec,
+        kind=_kind(name, train),
+        counts=_counts(used, columns["label"], spec, where),
+        held_back=not test_name,
+        left_out=[split for split in splits if split not in (train_name, test_name)],
+        train=train,
+        sizes=_sizes(train, columns["image"], where) if "image" in columns else "",
+    )
+
+
+def _name(place: str) -> tuple[str, str]:
+    """Split a folder or an id of the hub from its revision."""
+    path = Path(place).expanduser()
+    if path.is_file():
+        raise ValueError(
+            f"data {place}: got a file, expected a folder, which may hold it alone; move it: "
+            f"mkdir data && mv {place} data/train{path.suffix}"
+        )
+    if path.is_dir():
+        return str(path.resolve()), ""
+    name, _, revision = place.partition("@")
+    if place.startswith((".", "/", "~")) or len(name.split("/")) > 2:
+        raise ValueError(
+            f"data {place}: found no such folder; expected one, or an id of the hub such as "
+            "org/name; correct it"
+        )
+    return name, revision
+
+
+def _only_split(splits: datasets.DatasetDict, where: str) -> str:
+    if len(splits) != 1:
+        raise ValueError(
+            f"{where}: got the splits {', '.join(splits)}, expected one that is called train; "
+            "rename the file or the folder that clients are to train on to train"
+        )
+    (name,) = splits
+    return str(name)
+
+
+def _test_split(splits: datasets.DatasetDict, train: str, label: str) -> str:
+    """Choose the server's test: the first of the usual names whose labels are not kept secret."""
+    for name in TESTS:
+        if name in splits and name != train and label in splits[name].column_names:
+            values = splits[name][label][:]
+            if any(value not in (None, -1) for value in values):
+                return name
+    return ""
+
+
+def _check_whole(
+    splits: Mapping[str, datasets.Dataset], columns: Mapping[str, str], where: str
+) -> None:
+    """Refuse examples without a text; images and labels are checked where they are read."""
+    feature = splits["train"].features[columns["label"]]
+    if isinstance(feature, datasets.ClassLabel):
+        unknown = sum(n is None or n < 0 for n in splits["train"][columns["label"]])
+        if unknown:
+            raise ValueError(
+                f"{where}: {unknown} examples have no label, expected one each; take them out"
+            )
+    for name, split in splits.items():
+        for role in ("text", "text-pair"):
+            column = columns.get(role)
+            if column and (missing := split.data.column(column).null_count):
+                raise ValueError(
+                    f"{where}, {name}: {missing} of {len(split)} examples have nothing in column "
+                    f"{column!r}, expected a text in each; take them out"
+                )
+
+
+def _sizes(train: datasets.Dataset, column: str, where: str) -> str:
+    """Read the sizes of images from the beginnings of their files."""
+    sizes: set[tuple[int, int]] = set()
+    files = train.select_columns([column]).cast_column(column, datasets.Image(decode=False))
+    for row in files.select(range(min(len(files), _IMAGES))):
+        content, path = row[column]["bytes"], row[column]["path"]
+        try:
+            with Image.open(path if content is None else BytesIO(content)) as file:
+                sizes.add(file.size)
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            raise ValueError(
+                f"{where}: {path or 'an image'} cannot be read ({error}), expected an image; take "
+                "it out, or save it again"
+            ) from None
+    least, most = (" x ".join(map(str, side(sizes))) for side in (min, max))
+    return least if least == most else f"{least} to {most}"
+
+
+def _labels(splits: Mapping[str, datasets.Dataset], column: str, where: str) -> tuple[str, ...]:
+    named = {n: split.select_columns([column]).rename_columns(
+        {} if column == "label" else {column: "label"}) for n, split in splits.items()}  # fmt: skip
+    return labels_of(datasets.DatasetDict(named), where)
+
+
+def _counts(
+    splits: Mapping[str, datasets.Dataset], column: str, spec: DataSpec, where: str
+) -> dict[str, Counter[str]]:
+    """Count the examples of each class and split, those that are held back as `test`."""
+    texts = {name: _names(split, column) for name, split in splits.items()}
+    if "test" not in texts:
+        test = held_back(np.asarray(texts["train"]), spec.test_share, where)
+        texts = {"train": texts["train"][~test], "test": texts["train"][test]}
+    return {name: Counter(values.tolist()) for name, values in texts.items()}
+
+
+def _names(split: datasets.Dataset, column: str) -> np.ndarray:
+    """List the class of each example by its name."""
+    feature, values = split.features[column], split[column][:]
+    if isinstance(feature, datasets.ClassLabel):
+        values = [
+            feature.names[value] if value is not None and value >= 0 else None for value in values
+        ]
+    return np.asarray([str(value) for value in values], dtype=object).astype(str)
+
+
+def _kind(name: str, examples: datasets.Dataset) -> str:
+    builder = str(examples.info.builder_name or "")
+    kinds = {"json": "JSON lines", "csv": "CSV", "parquet": "parquet", "imagefolder": "images"}
+    return kinds.get(builder, builder or "a data set") if Path(name).is_dir() else "of the hub"
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

@@ -1,0 +1,99 @@
+"""Draft a preset for a task of one's own, and say what was seen."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ravan_flwr.config.presets import PresetPath, conf_folder, read_preset
+from ravan_flwr.drafting.columns import Asked
+from ravan_flwr.drafting.data_seen import DataSeen, look_at_data
+from ravan_flwr.drafting.model_seen import COVERED, ModelSeen, look_at_model
+from ravan_flwr.drafting.writing import preset_text, run_of
+
+
+def new_preset(
+    name: str, data: str, model: str, *, asked: Asked | None = None, subset: str = "",
+    targets: str = "",
+) -> Iterator[str]:  # fmt: skip
+    """Write `conf/NAME.yaml`, and yield lines that say what was seen and what to do next."""
+    path = _path(name)
+    seen = look_at_data(data, subset, asked or Asked())
+    yield from _told_of_data(seen)
+    fitting = look_at_model(model, seen, targets)
+    yield from _told_of_model(fitting)
+    short = name if path.parent == conf_folder() else os.path.relpath(path)
+    _write(path, preset_text(name, seen, fitting, short))
+    yield f"wrote  {path}"
+    yield f"next   ravan-flwr plan preset={short}"
+    yield f"       ravan-flwr tune preset={short} method=ravan"
+    yield f"       ravan-flwr simulate preset={short}"
+
+
+def _path(name: str) -> Path:
+    """Choose the file, in `conf/` of the app that this is, or of the working directory."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name) or name.endswith(".yaml"):
+        raise ValueError(
+            f"NAME {name!r}: expected letters, digits, hyphens and underscores, such as "
+            "my-task; it becomes conf/my-task.yaml"
+        )
+    here = Path.cwd() / "conf"
+    folder = conf_folder() if conf_folder().parent == Path.cwd() else here
+    path = folder / f"{name}.yaml"
+    taken = conf_folder() / f"{name}.yaml"
+    for found in (path, taken):
+        if found.exists():
+            raise ValueError(
+                f"NAME {name!r}: there is {found} already, and nothing is overwritten; choose "
+                "another name, or move the file away"
+            )
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a new file, whole or not at all, and read it as a run will."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.tmp.yaml")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        read_preset(PresetPath(draft))
+        os.link(draft, path)  # fails where somebody else has made one since
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _told_of_data(seen: DataSeen) -> Iterator[str]:
+    spec, train, test = seen.spec, seen.number("train"), seen.number("test")
+    where = f"{spec.name}{f' ({spec.subset})' if spec.subset else ''}"
+    part = "held back for the test, there is no test part" if seen.held_back else "to test"
+    yield f"data   {where}: {seen.kind}, {train:,} examples to train, {test:,} {part}"
+    columns = ", ".join(f"{role} from column {column!r}" for role, column in spec.columns)
+    unused = sorted(set(seen.train.column_names) - {column for _, column in spec.columns})
+    yield f"       {columns}" + (f"; not used: {', '.join(unused)}" if unused else "")
+    if seen.sizes:
+        yield f"       images of {seen.sizes} pixels"
+    if seen.left_out:
+        yield f"       splits that are not used: {', '.join(seen.left_out)}"
+    counts = sorted(seen.counts["train"].get(label, 0) for label in spec.labels)
+    yield f"       {len(spec.labels)} classes with {counts[0]:,} to {counts[-1]:,} examples each"
+    for warning in seen.warnings():
+        yield f"       WARNING: {warning}"
+    clients = run_of(seen)["num-clients"]
+    if train < clients * 10:
+        yield f"       WARNING: {clients} clients share {train} examples, which is very little"
+
+
+def _told_of_model(seen: ModelSeen) -> Iterator[str]:
+    yield (
+        f"model  {seen.spec.name}: {seen.architecture}, {seen.size / 1e6:,.1f} million parameters; "
+        f"adapts {len(seen.layers)} matrices of {seen.sides}"
+    )
+    yield f"       {seen.layers[0]} ... {seen.layers[-1]}"
+    if seen.lengths is None:
+        yield f"       images are brought to {seen.image_size}"
+        return
+    lengths = seen.lengths
+    yield (
+        f"       tokens of a text: half have {lengths.median} at most, {COVERED} % have "
+        f"{lengths.covered}, the longest {lengths.longest}; {seen.max_length} are read"
+    )

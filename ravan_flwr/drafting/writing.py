@@ -1,0 +1,144 @@
+"""Write a preset as a file for people: a comment beside each line."""
+
+import json
+import textwrap
+from collections.abc import Sequence
+
+from jinja2 import Environment, StrictUndefined
+
+from ravan_flwr.config.preset_fields import LORA_RANK, RUN
+from ravan_flwr.drafting.data_seen import DataSeen
+from ravan_flwr.drafting.model_seen import COVERED, ModelSeen
+
+_EXAMPLES_A_CLIENT = 20  # fewer of them teach a client nothing
+
+PRESET = """\
+# {{ name }}: drafted by `ravan-flwr new` from the data and the model; change what you like.
+# What is not here has a default: docs/your-own-task.md lists all fields.
+task: {{ model.task }}  # what is learned, and how it is measured
+
+model:
+  name: {{ model.spec.name | text }}  # an id of the hub, or a folder (on every machine)
+{% if model.spec.revision %}
+  revision: {{ model.spec.revision | text }}  # of the hub
+{% endif %}
+{% if model.spec.targets %}
+  targets: {{ model.spec.targets | join(",") | text }}  # ends of the names of the layers to adapt
+{% endif %}
+
+data:
+  name: {{ spec.name | text }}  # an id of the hub, or a folder on every machine that reads it
+{% if spec.subset %}
+  subset: {{ spec.subset | text }}  # of the data set
+{% endif %}
+{% if spec.revision %}
+  revision: {{ spec.revision | text }}  # of the hub
+{% endif %}
+  columns: {{ columns }}  # what for: which column
+{% if splits %}
+  splits: {{ splits }}  # of the clients: of the server
+{% endif %}
+{% if data.held_back %}
+  test-share: {{ spec.test_share }}  # of each class, held back for the server's test
+{% endif %}
+{% if model.lengths %}
+  max-length: {{ model.max_length }}  # tokens that are read of a text; {{ covered }}
+{% endif %}
+{% if model.target_length %}
+  target-length: {{ model.target_length }}  # tokens of the longest label
+{% endif %}
+  labels:  # in the order of their numbers, the same on every device
+{{ labels }}
+
+run:
+  num-clients: {{ run["num-clients"] }}  # simulated clients, which share the training examples
+  clients-per-round: {{ run["clients-per-round"] }}  # of them train in each round
+  num-rounds: {{ run["num-rounds"] }}
+  local-steps: {{ run["local-steps"] }}  # optimiser steps of a client in each round
+  batch-size: {{ run["batch-size"] }}  # examples in each step
+  partition: {{ run["partition"] }}  # simulated clients differ in their classes; or iid
+  partition-alpha: {{ run["partition-alpha"] }}  # the smaller, the more they differ
+  heads: {{ run["heads"] }}  # of the method ravan, in each adapted layer
+  classifier: {{ run["classifier"] }}  # trained along with the adapters; or frozen
+
+parameter-budgets:  # as many trainable parameters as a LoRA of this rank
+{% for budget, rank in budgets.items() %}
+  {{ budget }}: {lora-rank: {{ rank }}}
+{% endfor %}
+
+learning-rate: {}  # by method; empty: the default. Better: ravan-flwr tune preset={{ preset }}
+"""
+
+
+def preset_text(name: str, data: DataSeen, model: ModelSeen, preset: str) -> str:
+    """Write the file; `preset` is how commands name it."""
+    spec = data.spec
+    splits = {"train": spec.train, "test": dict(spec.tests)["test"]}
+    usual = splits == {"train": "train", "test": "test"}
+    return _ENVIRONMENT.from_string(PRESET).render(
+        name=name,
+        preset=preset,
+        data=data,
+        model=model,
+        spec=spec,
+        columns=_mapping(dict(spec.columns)),
+        splits="" if usual else _mapping(splits),
+        covered=_covered(model),
+        labels=_labels(spec.labels),
+        run=RUN | run_of(data),
+        budgets=LORA_RANK,
+    )
+
+
+def run_of(data: DataSeen) -> dict[str, int]:
+    """Choose how many simulated clients share the examples, and how long each trains."""
+    train = data.number("train")
+    most, chosen, steps, batch = (
+        int(RUN[key]) for key in ("num-clients", "clients-per-round", "local-steps", "batch-size")
+    )
+    clients = max(2, min(most, train // _EXAMPLES_A_CLIENT))
+    twice = -(-2 * train // (clients * batch))  # through all its examples
+    return {
+        "num-clients": clients,
+        "clients-per-round": min(chosen, clients),
+        "local-steps": max(5, min(steps, twice)),
+    }
+
+
+def _covered(model: ModelSeen) -> str:
+    if model.lengths is None:
+        return ""
+    short = model.lengths.covered > model.max_length
+    told = f"{COVERED} % have {model.lengths.covered} at most"
+    return told + (", the model reads no more" if short else "")
+
+
+def _labels(labels: Sequence[str]) -> str:
+    return textwrap.fill(
+        f"[{', '.join(map(_text, labels))}]",
+        110,
+        initial_indent="    ",
+        subsequent_indent="     ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _mapping(values: dict[str, str]) -> str:
+    return "{" + ", ".join(f"{key}: {_text(value)}" for key, value in values.items()) + "}"
+
+
+def _text(value: str) -> str:
+    """Write a text so that YAML reads it as the same text, whatever is in it."""
+    return json.dumps(value)
+
+
+# YAML, not HTML: what comes from outside goes through the filter.
+_ENVIRONMENT = Environment(
+    autoescape=False,  # noqa: S701 (as said above)
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+_ENVIRONMENT.filters["text"] = _text
