@@ -1,0 +1,80 @@
+"""The page for one's own task works as it is printed: each command, in its order."""
+
+import csv
+import re
+import shlex
+
+import pytest
+import transformers
+
+from ravan_flwr.cli import main
+from tests import ROOT
+from tests.own_models import make_bert, make_vit
+
+PAGE = (ROOT / "docs" / "your-own-task.md").read_text(encoding="utf-8")
+
+
+def blocks():
+    """The page's blocks up to real devices: (language, text). `sh` needs a connection."""
+    before = PAGE.split("\n## On devices\n")[0]
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", before, re.MULTILINE | re.DOTALL)
+    return [(language, text) for language, text in found if language in ("bash", "python")]
+
+
+def newest_run(line, folder):
+    """Follow `RUN=$(ls -d PATTERN | tail -1)`, and no other command."""
+    pattern = re.fullmatch(r"RUN=\$\(ls -d (\S+) \| tail -1\)", line)[1]
+    return str(sorted(folder.glob(pattern))[-1].relative_to(folder))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, python):
+    """The folder in which the page was followed, with what each block printed."""
+    path = tmp_path_factory.mktemp("own")
+    make_bert(path / "model")
+    make_vit(path / "vit")
+    return path
+
+
+def test_every_command_of_the_page_works_in_its_order(folder, monkeypatch, capsys, python):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("ravan_flwr.studies.running.subprocess.Popen", python.popen)
+    printed, run = [], ""
+    for language, text in blocks():
+        if language == "python":
+            exec(compile(text, "docs/your-own-task.md", "exec"), {})
+        else:
+            for line in text.strip().splitlines():
+                assert len(line.split()) <= 12, "too many words to type"
+                if line.startswith("RUN="):
+                    run = newest_run(line, folder)
+                    continue
+                words = shlex.split(line.replace("$RUN", run))
+                assert words[0] == "ravan-flwr"
+                main(words[1:])
+        printed.append(capsys.readouterr().out)
+    told = "\n".join(printed)
+    assert (folder / "conf" / "docs.yaml").is_file()
+    assert "macro-f1" in told.lower()
+    assert len(list(csv.DictReader((folder / "predicted.csv").open()))) > 500
+    rows = list(csv.DictReader((folder / "sevens.csv").open()))
+    assert {row["label"] for row in rows} <= set("0123456789")
+    assert re.search(r"\{'label': '\w+(\.\w+)*', 'score': 0\.\d+", told)
+    assert transformers.AutoConfig.from_pretrained(folder / "digits").id2label[7] == "7"
+
+
+def test_the_page_lists_the_defaults_that_are_used():
+    from ravan_flwr.config.preset_fields import LORA_RANK, RUN
+    from ravan_flwr.methods import METHODS
+
+    table = PAGE.split("## Fields of a preset")[1]
+    for key, value in RUN.items():
+        row = next(line for line in table.splitlines() if f"run.{key}`" in line)
+        assert str(value) in row, key
+    for budget, rank in LORA_RANK.items():
+        assert f"`{budget}: {{lora-rank: {rank}}}`" in table
+    row = next(line for line in table.splitlines() if line.startswith("| `learning-rate`"))
+    by_rate = {3e-3: ["ravan", "ffa-lora", "fed-sb"], 1e-4: ["full"]}
+    for name, method in METHODS.items():
+        assert name in by_rate.get(method.learning_rate, [name])
+    assert "ravan, ffa-lora, fed-sb 3e-3; full 1e-4; others 1e-3" in row
