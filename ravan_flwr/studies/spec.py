@@ -96,6 +96,11 @@ class PlannedRun:
         config = read_config(own_preset(dict(self.settings))).as_dict()
         return {key: value for key, value in config.items() if key not in _NO_MATTER}
 
+    @property
+    def num_rounds(self) -> int:
+        """Return how many rounds it takes."""
+        return int(self.resolved["num-rounds"])
+
     def summary(self, study: Path) -> Summary | None:
         """Read how the run ended, if it is done."""
         directory = self.directory(study)
