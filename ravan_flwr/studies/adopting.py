@@ -66,7 +66,7 @@ def notes(choice: Choice) -> list[str]:
     today = datetime.now().astimezone().date().isoformat()
     told = [
         f"{score.metric} {score} on examples that {tuning.num_clients} clients held back, seeds "
-        f"{seeds}, {rung.rounds} rounds{given}",
+        f"{seeds}, {rung.length}{given}",
         f"tried {' '.join(f'{rate:g}' for rate in sorted(choice.tried))}; ravan-flwr {version}, "
         f"{today}",
     ]

@@ -13,6 +13,7 @@ from ravan_flwr.studies.running import Clock, How, run_missing, words_of_run
 from ravan_flwr.studies.spec import final_of
 from ravan_flwr.studies.tuning import Rung, Tuning
 
+STUDENT = {1: 6.314, 2: 2.920}  # degrees of freedom -> Student's t, one-sided, 95 %
 LOWER_IS_BETTER = {"loss", "perplexity"}
 
 log = logging.getLogger(__name__)
@@ -57,12 +58,12 @@ class Score:
         return statistics.mean(self.merits), -statistics.mean(self.losses or [0.0])
 
     def beats(self, other: "Score") -> bool:
-        """Tell whether it is better by more than noise: twice the standard error over the seeds."""
+        """Tell whether it is better by more than noise: in a t-test over the seeds, at 95 %."""
         apart = [mine - its for mine, its in zip(self.merits, other.merits, strict=True)]
         if len(apart) < 2:
             return self.order > other.order
         error = statistics.stdev(apart) / math.sqrt(len(apart))
-        return statistics.mean(apart) > 2 * error
+        return statistics.mean(apart) > STUDENT[len(apart) - 1] * error
 
 
 @dataclass(frozen=True)

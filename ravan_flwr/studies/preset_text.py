@@ -22,7 +22,7 @@ def with_rate(text: str, method: str, rate: float, notes: Sequence[str]) -> str:
     expected = copy.deepcopy(_loaded(text))
     found = expected.get(FIELD) or {}
     if not isinstance(found, dict) or "by" in found or isinstance(found.get(method), dict):
-        raise ValueError(f"its {FIELD} depends on other keys")
+        raise ValueError(f"it has a {FIELD} by other keys (`by:`), and keeps its numbers")
     expected[FIELD] = found | {method: rate}
     try:
         edited = _edited(text, method, rate, notes)

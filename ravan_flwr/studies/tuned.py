@@ -15,7 +15,7 @@ def summary(choice: Choice) -> str:
     seeds = ", ".join(map(str, last.rung.seeds))
     text = [
         f"learning rate {choice.rate:g}: {choice.score.metric} {choice.score} "
-        f"({last.rung.rounds} rounds, seeds {seeds})"
+        f"({last.rung.length}, seeds {seeds})"
     ]
     alike = [rate for rate in last.alike() if rate != choice.rate]
     for rate in sorted(set(last.scores) - {choice.rate}):
@@ -55,6 +55,8 @@ def picture(choice: Choice) -> Chart:
     )
     (axes,) = chart.figure.axes
     axes.set_xscale("log")
+    axes.set_xticks(sorted(choice.tried), [f"{rate:g}" for rate in sorted(choice.tried)])
+    axes.set_xticks([], minor=True)
     for line in axes.get_lines():
         line.set_marker("o")
     axes.axvline(choice.rate, color=INK, linestyle=":", linewidth=1)
@@ -68,7 +70,7 @@ def _series(measured: Measured) -> Series:
         for number in range(len(rung.seeds))
     ]
     seeds = f", {len(rung.seeds)} seeds" if len(rung.seeds) > 1 else ""
-    return Series(f"{rung.rounds} rounds{seeds}", by_seed)
+    return Series(f"{rung.length}{seeds}", by_seed)
 
 
 def markdown(choice: Choice, drawn: Chart) -> str:
@@ -83,7 +85,7 @@ def markdown(choice: Choice, drawn: Chart) -> str:
         "",
         f"Tried: {_rates(choice.tried)}. Measured on the {100 * config.validation_share:g} % of "
         f"their examples that {tuning.num_clients} clients hold back; the test examples took no "
-        "part. Noise: twice the standard error of the difference over the seeds.",
+        "part. Worse by more than noise: in a t-test over the seeds, at 95 %.",
         "",
         *_table(choice),
     ]
@@ -95,7 +97,7 @@ def markdown(choice: Choice, drawn: Chart) -> str:
 def _table(choice: Choice) -> Iterator[str]:
     """Yield a row for each rate, with a column for each rung."""
     rungs = choice.rungs
-    heads = [f"{one.rung.rounds} rounds, seed {_words(one.rung.seeds)}" for one in rungs]
+    heads = [f"{one.rung.length}, seed {_words(one.rung.seeds)}" for one in rungs]
     yield _row(["learning rate", *heads])
     yield _row(["---"] * (len(rungs) + 1))
     for rate in sorted(choice.tried):

@@ -30,8 +30,12 @@ class Rung:
     seeds: tuple[int, ...]
 
     def __str__(self) -> str:
-        seeds = " ".join(map(str, self.seeds))
-        return f"{_many(self.rates, 'rate')}, seed {seeds}, {_many(self.rounds, 'round')}"
+        return f"{_many(self.rates, 'rate')}, {self.length}, seed {' '.join(map(str, self.seeds))}"
+
+    @property
+    def length(self) -> str:
+        """Write how long its runs are."""
+        return _many(self.rounds, "round")
 
     @property
     def work(self) -> int:
@@ -85,8 +89,8 @@ def plan_tuning(
 ) -> Tuning:
     """Check the settings, and plan the tuning: around the default rate, or of these rates alone."""
     _check_given(given)
-    held_back = {"evaluate-on": "clients", "validation-share": HELD_BACK}
-    settings = {"preset": "digits-vit", "method": "ravan", **held_back, **given}
+    held_back: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": HELD_BACK}
+    settings: dict[str, Scalar] = {"preset": "digits-vit", "method": "ravan", **held_back, **given}
     seed = int(check_key("seed", settings.pop("seed", SEED)))
     check_key("seed", seed + SEEDS - 1)
     for rate in rates:
