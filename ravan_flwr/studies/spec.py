@@ -86,7 +86,8 @@ class PlannedRun:
         found = sorted(self.folder(study).glob("*/summary.json"))
         if not found:
             return None
-        recorded = RunDirectory(found[-1].parent).read_config()
+        # A key that came with a later version than the run's had what is its default now.
+        recorded = read_config({}).as_dict() | RunDirectory(found[-1].parent).read_config()
         same = all(recorded.get(key) == value for key, value in self.resolved.items())
         return found[-1].parent if same else None
 
