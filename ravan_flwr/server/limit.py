@@ -26,8 +26,8 @@ well if it alone would make more of the state than what may leave the server.
 
 Replies within the limit may still be false: that is for `robust` (robust.py). What leaves the
 server is checked as well: a next state that is not finite, or that has grown by more than all of
-this allows, is never sent; the round is closed without effect. FlexLoRA's A has orthonormal rows after
-the first round, whatever was drawn: that norm is the method's own, and no growth.
+this allows, is never sent; the round is closed without effect. FlexLoRA's A has rows of norm one
+after a round, whatever was drawn: that norm is the method's own making, and no growth.
 """
 
 import math
