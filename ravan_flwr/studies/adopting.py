@@ -5,7 +5,6 @@ import stat
 from datetime import datetime
 from pathlib import Path
 
-from ravan_flwr.config.preset import Preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.words import words_of
 from ravan_flwr.runs.directory import write_atomically
@@ -18,10 +17,10 @@ _OTHER = ("model", "data", "targets", "glue-task")
 
 def adopt(choice: Choice, *, write: bool = True) -> str:
     """Write the rate into the preset's file; return what was done, for people."""
-    path = Preset.read(choice.tuning.config.preset).path
-    if (why := _why_not(choice, path)) or not write:
-        return _by_hand(choice, path, why or "--no-write")
+    path = choice.tuning.preset
     try:
+        if (why := _why_not(choice, path)) or not write:
+            return _by_hand(choice, path, why or "--no-write")
         _write(choice, path)
     except (ValueError, OSError) as error:
         return _by_hand(choice, path, str(error))

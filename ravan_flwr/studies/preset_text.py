@@ -74,10 +74,10 @@ def _edited(text: str, method: str, rate: float, notes: Sequence[str]) -> str:
 
 
 def _entry(mapping: MappingNode, name: str) -> tuple[Node, Node] | None:
-    """Find the key of that name, and its value; of several the last, which counts."""
+    """Find the key of that name, and its value."""
     entries: list[tuple[Node, Node]] = mapping.value
-    named = [(k, v) for k, v in entries if isinstance(k, ScalarNode) and k.value == name]
-    return named[-1] if named else None
+    named = ((k, v) for k, v in entries if isinstance(k, ScalarNode) and k.value == name)
+    return next(named, None)
 
 
 def _replaced(text: str, value: Node, rate: float) -> str:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.words import words_of
 from ravan_flwr.runs.console import minutes
@@ -48,7 +49,8 @@ def run_study(
 
 def _rounds_of(row: Row) -> int:
     """Count the rounds of a row's runs, all seeds together."""
-    return len(row.seeds) * read_config({"learning-rate": 1.0, **row.settings}).num_rounds
+    config = read_config(own_preset({"learning-rate": 1.0, **row.settings}))
+    return len(row.seeds) * config.num_rounds
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,8 @@ class PlannedRun:
             return None
         # A key that came with a later version than the run's had what is its default now.
         recorded = read_config({}).as_dict() | RunDirectory(found[-1].parent).read_config()
+        if not self.resolved["data"]["labels"]:  # the run has found them in its data
+            recorded["data"] = {**recorded["data"], "labels": []}
         same = all(recorded.get(key) == value for key, value in self.resolved.items())
         return found[-1].parent if same else None
 

@@ -8,8 +8,11 @@ no part. Where the best of a rung is the largest or smallest rate of all, the ne
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
 
 from ravan_flwr.config.keys import check_key
+from ravan_flwr.config.presets import own_preset, preset_file
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.config.words import words_of
 from ravan_flwr.specs import Scalar
@@ -48,6 +51,7 @@ class Tuning:
     """Hold what is tuned: the settings of every run, and the rungs."""
 
     given: dict[str, Scalar]  # what the person gave
+    preset: Path  # its file
     settings: dict[str, Scalar]  # of every run
     config: Config  # as the settings resolve
     num_clients: int
@@ -90,7 +94,7 @@ def plan_tuning(
     """Check the settings, and plan the tuning: around the default rate, or of these rates alone."""
     _check_given(given)
     held_back: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": HELD_BACK}
-    settings: dict[str, Scalar] = {"preset": "digits-vit", "method": "ravan", **held_back, **given}
+    settings = own_preset({"preset": "digits-vit", "method": "ravan", **held_back, **given})
     seed = int(check_key("seed", settings.pop("seed", SEED)))
     check_key("seed", seed + SEEDS - 1)
     for rate in rates:
@@ -101,6 +105,7 @@ def plan_tuning(
     begin = tuple(sorted(set(rates))) or tuple(grid_around(config.learning_rate))
     return Tuning(
         given=dict(given),
+        preset=preset_file(cast(str, settings["preset"])),
         settings=settings,
         config=config,
         num_clients=num_clients or config.num_clients,

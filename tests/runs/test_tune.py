@@ -1,7 +1,6 @@
 """A tuning on the real digits: what it runs, chooses, draws and writes."""
 
 import json
-import shutil
 import stat
 from pathlib import Path
 
@@ -9,8 +8,7 @@ import pytest
 import yaml
 
 from ravan_flwr.cli import main
-from ravan_flwr.config import preset
-from ravan_flwr.config.preset import conf_folder
+from ravan_flwr.config.presets import conf_folder, own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.studies import spec
 from ravan_flwr.studies.adopting import adopt
@@ -28,13 +26,17 @@ def forked(python, monkeypatch):
     monkeypatch.setattr("ravan_flwr.studies.running.subprocess.Popen", python.popen)
 
 
-def own_preset(folder, monkeypatch, rates):
-    """Make a preset `mine`: the digits, with these rates and comments of a person's own."""
-    shutil.copytree(conf_folder(), folder / "conf")
-    text = (folder / "conf" / "digits-vit.yaml").read_text().partition("learning-rate:")[0]
-    path = folder / "conf" / "mine.yaml"
-    path.write_text(f"{text}learning-rate:  # mine\n{rates}# the end\n")
-    monkeypatch.setattr(preset, "conf_folder", lambda: folder / "conf")
+PRESET = """# my own
+task: vision
+model: {source: bundled, name: digits-vit}
+data: {source: sklearn-digits, columns: {image: image, label: label}}  # it knows its labels
+"""
+
+
+def mine(folder, rates="  ravan: 3.0e-3\n"):
+    """Write a preset of the digits, with these rates and comments of a person's own."""
+    path = folder / "mine.yaml"
+    path.write_text(f"{PRESET}learning-rate:  # mine\n{rates}# the end\n")
     return path
 
 
@@ -85,8 +87,11 @@ def test_a_tuning_halves_grows_resumes_and_draws(tmp_path, forked, monkeypatch, 
     assert (out / "results.md").read_text() == text
 
 
-def test_the_best_rate_of_a_tuning_is_the_best_of_its_runs(tmp_path, forked, capsys):
-    main(["tune", *SHORT, "--rates", "1e-5,1e-2,5", "--output", str(tmp_path)])
+def test_the_best_rate_is_written_into_the_preset(tmp_path, forked, capsys, monkeypatch):
+    path = tmp_path / "mine.yaml"
+    path.write_text(PRESET)
+    words = ["tune", f"preset={path}", *SHORT, "--rates", "1e-5,1e-2,5", "--output", str(tmp_path)]
+    main(words)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["learning-rate"] == 1e-2
     assert results["within-noise"] == [1e-2]
@@ -98,7 +103,18 @@ def test_the_best_rate_of_a_tuning_is_the_best_of_its_runs(tmp_path, forked, cap
     assert sorted(measured) == sorted(final["accuracy"] for final in finals)
     configs = [json.loads((run / "config.json").read_text()) for run in runs]
     assert {config["evaluate-on"] for config in configs} == {"clients"}
-    assert "1e-05: " in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "1e-05: " in told
+    # It stands in the preset, which is otherwise as it was; the next run has it.
+    assert told.endswith(f"written: learning-rate of ravan is 1.0e-2 in {path}\n")
+    text = path.read_text()
+    assert text.startswith(PRESET + "learning-rate:\n  # tune of ravan: accuracy ")
+    assert text.endswith("\n  ravan: 1.0e-2\n")
+    assert read_config(own_preset({"preset": str(path)})).learning_rate == 1e-2
+    # The runs are those of this preset still, though it leaves the labels to the data.
+    monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
+    main(words)
+    assert path.read_text() == text
 
 
 def test_a_dry_run_runs_nothing(tmp_path, capsys):
@@ -133,31 +149,27 @@ def test_an_interrupted_tuning_says_where_it_goes_on(tmp_path, monkeypatch, caps
     )
 
 
-def test_the_rate_is_written_into_a_preset_of_ones_own(tmp_path, monkeypatch):
-    path = own_preset(tmp_path, monkeypatch, "  fedit: 1.0e-3  # theirs\n  ravan: 3.0e-3\n")
+def test_the_edit_keeps_what_a_person_wrote(tmp_path):
+    path = mine(tmp_path, "  fedit: 1.0e-3  # theirs\n  ravan: 3.0e-3\n")
     path.chmod(0o640)
-    before = yaml.safe_load(path.read_text())
-    told = adopt(chosen({"preset": "mine", "batch-size": 8}))
+    told = adopt(chosen({"preset": str(path), "batch-size": 8}))
     assert told == f"written: learning-rate of ravan is 1.0e-2 in {path}"
-    after = yaml.safe_load(path.read_text())
-    assert after["learning-rate"] == {"fedit": 1e-3, "ravan": 1e-2}
-    assert {**after, "learning-rate": 0} == {**before, "learning-rate": 0}
-    assert read_config({"preset": "mine"}).learning_rate == 1e-2
-    text = path.read_text()
-    assert "  fedit: 1.0e-3  # theirs\n" in text
-    assert "# the end" in text
-    assert (
-        "  # tune of ravan: accuracy 0.9100 ± 0.0100 on examples that 20 clients held back, seeds "
-        "100 101 102, 20 rounds, with batch-size=8\n  # tune of ravan: tried 0.001 0.01 0.03; "
-    ) in text
+    assert read_config(own_preset({"preset": str(path)})).learning_rate == 1e-2
+    before, _, after = path.read_text().partition("  # tune of ravan: ")
+    assert before == f"{PRESET}learning-rate:  # mine\n  fedit: 1.0e-3  # theirs\n"
+    assert after.startswith(
+        "accuracy 0.9100 ± 0.0100 on examples that 10 clients held back, seeds 100 101 102, 20 "
+        "rounds, with batch-size=8\n  # tune of ravan: tried 0.001 0.01 0.03; ravan-flwr "
+    )
+    assert after.endswith("\n  ravan: 1.0e-2\n# the end\n")
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
-def test_a_link_stays_a_link(tmp_path, monkeypatch):
-    path = own_preset(tmp_path, monkeypatch, "  ravan: 3.0e-3\n")
+def test_a_link_stays_a_link(tmp_path):
+    path = mine(tmp_path)
     path.rename(tmp_path / "elsewhere.yaml")
     path.symlink_to(tmp_path / "elsewhere.yaml")
-    adopt(chosen({"preset": "mine"}))
+    adopt(chosen({"preset": str(path)}))
     assert path.is_symlink()
     assert "ravan: 1.0e-2" in (tmp_path / "elsewhere.yaml").read_text()
 
@@ -166,20 +178,15 @@ def test_a_link_stays_a_link(tmp_path, monkeypatch):
     ("given", "rates", "mode", "told"),
     [
         ({}, "  ravan: 3.0e-3\n", 0o444, "the file is read-only"),
-        (
-            {"targets": "query"},
-            "  ravan: 3.0e-3\n",
-            0o644,
-            "chosen with targets=query, which the preset",
-        ),
+        ({"targets": "query"}, "  ravan: 3.0e-3\n", 0o644, "chosen with targets=query, which"),
         ({}, "  by: [classifier]\n  ravan: 3.0e-3\n", 0o644, "keeps its numbers"),
     ],
 )
-def test_a_preset_that_is_left_alone(given, rates, mode, told, tmp_path, monkeypatch):
-    path = own_preset(tmp_path, monkeypatch, rates)
+def test_a_preset_that_is_left_alone(given, rates, mode, told, tmp_path):
+    path = mine(tmp_path, rates)
     path.chmod(mode)
     before = path.read_bytes()
-    found = adopt(chosen({"preset": "mine", **given}))
+    found = adopt(chosen({"preset": str(path), **given}))
     assert found.startswith(f"not written to {path}: ")
     assert told in found
     assert yaml.safe_load(found.partition("\n")[2]) == {"learning-rate": {"ravan": 1e-2}}
@@ -187,9 +194,25 @@ def test_a_preset_that_is_left_alone(given, rates, mode, told, tmp_path, monkeyp
     assert [other.name for other in path.parent.glob(".*")] == []
 
 
+def test_a_preset_that_became_another_meanwhile_is_left_alone(tmp_path):
+    path = mine(tmp_path)
+    choice = chosen({"preset": str(path)})
+    for text, told in (
+        ("a: [", "no YAML any more"),
+        ("a: 1\n", "expected"),
+        (None, "No such file"),
+    ):
+        path.unlink()
+        if text is not None:
+            path.write_text(text)
+        assert told in adopt(choice)
+        assert text is None or path.read_text() == text
+        path.touch()
+
+
 def test_a_preset_that_is_not_read_with_the_rate_is_put_back(tmp_path, monkeypatch):
-    path = own_preset(tmp_path, monkeypatch, "  ravan: 3.0e-3\n")
-    choice, before = chosen({"preset": "mine"}), path.read_bytes()
+    path = mine(tmp_path)
+    choice, before = chosen({"preset": str(path)}), path.read_bytes()
     monkeypatch.setattr("ravan_flwr.studies.adopting.read_config", lambda _: choice.tuning.config)
     assert "with it the preset gave learning-rate = 0.003" in adopt(choice)
     assert path.read_bytes() == before

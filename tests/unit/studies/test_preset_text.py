@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from ravan_flwr.config.preset import conf_folder
+from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.studies.preset_text import as_written, with_rate
 
 NOTES = ["accuracy 0.9", "tried 0.001 0.003"]
@@ -20,7 +20,6 @@ TEXTS = [
     "learning-rate:  # none yet\nb: 1\n",
     "a: é\r\nlearning-rate:\r\n  fedit: 1.0e-3\r\nb: ü\r\n",
     "\ufeff'learning-rate':\n  \"ravan\": 0.1\n  fedit: 1\n",
-    "learning-rate:\n  ravan: 1.0e-2\n  ravan: 2.0e-2\n",
 ]
 
 
