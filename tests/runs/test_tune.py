@@ -199,7 +199,7 @@ def test_a_preset_that_became_another_meanwhile_is_left_alone(tmp_path):
     choice = chosen({"preset": str(path)})
     for text, told in (
         ("a: [", "no YAML any more"),
-        ("a: 1\n", "expected"),
+        ("a: 1\n", "a is unknown"),
         (None, "No such file"),
     ):
         path.unlink()
