@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -31,12 +32,13 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Encoded
+from ravan_flwr.tasks.text import token_counts
 from ravan_flwr.training.batching import evaluation_batches, training_batches
 from ravan_flwr.training.local_steps import LocalSteps, evaluate, train_locally
 from ravan_flwr.training.workbench import EVALUATION_BATCH, Workbench
 
 TEXTS, LENGTH, BATCH = 6000, 256, 32
-BERT_MINI = {
+BERT_MINI: dict[str, Any] = {
     "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
     "intermediate_size": 1024, "vocab_size": 8000, "max_position_embeddings": 512,
 }  # fmt: skip
@@ -58,22 +60,21 @@ def main(arguments: list[str]) -> int:
         bench = workbench(Path(name), texts, given.texts)
         test = bench.test_sets["test"]
         train = bench.partition(0, 1).train
-        lengths = {what: bench.task.lengths(one) for what, one in (("e", test), ("t", train))}
+        of_test, of_train = token_counts(test), token_counts(train)
         found = {
             "evaluation": in_turn(evaluations(bench, test), given.repetitions),
             "training": in_turn(trainings(bench, train, given.steps), given.repetitions),
         }
     tokens = {
         "evaluation": [
-            padded(evaluation_batches(len(test), EVALUATION_BATCH, by), lengths["e"])
-            for by in (None, lengths["e"])
+            padded(evaluation_batches(len(test), EVALUATION_BATCH, by), of_test)
+            for by in (None, of_test)
         ],
         "training": [
-            padded(first_batches(len(train), given.steps, by), lengths["t"])
-            for by in (None, lengths["t"])
+            padded(first_batches(len(train), given.steps, by), of_train) for by in (None, of_train)
         ],
     }
-    show(found, tokens, lengths["e"])
+    show(found, tokens, of_test)
     if given.json:
         given.json.write_text(json.dumps({"seconds": found, "tokens": tokens}, indent=2) + "\n")
     slow = [what for what, rows in found.items() if ratio(rows) < LEAST]
