@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ravan_flwr.runs.record import Summary
+from ravan_flwr.studies.clock import Clock, Work
 from ravan_flwr.studies.rates import beyond
-from ravan_flwr.studies.running import Clock, How, run_missing, words_of_run
+from ravan_flwr.studies.running import How, run_missing, words_of_run
 from ravan_flwr.studies.spec import final_of
 from ravan_flwr.studies.tuning import Rung, Tuning
 
@@ -109,7 +110,7 @@ class Choice:
 def tune(tuning: Tuning, folder: Path, how: How) -> Choice:
     """Run what is not done yet; RuntimeError where every rate of a rung failed."""
     choice = Choice(tuning, folder, sorted(tuning.rates))
-    clock = Clock(sum(rung.work for rung in tuning.rungs))
+    clock = Clock(sum((rung.work for rung in tuning.rungs), start=Work()))
     rates: Sequence[float] = tuning.rates
     for rung in tuning.rungs:
         clock.later -= rung.work

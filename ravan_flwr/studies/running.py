@@ -4,16 +4,15 @@ import logging
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.words import words_of
-from ravan_flwr.runs.console import minutes
+from ravan_flwr.studies.clock import Clock, Work
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.spec import PlannedRun, Row
 from ravan_flwr.studies.tables import write_tables
@@ -33,12 +32,12 @@ def run_study(
     study = read_study(path)
     log.info("%s: %d at a time; folder %s", study.title, jobs, folder)
     how = How(engine, jobs, clients_per_gpu)
-    clock = Clock(sum(_rounds_of(row) for row in study.rows))
+    clock = Clock(sum(map(_work_of, study.rows), start=Work()))
     failed: dict[PlannedRun, str] = {}
     if candidates := study.candidates():
         failed |= run_missing("choosing learning rates", candidates, folder, how, clock)
     tables = study.runs(folder)
-    clock.later = 0
+    clock.later = Work()
     failed |= run_missing("the tables", tables, folder, how, clock)
     for run, reason in failed.items():
         log.warning("failed: %s: %s", words_of_run(run), reason)
@@ -47,10 +46,10 @@ def run_study(
     return not failed
 
 
-def _rounds_of(row: Row) -> int:
-    """Count the rounds of a row's runs, all seeds together."""
+def _work_of(row: Row) -> Work:
+    """Count a row's runs, all seeds together."""
     config = read_config(own_preset({"learning-rate": 1.0, **row.settings}))
-    return len(row.seeds) * config.num_rounds
+    return Work(len(row.seeds), len(row.seeds) * config.num_rounds)
 
 
 @dataclass(frozen=True)
@@ -72,20 +71,6 @@ class How:
         return command
 
 
-@dataclass
-class Clock:
-    """Measures how long rounds take, and estimates the time left for the whole study."""
-
-    later: int  # rounds of what follows this part: of the tables, while rates are chosen
-    done: int = 0  # rounds
-    started: float = field(default_factory=time.monotonic)
-
-    def left(self, done: int, now: int) -> str:
-        """Count a run's rounds, and estimate the time for `now` more and all that follow."""
-        self.done += done
-        return minutes((time.monotonic() - self.started) / self.done * (now + self.later))
-
-
 def run_missing(
     what: str, runs: Sequence[PlannedRun], folder: Path, how: How, clock: Clock
 ) -> dict[PlannedRun, str]:
@@ -96,7 +81,7 @@ def run_missing(
     threads = str(max(1, (os.cpu_count() or 1) // how.jobs))
     environment = ({"OMP_NUM_THREADS": threads} if how.jobs > 1 else {}) | os.environ
     failed: dict[PlannedRun, str] = {}
-    rounds = sum(run.num_rounds for run in todo)
+    now = sum((Work(1, run.num_rounds) for run in todo), start=Work())
 
     def execute(run: PlannedRun) -> tuple[bool, str]:
         return children.run(how.command(run, folder), environment)
@@ -106,8 +91,9 @@ def run_missing(
         waiting = {pool.submit(execute, run): run for run in todo}
         for number, future in enumerate(as_completed(waiting), start=1):
             run, (well, last) = waiting[future], future.result()
-            rounds -= run.num_rounds
-            left = clock.left(run.num_rounds, rounds)
+            work, summary = Work(1, run.num_rounds), run.summary(folder)
+            now -= work
+            left = clock.left(work, summary["seconds"] if summary else 0.0, now, how.jobs)
             log.info("%d/%d  left %s  %s: %s", number, len(todo), left, words_of_run(run), last)
             if not well:
                 failed[run] = last

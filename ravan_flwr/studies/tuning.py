@@ -16,6 +16,7 @@ from ravan_flwr.config.presets import own_preset, preset_file
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.config.words import words_of
 from ravan_flwr.specs import Scalar
+from ravan_flwr.studies.clock import Work
 from ravan_flwr.studies.rates import EXTENSIONS, grid_around
 from ravan_flwr.studies.spec import HELD_BACK, PlannedRun
 
@@ -41,9 +42,10 @@ class Rung:
         return _many(self.rounds, "round")
 
     @property
-    def work(self) -> int:
-        """Count the rounds of all its runs."""
-        return self.rates * self.rounds * len(self.seeds)
+    def work(self) -> Work:
+        """Count its runs, and their rounds."""
+        number = self.rates * len(self.seeds)
+        return Work(number, number * self.rounds)
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Tuning:
         """Tell a person what will be run."""
         config, share = self.config, 100 * self.config.validation_share
         more = "; more where the best is the largest or smallest" if self.extensions else ""
-        number = sum(rung.rates * len(rung.seeds) for rung in self.rungs)
+        work = sum((rung.work for rung in self.rungs), start=Work())
         return "\n".join(
             [
                 f"learning rate of {config.method} in preset {config.preset}, "
@@ -83,7 +85,7 @@ class Tuning:
                 "clients hold back",
                 f"rates: {' '.join(f'{rate:g}' for rate in self.rates)}{more}",
                 *(f"  {rung}" for rung in self.rungs),
-                f"{_many(number, 'run')}, {_many(sum(r.work for r in self.rungs), 'round')} in all",
+                f"{_many(work.runs, 'run')}, {_many(work.rounds, 'round')} in all",
             ]
         )
 
