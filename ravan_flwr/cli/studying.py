@@ -4,10 +4,16 @@ import argparse
 from pathlib import Path
 
 from ravan_flwr.cli.parts import Commands, add_gpus
+from ravan_flwr.config.words import key_table, read_settings
 
 
 def add(commands: Commands) -> None:
-    """Offer `study`."""
+    """Offer `study` and `tune`."""
+    _add_study(commands)
+    _add_tune(commands)
+
+
+def _add_study(commands: Commands) -> None:
     study = commands.add_parser(
         "study",
         help="run a grid of settings and seeds, and write a table",
@@ -17,23 +23,48 @@ def add(commands: Commands) -> None:
         "file", type=Path, metavar="FILE", help="a file such as conf/studies/ablations-digits.yaml"
     )
     study.add_argument("--output", type=Path, help="folder of the study (default: studies/NAME)")
-    study.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
-    study.add_argument(
+    _add_how(study)
+    study.set_defaults(command=_study)
+
+
+def _add_tune(commands: Commands) -> None:
+    tune = commands.add_parser(
+        "tune",
+        help="choose the learning rate of a method, and write it into the preset",
+        description="Try learning rates around the default by successive halving, each measured\n"
+        "on examples that clients hold back, and write the best one into the preset.\n"
+        "Runs that are done already are not run again.",
+        epilog=key_table(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    tune.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
+    tune.add_argument("--output", type=Path, help="folder (default: studies/tune-PRESET-METHOD)")
+    tune.add_argument(
+        "--rates",
+        metavar="RATE,RATE,...",
+        help="try these rates alone (default: five around the preset's, more at an edge)",
+    )
+    tune.add_argument(
+        "--no-write", action="store_true", help="print the line rather than change the preset"
+    )
+    tune.add_argument("--dry-run", action="store_true", help="say what would be run, and run none")
+    _add_how(tune)
+    tune.set_defaults(command=_tune)
+
+
+def _add_how(parser: argparse.ArgumentParser) -> None:
+    """Offer how many runs go side by side, and in what."""
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument(
         "--engine",
         choices=("process", "flower"),
         default="process",
         help="process: each run as `simulate` does; flower: as `run` does (default: process)",
     )
-    add_gpus(study)
-    study.set_defaults(command=_study)
+    add_gpus(parser)
 
 
-def _study(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.runs.console import show  # noqa: PLC0415
-    from ravan_flwr.studies.running import run_study  # noqa: PLC0415
-
-    if not parsed.file.is_file():
-        raise ValueError(f"study: found no file {parsed.file}; expected one such as those of conf/")
+def _check_how(parsed: argparse.Namespace) -> None:
     if parsed.jobs < 1:
         raise ValueError(f"--jobs {parsed.jobs}: expected a whole number at least 1; change it")
     per_gpu = parsed.clients_per_gpu
@@ -42,7 +73,58 @@ def _study(parsed: argparse.Namespace) -> None:
             f"--clients-per-gpu {per_gpu}: got --engine {parsed.engine} beside it, expected "
             "flower, whose clients are processes of their own; add --engine flower"
         )
+
+
+def _study(parsed: argparse.Namespace) -> None:
+    from ravan_flwr.runs.console import show  # noqa: PLC0415
+    from ravan_flwr.studies.running import run_study  # noqa: PLC0415
+
+    if not parsed.file.is_file():
+        raise ValueError(f"study: found no file {parsed.file}; expected one such as those of conf/")
+    _check_how(parsed)
     show()
     folder = (parsed.output or Path("studies") / parsed.file.stem).absolute()
-    if not run_study(parsed.file, folder, parsed.jobs, parsed.engine, per_gpu):
+    if not run_study(parsed.file, folder, parsed.jobs, parsed.engine, parsed.clients_per_gpu):
         raise RuntimeError("some runs failed; they are listed above; the same command tries again")
+
+
+def _tune(parsed: argparse.Namespace) -> None:
+    from ravan_flwr.runs.console import log, show  # noqa: PLC0415
+    from ravan_flwr.studies.tuning import plan_tuning  # noqa: PLC0415
+
+    _check_how(parsed)
+    settings, num_clients = read_settings(parsed.settings)
+    tuning = plan_tuning(settings, num_clients, _rates(parsed.rates))
+    show()
+    config = tuning.config
+    folder = parsed.output or Path("studies") / f"tune-{Path(config.preset).stem}-{config.method}"
+    log.info("%s\nfolder %s", tuning.describe(), folder.absolute())
+    if parsed.dry_run:
+        return
+
+    from ravan_flwr.studies.adopting import adopt  # noqa: PLC0415
+    from ravan_flwr.studies.halving import tune  # noqa: PLC0415
+    from ravan_flwr.studies.held_back import check_held_back  # noqa: PLC0415
+    from ravan_flwr.studies.running import How  # noqa: PLC0415
+    from ravan_flwr.studies.tuned import summary, write_results  # noqa: PLC0415
+
+    log.info("held back: %s examples", f"{check_held_back(tuning):,}")
+    how = How(parsed.engine, parsed.jobs, parsed.clients_per_gpu)
+    try:
+        choice = tune(tuning, folder.absolute(), how)
+    except KeyboardInterrupt:
+        log.info("what is done is kept in %s; the same command goes on there", folder)
+        raise
+    write_results(choice)
+    log.info("%s\nresults: %s", summary(choice), folder / "results.md")
+    log.info("%s", adopt(choice, write=not parsed.no_write))
+
+
+def _rates(text: str | None) -> list[float]:
+    """Read the option --rates."""
+    try:
+        return [float(word) for word in (text or "").replace(",", " ").split()]
+    except ValueError:
+        raise ValueError(
+            f"--rates {text}: expected numbers with commas between, such as 1e-3,3e-3; correct it"
+        ) from None

@@ -93,6 +93,7 @@ class _Client:
             config.learning_rate,
             config.precision,
             config.proximal_mu,
+            config.batching,
         )
 
     @property

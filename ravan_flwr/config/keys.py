@@ -112,6 +112,13 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
             from_preset=True,
         ),
         "batch-size": Key(int, AUTO, "examples in each step", low=1, high=65_536, from_preset=True),
+        "batching": Key(
+            str,
+            "random",
+            "examples of a step: drawn at random, or texts of like lengths together, with less "
+            "padding",
+            ("random", "length"),
+        ),
         "learning-rate": Key(float, AUTO, "learning rate of the clients' Adam", above=0, high=10),
         "proximal-mu": Key(
             float, 0.0, "FedProx: strength of the pull towards the round's start", low=0, high=1e6

@@ -34,6 +34,7 @@ class Config:
     clients_per_round: int
     local_steps: int
     batch_size: int
+    batching: str
     learning_rate: float
     proximal_mu: float
     weighting: str
@@ -105,6 +106,7 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
     _resolve_ranks(values, preset)
     _resolve_rates(values, preset)
     check_together(values)
+    _check_batching(values, preset)
     data = preset.data_of(str(values["glue-task"]))
     resolved: dict[str, Any] = values | {
         "preset": preset.name,
@@ -150,6 +152,14 @@ def _resolve_rates(values: dict[str, Scalar], preset: Preset) -> None:
         values["calibration-learning-rate"] = preset.learning_rate("full", values)
     if values["server-learning-rate"] == AUTO:
         values["server-learning-rate"] = 0.01 if values["server-optimizer"] == "adam" else 1.0
+
+
+def _check_batching(values: Mapping[str, Scalar], preset: Preset) -> None:
+    if values["batching"] == "length" and not preset.max_length:
+        raise ValueError(
+            f"batching = 'length': {preset.path} has no texts, expected 'random', since all its "
+            "examples are of one size; leave it out"
+        )
 
 
 def _max_length(value: Scalar, preset: Preset) -> int:

@@ -184,6 +184,10 @@ class Method(ABC, Generic[Adapter]):
         """
         return {}
 
+    def norms_made(self) -> dict[str, float]:
+        """Return the norms that tensors of the next state have by its making, whatever came in."""
+        return {}
+
     # The client's half. `adapters` are what `install` made.
 
     def install(

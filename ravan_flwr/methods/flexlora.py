@@ -32,6 +32,9 @@ class FlexLora(RankedLora):
     def norms_alone(self, upload: Mapping[str, Tensor]) -> dict[str, float]:
         return {"B": math.hypot(*map(product_norm, *self.split(upload)))}  # A has norm 1 rows
 
+    def norms_made(self) -> dict[str, float]:
+        return {"A": math.sqrt(self.rank * len(self.layers))}  # the drawn A may be smaller
+
 
 class MeanOfProducts:
     """Sum up the clients' B_c A_c per layer, as factors while those are the smaller."""

@@ -85,7 +85,8 @@ class Aggregate:
         of_method, of_classifier = self._rounds
         new = of_method.close() | of_classifier.close()
         self.limit.learn(self.changes)  # also of a round without effect: the next has its limit
-        self.limit.check_state(self._state | self._classifier, new)
+        made = self.method.norms_made()
+        self.limit.check_state(self._state | self._classifier, new, made)
         return new
 
 

@@ -26,7 +26,8 @@ well if it alone would make more of the state than what may leave the server.
 
 Replies within the limit may still be false: that is for `robust` (robust.py). What leaves the
 server is checked as well: a next state that is not finite, or that has grown by more than all of
-this allows, is never sent; the round is closed without effect.
+this allows, is never sent; the round is closed without effect. FlexLoRA's A has rows of norm one
+after a round, whatever was drawn: that norm is the method's own making, and no growth.
 """
 
 import math
@@ -157,10 +158,20 @@ class ChangeLimit:
             rounds = self._rounds.get(name, row[:0])
             self._rounds[name] = torch.cat([rounds, row])[-ROUNDS:]
 
-    def check_state(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if a next state is one that the accepted replies cannot have made."""
+    def check_state(
+        self,
+        old: Mapping[str, Tensor],
+        new: Mapping[str, Tensor],
+        made: Mapping[str, float] | None = None,
+    ) -> None:
+        """Raise ValueError if a next state is one that the accepted replies cannot have made.
+
+        `made` has the norms that the method itself gives to tensors, however small the replies.
+        """
         for name, tensor in new.items():
             norm = math.sqrt(sum_of_squares(tensor, name))
+            if norm <= (made or {}).get(name, 0.0) * (1 + 1e-6):
+                continue
             if old[name].shape != tensor.shape or not tensor.is_floating_point():
                 continue  # a sum of products that has become longer
             self.check_growth(name, old[name], norm)

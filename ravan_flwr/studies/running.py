@@ -4,15 +4,17 @@ import logging
 import os
 import subprocess
 import threading
-import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from ravan_flwr.config.presets import own_preset
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.words import words_of
-from ravan_flwr.runs.console import minutes
+from ravan_flwr.studies.clock import Clock, Work
 from ravan_flwr.studies.reading import read_study
-from ravan_flwr.studies.spec import PlannedRun
+from ravan_flwr.studies.spec import PlannedRun, Row
 from ravan_flwr.studies.tables import write_tables
 
 log = logging.getLogger(__name__)
@@ -29,28 +31,34 @@ def run_study(
     path, folder = Path(path), Path(folder)
     study = read_study(path)
     log.info("%s: %d at a time; folder %s", study.title, jobs, folder)
-    how = _How(engine, jobs, clients_per_gpu)
-    clock = _Clock(sum(len(row.seeds) for row in study.rows))
+    how = How(engine, jobs, clients_per_gpu)
+    clock = Clock(sum(map(_work_of, study.rows), start=Work()))
     failed: dict[PlannedRun, str] = {}
     if candidates := study.candidates():
-        failed |= _run_missing("choosing learning rates", candidates, folder, how, clock)
+        failed |= run_missing("choosing learning rates", candidates, folder, how, clock)
     tables = study.runs(folder)
-    clock.later = 0
-    failed |= _run_missing("the tables", tables, folder, how, clock)
+    clock.later = Work()
+    failed |= run_missing("the tables", tables, folder, how, clock)
     for run, reason in failed.items():
-        log.warning("failed: %s: %s", _words(run), reason)
-    write_tables(study, folder, {_words(run): reason for run, reason in failed.items()})
+        log.warning("failed: %s: %s", words_of_run(run), reason)
+    write_tables(study, folder, {words_of_run(run): reason for run, reason in failed.items()})
     log.info("tables: %s", folder / "results.md")
     return not failed
 
 
+def _work_of(row: Row) -> Work:
+    """Count a row's runs, all seeds together."""
+    config = read_config(own_preset({"learning-rate": 1.0, **row.settings}))
+    return Work(len(row.seeds), len(row.seeds) * config.num_rounds)
+
+
 @dataclass(frozen=True)
-class _How:
+class How:
     """The engine, how many runs are at work at a time, and what each may take of a GPU."""
 
-    engine: str
-    jobs: int
-    clients_per_gpu: int | None
+    engine: str = "process"
+    jobs: int = 1
+    clients_per_gpu: int | None = None
 
     def command(self, run: PlannedRun, folder: Path) -> list[str]:
         """Build the command of one run."""
@@ -63,22 +71,8 @@ class _How:
         return command
 
 
-@dataclass
-class _Clock:
-    """Measures how long runs take, and estimates the time left for the whole study."""
-
-    later: int  # runs of the tables, while learning rates are chosen
-    done: int = 0
-    started: float = field(default_factory=time.monotonic)
-
-    def left(self, now: int) -> str:
-        """Count a run, and estimate the time for `now` more of this part and all of the next."""
-        self.done += 1
-        return minutes((time.monotonic() - self.started) / self.done * (now + self.later))
-
-
-def _run_missing(
-    what: str, runs: list[PlannedRun], folder: Path, how: _How, clock: _Clock
+def run_missing(
+    what: str, runs: Sequence[PlannedRun], folder: Path, how: How, clock: Clock
 ) -> dict[PlannedRun, str]:
     """Run those that are not done; return those that failed, with the reason."""
     todo = [run for run in runs if run.summary(folder) is None]
@@ -87,6 +81,7 @@ def _run_missing(
     threads = str(max(1, (os.cpu_count() or 1) // how.jobs))
     environment = ({"OMP_NUM_THREADS": threads} if how.jobs > 1 else {}) | os.environ
     failed: dict[PlannedRun, str] = {}
+    now = sum((Work(1, run.num_rounds) for run in todo), start=Work())
 
     def execute(run: PlannedRun) -> tuple[bool, str]:
         return children.run(how.command(run, folder), environment)
@@ -96,8 +91,10 @@ def _run_missing(
         waiting = {pool.submit(execute, run): run for run in todo}
         for number, future in enumerate(as_completed(waiting), start=1):
             run, (well, last) = waiting[future], future.result()
-            left = clock.left(len(todo) - number)
-            log.info("%d/%d  left %s  %s: %s", number, len(todo), left, _words(run), last)
+            work, summary = Work(1, run.num_rounds), run.summary(folder)
+            now -= work
+            left = clock.left(work, summary["seconds"] if summary else 0.0, now, how.jobs)
+            log.info("%d/%d  left %s  %s: %s", number, len(todo), left, words_of_run(run), last)
             if not well:
                 failed[run] = last
     except BaseException:
@@ -150,5 +147,6 @@ class _Children:
                 child.terminate()
 
 
-def _words(run: PlannedRun) -> str:
+def words_of_run(run: PlannedRun) -> str:
+    """Write a run's settings as a person types them."""
     return " ".join(words_of(dict(run.settings)))

@@ -86,7 +86,10 @@ class PlannedRun:
         found = sorted(self.folder(study).glob("*/summary.json"))
         if not found:
             return None
-        recorded = RunDirectory(found[-1].parent).read_config()
+        # A key that came with a later version than the run's had what is its default now.
+        recorded = read_config({}).as_dict() | RunDirectory(found[-1].parent).read_config()
+        if not self.resolved["data"]["labels"]:  # the run has found them in its data
+            recorded["data"] = {**recorded["data"], "labels": []}
         same = all(recorded.get(key) == value for key, value in self.resolved.items())
         return found[-1].parent if same else None
 
@@ -95,6 +98,11 @@ class PlannedRun:
         """Resolve the settings with preset and defaults, without those that change no result."""
         config = read_config(own_preset(dict(self.settings))).as_dict()
         return {key: value for key, value in config.items() if key not in _NO_MATTER}
+
+    @property
+    def num_rounds(self) -> int:
+        """Return how many rounds it takes."""
+        return int(self.resolved["num-rounds"])
 
     def summary(self, study: Path) -> Summary | None:
         """Read how the run ended, if it is done."""

@@ -111,6 +111,10 @@ class Task(ABC):
     def shapes(self, config: Any, batch_size: int) -> Shapes:
         """Give shape and dtype of every tensor of a batch, for a model of that configuration."""
 
+    def lengths(self, examples: Encoded) -> np.ndarray | None:  # noqa: ARG002
+        """Count what of each example is no padding; None where all have one shape."""
+        return None
+
     def collate(self, batch: Batch) -> Batch:
         """Bring a batch into the form in which it goes to the device."""
         return batch

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, Task, encode_in_batches
-from ravan_flwr.tasks.text import describe, fixed_length, load_tokenizer, tokenize, trim
+from ravan_flwr.tasks.text import (
+    describe,
+    fixed_length,
+    load_tokenizer,
+    token_counts,
+    tokenize,
+    trim,
+)
 
 IGNORED = -100  # a target that is padding
 
@@ -110,6 +117,9 @@ class TextToText(Task):
             "input_ids": ((batch_size, self.max_length), torch.int64),
             "labels": ((batch_size, self.data.target_length), torch.int64),
         }
+
+    def lengths(self, examples: Encoded) -> np.ndarray:
+        return token_counts(examples)
 
     def collate(self, batch: Batch) -> Batch:
         labels = batch["labels"].long()

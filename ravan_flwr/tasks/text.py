@@ -1,6 +1,7 @@
 """Classify a text, or a pair of texts."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,6 +58,9 @@ class Text(Classification):
             "attention_mask": ((batch_size, 1, length, length), torch.bool),
             "labels": ((batch_size,), torch.int64),
         }
+
+    def lengths(self, examples: Encoded) -> np.ndarray:
+        return token_counts(examples)
 
     def collate(self, batch: Batch) -> Batch:
         return trim(batch)
@@ -136,6 +140,18 @@ def tokenize(tokenizer: Any, length: int, *texts: Sequence[str]) -> Columns:
 def fixed_length(names: Sequence[str], length: int) -> dict[str, Any]:
     """Describe columns of so many tokens."""
     return {name: datasets.List(datasets.Value("int32"), length=length) for name in names}
+
+
+def token_counts(examples: Encoded) -> np.ndarray:
+    """Count the tokens of each text that are no padding."""
+    if isinstance(examples.whole, datasets.Dataset):  # in a file: read what is counted alone
+        examples = replace(examples, whole=examples.whole.select_columns("attention_mask"))
+    parts = np.array_split(np.arange(len(examples)), -(-len(examples) // _AT_A_TIME))
+    counts = [examples.take(rows)["attention_mask"].sum(1).numpy() for rows in parts]
+    return np.concatenate(counts)
+
+
+_AT_A_TIME = 8192  # rows of a file in memory while their tokens are counted
 
 
 def trim(batch: Batch) -> Batch:

@@ -13,6 +13,7 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Encoded, Task
 from ravan_flwr.training.adapted_model import AdaptedModel
+from ravan_flwr.training.batching import evaluation_batches, training_batches
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -26,6 +27,7 @@ class LocalSteps:
     learning_rate: float
     precision: str
     proximal_mu: float = 0.0  # FedProx: mu / 2 |w - w at the start of the round|^2 on top
+    batching: str = "random"
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ class _Stepper:
     ) -> None:
         self.model, self.task, self.steps = model, task, steps
         self.device = model.device
-        order = _endless(len(examples), steps.batch_size, work.generator("batches"))
+        lengths = task.lengths(examples) if steps.batching == "length" else None
+        random = work.generator("batches")
+        order = training_batches(len(examples), steps.batch_size, random, lengths)
         self.batches = _batches(examples, task, order, self.device)
         self.dtype = PRECISIONS[steps.precision]
         if self.dtype is torch.float16 and self.device.type == "cpu":
@@ -147,7 +151,7 @@ def evaluate(
     model.network.eval()
     dtype, device = PRECISIONS[precision], model.device
     sums: dict[str, float] = {}
-    order = list(np.array_split(np.arange(len(examples)), -(-len(examples) // batch_size)))
+    order = evaluation_batches(len(examples), batch_size, task.lengths(examples))
     with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
         for rows, batch in zip(order, _batches(examples, task, iter(order), device), strict=True):
             answers = examples.answers_of(rows)
@@ -174,13 +178,6 @@ def evaluate_all(
         for name, found in means.items():
             together |= {f"{metric}-{name}": mean for metric, mean in found.items()}
     return together
-
-
-def _endless(number: int, batch_size: int, random: torch.Generator) -> Iterator[np.ndarray]:
-    """Draw batches from one shuffled pass after the other; the last of a pass may be short."""
-    while True:
-        for rows in torch.randperm(number, generator=random).split(batch_size):
-            yield rows.numpy()
 
 
 def _batches(

@@ -18,7 +18,8 @@ from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.fedex_lora import Residual
 from ravan_flwr.seeding import ClientRound, generator
-from ravan_flwr.training.local_steps import LocalSteps, _endless, calibrate_locally
+from ravan_flwr.training.batching import training_batches
+from ravan_flwr.training.local_steps import LocalSteps, calibrate_locally
 from ravan_flwr.training.workbench import Workbench
 from tests.methods import (
     LAYERS,
@@ -286,7 +287,7 @@ def test_fed_sbs_first_round_is_full_fine_tuning_of_the_adapted_matrices():
     before = [matrix.detach().clone() for matrix in matrices]
     plain.requires_grad_(False)
     optimizer = torch.optim.Adam([m.requires_grad_(True) for m in matrices], lr=1e-3)
-    order = _endless(len(examples), 8, generator(5, "batches", 0, 0))
+    order = training_batches(len(examples), 8, generator(5, "batches", 0, 0))
     for _ in range(3):
         optimizer.zero_grad()
         bench.task.loss(plain, examples.take(next(order))).backward()

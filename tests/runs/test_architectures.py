@@ -21,6 +21,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.results.export import merged_network
 from ravan_flwr.specs import Scalar
+from ravan_flwr.training.local_steps import evaluate
 from ravan_flwr.training.network import build_network
 from ravan_flwr.training.workbench import Workbench, make_task
 from testing.tiny import MODELS, OF_IMAGES, save_data, save_model
@@ -234,6 +235,45 @@ def test_padding_does_not_matter(settings):
         lengths = {int(first.take(np.array([r]))["attention_mask"].sum()) for r in range(8)}
         assert len(lengths) > 1
         torch.testing.assert_close(torch.stack(alone).mean(), together, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama", "t5"])
+def test_an_evaluation_by_length_measures_what_one_in_order_does(kind, settings, monkeypatch):
+    bench = Workbench(read_config(settings(kind) | {"max-length": 48}))
+    (test, *_) = bench.test_sets.values()
+    masks = test.take(np.arange(len(test)))["attention_mask"]
+    counts = np.asarray(bench.task.lengths(test))
+    assert counts.tolist() == masks.sum(1).tolist()
+    assert len(set(counts)) > 1
+    some = bench.task.lengths(test.select(np.array([3, 1])))
+    assert np.array_equal(np.asarray(some), counts[[3, 1]])
+    by_length = evaluate(bench.model, bench.task, test, 8)
+    monkeypatch.setattr(type(bench.task), "lengths", lambda *_: None)
+    in_order = evaluate(bench.model, bench.task, test, 8)
+    assert by_length == pytest.approx(in_order, rel=1e-5, abs=1e-7)
+
+
+def test_lengths_of_texts_that_stay_in_their_file_are_the_same(settings, monkeypatch):
+    found = []
+    for most in (2**28, 0):
+        monkeypatch.setattr("ravan_flwr.tasks.base.IN_MEMORY", most)
+        monkeypatch.setattr("ravan_flwr.tasks.text._AT_A_TIME", 7)
+        bench = Workbench(read_config(settings("bert") | {"max-length": 48}))
+        train = bench.partition(1, 3).train
+        assert isinstance(train.whole, dict) == (most > 0)
+        found.append(np.asarray(bench.task.lengths(train)).tolist())
+    assert found[0] == found[1]
+
+
+def test_training_by_length_is_a_function_of_the_seed(settings, tmp_path):
+    """And other batches than at random; where it is off, nothing has changed."""
+    runs = {}
+    for number, how in enumerate(("random", "length", "length")):
+        given = settings("bert") | {"max-length": 48, "batching": how, "local-steps": 4}
+        run = simulate(given | {"output-dir": str(tmp_path / str(number))}, 3)
+        (line,) = (run.run_dir / "rounds.jsonl").read_text().splitlines()
+        runs[number] = json.loads(line)["train-loss"]
+    assert runs[1] == runs[2] != runs[0]
 
 
 def test_images_are_those_of_the_models_own_processor(settings):

@@ -213,10 +213,10 @@ def test_the_command_asks_for_a_share_of_the_gpus_that_there_are(command, monkey
 def test_a_study_hands_on_how_gpus_are_shared(tmp_path, capsys):
     study = read_study(ROOT / "conf" / "studies" / "methods-digits.yaml")
     run = (study.candidates() or study.runs(tmp_path))[0]
-    flower_run = running._How("flower", 2, 3).command(run, tmp_path)
+    flower_run = running.How("flower", 2, 3).command(run, tmp_path)
     assert flower_run[-4:] == ["--runs-at-a-time", "2", "--clients-per-gpu", "3"]
-    assert running._How("flower", 1, None).command(run, tmp_path)[-2:] == ["--runs-at-a-time", "1"]
-    assert running._How("process", 2, None).command(run, tmp_path) == run.command(
+    assert running.How("flower", 1, None).command(run, tmp_path)[-2:] == ["--runs-at-a-time", "1"]
+    assert running.How("process", 2, None).command(run, tmp_path) == run.command(
         tmp_path, "process"
     )
     file = str(ROOT / "conf" / "studies" / "methods-digits.yaml")

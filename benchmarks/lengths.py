@@ -1,0 +1,208 @@
+"""Measure what batches of texts of like lengths save: an evaluation, and training steps.
+
+    python -m benchmarks.lengths                   # three minutes
+
+The texts are docstrings of Python's standard library, from one word to thousands, of which the
+first 256 tokens are read. The network has the shape of BERT-Mini (4 layers, 256 wide) and random
+weights, with RAVAN's adapters. In an evaluation every text is measured once, in batches of 256: in
+the order of the file, as it was once done, and by length, as it is done. Steps of training are of
+32 texts, with `batching=random` and `batching=length`. The two take turns; figures are medians.
+"""
+
+import argparse
+import ast
+import json
+import statistics
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.seeding import ClientRound
+from ravan_flwr.specs import Scalar
+from ravan_flwr.tasks.base import Encoded
+from ravan_flwr.tasks.text import token_counts
+from ravan_flwr.training.batching import evaluation_batches, training_batches
+from ravan_flwr.training.local_steps import LocalSteps, evaluate, train_locally
+from ravan_flwr.training.workbench import EVALUATION_BATCH, Workbench
+
+TEXTS, LENGTH, BATCH = 6000, 256, 32
+BERT_MINI: dict[str, Any] = {
+    "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "intermediate_size": 1024, "vocab_size": 8000, "max_position_embeddings": 512,
+}  # fmt: skip
+SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+LEAST = 1.2  # times as quick, an evaluation and training
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print the table, and say whether the bar is met."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--texts", type=int, default=1024, help="of the evaluation")
+    parser.add_argument("--steps", type=int, default=16, help="of training")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args(arguments)
+    texts = docstrings()
+    with tempfile.TemporaryDirectory() as name:
+        bench = workbench(Path(name), texts, given.texts)
+        test = bench.test_sets["test"]
+        train = bench.partition(0, 1).train
+        of_test, of_train = token_counts(test), token_counts(train)
+        found = {
+            "evaluation": in_turn(evaluations(bench, test), given.repetitions),
+            "training": in_turn(trainings(bench, train, given.steps), given.repetitions),
+        }
+    tokens = {
+        "evaluation": [
+            padded(evaluation_batches(len(test), EVALUATION_BATCH, by), of_test)
+            for by in (None, of_test)
+        ],
+        "training": [
+            padded(first_batches(len(train), given.steps, by), of_train) for by in (None, of_train)
+        ],
+    }
+    show(found, tokens, of_test)
+    if given.json:
+        given.json.write_text(json.dumps({"seconds": found, "tokens": tokens}, indent=2) + "\n")
+    slow = [what for what, rows in found.items() if ratio(rows) < LEAST]
+    sys.stdout.write(f"bar: both {LEAST} times as quick; missed: {', '.join(slow) or 'none'}\n")
+    return int(given.check and bool(slow))
+
+
+def docstrings() -> list[str]:
+    """Read those of every module, class and function of the standard library, each once."""
+    found: dict[str, None] = {}
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+        if "site-packages" in path.parts or "test" in path.parts:
+            continue
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):  # examples of what is no Python
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                found[ast.get_docstring(node) or ""] = None
+    texts = [text for text in found if text]
+    order = np.random.default_rng(0).permutation(len(texts))
+    return [texts[number] for number in order[:TEXTS]]
+
+
+def workbench(folder: Path, texts: list[str], number: int) -> Workbench:
+    """Save a model, its tokenizer and the texts, and open them as a run does."""
+    torch.manual_seed(0)
+    transformers.BertModel(transformers.BertConfig(**BERT_MINI)).save_pretrained(folder / "model")
+    tokenizer = Tokenizer(models.WordPiece())
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=8000, special_tokens=[*SPECIAL.values()])
+    tokenizer.train_from_iterator(texts, trainer)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_input_names=["input_ids", "attention_mask"], **SPECIAL
+    ).save_pretrained(folder / "model")  # fmt: skip
+    (folder / "data").mkdir()
+    for split, part in (("validation", texts[:number]), ("train", texts[number:])):
+        rows = [
+            {"sentence": text, "label": "negative" if "." in text else "positive"} for text in part
+        ]
+        lines = "\n".join(map(json.dumps, rows))
+        (folder / "data" / f"{split}.jsonl").write_text(lines + "\n")
+    settings: dict[str, Scalar] = {
+        "preset": "glue-llama", "glue-task": "sst2", "model": str(folder / "model"),
+        "data": str(folder / "data"), "max-length": LENGTH, "lora-rank": 8, "learning-rate": 1e-4,
+    }  # fmt: skip
+    config = read_config(settings)  # the files are no subset of GLUE
+    bench = Workbench(replace(config, data=replace(config.data, subset="")))
+    bench.model  # noqa: B018 (built before anything is timed)
+    return bench
+
+
+def evaluations(bench: Workbench, test: Encoded) -> dict[str, Callable[[], object]]:
+    """Evaluate in the order of the file, and by length."""
+
+    def by_length() -> dict[str, float]:
+        with bench.model.holding(bench.model.initial_state()):
+            return evaluate(bench.model, bench.task, test, EVALUATION_BATCH)
+
+    def in_order() -> dict[str, float]:
+        with mock.patch.object(type(bench.task), "lengths", return_value=None):
+            return by_length()
+
+    return {"in order": in_order, "by length": by_length}
+
+
+def trainings(bench: Workbench, train: Encoded, steps: int) -> dict[str, Callable[[], object]]:
+    """Train on batches at random, and on batches of like lengths."""
+    by_chance = LocalSteps(steps, BATCH, 1e-4, "float32")
+
+    def work(how: LocalSteps) -> object:
+        state = bench.model.initial_state()
+        given = bench.model, bench.task, train, state, 1.0, how, ClientRound(0, 1, 0)
+        return train_locally(*given)
+
+    alike = replace(by_chance, batching="length")
+    return {"in order": lambda: work(by_chance), "by length": lambda: work(alike)}
+
+
+def in_turn(works: dict[str, Callable[[], object]], repetitions: int) -> dict[str, list[float]]:
+    """Time each in turn, after one turn that does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(repetitions + 1):
+        for name, work in works.items():
+            began = time.perf_counter()
+            work()
+            if turn:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def first_batches(number: int, steps: int, lengths: np.ndarray | None) -> Iterator[np.ndarray]:
+    """Draw the batches that `trainings` draws."""
+    drawn = training_batches(number, BATCH, ClientRound(0, 1, 0).generator("batches"), lengths)
+    yield from (rows for rows, _ in zip(drawn, range(steps), strict=False))
+
+
+def padded(batches: Iterator[np.ndarray] | list[np.ndarray], lengths: np.ndarray) -> int:
+    """Count the tokens that go through the network, padding included."""
+    return int(sum(len(rows) * lengths[rows].max() for rows in batches))
+
+
+def ratio(rows: dict[str, list[float]]) -> float:
+    """Compute how many times as quick it is by length: the median over the turns."""
+    return statistics.median(
+        one / other for one, other in zip(rows["in order"], rows["by length"], strict=True)
+    )
+
+
+def show(
+    found: dict[str, dict[str, list[float]]], tokens: dict[str, list[int]], lengths: np.ndarray
+) -> None:
+    """Print a row for each kind of work."""
+    quartiles = ", ".join(f"{value:.0f}" for value in np.quantile(lengths, [0, 0.25, 0.5, 0.75, 1]))
+    lines = [
+        f"{len(lengths)} texts; least, quartiles and most of their tokens: {quartiles}",
+        "| | before, s | by length, s | times as quick | tokens with padding | by length |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for what, rows in found.items():
+        before, after = (statistics.median(values) for values in rows.values())
+        lines.append(
+            f"| {what} | {before:.2f} | {after:.2f} | **{ratio(rows):.2f}** "
+            f"| {tokens[what][0]:,} | {tokens[what][1]:,} |"
+        )
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""Choose which learning rates to try: a grid around one, which grows where the best is an edge.
+
+Two rates a decade: 1, 3, 10, 30, ... around such a rate. A rate that is none of these keeps its
+own digits in every decade: 5e-5, 1.7e-4, 5e-4.
+"""
+
+import math
+from collections.abc import Collection
+
+from ravan_flwr.config.keys import KEYS
+
+EXTENSIONS = 4  # rates that are added at most, one at a time, where the best is an edge
+
+
+def grid_around(rate: float) -> list[float]:
+    """List the rates from a decade below this one to a decade above, as far as the key takes."""
+    digits = rate / 10.0 ** math.floor(math.log10(rate) + 1e-9)
+    between = float(f"{rate * (3 if digits < 2.5 else 10 / 3):.1e}")
+    rates = (rate / 10, between / 10, rate, between, rate * 10)
+    return [_rounded(one) for one in rates if _allowed(one)]
+
+
+def beyond(best: float, tried: Collection[float]) -> float | None:
+    """Return the rate to try next where the best is the largest or smallest tried; else None."""
+    ordered = sorted(tried)
+    if best == ordered[-1] and _allowed(10 * ordered[-2]):
+        return _rounded(10 * ordered[-2])  # a decade holds two rates
+    if best == ordered[0] and _allowed(ordered[1] / 10):
+        return _rounded(ordered[1] / 10)
+    return None
+
+
+def _allowed(rate: float) -> bool:
+    """Tell whether the key `learning-rate` takes this rate."""
+    key = KEYS["learning-rate"]
+    return key.above < rate <= key.high
+
+
+def _rounded(rate: float) -> float:
+    """Drop the last digits, which differ from the decimal number that is meant."""
+    return float(f"{rate:.12g}")

@@ -1,0 +1,240 @@
+"""A tuning on the real digits: what it runs, chooses, draws and writes."""
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ravan_flwr.cli import main
+from ravan_flwr.config.presets import conf_folder, own_preset
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.studies import spec
+from ravan_flwr.studies.adopting import adopt
+from ravan_flwr.studies.halving import Choice, Measured, Score
+from ravan_flwr.studies.held_back import check_held_back
+from ravan_flwr.studies.tuning import plan_tuning
+
+SHORT = ["num-clients=3", "num-rounds=2", "local-steps=5", "classifier=frozen"]
+
+
+@pytest.fixture
+def forked(python, monkeypatch):
+    """Let runs begin with their imports done, and the last rung have two seeds."""
+    monkeypatch.setattr("ravan_flwr.studies.tuning.SEEDS", 2)
+    monkeypatch.setattr("ravan_flwr.studies.running.subprocess.Popen", python.popen)
+
+
+PRESET = """# my own
+task: vision
+model: {source: bundled, name: digits-vit}
+data: {source: sklearn-digits, columns: {image: image, label: label}}  # it knows its labels
+"""
+
+
+def mine(folder, rates="  ravan: 3.0e-3\n"):
+    """Write a preset of the digits, with these rates and comments of a person's own."""
+    path = folder / "mine.yaml"
+    path.write_text(f"{PRESET}learning-rate:  # mine\n{rates}# the end\n")
+    return path
+
+
+def chosen(given, rate=1e-2):
+    """A tuning that has measured this rate as the best."""
+    tuning = plan_tuning(given)
+    rung = tuning.rungs[-1]
+    scores = {
+        rate: Score("accuracy", [0.9, 0.92, 0.91], []),
+        1e-3: Score("accuracy", [0.8] * 3, []),
+    }
+    return Choice(tuning, Path("nowhere"), [1e-3, rate, 0.03], [Measured(rung, scores)])
+
+
+def test_a_tuning_halves_grows_resumes_and_draws(tmp_path, forked, monkeypatch, capsys):
+    # A wrong default: the best of the grid around it is its edge, so that the grid must grow.
+    out = tmp_path / "out"
+    words = ["tune", *SHORT, "--output", str(out), "--jobs", "2"]
+    monkeypatch.setattr("ravan_flwr.studies.tuning.grid_around", lambda _: [1e-5, 3e-5, 1e-4])
+    monkeypatch.setattr("ravan_flwr.studies.tuning.EXTENSIONS", 1)
+    before = (conf_folder() / "digits-vit.yaml").read_text()
+    main(words)
+    told = capsys.readouterr().out
+    assert "3 rates, 1 round, seed 100" in told
+    assert "2 rates, 2 rounds, seed 100 101" in told
+    assert "the best is the last of the rates tried: 0.0003 as well" in told
+    results = json.loads((out / "results.json").read_text())
+    assert results["tried"] == [1e-5, 3e-5, 1e-4, 3e-4]
+    assert results["learning-rate"] == 3e-4
+    assert results["edge"]
+    assert "it is the last of the rates tried (1e-05, 3e-05, 0.0001, 0.0003)" in told
+    assert results["learning-rate"] in results["within-noise"]
+    for rung in results["rungs"]:
+        assert all(len(values) == len(rung["seeds"]) for values in rung["values"].values())
+        for rate, values in rung["values"].items():
+            assert all(0 <= value <= 1 for value in values), rate
+    assert (out / "metric-by-rate.png").read_bytes().startswith(b"\x89PNG")
+    text = (out / "results.md").read_text()
+    assert f"| **{results['learning-rate']:g}** |" in text
+    assert "![The accuracy of ravan on examples that clients hold back" in text
+    # The preset of the paper's kind keeps its numbers; what to write is told.
+    assert "keeps its numbers" in told
+    assert f"  ravan: {results['learning-rate']:.1e}".replace("e-0", "e-") in told
+    assert (conf_folder() / "digits-vit.yaml").read_text() == before
+
+    monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
+    main(words)  # nothing is left to run
+    assert (out / "results.md").read_text() == text
+
+
+def test_the_best_rate_is_written_into_the_preset(tmp_path, forked, capsys, monkeypatch):
+    path = tmp_path / "mine.yaml"
+    path.write_text(PRESET)
+    words = ["tune", f"preset={path}", *SHORT, "--rates", "1e-5,1e-2,5", "--output", str(tmp_path)]
+    main(words)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["learning-rate"] == 1e-2
+    assert results["within-noise"] == [1e-2]
+    assert not results["edge"]
+    # Each value is that of a run on examples that clients held back.
+    runs = [path.parent for path in tmp_path.glob("runs/*/*/summary.json")]
+    finals = [json.loads((run / "summary.json").read_text())["metrics"]["final"] for run in runs]
+    measured = [v for rung in results["rungs"] for one in rung["values"].values() for v in one]
+    assert sorted(measured) == sorted(final["accuracy"] for final in finals)
+    configs = [json.loads((run / "config.json").read_text()) for run in runs]
+    assert {config["evaluate-on"] for config in configs} == {"clients"}
+    told = capsys.readouterr().out
+    assert "1e-05: " in told
+    # It stands in the preset, which is otherwise as it was; the next run has it.
+    assert told.endswith(f"written: learning-rate of ravan is 1.0e-2 in {path}\n")
+    text = path.read_text()
+    assert text.startswith(PRESET + "learning-rate:\n  # tune of ravan: accuracy ")
+    assert text.endswith("\n  ravan: 1.0e-2\n")
+    assert read_config(own_preset({"preset": str(path)})).learning_rate == 1e-2
+    # The runs are those of this preset still, though it leaves the labels to the data.
+    monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
+    main(words)
+    assert path.read_text() == text
+
+
+def test_a_dry_run_runs_nothing(tmp_path, capsys):
+    main(["tune", "method=fedit", "--dry-run", "--output", str(tmp_path / "out")])
+    told = capsys.readouterr().out
+    assert "learning rate of fedit in preset digits-vit, 20 clients" in told
+    assert "14 runs, 175 rounds in all" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_when_every_rate_fails_the_first_reason_is_told(tmp_path, forked, capsys):
+    bad = ["max-update-norm=1e-9", "--rates", "1e-3,1e-2"]
+    with pytest.raises(SystemExit) as end:
+        main(["tune", *SHORT, *bad, "--output", str(tmp_path)])
+    assert end.value.code == 1
+    told = capsys.readouterr().err
+    assert "every learning rate failed; the first: " in told
+    assert "got no valid reply" in told
+    assert not (tmp_path / "results.md").exists()
+
+
+def test_an_interrupted_tuning_says_where_it_goes_on(tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ravan_flwr.studies.halving.run_missing", interrupt)
+    with pytest.raises(SystemExit) as end:
+        main(["tune", *SHORT, "--output", str(tmp_path)])
+    assert end.value.code == 130
+    assert (
+        f"what is done is kept in {tmp_path}; the same command goes on" in capsys.readouterr().out
+    )
+
+
+def test_the_edit_keeps_what_a_person_wrote(tmp_path):
+    path = mine(tmp_path, "  fedit: 1.0e-3  # theirs\n  ravan: 3.0e-3\n")
+    path.chmod(0o640)
+    told = adopt(chosen({"preset": str(path), "batch-size": 8}))
+    assert told == f"written: learning-rate of ravan is 1.0e-2 in {path}"
+    assert read_config(own_preset({"preset": str(path)})).learning_rate == 1e-2
+    before, _, after = path.read_text().partition("  # tune of ravan: ")
+    assert before == f"{PRESET}learning-rate:  # mine\n  fedit: 1.0e-3  # theirs\n"
+    assert after.startswith(
+        "accuracy 0.9100 ± 0.0100 on examples that 10 clients held back, seeds 100 101 102, 20 "
+        "rounds, with batch-size=8\n  # tune of ravan: tried 0.001 0.01 0.03; ravan-flwr "
+    )
+    assert after.endswith("\n  ravan: 1.0e-2\n# the end\n")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_link_stays_a_link(tmp_path):
+    path = mine(tmp_path)
+    path.rename(tmp_path / "elsewhere.yaml")
+    path.symlink_to(tmp_path / "elsewhere.yaml")
+    adopt(chosen({"preset": str(path)}))
+    assert path.is_symlink()
+    assert "ravan: 1.0e-2" in (tmp_path / "elsewhere.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "rates", "mode", "told"),
+    [
+        ({}, "  ravan: 3.0e-3\n", 0o444, "the file is read-only"),
+        ({"targets": "query"}, "  ravan: 3.0e-3\n", 0o644, "chosen with targets=query, which"),
+        ({}, "  by: [classifier]\n  ravan: 3.0e-3\n", 0o644, "keeps its numbers"),
+    ],
+)
+def test_a_preset_that_is_left_alone(given, rates, mode, told, tmp_path):
+    path = mine(tmp_path, rates)
+    path.chmod(mode)
+    before = path.read_bytes()
+    found = adopt(chosen({"preset": str(path), **given}))
+    assert found.startswith(f"not written to {path}: ")
+    assert told in found
+    assert yaml.safe_load(found.partition("\n")[2]) == {"learning-rate": {"ravan": 1e-2}}
+    assert path.read_bytes() == before
+    assert [other.name for other in path.parent.glob(".*")] == []
+
+
+def test_a_preset_that_became_another_meanwhile_is_left_alone(tmp_path):
+    path = mine(tmp_path)
+    choice = chosen({"preset": str(path)})
+    for text, told in (
+        ("a: [", "no YAML any more"),
+        ("a: 1\n", "a is unknown"),
+        (None, "No such file"),
+    ):
+        path.unlink()
+        if text is not None:
+            path.write_text(text)
+        assert told in adopt(choice)
+        assert text is None or path.read_text() == text
+        path.touch()
+
+
+def test_a_preset_that_is_not_read_with_the_rate_is_put_back(tmp_path, monkeypatch):
+    path = mine(tmp_path)
+    choice, before = chosen({"preset": str(path)}), path.read_bytes()
+    monkeypatch.setattr("ravan_flwr.studies.adopting.read_config", lambda _: choice.tuning.config)
+    assert "with it the preset gave learning-rate = 0.003" in adopt(choice)
+    assert path.read_bytes() == before
+    assert "not written" in adopt(choice, write=False)
+
+
+def test_clients_with_too_little_to_hold_back(caplog):
+    assert check_held_back(plan_tuning({"num-rounds": 1}, 20)) >= 0.2 * 1438
+    with pytest.raises(ValueError, match="a client has 1 of the 1,438 examples under seed 100"):
+        check_held_back(plan_tuning({"partition": "iid"}, 1438))
+    check_held_back(plan_tuning({"validation-share": 0.01}, 20))
+    assert "clients hold back 20 examples in all" in caplog.text
+    assert "changes the metric by 5.0 %" in caplog.text
+
+
+def test_rates_that_are_no_numbers(capsys):
+    for words, told in (
+        (["--rates", "fast"], "--rates fast: expected numbers with commas between"),
+        (["--jobs", "0"], "--jobs 0: expected a whole number at least 1"),
+        (["seed"], "got 'seed', expected KEY=VALUE"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(["tune", *words])
+        assert end.value.code == 2
+        assert told in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""One rate of a preset changes, and nothing else of its text."""
+
+import pytest
+import yaml
+
+from ravan_flwr.config.presets import conf_folder
+from ravan_flwr.studies.preset_text import as_written, with_rate
+
+NOTES = ["accuracy 0.9", "tried 0.001 0.003"]
+
+# As people write it: in a block, in braces, empty, with comments of their own, Windows' line ends.
+TEXTS = [
+    "task: vision\n",
+    "task: vision  # no newline at the end",
+    "a: 1\nlearning-rate:\n  ravan: 1.0e-2  # mine\n  fedit: 1.0e-3\nz: 2  # last\n",
+    "a: 1\nlearning-rate:\n    fedit: 1.0e-3\n    # about nothing\n\n# the end\n",
+    "learning-rate: {fedit: 1.0e-3}  # in braces\nb: 1",
+    "learning-rate: {ravan: 1.0e-2,\n  fedit: 1.0e-3,}\nb: 1",
+    "learning-rate: {}\nb: 1\n",
+    "learning-rate:  # none yet\nb: 1\n",
+    "a: é\r\nlearning-rate:\r\n  fedit: 1.0e-3\r\nb: ü\r\n",
+    "\ufeff'learning-rate':\n  \"ravan\": 0.1\n  fedit: 1\n",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_file_says_the_same_but_for_the_rate(text):
+    edited = with_rate(text, "ravan", 3e-3, NOTES)
+    before, after = yaml.safe_load(text), yaml.safe_load(edited)
+    assert after.pop("learning-rate") == (before.pop("learning-rate", None) or {}) | {"ravan": 3e-3}
+    assert after == before
+    # Every line but the one of the rate is still there, in its order, with its line end.
+    lines = iter(edited.splitlines(keepends=True))
+    for line in text.splitlines(keepends=True):
+        if not line.strip("\ufeff").strip().startswith(("ravan", '"ravan"', "learning-rate: {")):
+            assert any(line.rstrip("\r\n") == other.rstrip("\r\n") for other in lines), line
+    assert edited.count("# tune of ravan: ") == 2
+    assert ("\r\n" in text) == ("\r\n" in edited)
+    assert edited.count("\n") == edited.count("\r\n") or "\r\n" not in text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_second_tuning_takes_the_notes_of_the_first_away(text):
+    once = with_rate(text, "ravan", 3e-3, NOTES)
+    again = with_rate(once, "ravan", 1.7e-4, ["other"])
+    assert again.count("# tune of ravan: ") == 1
+    assert with_rate(again, "ravan", 3e-3, NOTES) == once
+    both = with_rate(again, "fedit", 1.0, ["of fedit"])
+    assert both.count("# tune of ravan: other") == both.count("# tune of fedit: of fedit") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("learning-rate: {by: [classifier]}", r"by other keys \(`by:`\)"),
+        ("learning-rate: {ravan: {iid: 1.0e-3}}", "by other keys"),
+        ("x: &r 1.0e-3\nlearning-rate: {ravan: *r}", "no edit of one line"),
+        ("x: &r {ravan: 1.0}\nlearning-rate: *r\n", "no edit of one line"),
+        ("{a: 1}", "no edit of one line"),
+        ("a: 1\n...\n", "no edit of one line"),
+        ("learning-rate: null", "no edit of one line"),
+        ("a: [", "no YAML any more"),
+        ("", "no mapping any more"),
+    ],
+)
+def test_what_cannot_be_edited_is_refused(text, told):
+    with pytest.raises(ValueError, match=told):
+        with_rate(text, "ravan", 3e-3, NOTES)
+
+
+@pytest.mark.parametrize("path", sorted(conf_folder().glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_presets_of_the_paper_keep_every_number(path):
+    with pytest.raises(ValueError, match="keeps its numbers"):
+        with_rate(path.read_text(), "ravan", 3e-3, NOTES)
+
+
+@pytest.mark.parametrize("rate", [1.0, 10.0, 3e-3, 1.7e-4, 1e-12, 1 / 3, 5e-324])
+def test_yaml_reads_the_number_that_is_written(rate):
+    assert yaml.safe_load(as_written(rate)) == rate

@@ -1,0 +1,134 @@
+"""Which learning rates are tried, how long, and what counts as better."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from ravan_flwr.studies.halving import Choice, Measured, Score
+from ravan_flwr.studies.rates import beyond, grid_around
+from ravan_flwr.studies.tuning import plan_tuning
+
+
+@pytest.mark.parametrize(
+    ("rate", "grid"),
+    [
+        (1e-3, [1e-4, 3e-4, 1e-3, 3e-3, 1e-2]),
+        (3e-3, [3e-4, 1e-3, 3e-3, 1e-2, 3e-2]),
+        (5e-5, [5e-6, 1.7e-5, 5e-5, 1.7e-4, 5e-4]),
+        (3.0, [0.3, 1.0, 3.0, 10.0]),  # the key takes at most 10
+    ],
+)
+def test_a_grid_has_a_decade_each_way(rate, grid):
+    assert grid_around(rate) == grid
+
+
+def test_the_grid_grows_by_its_own_rates():
+    rates = grid_around(3e-3)
+    for _ in range(3):
+        wider = beyond(rates[0], rates), *rates, beyond(rates[-1], rates)
+        rates = [rate for rate in wider if rate is not None]
+    # 10 is the key's largest, 30 would be too much.
+    assert rates == [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0]
+    assert beyond(3e-3, rates) is None
+    assert beyond(10.0, [3.0, 10.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("rounds", "rungs"),
+    [
+        (20, [(5, 5, 1), (3, 10, 1), (2, 20, 3)]),
+        (3, [(5, 1, 1), (3, 2, 1), (2, 3, 3)]),
+        (2, [(5, 1, 1), (2, 2, 3)]),
+        (1, [(5, 1, 3)]),
+    ],
+)
+def test_half_of_the_rates_go_on(rounds, rungs):
+    tuning = plan_tuning({"num-rounds": rounds})
+    assert [(rung.rates, rung.rounds, len(rung.seeds)) for rung in tuning.rungs] == rungs
+    runs = [
+        run for rung in tuning.rungs for rate in tuning.rates for run in tuning.runs(rung, rate)
+    ]
+    for run in runs:
+        settings = dict(run.settings)
+        assert settings["evaluate-on"] == "clients"
+        assert settings["validation-share"] == 0.2
+        assert settings["eval-every"] == settings["num-rounds"]
+    assert {dict(run.settings)["seed"] for run in runs} == {100, 101, 102}
+
+
+def test_settings_that_are_given_hold_for_every_run():
+    tuning = plan_tuning({"seed": 7, "validation-share": 0.1, "heads": 2}, 5, [1e-3, 1e-2, 1e-3])
+    assert tuning.rates == (1e-3, 1e-2)
+    assert tuning.extensions == 0
+    (rung,) = tuning.rungs  # of two rates both get everything
+    (first, *others) = tuning.runs(rung, 1e-2)
+    assert dict(first.settings) == {
+        "preset": "digits-vit", "method": "ravan", "evaluate-on": "clients", "heads": 2,
+        "validation-share": 0.1, "learning-rate": 1e-2, "num-rounds": 20, "eval-every": 20,
+        "seed": 7,
+    }  # fmt: skip
+    assert first.num_clients == 5
+    assert len(others) == 2
+    assert "5 clients, on the 10 % of their examples" in tuning.describe()
+
+
+@pytest.mark.parametrize(
+    ("given", "rates", "told"),
+    [
+        (
+            {"learning-rate": 1e-3},
+            [],
+            "got learning-rate=0.001, expected settings other .* --rates",
+        ),
+        ({"output-dir": "/x"}, [], "got output-dir=/x, .*--output"),
+        ({"evaluate-on": "server"}, [], "got evaluate-on=server"),
+        ({"preset": "digit"}, [], "preset 'digit' is unknown: did you mean 'digits-vit'"),
+        ({"method": "ravn"}, [], "method 'ravn' is unknown: did you mean 'ravan'"),
+        ({"validation-share": 0.0}, [], "needs examples to evaluate on"),
+        ({"seed": 2**31 - 1}, [], "seed = "),
+        ({}, [1e-3], "expected at least two different"),
+        ({}, [1e-3, -1.0], "learning-rate = -1.0"),
+        ({}, [1e-3, float("nan")], "learning-rate = nan"),
+    ],
+)
+def test_what_a_tuning_does_not_take(given, rates, told):
+    with pytest.raises(ValueError, match=told):
+        plan_tuning(given, None, rates)
+
+
+def measured(values, metric="accuracy"):
+    rung = plan_tuning({}).rungs[-1]
+    return Measured(rung, {rate: Score(metric, v, [1.0] * len(v)) for rate, v in values.items()})
+
+
+def test_noise_is_what_a_paired_t_test_over_the_seeds_cannot_tell_apart():
+    # Differences 0.02 in every seed: no noise. Differences 0.03, -0.01, 0.04: scipy's t-test below.
+    found = measured({1e-3: [0.90, 0.80, 0.85], 1e-2: [0.88, 0.78, 0.83], 3e-3: [0.87, 0.81, 0.81]})
+    assert found.ranked()[0] == 1e-3
+    assert found.alike() == [1e-3, 3e-3]
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        best, other = random.normal(0.02, 0.01, 3), random.normal(0.0, 0.01, 3)
+        expected = stats.ttest_rel(best, other, alternative="greater").pvalue < 0.05
+        scores = [Score("accuracy", list(values), []) for values in (best, other)]
+        assert scores[0].beats(scores[1]) == expected
+
+
+def test_equals_are_told_apart_by_their_loss_then_the_smaller_rate_is_taken():
+    found = measured({1e-2: [0.9], 1e-3: [0.9], 3e-3: [0.9]})
+    assert found.ranked()[0] == 1e-3
+    found.scores[3e-3].losses[0] = 0.5
+    assert found.ranked()[0] == 3e-3
+    assert found.alike() == [3e-3]
+
+
+@pytest.mark.parametrize("metric", ["loss", "perplexity"])
+def test_of_a_loss_the_smaller_is_better(metric):
+    found = measured({1e-3: [2.0, 2.1], 1e-2: [1.0, 1.1]}, metric)
+    assert found.ranked() == [1e-2, 1e-3]
+    assert found.alike() == [1e-2]
+    choice = Choice(plan_tuning({}), Path(), [1e-3, 1e-2], [found])
+    assert choice.rate == 1e-2
+    assert choice.at_the_edge

@@ -1,0 +1,93 @@
+"""Which examples meet in a batch: each once a pass, as a function of the seed."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.training.batching import POOL, evaluation_batches, training_batches
+
+NUMBERS = [(1, 4), (4, 4), (10, 4), (37, 4), (128, 16), (1000, 16), (5, 8)]
+LENGTHS = np.random.default_rng(0).geometric(0.05, 1000)  # a few long, many short
+
+
+def a_pass(number, batch_size, lengths, seed=0, skip=0):
+    """The batches of one pass over the examples."""
+    random = torch.Generator().manual_seed(seed)
+    batches = training_batches(number, batch_size, random, lengths)
+    count = -(-number // batch_size)
+    return [*itertools.islice(batches, skip * count, (skip + 1) * count)]
+
+
+def padded(batches, lengths=LENGTHS):
+    """How many tokens go through a network."""
+    return sum(len(rows) * lengths[rows].max() for rows in batches)
+
+
+@pytest.mark.parametrize(("number", "batch_size"), NUMBERS)
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["random", "length"])
+def test_a_pass_has_every_example_once_and_as_many_a_step(number, batch_size, lengths):
+    by_chance = sorted(map(len, a_pass(number, batch_size, None)))
+    for skip in range(3):
+        batches = a_pass(number, batch_size, lengths, skip=skip)
+        assert sorted(np.concatenate(batches)) == list(range(number))
+        assert sorted(map(len, batches)) == by_chance
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["random", "length"])
+def test_batches_are_a_function_of_the_seed(lengths):
+    passes = [a_pass(1000, 16, lengths, seed) for seed in (1, 1, 2)]
+    for one, other in zip(passes[0], passes[1], strict=True):
+        assert np.array_equal(one, other)
+    assert any(
+        not np.array_equal(one, other) for one, other in zip(passes[0], passes[2], strict=False)
+    )
+
+
+def test_random_batches_are_the_ones_that_they_have_always_been():
+    random = torch.Generator().manual_seed(3)
+    expected = [rows for _ in range(2) for rows in torch.randperm(37, generator=random).split(8)]
+    random = torch.Generator().manual_seed(3)
+    for rows, batch in zip(expected, training_batches(37, 8, random), strict=False):
+        assert np.array_equal(rows.numpy(), batch)
+
+
+def test_batches_by_length_have_much_less_padding():
+    kept = LENGTHS.sum()
+    by_chance, alike = (padded(a_pass(1000, 16, lengths)) for lengths in (None, LENGTHS))
+    assert alike - kept < 0.4 * (by_chance - kept)
+    assert padded(evaluation_batches(1000, 16, LENGTHS)) - kept < 0.1 * (by_chance - kept)
+
+
+def test_batches_by_length_still_differ_from_pass_to_pass():
+    """Neither who meets whom nor the order of lengths is fixed, and no length is in short ones."""
+    passes = [a_pass(100, 8, LENGTHS, skip=skip) for skip in range(40)]
+    assert len({frozenset(map(int, rows)) for batches in passes for rows in batches}) > 300
+    longest_at = {int(np.argmax([LENGTHS[rows].max() for rows in one])) for one in passes}
+    assert len(longest_at) > 5
+    short = [np.mean(LENGTHS[rows]) for batches in passes for rows in batches if len(rows) < 8]
+    assert len(short) == 40
+    assert min(short) < np.median(LENGTHS[:100]) < max(short)
+    assert POOL * 8 < 100  # so that there is more than one pool
+
+
+@pytest.mark.parametrize(("number", "batch_size"), NUMBERS)
+def test_an_evaluation_has_every_example_once(number, batch_size):
+    for lengths in (None, LENGTHS[:number]):
+        batches = evaluation_batches(number, batch_size, lengths)
+        assert sorted(np.concatenate(batches)) == list(range(number))
+        assert max(map(len, batches)) <= batch_size
+        assert len(batches) == -(-number // batch_size)
+    inner = [LENGTHS[rows] for rows in evaluation_batches(number, batch_size, LENGTHS[:number])]
+    assert list(np.concatenate(inner)) == sorted(LENGTHS[:number], reverse=True)
+
+
+def test_only_texts_have_lengths():
+    assert read_config({"preset": "glue-llama", "batching": "length"}).batching == "length"
+    assert read_config({}).batching == "random"
+    with pytest.raises(ValueError, match=r"batching = 'length': .*digits-vit.yaml has no texts"):
+        read_config({"batching": "length"})
+    with pytest.raises(ValueError, match="batching 'lenght' is unknown: did you mean 'length'"):
+        read_config({"batching": "lenght"})
