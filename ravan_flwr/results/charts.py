@@ -8,6 +8,7 @@ and lines have dashes as well.
 
 import io
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,8 @@ class Chart:
     title: str
     about: str  # below the heading, and for those who do not see the picture
     figure: Figure
+    broad: bool = False  # needs a page's whole width, and its text its full size
+    numbers: bytes = b""  # the same as CSV
 
     def svg(self) -> Markup:
         """Draw it for a page: no XML header, and the page's own colour for text and axes."""
@@ -63,15 +66,26 @@ class Chart:
         # Groups are numbered in each picture anew, and nothing refers to them.
         text = re.sub(r'<g id="[^"]*"', "<g", text)
         label = Markup('<svg role="img" aria-label="{}"').format(self.about)
+        if self.broad:
+            width = round(float(self.figure.get_figwidth()), 2)
+            label += Markup(' style="width:{}in"').format(width)
         # matplotlib has escaped the texts in it.
         return Markup(text.replace("<svg", label, 1))  # noqa: S704
 
-    def png(self) -> bytes:
-        """Draw it for everywhere else, on white."""
+    def png(self, origin: str = "") -> bytes:
+        """Draw it for everywhere else, on white; a small line below it says whose it is."""
         buffer = io.BytesIO()
         with mpl.rc_context(STYLE | {"savefig.transparent": False}):
+            told = self.figure.supxlabel(self._fitted(origin), x=0.99, ha="right", fontsize=6.5)
+            told.set_in_layout(bool(origin))
             self.figure.savefig(buffer, format="png", dpi=150, facecolor="white")
+            told.set_text("")  # on a page it stands under that page's heading
+            told.set_in_layout(False)
         return buffer.getvalue()
+
+    def _fitted(self, text: str) -> str:
+        """Break a line that is broader than the figure."""
+        return plain("\n".join(textwrap.wrap(text, int(20 * self.figure.get_figwidth()))))
 
 
 @dataclass(frozen=True)
