@@ -12,10 +12,11 @@ Of more than `MOST_IN_MATRIX` classes there is no `confusion`.
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
-from ravan_flwr.runs.history import RecordedRun
+from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.tasks.tally import ClassScores, Tally, macro_f1
 
 CLASSES = "classes.json"
@@ -46,19 +47,19 @@ def write_classes(
     write_atomically(directory.path / CLASSES, (text + "\n").encode())
 
 
-def classes_of(run: RecordedRun) -> dict[str, Any] | None:
+def classes_of(run: Path, rounds: Sequence[RoundRecord]) -> dict[str, Any] | None:
     """Read a run's file; None where there is none of the last evaluated round.
 
     Runs of earlier versions have none, nor those whose clients evaluate; a run that goes back has
     one of a later round until its next evaluation.
     """
-    path = run.path / CLASSES
+    path = run / CLASSES
     if not path.is_file():
         return None
-    content = RunDirectory(run.path).read_json(CLASSES)
+    content = RunDirectory(run).read_json(CLASSES)
     if problem := _wrong_in(content):
         raise ValueError(f"{path} is damaged: {problem}; restore it, or take it away")
-    evaluated = [record["round"] for record in run.rounds if record["metrics"]]
+    evaluated = [record["round"] for record in rounds if record["metrics"]]
     return content if evaluated and content["round"] == evaluated[-1] else None
 
 

@@ -28,16 +28,18 @@ def confusion(
     names = [plain(_short(label)) for label in labels]
     cell = max(0.23, min(0.6, 4 / number))  # inches
     letters = 8 if number <= 20 else 7
-    side = number * cell + 0.4 + 0.065 * max(map(len, names))
+    names_take = 0.065 * max(map(len, names)) * (2 if number > 20 else 1)
+    side = number * cell + 0.4 + names_take
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(max(side + 1.0, 4.4), max(side, 3.0)))
+        figure = Figure(figsize=(max(side + 1.0, 4.4), max(side, 3.4)))
         axes = figure.add_subplot()
-        axes.grid(visible=False)
+        axes.grid(visible=number > 20)  # to follow a long row to its name
         image = axes.imshow(shares, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
         axes.set_xticks(range(number), names, fontsize=letters, rotation=90)
         axes.set_yticks(range(number), names, fontsize=letters)
-        axes.set_xlabel("predicted")
-        axes.set_ylabel("right")
+        axes.set_xlabel("predicted class")
+        axes.set_ylabel("right class")
+        axes.tick_params(labeltop=number > 20, labelright=number > 20)
         widest = len(f"{table.max():.0f}")
         size = min(letters, 72 * cell / (0.72 * widest))  # points, so that a number fits its cell
         for row, column in zip(*np.nonzero(table), strict=True):

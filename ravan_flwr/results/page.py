@@ -37,7 +37,7 @@ def page_of(
 
 def _described(run: RecordedRun, charts: list[Chart]) -> dict[str, Any]:
     """Collect what the page says of one run."""
-    config, classes = run.config, classes_of(run)
+    config, classes = run.config, classes_of(run.path, run.rounds)
     return {
         "name": f"{config['method']}, seed {config['seed']}: {run.path.name}",
         "path": run.path,

@@ -99,7 +99,7 @@ def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
 
 def _confusion(run: RecordedRun, prefix: str) -> list[Chart]:
     """Draw which class was taken for which, where that is known."""
-    classes = classes_of(run)
+    classes = classes_of(run.path, run.rounds)
     if not classes or not classes.get("confusion"):
         return []
     return [

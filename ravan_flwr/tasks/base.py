@@ -72,6 +72,7 @@ class Task(ABC):
     # Auto class that looks into it.
     classes: ClassVar[str]
     auto_class: ClassVar[str]
+    pipeline: ClassVar[str]  # of transformers, for a trained model; "" where there is none
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ class Text(Classification):
 
     classes = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
     auto_class = "AutoModelForSequenceClassification"
+    pipeline = "text-classification"
 
     def load_reader(self, folder: Path) -> Any:
         return load_tokenizer(folder)

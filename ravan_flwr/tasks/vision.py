@@ -35,6 +35,7 @@ class Vision(Classification):
 
     classes = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
     auto_class = "AutoModelForImageClassification"
+    pipeline = "image-classification"
 
     def load_reader(self, folder: Path) -> Any:
         if not (folder / "preprocessor_config.json").is_file():
