@@ -65,6 +65,7 @@ class Task(ABC):
     """
 
     metric: ClassVar[str]  # the name of the metric by which runs are compared; higher is better
+    right: ClassVar[str] = "label"  # the role of the column that has the right answers
     # What `predict` says of an example, by name: texts, but for a `probability`.
     says: ClassVar[tuple[str, ...]]
     classifies: ClassVar[bool] = True  # one label of several is right, and a tally counts them
