@@ -63,13 +63,12 @@ def check_new(path: Path) -> None:
 
 class _Csv:
     def __init__(self, path: Path, kinds: Kinds) -> None:
-        # Names of files may be no text in UTF-8.
-        self.file = path.open("w", encoding="utf-8", errors="backslashreplace", newline="")
+        self.file = path.open("w", encoding="utf-8", newline="")
         self.table = csv.writer(self.file)
         self.table.writerow(kinds)
 
     def write(self, cells: Cells) -> None:
-        self.table.writerow(cells)
+        self.table.writerow(map(_utf8, cells))
 
     def close(self) -> None:
         _close(self.file)
@@ -77,11 +76,10 @@ class _Csv:
 
 class _JsonLines:
     def __init__(self, path: Path, kinds: Kinds) -> None:
-        self.file = path.open("w", encoding="utf-8", errors="backslashreplace")
-        self.names = [*kinds]
+        self.file, self.names = path.open("w", encoding="utf-8"), [*kinds]
 
     def write(self, cells: Cells) -> None:
-        content = dict(zip(self.names, cells, strict=True))
+        content = dict(zip(self.names, map(_utf8, cells), strict=True))
         self.file.write(json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
 
     def close(self) -> None:
@@ -118,6 +116,7 @@ _SINKS: dict[str, type[Sink]] = {".csv": _Csv, ".jsonl": _JsonLines, ".parquet":
 
 
 def _utf8(cell: Any) -> Any:
+    """Make a text one that UTF-8 can hold: names of files may be none."""
     if not isinstance(cell, str):
         return cell
     return cell.encode("utf-8", "backslashreplace").decode("utf-8")
