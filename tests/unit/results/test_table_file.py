@@ -1,5 +1,7 @@
 """A table appears whole or not at all, and never in the place of another."""
 
+from contextlib import suppress
+
 import pandas as pd
 import pytest
 
@@ -40,9 +42,9 @@ def test_a_table_of_many_rows_or_of_none(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS_OF_FILES)
 def test_nothing_is_left_of_what_failed(kind, tmp_path):
-    with pytest.raises(RuntimeError, match="half"), new_table(tmp_path / f"a.{kind}", KINDS) as t:
-        t.write(ROWS[0])
-        raise RuntimeError("half")
+    with suppress(RuntimeError), new_table(tmp_path / f"a.{kind}", KINDS) as table:
+        table.write(ROWS[0])
+        raise RuntimeError("half of it")
     assert not [*tmp_path.iterdir()]
 
 
