@@ -27,14 +27,14 @@ def other_examples(spec: DataSpec) -> tuple[datasets.Dataset, str]:
             chosen = _chosen(there, spec)
             examples = datasets.load_dataset(split="+".join(chosen), **source)
         except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+            if "corresponds to no data" in str(error):
+                raise ValueError(f"{where}: got no example, expected some; fill it") from None
             cause = error.__cause__ or error
             told = " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
             raise ValueError(
                 f"{where}: it cannot be read ({told}), expected images in a folder for each label, "
                 "parquet, CSV or JSON lines; correct the files"
             ) from None
-    if not len(examples):
-        raise ValueError(f"{where}: got no example in {' and '.join(chosen)}, expected some")
     told = "all examples" if len(there) == 1 and chosen == ["train"] else " and ".join(chosen)
     return settled(examples, spec, where), told
 

@@ -4,7 +4,6 @@ import importlib
 import inspect
 import json
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +22,10 @@ QUICK: dict[str, Scalar] = {
     "num-rounds": 1, "local-steps": 10, "batch-size": 16, "lora-rank": 2, "eval-every": 1,
     "partition": "iid", "report": False, "tracking": "none",
 }  # fmt: skip
+MODULES = (
+    "ast", "csv", "inspect", "json", "os", "random", "re", "shutil", "statistics", "tarfile",
+    "textwrap", "zipfile",
+)  # fmt: skip
 LABELS = ("negative", "positive")
 
 
@@ -48,8 +51,7 @@ def save_digits(folder, side, mode):
 def docstrings():
     """First paragraphs of functions' docstrings, and whether they say that something returns."""
     found = {}
-    for name in sorted(sys.stdlib_module_names & {"os", "re", "ast", "csv", "json", "random",
-                       "shutil", "tarfile", "zipfile", "inspect", "textwrap", "statistics"}):  # fmt: skip
+    for name in MODULES:
         for _, one in inspect.getmembers(importlib.import_module(name), inspect.isroutine):
             text = (inspect.getdoc(one) or "").split("\n\n")[0]
             if len(text) > 10:
@@ -101,8 +103,8 @@ def run_of_images(folder: Path, *, processor: bool):
         (model / "preprocessor_config.json").unlink()
     data = save_digits(folder / "data", 16, "RGB")
     given: dict[str, Scalar] = {
-        "preset": "svhn-vit-b16", "model": str(model), "data": str(data), "learning-rate": 1e-2, "classifier": "trained",
-        "output-dir": str(folder / "runs"),
+        "preset": "svhn-vit-b16", "model": str(model), "data": str(data), "learning-rate": 1e-2,
+        "classifier": "trained", "output-dir": str(folder / "runs"),
     }  # fmt: skip
     return simulate(QUICK | given, 2)
 
