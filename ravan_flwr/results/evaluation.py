@@ -28,7 +28,7 @@ def evaluate(run: Path | str, data: Path | str) -> dict[str, Any]:
         examples, split = other_examples(_spec_of(str(data), task.data))
         tally = Tally() if task.classifies else None
         measured = bench.evaluate(tally, {"data": _encoded(examples, task)})
-    content = {
+    content: dict[str, Any] = {
         "run": str(run),
         "data": str(data),
         "split": split,

@@ -5,14 +5,15 @@ import json
 import shutil
 
 import numpy as np
-import pandas as pd
+import pandas as pd  # type: ignore[import-untyped]  # its types are a package of their own
 import pytest
 from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, f1_score
 
-import ravan_flwr.results.prediction as predicting
 from ravan_flwr import evaluate, predict, simulate, write_report
 from ravan_flwr.cli import main
+from ravan_flwr.data.rows import rows_of
+from ravan_flwr.results import prediction
 from ravan_flwr.specs import Scalar
 from testing.tiny import save_data, save_model
 from tests.runs.in_use import LABELS, QUICK, digit_images, run_of_digits, run_of_texts
@@ -149,8 +150,8 @@ def test_one_image(digits, shown, tmp_path):
 def test_predictions_go_batch_by_batch(texts, tmp_path, monkeypatch):
     """A batch is on its way to the output before the next one is read."""
     run, _ = texts
-    read, written = [], []
-    rows_of = predicting.rows_of
+    read: list[int] = []
+    written: list[object] = []
 
     def counted(path, columns):
         for row in rows_of(path, columns):
@@ -162,10 +163,10 @@ def test_predictions_go_batch_by_batch(texts, tmp_path, monkeypatch):
         written.extend(batch)
         return write(table, batch, *others)
 
-    write = predicting._write
-    monkeypatch.setattr(predicting, "rows_of", counted)
-    monkeypatch.setattr(predicting, "_write", noted)
-    monkeypatch.setattr(predicting, "EVALUATION_BATCH", 8)
+    write = prediction._write
+    monkeypatch.setattr(prediction, "rows_of", counted)
+    monkeypatch.setattr(prediction, "_write", noted)
+    monkeypatch.setattr(prediction, "EVALUATION_BATCH", 8)
     (tmp_path / "in.csv").write_text("sentence\n" + "return it\n" * 50)
     told = predict(run.run_dir, tmp_path / "in.csv", tmp_path / "out.csv")
     assert told.rows == len(read) == len(written) == 50
@@ -297,8 +298,8 @@ def test_a_run_of_an_earlier_version_has_a_report_and_a_card_all_the_same(digits
 
 
 def test_clients_that_evaluate_send_no_counts(tmp_path):
-    settings = {"evaluate-on": "clients", "validation-share": 0.2, "output-dir": str(tmp_path)}
-    run = simulate(QUICK | settings, 3)
+    settings: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": 0.2}
+    run = simulate(QUICK | settings | {"output-dir": str(tmp_path)}, 3)
     assert not (run.run_dir / "classes.json").exists()
     page = write_report([run.run_dir], tmp_path / "report").read_text()
     assert "clients evaluated on examples that they hold back" in page
