@@ -26,7 +26,9 @@ def load_splits(spec: DataSpec) -> datasets.DatasetDict:
     return splits
 
 
-def settled(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.Dataset:
+def with_roles_and_labels(
+    examples: datasets.Dataset, spec: DataSpec, where: str
+) -> datasets.Dataset:
     """Name the columns of other examples by role and settle their labels, as `load_splits`."""
     found, differing = _by_number(by_role(examples, spec, where), spec.labels, where)
     _tell_of_names(differing, spec.labels, where)

@@ -5,7 +5,7 @@ from typing import Any
 
 import datasets
 
-from ravan_flwr.data.examples import settled
+from ravan_flwr.data.examples import with_roles_and_labels
 from ravan_flwr.data.hub import cache_of, telling
 from ravan_flwr.specs import DataSpec
 
@@ -36,7 +36,7 @@ def other_examples(spec: DataSpec) -> tuple[datasets.Dataset, str]:
                 "parquet, CSV or JSON lines; correct the files"
             ) from None
     told = "all examples" if len(there) == 1 and chosen == ["train"] else " and ".join(chosen)
-    return settled(examples, spec, where), told
+    return with_roles_and_labels(examples, spec, where), told
 
 
 def _chosen(there: list[str], spec: DataSpec) -> list[str]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from ravan_flwr.data.rows import IMAGES, Row, UnreadableError, rows_of
 from ravan_flwr.data.values import image_of, text_of
@@ -76,12 +75,9 @@ class _Encoded:
 def _encoder(bench: Workbench, data: Path) -> Callable[[Row], Columns]:
     """Make what encodes one row; it raises UnreadableError."""
     folder = data if data.is_dir() else data.parent
-    fit = _fitting(bench)
 
     def value_of(role: str, value: Any) -> Any:
-        if role == "image":
-            return fit(image_of(value, folder))
-        return text_of(role, value)
+        return image_of(value, folder) if role == "image" else text_of(role, value)
 
     def encode(row: Row) -> Columns:
         if row.problem:
@@ -90,23 +86,6 @@ def _encoder(bench: Workbench, data: Path) -> Callable[[Row], Columns]:
         return bench.task.inputs(values)
 
     return encode
-
-
-def _fitting(bench: Workbench) -> Callable[[Image.Image], Image.Image]:
-    """Make what brings images to the size and channels of a model without a processor."""
-    if bench.task.reader is not None:
-        return lambda image: image
-    shapes = bench.task.shapes(bench.model.network.config, 1)
-    _, channels, height, width = shapes["pixel_values"][0]
-    mode = "L" if channels == 1 else "RGB"
-
-    def fit(image: Image.Image) -> Image.Image:
-        image = image.convert(mode)
-        if image.size == (width, height):
-            return image
-        return image.resize((width, height), Image.Resampling.BILINEAR)
-
-    return fit
 
 
 def _encoded(rows: Iterable[Row], encode: Callable[[Row], Columns]) -> Iterator[_Encoded]:

@@ -54,8 +54,6 @@ def test_the_lines_of_a_card_answer_as_the_run_does(form, run, tmp_path, monkeyp
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     code = code.replace("this folder", str(tmp_path / "export"))
     ((start, end),) = re.findall(r"^(.*classify = .*?\n)((?:image|found) = .*)$", code, re.DOTALL)
-        r"(.*classify = [^\n]*\n(?:model\.[^\n]*\n)?)(.*)", code, re.S
-    ).groups()
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(start, names)
