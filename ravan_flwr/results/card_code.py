@@ -37,15 +37,13 @@ def code_of(config: Mapping[str, Any], form: str, *, one_channel: bool) -> Code:
     task = get_task(config["task"])
     model = Code((), ())
     if form == "peft":
-        model = _backbone(config, task.auto_class) + _adapter()
+        model = _labels(config) + _backbone(config, task.auto_class) + _adapter(task.pipeline)
     if not task.pipeline:
         if form == "merged":
             model = Code(
                 (task.auto_class,), (f"model = {task.auto_class}.from_pretrained({HERE})",)
             )
         return model + _generating(config["data"])
-    if form == "peft":
-        model += _label_names()
     return model + _pipeline(task.pipeline, form) + _example(config, one_channel)
 
 
@@ -53,15 +51,17 @@ def _backbone(config: Mapping[str, Any], auto_class: str) -> Code:
     """Load the network that an adapter goes onto, with as many labels."""
     spec = config["model"]
     if spec["source"] == "bundled":
+        name, kind = json.dumps(spec["name"]), json.dumps(config["task"])
         return Code(
             (
-                "from ravan_flwr.config.run_config import read_config",
+                "from ravan_flwr.specs import DataSpec, ModelSpec",
+                "from ravan_flwr.tasks import get_task",
                 "from ravan_flwr.training.network import build_network",
-                "from ravan_flwr.training.workbench import make_task",
             ),
             (
-                f'config = read_config({{"preset": {json.dumps(config["preset"])}}})',
-                "backbone = build_network(config.model, make_task(config), config.seed).network",
+                'data = DataSpec("bundled", labels=tuple(labels))',
+                f"task = get_task({kind})(data, 0, lambda: None)",
+                f'backbone = build_network(ModelSpec("bundled", {name}), task, seed=0).network',
             ),
         )
     told = json.dumps(spec["name"])
@@ -72,16 +72,20 @@ def _backbone(config: Mapping[str, Any], auto_class: str) -> Code:
     return Code((auto_class,), (f"backbone = {auto_class}.from_pretrained({told})",))
 
 
-def _adapter() -> Code:
-    line = f"model = PeftModel.from_pretrained(backbone, {HERE}).merge_and_unload()"
-    return Code(("from peft import PeftModel",), (line,))
-
-
-def _label_names() -> Code:
-    """Give the backbone's configuration the names, which a PEFT folder has no place for."""
+def _labels(config: Mapping[str, Any]) -> Code:
+    """Read the names of the classes, where there are some: a PEFT folder has no place for them."""
+    if not get_task(config["task"]).pipeline:
+        return Code((), ())
     read = f'Path({HERE}, "labels.json").read_text(encoding="utf-8")'
-    lines = (f"labels = json.loads({read})", "model.config.id2label = dict(enumerate(labels))")
-    return Code(("import json", "from pathlib import Path"), lines)
+    return Code(("import json", "from pathlib import Path"), (f"labels = json.loads({read})",))
+
+
+def _adapter(pipeline: str) -> Code:
+    """Put the adapter onto the backbone, and the names of the classes into its configuration."""
+    lines = [f"model = PeftModel.from_pretrained(backbone, {HERE}).merge_and_unload()"]
+    if pipeline:
+        lines.append("model.config.id2label = dict(enumerate(labels))")
+    return Code(("from peft import PeftModel",), tuple(lines))
 
 
 def _pipeline(pipeline: str, form: str) -> Code:

@@ -9,7 +9,9 @@ and lines have dashes as well.
 import io
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +61,7 @@ class Chart:
     def svg(self) -> Markup:
         """Draw it for a page: no XML header, and the page's own colour for text and axes."""
         buffer = io.StringIO()
-        with mpl.rc_context(STYLE | {"svg.hashsalt": self.name}):
+        with mpl.rc_context(STYLE | {"svg.hashsalt": self.name}), _any_letter():
             self.figure.savefig(buffer, format="svg", metadata={"Date": None})
         text = buffer.getvalue()
         text = text[text.index("<svg") :].replace(INK, "currentColor")
@@ -75,7 +77,7 @@ class Chart:
     def png(self, origin: str = "") -> bytes:
         """Draw it for everywhere else, on white; a small line below it says whose it is."""
         buffer = io.BytesIO()
-        with mpl.rc_context(STYLE | {"savefig.transparent": False}):
+        with mpl.rc_context(STYLE | {"savefig.transparent": False}), _any_letter():
             told = self.figure.supxlabel(self._fitted(origin), x=0.99, ha="right", fontsize=6.5)
             told.set_in_layout(bool(origin))
             self.figure.savefig(buffer, format="png", dpi=150, facecolor="white")
@@ -85,7 +87,15 @@ class Chart:
 
     def _fitted(self, text: str) -> str:
         """Break a line that is broader than the figure."""
-        return plain("\n".join(textwrap.wrap(text, int(20 * self.figure.get_figwidth()))))
+        return plain("\n".join(textwrap.wrap(text, int(16 * self.figure.get_figwidth()))))
+
+
+@contextmanager
+def _any_letter() -> Iterator[None]:
+    """Draw letters that matplotlib's font lacks as boxes, in silence: a page's font has them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
 
 
 @dataclass(frozen=True)
@@ -97,8 +107,12 @@ class Series:
 
 
 def plain(text: str) -> str:
-    """Escape dollars in a text such as a path: between two of them it would be a formula."""
-    return text.replace("$", r"\$")
+    """Make a text, such as a path, one that can be drawn.
+
+    Dollars are escaped, since between two of them stands a formula; halves of characters, since no
+    font has them.
+    """
+    return text.encode(errors="backslashreplace").decode().replace("$", r"\$")
 
 
 def lines(
