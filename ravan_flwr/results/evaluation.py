@@ -4,16 +4,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import datasets
-
 from ravan_flwr.config.places import chosen_data
 from ravan_flwr.data.other_examples import other_examples
-from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.data.values import image_of
 from ravan_flwr.results.classes import class_table, described
 from ravan_flwr.results.reopen import result_of
 from ravan_flwr.specs import DataSpec
-from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.tasks.tally import Tally
 
 
@@ -27,7 +22,7 @@ def evaluate(run: Path | str, data: Path | str) -> dict[str, Any]:
         task = bench.task
         examples, split = other_examples(_spec_of(str(data), task.data))
         tally = Tally() if task.classifies else None
-        measured = bench.evaluate(tally, {"data": _encoded(examples, task)})
+        measured = bench.evaluate(tally, {"data": task.encode(examples)})
     content: dict[str, Any] = {
         "run": str(run),
         "data": str(data),
@@ -40,34 +35,6 @@ def evaluate(run: Path | str, data: Path | str) -> dict[str, Any]:
         content["metrics"]["macro-f1"] = counted["macro-f1"]
         content |= {key: counted[key] for key in _COUNTED if key in counted}
     return content
-
-
-def _encoded(examples: datasets.Dataset, task: Task) -> Encoded:
-    """Encode the examples; ValueError names images that cannot be read."""
-    try:
-        return task.encode(examples)
-    except OSError as error:
-        if unreadable := _unreadable(examples):
-            raise ValueError(
-                f"data: some images cannot be read: {'; '.join(unreadable)}; take them out, or "
-                "restore them"
-            ) from error
-        raise
-
-
-def _unreadable(examples: datasets.Dataset, most: int = 5) -> list[str]:
-    """Find the first few images that cannot be read, and say why."""
-    if not isinstance(examples.features.get("image"), datasets.Image):
-        return []
-    found = []
-    for stored in examples.cast_column("image", datasets.Image(decode=False))["image"]:
-        try:
-            image_of(stored, Path())
-        except UnreadableError as error:
-            found.append(f"{stored['path'] or 'one without a name'}: {error}")
-            if len(found) == most:
-                break
-    return found
 
 
 _COUNTED = ("classes", "confusion", "no-label")
