@@ -7,6 +7,8 @@ For scripts and notebooks (docs/python.md):
     result_of(run)                      a finished run's model, method and data
     write_report(runs, folder)          a page and pictures
     write_spectra(runs, folder, top)    singular values of what runs added
+    evaluate(run, data)                 a run's result on other examples, class by class
+    predict(run, data, output)          its answers for a table or a folder of images
     export_run(run, form, folder)       a PEFT or transformers folder
     run_study(file, folder, jobs)       a grid of runs, and its tables
 """
@@ -16,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ravan_flwr.launch.in_process import Simulation, simulate
+    from ravan_flwr.results.evaluation import evaluate
     from ravan_flwr.results.export import export_run
+    from ravan_flwr.results.prediction import predict
     from ravan_flwr.results.reopen import result_of
     from ravan_flwr.results.report import write_report
     from ravan_flwr.results.spectrum import write_spectra
@@ -26,8 +30,10 @@ if TYPE_CHECKING:
 # Imported when first used: most of them bring torch and Flower.
 _HOMES = {
     "Simulation": "ravan_flwr.launch.in_process",
+    "evaluate": "ravan_flwr.results.evaluation",
     "export_run": "ravan_flwr.results.export",
     "plan_of": "ravan_flwr.training.plan",
+    "predict": "ravan_flwr.results.prediction",
     "result_of": "ravan_flwr.results.reopen",
     "run_study": "ravan_flwr.studies.running",
     "simulate": "ravan_flwr.launch.in_process",
@@ -37,8 +43,10 @@ _HOMES = {
 
 __all__ = [
     "Simulation",
+    "evaluate",
     "export_run",
     "plan_of",
+    "predict",
     "result_of",
     "run_study",
     "simulate",

@@ -18,6 +18,7 @@ from ravan_flwr.config.run_config import Config, has_default_rate, read_config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.results.card import write_card
+from ravan_flwr.results.classes import write_classes
 from ravan_flwr.results.export import natural_form, write_result
 from ravan_flwr.results.report import write_report
 from ravan_flwr.runs.checkpoint import (
@@ -34,6 +35,7 @@ from ravan_flwr.runs.record import RoundRecord, Summary
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.runs.watch import best_round, collapse
 from ravan_flwr.server.strategy import FederatedTuning
+from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.workbench import Workbench, get_workbench
 
 app = ServerApp()
@@ -149,8 +151,12 @@ def _hold_rounds(
     strategy = _strategy(bench, config, keeper, start)
 
     def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
+        tally = Tally() if bench.task.classifies else None
         with bench.model.holding(from_record(arrays)):
-            return MetricRecord(_finite(bench.evaluate(), number))
+            measured = MetricRecord(_finite(bench.evaluate(tally), number))
+        if tally is not None:
+            write_classes(directory, number, tally, bench.task.data.labels)
+        return measured
 
     try:
         result = strategy.start(

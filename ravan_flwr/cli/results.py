@@ -1,16 +1,20 @@
 """Commands that show a finished run, or hand on what it made."""
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from ravan_flwr.cli.parts import Commands
+from ravan_flwr.messages.plain_text import plain
 
 
 def add(commands: Commands) -> None:
-    """Offer `report`, `spectrum` and `export`."""
+    """Offer `report`, `spectrum`, `evaluate`, `predict` and `export`."""
     _add_report(commands)
     _add_spectrum(commands)
+    _add_evaluate(commands)
+    _add_predict(commands)
     _add_export(commands)
 
 
@@ -39,6 +43,52 @@ def _add_spectrum(commands: Commands) -> None:
     )
     spectrum.add_argument("--top", type=int, default=64, help="values to show (default: 64)")
     spectrum.set_defaults(command=_spectrum)
+
+
+def _add_evaluate(commands: Commands) -> None:
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="measure a run's result on other examples",
+        description="Measure a run's result on labelled examples that it has not seen, class by "
+        "class. Of data with splits: `test`, or those that the preset names as tests; else all.",
+    )
+    evaluate.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    evaluate.add_argument(
+        "--data",
+        required=True,
+        metavar="FOLDER",
+        help="a folder, a file (CSV, JSON lines, parquet) or an id of the hub, with the columns of "
+        "the run's preset",
+    )
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object, and no text")
+    evaluate.set_defaults(command=_evaluate)
+
+
+def _add_predict(commands: Commands) -> None:
+    predict = commands.add_parser(
+        "predict",
+        help="write a run's answers for texts or images without labels",
+        description="Write a row for each row of a table, or image of a folder: its label and "
+        "probability, or the text of a text-to-text model. A row that cannot be read has none, "
+        "and says why.",
+    )
+    predict.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    predict.add_argument(
+        "--data",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="CSV, JSON lines or parquet with the columns of the run's preset; an image, or a "
+        "folder of them",
+    )
+    predict.add_argument(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="a new file: .csv, .jsonl or .parquet",
+    )
+    predict.set_defaults(command=_predict)
 
 
 def _add_export(commands: Commands) -> None:
@@ -74,6 +124,27 @@ def _spectrum(parsed: argparse.Namespace) -> None:
         raise ValueError(f"--top {parsed.top}: expected a whole number at least 1; change it")
     for path in write_spectra(parsed.runs, parsed.output, parsed.top):
         sys.stdout.write(f"wrote {path.absolute()}\n")
+
+
+def _evaluate(parsed: argparse.Namespace) -> None:
+    from ravan_flwr.results.evaluation import as_text, evaluate  # noqa: PLC0415
+
+    content = evaluate(parsed.run, parsed.data)
+    sys.stdout.write(json.dumps(content) + "\n" if parsed.json else as_text(content))
+
+
+def _predict(parsed: argparse.Namespace) -> None:
+    from ravan_flwr.results.prediction import predict  # noqa: PLC0415
+
+    told = predict(parsed.run, parsed.data, parsed.output)
+    for problem in told.problems:
+        sys.stderr.write(f"{plain(problem)}\n")
+    if told.unreadable:
+        more = told.unreadable - len(told.problems)
+        others = f" ({more} more than are listed)" if more else ""
+        sys.stderr.write(f"{told.unreadable} of {told.rows} rows cannot be read{others}\n")
+    rows = told.rows - told.unreadable
+    sys.stdout.write(f"wrote {told.output.absolute()}: {rows} of {told.rows} rows predicted\n")
 
 
 def _export(parsed: argparse.Namespace) -> None:

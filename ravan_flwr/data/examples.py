@@ -26,6 +26,15 @@ def load_splits(spec: DataSpec) -> datasets.DatasetDict:
     return splits
 
 
+def with_roles_and_labels(
+    examples: datasets.Dataset, spec: DataSpec, where: str
+) -> datasets.Dataset:
+    """Name the columns of other examples by role and settle their labels, as `load_splits`."""
+    found, differing = _by_number(by_role(examples, spec, where), spec.labels, where)
+    _tell_of_names(differing, spec.labels, where)
+    return found
+
+
 def _sklearn_digits(_: DataSpec) -> datasets.DatasetDict:
     """Load scikit-learn's 1,797 handwritten 8 x 8 digits, 80 % to train and 20 % to test."""
     from sklearn.datasets import load_digits  # noqa: PLC0415 (only this source needs it)

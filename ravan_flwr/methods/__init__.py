@@ -23,10 +23,12 @@ class Listed:
     averages: bool = True
     # Does it leave the pretrained weights alone? Then `quantize` may be set.
     frozen_backbone: bool = True
+    # Does it share a layer's update out among `heads`?
+    has_heads: bool = False
 
 
 METHODS = {
-    "ravan": Listed("ravan_flwr.methods.ravan", 3e-3),
+    "ravan": Listed("ravan_flwr.methods.ravan", 3e-3, has_heads=True),
     "full": Listed("ravan_flwr.methods.full", 1e-4, frozen_backbone=False),
     "fedit": Listed("ravan_flwr.methods.fedit"),
     "fedex-lora": Listed("ravan_flwr.methods.fedex_lora", averages=False, frozen_backbone=False),

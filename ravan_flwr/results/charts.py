@@ -8,7 +8,10 @@ and lines have dashes as well.
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,26 +55,47 @@ class Chart:
     title: str
     about: str  # below the heading, and for those who do not see the picture
     figure: Figure
+    broad: bool = False  # needs a page's whole width, and its text its full size
+    numbers: bytes = b""  # the same as CSV
 
     def svg(self) -> Markup:
         """Draw it for a page: no XML header, and the page's own colour for text and axes."""
         buffer = io.StringIO()
-        with mpl.rc_context(STYLE | {"svg.hashsalt": self.name}):
+        with mpl.rc_context(STYLE | {"svg.hashsalt": self.name}), _any_letter():
             self.figure.savefig(buffer, format="svg", metadata={"Date": None})
         text = buffer.getvalue()
         text = text[text.index("<svg") :].replace(INK, "currentColor")
         # Groups are numbered in each picture anew, and nothing refers to them.
         text = re.sub(r'<g id="[^"]*"', "<g", text)
         label = Markup('<svg role="img" aria-label="{}"').format(self.about)
+        if self.broad:
+            width = round(float(self.figure.get_figwidth()), 2)
+            label += Markup(' style="width:{}in"').format(width)
         # matplotlib has escaped the texts in it.
         return Markup(text.replace("<svg", label, 1))  # noqa: S704
 
-    def png(self) -> bytes:
-        """Draw it for everywhere else, on white."""
+    def png(self, origin: str = "") -> bytes:
+        """Draw it for everywhere else, on white; a small line below it says whose it is."""
         buffer = io.BytesIO()
-        with mpl.rc_context(STYLE | {"savefig.transparent": False}):
+        with mpl.rc_context(STYLE | {"savefig.transparent": False}), _any_letter():
+            told = self.figure.supxlabel(self._fitted(origin), x=0.99, ha="right", fontsize=6.5)
+            told.set_in_layout(bool(origin))
             self.figure.savefig(buffer, format="png", dpi=150, facecolor="white")
+            told.set_text("")  # on a page it stands under that page's heading
+            told.set_in_layout(False)
         return buffer.getvalue()
+
+    def _fitted(self, text: str) -> str:
+        """Break a line that is broader than the figure."""
+        return plain("\n".join(textwrap.wrap(text, int(16 * self.figure.get_figwidth()))))
+
+
+@contextmanager
+def _any_letter() -> Iterator[None]:
+    """Draw letters that matplotlib's font lacks as boxes, in silence: a page's font has them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
 
 
 @dataclass(frozen=True)
@@ -83,8 +107,12 @@ class Series:
 
 
 def plain(text: str) -> str:
-    """Escape dollars in a text such as a path: between two of them it would be a formula."""
-    return text.replace("$", r"\$")
+    """Make a text, such as a path, one that can be drawn.
+
+    Dollars are escaped, since between two of them stands a formula; halves of characters, since no
+    font has them.
+    """
+    return text.encode(errors="backslashreplace").decode().replace("$", r"\$")
 
 
 def lines(

@@ -6,7 +6,8 @@
   that it adapts, in float32, and rounded back to the weight's own type.
 
 A method that changes pretrained weights has no adapter that holds its result, and is exported
-merged only. Both folders have a model card.
+merged only. Both folders have a model card, the names of the labels, and what reads examples
+(reader.py).
 """
 
 import json
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ravan_flwr.data.hub import no_bars
 from ravan_flwr.results.card import write_card
+from ravan_flwr.results.reader import write_reader
 from ravan_flwr.results.reopen import result_of
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
 from ravan_flwr.training.network import build_network, stored_dtype
@@ -52,6 +54,7 @@ def write_result(form: str, folder: Path, bench: Workbench) -> None:
             "no adapter holds; expected --as merged; use that"
         )
     {"peft": write_adapter, "merged": write_merged}[form](folder, bench)
+    write_reader(folder, bench)
 
 
 def write_adapter(folder: Path, bench: Workbench) -> None:
@@ -93,19 +96,17 @@ def write_adapter(folder: Path, bench: Workbench) -> None:
 
 def write_merged(folder: Path, bench: Workbench) -> None:
     """Write the network without adapters, their delta-weights added to its weights."""
-    network, reader = merged_network(bench), bench.task.reader
+    network = merged_network(bench)
     torch.nn.Module.to(network, stored_dtype(bench.config.model))
     with no_bars():
         network.save_pretrained(folder)
-        if reader is not None:
-            reader.save_pretrained(folder)
 
 
 def merged_network(bench: Workbench) -> PreTrainedModel:
     """Build a network without adapters that computes what the adapted one does now."""
     model, config = bench.model, bench.config
     network = build_network(config.model, bench.task, config.seed).network
-    if labels := config.data.labels:
+    if labels := bench.task.data.labels:
         network.config.id2label = dict(enumerate(labels))
         network.config.label2id = {label: number for number, label in enumerate(labels)}
     now = dict(model.network.named_parameters())

@@ -1,12 +1,13 @@
 """Write the page of a report: one HTML file that needs no other, light or dark like its reader."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from ravan_flwr.results.charts import Chart
+from ravan_flwr.results.classes import class_table, classes_of, without_classes
 from ravan_flwr.results.template import CSS, PAGE
 from ravan_flwr.runs.console import megabytes, minutes
 from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
@@ -36,13 +37,15 @@ def page_of(
 
 def _described(run: RecordedRun, charts: list[Chart]) -> dict[str, Any]:
     """Collect what the page says of one run."""
-    config = run.config
+    config, classes = run.config, classes_of(run.path, run.rounds)
     return {
         "name": f"{config['method']}, seed {config['seed']}: {run.path.name}",
         "path": run.path,
         "finished": run.summary is not None,
-        "facts": _facts(run),
+        "facts": _facts(run, classes),
         "charts": charts,
+        "classes": class_table(classes) if classes else None,
+        "without_classes": without_classes(config),
         "rejected": [
             (record["round"], one["client"], one["reason"])
             for record in run.rounds
@@ -59,13 +62,14 @@ def _as_typed(value: object) -> object:
     return "auto" if value is None else value
 
 
-def _facts(run: RecordedRun) -> dict[str, str]:
+def _facts(run: RecordedRun, classes: Mapping[str, Any] | None) -> dict[str, str]:
     """Give the end of a run in a few numbers."""
     metric = common_metric([run])
     values = run.measured(metric)[1]
     facts = {
         f"{metric}, last": f"{values[-1]:.4f}" if values else "not evaluated",
         f"{metric}, highest": f"{max(values):.4f}" if values else "-",
+        **({"macro-F1, last": f"{classes['macro-f1']:.4f}"} if classes else {}),
         "rounds": f"{run.rounds[-1]['round']} of {run.config['num-rounds']}",
         "sent by clients": megabytes(sum(record["bytes-up"] for record in run.rounds)),
         "sent to clients": megabytes(sum(record["bytes-down"] for record in run.rounds)),

@@ -8,6 +8,8 @@ from itertools import takewhile
 from pathlib import Path
 
 from ravan_flwr.results.charts import Chart, Series, bars, heat, lines, stacks
+from ravan_flwr.results.classes import classes_of
+from ravan_flwr.results.confusion import confusion
 from ravan_flwr.results.page import page_of
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.runs.history import Groups, RecordedRun, common_metric, group_runs
@@ -92,9 +94,28 @@ def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
                 label="norm",
             )
         )
-    return [*charts, _seconds(run, prefix)]
+    return [*charts, _seconds(run, prefix), *_confusion(run, prefix)]
 
 
+def _confusion(run: RecordedRun, prefix: str) -> list[Chart]:
+    """Draw which class was taken for which, where that is known."""
+    classes = classes_of(run.path, run.rounds)
+    if not classes or not classes.get("confusion"):
+        return []
+    return [
+        confusion(
+            f"{prefix}confusion",
+            "Which class was taken for which",
+            "For each class (a row), how many of its examples were taken for each class (a "
+            "column), after the last round that was evaluated. Right predictions are on the "
+            "diagonal.",
+            classes["confusion"],
+            [one["label"] for one in classes["classes"]],
+        )
+    ]
+
+
+_MOST_ORIGINS = 4  # named below a picture
 _MOST_BARS = 1000  # of clients that never took part: their number is what nodes said
 
 
@@ -168,6 +189,17 @@ def _shared(words: list[list[str]]) -> int:
     return sum(1 for _ in takewhile(lambda there: len(set(there)) == 1, at_a_place))
 
 
+def origin(runs: Sequence[RecordedRun]) -> str:
+    """Say whose a picture is: preset, method, seed and name of a run, or of the first few."""
+    lines = [
+        f"{run.config['preset']}, {run.config['method']}, seed {run.config['seed']}: "
+        f"{run.path.absolute().name}"
+        for run in runs[:_MOST_ORIGINS]
+    ]
+    more = len(runs) - _MOST_ORIGINS
+    return "; ".join(lines) + (f"; and {more} more" if more > 0 else "")
+
+
 def write_report(paths: Sequence[Path | str], folder: Path | str) -> Path:
     """Write `index.html` and a PNG file for each picture; return the page's path."""
     folder = Path(folder)
@@ -178,8 +210,13 @@ def write_report(paths: Sequence[Path | str], folder: Path | str) -> Path:
         (run, run_charts(run, f"run{number}-" if len(runs) > 1 else ""))
         for number, run in enumerate(runs, start=1)
     ]
-    for chart in [*compared, *(chart for _, charts in of_runs for chart in charts)]:
-        write_atomically(folder / f"{chart.name}.png", chart.png())
+    for chart in compared:
+        write_atomically(folder / f"{chart.name}.png", chart.png(origin(runs)))
+    for run, charts in of_runs:
+        for chart in charts:
+            write_atomically(folder / f"{chart.name}.png", chart.png(origin([run])))
+            if chart.numbers:
+                write_atomically(folder / f"{chart.name}.csv", chart.numbers)
     page = folder / "index.html"
     # JSON can hold halves of characters, which are no text in UTF-8.
     text = page_of(groups, compared, of_runs).encode(errors="backslashreplace")

@@ -25,6 +25,7 @@ figure { margin: 0; border: 1px solid var(--line); border-radius: .5rem; padding
   display: flex; flex-direction: column; justify-content: space-between; }
 figcaption { margin-bottom: .6rem; } figcaption b { font-weight: 600; }
 figcaption span { display: block; color: var(--soft); font-size: .85rem; line-height: 1.35; }
+figure.broad { grid-column: 1 / -1; } figure.broad svg { max-width: none; }
 figure svg { width: 100%; height: auto; display: block; color: var(--ink); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .92rem; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line);
@@ -49,9 +50,9 @@ PAGE = """\
 {% macro grid(charts) %}
 <div class="grid">
   {% for chart in charts %}
-  <figure>
+  <figure{% if chart.broad %} class="broad"{% endif %}>
     <figcaption><b>{{ chart.title }}</b><span>{{ chart.about }}</span></figcaption>
-    {{ chart.svg() }}
+    <div class="wide">{{ chart.svg() }}</div>
   </figure>
   {% endfor %}
 </div>
@@ -68,7 +69,25 @@ PAGE = """\
 </dl>
 {% endmacro %}
 
+{% macro classes_of(run) %}
+{% if run.classes %}
+<h2>Class by class</h2>
+<p class="note">{{ run.classes.about }}</p>
+{% if run.classes.rows | length > 20 %}
+<details><summary>{{ run.classes.rows | length }} classes</summary>
+{{ table(run.classes.heads, run.classes.rows) }}
+</details>
+{% else %}
+{{ table(run.classes.heads, run.classes.rows) }}
+{% endif %}
+{% elif run.without_classes %}
+<h2>Class by class</h2>
+<p class="note">{{ run.without_classes }}</p>
+{% endif %}
+{% endmacro %}
+
 {% macro details_of(run) %}
+{{ classes_of(run) }}
 <h2>Rejected replies</h2>
 <p class="note">A reply is what a client sends back in a round. The server checks each one, and does
 not use a reply that is damaged, too late or out of bounds.</p>

@@ -3,6 +3,7 @@
 config.json        the resolved configuration
 rounds.jsonl       a line a round, on disk before the next round begins (record.py)
 summary.json       the end: method, parameters, metrics, bytes, seconds
+classes.json       the last evaluation on the server, class by class (results/classes.py)
 checkpoints/       the global state after the last rounds, and the best (checkpoint.py)
 adapter/           the trained adapters, or merged/, the whole network (export.py)
 report/            a page and pictures (report.py)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ravan_flwr.data.hub import no_bars
 from ravan_flwr.specs import DataSpec
+from ravan_flwr.tasks.tally import Tally
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Batch = dict[str, Tensor]  # every tensor's first dimension runs over the examples
@@ -64,10 +65,15 @@ class Task(ABC):
     """
 
     metric: ClassVar[str]  # the name of the metric by which runs are compared; higher is better
+    right: ClassVar[str] = "label"  # the role of the column that has the right answers
+    # What `predict` says of an example, by name: texts, but for a `probability`.
+    says: ClassVar[tuple[str, ...]]
+    classifies: ClassVar[bool] = True  # one label of several is right, and a tally counts them
     # Which class of transformers serves an architecture: a table of its `modeling_auto`, and the
     # Auto class that looks into it.
     classes: ClassVar[str]
     auto_class: ClassVar[str]
+    pipeline: ClassVar[str]  # of transformers, for a trained model; "" where there is none
 
     def __init__(
         self,
@@ -125,9 +131,21 @@ class Task(ABC):
 
     @abstractmethod
     def measure(
-        self, network: Any, batch: Batch, answers: Sequence[Sequence[str]]
+        self,
+        network: Any,
+        batch: Batch,
+        answers: Sequence[Sequence[str]],
+        tally: Tally | None = None,
     ) -> dict[str, float]:
-        """Measure `loss` and the metrics, as sums over the batch."""
+        """Measure `loss` and the metrics, as sums over the batch; count the labels if asked to."""
+
+    @abstractmethod
+    def inputs(self, columns: Mapping[str, Any]) -> Columns:
+        """Encode a batch of examples without their labels; columns are named by role."""
+
+    @abstractmethod
+    def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
+        """Predict what `says` names for each of some encoded inputs, which have no labels."""
 
 
 def encode_in_batches(

@@ -8,12 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ravan_flwr.tasks.base import Batch, Task
+from ravan_flwr.tasks.tally import Tally
 
 
 class Classification(Task):
     """Predict one label of several, in the batch's `labels`."""
 
     metric = "accuracy"
+    says = ("label", "probability")
 
     @abstractmethod
     def logits(self, network: nn.Module, batch: Batch) -> Tensor:
@@ -27,8 +29,17 @@ class Classification(Task):
         network: Any,
         batch: Batch,
         answers: Sequence[Sequence[str]],  # noqa: ARG002
+        tally: Tally | None = None,
     ) -> dict[str, float]:
-        return right_and_loss(self.logits(network, batch), batch["labels"])
+        logits, labels = self.logits(network, batch), batch["labels"]
+        if tally is not None:
+            tally.add(labels.tolist(), logits.argmax(-1).tolist())
+        return right_and_loss(logits, labels)
+
+    def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
+        best = self.logits(network, batch).float().softmax(-1).max(-1)
+        numbers, names = best.indices.tolist(), self.data.labels
+        return [(names[n], p) for n, p in zip(numbers, best.values.tolist(), strict=True)]
 
 
 def right_and_loss(logits: Tensor, labels: Tensor) -> dict[str, float]:

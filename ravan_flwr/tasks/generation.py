@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, Task, encode_in_batches
+from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.text import (
     describe,
     fixed_length,
@@ -38,6 +39,9 @@ class TextToText(Task):
 
     classes = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
     auto_class = "AutoModelForSeq2SeqLM"
+    pipeline = ""
+    says: ClassVar[tuple[str, ...]] = ("text",)
+    classifies = False
 
     @abstractmethod
     def answers(self, examples: datasets.Dataset) -> list[Sequence[str]]:
@@ -69,15 +73,14 @@ class TextToText(Task):
         return Encoded(encoded.whole, encoded.rows, answers)
 
     def _encode_batch(self, columns: Mapping[str, Any]) -> Columns:
+        return self.inputs(columns) | {"labels": self._targets(columns["target"])}
+
+    def inputs(self, columns: Mapping[str, Any]) -> Columns:
         roles = [role for role, _ in self.data.columns if role in columns]
         rows = zip(*(columns[role] for role in roles), strict=True)
         prompts = [self.data.prompt.format(**dict(zip(roles, row, strict=True))) for row in rows]
         read = tokenize(self.reader, self.max_length, prompts)
-        return {
-            "input_ids": read["input_ids"],
-            "attention_mask": read["attention_mask"],
-            "labels": self._targets(columns["target"]),
-        }
+        return {"input_ids": read["input_ids"], "attention_mask": read["attention_mask"]}
 
     def _targets(self, texts: Sequence[str]) -> np.ndarray:
         """Encode targets, (examples, target-length); what is longer is cut, without an end."""
@@ -122,6 +125,8 @@ class TextToText(Task):
         return token_counts(examples)
 
     def collate(self, batch: Batch) -> Batch:
+        if "labels" not in batch:  # they are to be predicted
+            return trim(batch)
         labels = batch["labels"].long()
         length = int((labels != IGNORED).sum(1).max())
         return trim(batch) | {"labels": labels[:, :length]}
@@ -130,9 +135,29 @@ class TextToText(Task):
         return _losses(network, batch).mean()
 
     def measure(
-        self, network: Any, batch: Batch, answers: Sequence[Sequence[str]]
+        self,
+        network: Any,
+        batch: Batch,
+        answers: Sequence[Sequence[str]],
+        tally: Tally | None = None,
     ) -> dict[str, float]:
         loss = float(_losses(network, batch).sum())
+        texts = self._written(network, batch)
+        if tally is not None:
+            self.count_labels(texts, answers, tally)
+        scores = [self.score(text, right) for text, right in zip(texts, answers, strict=True)]
+        return {"loss": loss, self.metric: float(sum(scores))}
+
+    def count_labels(
+        self, texts: Sequence[str], answers: Sequence[Sequence[str]], tally: Tally
+    ) -> None:
+        """Count which label was written for which, where the answers are labels."""
+
+    def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
+        return [(text,) for text in self._written(network, batch)]
+
+    def _written(self, network: Any, batch: Batch) -> list[str]:
+        """Let the model write an answer to each prompt."""
         tokens = network.generate(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
@@ -141,9 +166,8 @@ class TextToText(Task):
             num_beams=1,
             use_cache=True,
         )
-        texts = self.reader.batch_decode(tokens, skip_special_tokens=True)
-        scores = [self.score(text, right) for text, right in zip(texts, answers, strict=True)]
-        return {"loss": loss, self.metric: float(sum(scores))}
+        texts: list[str] = self.reader.batch_decode(tokens, skip_special_tokens=True)
+        return texts
 
 
 def _losses(network: Any, batch: Batch) -> Tensor:

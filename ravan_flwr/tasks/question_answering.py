@@ -18,6 +18,7 @@ class QuestionAnswering(TextToText):
     """Read the columns `question`, `context` and `answers`, a list of texts."""
 
     metric = "f1"
+    right = "answers"
 
     def answers(self, examples: datasets.Dataset) -> list[Sequence[str]]:
         column = examples["answers"][:]

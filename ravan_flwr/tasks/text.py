@@ -22,6 +22,7 @@ class Text(Classification):
 
     classes = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
     auto_class = "AutoModelForSequenceClassification"
+    pipeline = "text-classification"
 
     def load_reader(self, folder: Path) -> Any:
         return load_tokenizer(folder)
@@ -38,10 +39,12 @@ class Text(Classification):
         )
 
     def _encode_batch(self, columns: Mapping[str, Any]) -> Columns:
+        return self.inputs(columns) | {"labels": np.asarray(columns["labels"])}
+
+    def inputs(self, columns: Mapping[str, Any]) -> Columns:
         roles = ["text", "text-pair"] if self.data.column("text-pair") else ["text"]
         texts = [_whole(columns[role], self.data.column(role)) for role in roles]
-        read = tokenize(self.reader, self.max_length, *texts)
-        return read | {"labels": np.asarray(columns["labels"])}
+        return tokenize(self.reader, self.max_length, *texts)
 
     def adjust(self, network: nn.Module) -> None:
         config = cast(Any, network).config

@@ -5,17 +5,22 @@ must fit into a target whole: of two that are cut, one might be the other.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import datasets
 
 from ravan_flwr.data.examples import label_numbers
+from ravan_flwr.tasks.base import Batch
 from ravan_flwr.tasks.generation import TextToText
+from ravan_flwr.tasks.tally import OTHER, Tally
 
 
 class TextToLabel(TextToText):
     """Read the columns `text` and `label`."""
 
     metric = "accuracy"
+    says = ("label", "text")
+    classifies = True
 
     def check(self) -> None:
         names, most = self.data.labels, self.data.target_length
@@ -34,6 +39,17 @@ class TextToLabel(TextToText):
 
     def score(self, answer: str, right: Sequence[str]) -> float:
         return float(answer.strip() in right)
+
+    def count_labels(
+        self, texts: Sequence[str], answers: Sequence[Sequence[str]], tally: Tally
+    ) -> None:
+        numbers = {name: number for number, name in enumerate(self.data.labels)}
+        right = [numbers[names[0]] for names in answers]
+        tally.add(right, [numbers.get(text.strip(), OTHER) for text in texts])
+
+    def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
+        texts, names = self._written(network, batch), set(self.data.labels)
+        return [(text.strip() if text.strip() in names else "", text) for text in texts]
 
 
 TASK = TextToLabel

@@ -35,6 +35,7 @@ class Vision(Classification):
 
     classes = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
     auto_class = "AutoModelForImageClassification"
+    pipeline = "image-classification"
 
     def load_reader(self, folder: Path) -> Any:
         if not (folder / "preprocessor_config.json").is_file():
@@ -75,16 +76,14 @@ class Vision(Classification):
             images = np.stack([_array(image, sides) for image in examples["image"]])
         else:
             images = examples.with_format("numpy", columns=["image"])[:]["image"]
-        pixels = torch.from_numpy(images).float()
-        if pixels.ndim == 3:
-            pixels = pixels[:, None]
+        pixels = _centred(images)
         if tuple(pixels.shape[1:]) != sides:
             raise ValueError(
                 f"images: got arrays of {tuple(pixels.shape[1:])}, expected {sides} (channels, "
                 "height, width), the model's, since it has no preprocessor_config.json; give "
                 "images as files, which are resized"
             )
-        batch = {"pixel_values": pixels * 2 - 1, "labels": torch.from_numpy(labels).long()}
+        batch = {"pixel_values": pixels, "labels": torch.from_numpy(labels).long()}
         return Encoded(batch, np.arange(len(labels)))
 
     @property
@@ -95,10 +94,14 @@ class Vision(Classification):
         return int(self.model_config.get("num_channels", 3)), int(height), int(width)
 
     def _encode_batch(self, columns: Mapping[str, Any]) -> Columns:
-        return {
-            "pixel_values": self._pixels(columns["image"]),
-            "labels": np.asarray(columns["labels"]),
-        }
+        return self.inputs(columns) | {"labels": np.asarray(columns["labels"])}
+
+    def inputs(self, columns: Mapping[str, Any]) -> Columns:
+        images = columns["image"]
+        if self.reader is None:
+            pixels = _centred(np.stack([_array(image, self._sides) for image in images])).numpy()
+            return {"pixel_values": pixels}
+        return {"pixel_values": self._pixels(images)}
 
     def _pixels(self, images: Sequence[Any]) -> np.ndarray:
         """Resize to (images, channels, height, width), neither rescaled nor normalised.
@@ -174,6 +177,14 @@ def _unreadable(examples: datasets.Dataset, most: int = 10) -> str:
         f"images: {len(wrong)} of {len(examples)} cannot be read: {listed}; expected whole image "
         "files; take them out, or save them again"
     )
+
+
+def _centred(images: np.ndarray) -> Tensor:
+    """Bring images in [0, 1] to (images, channels, height, width), in [-1, 1]."""
+    pixels = torch.from_numpy(images).float()
+    if pixels.ndim == 3:
+        pixels = pixels[:, None]
+    return pixels * 2 - 1
 
 
 def _array(image: Any, sides: tuple[int, int, int]) -> np.ndarray:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Encoded, Task
+from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.batching import evaluation_batches, training_batches
 
@@ -145,9 +146,14 @@ def _pull_back(parameters: Sequence[Tensor], anchors: list[Tensor], mu: float) -
 
 
 def evaluate(
-    model: AdaptedModel, task: Task, examples: Encoded, batch_size: int, precision: str = "float32"
+    model: AdaptedModel,
+    task: Task,
+    examples: Encoded,
+    batch_size: int,
+    precision: str = "float32",
+    tally: Tally | None = None,
 ) -> dict[str, float]:
-    """Measure `loss` and the task's metrics, as means over the examples."""
+    """Measure `loss` and the task's metrics, as means over the examples; count labels if asked."""
     model.network.eval()
     dtype, device = PRECISIONS[precision], model.device
     sums: dict[str, float] = {}
@@ -155,7 +161,7 @@ def evaluate(
     with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
         for rows, batch in zip(order, _batches(examples, task, iter(order), device), strict=True):
             answers = examples.answers_of(rows)
-            for name, value in task.measure(model.network, batch, answers).items():
+            for name, value in task.measure(model.network, batch, answers, tally).items():
                 sums[name] = sums.get(name, 0.0) + value
     return {name: value / len(examples) for name, value in sums.items()}
 
@@ -166,9 +172,12 @@ def evaluate_all(
     sets: Mapping[str, Encoded],
     batch_size: int,
     precision: str = "float32",
+    tally: Tally | None = None,
 ) -> dict[str, float]:
     """Evaluate on the examples of all sets, and `NAME-SET` on each if there are several."""
-    means = {name: evaluate(model, task, one, batch_size, precision) for name, one in sets.items()}
+    means = {
+        name: evaluate(model, task, one, batch_size, precision, tally) for name, one in sets.items()
+    }
     total = sum(map(len, sets.values()))
     together: dict[str, float] = {}
     for name, one in sets.items():

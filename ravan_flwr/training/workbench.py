@@ -7,7 +7,7 @@ since `AdaptedModel.holding` puts everything back.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -30,6 +30,7 @@ from ravan_flwr.methods.layer_form import layer_form
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.base import Encoded, Task
+from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.device import pick_device
 from ravan_flwr.training.local_steps import PRECISIONS, evaluate_all
@@ -131,11 +132,13 @@ class Workbench:
         names = dict(self.config.data.tests)
         return {name: self.task.encode(self.splits[name]) for name in names}
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate the model as it is now on the server's examples."""
-        return evaluate_all(
-            self.model, self.task, self.test_sets, EVALUATION_BATCH, self.config.precision
-        )
+    def evaluate(
+        self, tally: Tally | None = None, sets: Mapping[str, Encoded] | None = None
+    ) -> dict[str, float]:
+        """Evaluate the model as it is now: on the server's examples, or on other ones."""
+        chosen = self.test_sets if sets is None else sets
+        precision = self.config.precision
+        return evaluate_all(self.model, self.task, chosen, EVALUATION_BATCH, precision, tally)
 
     @cached_property
     def _shared(self) -> Encoded:

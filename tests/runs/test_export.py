@@ -5,9 +5,11 @@ import re
 import shutil
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForImageClassification
 
 from ravan_flwr import simulate
@@ -85,7 +87,9 @@ def test_a_card_says_what_it_is(run, tmp_path):
 
 
 def test_a_card_says_how_to_load_it_and_that_works(run, tmp_path, monkeypatch):
-    """Its code, run as it stands."""
+    """Its code, run as it stands, beside an image."""
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "image.png")
+    monkeypatch.chdir(tmp_path)
     for form in ("peft", "merged"):
         if form == "peft" and run.summary["method"] in METHODS_OF_WEIGHTS:
             continue
@@ -98,7 +102,8 @@ def test_a_card_says_how_to_load_it_and_that_works(run, tmp_path, monkeypatch):
             (encoded,) = bench.test_sets.values()
             examples = encoded.take(encoded.rows[:16])
             ours = logits_of(bench.model.network, examples)
-        torch.testing.assert_close(logits_of(found["model"], examples), ours, rtol=1e-4, atol=1e-4)
+        theirs = logits_of(found["classify"].model, examples)
+        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
 
 
 def test_a_run_is_read_back_as_it_was(run):

@@ -84,8 +84,8 @@ def test_a_report_of_one_run(runs, tmp_path, capsys):
     assert str(tmp_path / "index.html") in capsys.readouterr().out
     page = read_page(tmp_path / "index.html")
     figures = [attributes["aria-label"] for tag, attributes in page.tags if tag == "svg"]
-    assert len(figures) == 9
-    assert len(list(tmp_path.glob("*.png"))) == 9
+    assert len(figures) == 10
+    assert len(list(tmp_path.glob("*.png"))) == 10
     summary = json.loads((runs[0] / "summary.json").read_text())
     assert f"{summary['metrics']['final']['accuracy']:.4f}" in page.text
     assert f"{summary['trainable-parameters']:,}" in page.text

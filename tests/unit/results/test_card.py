@@ -19,6 +19,8 @@ SUMMARY = {
     "metrics": {"final": {"accuracy": 0.5}},
 }  # fmt: skip
 
+BACKBONE = "AutoModelForImageClassification.from_pretrained"
+
 
 @pytest.fixture
 def card_of(tmp_path):
@@ -57,7 +59,8 @@ def test_a_name_stays_one_cell_and_one_text(name, card_of):
     (call,) = [
         node
         for node in ast.walk(ast.parse(code))
-        if isinstance(node, ast.Call) and len(node.args) == 1
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == BACKBONE
     ]
+    assert len(call.args) == 1
     assert ast.literal_eval(call.args[0]) == name
     assert json.dumps(name) in code

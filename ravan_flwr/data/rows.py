@@ -1,0 +1,214 @@
+"""Read examples without labels row by row, from files of any length, in the memory of a few rows.
+
+CSV, JSON lines (an object a line) and parquet have the columns by name; a folder of images has a
+row for each image. A row that cannot be read says why; those after it are read all the same.
+"""
+
+import csv
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif")
+_AT_A_TIME = 256  # rows of a parquet file
+
+
+class UnreadableError(Exception):
+    """Say what is wrong with one row, or with one value of it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Hold the values of one example by role, or why there are none."""
+
+    number: int  # of the first row: 1
+    values: Mapping[str, Any]
+    problem: str = ""
+    file: str = ""  # of an image in a folder, below that folder
+
+    @property
+    def name(self) -> str:
+        """Call it what its reader does."""
+        return self.file or f"row {self.number}"
+
+
+def rows_of(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+    """Read the rows of a file, or the images of a folder; `columns` are the needed ones by role.
+
+    A column may have the name of its role in place of its own. Raise ValueError at once for what
+    is no table with these columns.
+    """
+    if not path.exists():
+        raise ValueError(f"data = {str(path)!r}: found nothing there; correct the path")
+    if path.is_dir() or path.suffix.lower() in IMAGES:
+        return _images(path, columns)
+    kind = path.suffix.lower()
+    if kind not in _TABLES:
+        raise ValueError(
+            f"data = {str(path)!r}: got a file of kind {kind!r}, expected {', '.join(_TABLES)}, an "
+            "image or a folder of images; give the file the ending that says what is in it"
+        )
+    return _TABLES[kind](path, columns)
+
+
+def _images(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+    """Find the images of a folder, in the order of their names, or the one."""
+    if set(columns) != {"image"}:
+        raise ValueError(
+            f"data = {str(path)!r}: got {'a folder' if path.is_dir() else 'an image'}, expected a "
+            f"file of texts with the columns {_listed(columns)}: {', '.join(_TABLES)}; name one"
+        )
+    if not path.is_dir():
+        return iter([Row(1, {"image": path}, file=path.name)])
+    found = _walk(path)
+    first = next(found, None)
+    if first is None:
+        raise ValueError(
+            f"data = {str(path)!r}: found no image in this folder, expected files such as "
+            f"{', '.join(IMAGES[:3])}; name another"
+        )
+    return _numbered(path, first, found)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+        for name in sorted(files):
+            if name.lower().endswith(IMAGES) and not name.startswith("."):
+                yield Path(parent, name)
+
+
+def _numbered(folder: Path, first: Path, others: Iterator[Path]) -> Iterator[Row]:
+    yield Row(1, {"image": first}, file=str(first.relative_to(folder)))
+    for number, path in enumerate(others, start=2):
+        yield Row(number, {"image": path}, file=str(path.relative_to(folder)))
+
+
+def _csv(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+    # What is no UTF-8 becomes halves of characters, which are found value by value.
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        try:
+            header = next(csv.reader(file), [])
+        except csv.Error as error:
+            raise ValueError(
+                f"data = {str(path)!r}: it is no CSV ({error}), expected a line with the names of "
+                "its columns first; correct it"
+            ) from None
+    names = _found(path, header, columns)
+    places = {role: header.index(name) for role, name in names.items()}
+    return _csv_rows(path, places, len(header))
+
+
+def _csv_rows(path: Path, places: Mapping[str, int], width: int) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        lines = csv.reader(file)
+        next(lines)
+        number = 0
+        while True:
+            try:
+                fields = next(lines)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                number += 1
+                yield Row(number, {}, f"it is no line of CSV: {error}")
+                continue
+            if not fields:  # an empty line
+                continue
+            number += 1
+            if len(fields) != width:
+                told = f"it has {len(fields)} fields, expected {width} as in the first line"
+                yield Row(number, {}, told)
+                continue
+            yield Row(number, {role: fields[place] for role, place in places.items()})
+
+
+def _json_lines(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+    with path.open("rb") as file:
+        start = file.read(4096).lstrip()
+    if start.startswith(b"["):
+        raise ValueError(
+            f"data = {str(path)!r}: it begins with '[', expected JSON lines: an object a line, "
+            "without brackets around them; write it so"
+        )
+    return _json_rows(path, columns)
+
+
+def _json_rows(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+    number = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.strip():
+                continue
+            number += 1
+            try:
+                content = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                yield Row(number, {}, f"it is no JSON: {error}")
+                continue
+            if not isinstance(content, dict):
+                yield Row(number, {}, "it is no JSON object")
+                continue
+            values = {
+                role: content.get(column, content.get(role)) for role, column in columns.items()
+            }
+            yield Row(number, values)
+
+
+def _parquet(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"data = {str(path)!r}: it cannot be read as parquet ({error}); restore it"
+        ) from None
+    return _parquet_rows(path, file, _found(path, file.schema_arrow.names, columns))
+
+
+def _parquet_rows(path: Path, file: Any, names: Mapping[str, str]) -> Iterator[Row]:
+    number = 0
+    with file:
+        try:
+            for batch in file.iter_batches(_AT_A_TIME, columns=list(names.values())):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(number, {role: values[name] for role, name in names.items()})
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(
+                f"data = {str(path)!r}: it cannot be read after row {number} ({error}); restore it"
+            ) from None
+
+
+Reader = Callable[[Path, Mapping[str, str]], Iterator[Row]]
+_TABLES: dict[str, Reader] = {
+    ".csv": _csv,
+    ".jsonl": _json_lines,
+    ".json": _json_lines,
+    ".parquet": _parquet,
+}
+
+
+def _found(path: Path, there: Sequence[str], columns: Mapping[str, str]) -> dict[str, str]:
+    """Find the columns in a table's header: role -> name."""
+    names = {}
+    for role, column in columns.items():
+        name = next((name for name in (column, role) if name in there), None)
+        if name is None:
+            raise ValueError(
+                f"data = {str(path)!r}: got the columns {_listed(there)}, expected {column!r}"
+                + (f" or {role!r}" if role != column else "")
+                + " among them; rename one"
+            )
+        names[role] = name
+    return names
+
+
+def _listed(names: Sequence[str] | Mapping[str, str], most: int = 20) -> str:
+    shown = [repr(str(name)[:60]) for name in [*names][:most]]
+    return ", ".join(shown) + (", ..." if len(names) > most else "")

@@ -1,0 +1,164 @@
+"""Write the code of a model card: the lines of transformers that use what a folder holds."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ravan_flwr.tasks import get_task
+
+HERE = '"this folder"'
+
+
+@dataclass(frozen=True)
+class Code:
+    """Hold lines, and the imports that they need: whole ones, and names of transformers."""
+
+    imports: tuple[str, ...]
+    lines: tuple[str, ...]
+
+    def __add__(self, other: "Code") -> "Code":
+        return Code((*self.imports, *other.imports), (*self.lines, *other.lines))
+
+    def __str__(self) -> str:
+        names = sorted(name for name in self.imports if " " not in name)
+        whole = {name for name in self.imports if " " in name}
+        standard = sorted(whole & _STANDARD, reverse=True)
+        others = sorted({*whole - _STANDARD, f"from transformers import {', '.join(names)}"})
+        between = [""] if standard else []
+        return "\n".join([*standard, *between, *others, "", *self.lines])
+
+
+_STANDARD = {"import json", "from pathlib import Path"}
+
+
+def code_of(config: Mapping[str, Any], form: str, *, one_channel: bool) -> Code:
+    """Write the code that uses a run's result, for a form of export."""
+    task = get_task(config["task"])
+    model = Code((), ())
+    if form == "peft":
+        model = _labels(config) + _backbone(config, task.auto_class) + _adapter(task.pipeline)
+    if not task.pipeline:
+        if form == "merged":
+            model = Code(
+                (task.auto_class,), (f"model = {task.auto_class}.from_pretrained({HERE})",)
+            )
+        return model + _generating(config["data"])
+    return model + _pipeline(task.pipeline, form) + _example(config, one_channel)
+
+
+def _backbone(config: Mapping[str, Any], auto_class: str) -> Code:
+    """Load the network that an adapter goes onto, with as many labels."""
+    spec = config["model"]
+    if spec["source"] == "bundled":
+        name, kind = json.dumps(spec["name"]), json.dumps(config["task"])
+        return Code(
+            (
+                "from ravan_flwr.specs import DataSpec, ModelSpec",
+                "from ravan_flwr.tasks import get_task",
+                "from ravan_flwr.training.network import build_network",
+            ),
+            (
+                'data = DataSpec("bundled", labels=tuple(labels))',
+                f"task = get_task({kind})(data, 0, lambda: None)",
+                f'backbone = build_network(ModelSpec("bundled", {name}), task, seed=0).network',
+            ),
+        )
+    told = json.dumps(spec["name"])
+    if spec["revision"]:
+        told += f", revision={json.dumps(spec['revision'])}"
+    if config["data"]["labels"] and get_task(config["task"]).pipeline:
+        told += f", num_labels={len(config['data']['labels'])}"
+    return Code((auto_class,), (f"backbone = {auto_class}.from_pretrained({told})",))
+
+
+def _labels(config: Mapping[str, Any]) -> Code:
+    """Read the names of the classes, where there are some: a PEFT folder has no place for them."""
+    if not get_task(config["task"]).pipeline:
+        return Code((), ())
+    read = f'Path({HERE}, "labels.json").read_text(encoding="utf-8")'
+    return Code(("import json", "from pathlib import Path"), (f"labels = json.loads({read})",))
+
+
+def _adapter(pipeline: str) -> Code:
+    """Put the adapter onto the backbone, and the names of the classes into its configuration."""
+    lines = [f"model = PeftModel.from_pretrained(backbone, {HERE}).merge_and_unload()"]
+    if pipeline:
+        lines.append("model.config.id2label = dict(enumerate(labels))")
+    return Code(("from peft import PeftModel",), tuple(lines))
+
+
+def _pipeline(pipeline: str, form: str) -> Code:
+    """Make the pipeline; a PEFT folder's reader is named, since the model comes from elsewhere."""
+    told = HERE
+    if form == "peft":
+        told = f"model, {_READERS[pipeline]}={HERE}"
+    if pipeline == "text-classification":
+        told += ", truncation=True"
+    lines = [f'classify = pipeline("{pipeline}", {told})']
+    if pipeline == "text-classification" and form == "peft":  # a decoder reads its last token
+        lines.append("model.config.pad_token_id = classify.tokenizer.pad_token_id")
+    return Code(("pipeline",), tuple(lines))
+
+
+_READERS = {"image-classification": "image_processor", "text-classification": "tokenizer"}
+
+
+def _example(config: Mapping[str, Any], one_channel: bool) -> Code:
+    """Classify one example."""
+    roles = dict(config["data"].get("columns", ()))
+    if one_channel:  # a pipeline makes every image file one of three channels
+        return Code(
+            ("import numpy", "from PIL import Image"),
+            (
+                'image = Image.open("image.png").convert("L")',
+                "found = classify(numpy.asarray(image)[..., None])",
+            ),
+        )
+    if config["task"] == "vision":
+        told = '"image.png"'
+    elif "text-pair" in roles:
+        told = '{"text": "a text", "text_pair": "another text"}'
+    else:
+        told = '"a text"'
+    return Code((), (f"found = classify({told})",))
+
+
+def _generating(data: Mapping[str, Any]) -> Code:
+    """Write an answer to one prompt, as the run did."""
+    asked = [role for role, _ in data["columns"] if f"{{{role}}}" in data["prompt"]]
+    values = ", ".join(f'{role}="a {role}"' for role in asked)
+    options = f"max_new_tokens={data['target-length']}, do_sample=False, num_beams=1"
+    return Code(
+        ("AutoTokenizer",),
+        (
+            f"tokenizer = AutoTokenizer.from_pretrained({HERE})",
+            f"prompt = {json.dumps(data['prompt'])}.format({values})",
+            'tokens = tokenizer(prompt, truncation=True, return_tensors="pt")',
+            f"written = model.generate(**tokens, {options})",
+            "found = tokenizer.decode(written[0], skip_special_tokens=True)",
+        ),
+    )
+
+
+def about(config: Mapping[str, Any], form: str, *, one_channel: bool) -> str:
+    """Say in a sentence or two what the code does with an example."""
+    pipeline = get_task(config["task"]).pipeline
+    onto = "An adapter goes onto the backbone that it was trained on. " if form == "peft" else ""
+    if one_channel:
+        return onto + (
+            "The model takes images of one channel, but a pipeline makes every image file one of "
+            "three. So give it arrays of bytes, (height, width, 1), as here; "
+            "`preprocessor_config.json` has the size, and how bytes become numbers."
+        )
+    if pipeline == "image-classification":
+        return onto + (
+            "The pipeline brings an image to the model's size, and scales it as the run did "
+            "(`preprocessor_config.json`)."
+        )
+    if pipeline:
+        return onto + (
+            "The pipeline cuts a text off where the run did (`model_max_length` in "
+            "`tokenizer_config.json`)."
+        )
+    return onto + "The model writes a text; transformers 5 has no pipeline for that."

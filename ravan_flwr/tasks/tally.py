@@ -1,0 +1,77 @@
+"""Count which label was predicted for examples of which class, and what follows from the counts.
+
+Precision, recall and F1 of a class are 0 where they would be 0 / 0. Macro-F1 is the mean over the
+classes that occur, among the examples or among the predictions, as scikit-learn computes it.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+OTHER = -1  # what a text-to-text model wrote where it wrote no label
+
+
+@dataclass(frozen=True)
+class ClassScores:
+    """Say how well one class was told from the others."""
+
+    label: str
+    examples: int
+    predicted: int  # how often it was the answer
+    right: int
+    precision: float
+    recall: float
+    f1: float
+
+
+class Tally:
+    """Add up pairs of (right, predicted) label numbers; memory grows with different pairs only."""
+
+    def __init__(self) -> None:
+        self.pairs: Counter[tuple[int, int]] = Counter()
+
+    def add(self, right: Iterable[int], predicted: Iterable[int]) -> None:
+        """Count predictions of so many examples."""
+        self.pairs.update(zip(right, predicted, strict=True))
+
+    def __len__(self) -> int:
+        return self.pairs.total()
+
+    def accuracy(self) -> float:
+        """Compute the share of right predictions."""
+        right = sum(number for (one, other), number in self.pairs.items() if one == other)
+        return right / max(len(self), 1)
+
+    def matrix(self, classes: int) -> list[list[int]]:
+        """Lay the counts out, a row for each class; what is no label is left out."""
+        rows = range(classes)
+        return [[self.pairs[right, predicted] for predicted in rows] for right in rows]
+
+    def others(self, classes: int) -> list[int]:
+        """Count for each class how often the prediction was no label."""
+        return [self.pairs[right, OTHER] for right in range(classes)]
+
+    def by_class(self, labels: Sequence[str]) -> list[ClassScores]:
+        """Score each class."""
+        examples: Counter[int] = Counter()
+        predicted: Counter[int] = Counter()
+        for (one, other), number in self.pairs.items():
+            examples[one] += number
+            predicted[other] += number
+        return [
+            _scores(label, examples[number], predicted[number], self.pairs[number, number])
+            for number, label in enumerate(labels)
+        ]
+
+
+def _scores(label: str, examples: int, predicted: int, right: int) -> ClassScores:
+    precision = right / predicted if predicted else 0.0
+    recall = right / examples if examples else 0.0
+    f1 = 2 * right / (examples + predicted) if examples + predicted else 0.0
+    return ClassScores(label, examples, predicted, right, precision, recall, f1)
+
+
+def macro_f1(scores: Sequence[ClassScores]) -> float:
+    """Average F1 over the classes that occur."""
+    occurring = [one.f1 for one in scores if one.examples or one.predicted]
+    return sum(occurring) / max(len(occurring), 1)

@@ -1,0 +1,79 @@
+"""The lines on a card, run as they stand, answer as the run itself does."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from ravan_flwr import export_run, predict
+from tests.runs.in_use import digit_images, docstrings, run_of_digits, run_of_images, run_of_texts
+
+RUNS = {
+    "digits": run_of_digits,
+    "images": lambda folder: run_of_images(folder, processor=True),
+    "images-without-processor": lambda folder: run_of_images(folder, processor=False),
+    "texts": run_of_texts,
+}
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def run(request, tmp_path_factory):
+    return request.param, RUNS[request.param](tmp_path_factory.mktemp(request.param)).run_dir
+
+
+def answers_of(run, data, folder):
+    """What `predict` says: label and probability of each row."""
+    predict(run, data, folder / "answers.jsonl")
+    rows = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    return [(row["label"], row["probability"]) for row in rows]
+
+
+def inputs_of(kind, folder):
+    """A file to predict from, and each of its examples as its card's code would have it."""
+    if kind == "texts":
+        texts = [text for text, _ in docstrings()][::35]
+        lines = [json.dumps({"sentence": text}) for text in texts]
+        (folder / "texts.jsonl").write_text("\n".join(lines))
+        return folder / "texts.jsonl", texts
+    images, _ = digit_images(8 if kind == "digits" else 30, "L" if kind == "digits" else "RGB")
+    (folder / "images").mkdir()
+    for number, image in enumerate(images[:12]):
+        image.save(folder / "images" / f"{number:02}.png")
+    return folder / "images", images[:12]
+
+
+@pytest.mark.parametrize("form", ["merged", "peft"])
+def test_the_lines_of_a_card_answer_as_the_run_does(form, run, tmp_path, monkeypatch):
+    kind, directory = run
+    data, examples = inputs_of(kind, tmp_path)
+    expected = answers_of(directory, data, tmp_path)
+    assert len({label for label, _ in expected}) > 1
+    export_run(directory, form, tmp_path / "export")
+    card = (tmp_path / "export" / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    code = code.replace("this folder", str(tmp_path / "export"))
+    ((start, end),) = re.findall(r"^(.*classify = .*?\n)((?:image|found) = .*)$", code, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(start, names)
+    for example, (label, probability) in zip(examples, expected, strict=True):
+        if kind == "texts":
+            line = end.replace('"a text"', repr(example))
+        else:
+            example.save("image.png")
+            line = end
+        exec(line, names)
+        best = names["found"][0]
+        assert best["label"] == label
+        assert best["score"] == pytest.approx(probability, abs=2e-5)
+
+
+def test_an_adapter_of_the_run_itself_has_what_reads_examples(run):
+    kind, directory = run
+    there = {path.name for path in (directory / "adapter").iterdir()}
+    assert "labels.json" in there
+    assert ({"tokenizer.json"} if kind == "texts" else {"preprocessor_config.json"}) <= there
+    if kind == "texts":
+        told = json.loads((directory / "adapter" / "tokenizer_config.json").read_text())
+        assert told["model_max_length"] == 12

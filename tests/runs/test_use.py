@@ -1,0 +1,381 @@
+"""A result that is used: measured on other examples, and asked for answers."""
+
+import csv
+import json
+import shutil
+
+import numpy as np
+import pandas as pd  # type: ignore[import-untyped]  # its types are a package of their own
+import pytest
+from PIL import Image
+from sklearn.metrics import accuracy_score, confusion_matrix, f1_score
+
+from ravan_flwr import evaluate, predict, simulate, write_report
+from ravan_flwr.cli import main
+from ravan_flwr.data.rows import rows_of
+from ravan_flwr.results import prediction
+from ravan_flwr.specs import Scalar
+from testing.tiny import save_data, save_model
+from tests.runs.in_use import LABELS, QUICK, digit_images, run_of_digits, run_of_texts
+
+# `datasets` leaves the closing of CSV files and damaged images to the garbage collector.
+LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    return run_of_texts(folder), folder / "data"
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    return run_of_digits(tmp_path_factory.mktemp("digits"))
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """Digits in a folder a label."""
+    folder = tmp_path_factory.mktemp("shown")
+    for number, (image, label) in enumerate(zip(*digit_images(8, "L"), strict=True)):
+        (folder / label).mkdir(exist_ok=True)
+        image.save(folder / label / f"{number:03}.png")
+    return folder
+
+
+def read_json(path):
+    return json.loads(path.read_text())
+
+
+def examples_of(data):
+    rows = map(json.loads, (data / "sst2" / "validation.jsonl").read_text().splitlines())
+    texts, labels = zip(*((row["sentence"], row["label"]) for row in rows), strict=True)
+    return texts, labels
+
+
+def test_on_its_own_test_examples_a_result_is_as_good_as_the_run_said(texts):
+    run, data = texts
+    found = evaluate(run.run_dir, data)
+    classes = read_json(run.run_dir / "classes.json")
+    metrics = run.summary["metrics"]["final"] | {"macro-f1": classes["macro-f1"]}
+    assert found["metrics"] == pytest.approx(metrics)
+    assert found["split"] == "validation"  # which the preset takes for the test
+    assert found["examples"] == classes["examples"] == len(examples_of(data)[0])
+    assert found["classes"] == classes["classes"]
+    assert found["confusion"] == classes["confusion"]
+
+
+def test_predictions_have_the_accuracy_that_the_evaluation_says(texts, tmp_path):
+    run, data = texts
+    told = predict(run.run_dir, data / "sst2" / "validation.jsonl", tmp_path / "out.parquet")
+    rows = pd.read_parquet(tmp_path / "out.parquet")
+    assert [*rows] == ["row", "label", "probability", "problem"]
+    _, right = examples_of(data)
+    assert (told.rows, told.unreadable, told.problems) == (len(right), 0, [])
+    assert rows["row"].tolist() == list(range(1, len(right) + 1))
+    classes = read_json(run.run_dir / "classes.json")
+    assert accuracy_score(right, rows["label"]) == pytest.approx(classes["accuracy"])
+    assert f1_score(right, rows["label"], average="macro") == pytest.approx(classes["macro-f1"])
+    matrix = confusion_matrix(right, rows["label"], labels=LABELS)
+    assert matrix.tolist() == classes["confusion"]
+    assert ((rows["probability"] >= 0.5) & (rows["probability"] <= 1)).all()
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_every_kind_of_table_gives_the_same_answers(kind, texts, tmp_path, capsys):
+    run, data = texts
+    frame = pd.DataFrame({"sentence": examples_of(data)[0][:40]})
+    path = tmp_path / f"in.{kind}"
+    write = {"csv": frame.to_csv, "parquet": frame.to_parquet}
+    write |= {"jsonl": lambda path: frame.to_json(path, orient="records", lines=True)}
+    write[kind](path)
+    main(["predict", str(run.run_dir), "--data", str(path), "--output", str(tmp_path / "o.csv")])
+    assert "40 of 40 rows predicted" in capsys.readouterr().out
+    labels = pd.read_csv(tmp_path / "o.csv")["label"]
+    whole = tmp_path / "whole.csv"
+    predict(run.run_dir, data / "sst2" / "validation.jsonl", whole)
+    assert labels.tolist() == pd.read_csv(whole)["label"].tolist()[:40]
+
+
+def test_a_row_that_cannot_be_read_costs_itself(texts, tmp_path, capsys):
+    run, data = texts
+    good = json.dumps({"sentence": examples_of(data)[0][0]})
+    lines = [good, "{", json.dumps({"sentence": ""}), json.dumps({"other": 1}), good]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    words = ["--data", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    main(["predict", str(run.run_dir), *words])
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["label"] is None for row in rows] == [False, True, True, True, False]
+    assert rows[0]["label"] == rows[4]["label"]
+    assert [row["problem"] is None for row in rows] == [True, False, False, False, True]
+    printed = capsys.readouterr()
+    assert "row 2: it is no JSON" in printed.err
+    assert "row 3: its text is missing" in printed.err
+    assert "3 of 5 rows cannot be read" in printed.err
+    assert "2 of 5 rows predicted" in printed.out
+
+
+def test_images_that_cannot_be_read_cost_themselves(digits, shown, tmp_path):
+    folder = tmp_path / "images"
+    shutil.copytree(shown, folder)
+    first, second, third = sorted(folder.rglob("*.png"))[:3]
+    first.write_bytes(first.read_bytes()[:-40])
+    second.write_bytes(b"")
+    Image.open(third).resize((40, 60)).convert("RGBA").save(third)  # of another size and mode
+    (folder / "notes.txt").write_text("not an image")
+    told = predict(digits.run_dir, folder, tmp_path / "out.csv")
+    rows = pd.read_csv(tmp_path / "out.csv", dtype=str, keep_default_na=False)
+    assert [*rows] == ["file", "label", "probability", "problem"]
+    assert told.rows == len(rows) == 240
+    assert told.unreadable == 2
+    assert rows["label"][:3].tolist()[:2] == ["", ""]
+    assert rows["label"][2] in set("0123456789")
+    assert not (rows["label"][2:] == "").any()
+    named = [name for name, _, _ in (problem.partition(": ") for problem in told.problems)]
+    assert named == rows["file"].tolist()[:2]
+    evaluated = evaluate(digits.run_dir, shown)
+    right = [name.split("/")[0] for name in rows["file"]]
+    share = np.mean([a == b for a, b in zip(right[3:], rows["label"][3:], strict=True)])
+    assert share == pytest.approx(evaluated["metrics"]["accuracy"], abs=3 / 240)
+
+
+def test_one_image(digits, shown, tmp_path):
+    image = next(shown.rglob("*.png"))
+    predict(digits.run_dir, image, tmp_path / "one.jsonl")
+    row = read_json(tmp_path / "one.jsonl")
+    assert row["file"] == image.name
+    assert row["label"] in set("0123456789")
+
+
+def test_predictions_go_batch_by_batch(texts, tmp_path, monkeypatch):
+    """A batch is on its way to the output before the next one is read."""
+    run, _ = texts
+    read: list[int] = []
+    written: list[object] = []
+
+    def counted(path, columns):
+        for row in rows_of(path, columns):
+            read.append(row.number)
+            assert row.number <= len(written) + 8
+            yield row
+
+    def noted(table, batch, *others):
+        written.extend(batch)
+        return write(table, batch, *others)
+
+    write = prediction._write
+    monkeypatch.setattr(prediction, "rows_of", counted)
+    monkeypatch.setattr(prediction, "_write", noted)
+    monkeypatch.setattr(prediction, "EVALUATION_BATCH", 8)
+    (tmp_path / "in.csv").write_text("sentence\n" + "return it\n" * 50)
+    told = predict(run.run_dir, tmp_path / "in.csv", tmp_path / "out.csv")
+    assert told.rows == len(read) == len(written) == 50
+
+
+def test_nothing_is_written_where_nothing_can_be_predicted(texts, tmp_path, capsys):
+    run, data = texts
+    (tmp_path / "bad.jsonl").write_text("{\n{\n")
+    (tmp_path / "empty.csv").write_text("sentence\n")
+    (tmp_path / "there.csv").write_text("mine")
+    good, new = data / "sst2" / "validation.jsonl", tmp_path / "new.csv"
+    for source, output, told in (
+        (tmp_path / "bad.jsonl", new, "none of its 2 rows can be read, the first since row 1"),
+        (tmp_path / "empty.csv", new, "it has no rows"),
+        (good, tmp_path / "there.csv", "is there already"),
+        (good, tmp_path / "new.txt", "expected a name that ends in"),
+        (tmp_path / "absent.csv", new, "found nothing there"),
+        (data, new, "got a folder, expected a file of texts"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(["predict", str(run.run_dir), "--data", str(source), "--output", str(output)])
+        assert end.value.code == 2
+        assert told in capsys.readouterr().err
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["bad.jsonl", "empty.csv", "there.csv"]
+    assert (tmp_path / "there.csv").read_text() == "mine"
+
+
+@LEFT_OPEN
+def test_an_evaluation_says_which_examples_it_took(texts, digits, shown, tmp_path, capsys):
+    run, data = texts
+    lines = (data / "sst2" / "validation.jsonl").read_text()
+    splits = tmp_path / "splits"
+    splits.mkdir()
+    (splits / "train.jsonl").write_text(lines * 2)
+    (splits / "test.jsonl").write_text(lines)
+    (tmp_path / "one.jsonl").write_text(lines)
+    frame = pd.DataFrame(map(json.loads, lines.splitlines()))
+    (tmp_path / "tables").mkdir()
+    frame.to_csv(tmp_path / "tables" / "mine.csv", index=False)
+    number = len(lines.splitlines())
+    for place, split in (
+        (splits, "test"),
+        (tmp_path / "one.jsonl", "all examples"),
+        (tmp_path / "tables", "all examples"),
+    ):
+        main(["evaluate", str(run.run_dir), "--data", str(place), "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert (found["split"], found["examples"]) == (split, number)
+        assert found["metrics"]["accuracy"] == run.summary["metrics"]["final"]["accuracy"]
+    main(["evaluate", str(digits.run_dir), "--data", str(shown)])
+    printed = capsys.readouterr().out
+    found = evaluate(digits.run_dir, shown)
+    assert "240 examples (all examples of" in printed
+    assert f"accuracy {found['metrics']['accuracy']:.4f}" in printed
+    assert [line.split()[0] for line in printed.splitlines()[-10:]] == list("0123456789")
+
+
+@LEFT_OPEN
+def test_mistakes_of_an_evaluation(texts, tmp_path, capsys):
+    run, _ = texts
+    rows = {
+        "label": ("sentence,label\na,neutral\n", "got unknown labels neutral"),
+        "column": ("sentence,other\na,positive\n", "expected 'label'"),
+        "empty": ("sentence,label\n", "no example"),
+    }
+    for name, (content, told) in rows.items():
+        (tmp_path / f"{name}.csv").write_text(content)
+        with pytest.raises(SystemExit) as end:
+            main(["evaluate", str(run.run_dir), "--data", str(tmp_path / f"{name}.csv")])
+        assert end.value.code == 2
+        assert told in capsys.readouterr().err
+    (tmp_path / "in.xlsx").write_text("")
+    for place, told in (("absent", "found no such folder"), ("in.xlsx", "got a file of kind")):
+        with pytest.raises(SystemExit) as end:
+            main(["evaluate", str(run.run_dir), "--data", str(tmp_path / place)])
+        assert end.value.code == 2
+        assert told in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module", params=["newsgroups-t5", "mrqa-t5"])
+def written(request, tmp_path_factory):
+    """A run whose model writes texts: names of labels, or answers."""
+    folder = tmp_path_factory.mktemp(request.param)
+    given: dict[str, Scalar] = {
+        "preset": request.param, "model": str(save_model("t5", folder / "model")),
+        "data": str(save_data(request.param, folder / "data")), "max-length": 16,
+        "output-dir": str(folder / "runs"),
+    }  # fmt: skip
+    return simulate(QUICK | given, 2), folder / "data"
+
+
+def test_a_model_that_writes_texts(written, tmp_path):
+    run, data = written
+    labelled = run.summary["preset"] == "newsgroups-t5"
+    assert (run.run_dir / "classes.json").is_file() == labelled
+    write_report([run.run_dir], tmp_path / "report")
+    assert (tmp_path / "report" / "confusion.csv").is_file() == labelled
+    found = evaluate(run.run_dir, data)
+    assert (
+        found["metrics"].items()
+        >= {
+            key: pytest.approx(value) for key, value in run.summary["metrics"]["final"].items()
+        }.items()
+    )
+    (test,) = {path for path in data.rglob("test*") if path.suffix in {".jsonl", ".parquet"}} or {
+        path for path in data.rglob("validation*") if path.suffix in {".jsonl", ".parquet"}
+    }
+    predict(run.run_dir, test, tmp_path / "out.csv")
+    with (tmp_path / "out.csv").open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    assert len(rows) == found["examples"]
+    assert all(row["text"] and not row["problem"] for row in rows)
+    if labelled:
+        counts = read_json(run.run_dir / "classes.json")
+        others = sum(not row["label"] for row in rows)
+        assert others == sum(counts.get("no-label", [])) == sum(found.get("no-label", []))
+
+
+def test_a_run_of_an_earlier_version_has_a_report_and_a_card_all_the_same(digits, tmp_path):
+    old = tmp_path / "old"
+    shutil.copytree(digits.run_dir, old)
+    (old / "classes.json").unlink()
+    page = write_report([old], tmp_path / "report")
+    assert "Class by class" not in page.read_text()
+    assert not (tmp_path / "report" / "confusion.png").exists()
+    main(["export", str(old), "--as", "merged", str(tmp_path / "merged")])
+    assert "macro-F1" not in (tmp_path / "merged" / "README.md").read_text()
+
+
+def test_clients_that_evaluate_send_no_counts(tmp_path):
+    settings: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": 0.2}
+    run = simulate(QUICK | settings | {"output-dir": str(tmp_path)}, 3)
+    assert not (run.run_dir / "classes.json").exists()
+    page = write_report([run.run_dir], tmp_path / "report").read_text()
+    assert "clients evaluated on examples that they hold back" in page
+
+
+def test_counts_are_those_of_the_last_evaluation_also_of_a_run_that_goes_on(tmp_path):
+    settings = QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}
+    run = simulate(settings, 2)
+    first = read_json(run.run_dir / "classes.json")
+    assert first["round"] == 2
+    again = simulate(settings | {"num-rounds": 3, "resume": str(run.run_dir)}, 2)
+    last = read_json(run.run_dir / "classes.json")
+    assert last["round"] == 3
+    assert last["accuracy"] == pytest.approx(again.summary["metrics"]["final"]["accuracy"])
+    # Those of a round that is not the last one are not shown.
+    (run.run_dir / "classes.json").write_text(json.dumps(first))
+    page = write_report([run.run_dir], tmp_path / "report").read_text()
+    assert "Class by class" not in page
+
+
+def test_a_report_has_the_numbers_of_the_run(digits, tmp_path):
+    page = write_report([digits.run_dir], tmp_path).read_text()
+    classes = read_json(digits.run_dir / "classes.json")
+    assert classes["accuracy"] == pytest.approx(digits.summary["metrics"]["final"]["accuracy"])
+    assert f"{classes['macro-f1']:.4f}" in page
+    table = pd.read_csv(tmp_path / "confusion.csv", index_col=0)
+    assert table.to_numpy().tolist() == classes["confusion"]
+    assert table.columns.tolist() == [one["label"] for one in classes["classes"]]
+    for one in classes["classes"]:
+        cells = (one["label"], one["examples"], f"{one['precision']:.4f}", f"{one['recall']:.4f}")
+        row = "".join(f"<td>{cell}</td>" for cell in cells[1:])
+        assert f'<th scope="row">{cells[0]}</th>{row}' in page
+
+
+@LEFT_OPEN
+def test_a_hostile_table_of_labels_is_only_text(texts, tmp_path):
+    """Names come from data: a page shows them as they are."""
+    run, _ = texts
+    bad = tmp_path / "bad"
+    shutil.copytree(run.run_dir, bad)
+    content = read_json(bad / "classes.json")
+    content["classes"][0]["label"] = "<script>alert(1)</script> $x_y^$"
+    (bad / "classes.json").write_text(json.dumps(content))
+    page = write_report([bad], tmp_path / "report").read_text()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["{", "[]", '{"round": 1}', {"classes": [1]}, {"confusion": [[1]]}, {"no-label": ["a", 1]},
+     {"accuracy": "high"}],
+)  # fmt: skip
+def test_a_damaged_file_is_named(damage, texts, tmp_path):
+    run, _ = texts
+    bad = tmp_path / "bad"
+    shutil.copytree(run.run_dir, bad)
+    content = read_json(bad / "classes.json")
+    text = damage if isinstance(damage, str) else json.dumps(content | damage)
+    (bad / "classes.json").write_text(text)
+    with pytest.raises(ValueError, match=r"classes\.json"):
+        write_report([bad], tmp_path / "report")
+
+
+def test_labels_of_images_below_one_folder_are_its_name(digits, shown, tmp_path):
+    """Of one class alone `datasets` would make no label."""
+    shutil.copytree(shown / "7", tmp_path / "data" / "7")
+    found = evaluate(digits.run_dir, tmp_path / "data")
+    counts = {one["label"]: one["examples"] for one in found["classes"]}
+    assert counts == {str(n): 0 for n in range(10)} | {"7": len([*(shown / "7").iterdir()])}
+
+
+@LEFT_OPEN
+def test_an_evaluation_names_images_that_cannot_be_read(digits, shown, tmp_path):
+    shutil.copytree(shown, tmp_path / "data")
+    image = sorted((tmp_path / "data" / "3").iterdir())[1]
+    image.write_bytes(image.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=rf"cannot be read: \S+{image.name} .*truncated"):
+        evaluate(digits.run_dir, tmp_path / "data")

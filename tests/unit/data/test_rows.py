@@ -1,0 +1,195 @@
+"""Tables are read row by row, and what is wrong with one row costs that row alone."""
+
+import csv
+import json
+import tracemalloc
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from ravan_flwr.data.rows import UnreadableError, rows_of
+from ravan_flwr.data.values import image_of, text_of
+
+TEXT = {"text": "sentence"}
+# Docstrings of the standard library: commas, quotes and lines of their own.
+TEXTS = [text for text in (getattr(json, name).__doc__ for name in json.__all__) if text]
+TEXTS += [text for text in (getattr(csv, name).__doc__ for name in csv.__all__) if text]
+
+
+def write(kind, path):
+    if kind == "csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerow(["number", "sentence"])
+            table.writerows(enumerate(TEXTS))
+    elif kind == "jsonl":
+        lines = [json.dumps({"number": n, "sentence": text}) for n, text in enumerate(TEXTS)]
+        path.write_text("\n".join(lines) + "\n\n")
+    else:
+        table = pa.table({"number": list(range(len(TEXTS))), "sentence": TEXTS})
+        pyarrow.parquet.write_table(table, path, row_group_size=3)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("name", ["sentence", "text"])
+def test_every_kind_of_table_gives_the_same_rows(kind, name, tmp_path):
+    path = tmp_path / f"table.{kind}"
+    write(kind, path)
+    columns = {"text": "sentence" if name == "sentence" else "other", "sentence": "sentence"}
+    rows = [*rows_of(path, {name: columns[name]} if name == "sentence" else TEXT)]
+    assert [row.number for row in rows] == list(range(1, len(TEXTS) + 1))
+    assert [next(iter(row.values.values())) for row in rows] == TEXTS
+    assert not any(row.problem for row in rows)
+
+
+def test_a_column_may_have_the_name_of_its_role(tmp_path):
+    (tmp_path / "a.csv").write_text("\ufefftext,other\r\nHello,1\r\n", encoding="utf-8")
+    (row,) = rows_of(tmp_path / "a.csv", TEXT)
+    assert row.values == {"text": "Hello"}
+
+
+def problems_of(path, columns=TEXT):
+    """What is wrong with each row; values are checked as predictions do."""
+    told = []
+    for row in rows_of(path, columns):
+        try:
+            if row.problem:
+                raise UnreadableError(row.problem)
+            [text_of(role, value) for role, value in row.values.items()]
+            told.append("")
+        except UnreadableError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_bad_line_of_csv_costs_itself(tmp_path):
+    lines = [b"id,sentence", b"1,good", b"2", b"3,good,more", b"4,", b"5,\xff\xfe", b'6,"a', b'b"']
+    (tmp_path / "a.csv").write_bytes(b"\n".join([*lines, b"", b"7," + b"x" * 200_000, b"8,good"]))
+    told = problems_of(tmp_path / "a.csv")
+    assert [bool(one) for one in told] == [False, True, True, True, True, False, True, False]
+    assert "has 1 fields, expected 2" in told[1]
+    assert "its text is missing" in told[3]
+    assert "no UTF-8" in told[4]
+    assert "field larger than field limit" in told[6]
+
+
+def test_a_bad_line_of_json_costs_itself(tmp_path):
+    lines = [
+        '{"sentence": "good"}', "{", "[1]", "{}", '{"sentence": 5}', '{"sentence": null}',
+        '{"sentence": "\\ud800"}', "[" * 100_000, '{"sentence": "good"}',
+    ]  # fmt: skip
+    (tmp_path / "a.jsonl").write_bytes("\n".join(["{}", *lines[:0], *lines]).encode())
+    told = problems_of(tmp_path / "a.jsonl")[1:]
+    assert [bool(one) for one in told] == [False, *[True] * 7, False]
+    assert "expected a text" in told[4]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.csv", b"a,b\n1,2\n", "got the columns 'a', 'b', expected 'sentence' or 'text'"),
+        ("a.csv", b"", "got the columns , expected"),
+        ("a.jsonl", b' [\n{"sentence": "x"}]', "expected JSON lines: an object a line"),
+        ("a.parquet", b"PAR1 and no more", "cannot be read as parquet"),
+        ("a.xlsx", b"", "got a file of kind '.xlsx', expected .csv"),
+        ("a.png", b"", "got an image, expected a file of texts"),
+    ],
+)
+def test_what_is_no_table_of_these_columns_is_refused_at_once(name, content, told, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=told):
+        rows_of(tmp_path / name, TEXT)
+    with pytest.raises(ValueError, match="found nothing there"):
+        rows_of(tmp_path / "absent.csv", TEXT)
+
+
+def test_a_parquet_file_that_is_damaged_inside_says_where(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pa.table({"sentence": [f"{i} {'x' * 50}" for i in range(5000)]})
+    pyarrow.parquet.write_table(table, path, row_group_size=1000, compression="zstd")
+    content = bytearray(path.read_bytes())
+    middle = slice(len(content) // 4, len(content) // 2)
+    content[middle] = b"\xff" * len(content[middle])
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"cannot be read after row \d+"):
+        list(rows_of(path, TEXT))
+
+
+def test_a_long_table_takes_the_memory_of_a_few_rows(tmp_path):
+    with (tmp_path / "a.csv").open("w") as file:
+        file.write("sentence\n")
+        file.writelines(f"{'word ' * 20}{number}\n" for number in range(30_000))
+    tracemalloc.start()
+    try:
+        number = sum(1 for _ in rows_of(tmp_path / "a.csv", TEXT))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert number == 30_000
+    assert peak < 1_000_000 < (tmp_path / "a.csv").stat().st_size
+
+
+def digits(number):
+    pixels = load_digits().images[:number] * 15
+    return [Image.fromarray(one.astype(np.uint8)) for one in pixels]
+
+
+def test_images_of_a_folder_are_named_below_it_and_in_order(tmp_path):
+    for name, image in zip(("b/2.png", "b/1.PNG", "a.jpg", ".hidden.png"), digits(4), strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        image.save(tmp_path / name)
+    (tmp_path / "notes.txt").write_text("no image")
+    rows = [*rows_of(tmp_path, {"image": "image"})]
+    assert [row.file for row in rows] == ["a.jpg", "b/1.PNG", "b/2.png"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="found no image"):
+        rows_of(tmp_path / "empty", {"image": "image"})
+    with pytest.raises(ValueError, match="got a folder, expected a file of texts"):
+        rows_of(tmp_path, TEXT)
+
+
+def test_images_are_read_from_files_from_bytes_and_from_what_datasets_writes(tmp_path):
+    images = digits(5)
+    features = datasets.Features({"picture": datasets.Image()})
+    examples = datasets.Dataset.from_dict({"picture": images}, features=features)
+    examples.to_parquet(tmp_path / "a.parquet")
+    rows = [*rows_of(tmp_path / "a.parquet", {"image": "picture"})]
+    read = [image_of(row.values["image"], tmp_path) for row in rows]
+    assert [np.asarray(one).tolist() for one in read] == [np.asarray(i).tolist() for i in images]
+    images[0].save(tmp_path / "a.png")
+    (tmp_path / "a.csv").write_text("picture\na.png\n")
+    (row,) = rows_of(tmp_path / "a.csv", {"image": "picture"})
+    assert image_of(row.values["image"], tmp_path).size == (8, 8)
+
+
+def test_an_image_is_turned_as_its_camera_was_held(tmp_path):
+    image, exif = Image.new("L", (8, 4)), Image.Exif()
+    exif[0x0112] = 6  # its top is on the right
+    image.save(tmp_path / "a.jpg", exif=exif)
+    assert image_of("a.jpg", tmp_path).size == (4, 8)
+
+
+def test_an_image_that_cannot_be_read_says_why(tmp_path):
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99), np.uint8)).save(
+        tmp_path / "a.png"
+    )
+    whole = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.png").write_text("no image")
+    for value, told in (
+        ("cut.png", "truncated"),
+        ("text.png", "it is no image"),
+        ("absent.png", "there is no file"),
+        (".", "there is no file"),
+        (None, "is missing"),
+        ({"bytes": None, "path": None}, "is missing"),
+        (5, "is a int, expected a path or bytes"),
+        (whole[:40], "cannot be read|no image"),
+    ):
+        with pytest.raises(UnreadableError, match=told):
+            image_of(value, tmp_path)
