@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ from ravan_flwr.runs.checkpoint import (
 from ravan_flwr.runs.console import Progress, megabytes, minutes, show
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.lock import locked
+from ravan_flwr.runs.log_file import logging_to
 from ravan_flwr.runs.record import RoundRecord, Summary
+from ravan_flwr.runs.status import write_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.runs.watch import best_round, collapse
 from ravan_flwr.server.strategy import FederatedTuning
@@ -57,9 +60,10 @@ def main(grid: Grid, context: Context) -> None:
             config.learning_rate,
             *(config.method, config.preset, config.preset, config.method),
         )
-    with ExitStack() as lock:
+    with ExitStack() as stack:
         if earlier is not None:
-            lock.enter_context(locked(earlier.path))
+            stack.enter_context(locked(earlier.path))
+            stack.enter_context(logging_to(earlier.path))
         bench = get_workbench(config)
         resolved = dataclasses.replace(bench.config, rank=bench.model.method.rank)
         if earlier is not None:
@@ -68,7 +72,8 @@ def main(grid: Grid, context: Context) -> None:
         else:
             name = f"{config.preset}-{config.method}-seed{config.seed}"
             directory = RunDirectory.create(parent, name)
-            lock.enter_context(locked(directory.path, "output-dir"))
+            stack.enter_context(locked(directory.path, "output-dir"))
+            stack.enter_context(logging_to(directory.path))
             start = Start(bench.model.initial_state())
             _run_here(grid, context, bench, resolved, directory, start)
 
@@ -184,6 +189,7 @@ def _strategy(bench: Workbench, config: Config, keeper: "_Keeper", start: Start)
         partitions=records[-1]["partitions"] if records else None,
         measured=("loss", bench.task.metric),
         dealt_out=bench.dealt_out,
+        tell=partial(write_status, keeper.directory.path),
     )
 
 

@@ -66,7 +66,7 @@ def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
     """Draw which clients took part, which heads they trained, and where the time went."""
     charts = [_participation(run, prefix)]
     norms = run.summary.get("head-norms", {}) if run.summary else {}
-    times = _heads_trained(run, len(next(iter(norms.values()), [])))
+    times = run.heads_trained(len(next(iter(norms.values()), [])))
     layers = short_names(list(norms)) or [str(number) for number in range(len(times))]
     if times and len(times[0]) > 1:
         charts.append(
@@ -114,21 +114,6 @@ def _participation(run: RecordedRun, prefix: str) -> Chart:
         x="client (partition)",
         y="rounds",
     )
-
-
-def _heads_trained(run: RecordedRun, known: int) -> list[list[int]]:
-    """Count in how many replies each head was: layers by heads, of which `known` are known."""
-    replies = [client["selected"] for r in run.rounds if r["round"] for client in r["clients"]]
-    if not replies:
-        return []
-    chosen = [head + 1 for reply in replies for layer in reply for head in layer]
-    heads = max([known, *chosen])
-    table = [[0] * heads for _ in replies[0]]
-    for reply in replies:
-        for row, trained in zip(table, reply, strict=True):
-            for head in trained:
-                row[head] += 1
-    return table
 
 
 def _seconds(run: RecordedRun, prefix: str) -> Chart:

@@ -78,6 +78,20 @@ class RecordedRun:
         records = [record for record in self.rounds if record["round"]]
         return [r["round"] for r in records], [r["train-loss"] for r in records]
 
+    def heads_trained(self, known: int = 0) -> list[list[int]]:
+        """Count in how many replies each head was: layers by heads, of which `known` are known."""
+        replies = [client["selected"] for r in self.rounds if r["round"] for client in r["clients"]]
+        if not replies:
+            return []
+        chosen = [head + 1 for reply in replies for layer in reply for head in layer]
+        heads = max([known, *chosen])
+        table = [[0] * heads for _ in replies[0]]
+        for reply in replies:
+            for row, trained in zip(table, reply, strict=True):
+                for head in trained:
+                    row[head] += 1
+        return table
+
 
 Groups = dict[str, list[RecordedRun]]
 

@@ -5,7 +5,7 @@ back: it takes part from the round after its answer.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from logging import getLogger
 
@@ -54,6 +54,7 @@ class Roster:
         self._parts = Partitions(parts)
         self._examples = examples or ExampleCounts()
         self._inbox = Inbox()
+        self.on_answer: Callable[[], None] | None = None  # called when nodes have answered
 
     @property
     def members(self) -> dict[int, Member]:
@@ -156,6 +157,8 @@ class Roster:
             node.question = ""
             self._take_answer(node, reply)
             first = first or node.times == 1
+            if self.on_answer is not None:
+                self.on_answer()
         for node in self.nodes.values():
             if node.question and time.monotonic() >= node.until:
                 node.question = ""
@@ -164,6 +167,7 @@ class Roster:
 
     def _take_answer(self, node: Node, reply: Message) -> None:
         """Make a node a member if its answer is valid and it runs the same app; else refuse it."""
+        node.heard = time.time()
         try:
             with telling():
                 answers = content_of(reply).config_records

@@ -28,6 +28,7 @@ from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.round import CalibrationRound, Run, TrainingRound
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.state import ServerState
+from ravan_flwr.server.status import Status, Tell
 
 log = getLogger(__name__)
 
@@ -50,7 +51,8 @@ class FederatedTuning(Strategy):
     method's `fixed` tensors, if its method has any, the server's `memory` (the optimiser's
     moments, the usual changes), and the number of `partitions` that its nodes shared the data in.
     `measured` names the metrics that a client must report of an evaluation. `dealt_out` returns
-    the numbers of examples that clients train on, when so many of them share the data.
+    the numbers of examples that clients train on, when so many of them share the data. `tell` is
+    called with what the run does whenever that changes.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class FederatedTuning(Strategy):
         partitions: int | None = None,
         measured: Sequence[str] = ("loss", "accuracy"),
         dealt_out: Callable[[int], Sequence[int]] | None = None,
+        tell: Tell | None = None,
     ) -> None:
         self.config, self.method = config, method
         self.recorder, self.first_round, self._measured = recorder, first_round, measured
@@ -81,7 +84,8 @@ class FederatedTuning(Strategy):
         self.state = ServerState(config, method, derived, memory)
         self.mail = Mailbox(None if fixed is None else to_record(fixed))
         self._sampler = Sampler(config, method, self.roster)
-        self._run = Run(config, method, self.roster, self.mail, self.state)
+        self._status = Status(self.roster, tell)
+        self._run = Run(config, method, self.roster, self.mail, self.state, self._status)
         self._round: TrainingRound | None = None
 
     def summary(self) -> None:
@@ -112,6 +116,7 @@ class FederatedTuning(Strategy):
         guard()
         result = Result()
         # 1. Recruit: query every node; the valid ones are members of the roster.
+        self._status.begin("recruiting", self.first_round - 1, num_rounds)
         self.roster.recruit(grid, wait=True)
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
         arrays = self._calibrate(grid, initial_arrays, timeout)
@@ -135,6 +140,7 @@ class FederatedTuning(Strategy):
             if number % self.config.eval_every == 0 or number == num_rounds:
                 with round_.ledger.timed("evaluate"):
                     if evaluate_fn is not None:
+                        self._status.begin("evaluating", number)
                         metrics = evaluate_fn(number, arrays)
                     else:
                         asked = list(self.configure_evaluate(number, arrays, evaluate_config, grid))
@@ -144,6 +150,7 @@ class FederatedTuning(Strategy):
                 result.evaluate_metrics_serverapp[number] = metrics
             # 8. Record: the round's line, then the checkpoint, both on disk before the next round.
             record = round_.ledger.record(cast(Metrics, dict(metrics or {})))
+            self._status.begin("saving", number)
             self.recorder.round_done(record, self.state.tensors, self.state.memory)
             # 9. Recruit nodes that have come meanwhile.
             self.roster.recruit(grid)
