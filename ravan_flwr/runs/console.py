@@ -7,6 +7,7 @@ keeps them out of the way of a progress bar where there is one.
 import logging
 import os
 import sys
+from collections.abc import Sequence
 
 from tqdm import tqdm
 
@@ -89,8 +90,7 @@ class Progress:
     def round(self, record: RoundRecord) -> None:
         """Tell of a finished round."""
         self._seconds.append(record["seconds"])
-        mean = sum(self._seconds[-10:]) / len(self._seconds[-10:])
-        left = mean * (self.last - record["round"])
+        left = remaining(self._seconds, self.last - record["round"])
         clients, number = record["clients"], record["round"]
         value = record["metrics"].get(self.metric)
         score = f"{value:.4f}" if value is not None else "   -  "
@@ -124,6 +124,12 @@ def _amounts(clients: list[ClientRecord]) -> str:
         if any(value != 1 for value in values):
             return f"{name} " + "+".join(f"{value:g}" for value in sorted(values)) + "  "
     return ""
+
+
+def remaining(seconds: Sequence[float], rounds: int) -> float:
+    """Estimate how many seconds so many more rounds take, by the last ten."""
+    last = seconds[-10:]
+    return sum(last) / len(last) * max(0, rounds)
 
 
 def megabytes(number: int) -> str:

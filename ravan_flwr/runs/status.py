@@ -37,20 +37,18 @@ class RefusedNode(TypedDict):
     reason: str
 
 
-RunStatus = TypedDict(
-    "RunStatus",
-    {
-        "doing": str,  # recruiting, calibrating, training, evaluating, saving
-        "since": float,  # in seconds since 1970
-        "round": int,  # 0 before the first
-        "rounds": int,  # how many there will be: a run that goes on may get more than at first
-        "asked": list[int],  # partitions that were sent a message in this step
-        "answered": list[int],  # those of them that replied
-        "partitions": int,  # in how many the data is shared
-        "nodes": list[NodeStatus],
-        "refused": list[RefusedNode],
-    },
-)
+class RunStatus(TypedDict):
+    """Hold what the run does, and who takes part."""
+
+    doing: str  # recruiting, calibrating, training, evaluating, saving
+    since: float  # in seconds since 1970
+    round: int  # 0 before the first
+    rounds: int  # how many there will be: a run that goes on may get more than at first
+    asked: list[int]  # partitions that were sent a message in this step
+    answered: list[int]  # those of them that replied
+    partitions: int  # in how many the data is shared
+    nodes: list[NodeStatus]
+    refused: list[RefusedNode]
 
 
 def write_status(folder: Path, status: RunStatus) -> None:
@@ -78,7 +76,9 @@ def fits(value: object, kind: Any) -> bool:
         )
     if get_origin(kind) is list:
         (each,) = get_args(kind)
-        return isinstance(value, list) and all(fits(one, each) for one in cast(Sequence[Any], value))
+        return isinstance(value, list) and all(
+            fits(one, each) for one in cast(Sequence[Any], value)
+        )
     if kind in (int, float):
         return type(value) in ((int,) if kind is int else (int, float)) and _is_sane(value)
     return type(value) is kind

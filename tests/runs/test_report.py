@@ -24,6 +24,7 @@ from ravan_flwr.runs import tracking
 from ravan_flwr.runs.history import RecordedRun, group_runs
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.specs import Scalar
+from tests.hostile_texts import HOSTILE
 
 SHORT: dict[str, Scalar] = {
     "num-rounds": 3, "local-steps": 2, "batch-size": 8, "report": False, "tracking": "none",
@@ -173,18 +174,6 @@ def test_text_from_outside_is_escaped_and_rejections_are_listed(runs, tmp_path):
     assert "<script>alert(1)</script>" in page.text  # as text
     assert not [tag for tag, _ in page.tags if tag == "script"]
     assert "This run has not finished." in page.text
-
-
-HOSTILE = [
-    "<script>alert(1)</script>",
-    "</td></table></details></body><h1>another page</h1>",
-    "\"' onmouseover='alert(1)' <img src=https://example.org/x onerror=alert(1)>",
-    "{{ 7 * 7 }} {% include 'x' %} {# no comment #}",
-    "&lt;b&gt; &amp;#60; \u003cscript\u003e",
-    "one line\nanother\r\n\ttext \x00\x07\x1b[31m",
-    "\u202egnp.exe \u200b \ufeff ＜script＞ ‹b›",
-    "half a character: \ud800, and two bytes read as Latin: \xc3\xa9 \xfe\xff",
-]
 
 
 def test_hostile_reasons_stay_text_and_change_nothing_else(runs, tmp_path):
