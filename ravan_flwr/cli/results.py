@@ -80,7 +80,9 @@ def _add_export(commands: Commands) -> None:
 
 def _report(parsed: argparse.Namespace) -> None:
     from ravan_flwr.results.report import write_report  # noqa: PLC0415
+    from ravan_flwr.runs.console import show  # noqa: PLC0415
 
+    show()
     default = parsed.runs[0] / "report" if len(parsed.runs) == 1 else Path("report")
     page = write_report(parsed.runs, parsed.output or default)
     sys.stdout.write(f"report: {page.absolute()}\n")
@@ -101,7 +103,7 @@ def _spectrum(parsed: argparse.Namespace) -> None:
     from ravan_flwr.results.spectrum import write_spectra  # noqa: PLC0415
 
     if parsed.top < 1:
-        raise ValueError(f"--top {parsed.top}: expected a whole number at least 1; change it")
+        raise ValueError(f"--top {parsed.top}: expected a whole number at least 1, such as 64")
     for path in write_spectra(parsed.runs, parsed.output, parsed.top):
         sys.stdout.write(f"wrote {path.absolute()}\n")
 

@@ -35,7 +35,7 @@ def _study(parsed: argparse.Namespace) -> None:
     if not parsed.file.is_file():
         raise ValueError(f"study: found no file {parsed.file}; expected one such as those of conf/")
     if parsed.jobs < 1:
-        raise ValueError(f"--jobs {parsed.jobs}: expected a whole number at least 1; change it")
+        raise ValueError(f"--jobs {parsed.jobs}: expected a whole number at least 1, such as 2")
     per_gpu = parsed.clients_per_gpu
     if per_gpu is not None and parsed.engine != "flower":
         raise ValueError(

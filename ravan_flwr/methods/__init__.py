@@ -23,18 +23,35 @@ class Listed:
     averages: bool = True
     # Does it leave the pretrained weights alone? Then `quantize` may be set.
     frozen_backbone: bool = True
+    # Keys that change nothing under it: who gives one is told so.
+    ignores: tuple[str, ...] = ()
 
+
+_OF_HEADS = ("heads", "init", "scaling", "scoring", "selection", "calibration-steps")
+_NOT_OF_LORA = (*_OF_HEADS, "layer-form")
 
 METHODS = {
-    "ravan": Listed("ravan_flwr.methods.ravan", 3e-3),
-    "full": Listed("ravan_flwr.methods.full", 1e-4, frozen_backbone=False),
-    "fedit": Listed("ravan_flwr.methods.fedit"),
-    "fedex-lora": Listed("ravan_flwr.methods.fedex_lora", averages=False, frozen_backbone=False),
-    "ffa-lora": Listed("ravan_flwr.methods.ffa_lora", 3e-3),
+    "ravan": Listed("ravan_flwr.methods.ravan", 3e-3, ignores=("lora-scale",)),
+    "full": Listed(
+        "ravan_flwr.methods.full",
+        1e-4,
+        frozen_backbone=False,
+        ignores=(*_NOT_OF_LORA, "rank", "lora-scale", "init-scale"),
+    ),
+    "fedit": Listed("ravan_flwr.methods.fedit", ignores=_NOT_OF_LORA),
+    "fedex-lora": Listed(
+        "ravan_flwr.methods.fedex_lora", averages=False, frozen_backbone=False, ignores=_NOT_OF_LORA
+    ),
+    "ffa-lora": Listed("ravan_flwr.methods.ffa_lora", 3e-3, ignores=_NOT_OF_LORA),
     # Its first round trains the pretrained weights.
-    "fed-sb": Listed("ravan_flwr.methods.fed_sb", 3e-3, frozen_backbone=False),
-    "hetlora": Listed("ravan_flwr.methods.hetlora", averages=False),
-    "flexlora": Listed("ravan_flwr.methods.flexlora", averages=False),
+    "fed-sb": Listed(
+        "ravan_flwr.methods.fed_sb",
+        3e-3,
+        frozen_backbone=False,
+        ignores=(*_OF_HEADS, "lora-scale", "init-scale"),
+    ),
+    "hetlora": Listed("ravan_flwr.methods.hetlora", averages=False, ignores=_NOT_OF_LORA),
+    "flexlora": Listed("ravan_flwr.methods.flexlora", averages=False, ignores=_NOT_OF_LORA),
 }
 
 

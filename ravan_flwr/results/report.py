@@ -3,6 +3,7 @@
 Runs that differ in nothing but the seed are one line with a band.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -10,7 +11,16 @@ from pathlib import Path
 from ravan_flwr.results.charts import Chart, Series, bars, heat, lines, stacks
 from ravan_flwr.results.page import page_of
 from ravan_flwr.runs.directory import write_atomically
-from ravan_flwr.runs.history import Groups, RecordedRun, common_metric, group_runs
+from ravan_flwr.runs.history import (
+    Groups,
+    NoRoundError,
+    RecordedRun,
+    common_metric,
+    group_runs,
+)
+from ravan_flwr.runs.lock import NAME as LOCK
+
+log = logging.getLogger(__name__)
 
 
 def comparison_charts(groups: Groups) -> list[Chart]:
@@ -153,10 +163,33 @@ def _shared(words: list[list[str]]) -> int:
     return sum(1 for _ in takewhile(lambda there: len(set(there)) == 1, at_a_place))
 
 
+def _runs_with_rounds(paths: Sequence[Path]) -> list[RecordedRun]:
+    """Read the runs; of several, those that have held no round are skipped, by name."""
+    if len(paths) == 1:
+        return [RecordedRun.read(paths[0])]
+    runs = []
+    for path in paths:
+        begun = path.is_dir() and not (path / "config.json").is_file() and (path / LOCK).is_file()
+        try:
+            runs.append(RecordedRun.read(path))
+        except NoRoundError:
+            log.warning("skipped: %s has no finished round", path)
+        except ValueError:
+            if not begun:
+                raise
+            log.warning("skipped: %s has only begun", path)
+    if not runs:
+        raise NoRoundError(
+            f"report: none of {len(paths)} runs has a finished round, expected at least one; run "
+            "one of them longer"
+        )
+    return runs
+
+
 def write_report(paths: Sequence[Path | str], folder: Path | str) -> Path:
     """Write `index.html` and a PNG file for each picture; return the page's path."""
     folder = Path(folder)
-    runs = [RecordedRun.read(path) for path in map(Path, paths)]
+    runs = _runs_with_rounds([Path(path) for path in paths])
     groups = group_runs(runs)
     compared = comparison_charts(groups)
     of_runs = [

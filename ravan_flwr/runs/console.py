@@ -83,7 +83,7 @@ class Progress:
         """Tell of a calibration round."""
         clients = record["clients"]
         log.info(
-            f"calibration  loss {record['train-loss']:.4f}  {len(clients)} clients  "
+            f"calibration  loss {record['train-loss']:.4f}  {count(len(clients), 'client')}  "
             f"{_sent(clients)}  {record['seconds']:.1f} s"
         )
 
@@ -122,7 +122,9 @@ def _amounts(clients: list[ClientRecord]) -> str:
     }
     for name, values in amounts.items():
         if any(value != 1 for value in values):
-            return f"{name} " + "+".join(f"{value:g}" for value in sorted(values)) + "  "
+            least, most = min(values), max(values)
+            same = f"{most:g} x {len(values)}"
+            return f"{name} {same if least == most else f'{least:g} to {most:g}'}  "
     return ""
 
 
@@ -130,6 +132,11 @@ def remaining(seconds: Sequence[float], rounds: int) -> float:
     """Estimate how many seconds so many more rounds take, by the last ten."""
     last = seconds[-10:]
     return sum(last) / len(last) * max(0, rounds)
+
+
+def count(number: int, noun: str) -> str:
+    """Write a number of things for people: 1 node, 2 nodes."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def megabytes(number: int) -> str:

@@ -138,6 +138,13 @@ class RunDirectory:
         write_atomically(self.path / "rounds.jsonl", text.encode())
 
 
+def how_to_go_on(run: Path) -> str:
+    """Say how a run that was stopped is gone on with, if it can be."""
+    if any((run / "checkpoints").glob("round-*.safetensors")):
+        return f"to go on, with the same settings: resume={run}"
+    return f"no round has finished, so that there is nothing to go on from: {run}"
+
+
 def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Write beside, flush to disk, then rename: no reader ever sees half a file.
 

@@ -18,6 +18,7 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.wire import encode
 from ravan_flwr.methods.base import Method, Tensors
+from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics, RoundRecord
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
@@ -92,12 +93,18 @@ class FederatedTuning(Strategy):
         """Log what is about to run."""
         log.info(
             "%s%s, %d trained parameters beside the classifier (%.1f %% of a LoRA of rank %d); "
-            "%d clients a round, %d local steps of %d",
+            "%s a round, %s of %d",
             self.config.method, f", rank {self.method.rank}" if self.method.rank else "",
             self.method.trainable_parameters(),
             100 * self.method.trainable_parameters() / self.method.budget, self.config.lora_rank,
-            self.config.clients_per_round, self.config.local_steps, self.config.batch_size,
+            count(self._a_round, "client"), count(self.config.local_steps, "local step"),
+            self.config.batch_size,
         )  # fmt: skip
+
+    @property
+    def _a_round(self) -> int:
+        """Count the clients that a round can have, as far as they are here."""
+        return min(self.config.clients_per_round, len(self.roster.members))
 
     def start(
         self,
@@ -112,12 +119,12 @@ class FederatedTuning(Strategy):
         """Run the rounds; the arrays of the last are the result's."""
         train_config = train_config or ConfigRecord()
         evaluate_config = evaluate_config or ConfigRecord()
-        self.summary()
         guard()
         result = Result()
         # 1. Recruit: query every node; the valid ones are members of the roster.
         self._status.begin("recruiting", self.first_round - 1, num_rounds)
         self.roster.recruit(grid, wait=True)
+        self.summary()
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
         arrays = self._calibrate(grid, initial_arrays, timeout)
         for number in range(self.first_round, num_rounds + 1):
