@@ -22,13 +22,8 @@ except OSError as error:
 try:
     with urllib.request.urlopen(url, timeout=5, context=context) as reply:  # noqa: S310 (the operator's)
         date = reply.headers["Date"]
-except (
-    OSError,
-    http.client.HTTPException,
-) as error:  # nobody there, no such name, a wrong certificate
-    sys.exit(
-        f"{url}: no answer ({error}), expected a SuperLink or SuperNode; see whether it runs, and its log"
-    )
+except (OSError, ValueError, http.client.HTTPException) as error:  # also a wrong certificate
+    sys.exit(f"{url}: {error}; expected an answer: see whether it runs there, and its log")
 here = time.time()
 ahead = here - parsedate_to_datetime(date).timestamp() if date else 0.0
 if not -BEHIND < ahead < AHEAD + 1:  # the header has whole seconds

@@ -69,7 +69,6 @@ def main(grid: Grid, context: Context) -> None:
             stack.enter_context(locked(earlier.path))
             stack.enter_context(logging_to(earlier.path))
         bench = get_workbench(config)
-        _tell_what_has_no_effect(context.run_config, config, grid)
         if simulating(grid):
             _check_simulation(grid, bench, config)
         resolved = dataclasses.replace(bench.config, rank=bench.model.method.rank)
@@ -123,6 +122,7 @@ def _run_here(
     """Run, and say where; a run that fails says why in its directory."""
     context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
     log.info("run directory: %s", directory.path)
+    _tell_what_has_no_effect(context.run_config, config, grid)
     try:
         _run(grid, bench, config, directory, start)
     except Exception as error:

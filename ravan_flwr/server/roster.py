@@ -102,7 +102,7 @@ class Roster:
         self._check_all()
         self._tell_of_the_rest()
         if not self.members:
-            raise RuntimeError(self._why_nobody_trains(grid))
+            raise RuntimeError(self._why_nobody_trains())
         if wait:
             self._introduce()
             if simulating(grid) and not in_process(grid) and NODES_CHOSEN not in os.environ:
@@ -214,18 +214,16 @@ class Roster:
             log.warning("refused %s more: %s", count(len(rest), "node"), listed(rest))
         self._refused_now.clear()
 
-    def _why_nobody_trains(self, grid: Grid) -> str:
+    def _why_nobody_trains(self) -> str:
         """Explain that there is no member, and what to do."""
         if not self.refused:
             return (
                 "no node to train on: none is connected. Expected at least one that can train; "
                 "start SuperNodes"
             )
-        reasons = listed(self.refused.values())
-        where = "the settings" if simulating(grid) else "them, or the settings"
         number = len(self.refused)
-        told = "the one that is" if number == 1 else f"all {number} that are"
-        return f"no node to train on: refused {told} connected: {reasons}. Correct {where}"
+        told = "the one that is connected was" if number == 1 else f"all {number} were"
+        return f"no node to train on: {told} refused: {listed(self.refused.values())}"
 
     def _introduce(self) -> None:
         """Log who is there, and how many parts of the data have no node."""
