@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ravan_flwr.config.recorded import with_booleans
 from ravan_flwr.runs import log_file, status
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.lock import NAME as LOCK
@@ -55,12 +54,12 @@ class FollowedRun:
         """Read the run as it is now; ValueError if a file is damaged."""
         directory = RunDirectory(self.path)
         there = {name for name in _WATCHED if (self.path / name).is_file()}
-        config = directory.read_json("config.json") if "config.json" in there else {}
+        config = directory.read_config() if "config.json" in there else {}
         failure = directory.read_json("failure.json") if "failure.json" in there else None
         stats = filter(None, (_stat(self.path / name) for name in _SIGNS_OF_LIFE))
         return Seen(
             path=self.path,
-            config=with_booleans(config),
+            config=config,
             rounds=self._rounds.read(),
             summary=directory.read_json("summary.json") if "summary.json" in there else None,
             failure=None if failure is None else str(failure.get("error", "no reason given")),
