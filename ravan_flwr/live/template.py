@@ -28,7 +28,7 @@ progress::-webkit-progress-value { background: var(--c0); }
 progress::-moz-progress-bar { background: var(--c0); }
 .lost { background: var(--bad); color: var(--paper); border-radius: .5rem; padding: .5rem .8rem; }
 section { scroll-margin-top: 1rem; }
-.facts { grid-template-columns: repeat(auto-fit, minmax(7.4rem, 1fr)); }
+.facts { grid-template-columns: repeat(auto-fit, minmax(6.9rem, 1fr)); }
 .facts div { padding: .5rem .7rem; } .facts dd { font-size: .98rem; }
 .facts dt { line-height: 1.3; }
 .finished progress { color: var(--good); }
@@ -265,7 +265,8 @@ adapter that it can train. Bytes are those of the replies that were used.
 <td data-label="rounds">{{ one.rounds }}{% if one.last_round %} (last {{ one.last_round }})
   {%- endif %}</td>
 <td data-label="heads">{{ one.heads }}</td><td data-label="seconds">{{ one.seconds }}</td>
-<td data-label="up">{{ one.up }}</td><td data-label="down">{{ one.down }}</td></tr>
+<td data-label="up">{{ one.up if one.rounds else "" }}</td>
+<td data-label="down">{{ one.down if one.rounds else "" }}</td></tr>
 {% endfor %}
 </tbody></table></div>
 {% if people.more %}<p class="note">And {{ people.more }} more clients.</p>{% endif %}
