@@ -6,6 +6,7 @@ For scripts and notebooks (docs/python.md):
     plan_of(settings, num_clients)      what a run will train, send and need, as text
     result_of(run)                      a finished run's model, method and data
     write_report(runs, folder)          a page and pictures
+    watch_run(run, port)                a live page, until Ctrl-C
     write_spectra(runs, folder, top)    singular values of what runs added
     evaluate(run, data)                 a run's result on other examples, class by class
     predict(run, data, output)          its answers for a table or a folder of images
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ravan_flwr.launch.in_process import Simulation, simulate
+    from ravan_flwr.live.serving import watch_run
     from ravan_flwr.results.evaluation import evaluate
     from ravan_flwr.results.export import export_run
     from ravan_flwr.results.prediction import predict
@@ -37,6 +39,7 @@ _HOMES = {
     "result_of": "ravan_flwr.results.reopen",
     "run_study": "ravan_flwr.studies.running",
     "simulate": "ravan_flwr.launch.in_process",
+    "watch_run": "ravan_flwr.live.serving",
     "write_report": "ravan_flwr.results.report",
     "write_spectra": "ravan_flwr.results.spectrum",
 }
@@ -50,6 +53,7 @@ __all__ = [
     "result_of",
     "run_study",
     "simulate",
+    "watch_run",
     "write_report",
     "write_spectra",
 ]

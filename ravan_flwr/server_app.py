@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
+from ravan_flwr.config.checks import without_effect
 from ravan_flwr.config.keys import AUTO, FREE_ON_RESUME
 from ravan_flwr.config.run_config import Config, has_default_rate, read_config
 from ravan_flwr.messages.arrays import from_record, to_record
@@ -29,13 +31,18 @@ from ravan_flwr.runs.checkpoint import (
     save_fixed,
 )
 from ravan_flwr.runs.console import Progress, megabytes, minutes, show
-from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.runs.directory import RunDirectory, how_to_go_on
 from ravan_flwr.runs.lock import locked
+from ravan_flwr.runs.log_file import logging_to
 from ravan_flwr.runs.record import RoundRecord, Summary
+from ravan_flwr.runs.status import write_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.runs.watch import best_round, collapse
+from ravan_flwr.server.inbox import in_process, simulating
 from ravan_flwr.server.strategy import FederatedTuning
+from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.tally import Tally
+from ravan_flwr.training.local_steps import check_precision
 from ravan_flwr.training.workbench import Workbench, get_workbench
 
 app = ServerApp()
@@ -59,10 +66,13 @@ def main(grid: Grid, context: Context) -> None:
             config.learning_rate,
             *(config.method, config.preset, config.preset, config.method),
         )
-    with ExitStack() as lock:
+    with ExitStack() as stack:
         if earlier is not None:
-            lock.enter_context(locked(earlier.path))
+            stack.enter_context(locked(earlier.path))
+            stack.enter_context(logging_to(earlier.path))
         bench = get_workbench(config)
+        if simulating(grid):
+            _check_simulation(grid, bench, config)
         resolved = dataclasses.replace(bench.config, rank=bench.model.method.rank)
         if earlier is not None:
             start = _go_on(earlier, back_to, resolved, bench)
@@ -70,9 +80,37 @@ def main(grid: Grid, context: Context) -> None:
         else:
             name = f"{config.preset}-{config.method}-seed{config.seed}"
             directory = RunDirectory.create(parent, name)
-            lock.enter_context(locked(directory.path, "output-dir"))
+            stack.enter_context(locked(directory.path, "output-dir"))
+            stack.enter_context(logging_to(directory.path))
             start = Start(bench.model.initial_state())
             _run_here(grid, context, bench, resolved, directory, start)
+
+
+def _tell_what_has_no_effect(run_config: Mapping[str, Scalar], config: Config, grid: Grid) -> None:
+    """Say in a line which of the settings change nothing."""
+    idle = without_effect(run_config)
+    if idle:
+        log.warning("no effect with method=%s: %s", config.method, ", ".join(idle))
+    given = run_config.get("clients-per-round", AUTO) != AUTO
+    number = len(list(grid.get_node_ids())) if simulating(grid) else 0
+    if given and number and config.clients_per_round > number:
+        log.warning(
+            "clients-per-round=%d: there %s, and every round asks all of them",
+            config.clients_per_round,
+            "is 1 client" if number == 1 else f"are {number} clients",
+        )
+
+
+def _check_simulation(grid: Grid, bench: Workbench, config: Config) -> None:
+    """Refuse at once, and once, what every simulated client would refuse by itself."""
+    check_precision(config.precision, bench.model.device)
+    number = len(list(grid.get_node_ids()))
+    if not number:
+        return
+    if in_process(grid):  # whose examples these are as well
+        _ = bench.partition(0, number)
+    else:
+        bench.dealt_out(number)
 
 
 def _run_here(
@@ -86,12 +124,16 @@ def _run_here(
     """Run, and say where; a run that fails says why in its directory."""
     context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
     log.info("run directory: %s", directory.path)
+    _tell_what_has_no_effect(context.run_config, config, grid)
     try:
         _run(grid, bench, config, directory, start)
     except Exception as error:
         with suppress(OSError):  # the disk itself may be what failed
             directory.write_json("failure.json", {"error": f"{type(error).__name__}: {error}"})
         log.info("run directory: %s", directory.path)
+        raise
+    except KeyboardInterrupt:
+        log.info("stopped; %s", how_to_go_on(directory.path))
         raise
 
 
@@ -126,7 +168,22 @@ def _go_on(directory: RunDirectory, back_to: int | None, config: Config, bench: 
     if fixed is not None:
         model.load_fixed(fixed)
     log.info("going on after round %d", checkpoint.round)
+    _tell_if_all_are_done(checkpoint.round, config.num_rounds, directory.path)
     return Start(checkpoint.state, checkpoint.round, checkpoint.memory, records, fixed)
+
+
+def _tell_if_all_are_done(done: int, wanted: int, run: Path) -> None:
+    """Say so if a run that goes on has no round to hold."""
+    if done < wanted:
+        return
+    back = f", or go back with resume={run}@{wanted}" if done > wanted else ""
+    log.warning(
+        "num-rounds = %d: %s already done, so that nothing is trained; ask for more than %d%s",
+        wanted,
+        "1 round is" if done == 1 else f"{done} rounds are",
+        done,
+        back,
+    )
 
 
 def _run(
@@ -190,6 +247,7 @@ def _strategy(bench: Workbench, config: Config, keeper: "_Keeper", start: Start)
         partitions=records[-1]["partitions"] if records else None,
         measured=("loss", bench.task.metric),
         dealt_out=bench.dealt_out,
+        tell=partial(write_status, keeper.directory.path),
     )
 
 

@@ -5,6 +5,11 @@ from typing import TypeAlias
 
 Scalar: TypeAlias = bool | int | float | str
 
+# Set in the environment by who has said how many nodes there are to be: no advice on it then.
+NODES_CHOSEN = "RAVAN_FLWR_NODES_CHOSEN"
+# By these a user sets how many threads a process computes with.
+THREAD_NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
 
 @dataclass(frozen=True)
 class ModelSpec:

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from ravan_flwr.cli import drafting, machines, results, running, studying
 from ravan_flwr.cli.parts import Commands
+from ravan_flwr.config.key import nearest
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.launch.signals import Ended, ending_on_signals
 from ravan_flwr.runs.console import hush
@@ -43,10 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _about(word: str) -> str:
     """Describe an unknown option, which may be a key with dashes before it."""
-    key, _, value = word.lstrip("-").partition("=")
-    known = "num-clients", *KEYS
+    name, _, value = word.lstrip("-").partition("=")
+    key = nearest(name, ("num-clients", *KEYS))
     written = f"; keys are written without dashes: {key}={value or 'VALUE'}"
-    return f"unrecognized argument {word!r}{written if key in known else ''}"
+    return f"unrecognized argument {word!r}{written if key else ''}"
 
 
 def _complain(problem: object, status: int) -> int:

@@ -1,4 +1,4 @@
-"""Commands that show a finished run, or hand on what it made."""
+"""Commands that show a run, or hand on what it made."""
 
 import argparse
 import json
@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 
 from ravan_flwr.cli.parts import Commands
+from ravan_flwr.launch.signals import Ended
+from ravan_flwr.live import PORT
 from ravan_flwr.messages.plain_text import plain
 
 
 def add(commands: Commands) -> None:
-    """Offer `report`, `spectrum`, `evaluate`, `predict` and `export`."""
+    """Offer `report`, `watch`, `spectrum`, `evaluate`, `predict` and `export`."""
     _add_report(commands)
+    _add_watch(commands)
     _add_spectrum(commands)
     _add_evaluate(commands)
     _add_predict(commands)
@@ -29,6 +32,22 @@ def _add_report(commands: Commands) -> None:
         "--output", type=Path, help="folder (default: report/ in the run, or here for several)"
     )
     report.set_defaults(command=_report)
+
+
+def _add_watch(commands: Commands) -> None:
+    watch = commands.add_parser(
+        "watch",
+        help="show a run in a browser while it goes on, or one that has ended",
+        description="Serve a page of a run that renews itself: metrics, who takes part, what "
+        "travelled, time left, log. Only this machine can see it; from another one: ssh -L "
+        f"{PORT}:127.0.0.1:{PORT} SERVER.",
+    )
+    watch.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    watch.add_argument(
+        "--port", type=int, default=PORT, metavar="N",
+        help=f"port of 127.0.0.1; 0 takes any that is free (default: {PORT})",
+    )  # fmt: skip
+    watch.set_defaults(command=_watch)
 
 
 def _add_spectrum(commands: Commands) -> None:
@@ -111,17 +130,30 @@ def _add_export(commands: Commands) -> None:
 
 def _report(parsed: argparse.Namespace) -> None:
     from ravan_flwr.results.report import write_report  # noqa: PLC0415
+    from ravan_flwr.runs.console import show  # noqa: PLC0415
 
+    show()
     default = parsed.runs[0] / "report" if len(parsed.runs) == 1 else Path("report")
     page = write_report(parsed.runs, parsed.output or default)
     sys.stdout.write(f"report: {page.absolute()}\n")
+
+
+def _watch(parsed: argparse.Namespace) -> None:
+    from ravan_flwr.live.serving import watch_run  # noqa: PLC0415
+
+    try:
+        watch_run(parsed.run, parsed.port)
+    except Ended:
+        raise
+    except KeyboardInterrupt:  # the way to end it
+        sys.stdout.write("\n")
 
 
 def _spectrum(parsed: argparse.Namespace) -> None:
     from ravan_flwr.results.spectrum import write_spectra  # noqa: PLC0415
 
     if parsed.top < 1:
-        raise ValueError(f"--top {parsed.top}: expected a whole number at least 1; change it")
+        raise ValueError(f"--top {parsed.top}: expected a whole number at least 1, such as 64")
     for path in write_spectra(parsed.runs, parsed.output, parsed.top):
         sys.stdout.write(f"wrote {path.absolute()}\n")
 

@@ -66,7 +66,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
 
 def _check_how(parsed: argparse.Namespace) -> None:
     if parsed.jobs < 1:
-        raise ValueError(f"--jobs {parsed.jobs}: expected a whole number at least 1; change it")
+        raise ValueError(f"--jobs {parsed.jobs}: expected a whole number at least 1, such as 2")
     per_gpu = parsed.clients_per_gpu
     if per_gpu is not None and parsed.engine != "flower":
         raise ValueError(

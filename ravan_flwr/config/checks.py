@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from ravan_flwr.config.keys import KEYS
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 
@@ -12,6 +13,20 @@ def check_together(values: Mapping[str, Scalar]) -> None:
     _check_method(values)
     _check_form(values)
     _check_evaluation(values)
+
+
+def without_effect(run_config: Mapping[str, Scalar]) -> list[str]:
+    """List the keys that were given and change nothing, each as `key=value`."""
+    values = {name: key.default for name, key in KEYS.items()} | dict(run_config)
+    method = METHODS.get(str(values["method"]))
+    idle = set(method.ignored) if method else set()
+    if values["server-optimizer"] == "none":
+        idle |= {"server-learning-rate", "server-momentum"}
+    if values["partition"] == "iid":
+        idle.add("partition-alpha")
+    if values["init"] != "data-aware":
+        idle.add("calibration-steps")
+    return [f"{key}={values[key]}" for key in sorted(idle) if values[key] != KEYS[key].default]
 
 
 def _check_replies(values: Mapping[str, Scalar]) -> None:

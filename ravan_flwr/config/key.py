@@ -65,9 +65,9 @@ class Key:
         if self.choices:
             check_choice(name, str(value), self.choices)
         if self.pattern and not re.fullmatch(self.pattern, str(value)):
-            raise ValueError(f"{problem}; change it")
+            raise ValueError(problem)
         if not isinstance(value, str) and not self._in_range(value):
-            raise ValueError(f"{problem}; change it")
+            raise ValueError(problem)
         return value
 
     def converted(self, value: Scalar) -> Scalar:
@@ -104,5 +104,12 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 def did_you_mean(value: str, choices: Iterable[str]) -> str:
     """End a sentence with the choice that is spelt most like the value, if one is."""
-    near = difflib.get_close_matches(str(value), list(choices), n=1)
-    return f": did you mean {near[0]!r}?" if near else "."
+    near = nearest(value, choices)
+    return f": did you mean {near!r}?" if near else "."
+
+
+def nearest(value: str, choices: Iterable[str]) -> str | None:
+    """Find the choice that is spelt most like the value, whatever its case and its dashes."""
+    plain = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(str(value).lower().replace("_", "-"), list(plain), n=1)
+    return plain[near[0]] if near else None

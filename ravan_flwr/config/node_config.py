@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ravan_flwr.config.key import Key
 from ravan_flwr.config.keys import AUTO, check_key
 from ravan_flwr.specs import Scalar
 
@@ -37,7 +38,8 @@ def read_node(settings: Mapping[str, Scalar]) -> Node:
             f"node config: partition-id is {number}, expected 0 to {parts - 1} (num-partitions - "
             "1); correct it"
         )
-    warm = settings.get("warm-worker", False)
+    # As run keys read it: TOML's booleans, and the yes and no of earlier versions.
+    warm = Key(bool, False, "").converted(settings.get("warm-worker", False))
     if not isinstance(warm, bool):
         raise ValueError(
             f"node config: warm-worker is {warm!r}, expected true or false, without quotation "

@@ -15,6 +15,7 @@ from ravan_flwr.config.keys import AUTO, FROM_PRESET, KEYS, check_key
 from ravan_flwr.config.places import chosen_data, chosen_model
 from ravan_flwr.config.preset import Preset
 from ravan_flwr.config.presets import read_preset
+from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 
 
@@ -136,7 +137,7 @@ def _resolve_ranks(values: dict[str, Scalar], preset: Preset) -> None:
     """Fill in the budget and the rank, as far as the preset says them."""
     budget, method = str(values["parameter-budget"]), str(values["method"])
     # The preset's ranks are those of its own heads, model and targets, within its own budget.
-    own = values["heads"] == preset.run["heads"]
+    own = values["heads"] == preset.run["heads"] or "heads" in METHODS[method].ignored
     own = own and all(values[key] == AUTO for key in ("model", "targets", "lora-rank"))
     if values["rank"] == AUTO and own:
         values["rank"] = preset.ranks[budget].get(method, AUTO)

@@ -61,7 +61,7 @@ def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | Non
     num_clients = config.pop("num-clients", None)
     if num_clients is not None and (type(num_clients) is not int or num_clients < 1):
         raise ValueError(
-            f"num-clients = {num_clients!r}: expected a whole number at least 1; change it"
+            f"num-clients = {num_clients!r}: expected a whole number at least 1, such as 20"
         )
     return config, num_clients
 

@@ -8,12 +8,14 @@ for the network. Trouble is told as what it is, with what to do.
 import hashlib
 import json
 import logging
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import datasets
+import httpx
 import pyarrow as pa
 import transformers
 from datasets.exceptions import DatasetsError
@@ -207,10 +209,28 @@ def cache_of(path: Path) -> Path:
     """
     digest = hashlib.sha256(str(path.resolve()).encode())
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        stat = file.stat()
-        if file.is_file():
+        if file.is_file():  # and no link that leads nowhere
+            stat = file.stat()
             digest.update(f"{file.relative_to(path)} {stat.st_size} {stat.st_mtime_ns}".encode())
     return Path(datasets.config.HF_DATASETS_CACHE) / f"folder-{digest.hexdigest()[:16]}"
+
+
+class NotHereError(ValueError):
+    """Say that something of the hub is not here, and what can be done about it.
+
+    `problem` and `otherwise` are for `fetch`, which cannot advise to run `fetch`.
+    """
+
+    def __init__(self, problem: str, otherwise: str) -> None:
+        self.problem, self.otherwise = problem, otherwise
+        super().__init__(
+            f"{problem}; run `ravan-flwr fetch PRESET` where there is a connection, or {otherwise}"
+        )
+
+
+_UNREACHED = (
+    LocalEntryNotFoundError, EntryNotFoundError, HfHubHTTPError, ConnectionError, httpx.HTTPError,
+)  # fmt: skip
 
 
 @contextmanager
@@ -235,11 +255,10 @@ def telling(what: str, name: str, revision: str = "") -> Iterator[None]:
             f"{at}: the hub has no such {what}, or it is private; correct the id, or log in with "
             f"`hf auth login` ({_short(error)})"
         ) from None
-    except (LocalEntryNotFoundError, EntryNotFoundError, HfHubHTTPError, ConnectionError) as error:
-        raise ValueError(
-            f"{at}: it is not in the cache, and the hub cannot be reached ({_short(error)}); run "
-            "`ravan-flwr fetch PRESET` where there is a connection, or name a folder, "
-            f"{what}=/path"
+    except _UNREACHED as error:
+        raise NotHereError(
+            f"{at}: it is not in the cache, and the hub cannot be reached ({_short(error)})",
+            f"name a folder, {what}=/path",
         ) from None
     except (DatasetsError, FileNotFoundError, pa.ArrowInvalid, UnicodeDecodeError) as error:
         cause = error.__cause__ or error
@@ -248,16 +267,21 @@ def telling(what: str, name: str, revision: str = "") -> Iterator[None]:
                 f"{at}: its files cannot be read ({_short(cause)}), expected CSV, JSON lines, "
                 "parquet or images, with the same columns and types in each; correct the files"
             ) from None
-        raise ValueError(
-            f"{at}: {_short(error)}; correct the id or the revision, accept its terms if it has "
-            "any and log in with `hf auth login`, or run `ravan-flwr fetch PRESET` where there is "
-            "a connection"
+        raise NotHereError(
+            f"{at}: {_short(error)}",
+            "correct the id or the revision, or accept its terms, if it has any, and log in with "
+            "`hf auth login`",
         ) from None
 
 
-def _short(error: BaseException) -> str:
+def _short(error: BaseException, most: int = 300) -> str:
+    """Return an error's first line, as far as its whole sentences fit."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+    text = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+    if len(text) <= most:
+        return text.rstrip(".")
+    end = max(text.rfind(". ", 0, most), text.rfind("! ", 0, most))
+    return text[:end] if end > 0 else textwrap.shorten(text, most, placeholder=" ...")
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def make_credentials(folder: Path, hosts: Sequence[str], nodes: int) -> list[Pat
     certificate is there.
     """
     if nodes < 1:
-        raise ValueError(f"--nodes {nodes}: expected a whole number at least 1; change it")
+        raise ValueError(f"--nodes {nodes}: expected a whole number at least 1, such as 3")
     names = _subject_names((*hosts, *LOOPBACK))
     _check_folder(folder)
     missing = _missing(folder, nodes, hosts)

@@ -8,12 +8,21 @@ from ravan_flwr.config.keys import AUTO, KEYS
 from ravan_flwr.config.presets import own_preset, read_preset
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.data.examples import load_splits
-from ravan_flwr.data.hub import fetch_model, model_folder
+from ravan_flwr.data.hub import NotHereError, fetch_model, model_folder
 from ravan_flwr.specs import Scalar
 
 
 def fetch(settings: Mapping[str, Scalar]) -> Iterator[str]:
     """Bring model and data of these settings into the cache; a line for each that is there."""
+    try:
+        yield from _fetched(settings)
+    except NotHereError as error:
+        raise ValueError(
+            f"{error.problem}; connect this machine, or {error.otherwise}, and try again"
+        ) from None
+
+
+def _fetched(settings: Mapping[str, Scalar]) -> Iterator[str]:
     configs = _of_every_task(settings)
     model = configs[0].model
     if model.source != "hub" and configs[0].data.source != "hub":

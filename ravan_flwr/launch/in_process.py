@@ -7,12 +7,13 @@ more than one reply waits.
 
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.constant import TaskType
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -46,7 +47,7 @@ def simulate(config: Mapping[str, Scalar], num_clients: int | None = None) -> Si
         num_clients = checked.num_clients
     if num_clients < 1:
         raise ValueError(
-            f"num-clients = {num_clients}: expected a whole number at least 1; change it"
+            f"num-clients = {num_clients}: expected a whole number at least 1, such as 20"
         )
     if checked.output_dir == AUTO:
         run_config["output-dir"] = "runs"
@@ -70,7 +71,7 @@ class InProcessGrid(Grid):
     def __init__(self, run_config: Mapping[str, Scalar], num_clients: int) -> None:
         # A Message takes its run and sender from the identity of the process's task.
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
-        self._run = Run.create_empty(1)
+        self._run = replace(Run.create_empty(1), primary_task_type=TaskType.SIMULATION)
         self._waiting: dict[str, Message] = {}
         self._contexts = {
             node_id: Context(

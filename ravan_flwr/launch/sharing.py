@@ -98,12 +98,10 @@ def share_gpus(
 
 def _check_asked(device: str, clients_per_gpu: int | None, runs_at_a_time: int) -> None:
     if runs_at_a_time < 1:
-        raise ValueError(
-            f"--runs-at-a-time {runs_at_a_time}: expected a whole number at least 1; change it"
-        )
+        raise ValueError(f"--runs-at-a-time {runs_at_a_time}: expected a whole number at least 1")
     if clients_per_gpu is not None and not 0 <= clients_per_gpu <= MOST_A_GPU:
         raise ValueError(
-            f"--clients-per-gpu {clients_per_gpu}: expected 0 (no GPU) to {MOST_A_GPU}; change it"
+            f"--clients-per-gpu {clients_per_gpu}: expected 0 (no GPU) to {MOST_A_GPU}"
         )
     kind, _, number = device.partition(":")
     if clients_per_gpu == 0 and kind not in (AUTO, "cpu"):

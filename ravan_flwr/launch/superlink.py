@@ -27,7 +27,8 @@ import tomli_w
 from ravan_flwr.config.places import absolute_paths
 from ravan_flwr.launch.sharing import share_gpus
 from ravan_flwr.runs.console import say
-from ravan_flwr.specs import Scalar
+from ravan_flwr.runs.directory import how_to_go_on
+from ravan_flwr.specs import NODES_CHOSEN, Scalar
 
 START_TIMEOUT = 60.0
 END_TIMEOUT = 5.0  # of what the SuperLink started, after the SuperLink
@@ -52,6 +53,7 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             "FLWR_LOCAL_CONTROL_API_PORT": str(control),
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
+            NODES_CHOSEN: "1",
             # Scripts of this environment first: the SuperLink starts its own by name.
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             # Ray is to leave the GPUs that a process sees alone where it asks for no share of one:
@@ -62,6 +64,7 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
         }
         self._port, self._control = port, control
         self._process: subprocess.Popen[bytes] | None = None
+        self.run_dir: Path | None = None  # of the run, once it has said so
 
     def __enter__(self) -> "LocalSuperLink":
         log_file = self.home / "superlink.log"
@@ -174,6 +177,8 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             try:
                 for line in process.stdout:
                     say(line)
+                    if match := re.search(r"run directory: (/.+)", line):
+                        self.run_dir = Path(match[1].strip())
                     if match := re.search(r"Successfully started run (\d+)", line):
                         run_id = match[1]
             except BaseException:
@@ -216,7 +221,12 @@ def run_in_flower(
         "starting Flower's SuperLink; the app then loads PyTorch and the model ...\n"
     )
     with LocalSuperLink() as superlink:
-        status = superlink.run(app, run_config, federation)
+        try:
+            status = superlink.run(app, run_config, federation)
+        except KeyboardInterrupt:
+            if superlink.run_dir is not None:
+                say(f"stopped; {how_to_go_on(superlink.run_dir)}\n")
+            raise
     if status != "finished:completed":
         raise RuntimeError(f"the run ended as {status!r}, expected 'finished:completed'")
 

@@ -25,18 +25,42 @@ class Listed:
     frozen_backbone: bool = True
     # Does it share a layer's update out among `heads`?
     has_heads: bool = False
+    # Other keys that change nothing under it, so that who gives one is told so.
+    ignores: tuple[str, ...] = ()
 
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """List all keys that change nothing under it."""
+        return (*self.ignores, *(() if self.has_heads else _OF_HEADS))
+
+
+_OF_HEADS = ("heads", "init", "scaling", "scoring", "selection", "calibration-steps")
 
 METHODS = {
-    "ravan": Listed("ravan_flwr.methods.ravan", 3e-3, has_heads=True),
-    "full": Listed("ravan_flwr.methods.full", 1e-4, frozen_backbone=False),
-    "fedit": Listed("ravan_flwr.methods.fedit"),
-    "fedex-lora": Listed("ravan_flwr.methods.fedex_lora", averages=False, frozen_backbone=False),
-    "ffa-lora": Listed("ravan_flwr.methods.ffa_lora", 3e-3),
+    "ravan": Listed("ravan_flwr.methods.ravan", 3e-3, has_heads=True, ignores=("lora-scale",)),
+    "full": Listed(
+        "ravan_flwr.methods.full",
+        1e-4,
+        frozen_backbone=False,
+        ignores=("layer-form", "rank", "lora-scale", "init-scale"),
+    ),
+    "fedit": Listed("ravan_flwr.methods.fedit", ignores=("layer-form",)),
+    "fedex-lora": Listed(
+        "ravan_flwr.methods.fedex_lora",
+        averages=False,
+        frozen_backbone=False,
+        ignores=("layer-form",),
+    ),
+    "ffa-lora": Listed("ravan_flwr.methods.ffa_lora", 3e-3, ignores=("layer-form",)),
     # Its first round trains the pretrained weights.
-    "fed-sb": Listed("ravan_flwr.methods.fed_sb", 3e-3, frozen_backbone=False),
-    "hetlora": Listed("ravan_flwr.methods.hetlora", averages=False),
-    "flexlora": Listed("ravan_flwr.methods.flexlora", averages=False),
+    "fed-sb": Listed(
+        "ravan_flwr.methods.fed_sb",
+        3e-3,
+        frozen_backbone=False,
+        ignores=("lora-scale", "init-scale"),
+    ),
+    "hetlora": Listed("ravan_flwr.methods.hetlora", averages=False, ignores=("layer-form",)),
+    "flexlora": Listed("ravan_flwr.methods.flexlora", averages=False, ignores=("layer-form",)),
 }
 
 

@@ -3,6 +3,7 @@
 Runs that differ in nothing but the seed are one line with a band.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -12,7 +13,16 @@ from ravan_flwr.results.classes import classes_of
 from ravan_flwr.results.confusion import confusion
 from ravan_flwr.results.page import page_of
 from ravan_flwr.runs.directory import write_atomically
-from ravan_flwr.runs.history import Groups, RecordedRun, common_metric, group_runs
+from ravan_flwr.runs.history import (
+    Groups,
+    NoRoundError,
+    RecordedRun,
+    common_metric,
+    group_runs,
+)
+from ravan_flwr.runs.lock import NAME as LOCK
+
+log = logging.getLogger(__name__)
 
 
 def comparison_charts(groups: Groups) -> list[Chart]:
@@ -68,7 +78,7 @@ def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
     """Draw which clients took part, which heads they trained, and where the time went."""
     charts = [_participation(run, prefix)]
     norms = run.summary.get("head-norms", {}) if run.summary else {}
-    times = _heads_trained(run, len(next(iter(norms.values()), [])))
+    times = run.heads_trained(len(next(iter(norms.values()), [])))
     layers = short_names(list(norms)) or [str(number) for number in range(len(times))]
     if times and len(times[0]) > 1:
         charts.append(
@@ -137,21 +147,6 @@ def _participation(run: RecordedRun, prefix: str) -> Chart:
     )
 
 
-def _heads_trained(run: RecordedRun, known: int) -> list[list[int]]:
-    """Count in how many replies each head was: layers by heads, of which `known` are known."""
-    replies = [client["selected"] for r in run.rounds if r["round"] for client in r["clients"]]
-    if not replies:
-        return []
-    chosen = [head + 1 for reply in replies for layer in reply for head in layer]
-    heads = max([known, *chosen])
-    table = [[0] * heads for _ in replies[0]]
-    for reply in replies:
-        for row, trained in zip(table, reply, strict=True):
-            for head in trained:
-                row[head] += 1
-    return table
-
-
 def _seconds(run: RecordedRun, prefix: str) -> Chart:
     parts: dict[str, list[float]] = {"training": [], "evaluation": [], "the rest": []}
     for record in run.rounds:
@@ -200,10 +195,33 @@ def origin(runs: Sequence[RecordedRun]) -> str:
     return "; ".join(lines) + (f"; and {more} more" if more > 0 else "")
 
 
+def _runs_with_rounds(paths: Sequence[Path]) -> list[RecordedRun]:
+    """Read the runs; of several, those that have held no round are skipped, by name."""
+    if len(paths) == 1:
+        return [RecordedRun.read(paths[0])]
+    runs = []
+    for path in paths:
+        begun = path.is_dir() and not (path / "config.json").is_file() and (path / LOCK).is_file()
+        try:
+            runs.append(RecordedRun.read(path))
+        except NoRoundError:
+            log.warning("skipped: %s has no finished round", path)
+        except ValueError:
+            if not begun:
+                raise
+            log.warning("skipped: %s has only begun", path)
+    if not runs:
+        raise NoRoundError(
+            f"report: none of {len(paths)} runs has a finished round, expected at least one; run "
+            "one of them longer"
+        )
+    return runs
+
+
 def write_report(paths: Sequence[Path | str], folder: Path | str) -> Path:
     """Write `index.html` and a PNG file for each picture; return the page's path."""
     folder = Path(folder)
-    runs = [RecordedRun.read(path) for path in map(Path, paths)]
+    runs = _runs_with_rounds([Path(path) for path in paths])
     groups = group_runs(runs)
     compared = comparison_charts(groups)
     of_runs = [

@@ -7,6 +7,7 @@ keeps them out of the way of a progress bar where there is one.
 import logging
 import os
 import sys
+from collections.abc import Sequence
 
 from tqdm import tqdm
 
@@ -82,15 +83,14 @@ class Progress:
         """Tell of a calibration round."""
         clients = record["clients"]
         log.info(
-            f"calibration  loss {record['train-loss']:.4f}  {len(clients)} clients  "
+            f"calibration  loss {record['train-loss']:.4f}  {count(len(clients), 'client')}  "
             f"{_sent(clients)}  {record['seconds']:.1f} s"
         )
 
     def round(self, record: RoundRecord) -> None:
         """Tell of a finished round."""
         self._seconds.append(record["seconds"])
-        mean = sum(self._seconds[-10:]) / len(self._seconds[-10:])
-        left = mean * (self.last - record["round"])
+        left = remaining(self._seconds, self.last - record["round"])
         clients, number = record["clients"], record["round"]
         value = record["metrics"].get(self.metric)
         score = f"{value:.4f}" if value is not None else "   -  "
@@ -122,8 +122,21 @@ def _amounts(clients: list[ClientRecord]) -> str:
     }
     for name, values in amounts.items():
         if any(value != 1 for value in values):
-            return f"{name} " + "+".join(f"{value:g}" for value in sorted(values)) + "  "
+            least, most = min(values), max(values)
+            same = f"{most:g} x {len(values)}"
+            return f"{name} {same if least == most else f'{least:g} to {most:g}'}  "
     return ""
+
+
+def remaining(seconds: Sequence[float], rounds: int) -> float:
+    """Estimate how many seconds so many more rounds take, by the last ten."""
+    last = seconds[-10:]
+    return sum(last) / len(last) * max(0, rounds)
+
+
+def count(number: int, noun: str) -> str:
+    """Write a number of things for people: 1 node, 2 nodes."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def megabytes(number: int) -> str:

@@ -9,6 +9,8 @@ adapter/           the trained adapters, or merged/, the whole network (export.p
 report/            a page and pictures (report.py)
 tensorboard/       each round's numbers (tracking.py)
 failure.json       why it failed, if it did
+status.json        what it does now, and who takes part (status.py)
+log.txt            what it printed, with times (log_file.py)
 lock               who writes to it, while somebody does (lock.py)
 """
 
@@ -137,15 +139,26 @@ class RunDirectory:
         write_atomically(self.path / "rounds.jsonl", text.encode())
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write beside, flush to disk, then rename: no reader ever sees half a file."""
+def how_to_go_on(run: Path) -> str:
+    """Say how a run that was stopped is gone on with, if it can be."""
+    if any((run / "checkpoints").glob("round-*.safetensors")):
+        return f"to go on, with the same settings: resume={run}"
+    return f"no round has finished, so that there is nothing to go on from: {run}"
+
+
+def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write beside, flush to disk, then rename: no reader ever sees half a file.
+
+    What is not `durable` may be lost if the machine loses its power.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ravan_flwr.config.keys import NOT_OF_RESULT
+from ravan_flwr.config.keys import AUTO, KEYS, NOT_OF_RESULT
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import NEEDED_BY_A_REPORT, RoundRecord, Summary, wrong_in
 
 # Runs that differ in these alone are seeds of one thing.
 _NOT_A_DIFFERENCE = NOT_OF_RESULT | {"seed"}
+NEEDED_SETTINGS = {"method", "preset", "seed", "num-rounds"}  # all versions have written them
+
+
+class NoRoundError(ValueError):
+    """Say that a run has held no round, so that there is nothing to report yet."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,17 @@ class RecordedRun:
                     "rounds.jsonl, or use the version that made the run"
                 )
         if not any(record["round"] for record in rounds):
-            raise ValueError(
+            raise NoRoundError(
                 f"{asked}: {path} has no finished round, expected at least one; run it longer"
             )
         done = (path / "summary.json").is_file()
         summary = directory.read_summary() if done else None
         config = directory.read_config()
+        if lacking := sorted(NEEDED_SETTINGS - config.keys()):
+            raise ValueError(
+                f"{asked}: {path / 'config.json'} lacks {', '.join(lacking)}, expected the "
+                "settings of a run; restore it, or use the version that made the run"
+            )
         # There it is the preset's. Devices with their own data may have become fewer.
         config["num-clients"] = max(record["partitions"] for record in rounds)
         return cls(path, config, rounds, summary)
@@ -78,6 +88,20 @@ class RecordedRun:
         records = [record for record in self.rounds if record["round"]]
         return [r["round"] for r in records], [r["train-loss"] for r in records]
 
+    def heads_trained(self, known: int = 0) -> list[list[int]]:
+        """Count in how many replies each head was: layers by heads, of which `known` are known."""
+        replies = [client["selected"] for r in self.rounds if r["round"] for client in r["clients"]]
+        if not replies:
+            return []
+        chosen = [head + 1 for reply in replies for layer in reply for head in layer]
+        heads = max([known, *chosen])
+        table = [[0] * heads for _ in replies[0]]
+        for reply in replies:
+            for row, trained in zip(table, reply, strict=True):
+                for head in trained:
+                    row[head] += 1
+        return table
+
 
 Groups = dict[str, list[RecordedRun]]
 
@@ -96,22 +120,32 @@ def common_metric(runs: Sequence[RecordedRun]) -> str:
 
 def group_runs(runs: Sequence[RecordedRun]) -> Groups:
     """Group runs that differ in the seed alone, each under a name of what sets it apart."""
+    known = dict.fromkeys(key for run in runs for key in run.config)
     keys = [
         key
-        for key in runs[0].config
-        if key not in _NOT_A_DIFFERENCE and len({_text(run.config.get(key)) for run in runs}) > 1
+        for key in known
+        if key not in _NOT_A_DIFFERENCE and len({_text(_setting(run, key)) for run in runs}) > 1
     ]
     if "preset" in keys:  # what it says goes with it
         keys = [key for key in keys if key not in {"task", "model", "data"}]
     for key in ("learning-rate", "rank"):  # where it goes with the method it says nothing
-        by_method = {(run.config["method"], _text(run.config[key])) for run in runs}
+        by_method = {(run.config["method"], _text(_setting(run, key))) for run in runs}
         if key in keys and len(by_method) == len({run.config["method"] for run in runs}):
             keys.remove(key)
     groups: Groups = {}
     for run in runs:
-        named = [run.config[key] if key == "method" else f"{key} {run.config[key]}" for key in keys]
+        values = {key: _setting(run, key) for key in keys}
+        named = [value if key == "method" else f"{key} {value}" for key, value in values.items()]
         groups.setdefault(", ".join(map(str, named)) or str(run.config["method"]), []).append(run)
     return groups
+
+
+def _setting(run: RecordedRun, key: str) -> Any:
+    """Return a run's setting; of a key that another version has, what is its default there."""
+    if key in run.config or key not in KEYS:
+        return run.config.get(key)
+    default = KEYS[key].default
+    return None if default == AUTO else default
 
 
 def _text(value: Any) -> str:

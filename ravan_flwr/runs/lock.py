@@ -6,12 +6,16 @@ there is no `flock` (Windows, some network filesystems) a run goes on without, a
 """
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
+from typing import Literal
+
+import psutil
 
 log = getLogger(__name__)
 
@@ -39,6 +43,31 @@ def locked(folder: Path, asked: str = "resume") -> Iterator[None]:
         if descriptor is not None:
             (folder / NAME).unlink(missing_ok=True)  # while it is held: nobody else takes this one
             os.close(descriptor)
+
+
+Holder = Literal["nobody", "a process", "a dead process", "unknown"]
+
+
+def holder_of(folder: Path) -> Holder:
+    """Tell who writes to a run directory, without a lock that would be in the way of another run.
+
+    A process on another machine is unknown, and so is one where there is no `flock`.
+    """
+    path = folder / NAME
+    try:
+        told, written = path.read_text(encoding="utf-8")[:200], path.stat().st_mtime
+    except FileNotFoundError:
+        return "nobody"
+    except (OSError, ValueError):
+        return "unknown"
+    match = re.fullmatch(r"process (\d{1,9}) on (.+)", told)
+    if match is None or match[2] != socket.gethostname():
+        return "unknown"
+    try:
+        lives = psutil.Process(int(match[1])).create_time() <= written + 1  # not a later namesake
+    except psutil.Error:
+        lives = False
+    return "a process" if lives else "a dead process"
 
 
 def _acquire(path: Path) -> int:

@@ -1,5 +1,6 @@
 """Send one set of messages of a round and collect the replies to them."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 from flwr.app import Message, MessageType
@@ -13,13 +14,16 @@ from ravan_flwr.server.ledger import Ledger
 from ravan_flwr.server.mailbox import Mailbox
 from ravan_flwr.server.nodes import Node
 from ravan_flwr.server.patience import Patience
+from ravan_flwr.server.status import Status
 
 
 class Exchange:
     """Track outstanding messages, collect replies, reject late ones."""
 
-    def __init__(self, mail: Mailbox, nodes: Mapping[int, Node], ledger: Ledger) -> None:
-        self._mail, self._nodes, self._ledger = mail, nodes, ledger
+    def __init__(
+        self, mail: Mailbox, nodes: Mapping[int, Node], ledger: Ledger, status: Status
+    ) -> None:
+        self._mail, self._nodes, self._ledger, self._status = mail, nodes, ledger, status
         self._kind = MessageType.TRAIN
         self._outstanding: dict[str, tuple[Member, int]] = {}  # by message id; and its bytes
         self._patience = Patience(0, 0)
@@ -35,6 +39,8 @@ class Exchange:
         if messages:  # a calibration is training, too
             self._kind = messages[0].metadata.message_type.partition(".")[0]
         self._send(grid, messages)
+        asked = [member for member, _ in self._outstanding.values()]
+        self._status.begin(self._doing, self._ledger.number, asked=asked)
         self._patience = patience(len(self._outstanding))
         for reply in pull_replies(
             grid, self._mail.inbox, self._in_order(), self._patience, self._mail.late
@@ -55,6 +61,7 @@ class Exchange:
         """Return who replied, and the bytes of the message; count the bytes of both."""
         member, bytes_down = self._outstanding.pop(reply.metadata.reply_to_message_id)
         self._ledger.count(weight_of(reply), bytes_down)
+        self._status.answered(self._nodes[member.node_id], member)
         return member, bytes_down
 
     def accept(self, member: Member) -> None:
@@ -68,6 +75,13 @@ class Exchange:
         self._mail.has_failed(member.node_id)
         self._nodes[member.node_id].faults += 1
         self._ledger.reject(member, reason)
+
+    @property
+    def _doing(self) -> str:
+        """Name the step that these messages are of."""
+        if self._kind == MessageType.TRAIN:
+            return "training" if self._ledger.number else "calibrating"
+        return "evaluating"
 
     def _send(self, grid: Grid, messages: list[Message]) -> None:
         """Push the messages; a member whose message is not taken is rejected."""
@@ -109,5 +123,6 @@ class Exchange:
         if found is not None:
             member, why = found
             self._ledger.count(weight_of(reply), 0)
+            self._nodes[member.node_id].heard = time.time()
             if why:
                 self.reject(member, why)

@@ -8,6 +8,7 @@ from queue import Empty, Queue
 
 from flwr.app import Message
 from flwr.serverapp import Grid
+from flwr.supercore.constant import TaskType
 
 from ravan_flwr.server.envelope import take
 from ravan_flwr.server.patience import Patience
@@ -96,6 +97,11 @@ def _next(todo: deque[str]) -> str | None:
 def in_process(grid: Grid) -> bool:
     """Return whether clients run when they are asked for their replies."""
     return bool(getattr(grid, "in_process", False))
+
+
+def simulating(grid: Grid) -> bool:
+    """Return whether the clients are simulated, here or by Flower: they are as the server is."""
+    return in_process(grid) or grid.run.primary_task_type == TaskType.SIMULATION
 
 
 def pull_replies(

@@ -4,8 +4,9 @@ The run begins when the nodes have answered. Nobody waits for a node that comes 
 back: it takes part from the round after its answer.
 """
 
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from logging import getLogger
 
@@ -15,17 +16,20 @@ from flwr.serverapp import Grid
 from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.member import Member, check_same_app, read_member
 from ravan_flwr.messages.plain_text import listed
+from ravan_flwr.runs.console import count
 from ravan_flwr.server.examples import ExampleCounts
-from ravan_flwr.server.inbox import Inbox, in_process, push
+from ravan_flwr.server.inbox import Inbox, in_process, push, simulating
 from ravan_flwr.server.nodes import Node
 from ravan_flwr.server.partitions import Partitions
 from ravan_flwr.server.replies import content_of, telling
+from ravan_flwr.specs import NODES_CHOSEN
 
 log = getLogger(__name__)
 
 FLOWERS_NODES = 2  # of a simulation whose federation config says no number
 NODES_TIMEOUT = 60.0  # seconds to wait for the first node
 ROSTER_TIMEOUT = 20.0  # seconds to wait for the rest, from the last that came
+REFUSALS_TOLD = 5  # by a line each, of one recruiting
 QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
 
 
@@ -54,6 +58,8 @@ class Roster:
         self._parts = Partitions(parts)
         self._examples = examples or ExampleCounts()
         self._inbox = Inbox()
+        self._refused_now: list[str] = []  # the reasons of this recruiting
+        self.on_answer: Callable[[], None] | None = None  # called when nodes have answered
 
     @property
     def members(self) -> dict[int, Member]:
@@ -94,14 +100,12 @@ class Roster:
         """Query the nodes that are new, take the answers that came; at the start, wait for both."""
         self._query(grid, wait=wait)
         self._check_all()
+        self._tell_of_the_rest()
         if not self.members:
-            raise RuntimeError(
-                f"no node to train on: {listed(self.refused.values()) or 'none is connected'}. "
-                "Expected at least one that can train; start SuperNodes"
-            )
+            raise RuntimeError(self._why_nobody_trains())
         if wait:
             self._introduce()
-            if not in_process(grid):
+            if simulating(grid) and not in_process(grid) and NODES_CHOSEN not in os.environ:
                 self._advise()
             self._parts.check(self.members.values(), self.least)
 
@@ -156,6 +160,8 @@ class Roster:
             node.question = ""
             self._take_answer(node, reply)
             first = first or node.times == 1
+            if self.on_answer is not None:
+                self.on_answer()
         for node in self.nodes.values():
             if node.question and time.monotonic() >= node.until:
                 node.question = ""
@@ -164,6 +170,7 @@ class Roster:
 
     def _take_answer(self, node: Node, reply: Message) -> None:
         """Make a node a member if its answer is valid and it runs the same app; else refuse it."""
+        node.heard = time.time()
         try:
             with telling():
                 answers = content_of(reply).config_records
@@ -195,22 +202,41 @@ class Roster:
 
     def _refuse(self, node: Node, reason: str) -> None:
         node.member, node.refused = None, reason
-        log.warning("refused node %d: %s", node.node_id, reason)
+        self._refused_now.append(reason)
+        if len(self._refused_now) <= REFUSALS_TOLD:
+            log.warning("refused node %d: %s", node.node_id, reason)
 
     # Messages for people.
+
+    def _tell_of_the_rest(self) -> None:
+        """Log how many more were refused than have a line of their own."""
+        if rest := self._refused_now[REFUSALS_TOLD:]:
+            log.warning("refused %s more: %s", count(len(rest), "node"), listed(rest))
+        self._refused_now.clear()
+
+    def _why_nobody_trains(self) -> str:
+        """Explain that there is no member, and what to do."""
+        if not self.refused:
+            return (
+                "no node to train on: none is connected. Expected at least one that can train; "
+                "start SuperNodes"
+            )
+        number = len(self.refused)
+        told = "the one that is connected was" if number == 1 else f"all {number} were"
+        return f"no node to train on: {told} refused: {listed(self.refused.values())}"
 
     def _introduce(self) -> None:
         """Log who is there, and how many parts of the data have no node."""
         members = self.members.values()
         shares = sorted({m.share for m in members})
         log.info(
-            "%d nodes with %d examples, budgets %s, on %s",
-            len(members), sum(m.examples for m in members),
+            "%s with %s, budgets %s, on %s",
+            count(len(members), "node"), count(sum(m.examples for m in members), "example"),
             listed((f"{s:g}" for s in shares), 20, ", "),
             listed(sorted({m.device for m in members}), 20, ", "),
         )  # fmt: skip
         if (missing := self.partitions - len(members)) > 0:
-            log.warning("%d partitions have no node; their data is not used", missing)
+            log.warning("%s without a node: their data is not used", count(missing, "partition"))
 
     def _advise(self) -> None:
         """Log how to simulate as many clients as the preset is made for, if Flower chose fewer."""

@@ -40,6 +40,7 @@ from ravan_flwr.server.replies import (
 from ravan_flwr.server.robust import FEWEST
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.state import ServerState
+from ravan_flwr.server.status import Status
 
 log = getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Run:
     roster: Roster
     mail: Mailbox
     state: ServerState
+    status: Status
 
 
 class Round(ABC):
@@ -152,7 +154,8 @@ class Round(ABC):
         return float(self.run.roster.examples(member)) if by_examples else 1.0
 
     def _open_exchange(self) -> Exchange:
-        return Exchange(self.run.mail, self.run.roster.nodes, self.ledger)
+        run = self.run
+        return Exchange(run.mail, run.roster.nodes, self.ledger, run.status)
 
 
 class TrainingRound(Round):

@@ -16,6 +16,7 @@ from flwr.serverapp import Grid
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.member import Member
 from ravan_flwr.methods.base import Method
+from ravan_flwr.runs.console import count
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.ledger import Ledger
 from ravan_flwr.server.roster import Roster
@@ -60,8 +61,8 @@ class Sampler:
         if ledger.left_out != self._left_out:
             self._left_out = ledger.left_out
             log.info(
-                "%d clients cannot afford the whole of %s and are left out: partitions %s",
-                len(ledger.left_out), self.config.method,
+                "%s left out, which cannot afford the whole of %s: partitions %s",
+                count(len(ledger.left_out), "client"), self.config.method,
                 ", ".join(map(str, ledger.left_out)) or "none",
             )  # fmt: skip
         self._check_budgets(self.roster.members.values())

@@ -18,6 +18,7 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.wire import encode
 from ravan_flwr.methods.base import Method, Tensors
+from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics, RoundRecord
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
@@ -28,6 +29,7 @@ from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.round import CalibrationRound, Run, TrainingRound
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.state import ServerState
+from ravan_flwr.server.status import Status, Tell
 
 log = getLogger(__name__)
 
@@ -50,7 +52,8 @@ class FederatedTuning(Strategy):
     method's `fixed` tensors, if its method has any, the server's `memory` (the optimiser's
     moments, the usual changes), and the number of `partitions` that its nodes shared the data in.
     `measured` names the metrics that a client must report of an evaluation. `dealt_out` returns
-    the numbers of examples that clients train on, when so many of them share the data.
+    the numbers of examples that clients train on, when so many of them share the data. `tell` is
+    called with what the run does whenever that changes.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class FederatedTuning(Strategy):
         partitions: int | None = None,
         measured: Sequence[str] = ("loss", "accuracy"),
         dealt_out: Callable[[int], Sequence[int]] | None = None,
+        tell: Tell | None = None,
     ) -> None:
         self.config, self.method = config, method
         self.recorder, self.first_round, self._measured = recorder, first_round, measured
@@ -81,19 +85,26 @@ class FederatedTuning(Strategy):
         self.state = ServerState(config, method, derived, memory)
         self.mail = Mailbox(None if fixed is None else to_record(fixed))
         self._sampler = Sampler(config, method, self.roster)
-        self._run = Run(config, method, self.roster, self.mail, self.state)
+        self._status = Status(self.roster, tell)
+        self._run = Run(config, method, self.roster, self.mail, self.state, self._status)
         self._round: TrainingRound | None = None
 
     def summary(self) -> None:
         """Log what is about to run."""
         log.info(
             "%s%s, %d trained parameters beside the classifier (%.1f %% of a LoRA of rank %d); "
-            "%d clients a round, %d local steps of %d",
+            "%s a round, %s of %d",
             self.config.method, f", rank {self.method.rank}" if self.method.rank else "",
             self.method.trainable_parameters(),
             100 * self.method.trainable_parameters() / self.method.budget, self.config.lora_rank,
-            self.config.clients_per_round, self.config.local_steps, self.config.batch_size,
+            count(self._a_round, "client"), count(self.config.local_steps, "local step"),
+            self.config.batch_size,
         )  # fmt: skip
+
+    @property
+    def _a_round(self) -> int:
+        """Count the clients that a round can have, as far as they are here."""
+        return min(self.config.clients_per_round, len(self.roster.members))
 
     def start(
         self,
@@ -108,11 +119,12 @@ class FederatedTuning(Strategy):
         """Run the rounds; the arrays of the last are the result's."""
         train_config = train_config or ConfigRecord()
         evaluate_config = evaluate_config or ConfigRecord()
-        self.summary()
         guard()
         result = Result()
         # 1. Recruit: query every node; the valid ones are members of the roster.
+        self._status.begin("recruiting", self.first_round - 1, num_rounds)
         self.roster.recruit(grid, wait=True)
+        self.summary()
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
         arrays = self._calibrate(grid, initial_arrays, timeout)
         for number in range(self.first_round, num_rounds + 1):
@@ -135,6 +147,7 @@ class FederatedTuning(Strategy):
             if number % self.config.eval_every == 0 or number == num_rounds:
                 with round_.ledger.timed("evaluate"):
                     if evaluate_fn is not None:
+                        self._status.begin("evaluating", number)
                         metrics = evaluate_fn(number, arrays)
                     else:
                         asked = list(self.configure_evaluate(number, arrays, evaluate_config, grid))
@@ -144,6 +157,7 @@ class FederatedTuning(Strategy):
                 result.evaluate_metrics_serverapp[number] = metrics
             # 8. Record: the round's line, then the checkpoint, both on disk before the next round.
             record = round_.ledger.record(cast(Metrics, dict(metrics or {})))
+            self._status.begin("saving", number)
             self.recorder.round_done(record, self.state.tensors, self.state.memory)
             # 9. Recruit nodes that have come meanwhile.
             self.roster.recruit(grid)

@@ -93,9 +93,7 @@ def _read_row(where: str, study: Mapping[str, Any], settings: dict[str, Any]) ->
     """Read a row, and check its settings with each learning rate that it may be run with."""
     clients = settings.pop("num-clients", study["num-clients"])
     if type(clients) is not int or clients < 1:
-        raise ValueError(
-            f"{where}: num-clients = {clients!r}: expected a whole number at least 1; change it"
-        )
+        raise ValueError(f"{where}: num-clients = {clients!r}: expected a whole number at least 1")
     choose = study["choose"]
     rates = [] if "learning-rate" in settings else choose["learning-rate"]
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.words import words_of
+from ravan_flwr.specs import THREAD_NUMBERS
 from ravan_flwr.studies.clock import Clock, Work
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.spec import PlannedRun, Row
@@ -78,8 +79,9 @@ def run_missing(
     todo = [run for run in runs if run.summary(folder) is None]
     log.info("%s: %d runs, %d of them done", what, len(runs), len(runs) - len(todo))
     # Side by side they share the cores; alone a run decides, and a number of the user's is kept.
-    threads = str(max(1, (os.cpu_count() or 1) // how.jobs))
-    environment = ({"OMP_NUM_THREADS": threads} if how.jobs > 1 else {}) | os.environ
+    environment = dict(os.environ)
+    if how.jobs > 1 and not any(os.environ.get(name) for name in THREAD_NUMBERS):
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // how.jobs))
     failed: dict[PlannedRun, str] = {}
     now = sum((Work(1, run.num_rounds) for run in todo), start=Work())
 

@@ -81,6 +81,14 @@ def _dropout_of(work: ClientRound, device: torch.device) -> Iterator[None]:
         yield
 
 
+def check_precision(precision: str, device: torch.device) -> None:
+    """Raise ValueError if a device cannot train in that precision."""
+    if precision == "float16" and device.type == "cpu":
+        raise ValueError(
+            "precision = 'float16': got a CPU, expected an accelerator; use bfloat16 or float32"
+        )
+
+
 class _Stepper:
     """Run forward, backward and Adam over a client's batches, in the precision asked for."""
 
@@ -99,10 +107,7 @@ class _Stepper:
         order = training_batches(len(examples), steps.batch_size, random, lengths)
         self.batches = _batches(examples, task, order, self.device)
         self.dtype = PRECISIONS[steps.precision]
-        if self.dtype is torch.float16 and self.device.type == "cpu":
-            raise ValueError(
-                "precision = 'float16': got a CPU, expected an accelerator; use bfloat16 or float32"
-            )
+        check_precision(steps.precision, self.device)
         scales = self.dtype is torch.float16
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scales)
         self.losses: list[Tensor] = []

@@ -15,13 +15,14 @@ from contextlib import contextmanager
 
 import torch
 
+from ravan_flwr.specs import THREAD_NUMBERS
+
 SMALL = 20_000_000  # pretrained parameters times examples in a step's batch
-_SET_BY_USER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def suitable_threads(size: int, batch_size: int) -> int | None:
     """Count the threads for a network of so many parameters; None where a number was set."""
-    if any(os.environ.get(name) for name in _SET_BY_USER):
+    if any(os.environ.get(name) for name in THREAD_NUMBERS):
         return None
     if size * batch_size <= SMALL:
         return 1

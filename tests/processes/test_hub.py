@@ -8,10 +8,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.data.hub import model_folder, weight_files
+from ravan_flwr.data.hub import NotHereError, model_folder, telling, weight_files
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.text import load_tokenizer
 from ravan_flwr.training.network import build_network
@@ -302,3 +303,37 @@ def test_a_models_folder_runs_no_code(tmp_path):
     with pytest.raises(ValueError, match="preprocessor_config.json cannot be used"):
         _ = vision.reader
     assert not (tmp_path / "ran").exists()
+
+
+def test_fetch_does_not_advise_to_fetch_and_nothing_is_cut_off(run, tmp_path):
+    given = ["fetch", "glue-llama", "glue-task=rte", "model=org/bert"]
+    ended = run(None, tmp_path / "home", *given, offline=False)
+    assert ended.returncode == 2
+    assert "model org/bert: it is not in the cache, and the hub cannot be reached" in ended.stderr
+    assert "ravan-flwr fetch" not in ended.stderr
+    assert "connect this machine, or name a folder, model=/path, and try again" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        httpx.ConnectError("[Errno -2] Name or service not known"),
+        httpx.ReadTimeout("The read operation timed out"),
+        ConnectionError("reset"),
+    ],
+)
+def test_every_way_of_not_reaching_the_hub_is_told(error):
+    told = "model org/x: it is not in the cache.*fetch PRESET"
+    with pytest.raises(NotHereError, match=told), telling("model", "org/x"):
+        raise error
+
+
+def test_long_reasons_end_with_a_sentence():
+    sentence = "The library explains itself at length, and one more time, to be sure of it. "
+    with pytest.raises(NotHereError) as told, telling("data", "org/x"):
+        raise FileNotFoundError(sentence * 9)
+    assert "FileNotFoundError: The library explains itself" in str(told.value)
+    assert "to be sure of it; run `ravan-flwr fetch PRESET`" in str(told.value)
+    with pytest.raises(NotHereError) as told, telling("data", "org/x"):
+        raise FileNotFoundError("word " * 900)
+    assert "word ...; run `ravan-flwr fetch PRESET`" in str(told.value)

@@ -24,6 +24,7 @@ from ravan_flwr.runs import tracking
 from ravan_flwr.runs.history import RecordedRun, group_runs
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.specs import Scalar
+from tests.hostile_texts import HOSTILE
 
 SHORT: dict[str, Scalar] = {
     "num-rounds": 3, "local-steps": 2, "batch-size": 8, "report": False, "tracking": "none",
@@ -175,18 +176,6 @@ def test_text_from_outside_is_escaped_and_rejections_are_listed(runs, tmp_path):
     assert "This run has not finished." in page.text
 
 
-HOSTILE = [
-    "<script>alert(1)</script>",
-    "</td></table></details></body><h1>another page</h1>",
-    "\"' onmouseover='alert(1)' <img src=https://example.org/x onerror=alert(1)>",
-    "{{ 7 * 7 }} {% include 'x' %} {# no comment #}",
-    "&lt;b&gt; &amp;#60; \u003cscript\u003e",
-    "one line\nanother\r\n\ttext \x00\x07\x1b[31m",
-    "\u202egnp.exe \u200b \ufeff ＜script＞ ‹b›",
-    "half a character: \ud800, and two bytes read as Latin: \xc3\xa9 \xfe\xff",
-]
-
-
 def test_hostile_reasons_stay_text_and_change_nothing_else(runs, tmp_path):
     """Reasons and names come from clients: each stays in its cell, whatever is in it."""
 
@@ -302,6 +291,46 @@ def test_what_is_no_run_is_told(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path)])
     assert "has no finished round, expected at least one" in capsys.readouterr().err
+
+
+def test_of_several_runs_those_without_a_round_are_skipped_by_name(runs, tmp_path, capsys):
+    unfinished = copied(runs[0], tmp_path / "unfinished", lambda records: [])
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "lock").write_text("process 1 on x")
+    main(["report", str(unfinished), str(runs[0]), str(begun), "--output", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    assert f"skipped: {unfinished} has no finished round" in printed
+    assert f"skipped: {begun} has only begun" in printed
+    assert read_page(tmp_path / "out" / "index.html").text.count("Settings") == 1
+    for given, told in (
+        ([unfinished, begun], "report: none of 2 runs has a finished round, expected at least one"),
+        ([runs[0], tmp_path], "found no config.json there"),  # no run at all is a mistake
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(["report", *map(str, given), "--output", str(tmp_path / "none")])
+        assert end.value.code == 2
+        assert told in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_runs_of_versions_with_other_settings_are_compared(runs, tmp_path):
+    """What one of them has not is its default there, and no difference where the other has that."""
+
+    def changed(name, **changes):
+        folder = copied(runs[0], tmp_path / name)
+        config = json.loads((folder / "config.json").read_text()) | changes
+        config = {key: value for key, value in config.items() if value != "GONE"}
+        (folder / "config.json").write_text(json.dumps(config))
+        return RecordedRun.read(folder)
+
+    now, later = changed("now"), changed("later", **{"a-later-key": True})
+    earlier = changed("earlier", **{"wire": "GONE", "max-update-norm": "GONE", "rank": "GONE"})
+    assert list(group_runs([now, later])) == ["a-later-key None", "a-later-key True"]
+    assert list(group_runs([now, earlier])) == ["rank 13", "rank None"]
+    assert list(group_runs([earlier, now])) == ["rank None", "rank 13"]
+    with pytest.raises(ValueError, match=r"config.json lacks method, expected the settings"):
+        changed("void", method="GONE")
 
 
 def test_spectra_are_the_singular_values_of_the_delta_weights(runs, tmp_path):

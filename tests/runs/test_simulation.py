@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import safetensors.torch
 import torch
+from flwr.supercore.run import Run
 
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
@@ -16,7 +17,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.budgets import affordable, budget_share
 from ravan_flwr.results.reopen import result_of
 from ravan_flwr.runs.history import RecordedRun, group_runs
-from ravan_flwr.specs import Scalar
+from ravan_flwr.specs import NODES_CHOSEN, Scalar
 from ravan_flwr.training import local_steps as training
 from ravan_flwr.training.workbench import get_workbench
 
@@ -44,7 +45,7 @@ def test_a_run_directory_has_everything(tmp_path):
     directory = simulation.run_dir
     assert {p.name for p in directory.iterdir()} == {
         "config.json", "rounds.jsonl", "summary.json", "checkpoints", "adapter", "report",
-        "tensorboard",
+        "tensorboard", "status.json", "log.txt",
     }  # fmt: skip
     config = json.loads((directory / "config.json").read_text())
     assert (config["rank"], config["heads"], config["num-rounds"]) == (13, 4, 2)
@@ -268,7 +269,8 @@ def test_the_command_prints_a_line_a_round_and_the_directory_first_and_last(tmp_
     rounds = [line for line in lines if line.startswith("round ")]
     assert len(rounds) == 2
     assert "accuracy 0." in rounds[0]
-    assert "heads 4+4+4" in rounds[0]
+    assert "heads 4 x 3  up" in rounds[0]
+    assert any("; 3 clients a round, 1 local step of 32" in line for line in lines)
     assert lines[-3].startswith("done: accuracy 0.")
     assert " after 2 rounds in " in lines[-3]
     assert "the preset is made for" not in "\n".join(lines)  # who says how many means that many
@@ -283,6 +285,88 @@ def test_who_runs_with_flowers_two_nodes_is_told_how_to_have_more(
     printed = capsys.readouterr().out
     assert ("the preset is made for 20 clients" in printed) == told
     assert " after 1 round in " in printed
+
+
+def test_two_real_devices_or_two_that_were_asked_for_are_advised_nothing(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(InProcessGrid, "in_process", False)
+    with monkeypatch.context() as patch:
+        patch.setenv(NODES_CHOSEN, "1")  # as `ravan-flwr run num-clients=2`
+        run(tmp_path, num_rounds=1, local_steps=1, num_clients=2)
+    monkeypatch.setattr(InProcessGrid, "run", Run.create_empty(1))  # a deployment's
+    run(tmp_path, num_rounds=1, local_steps=1, num_clients=2)
+    assert "the preset is made for" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["num-clients=5000"], "5000 clients share 1438 examples, expected at least one each"),
+        (["precision=float16", "device=cpu"], "precision = 'float16': got a CPU"),
+    ],
+)
+def test_what_every_client_would_refuse_is_refused_once_and_before_anything(
+    tmp_path, capsys, words, told
+):
+    with pytest.raises(SystemExit) as end:
+        main(["simulate", f"output-dir={tmp_path}", *words])
+    assert end.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert told in printed.err
+    assert printed.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_without_effect_are_told_in_a_line_each(tmp_path, capsys):
+    words = ["num-clients=2", "num-rounds=1", "local-steps=1", "method=fedit", "heads=8"]
+    main(["simulate", f"output-dir={tmp_path}", "clients-per-round=30", *words])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "warning: no effect with method=fedit: heads=8"
+    assert lines[2] == (
+        "warning: clients-per-round=30: there are 2 clients, and every round asks all of them"
+    )
+    assert sum("warning" in line for line in lines) == 2
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    def interrupted_in(round_number):
+        def train(*arguments):
+            if arguments[-1][1] == round_number:
+                raise KeyboardInterrupt
+            return training.train_locally(*arguments)
+
+        monkeypatch.setattr("ravan_flwr.client.answers.train_locally", train)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / str(round_number), num_rounds=3)
+        (folder,) = (tmp_path / str(round_number)).iterdir()
+        return folder, capsys.readouterr().out.splitlines()[-1]
+
+    folder, last = interrupted_in(2)
+    assert last == f"stopped; to go on, with the same settings: resume={folder}"
+    assert last in (folder / "log.txt").read_text()
+    folder, last = interrupted_in(1)
+    assert last.startswith("stopped; no round has finished, so that there is nothing to go on from")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        (1, "num-rounds = 1: 2 rounds are already done, so that nothing is trained; ask for more "
+            "than 2, or go back with resume="),
+        (2, "num-rounds = 2: 2 rounds are already done, so that nothing is trained; ask for more "
+            "than 2"),
+        (3, ""),
+    ],
+)  # fmt: skip
+def test_who_goes_on_with_a_run_that_is_done_is_told(tmp_path, caplog, wanted, told):
+    first = run(tmp_path)
+    caplog.clear()
+    again = run(tmp_path, num_rounds=wanted, resume=str(first.run_dir))
+    assert again.summary["rounds"] == max(2, wanted)
+    assert ("already done" in caplog.text) == bool(told)
+    assert told in caplog.text
 
 
 @pytest.mark.parametrize(

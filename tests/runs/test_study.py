@@ -3,6 +3,7 @@
 import csv
 import functools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,28 @@ def test_runs_that_die_without_a_word_are_listed(tmp_path, monkeypatch, caplog):
     assert "it ended with status -9 and said nothing" in caplog.text
     listed = (tmp_path / "out" / "results.md").read_text().partition("## Failed")[2]
     assert listed.count("seed=1") == 2
+
+
+@pytest.mark.parametrize(
+    ("jobs", "given", "expected"),
+    [
+        (2, {}, f"{max(1, (os.cpu_count() or 1) // 2)} -"),
+        (1, {}, "- -"),
+        (2, {"OMP_NUM_THREADS": "7"}, "7 -"),
+        (2, {"MKL_NUM_THREADS": "5"}, "- 5"),
+    ],
+)
+def test_a_study_keeps_the_users_number_of_threads(
+    tmp_path, monkeypatch, caplog, jobs, given, expected
+):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    told = "echo threads ${OMP_NUM_THREADS:--} ${MKL_NUM_THREADS:--} >&2; false"
+    monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["sh", "-c", told])
+    assert not run_study(write(tmp_path), tmp_path / "out", jobs=jobs)
+    assert caplog.text.count(f": threads {expected}\n") >= 4
 
 
 def test_an_interrupted_study_begins_no_further_run(tmp_path, monkeypatch):

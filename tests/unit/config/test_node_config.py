@@ -20,6 +20,11 @@ def test_a_node_config_is_read():
     assert read_node(OWN | {"budget": "auto"}).budget == "auto"
 
 
+@pytest.mark.parametrize(("value", "read"), [("yes", True), ("no", False), (True, True)])
+def test_the_yes_and_no_of_run_keys_are_read_here_as_well(value, read):
+    assert read_node(OWN | {"warm-worker": value}).warm_worker is read
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -32,6 +37,7 @@ def test_a_node_config_is_read():
         ({"data-path": 3}, "data-path is 3, expected the path of a folder as text"),
         ({"cache-dir": "here"}, "cache-dir is 'here', expected the absolute path of a folder"),
         ({"warm-worker": "true"}, "warm-worker is 'true', expected true or false, without quot"),
+        ({"warm-worker": "maybe"}, "warm-worker is 'maybe', expected true or false"),
         ({"buget": 0.5}, "got buget, expected budget perhaps"),
         ({"data_path": "/data"}, "got data_path, expected data-path perhaps"),
     ],

@@ -2,6 +2,8 @@
 
 import pytest
 
+from ravan_flwr.cli import main
+from ravan_flwr.config.key import nearest
 from ravan_flwr.config.words import read_settings, words_of
 from ravan_flwr.specs import Scalar
 
@@ -43,3 +45,37 @@ def test_words_read_back_as_the_settings_that_they_were_written_from():
 def test_a_key_that_is_given_twice_is_refused():
     with pytest.raises(ValueError, match="seed: got it twice, as 1 and 2"):
         read_settings(["seed=1", "seed=2"])
+
+
+@pytest.mark.parametrize(
+    ("value", "choices", "meant"),
+    [
+        ("hetLoRA", ("fedit", "hetlora", "flexlora"), "hetlora"),
+        ("RAVAN", ("ravan", "full"), "ravan"),
+        ("num_rounds", ("num-rounds", "seed"), "num-rounds"),
+        ("num-client", ("max-length", "num-clients"), "num-clients"),
+        ("cra", ("Crab", "Ray"), "Crab"),
+        ("zzz", ("ravan", "full"), None),
+    ],
+)
+def test_the_nearest_choice_whatever_its_case(value, choices, meant):
+    assert nearest(value, choices) == meant
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["num-client=5"], "unknown key 'num-client': did you mean 'num-clients'?"),
+        (["--num-rounds=3"], "keys are written without dashes: num-rounds=3"),
+        (["--num_rounds", "3"], "keys are written without dashes: num-rounds=VALUE"),
+        (["--zzzzzz"], "unrecognized argument '--zzzzzz'\n"),
+        (["num-clients=0"], "num-clients = 0: expected a whole number at least 1, such as 20\n"),
+        (["seed=-1"], "seed = -1: expected a whole number at least 0 and at most 2147483647\n"),
+        (["method=hetLoRA"], "method 'hetLoRA' is unknown: did you mean 'hetlora'?"),
+    ],
+)
+def test_what_is_mistyped_is_told_once(words, told, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["simulate", *words])
+    assert end.value.code == 2
+    assert told in capsys.readouterr().err

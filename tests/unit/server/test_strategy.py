@@ -366,8 +366,27 @@ def test_a_node_that_does_not_fit_is_refused_by_name(change, reason, caplog):
     assert len(strategy.roster.members) == 3
 
 
+def test_many_refusals_are_not_told_one_by_one(caplog):
+    with pytest.raises(RuntimeError, match="no node to train on: all 500 were refused: its back"):
+        run(Nodes(500, backbone="other"))
+    told = [record.message for record in caplog.records if "refused" in record.message]
+    assert len(told) == 6
+    assert told[0].startswith("refused node 11: its backbone")
+    assert told[-1].startswith("refused 495 nodes more: its backbone")
+
+
+def test_a_round_is_told_to_have_the_clients_that_are_there(caplog):
+    caplog.set_level("INFO")
+    run(Nodes(2), rounds=1, clients_per_round=3)
+    assert "; 2 clients a round, " in caplog.text
+    assert "2 nodes with 20 examples" in caplog.text
+    run(Nodes(1), rounds=1, clients_per_round=3)
+    assert "; 1 client a round, " in caplog.text
+    assert "1 node with 10 examples" in caplog.text
+
+
 def test_no_node_that_can_train_stops_the_run_and_says_why_once():
-    told = r"no node to train on: its backbone [^;]*; give it the server's\. Expected"
+    told = r"no node to train on: all 4 were refused: its backbone [^;]*; give it the server's$"
     with pytest.raises(RuntimeError, match=told):
         run(Nodes(backbone="other"))
     empty = Nodes()

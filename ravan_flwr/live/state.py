@@ -1,0 +1,85 @@
+"""Say what a run does now: it goes on, has ended, has failed, or nothing is heard of it."""
+
+from dataclasses import dataclass
+
+from ravan_flwr.live.following import Seen
+from ravan_flwr.runs.console import remaining
+
+SILENCE = 600.0  # seconds after which a run on another machine may have ended
+
+
+@dataclass(frozen=True)
+class Now:
+    """Hold the state in a word and a sentence, which may end in how long that has been so."""
+
+    kind: str  # running, finished, failed, stopped
+    word: str
+    text: str
+    since: float | None = None  # in seconds since 1970
+    advice: str = ""
+    done: float = 0.0  # the share of the rounds
+
+
+def rounds_of(seen: Seen) -> int:
+    """Return how many rounds there will be; 0 if that is not known yet."""
+    if seen.status and seen.status["rounds"]:
+        return seen.status["rounds"]
+    planned = seen.config.get("num-rounds")
+    return planned if type(planned) is int else 0
+
+
+def seconds_left(seen: Seen) -> float | None:
+    """Estimate the time to the last round; None if the run does not go on."""
+    if not is_going_on(seen) or not seen.rounds or not rounds_of(seen):
+        return None
+    return remaining(
+        [r["seconds"] for r in seen.rounds], rounds_of(seen) - seen.rounds[-1]["round"]
+    )
+
+
+def is_going_on(seen: Seen) -> bool:
+    """Return whether a process works on the run, as far as one can tell."""
+    if seen.holder == "unknown":
+        return seen.summary is None and seen.failure is None
+    return seen.holder == "a process"
+
+
+def now_of(seen: Seen) -> Now:
+    """Say what the run does."""
+    last = seen.rounds[-1]["round"] if seen.rounds else 0
+    done = min(1.0, last / rounds_of(seen)) if rounds_of(seen) else 0.0
+    if is_going_on(seen):
+        return _going_on(seen, done)
+    after = f"after {last} round{'' if last == 1 else 's'}"
+    advice = f"To go on, with the same settings: resume={seen.path}"
+    if seen.failure is not None:
+        return Now("failed", "failed", f"It failed {after}: {seen.failure}", None, advice, done)
+    if seen.summary is not None:
+        return Now("finished", "finished", f"It ended {after}.", None, "", 1.0)
+    if not last:
+        advice = "No round has finished, so that there is nothing to go on from; start a new run."
+    how = "Its process is gone" if seen.holder == "a dead process" else "It was stopped"
+    text = f"{how} {after}, without a result. Nothing has been heard of it for"
+    return Now("stopped", "stopped", text, seen.heard, advice, done)
+
+
+def _going_on(seen: Seen, done: float) -> Now:
+    """Say which step of which round it is in, and for how long."""
+    status, advice = seen.status, ""
+    if not any(record["round"] for record in seen.rounds):
+        advice = "No round has finished yet; the pictures come with the first."
+    if seen.holder == "unknown":
+        advice = f"Its process is not of this machine: whether it lives cannot be seen. {advice}"
+    if status is None:
+        text = "It is being prepared" if not seen.rounds else "It goes on"
+        return Now(
+            "running", "running", f"{text}. Nothing was written for", seen.heard, advice, done
+        )
+    asked, number = len(status["asked"]), status["round"]
+    answers = f", {len(status['answered'])} of {asked} clients have answered" if asked else ""
+    here = len(status["nodes"])
+    text = {
+        "recruiting": f"Waiting for clients, {here} {'is' if here == 1 else 'are'} here",
+        "calibrating": f"Calibrating before the first round{answers}",
+    }.get(status["doing"], f"Round {number} of {rounds_of(seen)}: {status['doing']}{answers}")
+    return Now("running", "running", f"{text}, for", status["since"], advice, done)

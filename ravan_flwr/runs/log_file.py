@@ -1,0 +1,50 @@
+"""Append the run's log lines, each with its time, to `log.txt` in its directory."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ravan_flwr.runs.console import log
+
+NAME = "log.txt"
+_FORM = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S")
+
+
+class _Appending(logging.FileHandler):
+    """Append lines; a full disk loses some, and stops nothing."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        del record
+
+
+@contextmanager
+def logging_to(folder: Path) -> Iterator[None]:
+    """Append what the package logs meanwhile to the folder's log."""
+    try:
+        # Text can hold halves of characters, which are no text in UTF-8.
+        handler = _Appending(folder / NAME, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        log.warning("no log file: %s", error)
+        yield
+        return
+    handler.setFormatter(_FORM)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+def last_lines(folder: Path, most: int = 200, most_bytes: int = 65536) -> list[str]:
+    """Read the last lines of the folder's log; none if there is no log."""
+    try:
+        with (folder / NAME).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - most_bytes))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    lines = text.splitlines()
+    return lines[1 if size > most_bytes else 0 :][-most:]  # the first may have been cut

@@ -1,0 +1,88 @@
+"""Write and read `status.json`: what a run does at this moment, and who takes part.
+
+A page shows it while the run goes on (`live/`). It is no record: nothing of the run depends on it,
+it may be some moments old, and runs of earlier versions have none.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypedDict, cast, get_args, get_origin, get_type_hints, is_typeddict
+
+from ravan_flwr.runs.directory import write_atomically
+
+NAME = "status.json"
+LARGEST = 1e18  # of a number in it
+
+NodeStatus = TypedDict(
+    "NodeStatus",
+    {
+        "partition-id": int,
+        "share": float,  # of the largest budget
+        "device": str,
+        "examples": int,
+        "own-data": bool,
+        "versions": str,
+        "heard": float,  # when it last sent something, in seconds since 1970
+    },
+)
+
+
+class RefusedNode(TypedDict):
+    """Name a node that cannot take part, and say why."""
+
+    node: str
+    reason: str
+
+
+class RunStatus(TypedDict):
+    """Hold what the run does, and who takes part."""
+
+    doing: str  # recruiting, calibrating, training, evaluating, saving
+    since: float  # in seconds since 1970
+    round: int  # 0 before the first
+    rounds: int  # how many there will be: a run that goes on may get more than at first
+    asked: list[int]  # partitions that were sent a message in this step
+    answered: list[int]  # those of them that replied
+    partitions: int  # in how many the data is shared
+    nodes: list[NodeStatus]
+    refused: list[RefusedNode]
+
+
+def write_status(folder: Path, status: RunStatus) -> None:
+    """Write the file, whole; a disk that is full costs the page something, and the run nothing."""
+    with suppress(OSError, ValueError):
+        text = json.dumps(status, allow_nan=False)
+        write_atomically(folder / NAME, text.encode(), durable=False)
+
+
+def read_status(folder: Path) -> RunStatus | None:
+    """Read the file; None if there is none, or it is not as a run writes it."""
+    try:
+        content: object = json.loads((folder / NAME).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return cast(RunStatus, content) if fits(content, RunStatus) else None
+
+
+def fits(value: object, kind: Any) -> bool:
+    """Tell whether a JSON value has a type: a TypedDict, a list of one type, or a plain one."""
+    if is_typeddict(kind):
+        fields = get_type_hints(kind)
+        return isinstance(value, dict) and all(
+            key in value and fits(value[key], fields[key]) for key in fields
+        )
+    if get_origin(kind) is list:
+        (each,) = get_args(kind)
+        return isinstance(value, list) and all(
+            fits(one, each) for one in cast(Sequence[Any], value)
+        )
+    if kind in (int, float):
+        return type(value) in ((int,) if kind is int else (int, float)) and _is_sane(value)
+    return type(value) is kind
+
+
+def _is_sane(value: Any) -> bool:
+    return bool(-LARGEST < value < LARGEST) and math.isfinite(value)

@@ -1,0 +1,82 @@
+"""Tell what the run does now, and who takes part, whenever that changes: for `status.json`."""
+
+import time
+from collections.abc import Callable, Collection
+
+from ravan_flwr.messages.member import Member
+from ravan_flwr.runs.status import RunStatus
+from ravan_flwr.server.nodes import Node
+from ravan_flwr.server.roster import Roster
+
+SHARE = 0.05  # of the time, at most, for telling of single replies
+
+Tell = Callable[[RunStatus], None]
+
+
+class Status:
+    """Keep what the run does, and tell it."""
+
+    def __init__(self, roster: Roster, tell: Tell | None) -> None:
+        self._roster, self._tell = roster, tell
+        self._doing, self._since, self._round, self._rounds = "recruiting", time.time(), 0, 0
+        self._asked: list[int] = []
+        self._answered: list[int] = []
+        self._not_before = 0.0
+        roster.on_answer = self._write_if_quick
+
+    def begin(
+        self, doing: str, number: int, rounds: int | None = None, asked: Collection[Member] = ()
+    ) -> None:
+        """Note that a step of a round begins, and which members were sent a message in it."""
+        self._doing, self._since, self._round = doing, time.time(), number
+        self._rounds = self._rounds if rounds is None else rounds
+        self._asked = sorted(member.partition_id for member in asked)
+        self._answered = []
+        self._write()
+
+    def answered(self, node: Node, member: Member) -> None:
+        """Note that a node replied to what it was sent."""
+        node.heard = time.time()
+        self._answered.append(member.partition_id)
+        self._write_if_quick()
+
+    def _write_if_quick(self) -> None:
+        """Tell it, unless that would take too much of the time: a large roster, many replies."""
+        if time.perf_counter() >= self._not_before:
+            self._write()
+
+    def _write(self) -> None:
+        if self._tell is None:
+            return
+        began = time.perf_counter()
+        self._tell(self._now())
+        ended = time.perf_counter()
+        self._not_before = ended + (ended - began) / SHARE
+
+    def _now(self) -> RunStatus:
+        members = ((node, node.member) for node in self._roster.nodes.values() if node.member)
+        return {
+            "doing": self._doing,
+            "since": self._since,
+            "round": self._round,
+            "rounds": self._rounds,
+            "asked": self._asked,
+            "answered": sorted(self._answered),
+            "partitions": self._roster.partitions,
+            "nodes": [
+                {
+                    "partition-id": member.partition_id,
+                    "share": member.share,
+                    "device": member.device,
+                    "examples": member.examples,
+                    "own-data": member.own_data,
+                    "versions": member.versions,
+                    "heard": node.heard,
+                }
+                for node, member in members
+            ],
+            "refused": [
+                {"node": str(node_id), "reason": reason}
+                for node_id, reason in self._roster.refused.items()
+            ],
+        }

@@ -1,0 +1,162 @@
+"""A person's browser at the live page: it renews itself, on a phone and at a desk, light and dark.
+
+The pictures that it takes lie in the test's temporary folder (`pytest --basetemp=FOLDER`).
+"""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+
+import pytest
+from PIL import Image, ImageStat
+
+from ravan_flwr.live.serving import make_server
+from testing.deployment import PATIENCE, wait_for
+from tests import ROOT
+from tests.browser import CHROMIUM, Browser
+from tests.followed import NOW, lines, node, record, run_in, status
+from tests.hostile_texts import HOSTILE
+
+in_a_browser = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser() as one:
+        yield one
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A run of some trouble, and the address of its page."""
+    folder = run_in(tmp_path / "a-run", rounds=37)
+    rejected = [{"client": "partition 4", "reason": HOSTILE[0]}]
+    every = [record(number, rejected=rejected if number == 9 else []) for number in range(1, 38)]
+    lines(folder, every)
+    nodes = [node(number, device=HOSTILE[number]) for number in range(5)]
+    told = status(round=38, rounds=60, nodes=nodes, refused=[{"node": "7", "reason": HOSTILE[2]}])
+    (folder / "status.json").write_text(json.dumps(told))
+    with make_server(folder, 0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield folder, f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@in_a_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desk"])
+def test_it_is_fit_to_look_at(browser, served, tmp_path, width, dark):
+    _, address = served
+    browser.complaints.clear()
+    browser.look_as(width=width, dark=dark)
+    browser.go(address)
+    picture = browser.picture(tmp_path / f"{width}-{'dark' if dark else 'light'}.png")
+    with Image.open(io.BytesIO(picture)) as image:
+        mean = sum(ImageStat.Stat(image.convert("L")).mean)
+    assert mean < 60 if dark else mean > 200
+    assert browser.complaints == []  # among them whatever the policy refuses
+    assert (
+        browser.see("document.documentElement.scrollWidth") == width
+    )  # nothing to scroll sideways
+    # Nothing is cut off or wider than the window, but what scrolls by itself.
+    assert browser.see(
+        "[...document.querySelectorAll('figure, .facts div, .state, h2, .note, p')]"
+        ".every(one => one.getBoundingClientRect().right <= innerWidth + 1)"
+    )
+    assert browser.see("document.querySelectorAll('svg').length") == 6
+    smallest = "Math.min(...[...document.querySelectorAll('svg text')].map(one => " \
+        "one.getBoundingClientRect().height))"  # fmt: skip
+    assert browser.see(smallest) >= 10  # pixels, so that it can be read
+
+
+@in_a_browser
+def test_it_renews_itself_and_keeps_what_is_open(browser, served):
+    folder, address = served
+    browser.look_as(width=1280)
+    browser.go(address)
+    browser.see("document.querySelector('details').open = true")
+    browser.see("document.querySelector('h1').dataset.mine = 'kept'")
+    with (folder / "rounds.jsonl").open("a") as file:
+        file.write(json.dumps(record(38, **{"train-loss": 0.1234})) + "\n")
+    browser.wait_for("document.body.textContent.includes('0.1234')")
+    assert browser.see("document.querySelector('details').open")
+    assert browser.see("document.body.textContent.includes('38 of 60')")
+    before = browser.see("document.querySelector('time').textContent")
+    browser.wait_for(f"document.querySelector('time').textContent !== {before!r}")  # seconds go by
+    (folder / "status.json").write_text(json.dumps(status(round=39, rounds=60, since=NOW)))
+    browser.wait_for("document.body.textContent.includes('Round 39 of 60')")
+
+
+@in_a_browser
+def test_what_clients_say_runs_nothing(browser, served):
+    folder, address = served
+    texts = [json.dumps(text) for text in HOSTILE]
+    (folder / "log.txt").write_text("\n".join(HOSTILE), errors="backslashreplace")
+    browser.complaints.clear()
+    browser.look_as(width=1280)
+    browser.see("window.alert = () => { window.alerted = true; }")
+    browser.go(address)
+    browser.wait_for(f"document.body.textContent.includes({texts[0]})")
+    assert browser.see("document.querySelectorAll('script').length") == 1
+    assert browser.see("document.querySelectorAll('img').length") == 0
+    assert not browser.see("window.alerted")
+    assert browser.complaints == []
+
+
+@in_a_browser
+def test_it_says_when_nobody_answers_any_more(browser, tmp_path):
+    with make_server(run_in(tmp_path), 0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        browser.look_as(width=1280)
+        browser.go(f"http://127.0.0.1:{server.server_port}/")
+        assert browser.see("document.getElementById('lost').hidden")
+        server.shutdown()
+    browser.wait_for("!document.getElementById('lost').hidden")
+    assert "No answer from ravan-flwr watch" in browser.see("document.body.innerText")
+
+
+@in_a_browser
+def test_without_a_script_it_loads_itself_anew(browser, served):
+    _, address = served
+    browser.look_as(width=1280, script=False)
+    try:
+        browser.go(address)
+        assert browser.see("document.querySelectorAll('svg').length") == 6
+        refresh = "document.querySelector('noscript meta[http-equiv=refresh]').content"
+        assert browser.see(refresh) == "5"
+    finally:
+        browser.look_as(width=1280)
+
+
+def page_at(address):
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        return answer.read().decode()
+
+
+def test_a_run_is_watched_from_its_first_round_to_its_death(python, tmp_path):
+    """A true run, another process that watches it, SIGKILL, and Ctrl-C."""
+    words = ["num-rounds=100000", "local-steps=1", "num-clients=3", "report=false",
+             f"output-dir={tmp_path / 'runs'}", "tracking=none"]  # fmt: skip
+    run = python.start(["-m", "ravan_flwr", "simulate", *words], log=tmp_path / "log")
+    wait_for(lambda: any(tmp_path.glob("runs/*/rounds.jsonl")), "a round")
+    (folder,) = (tmp_path / "runs").iterdir()
+    command = [sys.executable, "-m", "ravan_flwr", "watch", str(folder), "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as watch:
+        assert watch.stdout is not None
+        address = watch.stdout.readline().split()[1]
+        page = page_at(address)
+        assert "running" in page
+        assert " of 100000: " in page
+        assert page.count("s</time> ago") == 3  # each client was heard of
+        run.send_signal(signal.SIGKILL)
+        run.wait(PATIENCE)
+        page = page_at(address)
+        assert "Its process is gone after" in page
+        assert f"resume={folder}" in page
+        watch.send_signal(signal.SIGINT)
+        assert watch.wait(PATIENCE) == 0
+        assert watch.stdout.read() == "\n"

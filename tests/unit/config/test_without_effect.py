@@ -1,0 +1,58 @@
+"""Who gives a key that changes nothing is told so, and it is true that it changes nothing."""
+
+import pytest
+import torch
+
+from ravan_flwr.config.checks import without_effect
+from ravan_flwr.config.keys import KEYS
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.methods import METHODS
+from tests.methods import build, some_state, train_client
+
+OTHER = {
+    "heads": 5, "init": "gram-schmidt", "scaling": "constant", "scoring": "weight",
+    "selection": "global", "calibration-steps": 7, "layer-form": "factored", "rank": 1,
+    "lora-scale": 3.0, "init-scale": 2.0,
+}  # fmt: skip
+IGNORED = [(method, key) for method in METHODS for key in METHODS[method].ignored]
+
+
+@pytest.mark.parametrize(
+    ("given", "idle"),
+    [
+        ({}, []),
+        ({"method": "fedit", "heads": 8, "scoring": "weight"}, ["heads=8", "scoring=weight"]),
+        ({"method": "fedit", "heads": "auto", "rank": 4, "lora-scale": 2.0}, []),
+        ({"heads": 8, "scoring": "weight"}, []),
+        ({"lora-scale": 2.0}, ["lora-scale=2.0"]),
+        ({"method": "full", "rank": 3}, ["rank=3"]),
+        ({"server-learning-rate": 0.1}, ["server-learning-rate=0.1"]),
+        ({"server-learning-rate": 0.1, "server-optimizer": "adam"}, []),
+        ({"partition": "iid", "partition-alpha": 0.5}, ["partition-alpha=0.5"]),
+        ({"partition": "dirichlet", "partition-alpha": 0.5}, []),
+        ({"calibration-steps": 3}, ["calibration-steps=3"]),
+        ({"calibration-steps": 3, "init": "data-aware"}, []),
+    ],
+)
+def test_keys_without_effect(given, idle):
+    assert without_effect(given) == idle
+    assert without_effect({name: key.default for name, key in KEYS.items()} | given) == idle
+
+
+@pytest.mark.parametrize(("method", "key"), IGNORED)
+def test_what_a_method_ignores_changes_nothing(method, key):
+    def uploaded(**changes):
+        made, adapters = build(method, **changes)
+        state = some_state(made, adapters)
+        return state, train_client(made, adapters, state, 1.0, 3)
+
+    for one, other in zip(uploaded(), uploaded(**{key.replace("-", "_"): OTHER[key]}), strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("preset", ["digits-vit", "svhn-vit-b16"])
+@pytest.mark.parametrize("method", ["fedit", "fed-sb", "hetlora"])
+def test_heads_change_no_rank_of_a_method_that_has_none(preset, method):
+    given = {"preset": preset, "method": method}
+    assert read_config({**given, "heads": 8}).rank == read_config(given).rank
