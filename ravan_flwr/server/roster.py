@@ -26,6 +26,7 @@ log = getLogger(__name__)
 FLOWERS_NODES = 2  # of a simulation whose federation config says no number
 NODES_TIMEOUT = 60.0  # seconds to wait for the first node
 ROSTER_TIMEOUT = 20.0  # seconds to wait for the rest, from the last that came
+CATCH_UP = 60.0  # seconds for the answers of nodes that come when the result is delivered
 QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
 
 
@@ -35,7 +36,8 @@ class Roster:
     Every member has this server's code, `backbone` and `derived` fingerprints. `meant` is how many
     clients the preset is made for, `parts` in how many a run that goes on shared its data, and
     `max_share` the largest budget that the operator grants. A run does not begin with fewer than
-    `least` members while others may still come.
+    `least` members while others may still come. Where nobody is to train, `dealt_out` is false:
+    then it does not matter in how many parts a node thinks that the data is shared.
     """
 
     def __init__(
@@ -47,12 +49,15 @@ class Roster:
         max_share: float = 1.0,
         least: int = 1,
         examples: ExampleCounts | None = None,
+        *,
+        dealt_out: bool = True,
     ) -> None:
         self.meant, self.max_share, self.least = meant, max_share, least
         self.code, self.backbone, self.derived = code_fingerprint(), backbone, derived
         self.nodes: dict[int, Node] = {}
         self._parts = Partitions(parts)
         self._examples = examples or ExampleCounts()
+        self._dealt_out = dealt_out
         self._inbox = Inbox()
 
     @property
@@ -92,8 +97,7 @@ class Roster:
 
     def recruit(self, grid: Grid, *, wait: bool = False) -> None:
         """Query the nodes that are new, take the answers that came; at the start, wait for both."""
-        self._query(grid, wait=wait)
-        self._check_all()
+        self.gather(grid, wait=wait)
         if not self.members:
             raise RuntimeError(
                 f"no node to train on: {listed(self.refused.values()) or 'none is connected'}. "
@@ -104,6 +108,23 @@ class Roster:
             if not in_process(grid):
                 self._advise()
             self._parts.check(self.members.values(), self.least)
+
+    def gather(self, grid: Grid, *, wait: bool = False) -> None:
+        """Do as `recruit` does, and leave it to the caller whether there is anybody."""
+        self._query(grid, wait=wait)
+        self._check_all()
+
+    def catch_up(self, grid: Grid) -> None:
+        """Wait, not for long, for nodes that came, or came back, and have not answered yet."""
+        until = time.monotonic() + CATCH_UP
+        self.gather(grid)
+        while self._open_questions(grid) and time.monotonic() < until:
+            time.sleep(0.5)
+            self.gather(grid)
+
+    def _open_questions(self, grid: Grid) -> bool:
+        """Return whether a node that is connected has not answered."""
+        return any(self.nodes[n].question for n in grid.get_node_ids() if n in self.nodes)
 
     def _query(self, grid: Grid, *, wait: bool) -> None:
         """Ask and take answers, once, or until all are there or the time is up."""
@@ -182,9 +203,10 @@ class Roster:
 
     def _check_all(self) -> None:
         """Refuse members that do not fit to the others, or claim what they do not have."""
-        self._parts.settle(self.members.values())
-        self._refuse_all({k: self._parts.misfit(m) for k, m in self.members.items()})
-        self._refuse_all(self._examples.misfits(self.members.values(), self.partitions))
+        if self._dealt_out:
+            self._parts.settle(self.members.values())
+            self._refuse_all({k: self._parts.misfit(m) for k, m in self.members.items()})
+            self._refuse_all(self._examples.misfits(self.members.values(), self.partitions))
         # At last: a node that was refused before this holds no part of the data.
         self._refuse_all({k: self._parts.claim(m) for k, m in self.members.items()})
 
