@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import flwr
 import psutil
@@ -212,7 +212,7 @@ def _deliver(client: _Client) -> RecordDict:
     return RecordDict({"kept": ConfigRecord(answer)})
 
 
-def _keep(client: _Client) -> dict[str, str | bool]:
+def _keep(client: _Client) -> dict[str, Any]:
     from ravan_flwr.results.keeping import keep_result  # noqa: PLC0415 (no round needs it)
 
     node = client.node

@@ -56,7 +56,9 @@ def check_run_name(name: str) -> str:
 
 def read_parcel(config: Mapping[str, Any]) -> Parcel:
     """Check a message of unknown origin and make a parcel of it; ValueError if it is not sound."""
-    values = {field.name: config.get(field.name.replace("_", "-")) for field in fields(Parcel)}
+    values: dict[str, Any] = {
+        field.name: config.get(field.name.replace("_", "-")) for field in fields(Parcel)
+    }
     for field in fields(Parcel):
         if type(values[field.name]) is not field.type:
             key = field.name.replace("_", "-")

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -129,7 +129,7 @@ class _Told(RunDirectory):
         return self._config.as_dict()
 
     def read_summary(self) -> Summary:
-        return self._parcel.told  # type: ignore[return-value] (as from a file)
+        return cast(Summary, self._parcel.told)
 
 
 def _seal(beside: Path, mark: Mapping[str, Any]) -> None:
