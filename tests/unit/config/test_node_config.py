@@ -14,9 +14,12 @@ def test_a_node_config_is_read():
     assert read_node(OWN) == Node(0, 2)
     told = OWN | {
         "data-path": "/data", "budget": 1, "device": "cuda:1", "cache-dir": "/cache",
-        "warm-worker": True, "sensor": "left",
+        "warm-worker": True, "sensor": "left", "result-path": "/results", "result-form": "merged",
     }  # fmt: skip
-    assert read_node(told) == Node(0, 2, "/data", 1.0, "cuda:1", "/cache", warm_worker=True)
+    assert read_node(told) == Node(
+        0, 2, "/data", 1.0, "cuda:1", "/cache", warm_worker=True, result_path="/results",
+        result_form="merged",
+    )  # fmt: skip
     assert read_node(OWN | {"budget": "auto"}).budget == "auto"
 
 
@@ -32,6 +35,10 @@ def test_a_node_config_is_read():
         ({"data-path": 3}, "data-path is 3, expected the path of a folder as text"),
         ({"cache-dir": "here"}, "cache-dir is 'here', expected the absolute path of a folder"),
         ({"warm-worker": "true"}, "warm-worker is 'true', expected true or false, without quot"),
+        ({"result-path": "results"}, "result-path is 'results', expected the absolute path of a"),
+        ({"result-path": True}, "result-path is True, expected the path of a folder as text"),
+        ({"result-form": "peft"}, "result-form is 'peft', expected one of adapter, merged"),
+        ({"results-path": "/results"}, "got results-path, expected result-path perhaps"),
         ({"buget": 0.5}, "got buget, expected budget perhaps"),
         ({"data_path": "/data"}, "got data_path, expected data-path perhaps"),
     ],
