@@ -103,7 +103,7 @@ def _mark_of(target: Path) -> dict[str, Any] | None:
     path = target / MARK
     if target.is_symlink() or path.is_symlink():
         return None
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         content = json.loads(path.read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else None
     return None

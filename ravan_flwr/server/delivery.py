@@ -33,7 +33,7 @@ log = getLogger(__name__)
 
 KIND = f"{MessageType.QUERY}.deliver"
 NO_PLACE = "its node config has no result-path"
-LATER = "it can be delivered later: ravan-flwr deliver RUN SUPERLINK"
+LATER = "It can be delivered later: ravan-flwr deliver RUN SUPERLINK"
 
 
 def hand_out(
@@ -45,7 +45,7 @@ def hand_out(
         parcel = make_parcel(directory, state, summary)
         now = delivery.to_all(grid, state, parcel)
     except Exception as error:  # noqa: BLE001 (the result is safe, and the run has not failed)
-        log.warning("the result was not delivered: %s; %s", error, LATER)
+        log.warning("the result was not delivered: %s. %s", error, LATER)
         now = Outcome(missed=[{"client": "all", "reason": plain(str(error))}])
     both = now.after(earlier)
     summary["delivered"], summary["not-delivered"] = both.delivered, both.missed
@@ -118,6 +118,12 @@ def _missed(member: Member, reason: str) -> Rejection:
     return {"client": f"partition {member.partition_id}", "reason": reason}
 
 
+def _by_number(missed: Rejection) -> tuple[bool, int]:
+    """Sort partitions by their numbers, and nodes that have none after them."""
+    kind, _, number = missed["client"].partition(" ")
+    return kind != "partition", int(number)
+
+
 class Delivery:
     """Send a result to the members of a roster, and collect their answers."""
 
@@ -134,7 +140,7 @@ class Delivery:
         without = [_missed(member, NO_PLACE) for member in present if not member.keeps_result]
         missed = [*notes.rejected, *without, *self._absent(present)]
         delivered.sort(key=lambda one: one["partition-id"])
-        return Outcome(delivered, missed)
+        return Outcome(delivered, sorted(missed, key=_by_number))
 
     def _send(
         self, grid: Grid, wanted: list[Member], state: Tensors, parcel: Parcel, notes: Ledger
