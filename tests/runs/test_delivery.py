@@ -3,6 +3,7 @@
 import contextlib
 import json
 import resource
+from typing import Any
 
 import peft
 import pytest
@@ -31,7 +32,7 @@ class Devices:
 
     def __init__(self, folder):
         self.folder, self.places = folder, {}
-        self.configs: dict[int, dict[str, Scalar]] = {}
+        self.configs: dict[Any, dict[str, Scalar]] = {}
         self.change = lambda message: None
 
     def add(self, number, **settings):
