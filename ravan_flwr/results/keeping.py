@@ -4,8 +4,8 @@
     RESULT-PATH/RUN/delivered.json  which run it is of, and a checksum of every file
 
 It is written beside and flushed to disk before it gets its name, so that a folder RUN is always
-whole. What the same run delivered before is replaced, or left as it is where it is the same; a
-folder RUN of anybody else is never touched.
+whole. What the same run delivered before is replaced, or left as it is where it is the same. What
+anybody else made there is never touched, neither a folder RUN nor a file in it.
 """
 
 import hashlib
@@ -86,16 +86,24 @@ def _check_place(place: Path) -> None:
 
 
 def _is_there(target: Path, mark: Mapping[str, Any]) -> bool:
-    """Tell whether the result is there already; ValueError if somebody else's folder is."""
+    """Tell whether the result is there already; ValueError if what somebody else made is."""
     if not os.path.lexists(target):
         return False
-    found = _mark_of(target)
+    found, stays = _mark_of(target), "and which stays as it is; move it away, and deliver again"
     if found is None or found.get("run-id") != mark["run-id"]:
         raise ValueError(
-            f"its result-path has {target.name!r} already, which this run did not write, and which "
-            "stays as it is; move it away, and deliver again"
+            f"its result-path has {target.name!r} already, which this run did not write, {stays}"
         )
-    return found == {**mark, "files": _digests(target)}
+    ours, there = found.pop("files", None), _digests(target)
+    if found == mark and isinstance(ours, dict) and ours and ours.items() <= there.items():
+        return True
+    others = sorted(there.keys() - (ours if isinstance(ours, dict) else ()))
+    if others:
+        raise ValueError(
+            f"its result-path has {others[0]!r} in {target.name!r}, which this run did not write, "
+            f"{stays}"
+        )
+    return False
 
 
 def _mark_of(target: Path) -> dict[str, Any] | None:

@@ -33,6 +33,7 @@ log = getLogger(__name__)
 
 KIND = f"{MessageType.QUERY}.deliver"
 NO_PLACE = "its node config has no result-path"
+AWAY = "it was not connected when the result was delivered"
 LATER = "It can be delivered later: ravan-flwr deliver RUN SUPERLINK"
 
 
@@ -78,21 +79,26 @@ class Outcome:
     missed: list[Rejection] = field(default_factory=list)
 
     def after(self, earlier: "Outcome") -> "Outcome":
-        """Add what was noted at an earlier delivery of the same result, where nothing is newer."""
-        have = {one["partition-id"]: one for one in (*earlier.delivered, *self.delivered)}
-        names = {f"partition {number}" for number in have} | {"all"}
-        missed = {one["client"]: one for one in (*earlier.missed, *self.missed)}
-        return Outcome(
-            [have[number] for number in sorted(have)],
-            [one for name, one in missed.items() if name not in names] + self._all(),
-        )
+        """Add what was noted at an earlier delivery of the same result, where nothing is newer.
 
-    def _all(self) -> list[Rejection]:
-        return [one for one in self.missed if one["client"] == "all"]
+        Who had the result then and is away now has it still.
+        """
+        now = {_name(one): one for one in self.delivered}
+        told = {one["client"]: one for one in self.missed if one["reason"] != AWAY}
+        had = {_name(one): one for one in earlier.delivered if _name(one) not in told}
+        have = had | now
+        missed = {one["client"]: one for one in (*earlier.missed, *self.missed)}
+        missed = {name: one for name, one in missed.items() if name not in have}
+        if "all" not in told:
+            missed.pop("all", None)
+        return Outcome(
+            sorted(have.values(), key=lambda one: one["partition-id"]),
+            sorted(missed.values(), key=_by_number),
+        )
 
     def tell(self) -> None:
         """Log it: who has it and how many want none in one line, in another who could not."""
-        if self._all():
+        if any(one["client"] == "all" for one in self.missed):
             return  # told already
         has = [str(one["partition-id"]) for one in self.delivered]
         could_not = [one for one in self.missed if one["reason"] != NO_PLACE]
@@ -118,10 +124,14 @@ def _missed(member: Member, reason: str) -> Rejection:
     return {"client": f"partition {member.partition_id}", "reason": reason}
 
 
+def _name(delivered: Delivered) -> str:
+    return f"partition {delivered['partition-id']}"
+
+
 def _by_number(missed: Rejection) -> tuple[bool, int]:
-    """Sort partitions by their numbers, and nodes that have none after them."""
+    """Sort partitions by their numbers, and after them what has none."""
     kind, _, number = missed["client"].partition(" ")
-    return kind != "partition", int(number)
+    return kind != "partition", int(number or 0)
 
 
 class Delivery:
@@ -177,7 +187,7 @@ class Delivery:
             if node.node_id in there:
                 continue
             if node.member is not None:
-                missed.append(_missed(node.member, "it was not connected when the run had ended"))
+                missed.append(_missed(node.member, AWAY))
             else:
                 reason = f"refused: {node.refused}" if node.refused else "it answered no query"
                 missed.append({"client": f"node {node.node_id}", "reason": plain(reason)})

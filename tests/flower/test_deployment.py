@@ -137,7 +137,7 @@ def test_a_run_survives_the_death_of_a_node(deployment, node_configs):
     assert summary["delivered"] == having(0, 2)
     (missed,) = summary["not-delivered"]
     assert missed["client"] == "partition 1"
-    assert missed["reason"] == "it was not connected when the run had ended"
+    assert missed["reason"] == "it was not connected when the result was delivered"
     kept_by(deployment, run, 0, 2)
     assert not place_of(deployment, 1).exists()
 

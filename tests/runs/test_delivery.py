@@ -253,6 +253,33 @@ def test_what_somebody_else_made_is_never_touched(what, devices, tmp_path):
     assert there.is_symlink() == (what == "link")
 
 
+def test_files_that_somebody_put_beside_are_never_lost(devices):
+    devices.add(0)
+    run = devices.run()
+    there = devices.result(0, run)
+    (there / "adapter" / "model.onnx").write_text("made of it")
+    before = files_of(there)
+    assert devices.run(resume=str(run.run_dir)).summary["delivered"] != []
+    assert files_of(there) == before
+    more = devices.run(resume=str(run.run_dir), num_rounds=3)
+    assert more.summary["delivered"] == []
+    told = more.summary["not-delivered"][0]["reason"]
+    assert "'adapter/model.onnx' in" in told
+    assert "which this run did not write, and which stays as it is; move it away" in told
+    assert files_of(there) == before
+
+
+@pytest.mark.parametrize("files", [None, [], {}, "x", {"adapter/README.md": 1}])
+def test_a_mark_that_lists_nothing_proves_nothing(files, devices):
+    devices.add(0)
+    run = devices.run()
+    mark = devices.result(0, run) / keeping.MARK
+    mark.write_text(json.dumps(json.loads(mark.read_text()) | {"files": files}))
+    again = devices.run(resume=str(run.run_dir))
+    assert again.summary["delivered"] == []
+    assert "which this run did not write" in again.summary["not-delivered"][0]["reason"]
+
+
 # Faults of the device.
 
 

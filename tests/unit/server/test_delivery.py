@@ -14,7 +14,7 @@ from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import delivery as delivering
 from ravan_flwr.server import roster as recruiting
-from ravan_flwr.server.delivery import KIND, NO_PLACE, Delivery, hand_out
+from ravan_flwr.server.delivery import AWAY, KIND, NO_PLACE, Delivery, hand_out
 from ravan_flwr.server.mailbox import Mailbox
 from ravan_flwr.server.roster import Roster
 from tests import attackers
@@ -119,7 +119,7 @@ def test_who_wants_none_who_is_away_and_who_is_refused_is_named(directory, caplo
     ]  # fmt: skip
     reasons = [one["reason"] for one in summary["not-delivered"]]
     assert reasons[0] == NO_PLACE
-    assert reasons[1] == "it was not connected when the run had ended"
+    assert reasons[1] == AWAY
     assert reasons[2].startswith("refused: its backbone has fingerprint another, expected b")
     assert "result delivered to partitions 1; 1 without result-path" in caplog.text
     assert "ravan-flwr deliver RUN SUPERLINK" in caplog.text
@@ -315,8 +315,20 @@ def test_later_deliveries_add_to_the_earlier_ones(directory):
         having(0, 1), [{"client": "partition 2", "reason": NO_PLACE}],
     )  # fmt: skip
     assert offer(2, 3) == (having(0, 1, 2, 3), [])
-    # Who has it keeps it, whatever becomes of the next delivery.
-    assert offer(0, keeps_result=False) == (having(0, 1, 2, 3), [])
+    # What a device says now counts, whatever it had.
+    assert offer(0, keeps_result=False) == (
+        having(1, 2, 3), [{"client": "partition 0", "reason": NO_PLACE}],
+    )  # fmt: skip
+
+
+def test_who_had_it_and_is_away_has_it_still(directory):
+    summary = directory.read_summary()
+    nodes = Keepers()
+    delivery = delivery_of(nodes)
+    hand_out(nodes, delivery, directory, STATE, summary)
+    del nodes.members[11], nodes.members[14]
+    hand_out(nodes, delivery, directory, STATE, summary)
+    assert (summary["delivered"], summary["not-delivered"]) == (having(0, 1, 2, 3), [])
 
 
 def hand_to_again(nodes, directory):
