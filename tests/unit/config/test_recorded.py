@@ -1,9 +1,12 @@
 """Settings are found again in what a run recorded of them, so that they can travel once more."""
 
+import shutil
+
 import pytest
 
+from ravan_flwr.config import presets
 from ravan_flwr.config.keys import FREE_ON_RESUME
-from ravan_flwr.config.preset import conf_folder
+from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.config.recorded import WAITING, settings_of
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
@@ -54,3 +57,16 @@ def test_a_preset_that_is_another_today_is_told(changes: dict[str, Scalar], told
     with pytest.raises(ValueError, match="runs/x: its config.json has other values of") as error:
         settings_of(read_config({}).as_dict() | changes, "runs/x")
     assert told in str(error.value)
+
+
+def test_labels_that_the_data_told_are_told_once_more(tmp_path, monkeypatch):
+    shutil.copy(conf_folder() / "digits-vit.yaml", tmp_path)
+    (tmp_path / "mine.yaml").write_text(
+        "task: text\nmodel: some/model\n"
+        "data: {name: some/texts, columns: {text: text, label: label}}\n"
+    )
+    monkeypatch.setattr(presets, "conf_folder", lambda: tmp_path)
+    recorded = read_config({"preset": "mine"}).as_dict()
+    assert recorded["data"]["labels"] == []
+    resolved = recorded | {"data": recorded["data"] | {"labels": ["left", "right"]}}
+    assert settings_of(resolved, "x") == {"preset": "mine"}
