@@ -14,7 +14,8 @@ WAITING = {"device", "round-timeout", "straggler-grace"}
 
 def recorded_config(content: Mapping[str, Any], where: str) -> Config:
     """Turn what a run's `config.json` holds into its `Config`; `Config.as_dict` is the inverse."""
-    values = _snake(in_todays_values(content))
+    # Version 0.2.0 had no such key.
+    values = {"deliver": False} | _snake(in_todays_values(content))
     fields = {field.name for field in dataclasses.fields(Config)}
     if values.keys() != fields:
         different = sorted(key.replace("_", "-") for key in values.keys() ^ fields)
@@ -32,7 +33,7 @@ def settings_of(content: Mapping[str, Any], where: str) -> dict[str, Scalar]:
 
     ValueError where today's presets do not give it.
     """
-    recorded = in_todays_values(content)
+    recorded = recorded_config(content, where).as_dict()  # checked
     settings: dict[str, Scalar] = {}
     # What is set first decides what other keys are where they are "auto".
     for keys in (("preset", "method", "seed", "glue-task"), ("model", "data"), KEYS, KEYS):

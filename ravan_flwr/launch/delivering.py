@@ -19,7 +19,8 @@ from ravan_flwr.runs.record import Summary
 
 THERE = (
     "RUN is a directory on the server's machine, which the process of the ServerApp wrote: call "
-    "this command there, as a user who may read it (docs/deploy.md)"
+    "this command there, as a user who may read it; or submit the run's settings yourself, with "
+    "resume='RUN' deliver=true (docs/deploy.md)"
 )
 
 
