@@ -207,7 +207,8 @@ def _deliver(client: _Client) -> RecordDict:
     try:
         answer = _keep(client)
     except Exception as error:  # noqa: BLE001 (a full disk, what is damaged, memory that ran out)
-        log.warning("the run's result is not kept: %s", error)
+        place = client.node.result_path or "(no result-path)"
+        log.warning("the run's result is not kept in %s: %s", place, error)
         answer = not_kept(_without_paths(error))
     return RecordDict({"kept": ConfigRecord(answer)})
 

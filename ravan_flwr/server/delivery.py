@@ -105,7 +105,7 @@ class Outcome:
         without = len(self.missed) - len(could_not)
         log.info(
             "result delivered to %s%s",
-            f"partitions {listed(has, 20, ', ')}" if has else "nobody",
+            f"partition{'s' * (len(has) > 1)} {listed(has, 20, ', ')}" if has else "nobody",
             f"; {without} without result-path in the node config" if without else "",
         )
         if could_not:

@@ -121,7 +121,7 @@ def test_who_wants_none_who_is_away_and_who_is_refused_is_named(directory, caplo
     assert reasons[0] == NO_PLACE
     assert reasons[1] == AWAY
     assert reasons[2].startswith("refused: its backbone has fingerprint another, expected b")
-    assert "result delivered to partitions 1; 1 without result-path" in caplog.text
+    assert "result delivered to partition 1; 1 without result-path" in caplog.text
     assert "ravan-flwr deliver RUN SUPERLINK" in caplog.text
 
 
