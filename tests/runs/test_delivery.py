@@ -15,9 +15,11 @@ from ravan_flwr.client import answers
 from ravan_flwr.launch import in_process
 from ravan_flwr.methods import METHODS
 from ravan_flwr.results import keeping
+from ravan_flwr.results.export import export_run
 from ravan_flwr.results.reopen import result_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.network import build_network
+from testing.tiny import save_data, save_model
 
 SHORT: dict[str, Scalar] = {
     "num-rounds": 2, "local-steps": 5, "batch-size": 8, "report": False, "tracking": "none",
@@ -111,6 +113,25 @@ def test_every_device_has_what_the_server_has(method, devices):
     for number in (0, 1):
         there = {path.name for path in devices.places[number].iterdir()}
         assert there == {run.run_dir.name}
+
+
+def test_a_device_of_texts_has_what_reads_them_as_the_server_exports_it(devices, tmp_path):
+    """In a process that has read no example yet, as every message has in a deployment."""
+    model = save_model("bert", tmp_path / "model")
+    data = save_data("glue-llama", tmp_path / "data", "rte")
+    devices.add(0)
+    devices.add(1, result_form="merged")
+    devices.change = lambda _: answers.forget()
+    run = devices.run(
+        preset="glue-llama", glue_task="rte", model=str(model), data=str(data), lora_rank=2,
+        max_length=16, learning_rate=1e-3, num_rounds=1,
+    )  # fmt: skip
+    assert [one["folder"] for one in run.summary["delivered"]] == ["adapter", "merged"]
+    for number, (form, folder) in enumerate((("peft", "adapter"), ("merged", "merged"))):
+        export_run(run.run_dir, form, tmp_path / folder)
+        assert files_of(devices.result(number, run) / folder) == files_of(tmp_path / folder)
+    files = {path.as_posix() for path in files_of(tmp_path / "merged")}
+    assert "tokenizer.json" in files
 
 
 def test_a_small_device_gets_all_heads(devices):
