@@ -37,6 +37,12 @@ def evaluate(message: Message, context: Context) -> Message:
     return _answer("evaluate", message, context)
 
 
+@app.query("deliver")
+def deliver(message: Message, context: Context) -> Message:
+    """Keep the run's result in a folder of this node."""
+    return _answer("deliver", message, context)
+
+
 def _answer(kind: str, message: Message, context: Context) -> Message:
     node = read_node(context.node_config)
     content = message.content if message.has_content() else RecordDict()

@@ -38,9 +38,14 @@ from ravan_flwr.runs.record import RoundRecord, Summary
 from ravan_flwr.runs.status import write_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.runs.watch import best_round, collapse
+from ravan_flwr.server.delivery import Delivery, hand_out
+from ravan_flwr.server.envelope import guard
 from ravan_flwr.server.inbox import in_process, simulating
+from ravan_flwr.server.mailbox import Mailbox
+from ravan_flwr.server.roster import Roster
+from ravan_flwr.server.status import Status
 from ravan_flwr.server.strategy import FederatedTuning
-from ravan_flwr.specs import Scalar
+from ravan_flwr.specs import RESULT_FOLDERS, Scalar
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.local_steps import check_precision
 from ravan_flwr.training.workbench import Workbench, get_workbench
@@ -76,7 +81,11 @@ def main(grid: Grid, context: Context) -> None:
         resolved = dataclasses.replace(bench.config, rank=bench.model.method.rank)
         if earlier is not None:
             start = _go_on(earlier, back_to, resolved, bench)
-            _run_here(grid, context, bench, resolved, earlier, start)
+            if back_to is None and _is_to_be_delivered(earlier, resolved, start):
+                context.state[RESULT] = ConfigRecord({"run-dir": str(earlier.path)})
+                _deliver_again(grid, bench, resolved, earlier, start)
+            else:
+                _run_here(grid, context, bench, resolved, earlier, start)
         else:
             name = f"{config.preset}-{config.method}-seed{config.seed}"
             directory = RunDirectory.create(parent, name)
@@ -192,16 +201,20 @@ def _run(
     """Hold the rounds, save what comes out of them, and tell it."""
     if start.done is None:
         directory.write_json("config.json", config.as_dict())
-    final, num_clients = _hold_rounds(grid, bench, config, directory, start)
-    summary = _summary(bench, config, start.records, num_clients)
+    final, strategy = _hold_rounds(grid, bench, config, directory, start)
+    summary = _summary(bench, config, start.records, len(strategy.roster.members))
+    _carry_over(directory, start, summary)
     _save_result(final, bench, directory, summary)
+    if config.deliver:
+        delivery = Delivery(config, strategy.roster, strategy.mail, strategy.status)
+        hand_out(grid, delivery, directory, final, summary)
     _tell(summary, bench.task.metric, directory, _report(config, directory))
 
 
 def _hold_rounds(
     grid: Grid, bench: Workbench, config: Config, directory: RunDirectory, start: Start
-) -> tuple[Tensors, int]:
-    """Let the strategy run its rounds; return the last state, and the number of clients."""
+) -> tuple[Tensors, FederatedTuning]:
+    """Let the strategy run its rounds; return the last state, and the strategy."""
     progress = Progress(start.first, config.num_rounds, bench.task.metric)
     trackers = Trackers(config.tracking, directory.path, config.as_dict())
     keeper = _Keeper(directory, bench, progress, trackers, start)
@@ -228,7 +241,7 @@ def _hold_rounds(
         trackers.close()
     keeper.go_on()  # where there was no further round
     final = from_record(result.arrays) if result.arrays else start.state
-    return final, len(strategy.roster.members)
+    return final, strategy
 
 
 def _strategy(bench: Workbench, config: Config, keeper: "_Keeper", start: Start) -> FederatedTuning:
@@ -256,7 +269,7 @@ def _save_result(
 ) -> None:
     """Write the summary, the result's folder and its card; the run has not failed then."""
     form, model = natural_form(bench), bench.model
-    folder = directory.path / {"peft": "adapter", "merged": "merged"}[form]
+    folder = directory.path / RESULT_FOLDERS[form]
     with model.holding(final):
         norms = model.method.head_norms(model.adapters)
         names = [layer.name for layer in model.layers]
@@ -265,6 +278,40 @@ def _save_result(
         write_result(form, folder, bench)
     write_card(folder, form, directory)
     (directory.path / "failure.json").unlink(missing_ok=True)
+
+
+def _carry_over(directory: RunDirectory, start: Start, summary: Summary) -> None:
+    """Keep the names of the devices that have the result, where no round was added to it."""
+    if start.done != summary["rounds"] or not (directory.path / "summary.json").is_file():
+        return
+    before = directory.read_summary()
+    if before["rounds"] == start.done and "delivered" in before:
+        summary["delivered"] = before["delivered"]
+        summary["not-delivered"] = before["not-delivered"]
+
+
+def _is_to_be_delivered(directory: RunDirectory, config: Config, start: Start) -> bool:
+    """Tell whether a run has ended, so that there is nothing to do but to deliver its result."""
+    over = start.done is not None and config.num_rounds <= start.done
+    if not (config.deliver and over and (directory.path / "summary.json").is_file()):
+        return False
+    return directory.read_summary()["rounds"] == start.done
+
+
+def _deliver_again(
+    grid: Grid, bench: Workbench, config: Config, directory: RunDirectory, start: Start
+) -> None:
+    """Give the nodes of today the result of a run that has ended; nothing else of it changes."""
+    roster = Roster(
+        config.num_clients, bench.backbone_fingerprint, bench.model.seed_fingerprint,
+        dealt_out=False,
+    )  # fmt: skip
+    guard()
+    roster.gather(grid, wait=True)
+    mail = Mailbox(to_record(start.fixed) if start.fixed else None)
+    delivery = Delivery(config, roster, mail, Status(roster, tell=None))
+    hand_out(grid, delivery, directory, start.state, directory.read_summary())
+    log.info("run directory: %s", directory.path)
 
 
 def _report(config: Config, directory: RunDirectory) -> Path | None:

@@ -48,3 +48,7 @@ class DataSpec:
     def column(self, role: str) -> str:
         """Return the column for a role, "" if there is none."""
         return dict(self.columns).get(role, "")
+
+
+# By the form of an export, the folder of a run's directory, or of a device, that holds it.
+RESULT_FOLDERS = {"peft": "adapter", "merged": "merged"}

@@ -57,7 +57,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         self._nodes = nodes
         self._superlink: subprocess.Popen[bytes] | None = None
         self._supernodes: dict[int, subprocess.Popen[bytes]] = {}
-        self._runs: list[Run] = []
+        self.runs: list[Run] = []
 
     def __enter__(self) -> "Deployment":
         self.make_keys(self._nodes, "--host", "127.0.0.1")
@@ -71,7 +71,7 @@ class Deployment(AbstractContextManager["Deployment"]):
 
     def __exit__(self, *_: object) -> None:
         """End everything, politely first, the SuperLink last."""
-        for run in self._runs:
+        for run in self.runs:
             run.abandon()
         for number in self._supernodes:
             self.stop_node(number)
@@ -254,11 +254,16 @@ class Deployment(AbstractContextManager["Deployment"]):
 
     def run(self, run_config: str, app: Path = ROOT) -> "Run":
         """`flwr run` of an app, going on in the background; this one's output is in a folder."""
-        folder = self.folder / f"run-{len(self._runs)}"
+        folder = self.folder / f"run-{len(self.runs)}"
         if app == ROOT:
             run_config = f"output-dir='{folder}' {run_config}"
-        self._runs.append(Run(self, folder, app, run_config))
-        return self._runs[-1]
+        self.runs.append(Run(self, folder, app, run_config))
+        return self.runs[-1]
+
+    def deliver(self, run: Path) -> str:
+        """`ravan-flwr deliver` of a run directory, in the app's folder; return what it prints."""
+        command = [sys.executable, "-m", "ravan_flwr", "deliver", str(run), NAME]
+        return _command(self._environment("operator"), *command, folder=ROOT)
 
     def flwr(self, *arguments: str, machine: str = "operator") -> str:
         """Run a `flwr` command as the operator, or on another machine; return what it prints."""
@@ -391,8 +396,8 @@ def wait_for(
         time.sleep(max(pause, min(3.0, 2 * (now - asked))))
 
 
-def _command(environment: dict[str, str], *command: str) -> str:
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+def _command(environment: dict[str, str], *command: str, folder: Path | None = None) -> str:
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(
             f"{shlex.join(command)} ended with {done.returncode}: {done.stdout}{done.stderr}"

@@ -1,6 +1,7 @@
 """Nodes that mean harm, one class a behaviour, and a SuperLink that hands on whatever they upload.
 
-An `Attacker` is a registered node: it is asked like any other, and gives an answer of its own.
+An `Attacker` is a registered node: it is asked like any other, and gives an answer of its own. It
+is one of the nodes of `Attacked`.
 `Uploads` is Flower's own `HttpGrid`, whose SuperLink has the objects that a test gives it.
 """
 
@@ -20,6 +21,7 @@ from flwr.supercore.run import Run
 from flwr.superlink.grid.http_grid import HttpGrid
 
 from ravan_flwr.messages.arrays import STYPE, from_record, to_record
+from tests.hand_made import Nodes
 
 
 class Attacker:
@@ -171,6 +173,25 @@ class OtherRecords(Attacker):
 
 
 ATTACKERS = Attacker.__subclasses__()
+
+
+class Attacked(Nodes):
+    """Partition 2 is the attacker's."""
+
+    def __init__(self, attacker: Attacker, **named):
+        super().__init__(**named)
+        self.attacker = attacker
+
+    def pull_messages(self, message_ids):
+        (message_id,) = message_ids
+        message = self._waiting.get(message_id)
+        replies = list(super().pull_messages(message_ids))
+        if message is None or not replies:
+            return replies
+        kind, node = message.metadata.message_type, message.metadata.dst_node_id
+        if kind != self.attacker.kind or self.members[node].partition_id != 2:
+            return replies
+        return self.attacker.replies(replies[0], message)
 
 
 class Uploads(HttpGrid):

@@ -1,4 +1,4 @@
-"""Answer the server: who this client is, its training, its evaluation.
+"""Answer the server: who this client is, its training, its evaluation, the result that it keeps.
 
 Records in, records out, in whatever process. The work is done by `training/`.
 """
@@ -6,7 +6,9 @@ Records in, records out, in whatever process. The work is done by `training/`.
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from logging import getLogger
+from pathlib import Path
+from typing import Any, cast
 
 import flwr
 import psutil
@@ -20,6 +22,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import FIXED, from_record, to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.parcel import kept, not_kept, read_parcel
 from ravan_flwr.messages.wire import decode, encode, wire_of_round
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.budgets import budget_share
@@ -36,9 +39,11 @@ from ravan_flwr.training.local_steps import (
 )
 from ravan_flwr.training.workbench import EVALUATION_BATCH, Examples, Workbench, get_workbench
 
+log = getLogger(__name__)
+
 
 def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
-    """Answer a message: `query`, `train`, `calibrate` or `evaluate`."""
+    """Answer a message: `query`, `train`, `calibrate`, `evaluate` or `deliver`."""
     return _ANSWERS[kind](_Client(content, context))
 
 
@@ -151,6 +156,7 @@ def _query(client: _Client) -> RecordDict:
         code=code_fingerprint(),
         backbone=bench.backbone_fingerprint,
         derived=tuple(bench.model.seed_fingerprint),
+        keeps_result=node.result_path is not None,
     )
     return RecordDict({"member": ConfigRecord(member.as_config())})
 
@@ -197,11 +203,43 @@ def _evaluate(client: _Client) -> RecordDict:
     return RecordDict({"metrics": metrics})
 
 
+def _deliver(client: _Client) -> RecordDict:
+    """Keep the run's result; whatever prevents that is told, and costs nothing else."""
+    try:
+        answer = _keep(client)
+    except Exception as error:  # noqa: BLE001 (a full disk, what is damaged, memory that ran out)
+        place = client.node.result_path or "(no result-path)"
+        log.warning("the run's result is not kept in %s: %s", place, error)
+        answer = not_kept(_without_paths(error))
+    return RecordDict({"kept": ConfigRecord(answer)})
+
+
+def _keep(client: _Client) -> dict[str, Any]:
+    from ravan_flwr.results.keeping import keep_result  # noqa: PLC0415 (no round needs it)
+
+    node = client.node
+    parcel = read_parcel(client.content.config_records["config"])
+    if node.result_path is None:
+        raise ValueError("its node config has no result-path")
+    client.take_fixed()
+    state = from_record(client.content.array_records["arrays"])
+    place, writer = Path(node.result_path), str(node.partition_id)
+    return kept(parcel, keep_result(place, parcel, state, client.bench, node.result_form, writer))
+
+
+def _without_paths(error: Exception) -> str:
+    """Tell an error to the server, which is told no paths of a device."""
+    if isinstance(error, OSError):
+        return f"its result-path cannot be written to: {error.strerror or type(error).__name__}"
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
 _ANSWERS: dict[str, Callable[[_Client], RecordDict]] = {
     "query": _query,
     "train": _train,
     "calibrate": _calibrate,
     "evaluate": _evaluate,
+    "deliver": _deliver,
 }
 
 

@@ -339,6 +339,13 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
             "run directory to go on with; RUN@N goes back to the state after round N",
             of_result=False,
         ),
+        "deliver": Key(
+            bool,
+            False,
+            "at the end give every connected device the result, which it writes to the result-path "
+            "of its node config",
+            of_result=False,
+        ),
         "report": Key(
             bool, True, "write a page with pictures at the end of the run", of_result=False
         ),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ravan_flwr.config.key import Key
 from ravan_flwr.config.keys import AUTO, check_key
-from ravan_flwr.specs import Scalar
+from ravan_flwr.specs import RESULT_FOLDERS, Scalar
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Node:
     device: str | None = None  # None: the run's
     cache_dir: str | None = None  # of the hub; None: the user's
     warm_worker: bool = False
+    result_path: str | None = None  # where it keeps results that are delivered; None: it wants none
+    result_form: str | None = None  # the folder that it keeps; None: the one that the server writes
 
 
 def read_node(settings: Mapping[str, Scalar]) -> Node:
@@ -52,8 +54,10 @@ def read_node(settings: Mapping[str, Scalar]) -> Node:
         data_path=_folder(settings, "data-path"),
         budget=_budget(settings.get("budget")),
         device=None if device is None else str(check_key("device", device)),
-        cache_dir=_cache_dir(settings),
+        cache_dir=_absolute_folder(settings, "cache-dir"),
         warm_worker=warm,
+        result_path=_absolute_folder(settings, "result-path"),
+        result_form=_result_form(settings.get("result-form")),
     )
 
 
@@ -101,14 +105,23 @@ def _budget(budget: Scalar | None) -> float | str | None:
     return float(budget)
 
 
-def _cache_dir(settings: Mapping[str, Scalar]) -> str | None:
-    path = _folder(settings, "cache-dir")
+def _absolute_folder(settings: Mapping[str, Scalar], key: str) -> str | None:
+    path = _folder(settings, key)
     if path is not None and not Path(path).is_absolute():
         raise ValueError(
-            f"node config: cache-dir is {path!r}, expected the absolute path of a folder; correct "
-            "it"
+            f"node config: {key} is {path!r}, expected the absolute path of a folder; correct it"
         )
     return path
+
+
+def _result_form(form: Scalar | None) -> str | None:
+    folders = RESULT_FOLDERS.values()
+    if form is not None and form not in folders:
+        raise ValueError(
+            f"node config: result-form is {form!r}, expected one of {', '.join(folders)}; correct "
+            "it, or leave it out for what the server writes"
+        )
+    return None if form is None else str(form)
 
 
 def use_cache(folder: str | None) -> None:

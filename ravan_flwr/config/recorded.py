@@ -4,14 +4,19 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ravan_flwr.config.keys import KEYS
-from ravan_flwr.config.run_config import Config
-from ravan_flwr.specs import DataSpec, ModelSpec
+from ravan_flwr.config.keys import AUTO, FREE_ON_RESUME, KEYS
+from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
+
+# These may change in a run that goes on, and are better what they were.
+WAITING = {"device", "round-timeout", "straggler-grace"}
 
 
 def recorded_config(content: Mapping[str, Any], where: str) -> Config:
     """Turn what a run's `config.json` holds into its `Config`; `Config.as_dict` is the inverse."""
-    values = _snake(in_todays_values(content))
+    # What an earlier version had no key for was as the key's default.
+    later = {name: key.default for name, key in KEYS.items() if key.default != AUTO}
+    values = _snake(later | in_todays_values(content))
     fields = {field.name for field in dataclasses.fields(Config)}
     if values.keys() != fields:
         different = sorted(key.replace("_", "-") for key in values.keys() ^ fields)
@@ -22,6 +27,50 @@ def recorded_config(content: Mapping[str, Any], where: str) -> Config:
     values["model"] = ModelSpec(**_snake(values["model"]))
     values["data"] = DataSpec(**_snake(values["data"]))
     return Config(**values)
+
+
+def settings_of(content: Mapping[str, Any], where: str) -> dict[str, Scalar]:
+    """Find a run config that gives what a run's `config.json` holds, but for what may change.
+
+    ValueError where today's presets do not give it.
+    """
+    recorded = recorded_config(content, where).as_dict()  # checked
+    settings: dict[str, Scalar] = {}
+    # What is set first decides what other keys are where they are "auto".
+    for keys in (("preset", "method", "seed", "glue-task"), ("model", "data"), KEYS, KEYS):
+        now = read_config(settings).as_dict()
+        for key in keys:
+            if key in _different(recorded, now):
+                settings |= _setting(key, recorded[key], now[key])
+    if left := _different(recorded, read_config(settings).as_dict()):
+        raise ValueError(
+            f"{where}: its config.json has other values of {left} than today's preset "
+            f"{recorded['preset']!r} gives; use the presets and the version of ravan-flwr that "
+            "made the run"
+        )
+    return settings
+
+
+def _different(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """List the keys that have other values now, of those that a run keeps."""
+    free = FREE_ON_RESUME - WAITING
+    before = dict(recorded)
+    if not now["data"]["labels"]:  # the data tells them once more
+        before["data"] = before["data"] | {"labels": []}
+    return [key for key in now if key not in free and now[key] != before.get(key, now[key])]
+
+
+def _setting(key: str, value: Any, now: Any) -> dict[str, Scalar]:
+    """Write a recorded value as a setting, in place of the value that the key has now."""
+    if key not in ("model", "data"):
+        return {key: AUTO if value is None else value}
+    settings: dict[str, Scalar] = {}
+    if any(value[name] != now[name] for name in ("source", "name", "revision")):
+        revision = value["revision"]
+        settings[key] = value["name"] + (f"@{revision}" if revision else "")
+    if key == "model" and value["targets"] != now["targets"]:
+        settings["targets"] = ",".join(value["targets"])
+    return settings
 
 
 def in_todays_values(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,6 +68,7 @@ class Config:
     quantize: str
     output_dir: str
     resume: str
+    deliver: bool
     report: bool
     tracking: str
     evaluate_on: str

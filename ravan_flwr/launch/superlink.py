@@ -6,26 +6,22 @@ ports and a folder of its own, does not install the app's dependencies a second 
 ended by its process id. `flwr run` also ends with status 0 when the run failed; this does not.
 """
 
-import json
 import os
 import re
 import shlex
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from typing import Any
-
-import tomli_w
 
 from ravan_flwr.config.places import absolute_paths
 from ravan_flwr.launch.sharing import share_gpus
+from ravan_flwr.launch.submit import COMPLETED, app_folder, in_toml, search_path, submit
 from ravan_flwr.runs.console import say
 from ravan_flwr.runs.directory import how_to_go_on
 from ravan_flwr.specs import NODES_CHOSEN, Scalar
@@ -55,7 +51,7 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             NODES_CHOSEN: "1",
             # Scripts of this environment first: the SuperLink starts its own by name.
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PATH": search_path(),
             # Ray is to leave the GPUs that a process sees alone where it asks for no share of one:
             # then it does not warn that it will. Who wants none there says device=cpu.
             RAY_LEAVES_GPUS: os.environ.get(RAY_LEAVES_GPUS, "0"),
@@ -151,45 +147,13 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
 
     def run(self, app: Path, run_config: str, federation_config: str) -> str:
         """Call `flwr run --stream`, pass its output on, and return the status of the run's end."""
-        run_id = self._stream(app, run_config, federation_config)
-        listed = subprocess.run(
-            ["flwr", "ls", "--run-id", run_id, "--format", "json"],
-            env=self.environment,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        runs: list[dict[str, Any]] = json.loads(listed.stdout)["runs"]
-        return str(runs[0]["status"])
+        options = "--federation-config", federation_config
+        return submit(app, "", run_config, self.environment, *options, heard=self._hear)
 
-    def _stream(self, app: Path, run_config: str, federation_config: str) -> str:
-        command = ["flwr", "run", str(app), "--stream", "--federation-config", federation_config]
-        command += ["-c", run_config] if run_config else []
-        run_id = None
-        with subprocess.Popen(
-            command,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as process:
-            assert process.stdout is not None
-            try:
-                for line in process.stdout:
-                    say(line)
-                    if match := re.search(r"run directory: (/.+)", line):
-                        self.run_dir = Path(match[1].strip())
-                    if match := re.search(r"Successfully started run (\d+)", line):
-                        run_id = match[1]
-            except BaseException:
-                process.terminate()  # it would go on streaming, and be waited for
-                raise
-        if process.returncode or run_id is None:
-            raise RuntimeError(
-                f"`{shlex.join(command)}` ended with status {process.returncode} before the run "
-                "started; what it printed stands above"
-            )
-        return run_id
+    def _hear(self, line: str) -> None:
+        """Remember where the run writes."""
+        if match := re.search(r"run directory: (/.+)", line):
+            self.run_dir = Path(match[1].strip())
 
 
 def run_in_flower(
@@ -202,14 +166,10 @@ def run_in_flower(
 
     Each gets a share of the machine's GPUs, as `share_gpus` says.
     """
-    app = Path.cwd()
-    if not (app / "pyproject.toml").is_file():
-        raise ValueError(
-            f"found no pyproject.toml in {app}, expected the app's folder; change into it"
-        )
+    app = app_folder()
     sharing = share_gpus(config, num_clients, clients_per_gpu, runs_at_a_time)
     settings = absolute_paths({"output-dir": "runs", **config, **sharing.settings})
-    run_config = " ".join(f"{key}={_toml(value)}" for key, value in settings.items())
+    run_config = in_toml(settings)
     federation = sharing.federation(num_clients)
     say(
         f"{sharing.told()}"
@@ -227,8 +187,8 @@ def run_in_flower(
             if superlink.run_dir is not None:
                 say(f"stopped; {how_to_go_on(superlink.run_dir)}\n")
             raise
-    if status != "finished:completed":
-        raise RuntimeError(f"the run ended as {status!r}, expected 'finished:completed'")
+    if status != COMPLETED:
+        raise RuntimeError(f"the run ended as {status!r}, expected {COMPLETED!r}")
 
 
 def processes_of(home: Path) -> list[int]:
@@ -244,12 +204,6 @@ def processes_of(home: Path) -> list[int]:
                 if name == "FLWR_HOME" and Path(value).is_relative_to(home):
                     found.append(int(path.parent.name))
     return found
-
-
-def _toml(value: Scalar) -> str:
-    """Write a value for `flwr run -c`, which takes TOML, but no double quote within a text."""
-    written = tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")
-    return re.sub(r"\\(.)", lambda found: r"\u0022" if found[1] == '"' else found[0], written)
 
 
 def _free_ports(number: int) -> list[int]:

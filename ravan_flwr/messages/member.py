@@ -30,6 +30,7 @@ class Member:
     code: str  # fingerprint of this package's own files
     backbone: str  # fingerprint of what is pretrained
     derived: tuple[float, ...]  # fingerprint of what is made from the seed
+    keeps_result: bool = False  # it has a place for a result that is delivered
 
     def as_config(self) -> dict[str, Any]:
         """Return the values of the answer's ConfigRecord; `read_member` is the inverse."""

@@ -55,6 +55,15 @@ RoundRecord = TypedDict(
 )
 
 
+Delivered = TypedDict(
+    "Delivered",
+    {
+        "partition-id": int,
+        "folder": str,  # that the device has of the result: adapter or merged
+    },
+)
+
+
 class FinalAndBest(TypedDict):
     """Hold the metrics of the last evaluation, and those of the best one."""
 
@@ -86,6 +95,8 @@ Summary = TypedDict(
         "seconds": float,
         "finished": str,
         "head-norms": NotRequired[dict[str, list[float]]],  # by layer
+        "delivered": NotRequired[list[Delivered]],  # devices that have this result
+        "not-delivered": NotRequired[list[Rejection]],  # devices that could not get it, and why
     },
 )
 

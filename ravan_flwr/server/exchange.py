@@ -81,7 +81,7 @@ class Exchange:
         """Name the step that these messages are of."""
         if self._kind == MessageType.TRAIN:
             return "training" if self._ledger.number else "calibrating"
-        return "evaluating"
+        return "evaluating" if self._kind == MessageType.EVALUATE else "delivering"
 
     def _send(self, grid: Grid, messages: list[Message]) -> None:
         """Push the messages; a member whose message is not taken is rejected."""

@@ -30,6 +30,7 @@ FLOWERS_NODES = 2  # of a simulation whose federation config says no number
 NODES_TIMEOUT = 60.0  # seconds to wait for the first node
 ROSTER_TIMEOUT = 20.0  # seconds to wait for the rest, from the last that came
 REFUSALS_TOLD = 5  # by a line each, of one recruiting
+CATCH_UP = 60.0  # seconds for the answers of nodes that come when the result is delivered
 QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
 
 
@@ -39,7 +40,8 @@ class Roster:
     Every member has this server's code, `backbone` and `derived` fingerprints. `meant` is how many
     clients the preset is made for, `parts` in how many a run that goes on shared its data, and
     `max_share` the largest budget that the operator grants. A run does not begin with fewer than
-    `least` members while others may still come.
+    `least` members while others may still come. Where nobody is to train, `dealt_out` is false:
+    then it does not matter in how many parts a node thinks that the data is shared.
     """
 
     def __init__(
@@ -51,12 +53,15 @@ class Roster:
         max_share: float = 1.0,
         least: int = 1,
         examples: ExampleCounts | None = None,
+        *,
+        dealt_out: bool = True,
     ) -> None:
         self.meant, self.max_share, self.least = meant, max_share, least
         self.code, self.backbone, self.derived = code_fingerprint(), backbone, derived
         self.nodes: dict[int, Node] = {}
         self._parts = Partitions(parts)
         self._examples = examples or ExampleCounts()
+        self._dealt_out = dealt_out
         self._inbox = Inbox()
         self._refused_now: list[str] = []  # the reasons of this recruiting
         self.on_answer: Callable[[], None] | None = None  # called when nodes have answered
@@ -98,9 +103,7 @@ class Roster:
 
     def recruit(self, grid: Grid, *, wait: bool = False) -> None:
         """Query the nodes that are new, take the answers that came; at the start, wait for both."""
-        self._query(grid, wait=wait)
-        self._check_all()
-        self._tell_of_the_rest()
+        self.gather(grid, wait=wait)
         if not self.members:
             raise RuntimeError(self._why_nobody_trains())
         if wait:
@@ -108,6 +111,24 @@ class Roster:
             if simulating(grid) and not in_process(grid) and NODES_CHOSEN not in os.environ:
                 self._advise()
             self._parts.check(self.members.values(), self.least)
+
+    def gather(self, grid: Grid, *, wait: bool = False) -> None:
+        """Do as `recruit` does, and leave it to the caller whether there is anybody."""
+        self._query(grid, wait=wait)
+        self._check_all()
+        self._tell_of_the_rest()
+
+    def catch_up(self, grid: Grid) -> None:
+        """Wait, not for long, for nodes that came, or came back, and have not answered yet."""
+        until = time.monotonic() + CATCH_UP
+        self.gather(grid)
+        while self._open_questions(grid) and time.monotonic() < until:
+            time.sleep(0.5)
+            self.gather(grid)
+
+    def _open_questions(self, grid: Grid) -> bool:
+        """Return whether a node that is connected has not answered."""
+        return any(self.nodes[n].question for n in grid.get_node_ids() if n in self.nodes)
 
     def _query(self, grid: Grid, *, wait: bool) -> None:
         """Ask and take answers, once, or until all are there or the time is up."""
@@ -189,9 +210,10 @@ class Roster:
 
     def _check_all(self) -> None:
         """Refuse members that do not fit to the others, or claim what they do not have."""
-        self._parts.settle(self.members.values())
-        self._refuse_all({k: self._parts.misfit(m) for k, m in self.members.items()})
-        self._refuse_all(self._examples.misfits(self.members.values(), self.partitions))
+        if self._dealt_out:
+            self._parts.settle(self.members.values())
+            self._refuse_all({k: self._parts.misfit(m) for k, m in self.members.items()})
+            self._refuse_all(self._examples.misfits(self.members.values(), self.partitions))
         # At last: a node that was refused before this holds no part of the data.
         self._refuse_all({k: self._parts.claim(m) for k, m in self.members.items()})
 

@@ -85,8 +85,8 @@ class FederatedTuning(Strategy):
         self.state = ServerState(config, method, derived, memory)
         self.mail = Mailbox(None if fixed is None else to_record(fixed))
         self._sampler = Sampler(config, method, self.roster)
-        self._status = Status(self.roster, tell)
-        self._run = Run(config, method, self.roster, self.mail, self.state, self._status)
+        self.status = Status(self.roster, tell)
+        self._run = Run(config, method, self.roster, self.mail, self.state, self.status)
         self._round: TrainingRound | None = None
 
     def summary(self) -> None:
@@ -122,7 +122,7 @@ class FederatedTuning(Strategy):
         guard()
         result = Result()
         # 1. Recruit: query every node; the valid ones are members of the roster.
-        self._status.begin("recruiting", self.first_round - 1, num_rounds)
+        self.status.begin("recruiting", self.first_round - 1, num_rounds)
         self.roster.recruit(grid, wait=True)
         self.summary()
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
@@ -147,7 +147,7 @@ class FederatedTuning(Strategy):
             if number % self.config.eval_every == 0 or number == num_rounds:
                 with round_.ledger.timed("evaluate"):
                     if evaluate_fn is not None:
-                        self._status.begin("evaluating", number)
+                        self.status.begin("evaluating", number)
                         metrics = evaluate_fn(number, arrays)
                     else:
                         asked = list(self.configure_evaluate(number, arrays, evaluate_config, grid))
@@ -157,7 +157,7 @@ class FederatedTuning(Strategy):
                 result.evaluate_metrics_serverapp[number] = metrics
             # 8. Record: the round's line, then the checkpoint, both on disk before the next round.
             record = round_.ledger.record(cast(Metrics, dict(metrics or {})))
-            self._status.begin("saving", number)
+            self.status.begin("saving", number)
             self.recorder.round_done(record, self.state.tensors, self.state.memory)
             # 9. Recruit nodes that have come meanwhile.
             self.roster.recruit(grid)

@@ -5,6 +5,8 @@ of RAVAN node 1 is killed while it works on round 2: the run goes on without it,
 and the node is refused while the SuperLink takes it for online, but joins the run of FedIT later.
 FedIT is trained whole or not at all, so node 2 with half a budget is left out there. Node 3 has
 keys, but nobody registered them.
+
+Both runs deliver their results, also to node 2; node 1 gets that of the first run when it is back.
 """
 
 import json
@@ -12,10 +14,14 @@ import re
 from pathlib import Path
 
 import datasets
+import peft
 import pytest
+import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from ravan_flwr.results.reopen import result_of
+from ravan_flwr.training.network import build_network
 from testing.deployment import Deployment, wait_for
 
 pytestmark = pytest.mark.skipif(
@@ -25,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 BUDGETS = ("1", "0.75", "0.5")  # the first is a whole number on purpose
 DIES = 1  # works without a warm worker before, with one when it comes back
 REFUSED = "Failed to activate SuperNode"
-SHORT = "num-rounds=3 local-steps=10 clients-per-round=3 report=false tracking='none'"
+SHORT = "num-rounds=3 local-steps=10 clients-per-round=3 report=false tracking='none' deliver=true"
 
 
 def write_parquet(folder, images, labels):
@@ -39,6 +45,32 @@ def write_pictures(folder, images, labels):
         path = folder / str(label) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray((image * 255).astype("uint8")).save(path)
+
+
+def place_of(deployment, number):
+    return deployment.folder / f"results {number}"
+
+
+def kept_by(deployment, run, *numbers):
+    """The folders of some nodes with that run's result, which give the logits of the server."""
+    folders = [place_of(deployment, n) / run.directory.name / "adapter" for n in numbers]
+    with result_of(run.directory) as bench:
+        (encoded,) = bench.test_sets.values()
+        pixels = encoded.take(encoded.rows)["pixel_values"]
+        with torch.inference_mode():
+            ours = bench.model.network.eval()(pixel_values=pixels).logits
+        config, task = bench.config, bench.task
+    for folder in folders:
+        backbone = build_network(config.model, task, seed=99).network
+        theirs = peft.PeftModel.from_pretrained(backbone, folder).eval()
+        with torch.inference_mode():
+            logits = theirs(pixel_values=pixels).logits
+        torch.testing.assert_close(logits, ours, rtol=1e-4, atol=1e-4)
+    return folders
+
+
+def having(*partitions):
+    return [{"partition-id": number, "folder": "adapter"} for number in partitions]
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +91,8 @@ def node_configs(deployment):
         rows = slice(100 * number, 100 * (number + 2 + number))
         write(folder, images[rows], labels[rows])
         configs.append(
-            f'partition-id={number} num-partitions=3 data-path="{folder}" budget={BUDGETS[number]}'
-            + " warm-worker=true" * (number != DIES)
+            f'partition-id={number} num-partitions=3 data-path="{folder}" budget={BUDGETS[number]} '
+            f'result-path="{place_of(deployment, number)}"' + " warm-worker=true" * (number != DIES)
         )
         deployment.register(number)
         deployment.start_node(number, configs[-1])
@@ -101,6 +133,13 @@ def test_a_run_survives_the_death_of_a_node(deployment, node_configs):
     assert (summary["rounds"], summary["rejected"], summary["num-clients"]) == (3, 1, 3)
     assert summary["metrics"]["final"]["accuracy"] > 0.6
     assert "node 3" not in run.log
+    # Node 2 trained two heads of four, and has all.
+    assert summary["delivered"] == having(0, 2)
+    (missed,) = summary["not-delivered"]
+    assert missed["client"] == "partition 1"
+    assert missed["reason"] == "it was not connected when the result was delivered"
+    kept_by(deployment, run, 0, 2)
+    assert not place_of(deployment, 1).exists()
 
 
 def test_a_dead_node_comes_back_and_small_budgets_are_left_out(deployment, node_configs):
@@ -119,6 +158,31 @@ def test_a_dead_node_comes_back_and_small_budgets_are_left_out(deployment, node_
         assert (record["left-out"], record["rejected"], record["partitions"]) == ([2], [], 3)
     assert len(run.rounds) == 3
     assert len(deployment.listed_nodes()) == 3  # node 3 never came in
+    summary = json.loads((run.directory / "summary.json").read_text())
+    assert (summary["delivered"], summary["not-delivered"]) == (having(0, 1, 2), [])
+    kept_by(deployment, run, 0, 1, 2)  # also by whom the run left out
+
+
+def test_who_was_away_gets_the_result_later(deployment, node_configs):
+    """Of the first run; it has that of the second already, which stays beside it."""
+    run, second = deployment.runs
+    before = json.loads((run.directory / "summary.json").read_text())
+    there = {
+        path: path.stat().st_ino
+        for number in range(3)
+        for path in place_of(deployment, number).rglob("*")
+    }
+    told = deployment.deliver(run.directory)
+    for number in range(3):
+        assert f"partition {number} has the result, in adapter/" in told
+    after = json.loads((run.directory / "summary.json").read_text())
+    assert (after["delivered"], after["not-delivered"]) == (having(0, 1, 2), [])
+    assert after == before | {"delivered": after["delivered"], "not-delivered": []}
+    kept_by(deployment, run, 0, 1, 2)
+    kept_by(deployment, second, 0, 1, 2)
+    assert {path: path.stat().st_ino for path in there} == there
+    with pytest.raises(RuntimeError, match="found no config.json there"):
+        deployment.deliver(run.folder)
 
 
 def test_a_revoked_node_ends_and_stays_out(deployment, node_configs):

@@ -17,7 +17,8 @@ from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.words import read_settings
 from ravan_flwr.launch.sharing import Sharing
-from ravan_flwr.launch.superlink import LocalSuperLink, _toml
+from ravan_flwr.launch.submit import as_toml, in_toml
+from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 from tests import ROOT
@@ -78,7 +79,7 @@ def test_the_bundle_runs_away_from_the_checkout(bundle, superlink, tmp_path):
     shorter = preset.replace("local-steps: 50", "local-steps: 2")
     (app / "conf" / "only-here.yaml").write_text(shorter)
     runs = tmp_path / 'it\'s "there" $a_b$'
-    config = f"output-dir={_toml(str(runs))} preset='only-here' num-rounds=2 budgets='uniform'"
+    config = f"output-dir={as_toml(str(runs))} preset='only-here' num-rounds=2 budgets='uniform'"
     assert superlink.run(app, config, FEDERATION) == "finished:completed"
 
     (directory,) = runs.iterdir()
@@ -115,8 +116,7 @@ def test_every_method_runs_in_flowers_runtime(method, runs_of_all_methods, tmp_p
 
 def test_flwr_run_does_what_simulate_does(superlink, tmp_path):
     """With the run config as Flower's own command line passes it on."""
-    words = [f"{key}={_toml(v) if type(v) is str else str(v).lower()}" for key, v in SHORT.items()]
-    config = " ".join([*words, "method='fed-sb'", f"output-dir={_toml(str(tmp_path / 'flower'))}"])
+    config = in_toml({**SHORT, "method": "fed-sb", "output-dir": str(tmp_path / "flower")})
     assert superlink.run(ROOT, config, ONE_ACTOR) == "finished:completed"
     (directory,) = (tmp_path / "flower").iterdir()
     got = json.loads((directory / "summary.json").read_text())
@@ -151,9 +151,9 @@ def test_a_run_that_fails_is_told_as_failed(superlink, tmp_path):
 @given(st.text(st.characters(codec="utf-8")) | st.text("'\"\\ \t\n=.$#") | st.just("a.toml"))
 def test_flower_reads_every_text_as_it_was_given(text):
     """By its own parser, which splits at spaces and takes no quote within quotes of its kind."""
-    words = f"before=1 key={_toml(text)} after='x'"
+    words = f"before=1 key={as_toml(text)} after='x'"
     assert parse_config_args([words]) == {"before": 1, "key": text, "after": "x"}
-    assert parse_config_args([f"key={_toml(text)}"]) == {"key": text}
+    assert parse_config_args([f"key={as_toml(text)}"]) == {"key": text}
 
 
 @pytest.mark.parametrize("name", ["it's here", "'", '"', "a b", "$x$", "back\\slash", "ends'"])
@@ -176,7 +176,7 @@ def test_a_path_arrives_as_it_was_typed(name, tmp_path, monkeypatch, capsys):
 
 @given(st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False))
 def test_flower_reads_every_number_as_it_was_given(value):
-    read = parse_config_args([f"before=1 key={_toml(value)} after='x'"])
+    read = parse_config_args([f"before=1 key={as_toml(value)} after='x'"])
     assert read == {"before": 1, "key": value, "after": "x"}
     assert type(read["key"]) is type(value)
 

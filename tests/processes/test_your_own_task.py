@@ -23,8 +23,9 @@ def blocks():
 
 def newest_run(line, folder):
     """Follow `RUN=$(ls -d PATTERN | tail -1)`, and no other command."""
-    pattern = re.fullmatch(r"RUN=\$\(ls -d (\S+) \| tail -1\)", line)[1]
-    return str(sorted(folder.glob(pattern))[-1].relative_to(folder))
+    match = re.fullmatch(r"RUN=\$\(ls -d (\S+) \| tail -1\)", line)
+    assert match is not None
+    return str(sorted(folder.glob(match[1]))[-1].relative_to(folder))
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,12 @@ def test_a_node_config_is_read():
     assert read_node(OWN) == Node(0, 2)
     told = OWN | {
         "data-path": "/data", "budget": 1, "device": "cuda:1", "cache-dir": "/cache",
-        "warm-worker": True, "sensor": "left",
+        "warm-worker": True, "sensor": "left", "result-path": "/results", "result-form": "merged",
     }  # fmt: skip
-    assert read_node(told) == Node(0, 2, "/data", 1.0, "cuda:1", "/cache", warm_worker=True)
+    assert read_node(told) == Node(
+        0, 2, "/data", 1.0, "cuda:1", "/cache", warm_worker=True, result_path="/results",
+        result_form="merged",
+    )  # fmt: skip
     assert read_node(OWN | {"budget": "auto"}).budget == "auto"
 
 
@@ -38,6 +41,10 @@ def test_the_yes_and_no_of_run_keys_are_read_here_as_well(value, read):
         ({"cache-dir": "here"}, "cache-dir is 'here', expected the absolute path of a folder"),
         ({"warm-worker": "true"}, "warm-worker is 'true', expected true or false, without quot"),
         ({"warm-worker": "maybe"}, "warm-worker is 'maybe', expected true or false"),
+        ({"result-path": "results"}, "result-path is 'results', expected the absolute path of a"),
+        ({"result-path": True}, "result-path is True, expected the path of a folder as text"),
+        ({"result-form": "peft"}, "result-form is 'peft', expected one of adapter, merged"),
+        ({"results-path": "/results"}, "got results-path, expected result-path perhaps"),
         ({"buget": 0.5}, "got buget, expected budget perhaps"),
         ({"data_path": "/data"}, "got data_path, expected data-path perhaps"),
     ],

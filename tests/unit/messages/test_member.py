@@ -11,7 +11,7 @@ from tests.hand_made import member
 KEYS = {
     "partition-id": int, "num-partitions": int, "own-data": bool, "examples": int, "share": float,
     "device": str, "free-memory": int, "versions": str, "code": str, "backbone": str,
-    "derived": list,
+    "derived": list, "keeps-result": bool,
 }  # fmt: skip
 
 

@@ -30,31 +30,21 @@ from ravan_flwr.server.inbox import Inbox, pull_replies
 from ravan_flwr.server.limit import ChangeLimit, changes_of
 from ravan_flwr.server.patience import Patience
 from ravan_flwr.server.replies import read_trained
-from tests.attackers import ATTACKERS, Attacker, Doubled, Uploads, mutated, objects_of, with_body
+from tests.attackers import (
+    ATTACKERS,
+    Attacked,
+    Attacker,
+    Doubled,
+    Uploads,
+    mutated,
+    objects_of,
+    with_body,
+)
 from tests.hand_made import DERIVED, Nodes, impatient, member, run
 
 __all__ = ["impatient"]
 
 ENVELOPES = int(os.environ.get("RAVAN_ENVELOPES", "10000"))
-
-
-class Attacked(Nodes):
-    """Partition 2 is the attacker's."""
-
-    def __init__(self, attacker: Attacker, **named):
-        super().__init__(**named)
-        self.attacker = attacker
-
-    def pull_messages(self, message_ids):
-        (message_id,) = message_ids
-        message = self._waiting.get(message_id)
-        replies = list(super().pull_messages(message_ids))
-        if message is None or not replies:
-            return replies
-        kind, node = message.metadata.message_type, message.metadata.dst_node_id
-        if kind != self.attacker.kind or self.members[node].partition_id != 2:
-            return replies
-        return self.attacker.replies(replies[0], message)
 
 
 @pytest.mark.parametrize("behaviour", ATTACKERS, ids=lambda one: one.__name__)

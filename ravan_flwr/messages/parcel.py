@@ -1,0 +1,116 @@
+"""Describe a result that nodes are given to keep, check it on the node, and check its answer.
+
+The tensors travel beside it, as in every message. A node writes to a folder that is named after
+the run, so that this name is checked there, whoever sends it.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from ravan_flwr.messages.plain_text import plain, shown
+from ravan_flwr.methods.tensors import check_names, checksum, sum_of_squares
+from ravan_flwr.specs import RESULT_FOLDERS
+
+MOST_CHARACTERS = 1 << 20  # of a summary
+# The name of one folder on any system: no separator, no dot or space at an end, nothing hidden.
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9 ._+=@-]{0,148}[A-Za-z0-9_+=@-])?")
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Say whose result it is. The fields are what travels, under the same names with hyphens."""
+
+    run: str  # the name of the run's directory
+    run_id: str  # of no other run, whatever its name
+    last_round: int
+    checksum: str  # of the state's tensors
+    summary: str  # the run's `summary.json`
+
+    def as_config(self) -> dict[str, str | int]:
+        """Return the values of the message's ConfigRecord; `read_parcel` is the inverse."""
+        return {field.name.replace("_", "-"): getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Read the run's summary, which a model card shows."""
+        content: dict[str, Any] = json.loads(self.summary)
+        return content
+
+
+def check_run_name(name: str) -> str:
+    """Return the name of a run; ValueError if it cannot be that of one folder on every device."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"the run's name is {shown(name)}, expected letters, digits, spaces and ._+=@- alone, "
+            "at most 150, with a letter or digit first: a device makes a folder of that name; "
+            "rename the run directory"
+        )
+    return name
+
+
+def read_parcel(config: Mapping[str, Any]) -> Parcel:
+    """Check a message of unknown origin and make a parcel of it; ValueError if it is not sound."""
+    values: dict[str, Any] = {
+        field.name: config.get(field.name.replace("_", "-")) for field in fields(Parcel)
+    }
+    for field in fields(Parcel):
+        if type(values[field.name]) is not field.type:
+            key = field.name.replace("_", "-")
+            raise ValueError(f"{key} is {shown(values[field.name])}, expected {field.type}")
+    parcel = Parcel(**values)
+    check_run_name(parcel.run)
+    for key, digest in (("run-id", parcel.run_id), ("checksum", parcel.checksum)):
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError(f"{key} is {shown(digest)}, expected 16 hexadecimal digits")
+    if parcel.last_round < 0:
+        raise ValueError(f"last-round is {parcel.last_round}, expected a number from 0")
+    if len(parcel.summary) > MOST_CHARACTERS:
+        raise ValueError(f"summary has {len(parcel.summary)} characters, expected fewer")
+    if not isinstance(json.loads(parcel.summary), dict):
+        raise ValueError("summary is no JSON object, expected that of a run")
+    return parcel
+
+
+def check_state(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], told: str) -> None:
+    """Raise ValueError unless they have these names, finite numbers and that checksum.
+
+    Shapes and dtypes are checked where a method loads them: FedEx-LoRA's residual grows.
+    """
+    check_names(tensors, list(expected))
+    for name, tensor in tensors.items():
+        sum_of_squares(tensor, name)
+    if (found := checksum(tensors)) != told:
+        raise ValueError(f"the state has checksum {found}, expected {told}: it was damaged")
+
+
+def kept(parcel: Parcel, folder: str) -> dict[str, Any]:
+    """Write the answer of a node that has the result, in a folder of that name."""
+    return {"kept": True, "folder": folder, "checksum": parcel.checksum}
+
+
+def not_kept(reason: str) -> dict[str, Any]:
+    """Write the answer of a node that could not keep the result."""
+    return {"kept": False, "reason": plain(reason)}
+
+
+def read_answer(answer: Mapping[str, Any], parcel: Parcel) -> str:
+    """Return the folder that a node wrote; ValueError with its reason if it has none."""
+    folder, reason = answer.get("folder"), answer.get("reason")
+    if answer.get("kept") is False:
+        raise ValueError((plain(reason) if isinstance(reason, str) else "") or "no reason given")
+    if answer.get("kept") is not True or folder not in RESULT_FOLDERS.values():
+        raise ValueError(
+            f"its answer is kept = {shown(answer.get('kept'))}, folder = {shown(folder)}, expected "
+            f"true and one of {', '.join(RESULT_FOLDERS.values())}"
+        )
+    if answer.get("checksum") != parcel.checksum:
+        raise ValueError(
+            f"it says that it has {shown(answer.get('checksum'))}, expected {parcel.checksum}"
+        )
+    return str(folder)

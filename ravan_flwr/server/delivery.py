@@ -1,0 +1,204 @@
+"""Give every connected node the run's result to keep, and write down who has it.
+
+The run is over then, and its own result is on disk: whatever a node does costs its own entry in
+`summary.json`, and whatever fails here is told there and does not make the run fail.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from logging import getLogger
+
+from flwr.app import ConfigRecord, Message, MessageType
+from flwr.serverapp import Grid
+
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.messages.arrays import to_record
+from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.parcel import Parcel, check_run_name, read_answer
+from ravan_flwr.messages.plain_text import listed, plain
+from ravan_flwr.methods.tensors import Tensors, checksum
+from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.runs.record import Delivered, Rejection, Summary
+from ravan_flwr.server.exchange import Exchange
+from ravan_flwr.server.inbox import in_process
+from ravan_flwr.server.ledger import Ledger
+from ravan_flwr.server.mailbox import Mailbox
+from ravan_flwr.server.patience import Patience
+from ravan_flwr.server.replies import content_of, telling
+from ravan_flwr.server.roster import Roster
+from ravan_flwr.server.status import Status
+
+log = getLogger(__name__)
+
+KIND = f"{MessageType.QUERY}.deliver"
+NO_PLACE = "its node config has no result-path"
+AWAY = "it was not connected when the result was delivered"
+LATER = "It can be delivered later: ravan-flwr deliver RUN SUPERLINK"
+
+
+def hand_out(
+    grid: Grid, delivery: "Delivery", directory: RunDirectory, state: Tensors, summary: Summary
+) -> None:
+    """Deliver the state, and add to `summary.json` who has it and who could not have it."""
+    earlier = Outcome(summary.get("delivered", []), summary.get("not-delivered", []))
+    try:
+        parcel = make_parcel(directory, state, summary)
+        now = delivery.to_all(grid, state, parcel)
+    except Exception as error:  # noqa: BLE001 (the result is safe, and the run has not failed)
+        log.warning("the result was not delivered: %s. %s", error, LATER)
+        now = Outcome(missed=[{"client": "all", "reason": plain(str(error))}])
+    both = now.after(earlier)
+    summary["delivered"], summary["not-delivered"] = both.delivered, both.missed
+    now.tell()
+    try:
+        directory.write_json("summary.json", summary)
+    except OSError as error:
+        log.warning("who has the result is not in summary.json: %s", error)
+
+
+def make_parcel(directory: RunDirectory, state: Tensors, summary: Summary) -> Parcel:
+    """Describe a run's result; ValueError if its name cannot be that of a device's folder."""
+    told = {k: v for k, v in summary.items() if k not in ("delivered", "not-delivered")}
+    # A run keeps its first round whatever becomes of it, and its seconds are nobody else's.
+    first = json.dumps(directory.read_rounds()[0], sort_keys=True)
+    return Parcel(
+        run=check_run_name(directory.path.name),
+        run_id=hashlib.sha256(first.encode()).hexdigest()[:16],
+        last_round=summary["rounds"],
+        checksum=checksum(state),
+        summary=json.dumps(told),
+    )
+
+
+@dataclass
+class Outcome:
+    """Say who has the result, and why others have not."""
+
+    delivered: list[Delivered] = field(default_factory=list)
+    missed: list[Rejection] = field(default_factory=list)
+
+    def after(self, earlier: "Outcome") -> "Outcome":
+        """Add what was noted at an earlier delivery of the same result, where nothing is newer.
+
+        Who had the result then and is away now has it still.
+        """
+        now = {_name(one): one for one in self.delivered}
+        told = {one["client"]: one for one in self.missed if one["reason"] != AWAY}
+        had = {_name(one): one for one in earlier.delivered if _name(one) not in told}
+        have = had | now
+        missed = {one["client"]: one for one in (*earlier.missed, *self.missed)}
+        missed = {name: one for name, one in missed.items() if name not in have}
+        if "all" not in told:
+            missed.pop("all", None)
+        return Outcome(
+            sorted(have.values(), key=lambda one: one["partition-id"]),
+            sorted(missed.values(), key=_by_number),
+        )
+
+    def tell(self) -> None:
+        """Log it: who has it and how many want none in one line, in another who could not."""
+        if any(one["client"] == "all" for one in self.missed):
+            return  # told already
+        has = [str(one["partition-id"]) for one in self.delivered]
+        could_not = [one for one in self.missed if one["reason"] != NO_PLACE]
+        without = len(self.missed) - len(could_not)
+        log.info(
+            "result delivered to %s%s",
+            f"partition{'s' * (len(has) > 1)} {listed(has, 20, ', ')}" if has else "nobody",
+            f"; {without} without result-path in the node config" if without else "",
+        )
+        if could_not:
+            reasons = listed(f"{one['client']}: {one['reason']}" for one in could_not)
+            log.warning("not delivered to %d: %s. %s", len(could_not), reasons, LATER)
+
+
+class _Notes(Ledger):
+    """Note who could not keep the result, and why."""
+
+    def reject(self, member: Member, reason: object) -> None:
+        self.rejected.append(_missed(member, plain(str(reason))))
+
+
+def _missed(member: Member, reason: str) -> Rejection:
+    return {"client": f"partition {member.partition_id}", "reason": reason}
+
+
+def _name(delivered: Delivered) -> str:
+    return f"partition {delivered['partition-id']}"
+
+
+def _by_number(missed: Rejection) -> tuple[bool, int]:
+    """Sort partitions by their numbers, and after them what has none."""
+    kind, _, number = missed["client"].partition(" ")
+    return kind != "partition", int(number or 0)
+
+
+class Delivery:
+    """Send a result to the members of a roster, and collect their answers."""
+
+    def __init__(self, config: Config, roster: Roster, mail: Mailbox, status: Status) -> None:
+        self._config, self._roster, self._mail, self._status = config, roster, mail, status
+
+    def to_all(self, grid: Grid, state: Tensors, parcel: Parcel) -> Outcome:
+        """Send it to every member that is connected and has a place for it, whatever its budget."""
+        self._roster.catch_up(grid)
+        present = self._roster.present(grid)
+        notes = _Notes(parcel.last_round, self._roster.partitions)
+        wanted = [member for member in present if member.keeps_result]
+        delivered = self._send(grid, wanted, state, parcel, notes)
+        without = [_missed(member, NO_PLACE) for member in present if not member.keeps_result]
+        missed = [*notes.rejected, *without, *self._absent(present)]
+        delivered.sort(key=lambda one: one["partition-id"])
+        return Outcome(delivered, sorted(missed, key=_by_number))
+
+    def _send(
+        self, grid: Grid, wanted: list[Member], state: Tensors, parcel: Parcel, notes: Ledger
+    ) -> list[Delivered]:
+        exchange = Exchange(self._mail, self._roster.nodes, notes, self._status)
+        arrays, settings = to_record(state), ConfigRecord(dict(parcel.as_config()))
+        messages = [
+            self._mail.message(member, KIND, parcel.last_round, arrays, settings)
+            for member in wanted
+        ]
+        delivered: list[Delivered] = []
+        for reply in exchange.replies(grid, messages, lambda asked: self._patience(grid, asked)):
+            member, _ = exchange.sender(reply)
+            try:
+                folder = _folder_in(reply, parcel)
+            except ValueError as error:
+                exchange.reject(member, error)
+            else:
+                exchange.accept(member)
+                delivered.append({"partition-id": member.partition_id, "folder": folder})
+        return delivered
+
+    def _patience(self, grid: Grid, asked: int) -> Patience:
+        """Wait as a round does: for stragglers, and no longer than its timeout."""
+        config = self._config
+        grace = math.inf if in_process(grid) else config.straggler_grace
+        return Patience(config.round_timeout, asked, config.min_replies, grace)
+
+    def _absent(self, present: list[Member]) -> list[Rejection]:
+        """Name the nodes that were known and were not asked, and say why."""
+        there = {member.node_id for member in present}
+        missed: list[Rejection] = []
+        for node in self._roster.nodes.values():
+            if node.node_id in there:
+                continue
+            if node.member is not None:
+                missed.append(_missed(node.member, AWAY))
+            else:
+                reason = f"refused: {node.refused}" if node.refused else "it answered no query"
+                missed.append({"client": f"node {node.node_id}", "reason": plain(reason)})
+        return missed
+
+
+def _folder_in(reply: Message, parcel: Parcel) -> str:
+    """Read the answer of a node; ValueError with the reason if it does not have the result."""
+    with telling():
+        records = content_of(reply).config_records
+        if "kept" not in records:
+            raise ValueError("missing 'kept'")
+        return read_answer(records["kept"], parcel)

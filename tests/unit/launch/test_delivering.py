@@ -1,0 +1,129 @@
+"""`ravan-flwr deliver`: what it submits, and what it says where that cannot be."""
+
+import json
+import re
+import shutil
+from typing import Any
+
+import pytest
+from flwr.common.config import parse_config_args
+
+from ravan_flwr.cli import main
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.launch import delivering
+from ravan_flwr.runs.directory import RunDirectory
+from tests import ROOT
+
+HAS = [{"partition-id": 2, "folder": "adapter"}]
+COULD_NOT = [{"client": "partition 0", "reason": "its result-path cannot be written to: disk full"}]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A finished run of some settings, in a folder whose name has a space and a quote."""
+    path = tmp_path / 'runs "1"' / "20260101-120000-digits-vit-fedit-seed3"
+    path.mkdir(parents=True)
+    config = read_config({"method": "fedit", "seed": 3, "num-rounds": 7, "max-share": 0.5})
+    (path / "config.json").write_text(json.dumps(config.as_dict()))
+    (path / "summary.json").write_text(json.dumps({"rounds": 7}))
+    monkeypatch.chdir(ROOT)
+    return path
+
+
+@pytest.fixture
+def submitted(run, monkeypatch):
+    """What was submitted; `after` is what the run then adds to the summary."""
+    found: dict[str, Any] = {"status": "finished:completed"}
+    found["after"] = {"delivered": HAS, "not-delivered": []}
+
+    def submit(app, superlink, settings, environment):
+        found.update(app=app, superlink=superlink, settings=parse_config_args([settings]))
+        content = {"rounds": 7} | found["after"]
+        (run / "summary.json").write_text(json.dumps(content))
+        return found["status"]
+
+    monkeypatch.setattr(delivering, "submit", submit)
+    return found
+
+
+def deliver(capsys, *words):
+    with pytest.raises(SystemExit) as end:
+        main(["deliver", *map(str, words)])
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    return end.value.code, told
+
+
+def test_it_submits_the_settings_of_the_run_and_no_round(run, submitted, capsys):
+    main(["deliver", str(run), "edge"])
+    assert (submitted["app"], submitted["superlink"]) == (ROOT, "edge")
+    settings = submitted["settings"]
+    assert settings == {
+        "method": "fedit", "seed": 3, "num-rounds": 1, "resume": str(run), "deliver": True,
+    }  # fmt: skip
+    assert read_config(settings).deliver
+    told = capsys.readouterr().out
+    assert "flwr run . edge --stream -c 'method=" in told
+    assert told.endswith("partition 2 has the result, in adapter/\n")
+
+
+def test_it_tells_who_does_not_have_it(run, submitted, capsys):
+    submitted["after"]["not-delivered"] = COULD_NOT
+    main(["deliver", str(run), "edge"])
+    assert capsys.readouterr().out.endswith(
+        "partition 0 does not have it: its result-path cannot be written to: disk full\n"
+    )
+
+
+def test_a_delivery_to_nobody_is_a_failure(run, submitted, capsys):
+    submitted["after"] = {"delivered": [], "not-delivered": COULD_NOT}
+    status, told = deliver(capsys, run, "edge")
+    assert status == 1
+    assert "no device has the result: partition 0: its result-path cannot be written to" in told
+    submitted["after"] = {"delivered": [], "not-delivered": []}
+    assert "no device has the result: none was connected" in deliver(capsys, run, "edge")[1]
+
+
+def test_a_server_that_wrote_nothing_here_is_told(run, submitted, capsys):
+    """Its RUN is another one, on another machine."""
+    submitted["after"] = {}
+    status, told = deliver(capsys, run, "edge")
+    assert (status, "nothing was noted in" in told) == (1, True)
+    submitted["status"] = "finished:failed"
+    status, told = deliver(capsys, run, "edge")
+    assert "the delivery ended as 'finished:failed'" in told
+    assert "call this command there" in told
+
+
+def test_where_a_run_cannot_be_delivered_it_says_what_to_do_instead(
+    run, submitted, capsys, monkeypatch, tmp_path
+):
+    for path, told in (
+        (tmp_path / "elsewhere", "found no config.json there, .* call this command there, as a"),
+        (tmp_path, "found no config.json there, expected a run directory .*; correct the path$"),
+    ):
+        status, error = deliver(capsys, path, "edge")
+        assert status == 2
+        assert re.search(told, error.rstrip()), error
+    unfinished = shutil.copytree(run, tmp_path / "unfinished")
+    (unfinished / "summary.json").unlink()
+    assert "expected the file of a finished run" in deliver(capsys, unfinished, "edge")[1]
+    (run / "config.json").write_text('{"preset": "digits-vit", "method": "ravan"')
+    assert "config.json is damaged" in deliver(capsys, run, "edge")[1]
+    (run / "config.json").write_text('{"preset": "digits-vit"}')
+    assert "config.json lacks" in deliver(capsys, run, "edge")[1]
+    monkeypatch.chdir(tmp_path)
+    (run / "config.json").write_text(json.dumps(read_config({}).as_dict()))
+    assert "found no pyproject.toml in" in deliver(capsys, run, "edge")[1]
+    assert "settings" not in submitted
+
+
+def test_a_run_that_may_not_be_read_is_told(run, submitted, capsys, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", str(run))
+
+    monkeypatch.setattr(RunDirectory, "open", refuse)
+    status, told = deliver(capsys, run, "edge")
+    assert status == 2
+    assert "Permission denied. RUN is a directory on the server's machine" in told
+    assert "as a user who may read it" in told

@@ -1,0 +1,345 @@
+"""The result goes to every node that is there; one that lies, fails or is silent loses its own."""
+
+import json
+import re
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.messages.arrays import from_record
+from ravan_flwr.messages.parcel import kept, not_kept, read_parcel
+from ravan_flwr.methods.tensors import checksum
+from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.server import delivery as delivering
+from ravan_flwr.server import roster as recruiting
+from ravan_flwr.server.delivery import AWAY, KIND, NO_PLACE, Delivery, hand_out
+from ravan_flwr.server.mailbox import Mailbox
+from ravan_flwr.server.roster import Roster
+from ravan_flwr.server.status import Status
+from tests import attackers
+from tests.attackers import Attacked, Attacker
+from tests.hand_made import DERIVED, Nodes, impatient, member
+
+__all__ = ["impatient"]
+
+STATE = {"H": torch.arange(24.0).view(6, 2, 2)}
+FIRST = {"round": 1, "seconds": 1.25}
+
+
+class Keepers(Nodes):
+    """Nodes that keep what they are sent, in memory."""
+
+    def __init__(self, **named):
+        super().__init__(**({"keeps_result": True} | named))
+        self.shelves = {}
+
+    def answer(self, node, message):
+        if message.metadata.message_type != KIND:
+            return super().answer(node, message)
+        parcel = read_parcel(message.content["config"])
+        state = from_record(message.content["arrays"])
+        assert checksum(state) == parcel.checksum
+        self.shelves[node.partition_id] = parcel, state
+        return reply_with(message, kept(parcel, "adapter"))
+
+
+def reply_with(message, answer):
+    return Message(RecordDict({"kept": ConfigRecord(answer)}), reply_to=message)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    made = RunDirectory(tmp_path / "20260101-120000-digits-vit-ravan-seed0")
+    made.path.mkdir()
+    (made.path / "rounds.jsonl").write_text(json.dumps(FIRST) + "\n")
+    made.write_json("summary.json", {"rounds": 3, "metrics": {"final": {}, "best": {}}})
+    return made
+
+
+def delivery_of(nodes, **settings):
+    config = read_config({"round-timeout": 5.0, **settings})
+    roster = Roster(4, "b", DERIVED, dealt_out=False)
+    roster.gather(nodes, wait=True)
+    return Delivery(config, roster, Mailbox(None), Status(roster, tell=None))
+
+
+def hand_to(nodes, directory, **settings):
+    summary = directory.read_summary()
+    hand_out(nodes, delivery_of(nodes, **settings), directory, STATE, summary)
+    written = directory.read_summary()
+    assert written == summary
+    assert {k: v for k, v in written.items() if "delivered" not in k} == {
+        "rounds": 3, "metrics": {"final": {}, "best": {}},
+    }  # fmt: skip
+    return written["delivered"], written["not-delivered"]
+
+
+def having(*partitions):
+    return [{"partition-id": number, "folder": "adapter"} for number in partitions]
+
+
+def test_everybody_gets_all_of_it_whatever_the_budget(directory):
+    nodes = Keepers()
+    nodes.members[11] = member(11, 3, share=0.01, keeps_result=True)
+    assert hand_to(nodes, directory, method="fedit") == (having(0, 1, 2, 3), [])
+    assert nodes.trained == []
+    for parcel, state in nodes.shelves.values():
+        assert (parcel.run, parcel.last_round) == (directory.path.name, 3)
+        assert torch.equal(state["H"], STATE["H"])
+        assert parcel.told == {"rounds": 3, "metrics": {"final": {}, "best": {}}}
+    assert len({parcel.run_id for parcel, _ in nodes.shelves.values()}) == 1
+
+
+def test_a_run_is_told_from_another_of_the_same_name(directory):
+    ids = []
+    for seconds in (1.25, 1.25, 1.26):
+        (directory.path / "rounds.jsonl").write_text(
+            json.dumps(FIRST | {"seconds": seconds}) + "\n"
+        )
+        nodes = Keepers()
+        hand_to(nodes, directory)
+        ids.append(nodes.shelves[0][0].run_id)
+        directory.write_json("summary.json", {"rounds": 3, "metrics": {"final": {}, "best": {}}})
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_who_wants_none_who_is_away_and_who_is_refused_is_named(directory, caplog):
+    caplog.set_level("INFO")
+    nodes = Keepers()
+    nodes.members[12] = member(12, 2, keeps_result=False)
+    nodes.members[14] = member(14, 0, backbone="another", keeps_result=True)
+    delivery = delivery_of(nodes)
+    away = nodes.members.pop(11)
+    summary = directory.read_summary()
+    hand_out(nodes, delivery, directory, STATE, summary)
+    assert summary["delivered"] == having(1)
+    assert [one["client"] for one in summary["not-delivered"]] == [
+        "partition 2", f"partition {away.partition_id}", "node 14",
+    ]  # fmt: skip
+    reasons = [one["reason"] for one in summary["not-delivered"]]
+    assert reasons[0] == NO_PLACE
+    assert reasons[1] == AWAY
+    assert reasons[2].startswith("refused: its backbone has fingerprint another, expected b")
+    assert "result delivered to partition 1; 1 without result-path" in caplog.text
+    assert "ravan-flwr deliver RUN SUPERLINK" in caplog.text
+
+
+def test_nobody_takes_it_in_one_line(directory, caplog):
+    caplog.set_level("INFO")
+    delivered, missed = hand_to(Nodes(), directory)
+    assert (delivered, len(missed)) == ([], 4)
+    told = [line for line in caplog.messages if "deliver" in line]
+    assert told == ["result delivered to nobody; 4 without result-path in the node config"]
+
+
+def test_a_silent_node_is_waited_for_so_long_and_no_longer(directory):
+    class Sleepers(Keepers):
+        def pull_messages(self, message_ids):
+            return [r for r in super().pull_messages(message_ids) if not self.is_silent(r)]
+
+        def is_silent(self, reply):
+            node = self.members[reply.metadata.src_node_id]
+            return reply.metadata.message_type == KIND and node.partition_id == 2
+
+    delivered, missed = hand_to(Sleepers(), directory)
+    assert delivered == having(0, 1, 3)
+    assert missed == [{"client": "partition 2", "reason": "no reply within 5 s"}]
+
+
+def test_a_node_that_comes_back_just_then_is_waited_for(directory, monkeypatch):
+    monkeypatch.setattr(recruiting, "QUERY_TIMEOUT", 100.0)
+    nodes = Keepers()
+    delivery = delivery_of(nodes)
+    late = member(15, 7, num_partitions=9, keeps_result=True)
+    nodes.members[15] = late
+    looks = []
+
+    class Slow(type(delivery._roster._inbox)):  # type: ignore[misc]
+        def look(self, grid, ids):
+            looks.append(1)
+            return super().look(grid, ids) if len(looks) > 3 else iter(())
+
+    delivery._roster._inbox = Slow()
+    assert delivery.to_all(nodes, STATE, parcel_of(directory)).delivered == having(0, 1, 2, 3, 7)
+
+
+def parcel_of(directory):
+    return delivering.make_parcel(directory, STATE, directory.read_summary())
+
+
+# Nodes that mean harm: those of training messages that say nothing of training, and others.
+
+BEFORE = [
+    attackers.UnknownQuestion, attackers.NoMessage, attackers.Garbage, attackers.Nested,
+    attackers.ForgesALine, attackers.LongReason,
+]  # fmt: skip
+
+
+class Empty(Attacker):
+    told = "missing 'kept'"
+
+    def reply(self, honest, message):
+        return Message(RecordDict(), reply_to=message)
+
+
+class OtherRecords(Attacker):
+    told = "missing 'kept'"
+
+    def reply(self, honest, message):
+        return Message(RecordDict({"kept": message.content["arrays"]}), reply_to=message)
+
+
+class AnotherState(Attacker):
+    told = "it says that it has 'feedfeedfeedfeed', expected"
+
+    def reply(self, honest, message):
+        honest.content["kept"]["checksum"] = "feed" * 4
+        return honest
+
+
+class FolderElsewhere(Attacker):
+    told = r"folder = '../../../root', expected true and one of adapter, merged"
+
+    def reply(self, honest, message):
+        honest.content["kept"]["folder"] = "../../../root"
+        return honest
+
+
+class FullDisk(Attacker):
+    told = "^its result-path cannot be written to: No space left on device$"
+
+    def reply(self, honest, message):
+        told = not_kept("its result-path cannot be written to: No space left on device")
+        return reply_with(message, told)
+
+
+class ForgesARecord(Attacker):
+    told = r'^\\x1b\[2K"\}\],\\n"delivered": \[\{'
+
+    def reply(self, honest, message):
+        return reply_with(message, {"kept": False, "reason": '\x1b[2K"}],\n"delivered": [{'})
+
+
+class LongFolder(Attacker):
+    told = "kept = True, folder = "
+
+    def reply(self, honest, message):
+        honest.content["kept"]["folder"] = ["\x1b" * 10] * 100_000
+        return honest
+
+
+class Raises(Attacker):
+    told = "failed with code 2: out of memory"
+
+    def reply(self, honest, message):
+        return Message(Error(2, "out of memory"), reply_to=message)
+
+
+class AttackedKeepers(Attacked, Keepers):
+    pass
+
+
+NEW = [
+    Empty, OtherRecords, AnotherState, FolderElsewhere, FullDisk, ForgesARecord, LongFolder, Raises,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("behaviour", [*BEFORE, *NEW], ids=lambda one: one.__name__)
+def test_a_hostile_answer_costs_its_own_entry(behaviour, directory, caplog):
+    attacker = behaviour()
+    attacker.kind = KIND
+    delivered, missed = hand_to(AttackedKeepers(attacker), directory)
+    assert delivered == having(0, 1, 3)
+    ((one),) = missed
+    assert one["client"] == "partition 2"
+    assert re.search(attacker.told, one["reason"]), one["reason"]
+    assert len(one["reason"]) <= 500
+    assert all("\x1b" not in line and "\n" not in line for line in caplog.messages)
+
+
+def test_two_answers_count_once(directory):
+    attacker = attackers.Doubled()
+    attacker.kind = KIND  # type: ignore[misc]
+    assert hand_to(AttackedKeepers(attacker), directory) == (having(0, 1, 2, 3), [])
+
+
+# A delivery that fails, and one after another.
+
+
+def test_a_delivery_that_fails_is_told_and_raises_nothing(directory, caplog, monkeypatch):
+    def broken(*_):
+        raise ConnectionError("nobody\nthere")
+
+    nodes = Keepers()
+    delivery = delivery_of(nodes)
+    monkeypatch.setattr(nodes, "get_node_ids", broken)
+    monkeypatch.setattr(nodes, "push_messages", broken)
+    summary = directory.read_summary()
+    hand_out(nodes, delivery, directory, STATE, summary)
+    assert directory.read_summary()["delivered"] == []
+    assert summary["not-delivered"] == [{"client": "all", "reason": "nobody\\nthere"}]
+    assert "the result was not delivered" in caplog.text
+    monkeypatch.undo()
+    hand_out(nodes, delivery, directory, STATE, summary)
+    assert (summary["delivered"], summary["not-delivered"]) == (having(0, 1, 2, 3), [])
+
+
+def test_a_name_that_no_device_can_have_is_told(tmp_path, directory, caplog):
+    renamed = RunDirectory(directory.path.rename(tmp_path / ".hidden"))
+    delivered, missed = hand_to(Keepers(), renamed)
+    assert delivered == []
+    assert missed[0]["reason"].startswith("the run's name is '.hidden', expected letters, digits")
+
+
+def test_a_full_disk_after_the_delivery_does_not_make_the_run_fail(directory, caplog, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    nodes = Keepers()
+    delivery = delivery_of(nodes)
+    monkeypatch.setattr(RunDirectory, "write_json", full)
+    hand_out(nodes, delivery, directory, STATE, directory.read_summary())
+    assert len(nodes.shelves) == 4
+    assert "who has the result is not in summary.json: [Errno 28]" in caplog.text
+
+
+def test_later_deliveries_add_to_the_earlier_ones(directory):
+    def offer(*numbers, **named):
+        nodes = Keepers(**named)
+        nodes.members = {k: m for k, m in nodes.members.items() if m.partition_id in numbers}
+        return hand_to_again(nodes, directory)
+
+    assert offer(0, 1) == (having(0, 1), [])
+    assert offer(2, keeps_result=False) == (
+        having(0, 1), [{"client": "partition 2", "reason": NO_PLACE}],
+    )  # fmt: skip
+    assert offer(2, 3) == (having(0, 1, 2, 3), [])
+    # What a device says now counts, whatever it had.
+    assert offer(0, keeps_result=False) == (
+        having(1, 2, 3), [{"client": "partition 0", "reason": NO_PLACE}],
+    )  # fmt: skip
+
+
+def test_who_had_it_and_is_away_has_it_still(directory):
+    summary = directory.read_summary()
+    nodes = Keepers()
+    delivery = delivery_of(nodes)
+    hand_out(nodes, delivery, directory, STATE, summary)
+    del nodes.members[11], nodes.members[14]
+    hand_out(nodes, delivery, directory, STATE, summary)
+    assert (summary["delivered"], summary["not-delivered"]) == (having(0, 1, 2, 3), [])
+
+
+def hand_to_again(nodes, directory):
+    summary = directory.read_summary()
+    hand_out(nodes, delivery_of(nodes), directory, STATE, summary)
+    return summary["delivered"], summary["not-delivered"]
+
+
+def test_nodes_that_share_the_data_otherwise_get_it_as_well(directory):
+    """A device that came when the run had ended was told of other numbers of partitions."""
+    nodes = Keepers()
+    nodes.members[15] = member(15, 7, num_partitions=9, keeps_result=True)
+    assert hand_to(nodes, directory) == (having(0, 1, 2, 3, 7), [])
