@@ -80,7 +80,7 @@ def test_rows_that_mean_the_same_share_their_runs(tmp_path):
             {"settings": {"method": "full", "quantize": "4bit", "learning-rate": 1e-3}},
             "row 'base': quantize = '4bit': got method 'full', which changes pretrained weights",
         ),
-        ({"seeds": []}, "got seeds .*, expected at least one"),
+        ({"seeds": []}, "got seeds .*; expected at least one seed"),
         ({"seeds": ["x"]}, "seed = 'x': expected a whole number"),
         ({"choose": {"learning-rate": [1e-3], "seeds": []}}, "expected at least one"),
         ({"settings": {"num-clients": "many"}}, "row 'base': num-clients = 'many': expected a"),
@@ -211,7 +211,7 @@ def test_a_learning_rate_is_chosen_on_examples_that_are_held_back(tmp_path, fork
 
 def test_a_file_that_is_no_yaml_is_told(tmp_path):
     (tmp_path / "x.yaml").write_text("a: [")
-    with pytest.raises(ValueError, match="expected YAML; correct it"):
+    with pytest.raises(ValueError, match="expected YAML; correct the file"):
         read_study(tmp_path / "x.yaml")
 
 
