@@ -53,6 +53,8 @@ class FollowedRun:
     def read(self) -> Seen:
         """Read the run as it is now; ValueError if a file is damaged."""
         directory = RunDirectory(self.path)
+        if not self.path.is_dir():
+            raise ValueError(f"{self.path} is gone, expected the run directory that was there")
         there = {name for name in _WATCHED if (self.path / name).is_file()}
         config = directory.read_config() if "config.json" in there else {}
         failure = directory.read_json("failure.json") if "failure.json" in there else None

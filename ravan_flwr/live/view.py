@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
+from ravan_flwr.config.keys import KEYS
 from ravan_flwr.live.following import Seen
 from ravan_flwr.live.people import people_of
 from ravan_flwr.live.plots import Plot, bar_plot, line_plot
@@ -13,6 +14,7 @@ from ravan_flwr.runs.history import RecordedRun, common_metric
 
 MOST_REJECTED = 50  # the last ones
 MOST_LAYERS = 100
+MOST_HEADS = int(KEYS["heads"].high)
 PHASES = ("training", "evaluation", "the rest")
 
 
@@ -140,7 +142,7 @@ def _seconds(run: RecordedRun) -> Plot | None:
 def _heads(run: RecordedRun) -> dict[str, Any] | None:
     """Count in how many replies each head was, layers by heads; None where there are no heads."""
     clients = [client for record in run.rounds for client in record["clients"]]
-    if not all(_has_heads(client) for client in clients):
+    if not all(map(_has_heads, clients)) or len({len(c["selected"]) for c in clients}) > 1:
         return None
     table = run.heads_trained()
     if not table or len(table[0]) < 2:
@@ -151,5 +153,9 @@ def _heads(run: RecordedRun) -> dict[str, Any] | None:
 
 
 def _has_heads(client: Mapping[str, Any]) -> bool:
+    """Tell whether a client's record lists heads by layer, as a run writes them."""
     chosen = client.get("selected")
-    return isinstance(chosen, list) and all(isinstance(layer, list) for layer in chosen)
+    return isinstance(chosen, list) and all(
+        isinstance(layer, list) and all(type(h) is int and 0 <= h < MOST_HEADS for h in layer)
+        for layer in chosen
+    )

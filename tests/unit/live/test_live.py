@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -200,6 +201,24 @@ def test_odd_values_in_a_sound_file_make_no_error(tmp_path):
     ]
     lines(run_in(tmp_path), [record(1, clients=odd, phases={"train": 1}), record(2)])
     assert "running Round 4 of 10" in page_of(tmp_path).words
+
+
+@pytest.mark.parametrize(
+    "selected", [[[10**9]], [[-1]], [["x"]], [[True]], [7], [], [[0], [1], [2]], None]
+)
+def test_heads_that_no_run_writes_are_not_drawn(tmp_path, selected):
+    clients = [client(0), client(1, selected=selected)]
+    lines(run_in(tmp_path), [record(1, clients=clients)])
+    words = page_of(tmp_path).words
+    assert "running Round 4 of 10" in words
+    assert "How often each head was trained" not in words
+
+
+def test_a_run_directory_that_is_removed_is_told(tmp_path):
+    page = LivePage(run_in(tmp_path / "run"))
+    shutil.rmtree(tmp_path / "run")
+    assert "cannot be shown" in Read(page.get()).words
+    assert f"{tmp_path / 'run'} is gone" in Read(page.get()).words
 
 
 def test_what_clients_say_stays_text(tmp_path):
