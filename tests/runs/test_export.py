@@ -81,6 +81,7 @@ def test_a_card_says_what_it_is(run, tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert f"| method | {run.summary['method']}" in card
+    assert (", 4 heads |" in card) == (run.summary["method"] == "ravan")
     assert f"{run.summary['trainable-parameters']:,}" in card
     assert f"accuracy {run.summary['metrics']['final']['accuracy']:.4f}" in card
     assert "2, 3 clients a round" in card

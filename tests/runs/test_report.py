@@ -245,7 +245,8 @@ def test_runs_that_were_not_evaluated_or_otherwise(runs, tmp_path, capsys):
         return [record | {"metrics": {"f1": 0.5}} for record in records]
 
     blind, f1 = copied(runs[0], tmp_path / "a", without), copied(runs[0], tmp_path / "b", other)
-    main(["report", str(blind), str(runs[2]), "--output", str(tmp_path / "out")])
+    seeing = copied(runs[2], tmp_path / "c")  # without its table by class
+    main(["report", str(blind), str(seeing), "--output", str(tmp_path / "out")])
     page = read_page(tmp_path / "out" / "index.html")
     assert "not evaluated" in page.text
     assert "0.0000" not in page.text
