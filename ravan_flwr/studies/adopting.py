@@ -59,12 +59,13 @@ def notes(choice: Choice) -> list[str]:
     """Write what the rate was chosen from, for the comment above it."""
     tuning, rung, score = choice.tuning, choice.rungs[-1].rung, choice.score
     seeds = " ".join(map(str, rung.seeds))
+    clients = f"{tuning.num_clients} client{'s' * (tuning.num_clients != 1)}"
     shown = {k: v for k, v in tuning.given.items() if k not in ("preset", "method", "seed")}
     given = f", with {' '.join(words_of(shown))}" if shown else ""
     version = importlib.metadata.version("ravan-flwr")
     today = datetime.now().astimezone().date().isoformat()
     told = [
-        f"{score.metric} {score} on examples that {tuning.num_clients} clients held back, seeds "
+        f"{score.metric} {score} on examples that {clients} held back, seeds "
         f"{seeds}, {rung.length}{given}",
         f"tried {' '.join(f'{rate:g}' for rate in sorted(choice.tried))}; ravan-flwr {version}, "
         f"{today}",
