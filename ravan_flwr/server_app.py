@@ -19,7 +19,7 @@ from ravan_flwr.config.keys import AUTO, FREE_ON_RESUME
 from ravan_flwr.config.run_config import Config, has_default_rate, read_config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.results.card import write_card
+from ravan_flwr.results.card import measured, write_card
 from ravan_flwr.results.classes import write_classes
 from ravan_flwr.results.export import natural_form, write_result
 from ravan_flwr.results.report import write_report
@@ -85,6 +85,7 @@ def main(grid: Grid, context: Context) -> None:
                 context.state[RESULT] = ConfigRecord({"run-dir": str(earlier.path)})
                 _deliver_again(grid, bench, resolved, earlier, start)
             else:
+                _tell_if_all_are_done(start.done or 0, config.num_rounds, earlier.path)
                 _run_here(grid, context, bench, resolved, earlier, start)
         else:
             name = f"{config.preset}-{config.method}-seed{config.seed}"
@@ -177,7 +178,6 @@ def _go_on(directory: RunDirectory, back_to: int | None, config: Config, bench: 
     if fixed is not None:
         model.load_fixed(fixed)
     log.info("going on after round %d", checkpoint.round)
-    _tell_if_all_are_done(checkpoint.round, config.num_rounds, directory.path)
     return Start(checkpoint.state, checkpoint.round, checkpoint.memory, records, fixed)
 
 
@@ -207,7 +207,7 @@ def _run(
     _save_result(final, bench, directory, summary)
     if config.deliver:
         delivery = Delivery(config, strategy.roster, strategy.mail, strategy.status)
-        hand_out(grid, delivery, directory, final, summary)
+        hand_out(grid, delivery, directory, final, summary, measured(summary, directory))
     _tell(summary, bench.task.metric, directory, _report(config, directory))
 
 
@@ -310,7 +310,8 @@ def _deliver_again(
     roster.gather(grid, wait=True)
     mail = Mailbox(to_record(start.fixed) if start.fixed else None)
     delivery = Delivery(config, roster, mail, Status(roster, tell=None))
-    hand_out(grid, delivery, directory, start.state, directory.read_summary())
+    summary = directory.read_summary()
+    hand_out(grid, delivery, directory, start.state, summary, measured(summary, directory))
     log.info("run directory: %s", directory.path)
 
 

@@ -12,7 +12,7 @@ from ravan_flwr.results.card_code import about, code_of
 from ravan_flwr.results.classes import classes_of
 from ravan_flwr.results.reader import PROCESSOR
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
-from ravan_flwr.runs.record import Summary
+from ravan_flwr.runs.record import Metrics, Summary
 from ravan_flwr.tasks import get_task
 
 EXAMPLES = {"server": "the server's test examples", "clients": "examples that clients held back"}
@@ -37,9 +37,7 @@ def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
 
 def _rows(config: dict[str, Any], summary: Summary, directory: RunDirectory) -> dict[str, object]:
     """Collect the table's rows."""
-    final = dict(summary["metrics"]["final"])
-    if classes := classes_of(directory.path, directory.read_rounds()):
-        final["macro-F1"] = classes["macro-f1"]
+    final = measured(summary, directory)
     partition = config["partition"]
     if partition.startswith("dirichlet"):
         partition += f" {config['partition-alpha']:g}"
@@ -56,6 +54,14 @@ def _rows(config: dict[str, Any], summary: Summary, directory: RunDirectory) -> 
         "result": ", ".join(f"{k} {v:.4f}" for k, v in final.items()) or "not evaluated",
         "seed": summary["seed"],
     }
+
+
+def measured(summary: Summary, directory: RunDirectory) -> Metrics:
+    """Collect the metrics of the result, with the macro-F1 where classes are known."""
+    final = dict(summary["metrics"]["final"])
+    if classes := classes_of(directory.path, directory.read_rounds()):
+        final["macro-F1"] = classes["macro-f1"]
+    return final
 
 
 def _channels(folder: Path) -> int:

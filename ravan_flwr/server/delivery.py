@@ -20,7 +20,7 @@ from ravan_flwr.messages.parcel import Parcel, check_run_name, read_answer
 from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.methods.tensors import Tensors, checksum
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.runs.record import Delivered, Rejection, Summary
+from ravan_flwr.runs.record import Delivered, Metrics, Rejection, Summary
 from ravan_flwr.server.exchange import Exchange
 from ravan_flwr.server.inbox import in_process
 from ravan_flwr.server.ledger import Ledger
@@ -39,12 +39,20 @@ LATER = "It can be delivered later: ravan-flwr deliver RUN SUPERLINK"
 
 
 def hand_out(
-    grid: Grid, delivery: "Delivery", directory: RunDirectory, state: Tensors, summary: Summary
+    grid: Grid,
+    delivery: "Delivery",
+    directory: RunDirectory,
+    state: Tensors,
+    summary: Summary,
+    shown: Metrics | None = None,
 ) -> None:
-    """Deliver the state, and add to `summary.json` who has it and who could not have it."""
+    """Deliver the state, and add to `summary.json` who has it and who could not have it.
+
+    `shown` are the metrics for the devices' model cards, where they are not those of the summary.
+    """
     earlier = Outcome(summary.get("delivered", []), summary.get("not-delivered", []))
     try:
-        parcel = make_parcel(directory, state, summary)
+        parcel = make_parcel(directory, state, summary, shown)
         now = delivery.to_all(grid, state, parcel)
     except Exception as error:  # noqa: BLE001 (the result is safe, and the run has not failed)
         log.warning("the result was not delivered: %s. %s", error, LATER)
@@ -58,9 +66,13 @@ def hand_out(
         log.warning("who has the result is not in summary.json: %s", error)
 
 
-def make_parcel(directory: RunDirectory, state: Tensors, summary: Summary) -> Parcel:
+def make_parcel(
+    directory: RunDirectory, state: Tensors, summary: Summary, shown: Metrics | None = None
+) -> Parcel:
     """Describe a run's result; ValueError if its name cannot be that of a device's folder."""
     told = {k: v for k, v in summary.items() if k not in ("delivered", "not-delivered")}
+    if shown is not None:
+        told["metrics"] = {**summary["metrics"], "final": shown}
     # A run keeps its first round whatever becomes of it, and its seconds are nobody else's.
     first = json.dumps(directory.read_rounds()[0], sort_keys=True)
     return Parcel(

@@ -182,6 +182,7 @@ def test_a_run_that_has_ended_is_delivered_again_and_nothing_else_of_it_changes(
         devices.run(seed=1, resume=str(run.run_dir))
     devices.add(1)
     first = devices.run(resume=str(run.run_dir), num_rounds=1)
+    assert "nothing is trained" not in (run.run_dir / "log.txt").read_text()
     assert first.summary["delivered"] == [{"partition-id": 1, "folder": "adapter"}]
     there = devices.result(1, run)
     inodes = {path: path.stat().st_ino for path in there.rglob("*")}
@@ -191,7 +192,7 @@ def test_a_run_that_has_ended_is_delivered_again_and_nothing_else_of_it_changes(
     assert {path: path.stat().st_ino for path in there.rglob("*")} == inodes  # left as it was
     after = files_of(run.run_dir)
     changed = {path.as_posix() for path in after if before.get(path) != after[path]}
-    assert changed == {"summary.json"}
+    assert changed == {"summary.json", "log.txt"}
     summary = {k: v for k, v in second.summary.items() if "delivered" not in k}
     assert summary == run.summary
     # A person resumes it once more without: who has it stays written.
