@@ -64,13 +64,6 @@ def main(grid: Grid, context: Context) -> None:
     parent = _output_folder(config)  # refused, if at all, before anything is loaded
     check_tracking(config.tracking)
     earlier, back_to = _resumed(config)
-    if has_default_rate(context.run_config):
-        log.info(
-            "learning rate %g, the default of %s, since preset %s names none; `ravan-flwr tune "
-            "preset=%s method=%s` would choose better",
-            config.learning_rate,
-            *(config.method, config.preset, config.preset, config.method),
-        )
     with ExitStack() as stack:
         if earlier is not None:
             stack.enter_context(locked(earlier.path))
@@ -94,6 +87,17 @@ def main(grid: Grid, context: Context) -> None:
             stack.enter_context(logging_to(directory.path))
             start = Start(bench.model.initial_state())
             _run_here(grid, context, bench, resolved, directory, start)
+
+
+def _tell_of_the_rate(run_config: Mapping[str, Scalar], config: Config) -> None:
+    """Say in a line that nobody has chosen the learning rate."""
+    if has_default_rate(run_config):
+        preset = run_config.get("preset", config.preset)
+        log.info(
+            "learning rate %g: the default of %s, since the preset names none; `ravan-flwr tune "
+            "preset=%s method=%s` chooses a better one",
+            *(config.learning_rate, config.method, preset, config.method),
+        )
 
 
 def _tell_what_has_no_effect(run_config: Mapping[str, Scalar], config: Config, grid: Grid) -> None:
@@ -134,6 +138,7 @@ def _run_here(
     """Run, and say where; a run that fails says why in its directory."""
     context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
     log.info("run directory: %s", directory.path)
+    _tell_of_the_rate(context.run_config, config)
     _tell_what_has_no_effect(context.run_config, config, grid)
     try:
         _run(grid, bench, config, directory, start)

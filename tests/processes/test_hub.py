@@ -50,6 +50,9 @@ ERRORS = {
 }
 
 
+OF_THE_LIBRARY = "api/agent-harnesses"  # asked for once a day, whatever is loaded
+
+
 class Answers(BaseHTTPRequestHandler):
     server: Hub
 
@@ -61,7 +64,8 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = self.path.split("?")[0].strip("/")
-        self.server.asked.append(path)
+        if path != OF_THE_LIBRARY:
+            self.server.asked.append(path)
         for name, (status, code) in ERRORS.items():
             if f"org/{name}" in path:
                 return self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
@@ -177,7 +181,7 @@ def test_what_was_fetched_is_there_without_a_connection(run, hub, tmp_path):
     # With a connection as well: what is there is not asked for.
     given = words(tmp_path / "data", f"org/bert@{COMMIT}")
     assert run(hub, tmp_path / "home", *given).returncode == 0
-    assert len(hub.asked) == asked
+    assert hub.asked[asked:] == []
     config = json.loads(next((tmp_path / "data" / "runs").glob("*/config.json")).read_text())
     assert config["model"] | {"shape": []} == {
         "source": "hub", "name": "org/bert", "revision": COMMIT, "shape": [], "targets": [],

@@ -57,9 +57,12 @@ def test_every_command_of_the_page_works_in_its_order(folder, monkeypatch, capsy
     told = "\n".join(printed)
     assert (folder / "conf" / "docs.yaml").is_file()
     assert "macro-f1" in told.lower()
-    assert len(list(csv.DictReader((folder / "predicted.csv").open()))) > 500
-    rows = list(csv.DictReader((folder / "sevens.csv").open()))
-    assert {row["label"] for row in rows} <= set("0123456789")
+    predicted, sevens = (
+        list(csv.DictReader((folder / name).read_text(encoding="utf-8").splitlines()))
+        for name in ("predicted.csv", "sevens.csv")
+    )
+    assert len(predicted) > 500
+    assert {row["label"] for row in sevens} <= set("0123456789")
     assert re.search(r"\{'label': '\w+(\.\w+)*', 'score': 0\.\d+", told)
     assert transformers.AutoConfig.from_pretrained(folder / "digits").id2label[7] == "7"
 
