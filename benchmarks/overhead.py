@@ -22,7 +22,8 @@ from typing import Any
 
 import transformers
 
-from ravan_flwr import server_app, simulate
+from ravan_flwr import simulate
+from ravan_flwr.server.keeper import Keeper
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import local_steps as training
 from ravan_flwr.training.workbench import Workbench
@@ -77,7 +78,7 @@ def rounds_of(settings: dict[str, Scalar], clients: int, folder: Path) -> list[R
     places: list[tuple[Any, str, Callable[..., Any]]] = [
         (training._Stepper, "train", timed(training._Stepper.train, seconds, "training")),
         (Workbench, "evaluate", timed(Workbench.evaluate, seconds, "evaluation")),
-        (server_app._Keeper, "round_done", ending(server_app._Keeper.round_done)),
+        (Keeper, "round_done", ending(Keeper.round_done)),
     ]
     before = [getattr(home, name) for home, name, _ in places]
     try:

@@ -20,14 +20,14 @@ CLIENTS = 4
 # Moments of a round: a function of the server, and how often it is called before the end comes.
 MOMENTS = {
     "while the roster fills": ("ravan_flwr.messages.member.Member.as_config", 2),
-    "before the first checkpoint": ("ravan_flwr.server_app.save_checkpoint", 1),
+    "before the first checkpoint": ("ravan_flwr.server.keeper.save_checkpoint", 1),
     "while clients train": ("ravan_flwr.client.answers.train_locally", 5),
     "before the record": ("ravan_flwr.runs.directory.RunDirectory.append_round", 3),
-    "between record and checkpoint": ("ravan_flwr.server_app.save_checkpoint", 3),
+    "between record and checkpoint": ("ravan_flwr.server.keeper.save_checkpoint", 3),
     "in the middle of a checkpoint": ("ravan_flwr.runs.checkpoint.safetensors.torch.save", 3),
     "in the middle of a file": ("ravan_flwr.runs.directory.os.fsync", 7),
     "while old checkpoints are dropped": ("ravan_flwr.runs.checkpoint._drop", 1),
-    "at the end": ("ravan_flwr.server_app._summary", 1),
+    "at the end": ("ravan_flwr.server_app.summary_of", 1),
 }
 
 KILLER = """

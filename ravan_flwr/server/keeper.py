@@ -1,0 +1,73 @@
+"""Keep what each round made: its record, its checkpoint, its line on the screen."""
+
+from logging import getLogger
+
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.runs.checkpoint import drop_after, save_checkpoint, save_fixed
+from ravan_flwr.runs.console import Progress
+from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.runs.record import RoundRecord
+from ravan_flwr.runs.tracking import Trackers
+from ravan_flwr.runs.watch import best_round, collapse
+from ravan_flwr.server.start import Start
+from ravan_flwr.training.workbench import Workbench
+
+log = getLogger(__name__)
+
+
+class Keeper:
+    """Write a finished round to the record, then the checkpoint, then the screen."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        bench: Workbench,
+        progress: Progress,
+        trackers: Trackers,
+        start: Start,
+    ) -> None:
+        self.directory, self.model, self.metric = directory, bench.model, bench.task.metric
+        self.progress, self.trackers, self.records = progress, trackers, start.records
+        self.after = start.done  # what lies behind that round is dropped when the next is done
+
+    def go_on(self) -> None:
+        """Drop what lies behind the round that the run went on after, once."""
+        if self.after is not None:
+            drop_after(self.directory.checkpoints, self.after)
+            self.directory.write_rounds(self.records)
+            self.after = None
+
+    def _append(self, record: RoundRecord) -> None:
+        self.go_on()
+        self.directory.append_round(record)
+
+    def calibrated(self, record: RoundRecord, fixed: Tensors, state: Tensors) -> list[float]:
+        """Save what a calibration round made, and load it; return the model's new fingerprint."""
+        self._append(record)
+        save_fixed(self.directory.checkpoints, fixed)
+        save_checkpoint(self.directory.checkpoints, 0, state)
+        self.model.load_fixed(fixed)
+        self.records.append(record)
+        self.progress.calibrated(record)
+        self.trackers.round(record)
+        return self.model.derived
+
+    def round_done(self, record: RoundRecord, state: Tensors, memory: Tensors) -> None:
+        """Save a round and its state; warn if the round has lost what was learned before."""
+        if told := collapse(self.records, record, self.metric):
+            record["collapsed"] = told
+        self._append(record)
+        self.records.append(record)
+        best = best_round(self.records, self.metric)
+        save_checkpoint(self.directory.checkpoints, record["round"], state, memory, best)
+        self.progress.round(record)
+        self.trackers.round(record)
+        if told:
+            back = f"resume={self.directory.path}@{best}"
+            log.warning(
+                "round %d COLLAPSED: %s. A false reply or a learning rate that is too high can be "
+                "the cause; to go back: %s",
+                record["round"],
+                told,
+                back,
+            )

@@ -1,0 +1,78 @@
+"""Tell a person at the start what will not work or has no effect, and at the end what came out."""
+
+from collections.abc import Mapping
+from logging import getLogger
+from pathlib import Path
+
+from flwr.serverapp import Grid
+
+from ravan_flwr.config.checks import without_effect
+from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.run_config import Config, has_default_rate
+from ravan_flwr.runs.console import megabytes, minutes
+from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.runs.record import Summary
+from ravan_flwr.server.inbox import in_process, simulating
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training.local_steps import check_precision
+from ravan_flwr.training.workbench import Workbench
+
+log = getLogger(__name__)
+
+
+def tell_of_the_rate(run_config: Mapping[str, Scalar], config: Config) -> None:
+    """Say in a line that nobody has chosen the learning rate."""
+    if has_default_rate(run_config):
+        preset = run_config.get("preset", config.preset)
+        log.info(
+            "learning rate %g: the default of %s, since the preset names none; `ravan-flwr tune "
+            "preset=%s method=%s` chooses a better one",
+            *(config.learning_rate, config.method, preset, config.method),
+        )
+
+
+def tell_what_has_no_effect(run_config: Mapping[str, Scalar], config: Config, grid: Grid) -> None:
+    """Say in a line which of the settings change nothing."""
+    idle = without_effect(run_config)
+    if idle:
+        log.warning("no effect with method=%s: %s", config.method, ", ".join(idle))
+    given = run_config.get("clients-per-round", AUTO) != AUTO
+    number = len(list(grid.get_node_ids())) if simulating(grid) else 0
+    if given and number and config.clients_per_round > number:
+        log.warning(
+            "clients-per-round=%d: there %s, and every round asks all of them",
+            config.clients_per_round,
+            "is 1 client" if number == 1 else f"are {number} clients",
+        )
+
+
+def check_simulation(grid: Grid, bench: Workbench, config: Config) -> None:
+    """Refuse at once, and once, what every simulated client would refuse by itself."""
+    check_precision(config.precision, bench.model.device)
+    number = len(list(grid.get_node_ids()))
+    if not number:
+        return
+    if in_process(grid):  # whose examples these are as well
+        _ = bench.partition(0, number)
+    else:
+        bench.dealt_out(number)
+
+
+def tell_the_end(summary: Summary, metric: str, directory: RunDirectory, page: Path | None) -> None:
+    """Log how the run ended, and where its files are."""
+    final, best = (summary["metrics"][which].get(metric) for which in ("final", "best"))
+    score = "not evaluated" if final is None else f"{metric} {final:.4f} (best {best:.4f})"
+    rounds, trained = summary["rounds"], summary["trainable-parameters"]
+    took = f"{rounds} round{'s' * (rounds != 1)} in {minutes(summary['seconds'])}"
+    up, down = megabytes(summary["bytes-up"]), megabytes(summary["bytes-down"])
+    sent = f"{trained} trainable parameters; up {up}, down {down}"
+    log.info("done: %s after %s; %s", score, took, sent)
+    for what, numbers in (
+        ("its evaluation collapsed", summary["collapsed"]),
+        ("no effect", summary["without-effect"]),
+    ):
+        if numbers:
+            log.warning("%s in rounds %s", what, ", ".join(map(str, numbers)))
+    if page is not None:
+        log.info("report: %s", page)
+    log.info("run directory: %s", directory.path)

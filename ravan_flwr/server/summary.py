@@ -1,0 +1,52 @@
+"""Sum a run up, from the records of its rounds."""
+
+import time
+
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.runs.record import RoundRecord, Summary
+from ravan_flwr.server.start import Start
+from ravan_flwr.training.workbench import Workbench
+
+
+def summary_of(
+    bench: Workbench, config: Config, records: list[RoundRecord], num_clients: int
+) -> Summary:
+    """Make what `summary.json` holds, but for the norms of the heads."""
+    measured = [record["metrics"] for record in records if record["metrics"]]
+    metric = bench.task.metric
+    return {
+        "method": config.method,
+        "preset": config.preset,
+        "seed": config.seed,
+        "classifier": config.classifier,
+        "num-clients": num_clients,
+        "rounds": sum(record["round"] > 0 for record in records),  # 0 is the calibration
+        "rank": config.rank,
+        "learning-rate": config.learning_rate,
+        "trainable-parameters": bench.model.trainable_parameters(),
+        "adapter-parameters": bench.model.method.trainable_parameters(),
+        "metric": metric,
+        "metrics": {
+            "final": measured[-1] if measured else {},
+            "best": max(measured, key=lambda m: m[metric]) if measured else {},
+        },
+        "bytes-up": sum(record["bytes-up"] for record in records),
+        "bytes-down": sum(record["bytes-down"] for record in records),
+        "rejected": sum(len(record["rejected"]) for record in records),
+        "collapsed": [record["round"] for record in records if "collapsed" in record],
+        "without-effect": [record["round"] for record in records if "refused" in record],
+        "left-out": records[-1]["left-out"] if records else [],
+        "seconds": round(sum(record["seconds"] for record in records), 3),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def carry_over(directory: RunDirectory, start: Start, summary: Summary) -> None:
+    """Keep the names of the devices that have the result, where no round was added to it."""
+    if start.done != summary["rounds"] or not (directory.path / "summary.json").is_file():
+        return
+    before = directory.read_summary()
+    if before["rounds"] == start.done and "delivered" in before:
+        summary["delivered"] = before["delivered"]
+        summary["not-delivered"] = before["not-delivered"]
