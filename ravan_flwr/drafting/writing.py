@@ -4,11 +4,10 @@ import json
 import textwrap
 from collections.abc import Sequence
 
-from jinja2 import Environment, StrictUndefined
-
 from ravan_flwr.config.preset_fields import LORA_RANK, RUN
 from ravan_flwr.drafting.data_seen import DataSeen
 from ravan_flwr.drafting.model_seen import COVERED, ModelSeen
+from ravan_flwr.templates import filled
 
 _EXAMPLES_A_CLIENT = 20  # fewer of them teach a client nothing
 
@@ -75,7 +74,9 @@ def preset_text(name: str, data: DataSeen, model: ModelSeen, preset: str) -> str
     spec = data.spec
     splits = {"train": spec.train, "test": dict(spec.tests)["test"]}
     usual = splits == {"train": "train", "test": "test"}
-    return _ENVIRONMENT.from_string(PRESET).render(
+    return filled(
+        PRESET,
+        {"text": _text},
         name=name,
         preset=preset,
         data=data,
@@ -131,14 +132,3 @@ def _mapping(values: dict[str, str]) -> str:
 def _text(value: str) -> str:
     """Write a text so that YAML reads it as the same text, whatever is in it."""
     return json.dumps(value)
-
-
-# YAML, not HTML: what comes from outside goes through the filter.
-_ENVIRONMENT = Environment(
-    autoescape=False,  # noqa: S701 (as said above)
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
-_ENVIRONMENT.filters["text"] = _text

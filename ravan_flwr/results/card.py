@@ -4,8 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 from ravan_flwr.data.hub import read_json
 from ravan_flwr.methods import METHODS
 from ravan_flwr.results.card_code import about, code_of
@@ -14,6 +12,7 @@ from ravan_flwr.results.reader import PROCESSOR
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
 from ravan_flwr.runs.record import Metrics, Summary
 from ravan_flwr.tasks import get_task
+from ravan_flwr.templates import filled
 
 EXAMPLES = {"server": "the server's test examples", "clients": "examples that clients held back"}
 LIBRARIES = {"peft": "peft", "merged": "transformers"}
@@ -23,7 +22,9 @@ def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
     """Write the card of a run's result as `README.md`."""
     config, summary = directory.read_config(), directory.read_summary()
     one_channel = _channels(folder) == 1
-    text = _ENVIRONMENT.from_string(CARD).render(
+    text = filled(
+        CARD,
+        {"cell": _cell},
         library=LIBRARIES[form],
         task=config["task"],
         rows=_rows(config, summary, directory),
@@ -74,16 +75,6 @@ def _cell(value: object) -> str:
     """Write a value such as a path so that Markdown takes it for one cell of plain text."""
     return re.sub(r"([\\`*\[\]<>|])", r"\\\1", " ".join(str(value).split()))
 
-
-# Markdown, not HTML: the filter below escapes for it.
-_ENVIRONMENT = Environment(
-    autoescape=False,  # noqa: S701 (as said above)
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
-_ENVIRONMENT.filters["cell"] = _cell
 
 CARD = """\
 ---
