@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from ravan_flwr.cli.parts import Commands, add_gpus
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.words import key_table, read_settings
 
 
@@ -94,6 +95,8 @@ def _tune(parsed: argparse.Namespace) -> None:
 
     _check_how(parsed)
     settings, num_clients = read_settings(parsed.settings)
+    if parsed.engine == "flower":
+        read_config(settings)  # which refuses a preset's path: Flower bundles the app's own
     tuning = plan_tuning(settings, num_clients, _rates(parsed.rates))
     show()
     config = tuning.config

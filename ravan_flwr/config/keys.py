@@ -26,7 +26,9 @@ __all__ = [
 KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
     "model, data and method": {
         "preset": Key(
-            str, "digits-vit", "file of conf/: task, model, data, and what a setting is if auto"
+            str,
+            "digits-vit",
+            "file of conf/, or the path of one: task, model, data, and what a setting is if auto",
         ),
         "model": Key(
             str,

@@ -56,9 +56,9 @@ def checked_preset(path: Path, content: Any) -> Preset:
     """Check the content of a preset's file."""
     _check_fields("", content, {"task", "model", "data"}, _OPTIONS)
     check_choice("task", str(content["task"]), TASKS)
-    kind, run = TASKS[content["task"]], content.get("run") or {}
+    kind, run = TASKS[content["task"]], _part(content, "run")
     data, glue_tasks = _read_data(_place(content["data"]), kind, path.parent)
-    budgets, rates = content.get("parameter-budgets") or {}, content.get("learning-rate") or {}
+    budgets, rates = _part(content, "parameter-budgets"), _part(content, "learning-rate")
     by = _read_by(rates)
     return Preset(
         path=path,
@@ -73,6 +73,12 @@ def checked_preset(path: Path, content: Any) -> Preset:
         rates=_read_rates(rates, by),
         rates_by=by,
     )
+
+
+def _part(content: Mapping[str, Any], field: str) -> Any:
+    """Return a part that may be left out, or left empty."""
+    part = content.get(field)
+    return {} if part is None else part
 
 
 def _place(content: Any) -> Any:
@@ -143,8 +149,10 @@ def _leaves(rates: Mapping[str, Any], by: tuple[str, ...]) -> Iterator[Scalar]:
 
 def _read_model(content: Any, folder: Path) -> ModelSpec:
     _check_fields("model.", content, {"name"}, {"source", "revision", "shape", "targets"})
-    shape = content.get("shape") or {}
+    shape = _part(content, "shape")
     _check_fields("model.shape.", shape, {"model_type"} if shape else set(), set(shape))
+    if shape:
+        _text("model.shape.", shape, "model_type")
     source = _source("model.", content, ("bundled", "hub"))
     return ModelSpec(
         source,
@@ -162,8 +170,8 @@ def _read_data(content: Any, kind: Kind, folder: Path) -> tuple[DataSpec, dict[s
         source=source,
         name=_name("data.", content, folder, source),
         revision=_text("data.", content, "revision"),
-        prompt=_text("data.", content, "prompt") or kind.prompt,
-        target_length=_whole("data.", content, "target-length", kind.target_length),
+        prompt=_prompt(content, kind),
+        target_length=_target_length(content, kind),
         test_share=_share(content.get("test-share", DataSpec.test_share)),
     )
     if "glue-tasks" not in content:
@@ -179,18 +187,24 @@ def _read_data(content: Any, kind: Kind, folder: Path) -> tuple[DataSpec, dict[s
 
 
 def _with_columns(spec: DataSpec, content: Mapping[str, Any], kind: Kind, where: str) -> DataSpec:
-    columns = content.get("columns") or {role: role for role in kind.roles}
+    columns = _part(content, "columns") or {role: role for role in kind.roles}
     _check_fields(f"{where}columns.", columns, set(kind.roles), set(kind.optional))
-    for role in columns:
-        _text(f"{where}columns.", columns, role)
-    splits = content.get("splits") or {"train": "train", "test": "test"}
+    names = [_text(f"{where}columns.", columns, role) for role in columns]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{where}columns = {columns}: expected a column of its own for each role")
+    splits = _part(content, "splits") or {"train": "train", "test": "test"}
     _check_fields(f"{where}splits.", splits, {"train", "test"})
     test = splits["test"]
+    tests = test if isinstance(test, dict) else {"test": test}
+    if not tests or not all(isinstance(split, str) and split for split in tests.values()):
+        raise ValueError(
+            f"{where}splits.test = {test!r}: expected the name of a split, or several by name"
+        )
     return replace(
         spec,
         subset=_text(where, content, "subset"),
         train=_text(f"{where}splits.", splits, "train"),
-        tests=tuple(test.items()) if isinstance(test, dict) else (("test", test),),
+        tests=tuple((str(name), split) for name, split in tests.items()),
         columns=tuple(columns.items()),
         partition_by=_text(where, content, "partition-by") or "label",
         labels=_labels(content.get("labels"), where, labelled="label" in columns),
@@ -210,6 +224,32 @@ def _labels(labels: Any, where: str, *, labelled: bool) -> tuple[str, ...]:
     if twice := sorted({name for name in labels if labels.count(name) > 1}):
         raise ValueError(f"{where}labels: got {', '.join(twice)} twice; expected each class once")
     return tuple(labels)
+
+
+def _prompt(content: Mapping[str, Any], kind: Kind) -> str:
+    """Read the prompt, in which the names of columns may stand in braces."""
+    prompt = _text("data.", content, "prompt")
+    if prompt and not kind.prompt:
+        raise ValueError("data.prompt: the model of this task takes no prompt; leave it out")
+    given = [role for role in kind.roles if role not in ("label", "answers")]
+    try:
+        (prompt or kind.prompt).format(**dict.fromkeys(given, ""))
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        known = ", ".join(f"{{{role}}}" for role in given)
+        raise ValueError(
+            f"data.prompt = {prompt!r}: {type(error).__name__}: {error}; expected braces around "
+            f"{known} alone; write others twice"
+        ) from None
+    return prompt or kind.prompt
+
+
+def _target_length(content: Mapping[str, Any], kind: Kind) -> int:
+    """Read how many tokens an answer has, where the model writes one."""
+    length = _whole("data.", content, "target-length", kind.target_length)
+    if bool(length) != bool(kind.target_length):
+        expected = "1 at least" if kind.target_length else "none, since the model writes nothing"
+        raise ValueError(f"data.target-length = {length}: expected {expected}; change it")
+    return length
 
 
 def _max_length(content: Mapping[str, Any], kind: Kind) -> int:

@@ -17,6 +17,7 @@ import pyarrow.parquet
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif")
 _AT_A_TIME = 256  # rows of a parquet file
+csv.field_size_limit(2**31 - 1)  # a text may be long
 
 
 class UnreadableError(Exception):

@@ -36,6 +36,17 @@ def find_columns(examples: datasets.Dataset, asked: Asked, where: str) -> dict[s
                 f"{where}: found no column {option!r}, expected one of "
                 f"{', '.join(examples.column_names)}; correct the option"
             )
+    if (asked.text_pair and not asked.text) or (asked.image and asked.text):
+        raise ValueError(
+            f"{where}: got --text {asked.text!r}, --text-pair {asked.text_pair!r}, --image "
+            f"{asked.image!r}; expected --image alone, or --text, which --text-pair needs; correct "
+            "the options"
+        )
+    if asked.image and not isinstance(examples.features[asked.image], datasets.Image):
+        raise ValueError(
+            f"{where}: column {asked.image!r} has no images but {examples.features[asked.image]}, "
+            "expected images; put the files into a folder for each class"
+        )
     images = [n for n, f in examples.features.items() if isinstance(f, datasets.Image)]
     if (images or asked.image) and not asked.text:
         image = asked.image or _only(images, "image", "--image", where)

@@ -65,7 +65,7 @@ def look_at_data(place: str, subset: str, asked: Asked) -> DataSeen:
     train_name = "train" if "train" in splits else _only_split(splits, where)
     train = splits[train_name]
     columns = find_columns(train, asked, where)
-    test_name = _test_split(splits, train_name, columns["label"])
+    test_name = _test_split(splits, train_name, columns["label"], where)
     used = {"train": train} | ({"test": splits[test_name]} if test_name else {})
     _check_whole(used, columns, where)
     labels = _labels(used, columns["label"], where)
@@ -120,20 +120,25 @@ def _only_split(splits: datasets.DatasetDict, where: str) -> str:
     return str(name)
 
 
-def _test_split(splits: datasets.DatasetDict, train: str, label: str) -> str:
+def _test_split(splits: datasets.DatasetDict, train: str, label: str, where: str) -> str:
     """Choose the server's test: the first of the usual names whose labels are not kept secret."""
     for name in TESTS:
         if name in splits and name != train and label in splits[name].column_names:
             values = splits[name][label][:]
             if any(value not in (None, -1) for value in values):
                 return name
+    if "test" in splits and train != "test":
+        raise ValueError(
+            f"{where}: the examples of its split test have no labels, and it has no split "
+            "validation, expected one with labels; take test away, and some of train is held back"
+        )
     return ""
 
 
 def _check_whole(
     splits: Mapping[str, datasets.Dataset], columns: Mapping[str, str], where: str
 ) -> None:
-    """Refuse examples without a text; images and labels are checked where they are read."""
+    """Refuse examples without a text or a numbered label; other labels are checked by name."""
     feature = splits["train"].features[columns["label"]]
     if isinstance(feature, datasets.ClassLabel):
         unknown = sum(n is None or n < 0 for n in splits["train"][columns["label"]])
@@ -144,7 +149,8 @@ def _check_whole(
     for name, split in splits.items():
         for role in ("text", "text-pair"):
             column = columns.get(role)
-            if column and (missing := split.data.column(column).null_count):
+            missing = sum(not text for text in split[column]) if column else 0
+            if missing:
                 raise ValueError(
                     f"{where}, {name}: {missing} of {len(split)} examples have nothing in column "
                     f"{column!r}, expected a text in each; take them out"

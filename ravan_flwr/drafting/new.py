@@ -23,7 +23,7 @@ def new_preset(
     fitting = look_at_model(model, seen, targets)
     yield from _told_of_model(fitting)
     short = name if path.parent == conf_folder() else os.path.relpath(path)
-    _write(path, preset_text(name, seen, fitting, short))
+    _write(name, path, preset_text(name, seen, fitting, short))
     yield f"wrote  {path}"
     yield f"next   ravan-flwr plan preset={short}"
     yield f"       ravan-flwr tune preset={short} method=ravan"
@@ -32,7 +32,9 @@ def new_preset(
 
 def _path(name: str) -> Path:
     """Choose the file, in `conf/` of the app that this is, or of the working directory."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name) or name.endswith(".yaml"):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name) or name.endswith(
+        (".yaml", ".yml")
+    ):
         raise ValueError(
             f"NAME {name!r}: expected letters, digits, hyphens and underscores, such as "
             "my-task; it becomes conf/my-task.yaml"
@@ -42,22 +44,30 @@ def _path(name: str) -> Path:
     path = folder / f"{name}.yaml"
     taken = conf_folder() / f"{name}.yaml"
     for found in (path, taken):
-        if found.exists():
-            raise ValueError(
-                f"NAME {name!r}: there is {found} already, and nothing is overwritten; choose "
-                "another name, or move the file away"
-            )
+        _refuse_if_there(name, found)
     return path
 
 
-def _write(path: Path, text: str) -> None:
+def _refuse_if_there(name: str, path: Path) -> None:
+    if path.exists():
+        raise ValueError(
+            f"NAME {name!r}: there is {path} already, and nothing is overwritten; choose another "
+            "name, or move the file away"
+        )
+
+
+def _write(name: str, path: Path, text: str) -> None:
     """Write a new file, whole or not at all, and read it as a run will."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.tmp.yaml")
     try:
         draft.write_text(text, encoding="utf-8")
         read_preset(PresetPath(draft))
-        os.link(draft, path)  # fails where somebody else has made one since
+        try:
+            os.link(draft, path)  # unlike a rename, it replaces nothing
+        except OSError:  # there is a file now, or no link on this file system
+            _refuse_if_there(name, path)
+            draft.rename(path)
     finally:
         draft.unlink(missing_ok=True)
 

@@ -1,14 +1,15 @@
 """Write a preset as a file for people: a comment beside each line."""
 
-import json
-import textwrap
 from collections.abc import Sequence
+
+import yaml
 
 from ravan_flwr.config.preset_fields import LORA_RANK, RUN
 from ravan_flwr.drafting.data_seen import DataSeen
 from ravan_flwr.drafting.model_seen import COVERED, ModelSeen
 from ravan_flwr.templates import filled
 
+_WIDTH = 110  # columns of a line of labels
 _EXAMPLES_A_CLIENT = 20  # fewer of them teach a client nothing
 
 PRESET = """\
@@ -115,14 +116,14 @@ def _covered(model: ModelSeen) -> str:
 
 
 def _labels(labels: Sequence[str]) -> str:
-    return textwrap.fill(
-        f"[{', '.join(map(_text, labels))}]",
-        110,
-        initial_indent="    ",
-        subsequent_indent="     ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    """List the labels, with line breaks between them alone."""
+    lines, line = [], "    ["
+    for label in map(_text, labels):
+        if len(line) + len(label) > _WIDTH and not line.endswith("["):
+            lines.append(line.rstrip())
+            line = "     "
+        line += f"{label}, "
+    return "\n".join([*lines, line.removesuffix(", ") + "]"])
 
 
 def _mapping(values: dict[str, str]) -> str:
@@ -131,4 +132,4 @@ def _mapping(values: dict[str, str]) -> str:
 
 def _text(value: str) -> str:
     """Write a text so that YAML reads it as the same text, whatever is in it."""
-    return json.dumps(value)
+    return str(yaml.safe_dump(value, default_style='"', width=10**9)).strip()

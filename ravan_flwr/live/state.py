@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from ravan_flwr.live.following import Seen
 from ravan_flwr.runs.console import remaining
 
-SILENCE = 600.0  # seconds after which a run on another machine may have ended
-
 
 @dataclass(frozen=True)
 class Now:

@@ -51,7 +51,7 @@ def _backbone(config: Mapping[str, Any], auto_class: str) -> Code:
     """Load the network that an adapter goes onto, with as many labels."""
     spec = config["model"]
     if spec["source"] == "bundled":
-        name, kind = json.dumps(spec["name"]), json.dumps(config["task"])
+        name, kind = _literal(spec["name"]), _literal(config["task"])
         return Code(
             (
                 "from ravan_flwr.specs import DataSpec, ModelSpec",
@@ -64,9 +64,9 @@ def _backbone(config: Mapping[str, Any], auto_class: str) -> Code:
                 f'backbone = build_network(ModelSpec("bundled", {name}), task, seed=0).network',
             ),
         )
-    told = json.dumps(spec["name"])
+    told = _literal(spec["name"])
     if spec["revision"]:
-        told += f", revision={json.dumps(spec['revision'])}"
+        told += f", revision={_literal(spec['revision'])}"
     if config["data"]["labels"] and get_task(config["task"]).pipeline:
         told += f", num_labels={len(config['data']['labels'])}"
     return Code((auto_class,), (f"backbone = {auto_class}.from_pretrained({told})",))
@@ -133,7 +133,7 @@ def _generating(data: Mapping[str, Any]) -> Code:
         ("AutoTokenizer",),
         (
             f"tokenizer = AutoTokenizer.from_pretrained({HERE})",
-            f"prompt = {json.dumps(data['prompt'])}.format({values})",
+            f"prompt = {_literal(data['prompt'])}.format({values})",
             'tokens = tokenizer(prompt, truncation=True, return_tensors="pt")',
             f"written = model.generate(**tokens, {options})",
             "found = tokenizer.decode(written[0], skip_special_tokens=True)",
@@ -162,3 +162,8 @@ def about(config: Mapping[str, Any], form: str, *, one_channel: bool) -> str:
             "`tokenizer_config.json`)."
         )
     return onto + "The model writes a text; transformers 5 has no pipeline for that."
+
+
+def _literal(value: object) -> str:
+    """Write a text as one of Python, which a JSON text is."""
+    return json.dumps(value, ensure_ascii=False)

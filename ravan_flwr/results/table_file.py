@@ -43,8 +43,11 @@ def new_table(path: Path, kinds: Kinds) -> Iterator[Sink]:
             yield sink
         finally:
             sink.close()
-        check_new(path)
-        temporary.rename(path)
+        try:
+            os.link(temporary, path)  # unlike a rename, it replaces nothing
+        except OSError:  # there is a file now, or no link on this file system
+            check_new(path)
+            temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
 

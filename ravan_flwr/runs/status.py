@@ -40,7 +40,7 @@ class RefusedNode(TypedDict):
 class RunStatus(TypedDict):
     """Hold what the run does, and who takes part."""
 
-    doing: str  # recruiting, calibrating, training, evaluating, saving
+    doing: str  # recruiting, calibrating, training, evaluating, saving, delivering
     since: float  # in seconds since 1970
     round: int  # 0 before the first
     rounds: int  # how many there will be: a run that goes on may get more than at first

@@ -95,6 +95,8 @@ def test_an_unknown_name_says_what_there_is():
         ("run: {num-clients: 0}\n", "run.num-clients = 0: expected a whole number"),
         ("run: {heads: few}\n", "heads = 'few': expected a whole number"),
         ("run: 3\n", "run. is no mapping"),
+        ("run: 0\n", "run. is no mapping"),
+        ("learning-rate: []\n", "learning-rate. is no mapping"),
         ("learning-rate: {by: classifier}\n", "learning-rate.by = 'classifier': expected a list"),
         ("learning-rate: {ravn: 1}\n", "learning-rate.ravn is unknown: did you mean 'ravan'"),
         ("learning-rate: 0.1\n", "learning-rate. is no mapping"),
@@ -125,12 +127,35 @@ def test_mistakes_are_named(more, told, file):
         ("{name: a/b, test-share: 1}", "data.test-share = 1: expected a number above 0"),
         ("{name: a/b, max-length: 0}", "max-length = 0: expected a whole number at least 1"),
         ("{name: a/b, splits: {train: x}}", "data.splits.test is missing"),
+        ("{name: a/b, splits: {train: x, test: 5}}", "data.splits.test = 5: expected the name"),
+        ("{name: a/b, splits: {train: x, test: {}}}", "data.splits.test = {}: expected the name"),
+        ("{name: a/b, splits: {train: x, test: [a]}}", "data.splits.test = .'a'.: expected"),
+        ("{name: a/b, columns: {text: a, label: a}}", "data.columns = .*: expected a column of"),
+        ("{name: a/b, target-length: 5}", "data.target-length = 5: expected none"),
+        ("{name: a/b, prompt: x}", "data.prompt: the model of this task takes no prompt"),
         ("{name: a/b, max-lenth: 9}", "data.max-lenth is unknown: did you mean 'max-length'"),
     ],
 )
 def test_mistakes_in_the_data_are_named(data, told, file):
     with pytest.raises(ValueError, match=f"mine.yaml: {told}"):
         config_of(file(f"task: text\nmodel: org/bert\ndata: {data}\n"))
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ("{name: a/b, prompt: '{foo} {'}", "data.prompt = .*; expected braces around {text} alone"),
+        (
+            "{name: a/b, prompt: '{text.x}'}",
+            "data.prompt = .*; expected braces around {text} alone",
+        ),
+        ("{name: a/b, prompt: '{label}'}", "data.prompt = .*; expected braces around {text} alone"),
+        ("{name: a/b, target-length: 0}", "data.target-length = 0: expected 1 at least"),
+    ],
+)
+def test_mistakes_in_what_a_model_is_given_are_named(data, told, file):
+    with pytest.raises(ValueError, match=f"mine.yaml: {told}"):
+        config_of(file(f"task: text-to-label\nmodel: org/t5\ndata: {data}\n"))
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,11 @@ def test_a_bad_line_of_csv_costs_itself(tmp_path):
     lines = [b"id,sentence", b"1,good", b"2", b"3,good,more", b"4,", b"5,\xff\xfe", b'6,"a', b'b"']
     (tmp_path / "a.csv").write_bytes(b"\n".join([*lines, b"", b"7," + b"x" * 200_000, b"8,good"]))
     told = problems_of(tmp_path / "a.csv")
-    assert [bool(one) for one in told] == [False, True, True, True, True, False, True, False]
+    assert [bool(one) for one in told] == [False, True, True, True, True, False, False, False]
     assert "has 1 fields, expected 2" in told[1]
     assert "its text is missing" in told[3]
     assert "no UTF-8" in told[4]
-    assert "field larger than field limit" in told[6]
+    assert len(told[6]) == 0  # a text may be long
 
 
 def test_a_bad_line_of_json_costs_itself(tmp_path):

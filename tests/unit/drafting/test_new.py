@@ -116,7 +116,7 @@ def test_a_folder_of_texts_and_a_model_become_a_preset(new, texts, bert, tmp_pat
 def test_the_tokens_that_are_read_cover_99_of_100_texts(new, tmp_path):
     """Counted with the model's own tokenizer, of 200 texts of which one is long."""
     model = save_model("bert", tmp_path / "bert")
-    rows = [{"text": "a " * (n % 40), "label": "xy"[n % 2]} for n in range(399)]
+    rows = [{"text": "a " * (1 + n % 40), "label": "xy"[n % 2]} for n in range(399)]
     rows.append({"text": "a " * 300, "label": "x"})
     folder = as_lines(tmp_path / "data", rows)
     as_lines(tmp_path / "data", rows[:2], "test.jsonl")
@@ -156,7 +156,7 @@ def test_published_data_sets_are_understood(task, new, bert, tmp_path):
 
 
 def test_numbers_and_names_with_anything_in_them_are_read_back(new, bert, tmp_path):
-    labels = ['a "b"', "yes", "# no", "{x: 1}", "ü\u2028", "1.0", "null"]
+    labels = ['a "b"', "yes", "# no", "{x: 1}", "ü\u2028", "\U0001f600 New  York", "null"]
     rows = [{"text": f"some words {n}", "label": labels[n % 7]} for n in range(140)]
     _, config = new("odd", as_lines(tmp_path / 'my "data" # 1', rows), bert)
     assert config.data.labels == tuple(sorted(labels))
@@ -208,6 +208,7 @@ ROWS = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(40)]
         ([{**row, "label": n * 0.5} for n, row in enumerate(ROWS)], "of the types float"),
         ([{**row, "label": [n]} for n, row in enumerate(ROWS)], "labels are of the types list"),
         ([*ROWS, {"text": None, "label": "a"}], "1 of 41 examples have nothing in column 'text'"),
+        ([*ROWS, {"text": "", "label": "a"}], "1 of 41 examples have nothing in column 'text'"),
         ([*ROWS, {"text": "b", "label": None}], "1 examples have no label"),
         (
             [{"a": f"text {n}", "b": f"more {n}", "label": n % 2} for n in range(60)],
@@ -237,7 +238,7 @@ def test_damaged_files_are_named(refused, bert, images, tmp_path):
     ("name", "data", "model", "told"),
     [
         ("../x", "texts", "bert", "NAME '../x': expected letters, digits"),
-        ("x.yaml", "texts", "bert", "NAME 'x.yaml': expected letters"),
+        ("x.yml", "texts", "bert", "NAME 'x.yml': expected letters"),
         ("digits-vit", "texts", "bert", "and nothing is overwritten; choose another name"),
         ("x", "./none", "bert", "data ./none: found no such folder; expected one, or an id"),
         ("x", "texts/train.jsonl", "bert", "got a file, expected a folder, which may hold it"),
@@ -247,6 +248,29 @@ def test_damaged_files_are_named(refused, bert, images, tmp_path):
 )
 def test_what_is_asked_for_wrongly_is_told(name, data, model, told, refused, texts, bert):
     assert told in refused(name, data, model)
+
+
+def test_labels_are_broken_into_lines_between_them_alone(new, bert, tmp_path):
+    labels = [f"New  York, \U0001f600 {number}  " for number in range(60)]
+    rows = [{"text": f"some words {n}", "label": labels[n % 60]} for n in range(600)]
+    _, config = new("long", as_lines(tmp_path / "data", rows), bert)
+    assert config.data.labels == tuple(sorted(labels))
+    lines = (tmp_path / "conf" / "long.yaml").read_text().splitlines()
+    assert max(map(len, lines)) < 150
+
+
+def test_a_test_whose_labels_are_secret_is_refused(refused, bert, tmp_path):
+    folder = as_lines(tmp_path / "data", ROWS)
+    as_lines(tmp_path / "data", [{"text": "a", "label": None}] * 3, "test.jsonl")
+    assert "the examples of its split test have no labels" in refused("x", folder, bert)
+
+
+@pytest.mark.parametrize(
+    "words", [["--text-pair", "text"], ["--image", "text"], ["--image", "text", "--text", "text"]]
+)
+def test_options_that_do_not_go_together_are_refused(words, refused, bert, tmp_path):
+    told = refused("x", as_lines(tmp_path / "data", ROWS), bert, *words)
+    assert "expected --image alone" in told or "has no images but" in told
 
 
 def test_nothing_is_overwritten(new, texts, bert, tmp_path):
