@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
-WORKERS ?= 4
+WORKERS ?= 3
 
 .PHONY: help run simulate test quick e2e bench gpu lint types check release clean
 
