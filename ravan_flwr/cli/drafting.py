@@ -5,6 +5,7 @@ import sys
 
 from ravan_flwr.cli.parts import Commands
 from ravan_flwr.importing import importing
+from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.runs.console import say_loading
 
 
@@ -60,5 +61,5 @@ def _new(parsed: argparse.Namespace) -> None:
         subset=parsed.subset,
         targets=parsed.targets,
     ):
-        sys.stdout.write(line + "\n")
+        sys.stdout.write(plain(line) + "\n")
         sys.stdout.flush()

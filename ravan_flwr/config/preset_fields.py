@@ -7,6 +7,7 @@ docs/your-own-task.md lists them.
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from ravan_flwr.config.key import did_you_mean
@@ -67,7 +68,7 @@ def checked_preset(path: Path, content: Any) -> Preset:
         data=data,
         glue_tasks=glue_tasks,
         max_length=_max_length(_place(content["data"]), kind),
-        run=_read_run(run, labelled="label" in kind.roles),
+        run=_read_run(run, kind),
         lora_rank=_read_budgets(budgets),
         ranks={name: _ranks_of(budgets.get(name) or {}) for name in LORA_RANK},
         rates=_read_rates(rates, by),
@@ -86,9 +87,17 @@ def _place(content: Any) -> Any:
     return {"name": content} if isinstance(content, str) else content
 
 
-def _read_run(run: Any, *, labelled: bool) -> dict[str, Any]:
+def run_defaults(kind: Kind) -> dict[str, Scalar]:
+    """Return what a run of such a task is, as far as the preset does not say it."""
+    unlike: dict[str, Scalar] = {} if "label" in kind.roles else {"partition": "iid"}
+    if kind.target_length:  # it answers by its pretrained head: there is no classifier to train
+        unlike["classifier"] = "frozen"
+    return RUN | unlike
+
+
+def _read_run(run: Any, kind: Kind) -> dict[str, Any]:
     _check_fields("run.", run, set(), FROM_PRESET | {"num-clients"})
-    values = RUN | ({} if labelled else {"partition": "iid"}) | run
+    values = run_defaults(kind) | run
     clients = values["num-clients"]
     if type(clients) is not int or clients < 1:
         raise ValueError(f"run.num-clients = {clients!r}: expected a whole number at least 1")
@@ -150,7 +159,8 @@ def _leaves(rates: Mapping[str, Any], by: tuple[str, ...]) -> Iterator[Scalar]:
 def _read_model(content: Any, folder: Path) -> ModelSpec:
     _check_fields("model.", content, {"name"}, {"source", "revision", "shape", "targets"})
     shape = _part(content, "shape")
-    _check_fields("model.shape.", shape, {"model_type"} if shape else set(), set(shape))
+    known = {str(name) for name in shape} if isinstance(shape, dict) else set()
+    _check_fields("model.shape.", shape, {"model_type"} if known else set(), known)
     if shape:
         _text("model.shape.", shape, "model_type")
     source = _source("model.", content, ("bundled", "hub"))
@@ -240,6 +250,10 @@ def _prompt(content: Mapping[str, Any], kind: Kind) -> str:
             f"data.prompt = {prompt!r}: {type(error).__name__}: {error}; expected braces around "
             f"{known} alone; write others twice"
         ) from None
+    if prompt and not any(field in given for _, field, *_ in Formatter().parse(prompt)):
+        raise ValueError(
+            f"data.prompt = {prompt!r}: it has no example in it, expected {{{given[0]}}} somewhere"
+        )
     return prompt or kind.prompt
 
 
@@ -273,7 +287,8 @@ def _name(where: str, content: Mapping[str, Any], folder: Path, source: str) -> 
         raise ValueError(f"{where}name is missing; expected an id of the hub, or a folder")
     if name.startswith("~"):
         return str(Path(name).expanduser())
-    return str((folder / name).resolve()) if name.startswith(".") else name
+    here = name.startswith(".") or (bool(name) and (folder / name).is_dir())
+    return str((folder / name).resolve()) if here else name
 
 
 def _text(where: str, content: Mapping[str, Any], field: str) -> str:
@@ -306,7 +321,8 @@ def _check_fields(
     """Raise ValueError unless `content` is a mapping with these fields, and no others."""
     known = sorted(expected | options)
     if not isinstance(content, dict):
-        raise ValueError(f"{where or 'the file'} is no mapping, expected one with {known}")
+        what = where.removesuffix(".") or "the file"
+        raise ValueError(f"{what} is no mapping, expected one with {known}")
     for field in sorted(set(content) - expected - options, key=str):
         raise ValueError(
             f"{where}{field} is unknown{did_you_mean(field, known)} Expected the fields {known}"

@@ -32,6 +32,14 @@ def with_roles_and_labels(
     """Name the columns of other examples by role and settle their labels, as `load_splits`."""
     found, differing = _by_number(by_role(examples, spec, where), spec.labels, where)
     _tell_of_names(differing, spec.labels, where)
+    feature = found.features.get("label")
+    whole = isinstance(feature, datasets.Value) and feature.dtype in _WRITTEN
+    if whole and not any(str(value) in spec.labels for value in found["label"]):
+        log.warning(
+            "%s: its labels are numbers, taken as positions: 0 is %r, 1 is %r",
+            where,
+            *spec.labels[:2],
+        )
     return found
 
 

@@ -9,6 +9,14 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from ravan_flwr.data.rows import UnreadableError
 
 
+def check_bits(mode: str, what: str) -> None:
+    """Refuse an image of more than 8 bits a channel: Pillow would make it black and white."""
+    if mode.startswith(("I", "F")):
+        raise ValueError(
+            f"{what} has more than 8 bits a channel (mode {mode}), expected 8; convert it first"
+        )
+
+
 def text_of(role: str, value: Any) -> str:
     """Return a text; raise UnreadableError for anything else, and for one without a letter."""
     if value is None or (isinstance(value, str) and not value.strip()):
@@ -40,6 +48,7 @@ def _opened(source: Any) -> Image.Image:
     try:
         with Image.open(source) as image:
             image.load()
+            check_bits(image.mode, "it")
             return ImageOps.exif_transpose(image)
     except UnidentifiedImageError:
         raise UnreadableError("it is no image") from None

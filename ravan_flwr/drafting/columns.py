@@ -50,6 +50,11 @@ def find_columns(examples: datasets.Dataset, asked: Asked, where: str) -> dict[s
     images = [n for n, f in examples.features.items() if isinstance(f, datasets.Image)]
     if (images or asked.image) and not asked.text:
         image = asked.image or _only(images, "image", "--image", where)
+        if len(examples.column_names) == 1:
+            raise ValueError(
+                f"{where}: got images of one class or of none, expected a folder for each class, "
+                "such as train/cat/*.png and train/dog/*.png; sort them into folders"
+            )
         return {"image": image, "label": asked.label or _label(examples, (image,), where)}
     texts = _texts(examples, asked, where)
     return {**texts, "label": asked.label or _label(examples, tuple(texts.values()), where)}

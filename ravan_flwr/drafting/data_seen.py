@@ -13,6 +13,7 @@ from PIL import Image
 from ravan_flwr.data.examples import held_back
 from ravan_flwr.data.hub import every_split
 from ravan_flwr.data.labels import labels_of
+from ravan_flwr.data.values import check_bits
 from ravan_flwr.drafting.columns import Asked, find_columns
 from ravan_flwr.specs import DataSpec
 
@@ -60,8 +61,9 @@ class DataSeen:
 def look_at_data(place: str, subset: str, asked: Asked) -> DataSeen:
     """Load a data set and see what it is."""
     name, revision = _name(place)
-    splits = every_split(name, subset, revision)
     where = f"data {place}"
+    _check_kinds(Path(name), where)
+    splits = every_split(name, subset, revision)
     train_name = "train" if "train" in splits else _only_split(splits, where)
     train = splits[train_name]
     columns = find_columns(train, asked, where)
@@ -108,6 +110,17 @@ def _name(place: str) -> tuple[str, str]:
             "org/name; correct it"
         )
     return name, revision
+
+
+def _check_kinds(folder: Path, where: str) -> None:
+    """Refuse tables of several kinds, of which only one would be read."""
+    files = [file for file in folder.rglob("*") if file.stem != "metadata"]  # which images may have
+    kinds = {file.suffix.lower() for file in files} & {".csv", ".jsonl", ".parquet"}
+    if folder.is_dir() and len(kinds) > 1:
+        raise ValueError(
+            f"{where}: got files of the kinds {', '.join(sorted(kinds))}, expected one kind, since "
+            "only one would be read; take the others out"
+        )
 
 
 def _only_split(splits: datasets.DatasetDict, where: str) -> str:
@@ -166,6 +179,7 @@ def _sizes(train: datasets.Dataset, column: str, where: str) -> str:
         try:
             with Image.open(path if content is None else BytesIO(content)) as file:
                 sizes.add(file.size)
+                check_bits(file.mode, f"{where}: {path or 'an image'}")
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise ValueError(
                 f"{where}: {path or 'an image'} cannot be read ({error}), expected an image; take "

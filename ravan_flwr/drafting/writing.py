@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import yaml
 
-from ravan_flwr.config.preset_fields import LORA_RANK, RUN
+from ravan_flwr.config.preset_fields import LORA_RANK, RUN, run_defaults
 from ravan_flwr.drafting.data_seen import DataSeen
 from ravan_flwr.drafting.model_seen import COVERED, ModelSeen
+from ravan_flwr.tasks import TASKS
 from ravan_flwr.templates import filled
 
 _WIDTH = 110  # columns of a line of labels
@@ -59,7 +60,9 @@ run:
   partition: {{ run["partition"] }}  # simulated clients differ in their classes; or iid
   partition-alpha: {{ run["partition-alpha"] }}  # the smaller, the more they differ
   heads: {{ run["heads"] }}  # of the method ravan, in each adapted layer
+{% if not model.target_length %}
   classifier: {{ run["classifier"] }}  # trained along with the adapters; or frozen
+{% endif %}
 
 parameter-budgets:  # as many trainable parameters as a LoRA of this rank
 {% for budget, rank in budgets.items() %}
@@ -87,7 +90,7 @@ def preset_text(name: str, data: DataSeen, model: ModelSeen, preset: str) -> str
         splits="" if usual else _mapping(splits),
         covered=_covered(model),
         labels=_labels(spec.labels),
-        run=RUN | run_of(data),
+        run=run_defaults(TASKS[model.task]) | run_of(data),
         budgets=LORA_RANK,
     )
 

@@ -1,15 +1,19 @@
 """Evaluate a run's result on examples that it has not seen."""
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
 from ravan_flwr.config.places import chosen_data
 from ravan_flwr.data.other_examples import other_examples
+from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.results.classes import class_table, described
 from ravan_flwr.results.reopen import result_of
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.tally import Tally
+
+log = logging.getLogger(__name__)
 
 
 def evaluate(run: Path | str, data: Path | str) -> dict[str, Any]:
@@ -20,7 +24,10 @@ def evaluate(run: Path | str, data: Path | str) -> dict[str, Any]:
     """
     with result_of(run) as bench:
         task = bench.task
-        examples, split = other_examples(_spec_of(str(data), task.data))
+        spec = _spec_of(str(data), task.data)
+        examples, split = other_examples(spec)
+        if spec.name == task.data.name and split == "all examples":
+            log.warning("%s: the run trained on most of these; the result is too good", data)
         tally = Tally() if task.classifies else None
         measured = bench.evaluate(tally, {"data": task.encode(examples)})
     content: dict[str, Any] = {
@@ -37,6 +44,7 @@ def evaluate(run: Path | str, data: Path | str) -> dict[str, Any]:
     return content
 
 
+_BROADEST = 60  # characters of a cell
 _COUNTED = ("classes", "confusion", "no-label")
 
 
@@ -58,9 +66,15 @@ def as_text(content: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _cell(value: object) -> str:
+    """Write a value for a terminal, as one line: names of classes come from the data."""
+    text = plain(str(value))
+    return text if len(text) <= _BROADEST else text[: _BROADEST - 3] + "..."
+
+
 def _aligned(rows: list[tuple[object, ...]]) -> list[str]:
     """Write a table with columns as broad as their longest cell; numbers stand on the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[_cell(cell) for cell in row] for row in rows]
     widths = [max(len(row[place]) for row in cells) for place in range(len(cells[0]))]
     return [
         "  ".join(

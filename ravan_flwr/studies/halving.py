@@ -134,7 +134,10 @@ def _following(choice: Choice, measured: Measured) -> float | None:
     tuning = choice.tuning
     if len(choice.tried) - len(tuning.rates) >= tuning.extensions:
         return None
-    return beyond(measured.ranked()[0], choice.tried)
+    best, *others = measured.ranked()
+    if any(measured.scores[rate].mean == measured.scores[best].mean for rate in others):
+        return None  # where several rates reach the same, nothing says that others are better
+    return beyond(best, choice.tried)
 
 
 def _measure(

@@ -103,6 +103,9 @@ class Task(ABC):
     def load_reader(self, folder: Path) -> Any:
         """Load the model's own reader."""
 
+    def check_sizes(self) -> None:  # noqa: B027 (most models take any)
+        """Refuse sizes that the model does not have, by its config.json alone."""
+
     def check(self) -> None:  # noqa: B027 (most can do what any reader can)
         """Refuse what cannot be learned with the model's reader, before anything is trained."""
 

@@ -68,7 +68,7 @@ class Text(Classification):
     def collate(self, batch: Batch) -> Batch:
         return trim(batch)
 
-    def check(self) -> None:
+    def check_sizes(self) -> None:
         positions = self.model_config.get("max_position_embeddings")
         if isinstance(positions, int) and self.max_length > positions:
             raise ValueError(

@@ -20,6 +20,7 @@ from transformers import AutoImageProcessor
 
 from ravan_flwr.data.examples import label_numbers
 from ravan_flwr.data.hub import reading
+from ravan_flwr.data.values import check_bits
 from ravan_flwr.tasks.base import (
     Batch,
     Columns,
@@ -149,6 +150,7 @@ TASK = Vision
 def _rgb(image: Any) -> Any:
     """Convert an image to three channels of bytes, which a processor wants."""
     if hasattr(image, "convert"):
+        check_bits(image.mode, "an image")
         return image.convert("RGB")
     array = np.asarray(image)
     if array.dtype != np.uint8:
@@ -190,6 +192,7 @@ def _centred(images: np.ndarray) -> Tensor:
 def _array(image: Any, sides: tuple[int, int, int]) -> np.ndarray:
     """Convert an image to (channels, height, width), in [0, 1]."""
     channels, height, width = sides
+    check_bits(image.mode, "an image")
     image = image.convert("L" if channels == 1 else "RGB")
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BILINEAR)

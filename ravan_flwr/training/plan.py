@@ -10,7 +10,7 @@ from ravan_flwr.methods.base import Method
 from ravan_flwr.methods.budgets import SHARES, affordable
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cost import Skeleton, step_memory
-from ravan_flwr.training.workbench import settle
+from ravan_flwr.training.workbench import make_task, settle
 
 
 def suggested_heads(budget_a_layer: float, side: int) -> int:
@@ -24,6 +24,7 @@ def suggested_heads(budget_a_layer: float, side: int) -> int:
 def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> str:
     """Read these settings and describe what their run will cost."""
     config = settle(read_config(own_preset(settings)))
+    make_task(config).check_sizes()
     return describe(replace(config, num_clients=num_clients or config.num_clients))
 
 

@@ -99,6 +99,7 @@ class Workbench:
     def model(self) -> AdaptedModel:
         """Build the adapted model, on its device."""
         config = self.config
+        self.task.check_sizes()
         self.task.check()
         device = pick_device(config.device)
         backbone = build_network(config.model, self.task, config.seed)

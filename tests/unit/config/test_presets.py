@@ -94,13 +94,13 @@ def test_an_unknown_name_says_what_there_is():
         ("run: {num-round: 3}\n", "run.num-round is unknown: did you mean 'num-rounds'"),
         ("run: {num-clients: 0}\n", "run.num-clients = 0: expected a whole number"),
         ("run: {heads: few}\n", "heads = 'few': expected a whole number"),
-        ("run: 3\n", "run. is no mapping"),
-        ("run: 0\n", "run. is no mapping"),
-        ("learning-rate: []\n", "learning-rate. is no mapping"),
+        ("run: 3\n", "run is no mapping"),
+        ("run: 0\n", "run is no mapping"),
+        ("learning-rate: []\n", "learning-rate is no mapping"),
         ("learning-rate: {by: classifier}\n", "learning-rate.by = 'classifier': expected a list"),
         ("learning-rate: {ravn: 1}\n", "learning-rate.ravn is unknown: did you mean 'ravan'"),
-        ("learning-rate: 0.1\n", "learning-rate. is no mapping"),
-        ("parameter-budgets: {lower: 3}\n", "parameter-budgets.lower. is no mapping"),
+        ("learning-rate: 0.1\n", "learning-rate is no mapping"),
+        ("parameter-budgets: {lower: 3}\n", "parameter-budgets.lower is no mapping"),
         ("task: vision\n", "line 4, column 1: 'task' stands there twice"),
     ],
 )
@@ -113,7 +113,7 @@ def test_mistakes_are_named(more, told, file):
     ("data", "told"),
     [
         ("{}", "data.name is missing; expected an id of the hub, or a folder"),
-        ("3", "data. is no mapping"),
+        ("3", "data is no mapping"),
         ("{name: 3}", "data.name = 3: expected a text"),
         ("{name: a/b, source: hbu}", "data.source 'hbu' is unknown: did you mean 'hub'"),
         ("{name: a/b, labels: []}", r"data.labels = \[\]: expected the names"),
@@ -149,6 +149,7 @@ def test_mistakes_in_the_data_are_named(data, told, file):
             "{name: a/b, prompt: '{text.x}'}",
             "data.prompt = .*; expected braces around {text} alone",
         ),
+        ("{name: a/b, prompt: nothing}", "data.prompt = 'nothing': it has no example in it"),
         ("{name: a/b, prompt: '{label}'}", "data.prompt = .*; expected braces around {text} alone"),
         ("{name: a/b, target-length: 0}", "data.target-length = 0: expected 1 at least"),
     ],
@@ -173,6 +174,13 @@ def test_what_is_no_yaml_is_named(content, told, tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"mine.yaml.*{told}"):
         read_yaml(path)
+
+
+@pytest.mark.parametrize("shape", ["5", "[1]", "{hidden_size: 3}"])
+def test_a_shape_that_is_none_is_named(shape, file):
+    text = f"task: text\ndata: a/b\nmodel: {{name: a/c, shape: {shape}}}\n"
+    with pytest.raises(ValueError, match="mine.yaml: model.shape"):
+        config_of(file(text))
 
 
 def test_yaml_may_merge_what_stands_above(tmp_path):

@@ -160,7 +160,7 @@ def test_words_that_are_no_settings(word, message):
         ({"task": "visoin"}, "task 'visoin' is unknown: did you mean 'vision'"),
         ({"tsak": "vision"}, "tsak is unknown: did you mean 'task'. Expected the fields"),
         ({"model": {"source": "bundled"}}, "model.name is missing; expected the fields"),
-        ({"model": None}, "model. is no mapping"),
+        ({"model": None}, "model is no mapping"),
         ({"lora-rank": 4}, "lora-rank is unknown. Expected the fields"),
         ({"learning-rate": {"ravan": -1}}, "learning-rate = -1.0: expected|= -1:"),
         ({"learning-rate": {"x": 1.0}}, "learning-rate.x is unknown. Expected the fields"),

@@ -196,6 +196,7 @@ def test_a_model_that_writes_its_answer_writes_labels(new, texts, tmp_path):
     _, config = new("write", texts, t5)
     assert (config.task, config.data.prompt) == ("text-to-label", "{text}")
     assert config.data.target_length >= 2
+    assert config.classifier == "frozen"  # it has none
 
 
 ROWS = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(40)]
@@ -271,6 +272,23 @@ def test_a_test_whose_labels_are_secret_is_refused(refused, bert, tmp_path):
 def test_options_that_do_not_go_together_are_refused(words, refused, bert, tmp_path):
     told = refused("x", as_lines(tmp_path / "data", ROWS), bert, *words)
     assert "expected --image alone" in told or "has no images but" in told
+
+
+def test_images_of_sixteen_bits_and_without_classes_are_refused(refused, images, tmp_path):
+    vit = save_model("vit", tmp_path / "vit")
+    path = next((tmp_path / "images" / "train").rglob("*.png"))
+    Image.fromarray(np.arange(480, dtype=np.uint16).reshape(24, 20) * 100).save(path)
+    assert "more than 8 bits a channel (mode I;16), expected 8" in refused("x", images, vit)
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    Image.new("L", (20, 24)).save(flat / "a.png")
+    assert "expected a folder for each class" in refused("x", flat, vit)
+
+
+def test_tables_of_two_kinds_are_refused(refused, bert, tmp_path):
+    folder = as_lines(tmp_path / "data", ROWS)
+    (tmp_path / "data" / "more.csv").write_text("text,label\na,b\n")
+    assert "got files of the kinds .csv, .jsonl, expected one kind" in refused("x", folder, bert)
 
 
 def test_nothing_is_overwritten(new, texts, bert, tmp_path):
