@@ -34,6 +34,8 @@ def test_nothing_of_a_folder_but_numbers_leaves_the_node(tmp_path, monkeypatch):
             return replies[-1]
 
     monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Devices)
+    # A simulation's server reads the clients' shared data; that of devices has none.
+    monkeypatch.setattr("ravan_flwr.server_app.check_simulation", lambda *_: None)
     run_config: dict[str, Scalar] = {
         "preset": "newsgroups-t5", "model": str(save_model("t5", tmp_path / "model")),
         "data": "nobody/has-this", "evaluate-on": "clients", "validation-share": 0.2,

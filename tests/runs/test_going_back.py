@@ -50,7 +50,7 @@ def measured(monkeypatch):
     """The server's evaluation, by round."""
     accuracies = [0.3, 0.8, 0.1, 0.1, 0.1, 0.1]
 
-    def evaluate(_):
+    def evaluate(*_):
         return {"accuracy": accuracies.pop(0), "loss": 1.0}
 
     monkeypatch.setattr("ravan_flwr.training.workbench.Workbench.evaluate", evaluate)

@@ -45,7 +45,7 @@ def test_a_run_directory_has_everything(tmp_path):
     directory = simulation.run_dir
     assert {p.name for p in directory.iterdir()} == {
         "config.json", "rounds.jsonl", "summary.json", "checkpoints", "adapter", "report",
-        "tensorboard", "status.json", "log.txt",
+        "tensorboard", "status.json", "log.txt", "classes.json",
     }  # fmt: skip
     config = json.loads((directory / "config.json").read_text())
     assert (config["rank"], config["heads"], config["num-rounds"]) == (13, 4, 2)
