@@ -184,7 +184,7 @@ def test_a_failed_run_says_why_in_its_directory(tmp_path):
 def test_a_run_that_diverged_stops_and_keeps_the_round_before(tmp_path, monkeypatch):
     measured = iter([{"accuracy": 0.5, "loss": 1.0}, {"accuracy": 0.1, "loss": float("nan")}])
     monkeypatch.setattr(
-        "ravan_flwr.training.workbench.Workbench.evaluate", lambda _: next(measured)
+        "ravan_flwr.training.workbench.Workbench.evaluate", lambda *_: next(measured)
     )
     told = "round 2: its evaluation gave loss = nan, .*round 1 is in the last checkpoint"
     with pytest.raises(RuntimeError, match=told):
