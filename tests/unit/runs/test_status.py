@@ -50,7 +50,9 @@ def test_a_disk_that_is_full_costs_a_run_nothing(tmp_path):
 
 def test_log_lines_are_appended_while_the_run_goes_on(tmp_path, monkeypatch):
     log = logging.getLogger("ravan_flwr")
-    monkeypatch.setattr(log, "propagate", False)  # pytest-xdist cannot pass half a character on
+    # pytest-xdist cannot pass half a character on, from whatever handler.
+    monkeypatch.setattr(log, "propagate", False)
+    monkeypatch.setattr(log, "handlers", [])
     level = log.level
     log.setLevel(logging.INFO)
     try:
