@@ -11,8 +11,8 @@ from ravan_flwr.data.hub import cache_of, telling
 from ravan_flwr.specs import DataSpec
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
-_KINDS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
-_KINDS |= dict.fromkeys(_IMAGES, "imagefolder")
+TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+_KINDS = TABLES | dict.fromkeys(_IMAGES, "imagefolder")
 
 
 def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:

@@ -164,15 +164,15 @@ def _by_number(
     names = dict(enumerate(feature.names))
     if len(names) != len(labels):
         raise ValueError(
-            f"{where}: got {len(names)} classes, {_some(feature.names)}; expected the preset's "
-            f"{len(labels)}, {_some(labels)}; take other data, or a preset with these labels"
+            f"{where}: got {len(names)} classes, {some_of(feature.names)}; expected the preset's "
+            f"{len(labels)}, {some_of(labels)}; take other data, or a preset with these labels"
         )
     different = {number: name for number, name in names.items() if name != labels[number]}
     if moved := [name for name in different.values() if name in labels]:
         raise ValueError(
-            f"{where}: got the classes {_some(feature.names)}: some are unknown, and "
-            f"{_some(moved)} have other numbers than in the preset; expected {_some(labels)}, in "
-            "this order; take other data, or a preset with these labels"
+            f"{where}: got the classes {some_of(feature.names)}: some are unknown, and "
+            f"{some_of(moved)} have other numbers than in the preset; expected {some_of(labels)}, "
+            "in this order; take other data, or a preset with these labels"
         )
     called = datasets.ClassLabel(names=list(labels))
     return examples.cast_column("label", called), different
@@ -190,7 +190,7 @@ def _tell_of_names(differing: Mapping[int, str], labels: Sequence[str], data: st
         )
 
 
-def _some(names: Sequence[str], most: int = 20) -> str:
+def some_of(names: Sequence[str], most: int = 20) -> str:
     """List the first few names."""
     return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
 
@@ -220,7 +220,7 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
         expected = ", ".join(labels)
     if wrong:
         raise ValueError(
-            f"{where}: got unknown labels {_some(wrong)}; expected {expected}; rename them, or "
+            f"{where}: got unknown labels {some_of(wrong)}; expected {expected}; rename them, or "
             "take the examples out"
         )
     return numbers

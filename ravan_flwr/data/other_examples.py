@@ -5,6 +5,7 @@ from typing import Any
 
 import datasets
 
+from ravan_flwr.data.device_folder import TABLES
 from ravan_flwr.data.examples import with_roles_and_labels
 from ravan_flwr.data.hub import cache_of, telling
 from ravan_flwr.specs import DataSpec
@@ -47,17 +48,14 @@ def _chosen(there: list[str], spec: DataSpec) -> list[str]:
     return ["test"] if "test" in there else there
 
 
-_KINDS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
-
-
 def _file(path: Path) -> dict[str, Any]:
     """Tell `datasets` of one file."""
-    if path.suffix.lower() not in _KINDS:
+    if path.suffix.lower() not in TABLES:
         raise ValueError(
-            f"data {path}: got a file of kind {path.suffix!r}, expected {', '.join(_KINDS)}, or a "
+            f"data {path}: got a file of kind {path.suffix!r}, expected {', '.join(TABLES)}, or a "
             "folder; name another"
         )
-    kind = _KINDS[path.suffix.lower()]
+    kind = TABLES[path.suffix.lower()]
     return {"path": kind, "data_files": str(path), "cache_dir": str(cache_of(path))}
 
 

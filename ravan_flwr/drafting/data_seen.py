@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 from PIL import Image
 
-from ravan_flwr.data.examples import held_back
+from ravan_flwr.data.examples import held_back, some_of
 from ravan_flwr.data.hub import every_split
 from ravan_flwr.data.labels import labels_of
 from ravan_flwr.data.values import check_bits
@@ -18,7 +18,6 @@ from ravan_flwr.drafting.columns import Asked, find_columns
 from ravan_flwr.specs import DataSpec
 
 TESTS = ("test", "validation", "dev", "valid")  # the split that is taken, the first that is there
-TEST_SHARE = 0.2
 _IMAGES = 5_000  # whose sizes are read
 
 
@@ -48,12 +47,12 @@ class DataSeen:
         told = []
         if empty := [name for name in self.spec.labels if not train.get(name)]:
             told.append(
-                f"{len(empty)} of the classes have no example to train on: {_some(empty)}"
+                f"{len(empty)} of the classes have no example to train on: {some_of(empty, 8)}"
                 + ("; the test has some" if any(test.get(name) for name in empty) else "")
             )
         if untested := [n for n in self.spec.labels if not test.get(n) and train.get(n)]:
             told.append(
-                f"{len(untested)} of the classes have no example to test on: {_some(untested)}"
+                f"{len(untested)} of the classes have no example to test on: {some_of(untested, 8)}"
             )
         return told
 
@@ -78,7 +77,6 @@ def look_at_data(place: str, subset: str, asked: Asked) -> DataSeen:
         revision=revision,
         train=train_name,
         tests=(("test", test_name or "test"),),
-        test_share=TEST_SHARE,
         columns=tuple(columns.items()),
         labels=labels,
     )
@@ -220,7 +218,3 @@ def _kind(name: str, examples: datasets.Dataset) -> str:
     builder = str(examples.info.builder_name or "")
     kinds = {"json": "JSON lines", "csv": "CSV", "parquet": "parquet", "imagefolder": "images"}
     return kinds.get(builder, builder or "a data set") if Path(name).is_dir() else "of the hub"
-
-
-def _some(names: Sequence[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

@@ -9,7 +9,7 @@ import numpy as np
 
 from ravan_flwr.adapters.attach import find_layers
 from ravan_flwr.config.places import chosen_model
-from ravan_flwr.data.hub import config_of, lacks
+from ravan_flwr.data.hub import config_of, lacks, model_folder
 from ravan_flwr.drafting.data_seen import DataSeen
 from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks import TASKS, get_task
@@ -66,7 +66,7 @@ def look_at_model(place: str, data: DataSeen, targets: str) -> ModelSeen:
         )
     settings = config_of(spec)
     task_name = _task_of(settings, data)
-    task = make_plain_task(task_name, data, spec)
+    task = _plain_task(task_name, data, spec)
     backbone = build_skeleton(spec, task)
     layers = find_layers(backbone.network, backbone.targets)
     shapes = dict.fromkeys(f"{layer.out_features} x {layer.in_features}" for layer in layers)
@@ -88,17 +88,14 @@ def look_at_model(place: str, data: DataSeen, targets: str) -> ModelSeen:
     return replace(seen, target_length=max(map(len, names)))
 
 
-def make_plain_task(name: str, data: DataSeen, model: ModelSpec) -> Task:
+def _plain_task(name: str, data: DataSeen, model: ModelSpec) -> Task:
     """Make the task, with as many tokens as there may be: they are counted with it."""
     kind = TASKS[name]
     spec = replace(data.spec, prompt=kind.prompt, target_length=kind.target_length)
 
-    def folder() -> Path:
-        from ravan_flwr.data.hub import model_folder  # noqa: PLC0415
-
-        return model_folder(model)
-
-    return get_task(name)(spec, kind.max_length, folder, lambda: config_of(model))
+    return get_task(name)(
+        spec, kind.max_length, lambda: model_folder(model), lambda: config_of(model)
+    )
 
 
 def _task_of(settings: dict[str, Any], data: DataSeen) -> str:

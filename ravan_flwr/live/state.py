@@ -10,8 +10,7 @@ from ravan_flwr.runs.console import remaining
 class Now:
     """Hold the state in a word and a sentence, which may end in how long that has been so."""
 
-    kind: str  # running, finished, failed, stopped
-    word: str
+    word: str  # running, finished, failed, stopped
     text: str
     since: float | None = None  # in seconds since 1970
     advice: str = ""
@@ -51,14 +50,14 @@ def now_of(seen: Seen) -> Now:
     after = f"after {last} round{'' if last == 1 else 's'}"
     advice = f"To go on, with the same settings: resume={seen.path}"
     if seen.failure is not None:
-        return Now("failed", "failed", f"It failed {after}: {seen.failure}", None, advice, done)
+        return Now("failed", f"It failed {after}: {seen.failure}", None, advice, done)
     if seen.summary is not None:
-        return Now("finished", "finished", f"It ended {after}.", None, "", 1.0)
+        return Now("finished", f"It ended {after}.", None, "", 1.0)
     if not last:
         advice = "No round has finished, so that there is nothing to go on from; start a new run."
     how = "Its process is gone" if seen.holder == "a dead process" else "It was stopped"
     text = f"{how} {after}, without a result. Nothing has been heard of it for"
-    return Now("stopped", "stopped", text, seen.heard, advice, done)
+    return Now("stopped", text, seen.heard, advice, done)
 
 
 def _going_on(seen: Seen, done: float) -> Now:
@@ -70,9 +69,7 @@ def _going_on(seen: Seen, done: float) -> Now:
         advice = f"Its process is not of this machine: whether it lives cannot be seen. {advice}"
     if status is None:
         text = "It is being prepared" if not seen.rounds else "It goes on"
-        return Now(
-            "running", "running", f"{text}. Nothing was written for", seen.heard, advice, done
-        )
+        return Now("running", f"{text}. Nothing was written for", seen.heard, advice, done)
     asked, number = len(status["asked"]), status["round"]
     answers = f", {len(status['answered'])} of {asked} clients have answered" if asked else ""
     here = len(status["nodes"])
@@ -80,4 +77,4 @@ def _going_on(seen: Seen, done: float) -> Now:
         "recruiting": f"Waiting for clients, {here} {'is' if here == 1 else 'are'} here",
         "calibrating": f"Calibrating before the first round{answers}",
     }.get(status["doing"], f"Round {number} of {rounds_of(seen)}: {status['doing']}{answers}")
-    return Now("running", "running", f"{text}, for", status["since"], advice, done)
+    return Now("running", f"{text}, for", status["since"], advice, done)

@@ -211,7 +211,7 @@ it again to go on.</p>
 <section id="{{ part }}"></section>
 {% endfor %}
 {% else %}
-<section id="state" class="{{ now.kind }}">
+<section id="state" class="{{ now.word }}">
 <header><h1>{{ title }}</h1><span class="note">{{ name }}</span></header>
 <div class="state"><span class="word">{{ now.word }}</span>{{ now.text }}
 {%- if now.since is not none %} {{ ago(now.since) }}.{% endif %}
