@@ -8,10 +8,13 @@ import pytest
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.data import hub
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
+from ravan_flwr.training import network
 from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.plan import describe
+from testing import ROOT
 
 
 @pytest.mark.parametrize("classifier", ["frozen", "trained"])
@@ -25,6 +28,18 @@ def test_parameters_and_bytes_are_those_of_a_run(classifier, tmp_path, capsys):
     assert f"{client['bytes-up']:,}" in told
     assert f"{client['bytes-down']:,}" in told
     assert f"rank            {run.summary['rank']}, 2 heads" in told
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in (ROOT / "conf").glob("*.yaml")))
+def test_a_plan_of_a_preset_asks_no_hub(preset, monkeypatch, capsys):
+    def ask(*_, **__):
+        raise AssertionError("the hub was asked")
+
+    for module, name in ((hub, "snapshot_download"), (network, "config_of")):
+        monkeypatch.setattr(module, name, ask)
+    monkeypatch.setitem(network.CONFIGS, "hub", ask)
+    main(["plan", f"preset={preset}"])
+    assert "trained " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", METHODS)
