@@ -25,12 +25,14 @@ from transformers import AutoConfig
 
 from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.adapters.quantize import quantize
+from ravan_flwr.adapters.stored import keep_in
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import ModelSpec, Scalar
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.device import pick_device
+from ravan_flwr.training.kept_in import DTYPES
 from ravan_flwr.training.local_steps import PRECISIONS, LocalSteps, train_locally
 from ravan_flwr.training.network import Backbone, checkpoint_gradients, network_class
 from ravan_flwr.training.workbench import make_method, make_task
@@ -38,8 +40,9 @@ from ravan_flwr.training.workbench import make_method, make_task
 VARIANTS: tuple[dict[str, Scalar], ...] = (
     {"precision": "float32"},
     {"precision": "bfloat16"},
-    {"precision": "bfloat16", "gradient-checkpointing": True},
-    {"precision": "bfloat16", "quantize": "4bit"},
+    {"precision": "bfloat16", "backbone-dtype": "bfloat16"},
+    {"precision": "bfloat16", "backbone-dtype": "bfloat16", "gradient-checkpointing": True},
+    {"precision": "bfloat16", "backbone-dtype": "bfloat16", "quantize": "4bit"},
 )
 SMALL = {
     "vit": {
@@ -171,6 +174,7 @@ def build(config: Config) -> tuple[AdaptedModel, Task, Encoded]:
     base = f"{network.base_model_prefix}."
     heads = [p for name, p in network.named_parameters() if not name.startswith(base)]
     size = sum(p.numel() for p in network.parameters()) - sum(p.numel() for p in heads)
+    keep_in(network, DTYPES.get(config.backbone_dtype, torch.float32), heads)
     if config.quantize != "none":
         quantize(network, config.quantize, heads, PRECISIONS[config.precision] or torch.float32)
     if config.gradient_checkpointing:

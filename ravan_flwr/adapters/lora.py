@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ravan_flwr.adapters.stored import StoredLinear
+
 
 class LoRALinear(nn.Module):
     """Add a product of small rank to a frozen linear layer."""
@@ -34,7 +36,8 @@ class LoRALinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         u = F.linear(x, self.A)
         y: Tensor = self.base(x)
-        if type(self.base) is nn.Linear and u.dtype == y.dtype == self.B.dtype:
+        plain = type(self.base) in (nn.Linear, StoredLinear)
+        if plain and u.dtype == y.dtype == self.B.dtype:
             # In place: neither a tensor of the product nor a pass that adds it.
             flat = y.view(-1, y.shape[-1]).addmm_(
                 u.view(-1, u.shape[-1]), self.B.mT, alpha=self.scale

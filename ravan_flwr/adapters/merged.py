@@ -17,7 +17,7 @@ each, where the merged form keeps x and the merged weight.
 
 Merging rounds W + B C A to the dtype of W. In float32 that loses nothing that matters; in
 bfloat16, of 8 bits, it loses every update below a 256th of its weight. So the merged form is
-for weights and inputs of float32 or more, outside autocast.
+for inputs of float32 or more, outside autocast, and for weights that can be widened to that.
 """
 
 from typing import Any
@@ -48,9 +48,9 @@ def merged_linear(
 
 
 def loses_nothing(weight: Tensor, x: Tensor) -> bool:
-    """Tell whether a merged weight keeps small updates: by its bits, and those of the products."""
+    """Tell whether a weight, widened and merged, keeps small updates: by the products' bits."""
     device = x.device.type
-    if weight.dtype != x.dtype or torch.finfo(x.dtype).bits < ENOUGH_BITS:
+    if not weight.is_floating_point() or torch.finfo(x.dtype).bits < ENOUGH_BITS:
         return False
     return not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device))
 

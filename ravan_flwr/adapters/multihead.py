@@ -71,7 +71,7 @@ class MultiHeadLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self._merges(x):
             trained = None if self.subset is None else self.subset.index
-            weight, bias = self.base.weight, self.base.bias
+            weight, bias = self.base.weight.to(x.dtype), self.base.bias  # it may be kept in 16 bits
             cores = self._cores()
             return merged_linear(x, weight, bias, self.B_stack, cores, self.A_stack, trained)
         u = F.linear(x, self.A_stack).view(-1, self.heads, self.rank).transpose(0, 1)

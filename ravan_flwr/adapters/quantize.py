@@ -19,12 +19,15 @@ def quantize(
     how: str,
     classifier: Collection[nn.Parameter],
     dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
 ) -> None:
-    """Replace the linear layers, on the device that they are on; they compute in `dtype`."""
+    """Replace the linear layers, one by one onto the device; they compute in `dtype`."""
     library = _library()
     for name, linear in quantizable(network, classifier).items():
         parent, _, child = name.rpartition(".")
-        setattr(network.get_submodule(parent), child, _replacement(library, how, linear, dtype))
+        to = linear.weight.device if device is None else device
+        small = _replacement(library, how, linear, dtype, to)
+        setattr(network.get_submodule(parent), child, small)
 
 
 def quantizable(network: nn.Module, classifier: Collection[nn.Parameter]) -> dict[str, nn.Linear]:
@@ -38,9 +41,11 @@ def quantizable(network: nn.Module, classifier: Collection[nn.Parameter]) -> dic
     }
 
 
-def _replacement(library: ModuleType, how: str, linear: nn.Linear, dtype: torch.dtype) -> nn.Module:
+def _replacement(
+    library: ModuleType, how: str, linear: nn.Linear, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
     sides = linear.in_features, linear.out_features
-    device, weight = linear.weight.device, linear.weight.detach().cpu()
+    weight = linear.weight.detach().float().cpu()  # which may be kept in 16 bits
     if how == "4bit":
         small = library.nn.Linear4bit(
             *sides,
@@ -66,7 +71,7 @@ def _replacement(library: ModuleType, how: str, linear: nn.Linear, dtype: torch.
 def weight_norm(linear: nn.Linear) -> float:
     """Measure the weight's norm, from before it was quantised if it was: its bits are packed."""
     known = getattr(linear, "weight_norm", None)
-    return float(linear.weight.detach().norm()) if known is None else cast(float, known)
+    return float(linear.weight.detach().float().norm()) if known is None else cast(float, known)
 
 
 def _library() -> ModuleType:

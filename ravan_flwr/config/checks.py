@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ravan_flwr.config.keys import KEYS
+from ravan_flwr.config.keys import AUTO, KEYS
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 
@@ -54,15 +54,17 @@ def _check_method(values: Mapping[str, Scalar]) -> None:
     frozen = [name for name, method in METHODS.items() if method.frozen_backbone]
     averaging = [name for name, method in METHODS.items() if method.averages]
     no_mean = "makes its next state otherwise than by a mean"
-    for key, able, otherwise in (
-        ("quantize", frozen, "changes pretrained weights, which few bits cannot hold"),
-        ("server-optimizer", averaging, no_mean),
-        ("robust", averaging, no_mean),
+    changes = "changes pretrained weights, which few bits cannot hold"
+    for key, able, otherwise, without in (
+        ("quantize", frozen, changes, "none"),
+        ("backbone-dtype", frozen, changes, "float32"),
+        ("server-optimizer", averaging, no_mean, "none"),
+        ("robust", averaging, no_mean, "none"),
     ):
-        if values[key] != "none" and values["method"] not in able:
+        if values[key] not in (without, AUTO) and values["method"] not in able:
             raise ValueError(
                 f"{key} = {values[key]!r}: got method {values['method']!r}, which {otherwise}; "
-                f"expected one of {', '.join(able)}; choose one, or set {key}=none"
+                f"expected one of {', '.join(able)}; choose one, or set {key}={without}"
             )
 
 

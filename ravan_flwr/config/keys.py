@@ -143,6 +143,13 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
         "gradient-checkpointing": Key(
             bool, False, "keep few activations and compute the others twice, to save memory"
         ),
+        "backbone-dtype": Key(
+            str,
+            AUTO,
+            "numbers in which the frozen backbone is kept, which changes no result where the "
+            "model's files have no more bits; auto: as in the files on a GPU, float32 on a CPU",
+            (AUTO, "float32", "bfloat16", "float16"),
+        ),
         "quantize": Key(
             str,
             "none",

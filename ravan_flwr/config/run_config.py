@@ -66,6 +66,7 @@ class Config:
     wire: str
     layer_form: str
     quantize: str
+    backbone_dtype: str
     output_dir: str
     resume: str
     deliver: bool

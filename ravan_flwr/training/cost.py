@@ -23,6 +23,8 @@ from ravan_flwr.messages.wire import num_bytes
 from ravan_flwr.methods.base import Method
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Task
+from ravan_flwr.training.kept_in import backbone_dtype, likely_device
+from ravan_flwr.training.local_steps import PRECISIONS
 from ravan_flwr.training.network import build_skeleton, checkpoint_gradients, pretrained_parameters
 from ravan_flwr.training.workbench import make_method, make_task, settle
 
@@ -62,7 +64,8 @@ class Skeleton:
     @classmethod
     def build(cls, config: Config) -> "Skeleton":
         config = settle(config)
-        skeleton = build_skeleton(config.model, make_task(config))
+        kept_in = backbone_dtype(config, likely_device(config.device))
+        skeleton = build_skeleton(config.model, make_task(config), kept_in)
         network, lacking = skeleton.network.requires_grad_(False), skeleton.classifier
         if config.gradient_checkpointing:
             checkpoint_gradients(network, config.model.name)
@@ -126,7 +129,11 @@ def _cast_weights(config: Config, network: nn.Module) -> int:
     """
     if config.precision == "float32":
         return 0
-    linears = [module for module in network.modules() if isinstance(module, nn.Linear)]
+    linears = [
+        module
+        for module in network.modules()
+        if isinstance(module, nn.Linear) and module.weight.dtype != PRECISIONS[config.precision]
+    ]
     if config.quantize != "none":  # what is in few bits is unpacked when it is needed, and dropped
         kept = set(quantizable(network, []).values())
         linears = [linear for linear in linears if linear not in kept]
@@ -152,11 +159,11 @@ def _computed_again(config: Config, share: float) -> int:
 
 
 def saved_by_quantizing(network: nn.Module, classifier: Sequence[nn.Parameter], how: str) -> int:
-    """Count the bytes that linear layers in few bits weigh less than in float32."""
+    """Count the bytes that linear layers in few bits weigh less than as they are now."""
     if how == "none":
         return 0
-    linears = quantizable(network, classifier).values()
-    return round(sum(linear.weight.numel() for linear in linears) * (32 - BITS[how]) / 8)
+    weights = [linear.weight for linear in quantizable(network, classifier).values()]
+    return round(sum(w.numel() * (w.element_size() - BITS[how] / 8) for w in weights))
 
 
 def kept_for_backward(network: PreTrainedModel, task: Task, batch_size: int) -> int:

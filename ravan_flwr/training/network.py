@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ravan_flwr.adapters.attach import TARGETS
+from ravan_flwr.adapters.stored import keep_in
 from ravan_flwr.data.hub import (
     check_weights,
     config_of,
@@ -29,6 +30,7 @@ from ravan_flwr.seeding import generator
 from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks.base import Task
 from ravan_flwr.training.bundled import bundled_file, read_backbone
+from ravan_flwr.training.digests import file_digest
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,16 @@ class Backbone:
     size: int  # how many pretrained parameters
 
 
-def build_network(spec: ModelSpec, task: Task, seed: int) -> Backbone:
-    """Build the network for a task with its pretrained weights, on the CPU."""
-    network, lacking = LOADERS[spec.source](spec, task)
-    for name in lacking:
-        _draw(name, network.get_parameter(name), generator(seed, "classifier", name))
+def build_network(
+    spec: ModelSpec, task: Task, seed: int, dtype: torch.dtype = torch.float32
+) -> Backbone:
+    """Build the network for a task with its pretrained weights, kept in `dtype`, on the CPU."""
+    network, lacking = LOADERS[spec.source](spec, task, dtype)
     wanted = {*lacking, *_heads(network, task)}
     classifier = [p for name, p in network.named_parameters() if name in wanted]
+    keep_in(network, dtype, classifier)
+    for name in lacking:  # in float32 by now
+        _draw(name, network.get_parameter(name), generator(seed, "classifier", name))
     pretrained = pretrained_parameters(network, classifier)
     task.adjust(network)
     return Backbone(network.eval(), classifier, _targets(spec, network), num_parameters(pretrained))
@@ -68,13 +73,14 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
     return dtype
 
 
-def build_skeleton(spec: ModelSpec, task: Task) -> Backbone:
+def build_skeleton(spec: ModelSpec, task: Task, dtype: torch.dtype = torch.float32) -> Backbone:
     """Build the same network without weights, on the meta device, for plans and estimates."""
     settings = dict(spec.shape) or CONFIGS[spec.source](spec)
     with torch.device("meta"):
         network = _architecture(settings, task, spec.name)
     task.adjust(network)
     heads = [network.get_parameter(name) for name in _heads(network, task)]
+    keep_in(network, dtype, heads)
     size = num_parameters(pretrained_parameters(network, heads))
     return Backbone(network, heads, _targets(spec, network), size)
 
@@ -140,7 +146,11 @@ def _targets(spec: ModelSpec, network: PreTrainedModel) -> tuple[str, ...]:
     return TARGETS[model_type]
 
 
-def _bundled(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str]]:
+def _bundled(
+    spec: ModelSpec,
+    task: Task,
+    _: torch.dtype,
+) -> tuple[PreTrainedModel, list[str]]:
     """Load a backbone that travels with the app, and name the parameters that it lacks."""
     settings, weights = read_backbone(bundled_file(spec.name))
     network = _architecture(settings, task, spec.name)
@@ -154,10 +164,13 @@ def _bundled(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str]]:
     return network, result.missing_keys
 
 
-def _from_folder(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str]]:
+def _from_folder(
+    spec: ModelSpec, task: Task, dtype: torch.dtype
+) -> tuple[PreTrainedModel, list[str]]:
     """Load a model of the hub or of a folder, and name the parameters that it lacks.
 
     A classifier is kept where it was trained for the task's labels, and drawn anew elsewhere.
+    What is to be kept in 16 bits is loaded as the files have it: never twice as large in between.
     """
     folder = model_folder(spec)
     settings = read_json(folder / "config.json", spec.name)
@@ -169,7 +182,7 @@ def _from_folder(spec: ModelSpec, task: Task) -> tuple[PreTrainedModel, list[str
         loaded: Any = made.from_pretrained(
             folder,
             config=config,
-            dtype=torch.float32,
+            dtype=torch.float32 if dtype == torch.float32 else stored_dtype(spec),
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             use_safetensors=True,
@@ -255,6 +268,5 @@ def backbone_fingerprint(spec: ModelSpec) -> str:
     )
     digest = hashlib.sha256()
     for path in files:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(file_digest(path))
     return digest.hexdigest()[:16]

@@ -33,6 +33,7 @@ from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.device import pick_device
+from ravan_flwr.training.kept_in import backbone_dtype
 from ravan_flwr.training.local_steps import PRECISIONS, evaluate_all
 from ravan_flwr.training.network import (
     CONFIGS,
@@ -102,11 +103,12 @@ class Workbench:
         self.task.check_sizes()
         self.task.check()
         device = pick_device(config.device)
-        backbone = build_network(config.model, self.task, config.seed)
-        torch.nn.Module.to(backbone.network, device)
-        if config.quantize != "none":
+        kept_in = backbone_dtype(config, device.type)
+        backbone = build_network(config.model, self.task, config.seed, kept_in)
+        if config.quantize != "none":  # before the rest moves: whole, it may not fit the device
             dtype = PRECISIONS[config.precision] or torch.float32
-            quantize(backbone.network, config.quantize, backbone.classifier, dtype)
+            quantize(backbone.network, config.quantize, backbone.classifier, dtype, device)
+        torch.nn.Module.to(backbone.network, device)
         if config.gradient_checkpointing:
             checkpoint_gradients(backbone.network, config.model.name)
         return AdaptedModel(

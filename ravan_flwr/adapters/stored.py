@@ -1,0 +1,83 @@
+"""Keep frozen weights in 16 bits, and compute with them as if they were kept in float32.
+
+A weight is widened where it is used, which is exact, and again for the backward pass, so that no
+copy of it is kept in between. Under autocast in its own dtype it is used as it is. So a network
+whose weights fit into 16 bits, as those of most checkpoints do, computes the same bits in half the
+memory. Linear layers and embeddings are kept so; normalisations, convolutions and what
+`transformers` wants in float32 are small, and stay.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+class StoredLinear(nn.Linear):
+    """Compute a frozen linear layer in the dtype of its input, or in autocast's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype or _autocasts(x):
+            return F.linear(x, self.weight, self.bias)
+        y: Tensor = _Widened.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return y
+
+
+class StoredEmbedding(nn.Embedding):
+    """Look numbers up in 16 bits, and give them in float32."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (as its base class calls it)
+        return super().forward(input).float()
+
+
+class _Widened(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(x, weight.to(x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return gy @ weight.to(gy.dtype), None, None
+
+
+def keep_in(network: nn.Module, dtype: torch.dtype, apart: Collection[nn.Parameter]) -> None:
+    """Keep linear layers and embeddings in that dtype, and all else, as `apart`, in float32."""
+    kept = {id(weight) for weight in _storable(network, {id(weight) for weight in apart})}
+    if dtype == torch.float32:
+        kept = set()
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(dtype if id(parameter) in kept else torch.float32)
+    for module in network.modules():
+        if id(getattr(module, "weight", None)) in kept:
+            module.__class__ = _STORED[type(module)]
+
+
+def _storable(network: nn.Module, apart: set[int]) -> Iterator[nn.Parameter]:
+    """List the weights of which every module that uses them can be kept in 16 bits."""
+    whole = {id(parameter) for parameter in network.parameters()}
+    held = tuple(getattr(network, "_keep_in_fp32_modules", None) or ())
+    for name, module in network.named_modules():
+        can = type(module) in _STORED and not any(part in held for part in name.split("."))
+        for parameter in module.parameters(recurse=False):
+            if not can or parameter is not module.weight:
+                whole.discard(id(parameter))
+    for parameter in network.parameters():
+        if id(parameter) in whole - apart:
+            yield parameter
+
+
+_STORED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: StoredLinear,
+    nn.Embedding: StoredEmbedding,
+}
+
+
+def _autocasts(x: Tensor) -> bool:
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

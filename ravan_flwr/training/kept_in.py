@@ -1,0 +1,34 @@
+"""Decide in which dtype a run keeps its frozen backbone (adapters/stored.py keeps it so)."""
+
+import torch
+
+from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.data.hub import NotHereError
+from ravan_flwr.methods import METHODS
+from ravan_flwr.training.network import stored_dtype
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def backbone_dtype(config: Config, device: str) -> torch.dtype:
+    """Find the dtype for a device of that type; `auto`: the checkpoint's own 16 bits, on a GPU.
+
+    A method that changes the pretrained weights has them in float32.
+    """
+    if config.backbone_dtype != AUTO:
+        return DTYPES[config.backbone_dtype]
+    if device != "cuda" or not METHODS[config.method].frozen_backbone:
+        return torch.float32
+    try:
+        own = stored_dtype(config.model)
+    except NotHereError:  # a plan of a model that is not here yet
+        return torch.float32
+    return own if own in DTYPES.values() else torch.float32
+
+
+def likely_device(name: str) -> str:
+    """Name the type of device that `pick_device` would pick, be it here or not."""
+    if name == AUTO:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name).type
