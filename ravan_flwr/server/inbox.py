@@ -37,6 +37,8 @@ class Inbox:
     def look(self, grid: Grid, ids: Iterable[str]) -> Iterator[Message]:
         """Yield the replies to these messages that are there now."""
         if in_process(grid):
+            ids = list(ids)
+            grid.expect(ids)  # type: ignore[attr-defined]
             yield from filter(None, (take(grid, message_id) for message_id in ids))
             return
         todo = deque(message_id for message_id in ids if message_id not in self._fetching)
