@@ -28,7 +28,7 @@ from ravan_flwr.runs.status import write_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.server.delivery import Delivery, hand_out
 from ravan_flwr.server.envelope import guard
-from ravan_flwr.server.inbox import simulating
+from ravan_flwr.server.inbox import processes_of, simulating
 from ravan_flwr.server.keeper import Keeper
 from ravan_flwr.server.mailbox import Mailbox
 from ravan_flwr.server.notices import (
@@ -125,6 +125,8 @@ def _run(
         directory.write_json("config.json", config.as_dict())
     final, strategy = _hold_rounds(grid, bench, config, directory, start)
     summary = summary_of(bench, config, start.records, len(strategy.roster.members))
+    if (processes := processes_of(grid)) is not None:
+        summary["processes"] = processes
     carry_over(directory, start, summary)
     _save_result(final, bench, directory, summary)
     if config.deliver:

@@ -15,8 +15,8 @@ WAITING = {"device", "round-timeout", "straggler-grace"}
 def recorded_config(content: Mapping[str, Any], where: str) -> Config:
     """Turn what a run's `config.json` holds into its `Config`; `Config.as_dict` is the inverse."""
     # What an earlier version had no key for was as the key's default.
-    later = {name: key.default for name, key in KEYS.items() if key.default != AUTO}
-    later |= {"processes": None}
+    later: dict[str, Any] = {"processes": None}
+    later |= {name: key.default for name, key in KEYS.items() if key.default != AUTO}
     values = _snake(later | in_todays_values(content))
     fields = {field.name for field in dataclasses.fields(Config)}
     if values.keys() != fields:

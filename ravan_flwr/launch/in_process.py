@@ -93,6 +93,11 @@ class InProcessGrid(Grid):
             for node_id in range(1, num_clients + 1)
         }
 
+    @property
+    def processes(self) -> int:
+        """Count the processes in which clients compute."""
+        return 1 if self.clients is None else self.clients.processes
+
     def set_run(self, run: Run) -> None:
         """Set the run."""
         self._run = run

@@ -14,7 +14,7 @@ from logging import getLogger
 
 import psutil
 import torch
-from flwr.app import Context, Message, MessageType
+from flwr.app import Message, MessageType
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.crew import Crew, Job

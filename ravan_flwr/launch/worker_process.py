@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -60,8 +61,8 @@ def prepare(run_config: Mapping[str, Scalar], threads: int | None) -> None:
 
 def serve(connection: Connection) -> NoReturn:
     """Answer messages until the connection is closed."""
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # Linux has it
-        file.write(FIRST_TO_END)
+    with suppress(OSError):  # Linux has it
+        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_END)
     threading.Thread(target=_end_with_the_server, args=(connection,), daemon=True).start()
     told = _Told()
     known = KnownArrays()
@@ -131,7 +132,7 @@ def _main(descriptor: int) -> NoReturn:
     from ravan_flwr.importing import importing  # noqa: PLC0415
 
     with importing():
-        from ravan_flwr.client import answers as _  # noqa: PLC0415
+        pass
     prepare(header["run-config"], header["threads"])
     serve(connection)
 

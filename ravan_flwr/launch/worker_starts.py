@@ -25,6 +25,7 @@ from ravan_flwr.launch.worker_process import leave_signals_to_the_server, prepar
 from ravan_flwr.messages.records import KnownArrays, send_records
 from ravan_flwr.specs import Scalar
 
+
 class Worker:
     """Hold the connection to a worker process, and a way to end it."""
 
@@ -106,11 +107,11 @@ def _let_go_of_files(*kept: int) -> None:
     Their numbers stay in use, so that nothing closes another file later.
     """
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) not in (nowhere, *kept):
-            with suppress(OSError):  # that of the folder itself
-                os.fstat(int(name))
-                os.dup2(nowhere, int(name), inheritable=False)
+    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if number > 2 and number not in (nowhere, *kept):
+            with suppress(OSError):  # that of the folder itself is closed by now
+                os.fstat(number)
+                os.dup2(nowhere, number, inheritable=False)
 
 
 def _fork_on_demand(control: socket.socket) -> None:

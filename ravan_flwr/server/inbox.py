@@ -101,6 +101,11 @@ def in_process(grid: Grid) -> bool:
     return bool(getattr(grid, "in_process", False))
 
 
+def processes_of(grid: Grid) -> int | None:
+    """Count the processes in which clients in process compute; None where they are elsewhere."""
+    return int(getattr(grid, "processes", 1)) if in_process(grid) else None
+
+
 def simulating(grid: Grid) -> bool:
     """Return whether the clients are simulated, here or by Flower: they are as the server is."""
     return in_process(grid) or grid.run.primary_task_type == TaskType.SIMULATION

@@ -29,7 +29,8 @@ def _quotas(groups: Path, root: Path = Path("/sys/fs/cgroup")) -> Iterator[float
     except OSError:
         return
     for line in lines:
-        _, kinds, path = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        kinds, _, path = rest.partition(":")
         if kinds and "cpu" not in kinds.split(","):
             continue
         inner = root / kinds / path.lstrip("/") if kinds else root / path.lstrip("/")
