@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -154,6 +155,16 @@ def test_how_workers_are_started(threads, forks, tmp_path, monkeypatch):
     forked = forks and threads == 1
     assert isinstance(starter, Forking if forked else Anew)
     assert given == ([] if forked else [None])  # OMP_NUM_THREADS is set: conftest.py
+
+
+def test_workers_that_cannot_be_forked_are_started_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(side_by_side.SideBySide, "_may_fork", False)
+    short: dict[str, Scalar] = {"num-rounds": 1, "clients-per-round": 3}
+    one, two = (run(tmp_path, number, **short) for number in (1, 2))
+    assert two.summary["processes"] == 2
+    assert_same(one, two)
+    words = "ravan_flwr.launch.worker_process"
+    assert not [p for p in psutil.Process().children() if words in p.cmdline()]
 
 
 def test_processes_are_told_to_have_no_effect_in_flower(tmp_path, monkeypatch, capsys):
