@@ -5,6 +5,7 @@ import threading
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from ravan_flwr.messages.records import KnownArrays, receive_records, send_recor
 
 
 class Threads:
-    """Workers that are threads; each adds one to what a client keeps, as long as it takes."""
+    """Workers that are threads; each adds one to what a client keeps."""
 
     def __init__(self, behave=lambda _: None):
         self.behave, self.begun, self.started, self.sizes = behave, [], 0, []
@@ -45,8 +46,8 @@ class Threads:
                 if self.behave(header["node-id"]) == "die":
                     connection.close()
                     return
-                number = state.config_records["kept"]["number"] if "kept" in state else 0
-                state["kept"] = ConfigRecord({"number": number + 1})
+                kept = state.config_records.get("kept", ConfigRecord({"times": []}))
+                state["kept"] = ConfigRecord({"times": [*cast(list[int], kept["times"]), 1]})
                 reply = RecordDict({"config": ConfigRecord({"of": header["node-id"]})})
                 left_out, records = known.leave_out([reply, state])
                 send_records(connection, {"left-out": left_out, "log": []}, records)
@@ -104,14 +105,14 @@ def test_what_was_not_asked_for_leaves_no_trace(jobs):
     crew.expect(jobs)
     crew.answer(jobs[0])
     time.sleep(0.1)
-    assert jobs[0].context.state["kept"]["number"] == 1
+    assert jobs[0].context.state["kept"]["times"] == [1]
     assert "kept" not in jobs[1].context.state
     crew.expect(jobs[5:7])
     assert of(crew.answer(jobs[5])) == 6
     assert of(crew.answer(jobs[6])) == 7
     crew.expect([jobs[1]])
     assert of(crew.answer(jobs[1])) == 2
-    assert jobs[1].context.state["kept"]["number"] == 1
+    assert jobs[1].context.state["kept"]["times"] == [1]
     crew.close()
 
 
@@ -132,7 +133,7 @@ def test_arrays_travel_once_and_come_back_as_what_they_were(jobs):
     # The broadcast, once; the first client's fixed tensors, again after two without them.
     assert starter.sizes == [2, 0, 0, 1, 0, 0]
     assert jobs[0].context.state["fixed"] is fixed
-    assert jobs[0].context.state["kept"]["number"] == 2
+    assert jobs[0].context.state["kept"]["times"] == [1, 1]
     crew.close()
 
 
@@ -140,7 +141,7 @@ def test_a_worker_that_ends_costs_one_reply_and_is_replaced(jobs):
     starter = Threads(lambda node_id: "die" if node_id == 2 else None)
     crew = Crew(starter, 2)
     crew.expect(jobs)
-    replies = [crew.answer(job) for job in jobs]
+    replies: list[Any] = [crew.answer(job) for job in jobs]
     assert [reply.has_error() for reply in replies] == [False, True] + 18 * [False]
     assert "ended before it answered" in replies[1].error.reason
     assert (len(crew), starter.started) == (2, 3)
@@ -174,10 +175,11 @@ def test_no_worker_left_stops_the_run_and_says_what_to_do(jobs, caplog):
 
 def test_arrays_that_a_client_changed_in_place_travel(jobs):
     known = KnownArrays()
-    question = [RecordDict({"arrays": array(1)})]
+    arrays = array(1)
+    question = [RecordDict({"arrays": arrays})]
     known.remember(question)
     assert known.leave_out(question)[0] == [[0, "arrays", 0]]
-    question[0]["arrays"]["a"] = Array(np.zeros(4))
+    arrays["a"] = Array(np.zeros(4))
     assert known.leave_out(question)[0] == []
-    question[0]["arrays"]["b"] = Array(np.zeros(4))
+    arrays["b"] = Array(np.zeros(4))
     assert known.leave_out(question)[0] == []
