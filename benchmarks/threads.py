@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -69,12 +69,14 @@ def busy_processes(number: int) -> Iterator[None]:
             loop.wait()
 
 
-def seconds_of_rounds(environment: dict[str, str], rounds: int) -> list[float]:
+def seconds_of_rounds(
+    environment: dict[str, str], rounds: int, more: Sequence[str] = ("processes=1",)
+) -> list[float]:
     """Time the training of each round of the default preset."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MKL_"))}
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"num-rounds={rounds}", f"eval-every={rounds}", f"output-dir={folder}"]
-        settings += ["report=false", "tracking=none"]
+        settings += ["report=false", "tracking=none", *more]
         subprocess.run(
             [sys.executable, "-m", "ravan_flwr", "simulate", *settings],
             env=inherited | environment,

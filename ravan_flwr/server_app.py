@@ -18,7 +18,6 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.results.card import measured, write_card
 from ravan_flwr.results.classes import write_classes
 from ravan_flwr.results.export import natural_form, write_result
-from ravan_flwr.results.report import write_report
 from ravan_flwr.runs.console import Progress, show
 from ravan_flwr.runs.directory import RunDirectory, how_to_go_on
 from ravan_flwr.runs.lock import locked
@@ -28,7 +27,7 @@ from ravan_flwr.runs.status import write_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.server.delivery import Delivery, hand_out
 from ravan_flwr.server.envelope import guard
-from ravan_flwr.server.inbox import simulating
+from ravan_flwr.server.inbox import in_process, processes_of, simulating
 from ravan_flwr.server.keeper import Keeper
 from ravan_flwr.server.mailbox import Mailbox
 from ravan_flwr.server.notices import (
@@ -125,6 +124,8 @@ def _run(
         directory.write_json("config.json", config.as_dict())
     final, strategy = _hold_rounds(grid, bench, config, directory, start)
     summary = summary_of(bench, config, start.records, len(strategy.roster.members))
+    if (processes := processes_of(grid)) is not None:
+        summary["processes"] = processes
     carry_over(directory, start, summary)
     _save_result(final, bench, directory, summary)
     if config.deliver:
@@ -210,7 +211,8 @@ def _deliver_again(
         config.num_clients, bench.backbone_fingerprint, bench.model.seed_fingerprint,
         dealt_out=False,
     )  # fmt: skip
-    guard()
+    if not in_process(grid):
+        guard()
     roster.gather(grid, wait=True)
     mail = Mailbox(to_record(start.fixed) if start.fixed else None)
     delivery = Delivery(config, roster, mail, Status(roster, tell=None))
@@ -224,6 +226,8 @@ def _report(config: Config, directory: RunDirectory) -> Path | None:
     page = None
     if config.report:
         try:
+            from ravan_flwr.results.report import write_report  # noqa: PLC0415 (it draws)
+
             page = write_report([directory.path], directory.path / "report")
         except Exception as error:  # noqa: BLE001 (the result is safe already)
             log.warning("no report: %s; try again with ravan-flwr report %s", error, directory.path)

@@ -3,6 +3,7 @@
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, and start processes
+os.environ["RAVAN_FLWR_CORES"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 

@@ -15,7 +15,6 @@ What it keeps is of one run: another one reads its model and its examples anew.
 """
 
 import fcntl
-import json
 import logging
 import os
 import select
@@ -26,17 +25,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.app import Context, RecordDict
 
 from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
 from ravan_flwr.messages.fingerprint import code_fingerprint
+from ravan_flwr.messages.records import receive_records, send_records
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
     owner = os.getppid()  # starts the client processes, and ends with the SuperNode
     with _connected(_folder() / f"{owner}.sock", owner) as connection:
         try:
-            _send(
+            send_records(
                 connection,
                 {
                     "kind": kind,
@@ -68,7 +68,7 @@ def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
                 },
                 [content, context.state],
             )
-            header, records = _receive(connection)
+            header, records = receive_records(connection)
         except (EOFError, OSError):
             raise RuntimeError(
                 "the warm worker ended before it answered; memory that ran out is the usual "
@@ -216,7 +216,7 @@ class Worker:
                     self._free()
 
     def _answer(self, connection: Connection) -> None:
-        header, records = _receive(connection)
+        header, records = receive_records(connection)
         try:
             answer = _answer(header, *records, new=header["run-id"] != self._run)
             self._run = header["run-id"]
@@ -229,7 +229,7 @@ class Worker:
             if not bad:
                 self._retire()
         self._free()  # whoever asked may go now
-        _send(connection, header, records)
+        send_records(connection, header, records)
 
     def _retire(self) -> None:
         """Answer nobody any more; whoever comes next finds no socket, and starts another worker."""
@@ -309,48 +309,6 @@ class _Process:
         except (ProcessLookupError, PermissionError):  # it is not ours, so not the one it was
             return True
         return False
-
-
-# Records over a connection: what they are as JSON, then each array's bytes.
-
-
-def _send(connection: Connection, header: dict[str, Any], records: Sequence[RecordDict]) -> None:
-    layouts = [[_layout(name, record) for name, record in each.items()] for each in records]
-    connection.send_bytes(json.dumps(header | {"records": layouts}).encode())
-    for each in records:
-        for record in each.array_records.values():
-            for array in record.values():
-                connection.send_bytes(array.data)
-
-
-def _receive(connection: Connection) -> tuple[dict[str, Any], list[RecordDict]]:
-    header = json.loads(connection.recv_bytes())
-    records = [
-        RecordDict({name: _record(kind, items, connection) for name, kind, items in layout})
-        for layout in header.pop("records")
-    ]
-    return header, records
-
-
-_Record = ArrayRecord | ConfigRecord | MetricRecord
-
-
-def _layout(name: str, record: _Record) -> list[Any]:
-    if isinstance(record, ArrayRecord):
-        items = [[key, a.dtype, list(a.shape), a.stype] for key, a in record.items()]
-        return [name, "arrays", items]
-    return [name, "config" if isinstance(record, ConfigRecord) else "metrics", dict(record)]
-
-
-def _record(kind: str, items: Any, connection: Connection) -> _Record:
-    if kind == "arrays":
-        return ArrayRecord(
-            {
-                key: Array(dtype, tuple(shape), stype, connection.recv_bytes())
-                for key, dtype, shape, stype in items
-            }
-        )
-    return ConfigRecord(items) if kind == "config" else MetricRecord(items)
 
 
 if __name__ == "__main__":

@@ -134,6 +134,15 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
             in_words="auto, cpu, cuda, cuda:N or mps",
             of_result=False,
         ),
+        "processes": Key(
+            int,
+            AUTO,
+            "clients at work at a time in a run in process, each in a process of its own; auto: "
+            "as many as there are cores for, where that pays",
+            low=1,
+            high=4096,
+            of_result=False,
+        ),
         "precision": Key(
             str,
             "float32",

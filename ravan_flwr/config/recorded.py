@@ -15,7 +15,8 @@ WAITING = {"device", "round-timeout", "straggler-grace"}
 def recorded_config(content: Mapping[str, Any], where: str) -> Config:
     """Turn what a run's `config.json` holds into its `Config`; `Config.as_dict` is the inverse."""
     # What an earlier version had no key for was as the key's default.
-    later = {
+    later: dict[str, Any] = {"processes": None}
+    later |= {
         name: key.default
         for name, key in KEYS.items()
         if key.default != AUTO or AUTO in key.choices  # others are resolved, by preset or method

@@ -60,6 +60,7 @@ class Config:
     classifier: str
     eval_every: int
     device: str
+    processes: int | None  # None: as many as pay, where clients run in process
     precision: str
     max_length: int  # tokens of a text; 0 where there is none
     gradient_checkpointing: bool
@@ -121,7 +122,7 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
         "max-length": _max_length(values["max-length"], preset),
     }
     del resolved["targets"]  # the model has them
-    for key in ("rank", "straggler-grace", "max-examples", "max-update-norm"):
+    for key in ("rank", "processes", "straggler-grace", "max-examples", "max-update-norm"):
         if values[key] == AUTO:
             resolved[key] = None
     return Config(**{key.replace("-", "_"): value for key, value in resolved.items()})

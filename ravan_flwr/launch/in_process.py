@@ -1,27 +1,32 @@
 """Run server and clients in one process, with a `Grid` that calls the ClientApp itself.
 
-The same ServerApp and ClientApp as under Flower's own runtimes, one client after the other:
-for tests, studies and a single GPU. A client runs when its reply is asked for, so that no
-more than one reply waits.
+The same ServerApp and ClientApp as under Flower's own runtimes, for tests, studies and a single
+GPU. A client runs when its reply is asked for, so that no more than one reply waits; or several
+run at a time in processes of their own (side_by_side.py), with the same results.
 """
 
+import math
+import time
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.constant import TaskType
 from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
 
-from ravan_flwr import client_app, server_app
+from ravan_flwr import server_app
 from ravan_flwr.config.keys import AUTO, KEYS
 from ravan_flwr.config.places import absolute_paths
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.launch.crew import Job
+from ravan_flwr.launch.side_by_side import SideBySide
+from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.workbench import get_workbench
@@ -58,7 +63,9 @@ def simulate(config: Mapping[str, Scalar], num_clients: int | None = None) -> Si
     context = Context(
         run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=run_config
     )
-    server_app.app(InProcessGrid(run_config, num_clients), context)
+    grid = InProcessGrid(run_config, num_clients)
+    with closing(SideBySide(run_config, num_clients)) as grid.clients:
+        server_app.app(grid, context)
     run_dir = Path(str(context.state.config_records[server_app.RESULT]["run-dir"]))
     return Simulation(run_dir, RunDirectory(run_dir).read_json("summary.json"))
 
@@ -69,10 +76,12 @@ class InProcessGrid(Grid):
     in_process = True  # clients run when they are asked for their replies
 
     def __init__(self, run_config: Mapping[str, Scalar], num_clients: int) -> None:
-        # A Message takes its run and sender from the identity of the process's task.
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
+        identify()
         self._run = replace(Run.create_empty(1), primary_task_type=TaskType.SIMULATION)
         self._waiting: dict[str, Message] = {}
+        self.clients: SideBySide | None = None  # None: one after the other
+        self._timeout = float(run_config.get("round-timeout", KEYS["round-timeout"].default))
+        self._until = math.inf  # when the messages that were pushed last are of no use any more
         self._contexts = {
             node_id: Context(
                 run_id=1,
@@ -83,6 +92,11 @@ class InProcessGrid(Grid):
             )
             for node_id in range(1, num_clients + 1)
         }
+
+    @property
+    def processes(self) -> int:
+        """Count the processes in which clients compute."""
+        return 1 if self.clients is None else self.clients.processes
 
     def set_run(self, run: Run) -> None:
         """Set the run."""
@@ -109,6 +123,9 @@ class InProcessGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Take messages; their clients run when the replies are pulled."""
+        if self.clients is not None:
+            self.clients.get_ready()
+        self._until = time.monotonic() + self._timeout
         ids = []
         for message in messages:
             message_id = str(uuid.uuid4())
@@ -132,24 +149,41 @@ class InProcessGrid(Grid):
         wanted = set(message_ids)
         for message_id in self._waiting:
             if message_id in wanted:
-                return [self._deliver(self._waiting.pop(message_id))]
+                try:
+                    return [self._deliver(self._waiting.pop(message_id))]
+                except TimeoutError:
+                    return []
         return []
 
+    def expect(self, message_ids: Iterable[str]) -> None:
+        """Let clients go ahead whose replies will be pulled one by one, in this order."""
+        if self.clients is not None:
+            waiting = filter(None, map(self._waiting.get, message_ids))
+            self.clients.expect(map(self._job, waiting))
+
     def _deliver(self, message: Message) -> Message:
-        context = self._contexts[message.metadata.dst_node_id]
-        try:
-            reply = client_app.app(message, context)
-        except Exception as error:  # noqa: BLE001 (as Flower does: a client's error is a reply)
-            reply = Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
+        """Return a client's reply; TimeoutError if it does not come in time."""
+        job = self._job(message)
+        if self.clients is None:
+            reply = reply_of(message, job.context)
+        elif (found := self.clients.answer(job)) is None:
+            raise TimeoutError
+        else:
+            reply = found
         reply.metadata.__dict__["_message_id"] = str(uuid.uuid4())
         return reply
+
+    def _job(self, message: Message) -> Job:
+        return Job(message, self._contexts[message.metadata.dst_node_id], self._until)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Push all, then pull all; clients in one process always answer."""
         del timeout
-        ids = set(self.push_messages(messages))
+        pushed = list(self.push_messages(messages))
+        self.expect(pushed)
+        ids = set(pushed)
         replies: list[Message] = []
         while ids:
             replies.extend(self.pull_messages(ids))

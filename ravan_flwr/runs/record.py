@@ -94,6 +94,7 @@ Summary = TypedDict(
         "left-out": list[int],
         "seconds": float,
         "finished": str,
+        "processes": NotRequired[int],  # in which clients computed, of a run in process
         "head-norms": NotRequired[dict[str, list[float]]],  # by layer
         "delivered": NotRequired[list[Delivered]],  # devices that have this result
         "not-delivered": NotRequired[list[Rejection]],  # devices that could not get it, and why

@@ -14,7 +14,6 @@ from flwr.app import Array, Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import InflatableObject
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-from flwr.superlink.grid import http_grid
 
 from ravan_flwr.messages.plain_text import plain
 
@@ -82,7 +81,12 @@ def weight_of(reply: Message) -> int:
 
 
 def guard() -> None:
-    """Check every reply's objects before Flower puts them together, in this process."""
+    """Check every reply's objects before Flower puts them together, in this process.
+
+    What it has to change takes half a second to import, which a run in process does without.
+    """
+    from flwr.superlink.grid import http_grid  # noqa: PLC0415
+
     http_grid.inflate_object_from_contents = _guarded  # type: ignore[attr-defined]
 
 

@@ -37,6 +37,8 @@ class Inbox:
     def look(self, grid: Grid, ids: Iterable[str]) -> Iterator[Message]:
         """Yield the replies to these messages that are there now."""
         if in_process(grid):
+            ids = list(ids)
+            grid.expect(ids)  # type: ignore[attr-defined]
             yield from filter(None, (take(grid, message_id) for message_id in ids))
             return
         todo = deque(message_id for message_id in ids if message_id not in self._fetching)
@@ -97,6 +99,11 @@ def _next(todo: deque[str]) -> str | None:
 def in_process(grid: Grid) -> bool:
     """Return whether clients run when they are asked for their replies."""
     return bool(getattr(grid, "in_process", False))
+
+
+def processes_of(grid: Grid) -> int | None:
+    """Count the processes in which clients in process compute; None where they are elsewhere."""
+    return int(getattr(grid, "processes", 1)) if in_process(grid) else None
 
 
 def simulating(grid: Grid) -> bool:

@@ -36,6 +36,12 @@ def tell_what_has_no_effect(run_config: Mapping[str, Scalar], config: Config, gr
     idle = without_effect(run_config)
     if idle:
         log.warning("no effect with method=%s: %s", config.method, ", ".join(idle))
+    if config.processes is not None and not in_process(grid):
+        log.warning(
+            "no effect: processes=%d; Flower's runtimes start the clients' processes themselves, "
+            "and `ravan-flwr simulate` has them in its own",
+            config.processes,
+        )
     given = run_config.get("clients-per-round", AUTO) != AUTO
     number = len(list(grid.get_node_ids())) if simulating(grid) else 0
     if given and number and config.clients_per_round > number:

@@ -17,6 +17,7 @@ from ravan_flwr.studies.clock import Clock, Work
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.spec import PlannedRun, Row
 from ravan_flwr.studies.tables import write_tables
+from ravan_flwr.training.cores import CORES, usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +81,11 @@ def run_missing(
     log.info("%s: %d runs, %d of them done", what, len(runs), len(runs) - len(todo))
     # Side by side they share the cores; alone a run decides, and a number of the user's is kept.
     environment = dict(os.environ)
-    if how.jobs > 1 and not any(os.environ.get(name) for name in THREAD_NUMBERS):
-        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // how.jobs))
+    if how.jobs > 1:
+        share = str(max(1, usable_cores() // how.jobs))
+        environment[CORES] = share
+        if not any(os.environ.get(name) for name in THREAD_NUMBERS):
+            environment["OMP_NUM_THREADS"] = share
     failed: dict[PlannedRun, str] = {}
     now = sum((Work(1, run.num_rounds) for run in todo), start=Work())
 

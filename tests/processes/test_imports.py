@@ -35,3 +35,13 @@ def test_help_is_quick_because_it_loads_no_torch():
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert "learning-rate=auto" in ended.stdout
+
+
+def test_a_run_in_process_imports_no_database_and_nothing_that_draws_before_it_needs_them():
+    """Flower's own grid brings the SuperLink's database; the report draws at the end."""
+    code = (
+        "import sys, ravan_flwr.launch.in_process; "
+        "print([n for n in ('sqlalchemy', 'alembic', 'matplotlib') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"

@@ -3,7 +3,6 @@
 import csv
 import functools
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from ravan_flwr.studies import spec
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.tables import comma_separated, markdown
+from ravan_flwr.training.cores import CORES, usable_cores
 
 TABLES = [
     {"title": "One", "rows": {"base": {}, "more": {"heads": 8}}},
@@ -224,23 +224,28 @@ def test_runs_that_die_without_a_word_are_listed(tmp_path, monkeypatch, caplog):
     assert listed.count("seed=1") == 2
 
 
+SHARE = max(1, usable_cores({}) // 2)
+
+
 @pytest.mark.parametrize(
     ("jobs", "given", "expected"),
     [
-        (2, {}, f"{max(1, (os.cpu_count() or 1) // 2)} -"),
-        (1, {}, "- -"),
-        (2, {"OMP_NUM_THREADS": "7"}, "7 -"),
-        (2, {"MKL_NUM_THREADS": "5"}, "- 5"),
+        (2, {}, f"{SHARE} - {SHARE}"),
+        (1, {}, "- - -"),
+        (2, {"OMP_NUM_THREADS": "7"}, f"7 - {SHARE}"),
+        (2, {"MKL_NUM_THREADS": "5"}, f"- 5 {SHARE}"),
     ],
 )
 def test_a_study_keeps_the_users_number_of_threads(
     tmp_path, monkeypatch, caplog, jobs, given, expected
 ):
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    """And side by side its runs have no more processes than there are cores."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", CORES):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    told = "echo threads ${OMP_NUM_THREADS:--} ${MKL_NUM_THREADS:--} >&2; false"
+    told = "echo threads ${OMP_NUM_THREADS:--} ${MKL_NUM_THREADS:--} ${RAVAN_FLWR_CORES:--} >&2"
+    told += "; false"
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["sh", "-c", told])
     assert not run_study(write(tmp_path), tmp_path / "out", jobs=jobs)
     assert caplog.text.count(f": threads {expected}\n") >= 4

@@ -1,0 +1,173 @@
+"""Decide how many clients of a run in process work at a time, and let them.
+
+`processes=N` says how many. With `auto` the first client computes in the server's process, as all
+do with one. It takes some seconds, and if so many clients are still to come that workers save more
+than they cost, they are started: as many as there are cores, given the threads that a client
+computes with anyway. So what is computed never depends on what is decided, nor on the load.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from logging import getLogger
+
+import psutil
+import torch
+from flwr.app import Message, MessageType
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.launch.crew import Crew, Job
+from ravan_flwr.launch.worker_process import reply_of
+from ravan_flwr.launch.worker_starts import Anew, Forking, Starter
+from ravan_flwr.runs.console import count
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training.cores import usable_cores
+from ravan_flwr.training.workbench import get_workbench
+
+log = getLogger(__name__)
+
+FEWEST_STEPS = 500  # of a run, all clients together, for which "auto" gets ready at all
+LEAST_SAVED = 2.0  # seconds; starting workers takes a tenth of that
+ALONE = "clients work one after the other, since no other process can be started: %s"
+LOCAL_WORK = (MessageType.TRAIN, MessageType.EVALUATE)  # what workers do
+
+
+class SideBySide:
+    """Let clients answer one after the other, or several at a time in worker processes."""
+
+    def __init__(self, run_config: Mapping[str, Scalar], num_clients: int) -> None:
+        self._run_config, self._config = run_config, read_config(run_config)
+        self._num_clients = num_clients
+        self._ready = False
+        self._most, self._threads = 1, 1
+        self._ahead: dict[str, Job] = {}  # what will be asked for, while no worker is there
+        self._starter: Starter | None = None
+        self._crew: Crew | None = None
+        self.processes = 1  # in which clients computed
+
+    def get_ready(self) -> None:
+        """Count the processes that may pay, and get ready to start them; no client has computed.
+
+        Model and examples are there by now, and are shared with workers where they can be.
+        """
+        if self._ready:
+            return
+        self._ready = True
+        config, cores = self._config, usable_cores()
+        model = get_workbench(config).model
+        alone = model.threads or torch.get_num_threads()
+        given = config.processes
+        most = given or (max(1, cores // alone) if model.device.type == "cpu" else 1)
+        self._most = min(most, self._at_a_time)
+        # What a user has set is not divided; model.threads is None then.
+        self._threads = min(alone, max(1, cores // self._most)) if model.threads else alone
+        if self._most == 1 or (given is None and self._steps < FEWEST_STEPS):
+            return
+        try:
+            self._starter = self._new_starter(divided=bool(model.threads))
+        except OSError as error:
+            log.warning(ALONE, error)
+        if given is not None and self._starter is not None:
+            self._start()
+
+    def _new_starter(self, *, divided: bool) -> Starter | None:
+        """Choose how workers start: "auto" does without those that cost much."""
+        if self._may_fork:
+            return Forking(self._run_config)
+        if self._config.processes is None:
+            return None
+        if sys.platform == "win32":
+            raise OSError("it takes sockets that Windows does not have")
+        return Anew(self._run_config, self._threads if divided else None)
+
+    @property
+    def _at_a_time(self) -> int:
+        """Count the clients that can be at work at the same time."""
+        if self._config.evaluate_on == "clients":
+            return self._num_clients
+        asked = int(self._config.clients_per_round * self._config.over_sample)
+        return min(max(1, asked), self._num_clients)
+
+    @property
+    def _steps(self) -> int:
+        """Count the steps of the run, all clients together."""
+        config = self._config
+        return config.num_rounds * self._at_a_time * config.local_steps
+
+    @property
+    def _may_fork(self) -> bool:
+        """Tell whether a fork of this process can compute: see worker_starts.py.
+
+        Where there is an accelerator, PyTorch starts threads for it, also if it is not used.
+        """
+        return (
+            sys.platform == "linux"
+            and self._threads == 1
+            and not torch.accelerator.is_available()
+            and threading.current_thread() is threading.main_thread()
+        )
+
+    def expect(self, jobs: Iterable[Job]) -> None:
+        """Let workers go ahead with these, which will be asked for in this order."""
+        if self._starter is None:
+            return
+        self._ahead = {job.id: job for job in jobs if _is_local_work(job)}
+        if self._crew is not None:
+            self._crew.expect(self._ahead.values())
+
+    def answer(self, job: Job) -> Message | None:
+        """Return a client's reply; None if it did not come in time, which only workers can miss."""
+        if self._crew is not None and _is_local_work(job):
+            return self._crew.answer(job)
+        began = time.perf_counter()
+        reply = reply_of(job.message, job.context)
+        if self._starter is not None and _is_local_work(job):
+            self._ahead.pop(job.id, None)
+            self._start_if_it_pays(job, time.perf_counter() - began)
+        return reply
+
+    def _start_if_it_pays(self, job: Job, seconds: float) -> None:
+        """Start workers if what is left takes long enough, by what one client took."""
+        done = int(str(job.message.metadata.group_id or 0))
+        left = (self._config.num_rounds - done) * self._at_a_time + len(self._ahead)
+        most = min(self._most, 1 + _fitting())
+        if left * seconds * (1 - 1 / most) > LEAST_SAVED:
+            self._most = most
+            self._start()
+
+    def _start(self) -> None:
+        assert self._starter is not None
+        try:
+            self._crew = Crew(self._starter, self._most)
+        except OSError as error:
+            log.warning(ALONE, error)
+            self.close()
+            return
+        self.processes = len(self._crew)
+        self._crew.expect(self._ahead.values())
+        log.info(
+            "%s at work at a time, each in a process with %s",
+            count(self.processes, "client"), count(self._threads, "thread"),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End all processes."""
+        crew, starter = self._crew, self._starter
+        self._crew = self._starter = None
+        if crew is not None:
+            crew.close()
+        elif starter is not None:
+            starter.close()
+
+
+def _is_local_work(job: Job) -> bool:
+    return job.message.metadata.message_type.partition(".")[0] in LOCAL_WORK
+
+
+def _fitting() -> int:
+    """Count the processes for which there is memory, if each takes what this one took at most."""
+    import resource  # noqa: PLC0415 (not there on Windows, where no worker is started)
+
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(psutil.virtual_memory().available // peak)

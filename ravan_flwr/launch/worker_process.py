@@ -1,0 +1,141 @@
+"""Answer clients' messages in a process of their own, for a run in process on several cores.
+
+The process that runs the server hands it one message after the other, with the client's context,
+and takes back the reply and the state that the client keeps. A worker knows nothing of rounds. It
+ends with the process that it works for, whatever it is doing then.
+"""
+
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from ravan_flwr import client_app
+from ravan_flwr.messages.records import Header, KnownArrays, receive_records, send_records
+from ravan_flwr.specs import Scalar
+
+FIRST_TO_END = "500"  # of a thousand: when memory runs out, a worker rather than the server
+
+
+def identify() -> None:
+    """Give this process the identity from which a `Message` takes its run and its sender."""
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 0
+
+
+def reply_of(message: Message, context: Context) -> Message:
+    """Let a client answer; its error is a reply, as it is to Flower."""
+    try:
+        return client_app.app(message, context)
+    except Exception as error:  # noqa: BLE001
+        return Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)
+
+
+def leave_signals_to_the_server() -> None:
+    """Ignore what a terminal sends to all of its processes: the server ends the workers."""
+    for name in ("SIGINT", "SIGHUP"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def prepare(run_config: Mapping[str, Scalar], threads: int | None) -> None:
+    """Load the model, unless it is there, and compute with so many threads; None: as was set."""
+    import torch  # noqa: PLC0415 (after whoever starts a new process has asked for the imports)
+
+    from ravan_flwr.config.run_config import read_config  # noqa: PLC0415
+    from ravan_flwr.training.workbench import get_workbench  # noqa: PLC0415
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+        get_workbench(read_config(run_config)).model.threads = threads
+
+
+def serve(connection: Connection) -> NoReturn:
+    """Answer messages until the connection is closed."""
+    with suppress(OSError):  # Linux has it
+        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_END)
+    threading.Thread(target=_end_with_the_server, args=(connection,), daemon=True).start()
+    told = _Told()
+    known = KnownArrays()
+    with suppress(EOFError, OSError):
+        while True:
+            header, records = receive_records(connection)
+            known.put_back(header["left-out"], records)
+            known.remember(records)
+            answer, records = _answer(header, *records)
+            left_out, records = known.leave_out(records)
+            send_records(connection, answer | {"left-out": left_out, "log": told.taken()}, records)
+    os._exit(0)
+
+
+def _answer(
+    header: Header, content: RecordDict, state: RecordDict
+) -> tuple[Header, list[RecordDict]]:
+    node_id = header["node-id"]
+    context = Context(
+        run_id=1,
+        node_id=node_id,
+        node_config=header["node-config"],
+        state=state,
+        run_config=header["run-config"],
+    )
+    message = Message(content, node_id, header["kind"], group_id=header["group"])
+    reply = reply_of(message, context)
+    if reply.has_error():
+        error = [reply.error.code, reply.error.reason]
+        return {"error": error}, [RecordDict(), context.state]
+    return {}, [reply.content, context.state]
+
+
+def _end_with_the_server(connection: Connection) -> None:
+    """End this process when the other end of the connection is gone, also amid a computation."""
+    poll = select.poll()
+    poll.register(connection.fileno(), 0)  # nothing but a hang-up
+    poll.poll()
+    os._exit(0)
+
+
+class _Told(logging.Handler):
+    """Collect what the package logs, for the server's process to log it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: list[tuple[str, int, str]] = []
+        package = logging.getLogger("ravan_flwr")
+        package.handlers, package.propagate = [self], False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append((record.name, record.levelno, record.getMessage()))
+
+    def taken(self) -> list[tuple[str, int, str]]:
+        """Return what was logged since the last time."""
+        lines, self._lines = self._lines, []
+        return lines
+
+
+def _main(descriptor: int) -> NoReturn:
+    """Serve in a new process, whose first message says what to load."""
+    leave_signals_to_the_server()
+    identify()
+    connection = Connection(descriptor)
+    header: dict[str, Any] = receive_records(connection)[0]
+
+    from ravan_flwr.importing import importing  # noqa: PLC0415
+
+    with importing():
+        pass
+    prepare(header["run-config"], header["threads"])
+    serve(connection)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]))
