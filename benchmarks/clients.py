@@ -14,8 +14,9 @@ queries and values, the classifier frozen. All rows compute with the same number
 The peer is `benchmarks/plain_pfl`. Its own benchmarks take plain SGD in a client; ours is always
 Adam, so it is measured with both, and the bar is against Adam. Rows take turns, each run is a
 process of its own. A round lasts from one line of its file to the next, by this program's clock;
-the first and the last, which evaluates, do not count. Start-up is what there is before the first
-round's line but a round; memory is the most that the process had, by the kernel.
+the first and the last, which evaluates, do not count. Processor time does not depend on what else
+the machine does, as far as its caches allow. Start-up is the time to the first round's line, less a
+round; memory is the most that one process had, by the kernel.
 """
 
 import argparse
@@ -47,6 +48,7 @@ from testing import ROOT
 
 PEER, BAR = "pfl, Adam", 1.0  # times as many clients a second
 BARRED = "ours, fedit"
+FLOWER = "Flower's FedAvg in Ray, a process a core"
 PFL = "pfl==0.6.0"
 CLIENTS, EACH, COHORT, BATCH, TEST, SIDE, CLASSES = 1000, 50, 50, 10, 1000, 32, 10
 RANK, RATE = 4, 0.001
@@ -65,6 +67,10 @@ class Measured:
     @property
     def clients_a_second(self) -> float:
         return COHORT / statistics.median(self.rounds)
+
+    @property
+    def processor_a_client(self) -> float:
+        return statistics.median(self.processor) / COHORT
 
 
 def main() -> None:
@@ -101,7 +107,7 @@ def main() -> None:
     show(found, plain)
     if asked.json:
         told = {row: [asdict(run) for run in runs] for row, runs in found.items()}
-        flower = {"Flower's FedAvg in Ray": [{"rounds": plain}]} if plain else {}
+        flower = {FLOWER: [{"rounds": plain}]} if plain else {}
         asked.json.write_text(json.dumps({"clients": told | flower}, indent=1) + "\n")
     quicker = ratio(found, BARRED)
     if quicker < BAR:
@@ -116,7 +122,13 @@ def make_environment(folder: Path) -> Path:
     home = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
     (Path(home) / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-    subprocess.run([*pip, "--disable-pip-version-check", PFL], check=True)
+    done = subprocess.run(
+        [*pip, "--disable-pip-version-check", PFL], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"{PFL} cannot be installed: {done.stderr[-1000:]}; name a Python that has it, --pfl"
+        )
     return python
 
 
@@ -280,33 +292,32 @@ def on_flower(folder: Path, rounds: int) -> list[float]:
     return seconds[1:]
 
 
-def ratio(found: Mapping[str, list[Measured]], row: str) -> float:
-    """Take the median over the runs of a row's clients a second to the peer's, run by run."""
+def ratio(found: Mapping[str, list[Measured]], row: str, what: str = "clients_a_second") -> float:
+    """Take the median over the runs of a row's figure to the peer's, run by run."""
     return statistics.median(
-        mine.clients_a_second / peer.clients_a_second
+        float(getattr(mine, what)) / float(getattr(peer, what))
         for mine, peer in zip(found[row], found[PEER], strict=True)
     )
 
 
 def show(found: Mapping[str, list[Measured]], plain: list[float]) -> None:
-    """Print a row each, medians over the runs."""
-    print("| | clients a second | by run | to pfl, Adam | start-up, s | processor, s | memory, MB |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    """Print a row each, medians over the runs; `x` is the ratio to the peer."""
+    print("| | clients a second | by run | x | processor, ms a client | x | start-up, s | MB |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for row, runs in found.items():
-        speeds = [run.clients_a_second for run in runs]
-        each = " ".join(f"{speed:.1f}" for speed in speeds)
-        other = [
-            statistics.median(getattr(run, name) for run in runs)
-            for name in ("start", "processor", "memory")
-        ]
+        speed, processor, start, memory = (
+            statistics.median(float(getattr(run, what)) for run in runs)
+            for what in ("clients_a_second", "processor_a_client", "start", "memory")
+        )
+        each = " ".join(f"{run.clients_a_second:.1f}" for run in runs)
         print(
-            f"| {row} | {statistics.median(speeds):.1f} | {each} | {ratio(found, row):.2f} | "
-            f"{other[0]:.1f} | {other[1]:.0f} | {other[2]:,.0f} |"
+            f"| {row} | {speed:.1f} | {each} | {ratio(found, row):.2f} | {1e3 * processor:.0f} | "
+            f"{ratio(found, row, 'processor_a_client'):.2f} | {start:.1f} | {memory:,.0f} |"
         )
     if plain:
         speed = COHORT / statistics.median(plain)
         peer = statistics.median(run.clients_a_second for run in found[PEER])
-        print(f"| Flower's FedAvg in Ray | {speed:.1f} | | {speed / peer:.2f} | | | |")
+        print(f"| {FLOWER} | {speed:.1f} | | {speed / peer:.2f} | | | | |")
 
 
 if __name__ == "__main__":

@@ -161,10 +161,15 @@ class Lines(TrainingProcessCallback):  # type: ignore[misc]
         self.file = file
 
     def after_central_iteration(
-        self, aggregate_metrics: Any, model: Any, *, central_iteration: int
+        self,
+        aggregate_metrics: Any,
+        model: Any,  # noqa: ARG002 (pfl gives it)
+        *,
+        central_iteration: int,
     ) -> tuple[bool, Metrics]:
         """Tell the round's number and metrics."""
-        told = {str(name): float(str(value)) for name, value in aggregate_metrics.to_simple_dict().items()}
+        found = aggregate_metrics.to_simple_dict().items()
+        told = {str(name): float(str(value)) for name, value in found}
         with self.file.open("a") as file:
             file.write(json.dumps({"round": central_iteration + 1, **told}) + "\n")
         return False, Metrics()
