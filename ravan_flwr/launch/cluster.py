@@ -7,6 +7,7 @@ starts one of its own, of this machine alone. This module finds out which, befor
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -94,7 +95,8 @@ def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster | None:
 
 def _last_started(environment: Mapping[str, str]) -> str | None:
     """Read the address that Ray itself reads where none is named."""
-    file = Path(environment.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"  # noqa: S108 (Ray's own)
+    place = environment.get("RAY_TMPDIR", environment.get("TMPDIR", "/tmp"))  # noqa: S108 (Ray's own)
+    file = Path(place) / "ray" / "ray_current_cluster"
     try:
         return file.read_text(encoding="utf-8").strip() or None
     except (OSError, UnicodeDecodeError):
@@ -127,14 +129,20 @@ def _ask(address: str, environment: Mapping[str, str]) -> list[dict[str, Any]]:
         if done.returncode == 0:
             answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
             return answers
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        said = lines[-1].strip() if lines else f"status {done.returncode}"
+        said = _reason(done.stderr) or f"status {done.returncode}"
     raise ValueError(
         f"the Ray cluster at {address} cannot be asked what it has ({said}), expected one that "
-        "this machine is part of, with the same versions of Ray and Python; run `ray start "
+        "this machine is part of, with the same Ray and Python 3.x; run `ray start "
         f"--address={address}` on this machine, from this environment, or set {ADDRESS}=local for "
         "a run on this machine alone"
     )
+
+
+def _reason(said: str) -> str:
+    """Find the error in what a Python program wrote: the last one, which may have several lines."""
+    lines = said.splitlines()
+    starts = [i for i, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return " ".join(" ".join(lines[starts[-1] :] if starts else lines[-1:]).split())[:400]
 
 
 def _checked(address: str, answers: list[dict[str, Any]]) -> tuple[Machine, ...]:

@@ -20,10 +20,12 @@ def cluster():
     # A short path: Ray's sockets lie below it, and the system allows them 107 characters.
     folder = tempfile.mkdtemp(prefix="rc", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:
+        # There it writes its address, too, which other runs on this machine would join.
+        patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_raylet_start_wait_time_s", "240")  # a busy machine
-        patch.setenv("PYTHONUNBUFFERED", "1")
-        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}
-        nodes = Cluster(initialize_head=True, head_node_args=head)
+        nodes = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+        )
         try:
             nodes.add_node(num_cpus=1)
             yield nodes
@@ -35,6 +37,7 @@ def cluster():
 def test_a_run_uses_both_nodes_of_a_cluster(cluster, tmp_path):
     environment = os.environ | {"RAY_ADDRESS": cluster.address}
     found = find_cluster(environment)
+    assert found == find_cluster(os.environ | {"RAY_ADDRESS": "auto"})
     assert found is not None
     assert [machine.cpus for machine in found.machines] == [1, 1]
 

@@ -114,7 +114,11 @@ def test_the_machines_are_asked(listening, tmp_path, program):
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("echo 'Version mismatch: the cluster has Ray 2' >&2; echo >&2; exit 1", r"\(Version mis"),
+        (
+            "printf 'Trace:\\n  x\\nRuntimeError: Version mismatch:\\n  Ray: 2.54\\n' >&2\nexit 1",
+            r"\(RuntimeError: Version mismatch: Ray: 2.54\)",
+        ),
+        ("echo killed >&2; exit 1", r"\(killed\)"),
         ("exit 3", r"\(status 3\)"),
         ("exec sleep 60", r"\(no answer within 0.2 s\)"),
     ],
