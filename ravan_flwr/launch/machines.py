@@ -7,6 +7,7 @@ from then on, and one that waits for a cluster that does not answer can be ended
 """
 
 import json
+import logging
 import sys
 from typing import Any
 
@@ -19,10 +20,10 @@ def main(address: str) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
 
     # Ray's words go to stderr, with the reason if it cannot connect.
-    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     asked = ray.remote(num_cpus=0, max_retries=0)(seen)
     here = ray.get_runtime_context().get_node_id()
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     nodes.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"]))
     replies = [
         asked.options(

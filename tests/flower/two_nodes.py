@@ -8,6 +8,7 @@ handlers, and leaves files open.
 """
 
 import json
+import logging
 import os
 import sys
 
@@ -25,7 +26,7 @@ def main(folder: str) -> None:
         cluster.add_node(num_cpus=1)
         say({"address": cluster.address})
         sys.stdin.read()
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         actors = [actor for actor in state.actors().values() if "ClientApp" in str(actor)]
         say(
             {
