@@ -138,8 +138,9 @@ def write_inputs(folder: Path) -> None:
     config = transformers.ViTConfig(
         hidden_size=96, num_hidden_layers=4, num_attention_heads=4, intermediate_size=192,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, image_size=SIDE, patch_size=4,
-        num_channels=3, num_labels=CLASSES,
+        num_channels=3,
     )  # fmt: skip
+    config.num_labels = CLASSES
     transformers.ViTForImageClassification(config).save_pretrained(folder / "model")
     random = np.random.default_rng(0)
     (folder / "data").mkdir()

@@ -170,8 +170,8 @@ def _upload_with(
 
 def compiled(bench: Bench, backend: str) -> list[Tensors]:
     """Train one client at a time, its network compiled."""
-    graphs = {"mode": "reduce-overhead"} if bench.model.device.type == "cuda" else {}
-    network: Any = torch.compile(bench.network, backend=backend, dynamic=False, **graphs)
+    mode = "reduce-overhead" if bench.model.device.type == "cuda" else None  # with CUDA graphs
+    network: Any = torch.compile(bench.network, backend=backend, dynamic=False, mode=mode)
     uploads = []
     for batches in bench.batches:
         with bench.trained() as parameters:

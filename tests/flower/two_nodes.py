@@ -16,12 +16,14 @@ import ray
 from ray._private import state
 from ray.cluster_utils import Cluster
 
+HEAD = {"num_cpus": 1, "include_dashboard": False}
+
 
 def main(folder: str) -> None:
     # Ray writes the cluster's address there, too, which other runs on this machine would join.
     os.environ["RAY_TMPDIR"] = folder
     os.environ["RAY_raylet_start_wait_time_s"] = "240"  # noqa: SIM112 (a busy machine)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster = Cluster(initialize_head=True, head_node_args=HEAD)
     try:
         cluster.add_node(num_cpus=1)
         say({"address": cluster.address})

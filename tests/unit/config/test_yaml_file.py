@@ -44,7 +44,7 @@ def test_a_run_config_is_read_many_times_and_its_preset_parsed_once(monkeypatch)
         return real(text, **how)
 
     real = yaml.load
-    monkeypatch.setattr(yaml_file.yaml, "load", load)
+    monkeypatch.setattr(yaml, "load", load)
     yaml_file._loaded.cache_clear()
     first = read_config({})
     assert [read_config({}) for _ in range(3)] == [first] * 3

@@ -59,7 +59,7 @@ def program(tmp_path, monkeypatch):
         path = tmp_path / "python"
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
-        monkeypatch.setattr(clusters.sys, "executable", str(path))
+        monkeypatch.setattr("sys.executable", str(path))
 
     return write
 
