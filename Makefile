@@ -48,6 +48,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/cores.py --json bench/cores.json $(CHECK) || failed=1; \
 	$(BIN)/python benchmarks/startup.py --runs 3 --json bench/startup.json $(CHECK) || failed=1; \
 	$(BIN)/python -m benchmarks.rounds ray --runs 1 --steps 50 --json bench/rounds.json $(CHECK) || failed=1; \
+	$(BIN)/python -m benchmarks.clients --runs 1 --json bench/clients.json $(CHECK) || failed=1; \
 	exit $$failed
 
 # -n 0: one process has the GPU to itself, and the tests that measure memory mean that.
@@ -56,7 +57,8 @@ gpu: $(INSTALLED)
 	+ torch.__version__ + " finds no GPU, expected one that nvidia-smi lists and a PyTorch built with CUDA")'
 	$(BIN)/python -m pytest -n 0 -v -m gpu tests $(ARGS)
 	@mkdir -p bench
-	$(BIN)/python benchmarks/gpu.py --json bench/gpu.json
+	$(BIN)/python -m benchmarks.gpu --json bench/gpu.json
+	$(BIN)/python -m benchmarks.gpu_levers --json bench/gpu_levers.json
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

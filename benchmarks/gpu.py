@@ -1,13 +1,15 @@
 """Measure seconds and peak memory of a client's local steps on a GPU, at real models' shapes.
 
-    python benchmarks/gpu.py                       # ViT-B/16 and LLaMA-3.2-1B, some minutes
-    python benchmarks/gpu.py --device cpu --small  # does it run? small shapes, on a CPU
+    python -m benchmarks.gpu                       # digits-vit, ViT-B/16, LLaMA-3.2-1B; minutes
+    python -m benchmarks.gpu --device cpu --small  # does it run? small shapes, on a CPU
     make gpu                                       # the tests marked gpu, and this
 
 Random weights of the presets' shapes and random examples, no hub. A line is a model in a
 precision: RAVAN at the paper's rank beside LoRA, with the same batches, in one process, in turn;
 medians over the repetitions. Memory is PyTorch's: of the model with its adapters, and the most
-that the steps took beyond it.
+that the steps took beyond it. "GPU waits" is the share of a round in which no kernel was at work
+(waiting.py), "kernels" how many a step launches: where the GPU waits long, gpu_levers.py says
+what several clients in one pass, or a graph of the step, would bring.
 """
 
 import argparse
@@ -15,7 +17,9 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
+from benchmarks.waiting import kernels, traced, waiting_share
 from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.adapters.quantize import quantize
 from ravan_flwr.adapters.stored import keep_in
@@ -34,7 +39,7 @@ from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.device import pick_device
 from ravan_flwr.training.kept_in import DTYPES
 from ravan_flwr.training.local_steps import PRECISIONS, LocalSteps, train_locally
-from ravan_flwr.training.network import Backbone, checkpoint_gradients, network_class
+from ravan_flwr.training.network import CONFIGS, Backbone, checkpoint_gradients, network_class
 from ravan_flwr.training.workbench import make_method, make_task
 
 VARIANTS: tuple[dict[str, Scalar], ...] = (
@@ -79,10 +84,11 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"benchmarks/gpu.py: error: {error}")
     lines = []
     sys.stdout.write(
-        "| model | precision | method | seconds a round | to fedit's | model, MB | steps, MB |\n"
-        "| --- | --- | --- | --- | --- | --- | --- |\n"
+        "| model | precision | method | seconds a round | to fedit's | GPU waits | kernels | "
+        "model, MB | steps, MB |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
     )
-    for preset in ("cifar100-vit-b16", "glue-llama"):
+    for preset in ("digits-vit", "cifar100-vit-b16", "glue-llama"):
         for variant in VARIANTS:
             if variant.get("quantize") and given.device == "cpu":
                 continue
@@ -90,7 +96,8 @@ def main(arguments: list[str]) -> None:
                 lines.append(line)
                 sys.stdout.write(
                     f"| {line['model']} | {line['variant']} | {line['method']} | "
-                    f"{line['seconds']:.3f} | {line['ratio']:.2f} | {line['weights'] / 1e6:,.0f} | "
+                    f"{line['seconds']:.3f} | {line['ratio']:.2f} | {line['waits']} | "
+                    f"{line['kernels']} | {line['weights'] / 1e6:,.0f} | "
                     f"{line['steps'] / 1e6:,.0f} |\n"
                 )
                 sys.stdout.flush()
@@ -123,18 +130,16 @@ def measure(
         for method, (config, (model, task, examples)) in made.items():
             before = reset_peak(given.device)
             started = time.perf_counter()
-            train_locally(
-                model,
-                task,
-                examples,
-                model.initial_state(),
-                1.0,
-                LocalSteps(given.steps, config.batch_size, 1e-4, config.precision),
-                ClientRound(0, repetition, 0),
-            )
+            train(model, task, examples, config, given.steps, repetition)
+            synchronize(given.device)
             if repetition:  # the first warms up
                 seconds[method].append(time.perf_counter() - started)
                 peaks[method] = max(peaks[method], peak(given.device) - before)
+    traces = {
+        method: traced(partial(train, *parts, config, given.steps, 0))
+        for method, (config, parts) in made.items()
+        if given.device != "cpu"
+    }
     ratios = [a / b for a, b in zip(seconds["ravan"], seconds["fedit"], strict=True)]
     return [
         {
@@ -146,6 +151,7 @@ def measure(
             "method": method,
             "seconds": statistics.median(seconds[method]),
             "ratio": statistics.median(ratios) if method == "ravan" else 1.0,
+            **waits(traces.get(method), statistics.median(seconds[method]), given.steps),
             "weights": weight(made[method][1][0]),
             "steps": peaks[method],
         }
@@ -153,11 +159,32 @@ def measure(
     ]
 
 
+def train(
+    model: AdaptedModel, task: Task, examples: Encoded, config: Config, steps: int, round_: int
+) -> None:
+    """Do a client's round."""
+    how = LocalSteps(steps, config.batch_size, 1e-4, config.precision)
+    state = model.initial_state()
+    train_locally(model, task, examples, state, 1.0, how, ClientRound(0, round_, 0))
+
+
+def waits(
+    trace: list[Mapping[str, Any]] | None, seconds: float, steps: int
+) -> dict[str, float | None]:
+    """Say how long the GPU waited, and what a step launched; nothing of a CPU."""
+    if trace is None:
+        return {"waits": None, "kernels": None}
+    return {
+        "waits": round(waiting_share(trace, seconds), 3),
+        "kernels": round(kernels(trace) / steps),
+    }
+
+
 def shape_of(spec: ModelSpec, small: bool) -> ModelSpec:
     """Return the preset's shape, or a small one."""
-    if not small:
-        return spec
-    shape = dict(spec.shape)
+    shape = dict(spec.shape) or CONFIGS[spec.source](spec)
+    if spec.source == "bundled" or not small:  # that is small as it is
+        return replace(spec, shape=tuple(shape.items()))
     return replace(spec, shape=tuple((shape | SMALL[str(shape["model_type"])]).items()))
 
 
@@ -187,7 +214,7 @@ def build(config: Config) -> tuple[AdaptedModel, Task, Encoded]:
     )
     random, rows = np.random.default_rng(0), 4 * config.batch_size
     if config.task == "vision":
-        sides = (3, settings.image_size, settings.image_size)
+        sides = (settings.num_channels, settings.image_size, settings.image_size)
         inputs = {"pixel_values": torch.from_numpy(random.random((rows, *sides), np.float32))}
     else:
         tokens = random.integers(1, settings.vocab_size, (rows, config.max_length))
@@ -195,6 +222,12 @@ def build(config: Config) -> tuple[AdaptedModel, Task, Encoded]:
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     labels = torch.from_numpy(random.integers(0, settings.num_labels, rows))
     return model, task, Encoded(inputs | {"labels": labels}, np.arange(rows))
+
+
+def synchronize(device: str) -> None:
+    """Wait until a GPU has done what it was given."""
+    if device != "cpu":
+        torch.cuda.synchronize(device)
 
 
 def reset_peak(device: str) -> int:

@@ -132,9 +132,9 @@ def plain_settings(folder: Path, file: Path, settings: str) -> str:
     return f"{paths} {settings}"
 
 
-def simulated(app: Path, settings: str) -> None:
+def simulated(app: Path, settings: str, nodes: int = 20) -> None:
     """`flwr run` of an app on a SuperLink of its own."""
-    federation = "num-supernodes=20 client-resources-num-cpus=1"
+    federation = f"num-supernodes={nodes} client-resources-num-cpus=1"
     command = ["flwr", "run", str(app), "--stream"]
     command += ["-c", settings, "--federation-config", federation]
     with LocalSuperLink() as superlink:

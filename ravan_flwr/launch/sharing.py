@@ -1,4 +1,4 @@
-"""Share the GPUs of this machine among the clients of a simulation.
+"""Share the GPUs of this machine, or of a cluster, among the clients of a simulation.
 
 Ray runs as many clients at a time as their shares of CPUs and GPUs allow, and shows each client the
 one GPU that it has a share of; a client that asks for none sees none, by Ray's default, which
@@ -10,10 +10,11 @@ computes on the first.
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.launch.cluster import Cluster
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.gpus import VISIBLE, Gpu, visible_gpus
 
@@ -30,6 +31,7 @@ class Sharing:
     gpus: Sequence[Gpu] = ()
     reason: str = ""
     settings: Mapping[str, Scalar] = field(default_factory=dict)  # what the run config gets on top
+    cluster: Cluster | None = None  # None: this machine alone
 
     @property
     def share(self) -> float:
@@ -50,7 +52,11 @@ class Sharing:
         return words
 
     def told(self) -> str:
-        """Describe this in a line for people; empty where there is no GPU."""
+        """Describe this for people, a line each for cluster and GPUs, where there are any."""
+        cluster = self.cluster.told() if self.cluster else ""
+        return cluster + self._told_of_gpus()
+
+    def _told_of_gpus(self) -> str:
         if not self.clients_per_gpu:
             return ""
         names = ", ".join(sorted({gpu.name for gpu in self.gpus}))
@@ -71,17 +77,20 @@ def share_gpus(
     clients_per_gpu: int | None = None,
     runs_at_a_time: int = 1,
     environment: Mapping[str, str] = os.environ,
+    cluster: Cluster | None = None,
 ) -> Sharing:
-    """Decide how the clients of a run share the GPUs that this environment shows.
+    """Decide how the clients of a run share the GPUs that this environment shows, or a cluster's.
 
     `clients_per_gpu` is what a person asks for: 0 keeps the whole run on the CPU, None lets the
-    memory decide. `runs_at_a_time` such runs are on the machine.
+    memory decide. `runs_at_a_time` such runs are on the machine, or in the cluster.
     """
     config = read_config(run_config)
     _check_asked(config.device, clients_per_gpu, runs_at_a_time)
     if clients_per_gpu == 0:
-        return Sharing(settings={"device": "cpu"})
-    gpus = visible_gpus(environment) if config.device in (AUTO, "cuda", "cuda:0") else []
+        return Sharing(settings={"device": "cpu"}, cluster=cluster)
+    gpus: Sequence[Gpu] = []
+    if config.device in (AUTO, "cuda", "cuda:0"):
+        gpus = cluster.gpus if cluster else visible_gpus(environment)
     if clients_per_gpu:
         if not gpus:
             raise ValueError(
@@ -89,11 +98,12 @@ def share_gpus(
                 f"{config.device!r}: expected nvidia-smi to list one, and {VISIBLE}, if set, "
                 "to name it; leave --clients-per-gpu out"
             )
-        return Sharing(clients_per_gpu, gpus, "--clients-per-gpu says so")
+        return Sharing(clients_per_gpu, gpus, "--clients-per-gpu says so", cluster=cluster)
     if not gpus:
-        return Sharing()
-    useful = _useful(config, num_clients, len(gpus), runs_at_a_time)
-    return _by_memory(config, gpus, useful, runs_at_a_time)
+        return Sharing(cluster=cluster)
+    cpus = cluster.cpus if cluster else os.cpu_count() or 1
+    useful = _useful(config, num_clients, len(gpus), cpus // runs_at_a_time)
+    return replace(_by_memory(config, gpus, useful, runs_at_a_time), cluster=cluster)
 
 
 def _check_asked(device: str, clients_per_gpu: int | None, runs_at_a_time: int) -> None:
@@ -121,10 +131,9 @@ def _check_asked(device: str, clients_per_gpu: int | None, runs_at_a_time: int) 
         )
 
 
-def _useful(config: Config, num_clients: int, gpus: int, runs: int) -> int:
+def _useful(config: Config, num_clients: int, gpus: int, cpus: int) -> int:
     """Count the clients a GPU that are ever at work: Ray fills one GPU before the next."""
-    cpus = max(1, (os.cpu_count() or 1) // runs)
-    return -(-min(cpus, config.clients_per_round, num_clients) // gpus)
+    return -(-min(max(1, cpus), config.clients_per_round, num_clients) // gpus)
 
 
 def _by_memory(config: Config, gpus: Sequence[Gpu], useful: int, runs: int) -> Sharing:

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
 from ravan_flwr.config.places import absolute_paths
+from ravan_flwr.launch.cluster import ADDRESS, find_cluster
 from ravan_flwr.launch.sharing import share_gpus
 from ravan_flwr.launch.submit import COMPLETED, app_folder, in_toml, search_path, submit
 from ravan_flwr.runs.console import say
@@ -164,18 +165,21 @@ def run_in_flower(
 ) -> None:
     """Call `flwr run .` for the app of the working directory, with that many SuperNodes.
 
-    Each gets a share of the machine's GPUs, as `share_gpus` says.
+    Each gets a share of the GPUs of the machine, or of the Ray cluster, as `share_gpus` says.
     """
     app = app_folder()
-    sharing = share_gpus(config, num_clients, clients_per_gpu, runs_at_a_time)
+    sharing = share_gpus(
+        config, num_clients, clients_per_gpu, runs_at_a_time, cluster=find_cluster()
+    )
     settings = absolute_paths({"output-dir": "runs", **config, **sharing.settings})
     run_config = in_toml(settings)
     federation = sharing.federation(num_clients)
+    joined = f"  export {ADDRESS}={sharing.cluster.address}\n" if sharing.cluster else ""
     say(
         f"{sharing.told()}"
         "This stands for:\n"
         "  export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1\n"
-        f"  export {RAY_LEAVES_GPUS}=0\n"
+        f"  export {RAY_LEAVES_GPUS}=0\n{joined}"
         f'  flwr run . --stream --federation-config "{federation}" '
         f"-c {shlex.quote(run_config)}\n"
         "starting Flower's SuperLink; the app then loads PyTorch and the model ...\n"

@@ -76,8 +76,10 @@ def calibrate_locally(
 def _dropout_of(work: ClientRound, device: torch.device) -> Iterator[None]:
     """Seed PyTorch's own generators, from which dropout draws, as a function of the work."""
     devices = [device.index or 0] if device.type == "cuda" else []
+    # On a CPU not by torch.manual_seed, which notes the stack for a GPU to come.
+    seed = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
     with torch.random.fork_rng(devices):
-        torch.manual_seed(work.derive("dropout") % 2**63)
+        seed(work.derive("dropout") % 2**63)
         yield
 
 

@@ -5,10 +5,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import load_dataset
 from flwr_datasets import FederatedDataset
-from flwr_datasets.partitioner import DirichletPartitioner
+from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner, Partitioner
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import AutoModelForImageClassification
@@ -33,9 +34,11 @@ def load_train(settings: Any, partition_id: int, num_partitions: int) -> DataLoa
     """Load a client's part of the training set."""
     global _federated  # noqa: PLW0603 (as Flower's examples do)
     if _federated is None:
-        partitioner = DirichletPartitioner(
-            num_partitions, partition_by="label", alpha=0.3, min_partition_size=10, seed=0
-        )
+        partitioner: Partitioner = IidPartitioner(num_partitions)
+        if settings["partition"] == "dirichlet":
+            partitioner = DirichletPartitioner(
+                num_partitions, partition_by="label", alpha=0.3, min_partition_size=10, seed=0
+            )
         _federated = FederatedDataset(dataset=settings["data"], partitioners={"train": partitioner})
     part = _federated.load_partition(partition_id, "train").with_transform(_to_tensors)
     return DataLoader(part, batch_size=settings["batch-size"], shuffle=True)
@@ -49,8 +52,12 @@ def load_test(settings: Any) -> DataLoader[Any]:
 
 
 def _to_tensors(batch: dict[str, Any]) -> dict[str, Any]:
-    pixels = torch.tensor(batch["image"], dtype=torch.float32)[:, None] * 2 - 1
-    return {"pixel_values": pixels, "labels": torch.tensor(batch["label"])}
+    if isinstance(batch["image"][0], list):  # of numbers in [0, 1]
+        pixels = torch.tensor(batch["image"], dtype=torch.float32)[:, None]
+    else:
+        images = np.stack([np.asarray(image, dtype=np.float32) for image in batch["image"]])
+        pixels = torch.from_numpy(images).permute(0, 3, 1, 2) / 255
+    return {"pixel_values": pixels * 2 - 1, "labels": torch.tensor(batch["label"])}
 
 
 def train(model: PeftModel, loader: DataLoader[Any], steps: int, learning_rate: float) -> float:

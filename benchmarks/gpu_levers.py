@@ -1,0 +1,343 @@
+"""Try two levers for small steps on a GPU: several clients in one pass, and a graph of the step.
+
+    python -m benchmarks.gpu_levers                                 # some minutes on a GPU
+    python -m benchmarks.gpu_levers --device cpu --small --steps 3  # are the uploads the same?
+
+A prototype to measure, no part of the product. The rows train the same clients on the same
+batches from the same state:
+
+- "one at a time": as the product does it (`train_locally`).
+- "together": `torch.func.vmap` over the clients' stacked parameters, which for RAVAN are the r x r
+  cores and their scales, over one frozen backbone with its shared B and A. Adam is elementwise, so
+  that one Adam over the stacks does what a client's own does.
+- "compiled": one client at a time, its network by `torch.compile`; on a GPU with CUDA graphs.
+- "CUDA graph": one client at a time, forward, backward and Adam captured once and replayed; only
+  on a GPU.
+
+For each row: seconds, times as quick as the first, the share of the time in which the GPU waited,
+and the largest difference of an upload from the first row's, to its largest number. In bfloat16
+that is rounding of 16 bits. With --check a row of float32 that differs by more than 1e-4 is an
+error. Kept is what makes 1.5 times as quick (docs/gpu.md).
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+from benchmarks.gpu import build, shape_of, synchronize
+from benchmarks.waiting import traced, waiting_share
+from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.seeding import ClientRound
+from ravan_flwr.specs import Scalar
+from ravan_flwr.tasks.base import Batch, Encoded, Task
+from ravan_flwr.training.adapted_model import AdaptedModel
+from ravan_flwr.training.batching import training_batches
+from ravan_flwr.training.device import pick_device
+from ravan_flwr.training.local_steps import PRECISIONS, LocalSteps, train_locally
+
+PRESETS = ("digits-vit", "cifar100-vit-b16", "glue-llama")
+MOST_APART = 1e-4
+FIRST = "one at a time"
+
+
+class Bench:
+    """Hold a model, and the clients' batches, which lie on its device."""
+
+    def __init__(self, preset: str, precision: str, given: argparse.Namespace) -> None:
+        settings: dict[str, Scalar] = {"method": given.method, "precision": precision}
+        settings["layer-form"] = "factored"  # the merged form makes a weight for each client
+        small = {"lora-rank": 4, "batch-size": 4} if given.small else {}
+        config = read_config({"preset": preset, **settings, **small})
+        self.config: Config = replace(
+            config, device=given.device, model=shape_of(config.model, given.small)
+        )
+        built: tuple[AdaptedModel, Task, Encoded] = build(self.config)
+        self.model, self.task, self.examples = built
+        self.network: nn.Module = self.model.network
+        self.steps, self.dtype = given.steps, PRECISIONS[precision]
+        self.clients = [ClientRound(0, 1, number) for number in range(given.clients)]
+        self.state = self.started()
+        self.batches = [self._batches_of(work) for work in self.clients]
+
+    def started(self) -> Tensors:
+        """Make a state that is not zero, so that every parameter has a gradient."""
+        generator = torch.Generator().manual_seed(0)
+        return {
+            name: tensor + 0.01 * torch.randn(tensor.shape, generator=generator)
+            for name, tensor in self.model.initial_state().items()
+        }
+
+    def _batches_of(self, work: ClientRound) -> list[Batch]:
+        """Draw a client's batches as `train_locally` does."""
+        size = min(self.config.batch_size, len(self.examples))
+        order = training_batches(len(self.examples), size, work.generator("batches"), None)
+        batches = [self.task.collate(self.examples.take(next(order))) for _ in range(self.steps)]
+        return [
+            {name: tensor.to(self.model.device) for name, tensor in batch.items()}
+            for batch in batches
+        ]
+
+    def loss(self, network: nn.Module, batch: Batch) -> Tensor:
+        """Compute a batch's loss in the precision asked for."""
+        device = self.model.device.type
+        with torch.autocast(device, self.dtype, enabled=self.dtype is not None):
+            return self.task.loss(network, batch)
+
+    def adam(self, parameters: list[Tensor], *, capturable: bool = False) -> torch.optim.Adam:
+        """Make a client's optimiser."""
+        rate = self.config.learning_rate
+        return torch.optim.Adam(parameters, lr=rate, fused=True, capturable=capturable)
+
+    @contextmanager
+    def trained(self) -> Iterator[dict[str, nn.Parameter]]:
+        """Load the state, and give the parameters that a client trains, by name."""
+        with self.model.holding(self.state):
+            self.network.train()
+            generator = self.clients[0].generator("heads")
+            self.model.method.choose(self.model.adapters, 1.0, generator, lambda: None)
+            ids = {id(parameter) for parameter in self.model.parameters()}
+            yield {
+                name: parameter
+                for name, parameter in self.network.named_parameters()
+                if id(parameter) in ids
+            }
+
+
+def one_at_a_time(bench: Bench) -> list[Tensors]:
+    """Train as the product does."""
+    config = bench.config
+    steps = LocalSteps(bench.steps, config.batch_size, config.learning_rate, config.precision)
+    parts = bench.model, bench.task, bench.examples, bench.state, 1.0, steps
+    return [train_locally(*parts, work).upload for work in bench.clients]
+
+
+def together(bench: Bench) -> list[Tensors]:
+    """Train all clients in one pass a step."""
+    with bench.trained() as parameters:
+        number = len(bench.clients)
+        stacks = {
+            name: parameter.detach().expand(number, *parameter.shape).clone()
+            for name, parameter in parameters.items()
+        }
+
+        def loss(own: dict[str, Tensor], batch: Batch) -> Tensor:
+            return bench.loss(_Called(bench.network, own), batch)
+
+        step = vmap(grad_and_value(loss), randomness="different")
+        optimizer = bench.adam(list(stacks.values()))
+        for each in zip(*bench.batches, strict=True):
+            batch = {name: torch.stack([one[name] for one in each]) for name in each[0]}
+            gradients, _ = step(stacks, batch)
+            for name, stack in stacks.items():
+                # In the stack's own order: a fused Adam takes both as they lie in memory.
+                stack.grad = gradients[name].contiguous()
+            optimizer.step()
+        return [_upload_with(bench, parameters, stacks, client) for client in range(number)]
+
+
+class _Called(nn.Module):
+    """Stand for a network with other parameters."""
+
+    def __init__(self, network: nn.Module, parameters: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._network, self._with = [network], parameters  # in a list: no part of this module
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return functional_call(self._network[0], self._with, given, named)
+
+
+def _upload_with(
+    bench: Bench, parameters: dict[str, nn.Parameter], stacks: dict[str, Tensor], client: int
+) -> Tensors:
+    """Put a client's parameters into the model, and collect what it would send."""
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(stacks[name][client])
+    return bench.model.upload()
+
+
+def compiled(bench: Bench, backend: str) -> list[Tensors]:
+    """Train one client at a time, its network compiled."""
+    mode = "reduce-overhead" if bench.model.device.type == "cuda" else None  # with CUDA graphs
+    network: Any = torch.compile(bench.network, backend=backend, dynamic=False, mode=mode)
+    uploads = []
+    for batches in bench.batches:
+        with bench.trained() as parameters:
+            optimizer = bench.adam(list(parameters.values()))
+            for batch in batches:
+                torch.compiler.cudagraph_mark_step_begin()
+                optimizer.zero_grad(set_to_none=True)
+                bench.loss(network, batch).backward()
+                optimizer.step()
+            uploads.append(bench.model.upload())
+    return uploads
+
+
+class Graph:
+    """Capture a client's step once, with its own memory, and replay it for every client."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        with bench.trained() as parameters:
+            self.start = {name: p.detach().clone() for name, p in parameters.items()}
+            # The captured parameters: copies, since a loaded state replaces those of the model.
+            self.own = {name: t.clone().requires_grad_() for name, t in self.start.items()}
+            self.batch = {name: tensor.clone() for name, tensor in bench.batches[0][0].items()}
+            self.optimizer = bench.adam(list(self.own.values()), capturable=True)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):  # what PyTorch's documentation asks for before a capture
+                    self.step()
+            torch.cuda.current_stream().wait_stream(side)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.step()
+
+    def step(self) -> None:
+        """Take a step on the batch that lies in place."""
+        for tensor in self.own.values():
+            if tensor.grad is not None:
+                tensor.grad.zero_()
+        self.bench.loss(_Called(self.bench.network, self.own), self.batch).backward()
+        self.optimizer.step()
+
+    def __call__(self, bench: Bench) -> list[Tensors]:
+        """Train every client by replays."""
+        uploads = []
+        for client, batches in enumerate(bench.batches):
+            self._begin()
+            for batch in batches:
+                for name, tensor in batch.items():
+                    self.batch[name].copy_(tensor)
+                self.graph.replay()
+            with bench.trained() as parameters:
+                stacks = {name: tensor.detach()[None] for name, tensor in self.own.items()}
+                uploads.append(_upload_with(bench, parameters, stacks, 0))
+            assert client == len(uploads) - 1
+        return uploads
+
+    def _begin(self) -> None:
+        """Put the state back, and Adam's to zero, in place."""
+        with torch.no_grad():
+            for name, tensor in self.own.items():
+                tensor.copy_(self.start[name])
+            for kept in self.optimizer.state.values():
+                for value in kept.values():
+                    value.zero_()
+
+
+def apart(uploads: list[Tensors], expected: list[Tensors]) -> float:
+    """Find the largest difference of an upload, to the largest number in that tensor."""
+    return max(
+        float((got[name].float() - tensor.float()).abs().max() / tensor.float().abs().max())
+        for got, wanted in zip(uploads, expected, strict=True)
+        for name, tensor in wanted.items()
+    )
+
+
+def measure(preset: str, precision: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure every row; a row that fails says why."""
+    bench = Bench(preset, precision, given)
+    rows: dict[str, Callable[[Bench], list[Tensors]]] = {
+        FIRST: one_at_a_time,
+        "together": together,
+        "compiled": lambda bench: compiled(bench, given.backend),
+    }
+    if given.device != "cpu":
+        rows["CUDA graph"] = Graph(bench)
+    expected: list[Tensors] = []
+    base = 0.0
+    for name, row in rows.items():
+        line: dict[str, Any] = {"preset": preset, "precision": precision, "row": name}
+        try:
+            uploads = row(bench)  # warms up
+            expected = expected or uploads
+            seconds = [timed(row, bench, given.device) for _ in range(given.repeat)]
+        except Exception as error:  # noqa: BLE001 (a lever that does not move is a finding)
+            yield line | {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+            continue
+        middle = statistics.median(seconds)
+        base = base or middle
+        waits = None
+        if given.device != "cpu":
+            waits = waiting_share(traced(lambda row=row: row(bench)), middle)  # type: ignore[misc]
+        yield line | {
+            "seconds": middle, "quicker": base / middle, "waits": waits,
+            "apart": apart(uploads, expected),
+        }  # fmt: skip
+
+
+def timed(row: Callable[[Bench], list[Tensors]], bench: Bench, device: str) -> float:
+    """Time a row."""
+    synchronize(device)
+    began = time.perf_counter()
+    row(bench)
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, and write a table and JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--method", default="ravan", help="of the run config (default: ravan)")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--small", action="store_true", help="small shapes, to try the script")
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS))
+    parser.add_argument("--precisions", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--backend", default="inductor", help="of torch.compile; aot_eager needs no C++ compiler"
+    )
+    parser.add_argument("--check", action="store_true", help="end with 1 if a float32 row differs")
+    parser.add_argument("--json", type=Path, help="write the numbers here, too")
+    given = parser.parse_args(arguments)
+    try:
+        pick_device(given.device)
+    except ValueError as error:
+        sys.exit(f"benchmarks/gpu_levers.py: error: {error}")
+    print("| model | precision | clients | seconds | times as quick | GPU waits | apart |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    lines = []
+    for preset in given.presets:
+        for precision in given.precisions:
+            for line in measure(preset, precision, given):
+                lines.append(line)
+                print(as_row(line), flush=True)
+    if given.json:
+        given.json.write_text(json.dumps({"levers": lines}, indent=1) + "\n")
+    wrong = [
+        line
+        for line in lines
+        if line["precision"] == "float32" and not line.get("apart", 1.0) <= MOST_APART
+    ]
+    return int(given.check and bool(wrong))
+
+
+def as_row(line: dict[str, Any]) -> str:
+    """Write a line of the table."""
+    about = f"| {line['preset']} | {line['precision']} | {line['row']} |"
+    if "failed" in line:
+        return f"{about} failed: {line['failed']} | | | |"
+    waits = "" if line["waits"] is None else f"{line['waits']:.0%}"
+    return (
+        f"{about} {line['seconds']:.3f} | {line['quicker']:.2f} | {waits} | {line['apart']:.1e} |"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

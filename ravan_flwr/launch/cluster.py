@@ -1,0 +1,178 @@
+"""Find the Ray cluster in which a simulation will run, and what its machines have.
+
+Flower's simulation runtime calls `ray.init` without an address. Ray then takes the cluster that
+RAY_ADDRESS names, or the one that the last `ray start` on this machine started or joined, or it
+starts one of its own, of this machine alone. This module finds out which, before anything starts.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ravan_flwr.training.gpus import Gpu
+
+ADDRESS = "RAY_ADDRESS"
+ANSWER_TIMEOUT = 5.0  # for a connection
+ASK_TIMEOUT = 120.0  # for all machines
+_ALONE = f"unset {ADDRESS} for a run on this machine alone"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hold what a machine gives to a cluster, and which copy of this app it has."""
+
+    name: str
+    cpus: int
+    gpus: int  # that Ray may use
+    cards: tuple[Gpu, ...]  # that the machine has
+    code: str
+
+    def usable(self) -> list[Gpu]:
+        """List as many GPUs as Ray may use; which they are is unknown, so those with least room."""
+        return sorted(self.cards, key=lambda card: card.free or 0)[: self.gpus]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hold the machines of a cluster, the one that this process is on first."""
+
+    address: str
+    machines: tuple[Machine, ...]
+
+    @property
+    def cpus(self) -> int:
+        return sum(machine.cpus for machine in self.machines)
+
+    @property
+    def gpus(self) -> list[Gpu]:
+        return [gpu for machine in self.machines for gpu in machine.usable()]
+
+    def told(self) -> str:
+        """Describe it in a line for people."""
+        number, gpus = len(self.machines), len(self.gpus)
+        return (
+            f"the Ray cluster at {self.address}: {number} machine{'s' * (number != 1)}, "
+            f"{self.cpus} CPU{'s' * (self.cpus != 1)}, {gpus} GPU{'s' * (gpus != 1)}\n"
+        )
+
+
+def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster | None:
+    """Find the cluster that a simulation started with this environment would join, if any."""
+    named = environment.get(ADDRESS, "")
+    if named == "local":
+        return None
+    if "://" in named:
+        raise ValueError(
+            f"{ADDRESS} = {named!r}: expected HOST:PORT, since Flower's simulation has to be a "
+            "process of a machine of the cluster; run `ray start --address=HOST:PORT` on this "
+            f"machine and set {ADDRESS}=HOST:PORT, or {_ALONE}"
+        )
+    address = _last_started(environment) if named in ("", "auto") else named
+    if address is None:
+        if named:
+            raise ValueError(
+                f"{ADDRESS} = {named!r}: no `ray start` on this machine left the address of a "
+                f"cluster, expected one; name it, {ADDRESS}=HOST:PORT, or {_ALONE}"
+            )
+        return None
+    if problem := _silence(address):
+        if not named:  # one that has ended: Ray starts its own
+            return None
+        raise ValueError(
+            f"{ADDRESS} = {named!r}: {problem}, expected a Ray cluster that answers there; see "
+            f"whether it is up (`ray status --address={address}`), start it (`ray start --head`), "
+            f"or {_ALONE}"
+        )
+    return Cluster(address, _checked(address, _ask(address, environment)))
+
+
+def _last_started(environment: Mapping[str, str]) -> str | None:
+    """Read the address that Ray itself reads where none is named."""
+    place = environment.get("RAY_TMPDIR", environment.get("TMPDIR", "/tmp"))  # noqa: S108 (Ray's own)
+    file = Path(place) / "ray" / "ray_current_cluster"
+    try:
+        return file.read_text(encoding="utf-8").strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _silence(address: str) -> str:
+    """Say why nothing can be connected to at an address; "" if something answers."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        return "it is no HOST:PORT"
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_TIMEOUT).close()
+    except OSError as error:
+        return f"nothing answers ({error.strerror or error})"
+    return ""
+
+
+def _ask(address: str, environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Ask the machines, in a process that can be ended."""
+    command = [sys.executable, "-m", "ravan_flwr.launch.machines", address]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=ASK_TIMEOUT,
+            stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        said = f"no answer within {ASK_TIMEOUT:g} s"
+    else:
+        if done.returncode == 0:
+            answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+            return answers
+        said = _reason(done.stderr) or f"status {done.returncode}"
+    raise ValueError(
+        f"the Ray cluster at {address} cannot be asked what it has ({said}), expected one that "
+        "this machine is part of, with the same Ray and Python 3.x; run `ray start "
+        f"--address={address}` on this machine, from this environment, or set {ADDRESS}=local for "
+        "a run on this machine alone"
+    )
+
+
+def _reason(said: str) -> str:
+    """Find the error in what a Python program wrote: the last one, which may have several lines."""
+    lines = said.splitlines()
+    starts = [i for i, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return " ".join(" ".join(lines[starts[-1] :] if starts else lines[-1:]).split())[:400]
+
+
+def _checked(address: str, answers: list[dict[str, Any]]) -> tuple[Machine, ...]:
+    """Make machines of the answers; ValueError where the clients cannot run on one of them."""
+    for answer in answers:
+        if problem := answer.get("problem"):
+            raise ValueError(
+                f"machine {answer['name']} of the Ray cluster at {address} cannot run this app "
+                f"({' '.join(problem.split())[:300]}), expected ravan-flwr in the environment "
+                "from which `ray start` was called there; install it, and start Ray there again"
+            )
+    machines = tuple(
+        Machine(
+            answer["name"],
+            answer["cpus"],
+            answer["gpus"],
+            tuple(Gpu(**card) for card in answer["cards"]),
+            answer["code"],
+        )
+        for answer in answers
+    )
+    if differing := [machine.name for machine in machines if machine.code != machines[0].code]:
+        raise ValueError(
+            f"machines {', '.join(differing)} of the Ray cluster at {address} have another "
+            f"ravan-flwr than {machines[0].name}, expected the same code on all; install the same "
+            "version there, and start Ray there again"
+        )
+    if not sum(machine.cpus for machine in machines):
+        raise ValueError(
+            f"the Ray cluster at {address} has no CPU for a client, expected one at least; start "
+            "a machine's part of it with --num-cpus above 0"
+        )
+    return machines

@@ -1,0 +1,51 @@
+"""YAML files are parsed once for each content, and every reader has a copy of its own."""
+
+import os
+
+import pytest
+import yaml
+
+from ravan_flwr.config import yaml_file
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.config.yaml_file import read_yaml
+
+
+def test_a_changed_file_is_read_anew(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("a: {b: [1, 2]}")
+    status = path.stat()
+    assert read_yaml(path) == {"a": {"b": [1, 2]}}
+    path.write_text("a: {b: [1, 3]}")  # as long as before, in the same instant
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert read_yaml(path) == {"a": {"b": [1, 3]}}
+
+
+def test_what_one_reader_changes_no_other_sees(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("a: {b: [1, 2]}")
+    read_yaml(path)["a"]["b"].append(3)
+    assert read_yaml(path) == {"a": {"b": [1, 2]}}
+
+
+def test_a_file_that_is_wrong_is_wrong_every_time(tmp_path):
+    for name in ("a.yaml", "b.yaml"):
+        path = tmp_path / name
+        path.write_text("a: 1\na: 2")
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"{name}, line 2, column 1: 'a' stands there"):
+                read_yaml(path)
+
+
+def test_a_run_config_is_read_many_times_and_its_preset_parsed_once(monkeypatch):
+    parsed = []
+
+    def load(text, **how):
+        parsed.append(text)
+        return real(text, **how)
+
+    real = yaml.load
+    monkeypatch.setattr(yaml, "load", load)
+    yaml_file._loaded.cache_clear()
+    first = read_config({})
+    assert [read_config({}) for _ in range(3)] == [first] * 3
+    assert len(parsed) == 1
