@@ -16,8 +16,9 @@ batches from the same state:
 
 For each row: seconds, times as quick as the first, the share of the time in which the GPU waited,
 and how far an upload is from the first row's, by norms: Adam moves a number whose gradient is zero,
-such as a key's bias, by what rounding leaves of it. In bfloat16 rounding is to 16 bits. With --check a row of float32 that differs by more than 1e-4 is an
-error. Kept is what makes 1.5 times as quick (docs/gpu.md).
+such as a key's bias, by what rounding leaves of it. In bfloat16 rounding is to 16 bits. With
+--check a row of float32 that differs by more than 1e-4 is an error. Kept is what makes 1.5 times
+as quick (docs/gpu.md).
 """
 
 import argparse
