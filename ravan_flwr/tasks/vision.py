@@ -186,7 +186,7 @@ def _centred(images: np.ndarray) -> Tensor:
     pixels = torch.from_numpy(images).float()
     if pixels.ndim == 3:
         pixels = pixels[:, None]
-    return pixels * 2 - 1
+    return (pixels * 2).sub_(1)  # one copy of all images less than `* 2 - 1` makes
 
 
 def _array(image: Any, sides: tuple[int, int, int]) -> np.ndarray:
