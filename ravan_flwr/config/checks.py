@@ -6,6 +6,8 @@ from ravan_flwr.config.keys import AUTO, KEYS
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 
+STEPS = ("local-steps", "local-epochs")  # one of which says how long a client trains
+
 
 def check_together(values: Mapping[str, Scalar]) -> None:
     """Raise ValueError if values that are right by themselves contradict each other."""
@@ -13,6 +15,16 @@ def check_together(values: Mapping[str, Scalar]) -> None:
     _check_method(values)
     _check_form(values)
     _check_evaluation(values)
+
+
+def check_steps(values: Mapping[str, Scalar], where: str = "") -> None:
+    """Raise ValueError if both steps and passes are given: one says how long a client trains."""
+    if all(values[key] != AUTO for key in STEPS):
+        raise ValueError(
+            f"{where}local-epochs = {values['local-epochs']!r}: got {where}local-steps = "
+            f"{values['local-steps']!r} beside it, expected one of them, since each says how long "
+            "a client trains; leave one out"
+        )
 
 
 def without_effect(run_config: Mapping[str, Scalar]) -> list[str]:

@@ -100,6 +100,15 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
             high=1_000_000,
             from_preset=True,
         ),
+        "local-epochs": Key(
+            float,
+            AUTO,
+            "in place of local-steps: passes of a client over its examples in each round, so that "
+            "who has more takes more steps",
+            above=0,
+            high=10_000,
+            from_preset=True,
+        ),
         "batch-size": Key(int, AUTO, "examples in each step", low=1, high=65_536, from_preset=True),
         "batching": Key(
             str,

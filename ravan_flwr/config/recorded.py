@@ -87,6 +87,8 @@ def in_todays_values(content: Mapping[str, Any]) -> dict[str, Any]:
     }
     if isinstance(data := values.get("data"), dict):
         values["data"] = {"test-share": DataSpec.test_share, **data}
+    if "local-steps" in values:  # all clients took as many
+        values.setdefault("local-epochs", None)
     return values
 
 

@@ -6,11 +6,12 @@ plain arguments.
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ravan_flwr.config.checks import check_together
+from ravan_flwr.config.checks import STEPS, check_steps, check_together
 from ravan_flwr.config.keys import AUTO, FROM_PRESET, KEYS, check_key
 from ravan_flwr.config.places import chosen_data, chosen_model
 from ravan_flwr.config.preset import Preset
@@ -33,7 +34,8 @@ class Config:
     num_clients: int  # of the preset; a federation may have another number
     num_rounds: int
     clients_per_round: int
-    local_steps: int
+    local_steps: int | None  # None: local_epochs say how many
+    local_epochs: float | None  # None: local_steps are for all clients
     batch_size: int
     batching: str
     learning_rate: float
@@ -84,6 +86,18 @@ class Config:
     max_update_norm: float | None  # None: a multiple of what is usual
     max_share: float
 
+    def steps_of(self, examples: int) -> int:
+        """Count the optimiser steps of a client with so many examples, in each round.
+
+        The last batch of a pass may be short, and is a step as well. Parts of a pass are rounded up
+        to whole batches.
+        """
+        if self.local_steps is not None:
+            return self.local_steps
+        batches = -(-examples // self.batch_size)
+        # 0.1 x 30 is a little more than 3 to a computer.
+        return max(1, math.ceil((self.local_epochs or 1.0) * batches - 1e-6))
+
     def as_dict(self) -> dict[str, Any]:
         """Return what `config.json` holds: plain JSON under the keys of the run config."""
         values = _kebab(dataclasses.asdict(self))
@@ -104,7 +118,9 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
     for key, spec in KEYS.items():
         values.setdefault(key, spec.default)
     preset = read_preset(cast(str, values["preset"]))
-    for key in FROM_PRESET:
+    check_steps(values)
+    said = STEPS if any(values[key] != AUTO for key in STEPS) else ()
+    for key in FROM_PRESET.difference(said):
         if values[key] == AUTO:
             values[key] = preset.run[key]
     _resolve_ranks(values, preset)
@@ -122,7 +138,9 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
         "max-length": _max_length(values["max-length"], preset),
     }
     del resolved["targets"]  # the model has them
-    for key in ("rank", "processes", "straggler-grace", "max-examples", "max-update-norm"):
+    for key in (
+        *STEPS, "rank", "processes", "straggler-grace", "max-examples", "max-update-norm",
+    ):  # fmt: skip
         if values[key] == AUTO:
             resolved[key] = None
     return Config(**{key.replace("-", "_"): value for key, value in resolved.items()})
