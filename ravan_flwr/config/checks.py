@@ -8,6 +8,14 @@ from ravan_flwr.specs import Scalar
 
 STEPS = ("local-steps", "local-epochs")  # one of which says how long a client trains
 
+# Which partitions read a key.
+OF_PARTITION = {
+    "partition-alpha": ("dirichlet", "dirichlet-by-client"),
+    "partition-by": ("dirichlet", "dirichlet-by-client", "natural", "pathological", "shards"),
+    "classes-per-client": ("pathological",),
+    "shards-per-client": ("shards",),
+}
+
 
 def check_together(values: Mapping[str, Scalar]) -> None:
     """Raise ValueError if values that are right by themselves contradict each other."""
@@ -34,8 +42,9 @@ def without_effect(run_config: Mapping[str, Scalar]) -> list[str]:
     idle = set(method.ignored) if method else set()
     if values["server-optimizer"] == "none":
         idle |= {"server-learning-rate", "server-momentum"}
-    if values["partition"] == "iid":
-        idle.add("partition-alpha")
+    for key, kinds in OF_PARTITION.items():
+        if values["partition"] not in (*kinds, AUTO):
+            idle.add(key)
     if values["init"] != "data-aware":
         idle.add("calibration-steps")
     return [f"{key}={values[key]}" for key in sorted(idle) if values[key] != KEYS[key].default]

@@ -29,6 +29,8 @@ RUN: dict[str, Scalar] = {
     "batch-size": 32,
     "partition": "dirichlet-by-client",
     "partition-alpha": 0.3,
+    "classes-per-client": 2,
+    "shards-per-client": 2,
     "heads": 4,
     "init": "gram-schmidt",
     "classifier": "trained",
@@ -103,8 +105,10 @@ def _read_run(run: Any, kind: Kind) -> dict[str, Any]:
     values = run_defaults(kind) | said
     if "local-epochs" in said and "local-steps" not in said:
         values["local-steps"] = AUTO
+    if values["partition"] == "natural":  # the data tell how many, unless the preset does
+        values["num-clients"] = said.get("num-clients")
     clients = values["num-clients"]
-    if type(clients) is not int or clients < 1:
+    if clients is not None and (type(clients) is not int or clients < 1):
         raise ValueError(f"run.num-clients = {clients!r}: expected a whole number at least 1")
     check_steps(values, "run.")
     return {key: check_key(key, values[key]) for key in FROM_PRESET} | {"num-clients": clients}

@@ -15,6 +15,7 @@ from ravan_flwr.config.checks import STEPS, check_steps, check_together
 from ravan_flwr.config.keys import AUTO, FROM_PRESET, KEYS, check_key
 from ravan_flwr.config.places import chosen_data, chosen_model
 from ravan_flwr.config.preset import Preset
+from ravan_flwr.config.preset_fields import RUN
 from ravan_flwr.config.presets import read_preset
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
@@ -31,7 +32,8 @@ class Config:
     glue_task: str  # "" where there is none
     method: str
     seed: int
-    num_clients: int  # of the preset; a federation may have another number
+    # Of the preset; a federation may have another number. None: as the data says (natural).
+    num_clients: int | None
     num_rounds: int
     clients_per_round: int
     local_steps: int | None  # None: local_epochs say how many
@@ -46,6 +48,8 @@ class Config:
     server_momentum: float
     partition: str
     partition_alpha: float
+    classes_per_client: int
+    shards_per_client: int
     rank: int | None  # None: the largest within the budget, known once the layers are
     lora_scale: float
     parameter_budget: str
@@ -132,12 +136,12 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
         "preset": preset.name,
         "task": preset.task,
         "model": chosen_model(preset.model, str(values["model"]), str(values["targets"])),
-        "data": chosen_data(data, str(values["data"])),
+        "data": _divided_by(chosen_data(data, str(values["data"])), values["partition-by"]),
         "glue-task": data.subset if preset.glue_tasks else "",
-        "num-clients": preset.run["num-clients"],
+        "num-clients": _num_clients(values, preset),
         "max-length": _max_length(values["max-length"], preset),
     }
-    del resolved["targets"]  # the model has them
+    del resolved["targets"], resolved["partition-by"]  # the model and the data have them
     for key in (
         *STEPS, "rank", "processes", "straggler-grace", "max-examples", "max-update-norm",
     ):  # fmt: skip
@@ -174,6 +178,18 @@ def _resolve_rates(values: dict[str, Scalar], preset: Preset) -> None:
         values["calibration-learning-rate"] = preset.learning_rate("full", values)
     if values["server-learning-rate"] == AUTO:
         values["server-learning-rate"] = 0.01 if values["server-optimizer"] == "adam" else 1.0
+
+
+def _divided_by(data: DataSpec, column: Scalar) -> DataSpec:
+    return data if column == AUTO else dataclasses.replace(data, partition_by=str(column))
+
+
+def _num_clients(values: Mapping[str, Scalar], preset: Preset) -> int | None:
+    """Return how many clients the preset says, None if the data says it."""
+    said: int | None = preset.run["num-clients"]
+    if values["partition"] == "natural":
+        return said if preset.run["partition"] == "natural" else None
+    return int(RUN["num-clients"]) if said is None else said
 
 
 def _check_batching(values: Mapping[str, Scalar], preset: Preset) -> None:

@@ -80,7 +80,7 @@ class FederatedTuning(Strategy):
         counted = config.weighting == "examples" or config.evaluate_on == "clients"
         examples = ExampleCounts(dealt_out if counted else None, config.max_examples)
         self.roster = Roster(
-            config.num_clients, backbone, seed_fingerprint, partitions, config.max_share,
+            config.num_clients or 0, backbone, seed_fingerprint, partitions, config.max_share,
             config.min_replies, examples,
         )  # fmt: skip
         self.state = ServerState(config, method, derived, memory)

@@ -33,6 +33,8 @@ def test_the_settings_of_a_preset_are_found_again(path, method):
         {"preset": "cifar100-vit-b16", "targets": "q_proj,v_proj", "parameter-budget": "higher"},
         {"preset": "svhn-vit-b16", "model": "google/x@abc", "data": "some/one", "robust": "median"},
         {"local-epochs": 0.5, "batch-size": 10},
+        {"partition": "natural", "partition-by": "user"},
+        {"partition": "pathological", "classes-per-client": 3, "data": "some/one"},
         {"device": "cpu", "straggler-grace": 3.0, "round-timeout": 9, "max-examples": 4},
         {"deliver": True, "num-rounds": 9, "tracking": "none", "output-dir": "/x", "resume": "/y"},
     ],

@@ -104,6 +104,20 @@ def test_steps_or_passes_say_how_long_a_client_trains(tmp_path, monkeypatch):
         work(preset=both)
 
 
+def test_the_data_say_how_many_clients_a_natural_partition_has(tmp_path, monkeypatch):
+    assert read_config({"partition": "natural"}).num_clients is None
+    assert read_config({"partition": "natural", "partition-by": "user"}).data.partition_by == "user"
+    content = yaml.safe_load((conf_folder() / "digits-vit.yaml").read_text())
+    content["run"] = {"partition": "natural"}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
+    content["run"]["num-clients"] = 7
+    (tmp_path / "seven.yaml").write_text(yaml.safe_dump(content))
+    monkeypatch.setattr(preset_module, "conf_folder", lambda: tmp_path)
+    assert read_config({"preset": "mine"}).num_clients is None
+    assert read_config({"preset": "mine", "partition": "iid"}).num_clients == 10
+    assert read_config({"preset": "seven"}).num_clients == 7
+
+
 def test_a_pass_is_recorded_and_read_again():
     config = read_config({"local-epochs": 0.25})
     written = json.loads(json.dumps(config.as_dict()))
@@ -242,8 +256,8 @@ def test_what_makes_two_runs_the_same():
 
 def test_what_a_preset_says():
     assert set(FROM_PRESET) == names(
-        "batch-size classifier clients-per-round eval-every heads init local-epochs local-steps "
-        "num-rounds partition partition-alpha"
+        "batch-size classes-per-client classifier clients-per-round eval-every heads init "
+        "local-epochs local-steps num-rounds partition partition-alpha shards-per-client"
     )
     assert all(KEYS[name].default == "auto" for name in FROM_PRESET)
 
