@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
             sub.add_argument(
                 "--partition",
                 action="store_true",
-                help="deal out the examples as well, and show who has what: classes by client",
+                help="show who has what in place of the costs: examples by client and class",
             )
             sub.add_argument(
                 "--picture",

@@ -27,7 +27,8 @@ class Holdings:
     @property
     def shares(self) -> np.ndarray:
         """Compute of each client which share of its examples is of which class."""
-        return self.counts / self.sizes[:, None]
+        shares: np.ndarray = self.counts / self.sizes[:, None]
+        return shares
 
     @property
     def unlike(self) -> float:

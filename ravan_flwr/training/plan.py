@@ -93,6 +93,14 @@ def _part(method: Method, share: float) -> str:
     return "all" if method.parts is None else f"{affordable(share, method.parts)}/{method.parts}"
 
 
+def _work(config: Config) -> str:
+    """Say how many steps a client takes in a round."""
+    if config.local_epochs is None:
+        return f"{config.local_steps} steps of a client"
+    passes = f"{config.local_epochs:g} pass{'es' * (config.local_epochs != 1)}"
+    return f"{passes} of a client over its examples (plan --partition counts the steps)"
+
+
 def _run(config: Config, built: Skeleton) -> list[str]:
     """Describe the bytes of a round and of the run, and what was assumed."""
     there = config.num_clients or number_of_clients(config)
@@ -115,6 +123,7 @@ def _run(config: Config, built: Skeleton) -> list[str]:
         *(told if first else []),
         f"a round         {clients} of {there} clients: at most {up:,} bytes up,",
         f"                {down:,} down",
+        f"                {_work(config)}",
         f"the run         {rounds} rounds: at most {all_up:,} bytes up,",
         f"                {all_down:,} down",
         "",
