@@ -170,6 +170,20 @@ def test_who_has_more_takes_more_steps_and_the_run_goes_on_with_the_same(tmp_pat
         run(tmp_path / "2", resume=str(first.run_dir), **how | {"local_epochs": 1})
 
 
+def test_every_user_is_a_client_and_another_number_is_refused(tmp_path):
+    how: dict[str, Scalar] = {"partition": "natural", "num_rounds": 1, "local_steps": 1}
+    with pytest.raises(ValueError, match="num-clients = 4: .* 10 different values of 'label'"):
+        run(tmp_path, **how)
+    assert not any(tmp_path.iterdir())
+    for number in (None, 10):
+        done = run(tmp_path, num_clients=number, **how)
+        assert done.summary["num-clients"] == 10
+    assert json.loads((done.run_dir / "config.json").read_text())["num-clients"] is None
+    again = run(tmp_path, num_clients=None, resume=str(done.run_dir), **how | {"num_rounds": 2})
+    assert again.summary["rounds"] == 2
+    assert RecordedRun.read(again.run_dir).config["num-clients"] == 10
+
+
 def test_a_run_goes_on_for_more_rounds_but_not_as_another(tmp_path, monkeypatch):
     first = run(tmp_path, num_rounds=1)
     more = run(tmp_path, num_rounds=2, resume=str(first.run_dir))
