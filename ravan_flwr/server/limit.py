@@ -127,7 +127,7 @@ class ChangeLimit:
             self._check_norm(changes)
             return
         for name, change in changes.items():
-            most, why = self._most(name, change, self.step or step)
+            most, why = self._most(name, change, step)
             if change.size > most:
                 raise ValueError(
                     f"upload changes {name} by {change.size:.4g} (root mean square over its "
@@ -143,8 +143,9 @@ class ChangeLimit:
                 "learning-rate, or raise max-update-norm"
             )
 
-    def _most(self, name: str, change: Change, step: float) -> tuple[float, str]:
+    def _most(self, name: str, change: Change, step: float = 0.0) -> tuple[float, str]:
         """Return the largest size that a change of that tensor may have, and the reason."""
+        step = self.step or step
         reach = REACH * (_reach(step, change.before) + change.rounding)
         rounds = self._rounds.get(name)
         if rounds is None or float(rounds[:, 1].sum()) < ENOUGH:
