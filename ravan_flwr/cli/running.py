@@ -93,9 +93,9 @@ def _plan(parsed: argparse.Namespace) -> None:
 def _show_partition(
     config: Mapping[str, Scalar], num_clients: int | None, picture: Path | None
 ) -> None:
-    from ravan_flwr.results.holdings_chart import check_picture, write_picture  # noqa: PLC0415
-
     if picture is not None:
+        from ravan_flwr.results.holdings_chart import check_picture  # noqa: PLC0415
+
         check_picture(picture)
     say_loading()
     with importing():
@@ -108,5 +108,7 @@ def _show_partition(
     text = as_text(dealt, width, ascii_only=not letters)
     sys.stdout.write(text.encode(coding, "backslashreplace").decode(coding) + "\n")
     if picture is not None:
+        from ravan_flwr.results.holdings_chart import write_picture  # noqa: PLC0415
+
         write_picture(dealt, picture)
         sys.stdout.write(f"wrote {picture.absolute()}\n")

@@ -1,6 +1,7 @@
 """Draw who has what: classes by client as a map, and beside it how many examples each has."""
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -76,7 +77,8 @@ def _map(figure: Figure, axes: Axes, found: Holdings, order: np.ndarray) -> None
     axes.set_xlabel("class")
     if classes <= NAMED:
         names = [name if len(name) <= 14 else f"{name[:12]}..." for name in found.classes]
-        slanted = {"rotation": 45, "ha": "right"} if max(map(len, names)) > 3 else {}
+        long = max(map(len, names)) > 3
+        slanted: dict[str, Any] = {"rotation": 45, "ha": "right"} if long else {}
         axes.set_xticks(range(classes), [plain(name) for name in names], fontsize=9, **slanted)
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
