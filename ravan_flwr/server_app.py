@@ -208,7 +208,7 @@ def _deliver_again(
 ) -> None:
     """Give the nodes of today the result of a run that has ended; nothing else of it changes."""
     roster = Roster(
-        config.num_clients, bench.backbone_fingerprint, bench.model.seed_fingerprint,
+        config.num_clients or 0, bench.backbone_fingerprint, bench.model.seed_fingerprint,
         dealt_out=False,
     )  # fmt: skip
     if not in_process(grid):

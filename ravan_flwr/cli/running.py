@@ -1,7 +1,10 @@
 """Commands that run the app once, or say what a run would do."""
 
 import argparse
+import shutil
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 from ravan_flwr.cli.parts import Commands, add_gpus
 from ravan_flwr.config.presets import own_preset
@@ -9,6 +12,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.words import key_table, read_settings
 from ravan_flwr.importing import importing
 from ravan_flwr.runs.console import say_loading
+from ravan_flwr.specs import Scalar
 
 
 def add(commands: Commands) -> None:
@@ -27,6 +31,18 @@ def add(commands: Commands) -> None:
         )
         sub.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
         sub.set_defaults(command=command)
+        if name == "plan":
+            sub.add_argument(
+                "--partition",
+                action="store_true",
+                help="show who has what in place of the costs: examples by client and class",
+            )
+            sub.add_argument(
+                "--picture",
+                type=Path,
+                metavar="FILE",
+                help="write who has what as a picture, .png or .svg; it names no clients",
+            )
         if name == "run":
             add_gpus(sub)
             sub.add_argument(
@@ -54,17 +70,45 @@ def _run(parsed: argparse.Namespace) -> None:
     checked = read_config(config)
 
     from ravan_flwr.launch.superlink import run_in_flower  # noqa: PLC0415
+    from ravan_flwr.training.clients import number_of_clients  # noqa: PLC0415
 
-    number = num_clients or checked.num_clients
+    number = number_of_clients(checked, num_clients)
     run_in_flower(config, number, parsed.clients_per_gpu, parsed.runs_at_a_time)
 
 
 def _plan(parsed: argparse.Namespace) -> None:
     config, num_clients = read_settings(parsed.settings)
     read_config(own_preset(config))  # before anything heavy is imported
+    if parsed.partition or parsed.picture:
+        _show_partition(config, num_clients, parsed.picture)
+        return
 
     say_loading()
     with importing():
         from ravan_flwr.training.plan import plan_of  # noqa: PLC0415
 
     sys.stdout.write(plan_of(config, num_clients) + "\n")
+
+
+def _show_partition(
+    config: Mapping[str, Scalar], num_clients: int | None, picture: Path | None
+) -> None:
+    if picture is not None:
+        from ravan_flwr.results.holdings_chart import check_picture  # noqa: PLC0415
+
+        check_picture(picture)
+    say_loading()
+    with importing():
+        from ravan_flwr.results.who_has_what import SHADES, as_text  # noqa: PLC0415
+        from ravan_flwr.training.holdings import deal  # noqa: PLC0415
+
+    dealt, coding = deal(config, num_clients), sys.stdout.encoding or "ascii"
+    letters = SHADES[0].encode(coding, "replace").decode(coding) == SHADES[0]
+    width = shutil.get_terminal_size((100, 24)).columns
+    text = as_text(dealt, width, ascii_only=not letters)
+    sys.stdout.write(text.encode(coding, "backslashreplace").decode(coding) + "\n")
+    if picture is not None:
+        from ravan_flwr.results.holdings_chart import write_picture  # noqa: PLC0415
+
+        write_picture(dealt, picture)
+        sys.stdout.write(f"wrote {picture.absolute()}\n")

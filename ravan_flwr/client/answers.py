@@ -93,7 +93,7 @@ class _Client:
     def steps(self) -> LocalSteps:
         config = self.config
         return LocalSteps(
-            config.local_steps,
+            config.steps_of(len(self.examples.train)),
             config.batch_size,
             config.learning_rate,
             config.precision,

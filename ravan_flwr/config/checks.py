@@ -6,6 +6,16 @@ from ravan_flwr.config.keys import AUTO, KEYS
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 
+STEPS = ("local-steps", "local-epochs")  # one of which says how long a client trains
+
+# Which partitions read a key.
+OF_PARTITION = {
+    "partition-alpha": ("dirichlet", "dirichlet-by-client"),
+    "partition-by": ("dirichlet", "dirichlet-by-client", "natural", "pathological", "shards"),
+    "classes-per-client": ("pathological",),
+    "shards-per-client": ("shards",),
+}
+
 
 def check_together(values: Mapping[str, Scalar]) -> None:
     """Raise ValueError if values that are right by themselves contradict each other."""
@@ -15,6 +25,16 @@ def check_together(values: Mapping[str, Scalar]) -> None:
     _check_evaluation(values)
 
 
+def check_steps(values: Mapping[str, Scalar], where: str = "") -> None:
+    """Raise ValueError if both steps and passes are given: one says how long a client trains."""
+    if all(values[key] != AUTO for key in STEPS):
+        raise ValueError(
+            f"{where}local-epochs = {values['local-epochs']!r}: got {where}local-steps = "
+            f"{values['local-steps']!r} beside it, expected one of them, since each says how long "
+            "a client trains; leave one out"
+        )
+
+
 def without_effect(run_config: Mapping[str, Scalar]) -> list[str]:
     """List the keys that were given and change nothing, each as `key=value`."""
     values = {name: key.default for name, key in KEYS.items()} | dict(run_config)
@@ -22,8 +42,9 @@ def without_effect(run_config: Mapping[str, Scalar]) -> list[str]:
     idle = set(method.ignored) if method else set()
     if values["server-optimizer"] == "none":
         idle |= {"server-learning-rate", "server-momentum"}
-    if values["partition"] == "iid":
-        idle.add("partition-alpha")
+    for key, kinds in OF_PARTITION.items():
+        if values["partition"] not in (*kinds, AUTO):
+            idle.add(key)
     if values["init"] != "data-aware":
         idle.add("calibration-steps")
     return [f"{key}={values[key]}" for key in sorted(idle) if values[key] != KEYS[key].default]

@@ -6,6 +6,7 @@ takes the preset's value, or where presets have none what its help says.
 """
 
 from ravan_flwr.config.key import AUTO, Key, check_choice, did_you_mean
+from ravan_flwr.config.partition_keys import PARTITION_KEYS
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.budgets import BUDGETS
 from ravan_flwr.specs import Scalar
@@ -64,21 +65,6 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
         "clients-per-round": Key(
             int, AUTO, "clients that train in each round", low=1, high=1_000_000, from_preset=True
         ),
-        "partition": Key(
-            str,
-            AUTO,
-            "how simulated clients divide the data: alike, or with different shares of the classes",
-            ("iid", "dirichlet", "dirichlet-by-client"),
-            from_preset=True,
-        ),
-        "partition-alpha": Key(
-            float,
-            AUTO,
-            "concentration of the Dirichlet distribution: the smaller, the more clients differ",
-            above=0,
-            high=1_000_000,
-            from_preset=True,
-        ),
         "budgets": Key(
             str,
             "full",
@@ -104,6 +90,7 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
             float, 0.0, "share of its examples that each client holds back", low=0, high=0.9
         ),
     },
+    "how simulated clients share the data": PARTITION_KEYS,
     "training on a client": {
         "local-steps": Key(
             int,
@@ -111,6 +98,15 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
             "optimiser steps of a client in each round",
             low=1,
             high=1_000_000,
+            from_preset=True,
+        ),
+        "local-epochs": Key(
+            float,
+            AUTO,
+            "in place of local-steps: passes of a client over its examples in each round, so that "
+            "who has more takes more steps",
+            above=0,
+            high=10_000,
             from_preset=True,
         ),
         "batch-size": Key(int, AUTO, "examples in each step", low=1, high=65_536, from_preset=True),

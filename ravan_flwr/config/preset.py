@@ -9,8 +9,17 @@ from ravan_flwr.config.keys import AUTO
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec
 
-# Two ways of dealing out to non-IID clients: what is chosen for the one serves for the other.
-_SAME_RATES = {"dirichlet": "dirichlet-by-client"}
+# Ways of dealing out to non-IID clients, and to clients that differ in size alone: what is chosen
+# for the one serves for the others.
+_SAME_RATES = {
+    "dirichlet": "dirichlet-by-client",
+    "natural": "dirichlet-by-client",
+    "pathological": "dirichlet-by-client",
+    "shards": "dirichlet-by-client",
+    "linear": "iid",
+    "square": "iid",
+    "exponential": "iid",
+}
 
 
 @dataclass(frozen=True)

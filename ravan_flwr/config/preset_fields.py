@@ -10,8 +10,9 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
+from ravan_flwr.config.checks import check_steps
 from ravan_flwr.config.key import did_you_mean
-from ravan_flwr.config.keys import FROM_PRESET, KEYS, check_choice, check_key
+from ravan_flwr.config.keys import AUTO, FROM_PRESET, KEYS, check_choice, check_key
 from ravan_flwr.config.places import targets_of
 from ravan_flwr.config.preset import Preset
 from ravan_flwr.methods import METHODS
@@ -24,9 +25,12 @@ RUN: dict[str, Scalar] = {
     "num-rounds": 20,
     "clients-per-round": 3,
     "local-steps": 50,
+    "local-epochs": AUTO,  # none, unless it is said
     "batch-size": 32,
     "partition": "dirichlet-by-client",
     "partition-alpha": 0.3,
+    "classes-per-client": 2,
+    "shards-per-client": 2,
     "heads": 4,
     "init": "gram-schmidt",
     "classifier": "trained",
@@ -97,10 +101,16 @@ def run_defaults(kind: Kind) -> dict[str, Scalar]:
 
 def _read_run(run: Any, kind: Kind) -> dict[str, Any]:
     _check_fields("run.", run, set(), FROM_PRESET | {"num-clients"})
-    values = run_defaults(kind) | run
+    said = {key: value for key, value in run.items() if value != AUTO}
+    values = run_defaults(kind) | said
+    if "local-epochs" in said and "local-steps" not in said:
+        values["local-steps"] = AUTO
+    if values["partition"] == "natural":  # the data tell how many, unless the preset does
+        values["num-clients"] = said.get("num-clients")
     clients = values["num-clients"]
-    if type(clients) is not int or clients < 1:
+    if clients is not None and (type(clients) is not int or clients < 1):
         raise ValueError(f"run.num-clients = {clients!r}: expected a whole number at least 1")
+    check_steps(values, "run.")
     return {key: check_key(key, values[key]) for key in FROM_PRESET} | {"num-clients": clients}
 
 

@@ -73,6 +73,8 @@ def _setting(key: str, value: Any, now: Any) -> dict[str, Scalar]:
     if any(value[name] != now[name] for name in ("source", "name", "revision")):
         revision = value["revision"]
         settings[key] = value["name"] + (f"@{revision}" if revision else "")
+    if key == "data" and value["partition-by"] != now["partition-by"]:
+        settings["partition-by"] = value["partition-by"]
     if key == "model" and value["targets"] != now["targets"]:
         settings["targets"] = ",".join(value["targets"])
     return settings
@@ -87,6 +89,8 @@ def in_todays_values(content: Mapping[str, Any]) -> dict[str, Any]:
     }
     if isinstance(data := values.get("data"), dict):
         values["data"] = {"test-share": DataSpec.test_share, **data}
+    if "local-steps" in values:  # what there was no key for, and what had no effect
+        values = {"local-epochs": None, "classes-per-client": 2, "shards-per-client": 2, **values}
     return values
 
 

@@ -6,14 +6,16 @@ plain arguments.
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ravan_flwr.config.checks import check_together
+from ravan_flwr.config.checks import STEPS, check_steps, check_together
 from ravan_flwr.config.keys import AUTO, FROM_PRESET, KEYS, check_key
 from ravan_flwr.config.places import chosen_data, chosen_model
 from ravan_flwr.config.preset import Preset
+from ravan_flwr.config.preset_fields import RUN
 from ravan_flwr.config.presets import read_preset
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
@@ -30,10 +32,12 @@ class Config:
     glue_task: str  # "" where there is none
     method: str
     seed: int
-    num_clients: int  # of the preset; a federation may have another number
+    # Of the preset; a federation may have another number. None: as the data says (natural).
+    num_clients: int | None
     num_rounds: int
     clients_per_round: int
-    local_steps: int
+    local_steps: int | None  # None: local_epochs say how many
+    local_epochs: float | None  # None: local_steps are for all clients
     batch_size: int
     batching: str
     learning_rate: float
@@ -44,6 +48,8 @@ class Config:
     server_momentum: float
     partition: str
     partition_alpha: float
+    classes_per_client: int
+    shards_per_client: int
     rank: int | None  # None: the largest within the budget, known once the layers are
     lora_scale: float
     parameter_budget: str
@@ -84,6 +90,18 @@ class Config:
     max_update_norm: float | None  # None: a multiple of what is usual
     max_share: float
 
+    def steps_of(self, examples: int) -> int:
+        """Count the optimiser steps of a client with so many examples, in each round.
+
+        The last batch of a pass may be short, and is a step as well. Parts of a pass are rounded up
+        to whole batches.
+        """
+        if self.local_steps is not None:
+            return self.local_steps
+        batches = -(-examples // self.batch_size)
+        # 0.1 x 30 is a little more than 3 to a computer.
+        return max(1, math.ceil((self.local_epochs or 1.0) * batches - 1e-6))
+
     def as_dict(self) -> dict[str, Any]:
         """Return what `config.json` holds: plain JSON under the keys of the run config."""
         values = _kebab(dataclasses.asdict(self))
@@ -104,7 +122,9 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
     for key, spec in KEYS.items():
         values.setdefault(key, spec.default)
     preset = read_preset(cast(str, values["preset"]))
-    for key in FROM_PRESET:
+    check_steps(values)
+    said = STEPS if any(values[key] != AUTO for key in STEPS) else ()
+    for key in FROM_PRESET.difference(said):
         if values[key] == AUTO:
             values[key] = preset.run[key]
     _resolve_ranks(values, preset)
@@ -116,13 +136,15 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
         "preset": preset.name,
         "task": preset.task,
         "model": chosen_model(preset.model, str(values["model"]), str(values["targets"])),
-        "data": chosen_data(data, str(values["data"])),
+        "data": _divided_by(chosen_data(data, str(values["data"])), values["partition-by"]),
         "glue-task": data.subset if preset.glue_tasks else "",
-        "num-clients": preset.run["num-clients"],
+        "num-clients": _num_clients(values, preset),
         "max-length": _max_length(values["max-length"], preset),
     }
-    del resolved["targets"]  # the model has them
-    for key in ("rank", "processes", "straggler-grace", "max-examples", "max-update-norm"):
+    del resolved["targets"], resolved["partition-by"]  # the model and the data have them
+    for key in (
+        *STEPS, "rank", "processes", "straggler-grace", "max-examples", "max-update-norm",
+    ):  # fmt: skip
         if values[key] == AUTO:
             resolved[key] = None
     return Config(**{key.replace("-", "_"): value for key, value in resolved.items()})
@@ -156,6 +178,18 @@ def _resolve_rates(values: dict[str, Scalar], preset: Preset) -> None:
         values["calibration-learning-rate"] = preset.learning_rate("full", values)
     if values["server-learning-rate"] == AUTO:
         values["server-learning-rate"] = 0.01 if values["server-optimizer"] == "adam" else 1.0
+
+
+def _divided_by(data: DataSpec, column: Scalar) -> DataSpec:
+    return data if column == AUTO else dataclasses.replace(data, partition_by=str(column))
+
+
+def _num_clients(values: Mapping[str, Scalar], preset: Preset) -> int | None:
+    """Return how many clients the preset says, None if the data says it."""
+    said: int | None = preset.run["num-clients"]
+    if values["partition"] == "natural":
+        return said if preset.run["partition"] == "natural" else None
+    return int(RUN["num-clients"]) if said is None else said
 
 
 def _check_batching(values: Mapping[str, Scalar], preset: Preset) -> None:

@@ -4,6 +4,7 @@ flwr-datasets imports matplotlib and seaborn, a second of every message to a dev
 process of its own for each; a device with its own examples never comes here.
 """
 
+import logging
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,11 +12,21 @@ from typing import TYPE_CHECKING
 import datasets
 import numpy as np
 
+from ravan_flwr.data.columns import values_of
 from ravan_flwr.data.dealing import deal_by_client
+from ravan_flwr.data.other_partitions import (
+    SIZES,
+    deal_by_size,
+    deal_few_classes,
+    deal_naturally,
+    deal_shards,
+)
 from ravan_flwr.seeding import derive
 
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,26 +37,29 @@ class Partition:
     alpha: float
     number: int
     seed: int
+    classes: int = 2  # of a client, if pathological
+    shards: int = 2  # of a client
 
 
 def deal_out(train: datasets.Dataset, partition: Partition, column: str) -> list[np.ndarray]:
     """Deal out the rows of `train` to the clients.
 
     Under a Dirichlet partition, clients differ in how often they have each value of the column.
+    Where only the number of examples counts, no column is read.
     """
     if partition.number > len(train):
         raise ValueError(
             f"{partition.number} clients share {len(train)} examples, expected at least one "
             "each; use fewer clients"
         )
-    if column not in train.column_names:
-        raise ValueError(
-            f"partition-by = {column!r}: the examples have {train.column_names}, expected one of "
-            "them; correct the preset"
-        )
-    rows = datasets.Dataset.from_dict({"row": np.arange(len(train)), column: train[column][:]})
+    read = partition.kind in BY_COLUMN
+    values = {column: values_of(train, column)} if read else {}
+    rows = datasets.Dataset.from_dict({"row": np.arange(len(train)), **values})
     seed = derive(partition.seed, "partition") % 2**32
-    return PARTITIONERS[partition.kind](rows, partition, column, seed)
+    dealt = PARTITIONERS[partition.kind](rows, partition, column, seed)
+    if left := len(train) - sum(map(len, dealt)):
+        log.info("partition=%s: %d of %d examples are nobody's", partition.kind, left, len(train))
+    return dealt
 
 
 def _iid(rows: datasets.Dataset, partition: Partition, _: str, seed: int) -> list[np.ndarray]:
@@ -109,8 +123,35 @@ def _dirichlet_by_client(
     return deal_by_client(labels, partition.number, partition.alpha, np.random.default_rng(seed))
 
 
+def _natural(rows: datasets.Dataset, partition: Partition, column: str, _: int) -> list[np.ndarray]:
+    return deal_naturally(rows[column][:], partition.number, column)
+
+
+def _pathological(
+    rows: datasets.Dataset, partition: Partition, column: str, seed: int
+) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    return deal_few_classes(rows[column][:], partition.number, partition.classes, random)
+
+
+def _shards(
+    rows: datasets.Dataset, partition: Partition, column: str, seed: int
+) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    return deal_shards(rows[column][:], partition.number, partition.shards, random)
+
+
+def _by_size(rows: datasets.Dataset, partition: Partition, _: str, seed: int) -> list[np.ndarray]:
+    return deal_by_size(partition.kind, len(rows), partition.number, np.random.default_rng(seed))
+
+
 PARTITIONERS = {
     "iid": _iid,
     "dirichlet": _dirichlet,
     "dirichlet-by-client": _dirichlet_by_client,
+    "natural": _natural,
+    "pathological": _pathological,
+    "shards": _shards,
+    **dict.fromkeys(SIZES, _by_size),
 }
+BY_COLUMN = ("dirichlet", "dirichlet-by-client", "natural", "pathological", "shards")

@@ -29,6 +29,7 @@ from ravan_flwr.launch.side_by_side import SideBySide
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import Scalar
+from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.workbench import get_workbench
 
 
@@ -48,8 +49,7 @@ def simulate(config: Mapping[str, Scalar], num_clients: int | None = None) -> Si
     """
     run_config = {key: spec.default for key, spec in KEYS.items()} | own_preset(config)
     checked = read_config(run_config)
-    if num_clients is None:
-        num_clients = checked.num_clients
+    num_clients = number_of_clients(checked, num_clients)
     if num_clients < 1:
         raise ValueError(
             f"num-clients = {num_clients}: expected a whole number at least 1, such as 20"

@@ -92,8 +92,12 @@ class SideBySide:
     @property
     def _steps(self) -> int:
         """Count the steps of the run, all clients together."""
-        config = self._config
-        return config.num_rounds * self._at_a_time * config.local_steps
+        config, clients = self._config, self._num_clients
+        each: float | None = config.local_steps
+        if each is None:  # as many as the examples make, in the mean
+            sizes = get_workbench(config).dealt_out(clients)
+            each = sum(map(config.steps_of, sizes)) / clients
+        return round(config.num_rounds * self._at_a_time * each)
 
     @property
     def _may_fork(self) -> bool:

@@ -1,6 +1,7 @@
 """Write a model card: what a folder holds, where it comes from, how good it is, how to load it."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,18 @@ def _rows(config: dict[str, Any], summary: Summary, directory: RunDirectory) -> 
         "method": method + heads,
         "classifier": config["classifier"],
         "rounds": f"{summary['rounds']}, {config['clients-per-round']} clients a round, "
-        f"{config['local-steps']} local steps of {config['batch-size']} examples",
+        f"{_work(config)} of {config['batch-size']} examples",
         "trained parameters": f"{summary['trainable-parameters']:,}",
         "result": ", ".join(f"{k} {v:.4f}" for k, v in final.items()) or "not evaluated",
         "seed": summary["seed"],
     }
+
+
+def _work(config: Mapping[str, Any]) -> str:
+    """Say how long a client trains in a round; the configs of older runs know steps alone."""
+    if (passes := config.get("local-epochs")) is None:
+        return f"{config['local-steps']} local steps"
+    return f"{passes:g} local epoch{'s' * (passes != 1)} in batches"
 
 
 def measured(summary: Summary, directory: RunDirectory) -> Metrics:

@@ -18,6 +18,7 @@ ClientRecord = TypedDict(
         "heads": float,  # in each layer; a mean where layers have different numbers
         "selected": list[list[int]],  # the heads in the reply, by layer
         "examples": int,
+        "steps": int,  # of the optimiser; in a calibration, batches
         "train-loss": float,
         "seconds": float,
         "bytes-up": int,
@@ -89,6 +90,7 @@ Summary = TypedDict(
         "bytes-up": int,
         "bytes-down": int,
         "rejected": int,
+        "steps": NotRequired[int],  # of all clients in all rounds; an older run has not noted them
         "collapsed": list[int],  # rounds
         "without-effect": list[int],  # rounds
         "left-out": list[int],

@@ -52,29 +52,36 @@ class Aggregate:
             else (method.open_round(self._state), Means(self._classifier))
         )
         self.changes: list[Changes] = []  # of the accepted uploads
+        self.steps: list[float] = []  # learning rate times steps, of their clients
 
     @property
     def count(self) -> int:
         """Return how many uploads were accepted."""
         return len(self.changes)
 
-    def offer(self, upload: Mapping[str, Tensor], share: float, weight: float = 1.0) -> None:
-        """Fold in an upload of a client with that share; ValueError if it is not sound."""
+    def offer(
+        self, upload: Mapping[str, Tensor], share: float, weight: float = 1.0, step: float = 0.0
+    ) -> None:
+        """Fold in an upload of a client with that share; ValueError if it is not sound.
+
+        `step` is the client's learning rate times its steps, for a limit that has none for all.
+        """
         own = {k: v for k, v in upload.items() if k not in self._classifier}
         self.method.check(own, share)
         for name, tensor in self._classifier.items():
             check_form(upload, name, tensor.shape, torch.float32)
         start = self._start_of(own, share) | self._classifier
         changes = changes_of(upload, start, self.limit.wire)
-        self.limit.check(changes)
+        self.limit.check(changes, step)
         for name, norm in self.method.norms_alone(own).items():
-            self.limit.check_growth(name, self._state[name], norm)
+            self.limit.check_growth(name, self._state[name], norm, step)
         if self._robust:
             own = self.method.filled(own, self._state)
         of_method, of_classifier = self._rounds
         of_method.add(own, weight)
         of_classifier.add(upload, weight)
         self.changes.append(changes)
+        self.steps.append(step)
 
     def _start_of(self, own: Tensors, share: float) -> Tensors:
         """Return what an upload's tensors were when they were sent to a client with that share."""
@@ -84,9 +91,11 @@ class Aggregate:
         """Return the next global state; ValueError if the accepted replies cannot have made it."""
         of_method, of_classifier = self._rounds
         new = of_method.close() | of_classifier.close()
-        self.limit.learn(self.changes)  # also of a round without effect: the next has its limit
+        # Also of a round without effect: the next has its limit.
+        self.limit.learn(self.changes, self.steps)
         made = self.method.norms_made()
-        self.limit.check_state(self._state | self._classifier, new, made)
+        step = max(self.steps, default=0.0)
+        self.limit.check_state(self._state | self._classifier, new, made, step)
         return new
 
 

@@ -54,6 +54,7 @@ class Ledger:
                 "heads": int(mean) if mean.is_integer() else mean,
                 "selected": heads,
                 "examples": member.examples,
+                "steps": reply.steps,
                 "train-loss": reply.trained.loss,
                 "seconds": round(reply.trained.seconds, 4),
                 "bytes-up": reply.bytes_up,

@@ -7,7 +7,7 @@ is what is limited, tensor by tensor, before a reply reaches a sum.
 
 What the limit is has to be known before a round's replies come: were it made of them, one of them
 could be refused after it was folded in, or because of the order in which they came. Therefore,
-with L = learning-rate * local-steps,
+with L = learning-rate * steps of the client,
 
     at first    REACH * (L * (1 + L + root mean square of what was sent) + rounding)
     later       FACTOR * median over the last rounds of the median of the accepted changes
@@ -20,6 +20,10 @@ sent cannot shut the others out. Medians do not depend on the order of the repli
 with every checkpoint, so that a round that is run again finds those that it had. While fewer than
 half of the clients lie, the median is that of honest changes. A number in place of `auto` limits
 the norm of the change over all tensors, and nothing else.
+
+Under local-epochs clients take different numbers of steps, each as many as the examples make that
+the server counts for it. A client that takes more than the median one may move so much further;
+one that takes fewer may move as far as the median one, within what its own L allows.
 
 Where the next state is no mean of the uploads (FlexLoRA's is of products), a reply is refused as
 well if it alone would make more of the state than what may leave the server.
@@ -96,7 +100,8 @@ class ChangeLimit:
     """Check changes against the limit of a run, and remember the medians of those accepted.
 
     `norm` None makes it adaptive; `step` is how far a client's optimiser can move a number in a
-    round, learning rate times steps; `wire` is how tensors travel.
+    round, learning rate times steps, 0 where that is told client by client; `wire` is how tensors
+    travel.
     """
 
     def __init__(
@@ -107,7 +112,8 @@ class ChangeLimit:
         wire: str = "float32",
     ) -> None:
         self.norm, self.step, self.wire = norm, step, wire
-        # name -> (rounds, 2): the median of the accepted changes, and how many they were
+        # name -> (rounds, 2): the median of the accepted changes, and how many they were;
+        # (rounds, 3) with the median of these clients' steps, where they differ
         self._rounds: Tensors = dict(memory or {})
 
     @property
@@ -115,13 +121,13 @@ class ChangeLimit:
         """Return the medians, for the checkpoint."""
         return dict(self._rounds)
 
-    def check(self, changes: Changes) -> None:
-        """Raise ValueError if a client cannot have made these changes."""
+    def check(self, changes: Changes, step: float = 0.0) -> None:
+        """Raise ValueError if a client, with that step, cannot have made these changes."""
         if self.norm is not None:
             self._check_norm(changes)
             return
         for name, change in changes.items():
-            most, why = self._most(name, change)
+            most, why = self._most(name, change, step)
             if change.size > most:
                 raise ValueError(
                     f"upload changes {name} by {change.size:.4g} (root mean square over its "
@@ -137,24 +143,26 @@ class ChangeLimit:
                 "learning-rate, or raise max-update-norm"
             )
 
-    def _most(self, name: str, change: Change) -> tuple[float, str]:
+    def _most(self, name: str, change: Change, step: float = 0.0) -> tuple[float, str]:
         """Return the largest size that a change of that tensor may have, and the reason."""
-        reach = REACH * (self._reach(change.before) + change.rounding)
+        step = self.step or step
+        reach = REACH * (_reach(step, change.before) + change.rounding)
         rounds = self._rounds.get(name)
         if rounds is None or float(rounds[:, 1].sum()) < ENOUGH:
-            return reach, f"which is what {self.step:g} = learning-rate x local-steps allow"
+            own = "" if self.step else " of its examples"
+            return reach, f"which is what {step:g} = learning-rate x local-steps{own} allow"
         usual = statistics.median(rounds[:, 0].tolist())
+        if not self.step:
+            usual *= max(1.0, step / (statistics.median(rounds[:, 2].tolist()) or step or 1.0))
         most = min(reach, max(FACTOR * usual, FLOOR * reach))
         return most, f"where {usual:.4g} was usual in the last rounds"
 
-    def _reach(self, before: float) -> float:
-        return self.step * (1 + self.step + before)
-
-    def learn(self, accepted: Sequence[Changes]) -> None:
-        """Remember the median of a round's accepted changes."""
+    def learn(self, accepted: Sequence[Changes], steps: Sequence[float] = ()) -> None:
+        """Remember the median of a round's accepted changes, and of their clients' steps."""
+        usual = [] if self.step else [statistics.median(steps or [0.0])]
         for name in accepted[0] if accepted else ():
             median = statistics.median(changes[name].size for changes in accepted)
-            row = torch.tensor([[median, len(accepted)]], dtype=torch.float64)
+            row = torch.tensor([[median, len(accepted), *usual]], dtype=torch.float64)
             rounds = self._rounds.get(name, row[:0])
             self._rounds[name] = torch.cat([rounds, row])[-ROUNDS:]
 
@@ -163,10 +171,12 @@ class ChangeLimit:
         old: Mapping[str, Tensor],
         new: Mapping[str, Tensor],
         made: Mapping[str, float] | None = None,
+        step: float = 0.0,
     ) -> None:
         """Raise ValueError if a next state is one that the accepted replies cannot have made.
 
-        `made` has the norms that the method itself gives to tensors, however small the replies.
+        `made` has the norms that the method itself gives to tensors, however small the replies, and
+        `step` is the largest of the clients'.
         """
         for name, tensor in new.items():
             norm = math.sqrt(sum_of_squares(tensor, name))
@@ -174,21 +184,27 @@ class ChangeLimit:
                 continue
             if old[name].shape != tensor.shape or not tensor.is_floating_point():
                 continue  # a sum of products that has become longer
-            self.check_growth(name, old[name], norm)
+            self.check_growth(name, old[name], norm, step)
 
-    def check_growth(self, name: str, old: Tensor, norm: float) -> None:
+    def check_growth(self, name: str, old: Tensor, norm: float, step: float = 0.0) -> None:
         """Raise ValueError if a tensor of the state may not have that norm next."""
         before = math.sqrt(sum_of_squares(old, name))
-        grown, most = norm - before, self._most_growth(before, old.numel())
+        most = self._most_growth(before, old.numel(), self.step or step)
+        grown = norm - before
         if grown > most:
             raise ValueError(
                 f"the norm of {name} would grow by {grown:.4g} in this round, expected at most "
                 f"{most:.4g}"
             )
 
-    def _most_growth(self, before: float, numbers: int) -> float:
+    def _most_growth(self, before: float, numbers: int, step: float) -> float:
         """Return by how much the norm of a tensor may grow in a round, from what it was before."""
         if self.norm is not None:
             return self.norm * (1 + self.norm + before)  # a product of two factors that changed
         root = math.sqrt(max(1, numbers))
-        return GROWTH * root * self._reach(before / root)
+        return GROWTH * root * _reach(step, before / root)
+
+
+def _reach(step: float, before: float) -> float:
+    """Return how far an optimiser can move a number in a round, where it was that large."""
+    return step * (1 + step + before)

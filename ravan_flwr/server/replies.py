@@ -44,6 +44,7 @@ class Reply:
     trained: Trained
     bytes_up: int
     bytes_down: int
+    steps: int  # that its examples and the settings make
 
 
 @dataclass(frozen=True)

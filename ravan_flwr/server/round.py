@@ -133,7 +133,7 @@ class Round(ABC):
     def _take_trained(self, message: Message, member: Member, bytes_down: int) -> None:
         trained = self._read(message, member)
         bytes_up = num_bytes(message.content.array_records["arrays"])
-        reply = Reply(member, trained, bytes_up, bytes_down)
+        reply = Reply(member, trained, bytes_up, bytes_down, self.steps(member))
         self.ledger.use(reply, heads=self.add(reply))
 
     def _read(self, message: Message, member: Member) -> Trained:
@@ -147,6 +147,11 @@ class Round(ABC):
         classifier = self.run.state.tensors.get(CLASSIFIER)
         shapes = self.run.method.upload_shapes(share).values()
         return sum(map(math.prod, shapes)) + (0 if classifier is None else classifier.numel())
+
+    def steps(self, member: Member) -> int:
+        """Count the steps that the settings give to a client with as many examples."""
+        config, roster = self.run.config, self.run.roster
+        return config.local_steps or config.steps_of(roster.examples(member))
 
     def _weight(self, member: Member) -> float:
         """Return a reply's weight in a mean."""
@@ -168,7 +173,8 @@ class TrainingRound(Round):
 
     def add(self, reply: Reply) -> list[list[int]]:
         upload, member = reply.trained.upload, reply.member
-        self.sums.offer(upload, member.share, self._weight(member))
+        step = self.run.config.learning_rate * reply.steps
+        self.sums.offer(upload, member.share, self._weight(member), step)
         return self.run.method.heads_in(upload)
 
     def close(self) -> None:
@@ -198,7 +204,9 @@ class CalibrationRound(Round):
     def __init__(self, run: Run, calibration: Calibration) -> None:
         super().__init__(0, run)
         config, self.everyone = run.config, calibration.everyone
-        step = config.calibration_learning_rate * config.local_steps
+        self.by_steps = calibration.by_steps
+        most = max(map(super().steps, run.roster.members.values()), default=0)
+        step = config.calibration_learning_rate * most
         self.sums = open_calibration(calibration, config.max_update_norm, step, config.robust)
         if config.robust != "none":
             self.least = max(self.least, FEWEST)
@@ -210,6 +218,9 @@ class CalibrationRound(Round):
         if calibration is None or run.mail.fixed is not None:
             return None
         return cls(run, calibration)
+
+    def steps(self, member: Member) -> int:
+        return super().steps(member) if self.by_steps else self.run.config.calibration_steps
 
     def add(self, reply: Reply) -> list[list[int]]:
         self.sums.add(reply.trained.upload, self._weight(reply.member))

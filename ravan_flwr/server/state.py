@@ -33,7 +33,7 @@ class ServerState:
         self.derived = derived
         self._method, self._robust, self._wire = method, config.robust, config.wire
         self._moments = _named(memory or {}, MOMENTS)
-        step = config.learning_rate * config.local_steps
+        step = config.learning_rate * (config.local_steps or 0)  # 0: each client has its own
         usual = _named(memory or {}, CHANGES)
         self._limit = ChangeLimit(config.max_update_norm, step, usual, config.wire)
         self._optimizer = ServerOptimizer(

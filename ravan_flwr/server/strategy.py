@@ -80,7 +80,7 @@ class FederatedTuning(Strategy):
         counted = config.weighting == "examples" or config.evaluate_on == "clients"
         examples = ExampleCounts(dealt_out if counted else None, config.max_examples)
         self.roster = Roster(
-            config.num_clients, backbone, seed_fingerprint, partitions, config.max_share,
+            config.num_clients or 0, backbone, seed_fingerprint, partitions, config.max_share,
             config.min_replies, examples,
         )  # fmt: skip
         self.state = ServerState(config, method, derived, memory)
@@ -98,9 +98,15 @@ class FederatedTuning(Strategy):
             self.config.method, f", rank {self.method.rank}" if self.method.rank else "",
             self.method.trainable_parameters(),
             100 * self.method.trainable_parameters() / self.method.budget, self.config.lora_rank,
-            count(self._a_round, "client"), count(self.config.local_steps, "local step"),
-            self.config.batch_size,
+            count(self._a_round, "client"), self._work(), self.config.batch_size,
         )  # fmt: skip
+
+    def _work(self) -> str:
+        """Say how many steps the clients take in a round."""
+        members = self.roster.members.values()
+        steps = sorted(self.config.steps_of(self.roster.examples(member)) for member in members)
+        low, high = (steps[0], steps[-1]) if steps else (0, 0)
+        return (f"{low} to " if low < high else "") + count(high, "local step")
 
     @property
     def _a_round(self) -> int:

@@ -15,7 +15,7 @@ def summary_of(
     """Make what `summary.json` holds, but for the norms of the heads."""
     measured = [record["metrics"] for record in records if record["metrics"]]
     metric = bench.task.metric
-    return {
+    summary: Summary = {
         "method": config.method,
         "preset": config.preset,
         "seed": config.seed,
@@ -40,6 +40,10 @@ def summary_of(
         "seconds": round(sum(record["seconds"] for record in records), 3),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+    trained = [client for record in records if record["round"] for client in record["clients"]]
+    if all("steps" in client for client in trained):
+        summary["steps"] = sum(client["steps"] for client in trained)
+    return summary
 
 
 def carry_over(directory: RunDirectory, start: Start, summary: Summary) -> None:

@@ -19,6 +19,7 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.clock import Work
 from ravan_flwr.studies.rates import EXTENSIONS, grid_around
 from ravan_flwr.studies.spec import HELD_BACK, PlannedRun
+from ravan_flwr.training.clients import number_of_clients
 
 SEED, SEEDS = 100, 3  # the first seed unless one is given, and how many the last rung has
 # What a tuning sets itself, in every run, or what is the folder's that it writes to.
@@ -110,7 +111,7 @@ def plan_tuning(
         preset=preset_file(cast(str, settings["preset"])),
         settings=settings,
         config=config,
-        num_clients=num_clients or config.num_clients,
+        num_clients=number_of_clients(config, num_clients),
         rates=begin,
         extensions=0 if rates else EXTENSIONS,
         rungs=_rungs(len(begin), config.num_rounds, seed),

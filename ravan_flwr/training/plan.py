@@ -9,6 +9,7 @@ from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods.base import Method
 from ravan_flwr.methods.budgets import SHARES, affordable
 from ravan_flwr.specs import Scalar
+from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, step_memory
 from ravan_flwr.training.workbench import make_task, settle
 
@@ -26,7 +27,7 @@ def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> s
     config = settle(read_config(own_preset(settings)))
     if not config.model.shape:  # of which a preset says enough for a plan without the hub
         make_task(config).check_sizes()
-    return describe(replace(config, num_clients=num_clients or config.num_clients))
+    return describe(replace(config, num_clients=number_of_clients(config, num_clients)))
 
 
 def describe(config: Config) -> str:
@@ -92,15 +93,24 @@ def _part(method: Method, share: float) -> str:
     return "all" if method.parts is None else f"{affordable(share, method.parts)}/{method.parts}"
 
 
+def _work(config: Config) -> str:
+    """Say how many steps a client takes in a round."""
+    if config.local_epochs is None:
+        return f"{config.local_steps} steps of a client"
+    passes = f"{config.local_epochs:g} pass{'es' * (config.local_epochs != 1)}"
+    return f"{passes} of a client over its examples (plan --partition counts the steps)"
+
+
 def _run(config: Config, built: Skeleton) -> list[str]:
     """Describe the bytes of a round and of the run, and what was assumed."""
-    clients = min(config.clients_per_round, config.num_clients)
+    there = config.num_clients or number_of_clients(config)
+    clients = min(config.clients_per_round, there)
     up, down = clients * built.bytes_up(1.0), clients * built.bytes_down(1.0)
     rounds, method = config.num_rounds, built.method
     calibration = method.calibration
     first, fixed = (calibration.bytes_up, calibration.bytes_down) if calibration else (0, 0)
-    calibrated = config.num_clients if calibration and calibration.everyone else clients
-    reached = min(rounds * clients, config.num_clients)  # those that ever get the fixed tensors
+    calibrated = there if calibration and calibration.everyone else clients
+    reached = min(rounds * clients, there)  # those that ever get the fixed tensors
     initial = method.initial_state(built.adapters)  # a calibration travels in float32
     asked = calibrated * (method.broadcast_bytes(initial, 1.0) + 4 * built.classifier_size)
     all_up = rounds * up + (calibrated * first)
@@ -111,8 +121,9 @@ def _run(config: Config, built: Skeleton) -> list[str]:
     ]
     return [
         *(told if first else []),
-        f"a round         {clients} of {config.num_clients} clients: at most {up:,} bytes up,",
+        f"a round         {clients} of {there} clients: at most {up:,} bytes up,",
         f"                {down:,} down",
+        f"                {_work(config)}",
         f"the run         {rounds} rounds: at most {all_up:,} bytes up,",
         f"                {all_down:,} down",
         "",

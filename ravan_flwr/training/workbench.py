@@ -19,6 +19,7 @@ import torch
 from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.quantize import quantize
 from ravan_flwr.config.run_config import Config
+from ravan_flwr.data.columns import column_of
 from ravan_flwr.data.device_folder import own_examples
 from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.hub import model_folder
@@ -78,6 +79,19 @@ class Examples:
 
     train: Encoded
     validation: Encoded  # held back from training; empty unless asked for
+
+
+def partition_of(config: Config, number: int, seed: int) -> Partition:
+    """Say how so many clients share the training examples under these settings."""
+    return Partition(
+        config.partition, config.partition_alpha, number, seed,
+        config.classes_per_client, config.shards_per_client,
+    )  # fmt: skip
+
+
+def held_back(config: Config, number: int) -> int:
+    """Count how many of a client's so many examples are evaluated on."""
+    return math.ceil(config.validation_share * number)
 
 
 @lru_cache(maxsize=1)
@@ -155,14 +169,14 @@ class Workbench:
         """Deal out the rows, when `number` clients share the examples."""
         config = self.config
         if len(self._dealt) != number:
-            how = Partition(config.partition, config.partition_alpha, number, config.seed)
-            self._dealt = deal_out(self.splits["train"], how, config.data.partition_by)
+            how = partition_of(config, number, config.seed)
+            self._dealt = deal_out(self.splits["train"], how, column_of(config.data))
         return self._dealt
 
     def dealt_out(self, number: int) -> list[int]:
         """Count the examples that each client trains on, when `number` clients share them."""
         rows = self._rows(number)
-        return [len(mine) - self._held_back(len(mine)) for mine in rows]
+        return [len(mine) - held_back(self.config, len(mine)) for mine in rows]
 
     def own_examples(self, path: str, partition_id: int) -> Examples:
         """Read a device's own examples."""
@@ -170,20 +184,16 @@ class Workbench:
             self._own[path] = self.task.encode(own_examples(path, self.config.data))
         return self._split(self._own[path], partition_id)
 
-    def _held_back(self, number: int) -> int:
-        """Count how many of so many examples are evaluated on."""
-        return math.ceil(self.config.validation_share * number)
-
     def _split(self, examples: Encoded, partition_id: int) -> Examples:
         """Hold back what the client is evaluated on."""
         config, rows = self.config, np.arange(len(examples))
-        held_back = self._held_back(len(rows))
-        if held_back:
+        kept = held_back(config, len(rows))
+        if kept:
             random = np.random.default_rng(derive(config.seed, "validation", partition_id))
             rows = random.permutation(rows)
-        if held_back >= len(rows):
+        if kept >= len(rows):
             raise ValueError(
                 f"validation-share = {config.validation_share}: partition {partition_id} has "
                 f"{len(rows)} examples, and none would be left to train on; lower it"
             )
-        return Examples(examples.select(rows[held_back:]), examples.select(rows[:held_back]))
+        return Examples(examples.select(rows[kept:]), examples.select(rows[:kept]))

@@ -1,6 +1,7 @@
 """The whole app in this process, as a user runs it."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -62,8 +63,8 @@ def test_a_run_directory_has_everything(tmp_path):
         assert len(record["clients"]) == 3
         for client in record["clients"]:
             assert set(client) == {
-                "partition-id", "share", "heads", "selected", "examples", "train-loss", "seconds",
-                "bytes-up", "bytes-down",
+                "partition-id", "share", "heads", "selected", "examples", "steps", "train-loss",
+                "seconds", "bytes-up", "bytes-down",
             }  # fmt: skip
     summary = simulation.summary
     assert summary == json.loads((directory / "summary.json").read_text())
@@ -132,6 +133,55 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch):
     assert all(torch.equal(one[key], two[key]) for key in one)
     lines = (broken / "rounds.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("method", ["ravan", "fed-sb"])
+def test_a_pass_is_as_many_steps_as_it_has_batches(tmp_path, method):
+    """Four clients have as many examples each, and so the same run by either key."""
+    by_steps = run(tmp_path / "1", method=method, batch_size=200, local_steps=2)
+    by_passes = run(
+        tmp_path / "2", method=method, batch_size=200, local_steps="auto", local_epochs=1
+    )
+    assert without_times(by_passes.summary) == without_times(by_steps.summary)
+    one, two = final_state(by_steps), final_state(by_passes)
+    assert all(torch.equal(one[key], two[key]) for key in one if not key.startswith("usual-"))
+    assert by_passes.summary["steps"] == 3 * 2 * 2
+
+
+def test_who_has_more_takes_more_steps_and_the_run_goes_on_with_the_same(tmp_path):
+    how: dict[str, Scalar] = {
+        "partition": "dirichlet", "local_steps": "auto", "local_epochs": 0.5, "batch_size": 32,
+        "num_clients": 6, "clients_per_round": 4,
+    }  # fmt: skip
+    whole = run(tmp_path / "1", **how)
+    lines = (whole.run_dir / "rounds.jsonl").read_text().splitlines()
+    clients = [client for line in lines for client in json.loads(line)["clients"]]
+    assert len({client["steps"] for client in clients}) > 2
+    for client in clients:
+        batches = math.ceil(client["examples"] / 32)
+        assert client["steps"] == math.ceil(batches / 2)
+    assert whole.summary["steps"] == sum(client["steps"] for client in clients)
+    first = run(tmp_path / "2", num_rounds=1, **how)
+    again = run(tmp_path / "2", resume=str(first.run_dir), **how)
+    one, two = final_state(whole), final_state(again)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    with pytest.raises(ValueError, match="local-epochs: then 0.5, now 1.0"):
+        run(tmp_path / "2", resume=str(first.run_dir), **how | {"local_epochs": 1})
+
+
+def test_every_user_is_a_client_and_another_number_is_refused(tmp_path):
+    how: dict[str, Scalar] = {"partition": "natural", "num_rounds": 1, "local_steps": 1}
+    with pytest.raises(ValueError, match="num-clients = 4: .* 10 different values of 'label'"):
+        run(tmp_path, **how)
+    assert not any(tmp_path.iterdir())
+    for number in (None, 10):
+        done = run(tmp_path, num_clients=number, **how)
+        assert done.summary["num-clients"] == 10
+    assert json.loads((done.run_dir / "config.json").read_text())["num-clients"] is None
+    again = run(tmp_path, num_clients=None, resume=str(done.run_dir), **how | {"num_rounds": 2})
+    assert again.summary["rounds"] == 2
+    assert RecordedRun.read(again.run_dir).config["num-clients"] == 10
 
 
 def test_a_run_goes_on_for_more_rounds_but_not_as_another(tmp_path, monkeypatch):

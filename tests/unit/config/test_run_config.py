@@ -74,6 +74,60 @@ def test_what_is_given_wins_over_the_preset():
     assert isinstance(config.learning_rate, float)
 
 
+def test_steps_or_passes_say_how_long_a_client_trains(tmp_path, monkeypatch):
+    def work(**given):
+        config = read_config(given)
+        return config.local_steps, config.local_epochs
+
+    assert work() == (50, None)
+    assert work(**{"local-epochs": 2}) == (None, 2.0)
+    assert work(**{"local-epochs": "auto", "local-steps": 3}) == (3, None)
+    with pytest.raises(ValueError, match="local-epochs = 1.0: got local-steps = 5 beside it"):
+        work(**{"local-epochs": 1, "local-steps": 5})
+    for wrong in (0, -1, float("nan"), 1e9, "one"):
+        with pytest.raises(ValueError, match="local-epochs = .*: expected a number above 0"):
+            work(**{"local-epochs": wrong})
+    content = yaml.safe_load((conf_folder() / "digits-vit.yaml").read_text())
+    monkeypatch.setattr(preset_module, "conf_folder", lambda: tmp_path)
+
+    def preset(name, **run):
+        content["run"] = run
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+        return name
+
+    half = preset("half", **{"local-epochs": 0.5})
+    assert work(preset=half) == (None, 0.5)
+    assert work(preset=half, **{"local-steps": 4}) == (4, None)
+    assert work(preset=preset("none", **{"local-epochs": "auto"})) == (50, None)
+    both = preset("both", **{"local-epochs": 1, "local-steps": 9})
+    with pytest.raises(ValueError, match=r"run.local-epochs = 1: got run.local-steps = 9 beside"):
+        work(preset=both)
+
+
+def test_the_data_say_how_many_clients_a_natural_partition_has(tmp_path, monkeypatch):
+    assert read_config({"partition": "natural"}).num_clients is None
+    assert read_config({"partition": "natural", "partition-by": "user"}).data.partition_by == "user"
+    content = yaml.safe_load((conf_folder() / "digits-vit.yaml").read_text())
+    content["run"] = {"partition": "natural"}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
+    content["run"]["num-clients"] = 7
+    (tmp_path / "seven.yaml").write_text(yaml.safe_dump(content))
+    monkeypatch.setattr(preset_module, "conf_folder", lambda: tmp_path)
+    assert read_config({"preset": "mine"}).num_clients is None
+    assert read_config({"preset": "mine", "partition": "iid"}).num_clients == 10
+    assert read_config({"preset": "seven"}).num_clients == 7
+
+
+def test_a_pass_is_recorded_and_read_again():
+    config = read_config({"local-epochs": 0.25})
+    written = json.loads(json.dumps(config.as_dict()))
+    assert (written["local-steps"], written["local-epochs"]) == (None, 0.25)
+    assert recorded_config(written, "x") == config
+    before = read_config({}).as_dict()
+    del before["local-epochs"]  # as an earlier version wrote it
+    assert recorded_config(before, "x") == read_config({})
+
+
 def test_ranks_of_a_preset_are_those_of_its_own_model():
     def rank(**changed):
         return read_config({"preset": "svhn-vit-b16", **changed}).rank
@@ -202,8 +256,8 @@ def test_what_makes_two_runs_the_same():
 
 def test_what_a_preset_says():
     assert set(FROM_PRESET) == names(
-        "batch-size classifier clients-per-round eval-every heads init local-steps num-rounds "
-        "partition partition-alpha"
+        "batch-size classes-per-client classifier clients-per-round eval-every heads init "
+        "local-epochs local-steps num-rounds partition partition-alpha shards-per-client"
     )
     assert all(KEYS[name].default == "auto" for name in FROM_PRESET)
 

@@ -30,6 +30,13 @@ IGNORED = [(method, key) for method in METHODS for key in METHODS[method].ignore
         ({"server-learning-rate": 0.1, "server-optimizer": "adam"}, []),
         ({"partition": "iid", "partition-alpha": 0.5}, ["partition-alpha=0.5"]),
         ({"partition": "dirichlet", "partition-alpha": 0.5}, []),
+        ({"partition": "linear", "partition-by": "user"}, ["partition-by=user"]),
+        ({"partition": "natural", "partition-by": "user"}, []),
+        ({"partition": "iid", "shards-per-client": 3}, ["shards-per-client=3"]),
+        (
+            {"partition": "shards", "shards-per-client": 3, "classes-per-client": 3},
+            ["classes-per-client=3"],
+        ),
         ({"calibration-steps": 3}, ["calibration-steps=3"]),
         ({"calibration-steps": 3, "init": "data-aware"}, []),
     ],

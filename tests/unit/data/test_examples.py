@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from ravan_flwr.config.checks import OF_PARTITION
+from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.examples import load_splits
-from ravan_flwr.data.partition import PARTITIONERS, Partition, deal_out
+from ravan_flwr.data.partition import BY_COLUMN, PARTITIONERS, Partition, deal_out
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.training.workbench import Workbench
 
@@ -24,7 +26,10 @@ def test_digits_are_split_four_to_one_by_class(splits):
     assert splits["test"]["label"][:20] == load_splits(SPEC)["test"]["label"][:20]
 
 
-@pytest.mark.parametrize("kind", PARTITIONERS)
+WHOLE = ("iid", "dirichlet", "dirichlet-by-client")  # for any number; see test_other_partitions
+
+
+@pytest.mark.parametrize("kind", WHOLE)
 @pytest.mark.parametrize("number", [1, 2, 20, 100])
 def test_partitions_are_disjoint_complete_and_a_function_of_the_seed(splits, kind, number):
     def deal(seed):
@@ -37,6 +42,46 @@ def test_partitions_are_disjoint_complete_and_a_function_of_the_seed(splits, kin
     assert min(map(len, dealt)) >= 1
     if number > 1:
         assert any(not np.array_equal(a, b) for a, b in zip(dealt, deal(1), strict=True))
+
+
+OTHERS = [
+    ("natural", 10), ("pathological", 20), ("shards", 20), ("linear", 20), ("square", 12),
+    ("exponential", 7),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "number"), OTHERS)
+def test_other_partitions_are_disjoint_and_a_function_of_the_seed(splits, kind, number):
+    def deal(seed):
+        return deal_out(splits["train"], Partition(kind, 0.3, number, seed), "label")
+
+    dealt, rows = deal(0), np.concatenate(deal(0))
+    assert len(dealt) == number
+    assert min(map(len, dealt)) >= 1
+    assert len(set(rows.tolist())) == len(rows)
+    assert len(rows) == 1438 if kind != "shards" else 1438 - 40 < len(rows) <= 1438
+    assert all(np.array_equal(a, b) for a, b in zip(dealt, deal(0), strict=True))
+    other = any(not np.array_equal(a, b) for a, b in zip(dealt, deal(1), strict=True))
+    assert other == (kind != "natural")
+
+
+def test_every_partition_is_a_choice():
+    assert {*WHOLE, *(kind for kind, _ in OTHERS)} == set(PARTITIONERS)
+    assert set(PARTITIONERS) == set(KEYS["partition"].choices)
+    assert set(BY_COLUMN) == set(OF_PARTITION["partition-by"])
+
+
+def test_what_nobody_gets_is_told(splits, caplog):
+    caplog.set_level("INFO")
+    deal_out(splits["train"], Partition("shards", 0.3, 20, 0), "label")
+    assert "partition=shards: 38 of 1438 examples are nobody's" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["iid", "linear", "square", "exponential"])
+def test_where_sizes_count_alone_no_column_is_read(splits, kind):
+    dealt = deal_out(splits["train"], Partition(kind, 0.3, 5, 0), "user")
+    alike = deal_out(splits["train"], Partition(kind, 0.3, 5, 0), "label")
+    assert all(np.array_equal(a, b) for a, b in zip(dealt, alike, strict=True))
 
 
 def test_dirichlet_is_uneven_and_iid_is_not(splits):

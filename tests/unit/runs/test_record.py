@@ -22,7 +22,7 @@ OPTIONAL = {"refused", "collapsed"}
 @pytest.fixture
 def ledger():
     ledger = Ledger(1, 4)
-    ledger.use(Reply(member(), Trained({}, 1.0, 0.5), 7, 8), [[0, 1], [0, 2]])
+    ledger.use(Reply(member(), Trained({}, 1.0, 0.5), 7, 8, 3), [[0, 1], [0, 2]])
     ledger.reject(member(2, 1), "late")
     return ledger
 

@@ -122,6 +122,34 @@ def test_the_limit_does_not_depend_on_the_order_and_survives_in_its_memory():
         assert str(first.value) == str(second.value)
 
 
+def test_a_client_of_more_steps_may_move_further_and_one_of_fewer_as_far():
+    limit = ChangeLimit(None)
+    steps = [0.1, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2, 0.4]
+    limit.learn(sizes(*[0.05] * ENOUGH), steps)
+    for step, most in ((0.2, FACTOR * 0.05), (0.4, FACTOR * 0.1), (0.1, FACTOR * 0.05)):
+        limit.check(sizes(0.99 * most)[0], step)
+        with pytest.raises(ValueError, match="was usual in the last rounds"):
+            limit.check(sizes(1.01 * most)[0], step)
+    reach = REACH * 0.01 * 1.01  # of one that hardly takes a step, however far others go
+    limit.check(sizes(0.99 * reach)[0], 0.01)
+    with pytest.raises(ValueError, match="changes H by"):
+        limit.check(sizes(1.01 * reach)[0], 0.01)
+    again = ChangeLimit(None, memory=limit.memory)
+    with pytest.raises(ValueError, match="where 0.1 was usual"):
+        again.check(sizes(1.01 * FACTOR * 0.1)[0], 0.4)
+
+
+def test_before_there_is_a_history_each_client_has_its_own_limit():
+    limit = ChangeLimit(None)
+    limit.check(sizes(0.9 * REACH * 0.3 * 1.3)[0], 0.3)
+    with pytest.raises(ValueError, match="0.1 = learning-rate x local-steps of its examples allow"):
+        limit.check(sizes(0.9 * REACH * 0.3 * 1.3)[0], 0.1)
+    old = {"B": torch.ones(100)}
+    limit.check_state(old, {"B": torch.full((100,), 5.0)}, step=1.0)
+    with pytest.raises(ValueError, match="the norm of B would grow by 40"):
+        limit.check_state(old, {"B": torch.full((100,), 5.0)}, step=0.1)
+
+
 @pytest.mark.parametrize("lies", [[0.0] * 3, [2.9] * 3])
 def test_a_minority_does_not_decide_what_is_usual(lies):
     limit = ChangeLimit(None, 1.0)

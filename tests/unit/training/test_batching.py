@@ -28,6 +28,27 @@ def padded(batches, lengths=LENGTHS):
 
 @pytest.mark.parametrize(("number", "batch_size"), NUMBERS)
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["random", "length"])
+@pytest.mark.parametrize("epochs", [1, 2, 5])
+def test_whole_passes_are_as_many_steps_as_they_have_batches(number, batch_size, lengths, epochs):
+    config = read_config({"local-epochs": epochs, "batch-size": batch_size})
+    batches = training_batches(number, batch_size, torch.Generator().manual_seed(0), lengths)
+    steps = itertools.islice(batches, config.steps_of(number))
+    seen = np.concatenate([*steps])
+    assert np.bincount(seen, minlength=number).tolist() == [epochs] * number
+
+
+@pytest.mark.parametrize(
+    ("epochs", "examples", "steps"),
+    [(0.5, 40, 2), (0.5, 41, 3), (0.1, 300, 3), (0.7, 100, 7), (1e-9, 10**6, 1), (1.5, 1, 2)],
+)
+def test_parts_of_a_pass_are_rounded_up_to_whole_batches(epochs, examples, steps):
+    config = read_config({"local-epochs": epochs, "batch-size": 10})
+    assert config.steps_of(examples) == steps
+    assert read_config({"local-steps": 7}).steps_of(examples) == 7
+
+
+@pytest.mark.parametrize(("number", "batch_size"), NUMBERS)
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["random", "length"])
 def test_a_pass_has_every_example_once_and_as_many_a_step(number, batch_size, lengths):
     by_chance = sorted(map(len, a_pass(number, batch_size, None)))
     for skip in range(3):

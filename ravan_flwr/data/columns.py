@@ -1,0 +1,64 @@
+"""Read a column by which simulated clients differ, whatever a data set has in it."""
+
+from collections.abc import Sequence
+
+import datasets
+import numpy as np
+
+from ravan_flwr.specs import DataSpec
+
+
+def column_of(spec: DataSpec) -> str:
+    """Find what the column to divide by is called once columns are called by role."""
+    roles = {column: role for role, column in spec.columns}
+    by = spec.partition_by
+    return by if by in roles.values() else roles.get(by, by)
+
+
+def values_of(examples: datasets.Dataset, column: str) -> list[str | float]:
+    """Return the value of each example; ValueError if one has none, or values are no names."""
+    if column not in examples.column_names:
+        raise ValueError(
+            f"partition-by = {column!r}: the examples have {examples.column_names}, expected one "
+            "of them, or another column of the data set; correct partition-by"
+        )
+    feature = examples.features[column]
+    plain = isinstance(feature, datasets.Value) and not feature.dtype.endswith("binary")
+    if not plain and not isinstance(feature, datasets.ClassLabel):
+        raise ValueError(
+            f"partition-by = {column!r}: it holds {type(feature).__name__} values, expected texts, "
+            "numbers or classes; name another column"
+        )
+    values: list[str | float] = examples[column][:]
+    lowest = 0 if isinstance(feature, datasets.ClassLabel) else None  # -1 is no class
+    lacking = [row for row, value in enumerate(values) if _is_missing(value, lowest)]
+    if lacking:
+        raise ValueError(
+            f"partition-by = {column!r}: {len(lacking):,} of {len(values):,} examples have no "
+            f"value there (None, NaN, or class -1), the first of them example {lacking[0]}; "
+            "expected one for each; fill them in, or take these examples out"
+        )
+    return values
+
+
+def _is_missing(value: object, lowest: int | None) -> bool:
+    if value is None or value != value:  # noqa: PLR0124 (NaN alone is not itself)
+        return True
+    return lowest is not None and isinstance(value, int) and value < lowest
+
+
+def numbered(values: Sequence[str | float]) -> tuple[list[str | float], np.ndarray]:
+    """List the different values in their order, and number each value by its place there.
+
+    Not by NumPy: there a text with a zero at its end is the same as one without, and every text
+    takes as much room as the longest.
+    """
+    different = sorted(set(values))
+    place = {value: number for number, value in enumerate(different)}
+    return different, np.fromiter((place[value] for value in values), np.int64, len(values))
+
+
+def rows_by_number(numbers: np.ndarray, count: int) -> list[np.ndarray]:
+    """List the rows of each number below `count`, in their order."""
+    order = np.argsort(numbers, kind="stable")
+    return np.split(order, np.bincount(numbers, minlength=count).cumsum()[:-1])

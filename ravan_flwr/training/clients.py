@@ -1,0 +1,25 @@
+"""Count the clients of a simulation: as many as asked for, or as the data has users."""
+
+from ravan_flwr.config.run_config import Config
+
+
+def number_of_clients(config: Config, asked: int | None = None) -> int:
+    """Return how many clients there are: as asked, or as the preset says.
+
+    A natural partition has a client for each value of its column: the data is read, and any other
+    number is refused.
+    """
+    said = config.num_clients if asked is None else asked
+    if config.partition != "natural":
+        assert said is not None  # the configuration has a number then
+        return said
+
+    from ravan_flwr.data.columns import column_of, values_of  # noqa: PLC0415 (slow to import)
+    from ravan_flwr.data.examples import load_splits  # noqa: PLC0415
+    from ravan_flwr.data.other_partitions import check_natural  # noqa: PLC0415
+
+    column = column_of(config.data)
+    found = len(set(values_of(load_splits(config.data)["train"], column)))
+    if said is not None:
+        check_natural(found, said, column)
+    return found

@@ -1,0 +1,168 @@
+"""Who has what, in a terminal and as a picture: each number against slow loops."""
+
+import json
+import shutil
+import subprocess
+import sys
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.results.holdings_chart import check_picture, draw, write_picture
+from ravan_flwr.results.who_has_what import ROWS, as_text
+from ravan_flwr.training.holdings import deal
+from ravan_flwr.training.workbench import Workbench
+from tests import ROOT
+
+PRESET = """
+task: text
+model: some/model
+data:
+  name: ./texts
+  columns: {text: text, label: topic}
+  partition-by: user
+run: {partition: natural, local-epochs: 1, batch-size: 2}
+"""
+USERS = ["ann $x$", "b\x1b[2J", "日本語", "\u202eevil", "zoe" * 20]
+
+
+def write_rows(folder, rows):
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+
+
+@pytest.fixture
+def preset(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    write_rows(
+        folder,
+        [
+            {"text": f"word {i}", "topic": f"class {i % 3}", "user": USERS[i * i % 7 % 5]}
+            for i in range(60)
+        ],
+    )
+    path = tmp_path / "mine.yaml"
+    path.write_text(PRESET)
+    return path
+
+
+@pytest.mark.parametrize("partition", ["dirichlet", "pathological", "shards", "exponential"])
+def test_the_table_counts_what_clients_have(partition):
+    settings = {"partition": partition, "local-epochs": 1.0, "validation-share": 0.2}
+    dealt = deal(settings, 6)
+    bench = Workbench(read_config(settings))
+    labels = np.array(bench.splits["train"]["label"][:])
+    lines = as_text(dealt).splitlines()
+    cells = [line.split() for line in lines[-6:]]
+    for client, line in enumerate(cells):
+        mine = labels[bench._rows(6)[client]]
+        counts = [np.count_nonzero(mine == label) for label in range(10)]
+        assert line == [str(client), str(len(mine)), *(str(count or ".") for count in counts)]
+        assert dealt.steps[client] == -(-len(bench.partition(client, 6).train) // 32)
+    shares = dealt.holdings.shares
+    whole = dealt.holdings.counts.sum(0) / dealt.holdings.sizes.sum()
+    slow = np.mean([sum(abs(a - b) for a, b in zip(row, whole, strict=True)) / 2 for row in shares])
+    assert dealt.holdings.unlike == pytest.approx(slow)
+    assert f"unlike          {slow:.2f}" in as_text(dealt)
+    left = f"nobody's        {len(labels) - dealt.holdings.sizes.sum()} "
+    assert any(left in line for line in lines) == (dealt.holdings.nobodys > 0)
+
+
+@pytest.mark.parametrize("number", [41, 1000])
+def test_of_many_clients_forty_have_a_line(number):
+    dealt = deal({}, number)
+    lines = as_text(dealt, 80).splitlines()
+    assert f"{ROWS} of {number:,} clients, in the order of their largest class:" in lines
+    assert max(map(len, lines)) <= 110
+    shown = [int(line.split()[0]) for line in lines[-ROWS:]]
+    assert len(set(shown)) == ROWS
+    largest = dealt.holdings.counts[shown].argmax(1)
+    assert largest.tolist() == sorted(largest)
+
+
+def test_names_of_clients_are_for_this_terminal_alone(preset, tmp_path):
+    dealt = deal({"preset": str(preset)})
+    assert len(dealt.holdings.names) == len(set(dealt.holdings.names)) == dealt.config.num_clients
+    text = as_text(dealt)
+    assert "日本語" in text
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert as_text(dealt, 40, ascii_only=True)
+    for form in ("svg", "png"):
+        write_picture(dealt, tmp_path / f"a.{form}")
+    svg = (tmp_path / "a.svg").read_text()
+    ET.fromstring(svg)
+    assert "class 2" in svg
+    assert not any(name in svg for name in ("ann", "zoe", "日本語", "evil"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_number_of_clients_than_names_is_refused(preset):
+    number = deal({"preset": str(preset)}).config.num_clients
+    assert deal({"preset": str(preset)}, number).config.num_clients == number
+    told = f"num-clients = 3: .* each of the {number} different values of 'user'"
+    with pytest.raises(ValueError, match=told):
+        deal({"preset": str(preset)}, 3)
+    with pytest.raises(ValueError, match=r"partition-by = 'usr': the examples have \['text', 'la"):
+        deal({"preset": str(preset), "partition-by": "usr"})
+    assert deal({"preset": str(preset), "partition": "iid"}).config.num_clients == 10
+
+
+@pytest.mark.parametrize("number", [6, 50])
+def test_without_classes_sizes_are_shown_alone(tmp_path, number):
+    folder = tmp_path / "asked"
+    folder.mkdir()
+    path = tmp_path / "mine.yaml"
+    path.write_text("task: question-answering\nmodel: some/t5\ndata: ./asked\n")
+    write_rows(
+        folder, [{"question": f"{i}", "context": "x", "answers": ["y"]} for i in range(3000)]
+    )
+    dealt = deal({"preset": str(path), "partition": "linear"}, number)
+    lines = as_text(dealt).splitlines()
+    assert dealt.holdings.classes == ()
+    assert not any("classes each" in line for line in lines)
+    bars = [len(line.split()[2]) for line in lines[-min(number, ROWS) :]]
+    assert bars == sorted(bars, reverse=number > ROWS)
+    assert bars[0] != bars[-1]
+    assert draw(dealt).png().startswith(b"\x89PNG")
+    assert draw(deal({"preset": str(path)}, number)).svg()
+
+
+def test_a_picture_of_ten_thousand_clients_is_small():
+    counts = np.random.default_rng(0).integers(0, 5, (10_000, 10)) + 1
+    dealt = deal({}, 2)
+    many = type(dealt.holdings)(counts, dealt.holdings.classes, (), 0)
+    chart = draw(type(dealt)(dealt.config, many, "label", np.ones(10_000)))
+    assert len(chart.png()) < 1_000_000
+    assert len(chart.svg()) < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.pdf", "expected a name that ends in .png or .svg"),
+        ("a", "expected a name that ends"),
+        ("none/a.png", "found no folder .*none; expected the name of a file"),
+        ("folder.png", "is a folder; expected the name of a file to write"),
+    ],
+)
+def test_a_picture_that_cannot_be_written_is_refused_first(tmp_path, name, message):
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(ValueError, match=f"--picture .*{message}"):
+        check_picture(tmp_path / name)
+
+
+def test_the_command_shows_it_where_there_are_letters_alone(preset, tmp_path):
+    words = ["plan", "--partition", "--picture", "a.svg", f"preset={preset}"]
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "ravan_flwr", *words], cwd=tmp_path, env=environment,
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "\\u65e5" in done.stdout
+    assert (tmp_path / "a.svg").is_file()
+    shutil.rmtree(tmp_path / "texts")
