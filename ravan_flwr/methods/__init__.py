@@ -61,6 +61,10 @@ METHODS = {
     ),
     "hetlora": Listed("ravan_flwr.methods.hetlora", averages=False, ignores=("layer-form",)),
     "flexlora": Listed("ravan_flwr.methods.flexlora", averages=False, ignores=("layer-form",)),
+    # Its A has orthonormal rows from the first round on.
+    "fedsvd": Listed(
+        "ravan_flwr.methods.fedsvd", 3e-3, averages=False, ignores=("layer-form", "init-scale")
+    ),
 }
 
 
