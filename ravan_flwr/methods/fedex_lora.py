@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.adapters.lowrank import ProductSum
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.co_moments import CoMoments
 from ravan_flwr.methods.lora import LoraMethod
-from ravan_flwr.methods.means import Mean
 from ravan_flwr.methods.tensors import check_tensor, flatten
 
 
@@ -107,39 +107,19 @@ class Residual:
         return Residual(self.layer, rank, (total if dense is None else total + dense,))
 
 
-class ExactMeans:
-    """Sum up the means of B and A, and per layer the co-moment of B and A about them.
-
-    The co-moment M = sum_c w_c (B_c - mean B) (A_c - mean A) grows by one product of rank r
-    for each reply but the first, as Welford's variance does.
-    """
+class ExactMeans(CoMoments):
+    """Take the means of B and A, and add what they lose to the residual."""
 
     def __init__(self, method: FedExLora, state: Tensors) -> None:
+        super().__init__(method, state)
         self.method, self.state = method, state
-        self.means = {name: Mean(state[name]) for name in ("B", "A")}
-        self.moments = [
-            ProductSum(layer.out_features, layer.in_features) for layer in method.layers
-        ]
-        self.count = 0
-
-    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Add one client's B and A."""
-        if self.count:
-            before = self.means["B"].weight
-            apart = {k: upload[k].double() - m.sum / before for k, m in self.means.items()}
-            factor = weight * before / (before + weight)
-            for moment, B, A in zip(self.moments, *self.method.split(apart), strict=True):
-                moment.add(B, A, factor)
-        for name, mean in self.means.items():
-            mean.add(upload[name], weight)
-        self.count += 1
 
     def close(self) -> Tensors:
         """Make the next state."""
         residuals = self.method.residuals(self.state)
         rank = int(self.state["residual-rank"]) + max(0, self.count - 1) * self.method.rank
         if self.count > 1:
-            factor = self.method.settings.lora_scale / self.means["B"].weight
+            factor = self.method.settings.lora_scale / self.weight
             residuals = [
                 residual.plus(moment, factor, rank)
                 for residual, moment in zip(residuals, self.moments, strict=True)

@@ -110,3 +110,59 @@ def test_fedsvd_keeps_what_was_when_all_clients_send_zero():
     assert all(not delta.any() for delta in deltas(method, adapters, new))
     for A in matrices(new["A"], 2, False):
         assert_close([A @ A.T], [torch.eye(2)])
+
+
+# LoRA-FAIR
+
+
+def lora_fair_means(sent, rank, layer):
+    """A layer's mean B, mean A and mean product, with the replies' weights."""
+    weights = [weight for *_, weight in sent]
+    Bs = [matrices(upload["B"], rank, True)[layer] for upload, *_ in sent]
+    As = [matrices(upload["A"], rank, False)[layer] for upload, *_ in sent]
+    products = [loop_product(B, A) for B, A in zip(Bs, As, strict=True)]
+    return (loop_mean(some, weights) for some in (Bs, As, products))
+
+
+@given(SEEDS, st.sampled_from([0.02, 1.0]))
+def test_lora_fair_corrects_the_mean_of_b_by_a_ridge_regression(seeds, movement):
+    method, adapters = build("lora-fair")
+    state = some_state(method, adapters)
+    sent = replies(method, adapters, state, seeds)
+    for upload, *_ in sent:  # clients that move a little, as honest ones do, or a lot
+        for name, tensor in upload.items():
+            tensor.copy_(state[name] + movement * (tensor - state[name]))
+    new = aggregate(method, state, sent)
+    for layer, old in enumerate(matrices(state["B"], 2, True)):
+        B, A, product = lora_fair_means(sent, 2, layer)
+        # The minimum of |product - (B + D) A|^2 + lambda |D|^2, as one least-squares problem.
+        rows = torch.cat([A.T, 0.1 * torch.eye(2, dtype=torch.float64)])
+        missing = torch.cat([(product - loop_product(B, A)).T, torch.zeros(2, len(B)).double()])
+        D = torch.linalg.lstsq(rows, missing).solution.T
+        D = D * min(1.0, float((B - old).norm() / D.norm())) if D.any() else D
+        assert_close([matrices(new["A"], 2, False)[layer]], [A], **TIGHT)
+        assert_close([matrices(new["B"], 2, True)[layer]], [B + D], **TIGHT)
+
+
+@given(SEEDS)
+def test_lora_fair_is_not_exact_and_never_farther_from_it_than_fedit(seeds):
+    method, adapters = build("lora-fair")
+    state = some_state(method, adapters)
+    sent = replies(method, adapters, state, seeds)
+    for layer, got in enumerate(deltas(method, adapters, aggregate(method, state, sent))):
+        B, A, product = lora_fair_means(sent, 2, layer)
+        fair, fedit = (got - product).norm(), (B @ A - product).norm()
+        assert fair <= fedit * (1 + 1e-5) + 1e-5
+        if len(set(seeds)) > 1:
+            assert fair > 0.01 * product.norm()
+
+
+def test_lora_fairs_correction_is_no_larger_than_the_rounds_own_change():
+    """A reply whose B and A are far off, each within its limit, cannot make more of B than that."""
+    method, adapters = build("lora-fair")
+    state = some_state(method, adapters)
+    still = {name: tensor.clone() for name, tensor in state.items()}
+    far = {name: tensor + 100.0 for name, tensor in state.items()}
+    new = aggregate(method, state, [(still, 1.0), (still, 1.0), (far, 1.0)])
+    for old, now in zip(*(matrices(s["B"], 2, True) for s in (state, new)), strict=True):
+        assert (now - old).norm() <= 2 * 100 / 3 * old.numel() ** 0.5 * (1 + 1e-5)
