@@ -65,6 +65,7 @@ METHODS = {
     "fedsvd": Listed(
         "ravan_flwr.methods.fedsvd", 3e-3, averages=False, ignores=("layer-form", "init-scale")
     ),
+    "raflora": Listed("ravan_flwr.methods.raflora", averages=False, ignores=("layer-form",)),
     "lora-fair": Listed("ravan_flwr.methods.lora_fair", averages=False, ignores=("layer-form",)),
 }
 

@@ -184,8 +184,11 @@ class Method(ABC, Generic[Adapter]):
         """
         return {}
 
-    def norms_made(self) -> dict[str, float]:
-        """Return the norms that tensors of the next state have by its making, whatever came in."""
+    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
+        """Return the norms that tensors of the next state may have by its making, if no reply lied.
+
+        `alone` has the largest of the accepted uploads' `norms_alone`.
+        """
         return {}
 
     # The client's half. `adapters` are what `install` made.

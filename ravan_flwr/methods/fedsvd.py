@@ -53,7 +53,7 @@ class FedSVD(LoraMethod):
     def open_round(self, state: Tensors) -> "Refactored":
         return Refactored(self, state)
 
-    def norms_made(self) -> dict[str, float]:
+    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
         return {"A": math.sqrt(self.rank * len(self.layers))}
 
 

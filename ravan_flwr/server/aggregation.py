@@ -3,8 +3,8 @@
 The method knows nothing of the classifier, which is the same for all of them: it is put beside
 what the method sends, and averaged beside the method's sums.
 
-Memory does not grow with the number of clients, but for a robust round, which keeps every reply
-until it closes. What is rejected never reaches a sum.
+Memory does not grow with the number of clients, but for a robust round and a round of raFLoRA,
+which keep every reply until they close. What is rejected never reaches a sum.
 """
 
 import math
@@ -52,6 +52,7 @@ class Aggregate:
             else (method.open_round(self._state), Means(self._classifier))
         )
         self.changes: list[Changes] = []  # of the accepted uploads
+        self._alone: dict[str, float] = {}  # the largest of their norms alone
 
     @property
     def count(self) -> int:
@@ -67,7 +68,8 @@ class Aggregate:
         start = self._start_of(own, share) | self._classifier
         changes = changes_of(upload, start, self.limit.wire)
         self.limit.check(changes)
-        for name, norm in self.method.norms_alone(own).items():
+        alone = self.method.norms_alone(own)
+        for name, norm in alone.items():
             self.limit.check_growth(name, self._state[name], norm)
         if self._robust:
             own = self.method.filled(own, self._state)
@@ -75,6 +77,7 @@ class Aggregate:
         of_method.add(own, weight)
         of_classifier.add(upload, weight)
         self.changes.append(changes)
+        self._alone |= {name: max(norm, self._alone.get(name, 0.0)) for name, norm in alone.items()}
 
     def _start_of(self, own: Tensors, share: float) -> Tensors:
         """Return what an upload's tensors were when they were sent to a client with that share."""
@@ -85,7 +88,7 @@ class Aggregate:
         of_method, of_classifier = self._rounds
         new = of_method.close() | of_classifier.close()
         self.limit.learn(self.changes)  # also of a round without effect: the next has its limit
-        made = self.method.norms_made()
+        made = self.method.norms_made(self._state, self._alone)
         self.limit.check_state(self._state | self._classifier, new, made)
         return new
 

@@ -1,11 +1,16 @@
 """The methods of 2024 to 2026, each against the equations of its paper, in slow float64 loops."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr.adapters import Layer
+from ravan_flwr.methods.budgets import affordable
+from ravan_flwr.server.aggregation import Aggregate
+from ravan_flwr.server.limit import ChangeLimit
 from tests.methods import LAYERS, aggregate, assert_close, build, deltas, some_state, train_client
+from tests.reference import best_of_rank
 
 SEEDS = st.lists(st.integers(0, 99), min_size=1, max_size=5)
 TIGHT = {"rtol": 1e-4, "atol": 1e-4}
@@ -166,3 +171,74 @@ def test_lora_fairs_correction_is_no_larger_than_the_rounds_own_change():
     new = aggregate(method, state, [(still, 1.0), (still, 1.0), (far, 1.0)])
     for old, now in zip(*(matrices(s["B"], 2, True) for s in (state, new)), strict=True):
         assert (now - old).norm() <= 2 * 100 / 3 * old.numel() ** 0.5 * (1 + 1e-5)
+
+
+# raFLoRA
+
+SHARES = st.sampled_from([0.1, 0.25, 0.5, 0.75, 1.0])
+CLIENTS = st.lists(st.tuples(SHARES, st.integers(0, 99)), min_size=1, max_size=5)
+
+
+@given(CLIENTS)
+def test_raflora_averages_every_rank_over_those_that_hold_it(clients):
+    method, adapters = build("raflora", rank=4)
+    state = some_state(method, adapters)
+    seeds, shares = [seed for _, seed in clients], [share for share, _ in clients]
+    sent = replies(method, adapters, state, seeds, shares)
+    new = aggregate(method, state, sent)
+    for layer, got in enumerate(deltas(method, adapters, new)):
+        total = torch.zeros(got.shape, dtype=torch.float64)
+        for rank in range(4):
+            parts, weights = [], []
+            for upload, share, weight in sent:
+                own = affordable(share, 4)
+                if rank < own:
+                    B = matrices(upload["B"], own, True)[layer]
+                    A = matrices(upload["A"], own, False)[layer]
+                    parts.append(torch.outer(B[:, rank], A[rank]))
+                    weights.append(weight)
+            if not parts:  # nobody: it stays
+                B, A = (matrices(state[k], 4, k == "B")[layer] for k in ("B", "A"))
+                parts, weights = [torch.outer(B[:, rank], A[rank])], [1.0]
+            total += loop_mean(parts, weights)
+        assert_close([got], [best_of_rank(total, 4)], **TIGHT)
+
+
+def test_raflora_keeps_the_high_ranks_that_flexlora_lets_shrink():
+    """The paper's rank collapse: clients that send back what they were sent, most of them small."""
+    left = {}
+    for name in ("raflora", "flexlora"):
+        method, adapters = build(name, rank=4)
+        state = some_state(method, adapters)
+        before = [delta.norm() for delta in deltas(method, adapters, state)]
+        for _ in range(5):
+            sent = [(method.broadcast(state, share), share) for share in (0.25, 0.25, 0.25, 1.0)]
+            state = aggregate(method, state, sent)
+        after = [delta.norm() for delta in deltas(method, adapters, state)]
+        left[name] = min(float(a / b) for a, b in zip(after, before, strict=True))
+    assert left["raflora"] == pytest.approx(1.0, abs=1e-4)
+    assert left["flexlora"] < 0.95
+
+
+def test_with_whole_budgets_raflora_is_flexlora():
+    states = []
+    for name in ("raflora", "flexlora"):
+        method, adapters = build(name)
+        state = some_state(method, adapters)
+        states.append(aggregate(method, state, replies(method, adapters, state, range(4))))
+    for one, other in zip(*(state.values() for state in states), strict=True):
+        assert_close([one], [other], **TIGHT)
+
+
+def test_ranks_that_cancel_each_other_in_a_raflora_reply_are_measured_apart():
+    """The whole product is zero; where others hold the first rank only, the second is not."""
+    method, adapters = build("raflora")
+    state = some_state(method, adapters)
+    bad = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    for B, A in zip(*method.split(bad), strict=True):
+        B[0], A[:, 0] = torch.tensor([300.0, -300.0]), 300.0
+    pot = Aggregate(method, state, ChangeLimit(2000.0))
+    pot.limit.check_growth = lambda name, old, norm: seen.append((name, norm))  # type: ignore[method-assign]
+    seen: list[tuple[str, float]] = []
+    pot.offer(bad, 1.0)
+    assert seen == [("B", pytest.approx(2**0.5 * 300.0**2))]
