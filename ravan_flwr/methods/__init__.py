@@ -66,6 +66,9 @@ METHODS = {
         "ravan_flwr.methods.fedsvd", 3e-3, averages=False, ignores=("layer-form", "init-scale")
     ),
     "raflora": Listed("ravan_flwr.methods.raflora", averages=False, ignores=("layer-form",)),
+    "flora": Listed(
+        "ravan_flwr.methods.flora", averages=False, frozen_backbone=False, ignores=("layer-form",)
+    ),
     "lora-fair": Listed("ravan_flwr.methods.lora_fair", averages=False, ignores=("layer-form",)),
 }
 

@@ -70,7 +70,7 @@ class Aggregate:
         self.limit.check(changes)
         alone = self.method.norms_alone(own)
         for name, norm in alone.items():
-            self.limit.check_growth(name, self._state[name], norm)
+            self.limit.check_growth(name, self._state.get(name, start[name]), norm)
         if self._robust:
             own = self.method.filled(own, self._state)
         of_method, of_classifier = self._rounds

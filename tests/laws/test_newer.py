@@ -1,5 +1,7 @@
 """The methods of 2024 to 2026, each against the equations of its paper, in slow float64 loops."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,16 @@ from ravan_flwr.adapters import Layer
 from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.limit import ChangeLimit
-from tests.methods import LAYERS, aggregate, assert_close, build, deltas, some_state, train_client
+from tests.methods import (
+    LAYERS,
+    aggregate,
+    assert_close,
+    build,
+    build_whole,
+    deltas,
+    some_state,
+    train_client,
+)
 from tests.reference import best_of_rank
 
 SEEDS = st.lists(st.integers(0, 99), min_size=1, max_size=5)
@@ -242,3 +253,55 @@ def test_ranks_that_cancel_each_other_in_a_raflora_reply_are_measured_apart():
     seen: list[tuple[str, float]] = []
     pot.offer(bad, 1.0)
     assert seen == [("B", pytest.approx(2**0.5 * 300.0**2))]
+
+
+# FLoRA
+
+
+@given(st.lists(CLIENTS, min_size=1, max_size=4), st.sampled_from([1.0, 0.25]))
+def test_flora_adds_the_mean_product_to_the_weight_and_begins_anew(rounds, scale):
+    """The paper's equation, over some rounds of clients of any rank: nothing is lost."""
+    method, adapters, network = build_whole("flora", rank=4, lora_scale=scale)
+    W = [network.get_submodule(layer.name).base.weight.double().clone() for layer in LAYERS]
+    state, begun = method.initial_state(adapters), []
+    for clients in rounds:
+        method.load(adapters, state)
+        assert not any(adapter.B.any() for adapter in adapters)
+        begun.append(torch.cat([adapter.A.detach().flatten() for adapter in adapters]))
+        seeds, shares = [seed for _, seed in clients], [share for share, _ in clients]
+        sent = replies(method, adapters, state, seeds, shares)
+        weights = [weight for *_, weight in sent]
+        for layer in range(len(LAYERS)):
+            products = []
+            for upload, share, _ in sent:
+                own = affordable(share, 4)
+                B = matrices(upload["B"], own, True)[layer]
+                products.append(loop_product(B, matrices(upload["A"], own, False)[layer]))
+            W[layer] = W[layer] + scale * loop_mean(products, weights)
+        state = aggregate(method, state, sent)
+        method.load(adapters, state)
+        weights_now = [network.get_submodule(layer.name).base.weight for layer in LAYERS]
+        assert_close(weights_now, W, **TIGHT)
+    assert all(not torch.allclose(a, b) for a, b in itertools.pairwise(begun))
+
+
+def test_floras_clients_of_a_round_begin_alike_whatever_their_rank():
+    method, adapters = build("flora", rank=4)
+    state = some_state(method, adapters)
+    for share in (0.25, 0.5, 1.0):
+        method.load(adapters, method.broadcast(state, share))
+        method.choose(adapters, share, torch.Generator(), lambda: None)
+        still = method.upload(adapters)
+        start = method.start_of(still, method.broadcast(state, share))
+        assert all(torch.equal(still[name], start[name]) for name in ("B", "A"))
+        for A, first in zip(method.split(still)[1], method.first_A(state), strict=True):
+            assert torch.equal(A, first[: affordable(share, 4)])
+
+
+def test_a_flora_round_that_nobody_took_part_in_begins_again():
+    method, adapters = build("flora")
+    state = some_state(method, adapters)
+    assert state["rounds"].tolist() == [1]
+    assert aggregate(method, state, [])["rounds"].tolist() == [1]
+    with pytest.raises(ValueError, match=r"got tensors .*expected 'rounds' among them"):
+        method.load(adapters, {k: v for k, v in state.items() if k != "rounds"})
