@@ -69,6 +69,7 @@ METHODS = {
     "flora": Listed(
         "ravan_flwr.methods.flora", averages=False, frozen_backbone=False, ignores=("layer-form",)
     ),
+    "fedrot-lora": Listed("ravan_flwr.methods.fedrot_lora", ignores=("layer-form",)),
     "lora-fair": Listed("ravan_flwr.methods.lora_fair", averages=False, ignores=("layer-form",)),
 }
 

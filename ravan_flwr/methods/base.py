@@ -114,6 +114,10 @@ class Method(ABC, Generic[Adapter]):
             layer.out_features + layer.in_features for layer in layers
         )
 
+    def in_round(self, number: int) -> "Method[Adapter]":  # noqa: ARG002 (most are alike in all rounds)
+        """Give the method as it is in a training round, where its rounds differ."""
+        return self
+
     # What it costs.
 
     @abstractmethod

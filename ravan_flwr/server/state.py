@@ -26,12 +26,10 @@ class ServerState:
     `derived` is the fingerprint of the model that clients must have; a calibration changes it.
     """
 
-    def __init__(
-        self, config: Config, method: Method, derived: list[float], memory: Tensors | None = None
-    ) -> None:
+    def __init__(self, config: Config, derived: list[float], memory: Tensors | None = None) -> None:
         self.tensors: Tensors = {}
         self.derived = derived
-        self._method, self._robust, self._wire = method, config.robust, config.wire
+        self._robust, self._wire = config.robust, config.wire
         self._moments = _named(memory or {}, MOMENTS)
         step = config.learning_rate * config.local_steps
         usual = _named(memory or {}, CHANGES)
@@ -46,9 +44,9 @@ class ServerState:
         parts = {MOMENTS: self._moments, CHANGES: self._limit.memory}
         return {prefix + k: tensor for prefix, part in parts.items() for k, tensor in part.items()}
 
-    def open_sums(self) -> Aggregate:
-        """Open the sums of a round, which start from these tensors."""
-        return Aggregate(self._method, self.tensors, self._limit, self._robust)
+    def open_sums(self, method: Method) -> Aggregate:
+        """Open the sums of a round of the method, which start from these tensors."""
+        return Aggregate(method, self.tensors, self._limit, self._robust)
 
     def advance(self, sums: Aggregate) -> None:
         """Take the next state; ValueError, and no change, if honest replies cannot have made it."""

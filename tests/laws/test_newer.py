@@ -1,6 +1,7 @@
 """The methods of 2024 to 2026, each against the equations of its paper, in slow float64 loops."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from ravan_flwr.adapters import Layer
 from ravan_flwr.methods.budgets import affordable
+from ravan_flwr.methods.fedrot_lora import nearest, towards
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.limit import ChangeLimit
 from tests.methods import (
@@ -305,3 +307,73 @@ def test_a_flora_round_that_nobody_took_part_in_begins_again():
     assert aggregate(method, state, [])["rounds"].tolist() == [1]
     with pytest.raises(ValueError, match=r"got tensors .*expected 'rounds' among them"):
         method.load(adapters, {k: v for k, v in state.items() if k != "rounds"})
+
+
+# FedRot-LoRA
+
+
+def loop_rotation(correlation, part):
+    """The rotation of a 2 x 2 Procrustes problem by its angle, and that part of the way."""
+    (a, b), (c, d) = correlation.tolist()
+    angle = math.atan2(c - b, a + d)
+    cosine = 1 - part + part * math.cos(angle)
+    soft = math.atan2(part * math.sin(angle), cosine)
+    turn = [[math.cos(soft), -math.sin(soft)], [math.sin(soft), math.cos(soft)]]
+    return torch.tensor(turn, dtype=torch.float64)
+
+
+@given(SEEDS, st.integers(1, 4))
+def test_fedrot_lora_turns_the_factors_and_averages_them(seeds, number):
+    whole, adapters = build("fedrot-lora")
+    method = whole.in_round(number)
+    state = some_state(method, adapters)
+    sent = replies(method, adapters, state, seeds)
+    new = aggregate(method, state, sent)
+    weights = weights_of(seeds)
+    for layer in range(len(LAYERS)):
+        old_B, old_A = (matrices(state[k], 2, k == "B")[layer] for k in ("B", "A"))
+        Bs, As = [], []
+        for upload, *_ in sent:
+            B, A = (matrices(upload[k], 2, k == "B")[layer] for k in ("B", "A"))
+            correlation = A @ old_A.T if number % 2 else B.T @ old_B
+            R = loop_rotation(correlation, 0.5)
+            Bs.append(loop_product(B, R))
+            As.append(loop_product(R.T, A))
+        assert_close([matrices(new["B"], 2, True)[layer]], [loop_mean(Bs, weights)], **TIGHT)
+        assert_close([matrices(new["A"], 2, False)[layer]], [loop_mean(As, weights)], **TIGHT)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_fedrot_lora_loses_less_than_fedit_where_clients_are_turned_to_each_other(number):
+    """Clients whose products are the same, turned by known angles."""
+    lost = {}
+    for name in ("fedrot-lora", "fedit"):
+        method, adapters = build(name)
+        method = method.in_round(number)
+        state = some_state(method, adapters)
+        before, uploads = deltas(method, adapters, state), []
+        for angle in (-1.2, 0.3, 1.0):
+            R = torch.tensor(
+                [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
+            )
+            Bs, As = method.split(state)
+            uploads.append((method.pack([B @ R for B in Bs], [R.T @ A for A in As]), 1.0))
+        after = deltas(method, adapters, aggregate(method, state, uploads))
+        lost[name] = [float((a - b).norm() / b.norm()) for a, b in zip(after, before, strict=True)]
+    for turned, plain in zip(*lost.values(), strict=True):
+        assert turned < 0.4 * plain
+        assert plain > 0.3
+
+
+def test_a_rotation_is_one_also_where_a_reflection_fits_better():
+    mirror = torch.diag(torch.tensor([1.0, 1.0, -0.5], dtype=torch.float64))
+    assert_close([nearest(mirror)], [torch.eye(3)])
+    for seed in range(20):
+        random = torch.Generator().manual_seed(seed)
+        R = towards(torch.randn(4, 4, generator=random, dtype=torch.float64), 0.5)
+        assert_close([R @ R.T], [torch.eye(4)], rtol=1e-9, atol=1e-9)
+        assert torch.linalg.det(R) > 0
+    assert_close([towards(torch.zeros(3, 3).double(), 0.5)], [torch.eye(3)])
+    half = torch.zeros(3, 3, dtype=torch.float64)
+    half[0, 0] = 2.0  # the others are free: they stay
+    assert_close([towards(half, 0.5)], [torch.eye(3)])
