@@ -70,6 +70,7 @@ METHODS = {
         "ravan_flwr.methods.flora", averages=False, frozen_backbone=False, ignores=("layer-form",)
     ),
     "fedrot-lora": Listed("ravan_flwr.methods.fedrot_lora", ignores=("layer-form",)),
+    "fed-plora": Listed("ravan_flwr.methods.fed_plora", ignores=("layer-form",)),
     "lora-fair": Listed("ravan_flwr.methods.lora_fair", averages=False, ignores=("layer-form",)),
 }
 

@@ -377,3 +377,82 @@ def test_a_rotation_is_one_also_where_a_reflection_fits_better():
     half = torch.zeros(3, 3, dtype=torch.float64)
     half[0, 0] = 2.0  # the others are free: they stay
     assert_close([towards(half, 0.5)], [torch.eye(3)])
+
+
+# Fed-PLoRA
+
+
+@given(CLIENTS)
+def test_fed_plora_averages_every_module_over_those_that_trained_it(clients):
+    method, adapters = build("fed-plora", rank=4)
+    state = some_state(method, adapters)
+    seeds, shares = [seed for _, seed in clients], [share for share, _ in clients]
+    sent = replies(method, adapters, state, seeds, shares)
+    new = aggregate(method, state, sent)
+    for layer, side in enumerate(LAYERS):
+        for name in ("B", "A"):
+            got = matrices(new[name], 4, name == "B")[layer]
+            old = matrices(state[name], 4, name == "B")[layer]
+            for module in range(4):
+                parts, weights = [], []
+                for upload, share, weight in sent:
+                    byte = int(upload["modules"][0])
+                    mine = [j for j in range(4) if byte >> j & 1]
+                    assert len(mine) == affordable(share, 4)
+                    if module in mine:
+                        own = matrices(upload[name], len(mine), name == "B")[layer]
+                        at = mine.index(module)
+                        parts.append(own[:, at] if name == "B" else own[at])
+                        weights.append(weight)
+                before, after = (m[:, module] if name == "B" else m[module] for m in (old, got))
+                expected = loop_mean(parts, weights) if parts else before
+                assert_close([after], [expected], **TIGHT)
+                assert len(after) == (side.out_features if name == "B" else side.in_features)
+
+
+@given(st.integers(0, 99), st.sampled_from([0.25, 0.5, 1.0]))
+def test_a_fed_plora_client_begins_where_the_server_is_whatever_it_trains(seed, share):
+    method, adapters, network = build_whole("fed-plora", rank=4, lora_scale=0.5)
+    state = some_state(method, adapters)
+    method.load(adapters, state)
+    random = torch.Generator().manual_seed(seed)
+    x = [torch.randn(3, layer.in_features, generator=random) for layer in LAYERS]
+    modules = [network.get_submodule(layer.name) for layer in LAYERS]
+    whole = [module(one).detach() for module, one in zip(modules, x, strict=True)]
+    expected = [delta.clone() for delta in method.delta_weights(adapters)]
+    method.choose(adapters, share, random, lambda: None)
+    assert_close([module(one) for module, one in zip(modules, x, strict=True)], whole)
+    assert_close(method.delta_weights(adapters), expected)
+    numbers = sum(p.numel() for p in method.parameters(adapters))
+    assert numbers * 4 == method.trainable_parameters() * affordable(share, 4)
+
+
+def test_fed_ploras_modules_are_drawn_anew_and_all_have_their_turn():
+    method, adapters = build("fed-plora", rank=4)
+    state = some_state(method, adapters)
+    drawn, again = (
+        [int(train_client(method, adapters, state, 0.5, n)["modules"]) for n in range(40)]
+        for _ in range(2)
+    )
+    assert len(set(drawn)) == 6  # two of four
+    assert drawn == again
+
+
+def test_with_whole_budgets_fed_plora_is_fedit():
+    states = []
+    for name in ("fed-plora", "fedit"):
+        method, adapters = build(name)
+        state = some_state(method, adapters)
+        states.append(aggregate(method, state, replies(method, adapters, state, range(4))))
+    for name in ("B", "A"):
+        assert_close([states[0][name]], [states[1][name]], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("modules", [[0b0001], [0b0111], [0b110000], [0b10010001]])
+def test_a_reply_with_other_modules_than_its_budget_pays_for_is_refused(modules):
+    method, adapters = build("fed-plora", rank=4)
+    state = some_state(method, adapters)
+    upload = train_client(method, adapters, state, 0.5, 1)
+    bad = upload | {"modules": torch.tensor(modules, dtype=torch.uint8)}
+    with pytest.raises(ValueError, match=r"modules marks \[.*\], expected 2 of the first 4"):
+        method.check(bad, 0.5)
