@@ -71,6 +71,7 @@ METHODS = {
     ),
     "fedrot-lora": Listed("ravan_flwr.methods.fedrot_lora", ignores=("layer-form",)),
     "fed-plora": Listed("ravan_flwr.methods.fed_plora", ignores=("layer-form",)),
+    "rolora": Listed("ravan_flwr.methods.rolora", ignores=("layer-form",)),
     "lora-fair": Listed("ravan_flwr.methods.lora_fair", averages=False, ignores=("layer-form",)),
 }
 

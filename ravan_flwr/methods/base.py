@@ -50,7 +50,8 @@ A is drawn from the seed on both sides and frozen: B alone travels, and its mean
         def fingerprint(self, adapters):
             return probe([(adapter.A,) for adapter in adapters])
 
-docs/add-a-method.md adds another one, step by step. A method may hold one round before the first,
+docs/add-a-method.md adds another one, step by step. A method whose rounds are not all alike says so
+in `in_round`: both sides ask it for the method of the round, and the others never see the number. A method may hold one round before the first,
 which makes tensors that stay: its `calibration` (calibration.py).
 
 Nothing here knows of the classifier, of evaluation or of Flower: those are the same for
@@ -104,6 +105,8 @@ class Method(ABC, Generic[Adapter]):
     # In how many parts a client can train it: heads, or ranks. None: whole, or not at all.
     parts: int | None = None
     calibration: Calibration[Adapter] | None = None  # the round before the first, if there is one
+    turns: int = 1  # after how many rounds `in_round` gives the same again
+    held: tuple[str, ...] = ()  # tensors of the state that stay as they are in this round
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         self.settings = settings

@@ -50,10 +50,13 @@ class ServerState:
 
     def advance(self, sums: Aggregate) -> None:
         """Take the next state; ValueError, and no change, if honest replies cannot have made it."""
-        mean = sums.close()
-        state, moments = self._optimizer.step(self.tensors, mean, self._moments)
+        mean, held = sums.close(), sums.method.held
+        old, new = ({k: v for k, v in s.items() if k not in held} for s in (self.tensors, mean))
+        moved, moments = self._optimizer.step(old, new, self._moments)
+        state = mean | moved
         check_room(state, self._wire)  # else it could never be sent
-        self.tensors, self._moments = state, moments
+        kept = {k: v for k, v in self._moments.items() if k.split("/")[0] in held}
+        self.tensors, self._moments = state, kept | moments
 
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:

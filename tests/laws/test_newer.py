@@ -9,10 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr.adapters import Layer
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.fedrot_lora import nearest, towards
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.limit import ChangeLimit
+from ravan_flwr.server.optimizer import ServerOptimizer
+from ravan_flwr.server.state import MOMENTS, ServerState
 from tests.methods import (
     LAYERS,
     aggregate,
@@ -456,3 +459,84 @@ def test_a_reply_with_other_modules_than_its_budget_pays_for_is_refused(modules)
     bad = upload | {"modules": torch.tensor(modules, dtype=torch.uint8)}
     with pytest.raises(ValueError, match=r"modules marks \[.*\], expected 2 of the first 4"):
         method.check(bad, 0.5)
+
+
+# RoLoRA
+
+
+@given(st.lists(SEEDS, min_size=1, max_size=4), st.sampled_from([1.0, 0.5]))
+def test_rolora_averages_b_and_a_in_turn_and_both_are_exact(rounds, scale):
+    whole, adapters = build("rolora", lora_scale=scale)
+    state = whole.initial_state(adapters)
+    for number, seeds in enumerate(rounds, start=1):
+        method, turn, other = whole.in_round(number), *("BA" if number % 2 else "AB")
+        sent, each = [], []
+        for seed, weight in zip(seeds, weights_of(seeds), strict=True):
+            sent.append((train_client(method, adapters, state, 1.0, seed), 1.0, weight))
+            each.append([delta.double() for delta in method.delta_weights(adapters)])
+        assert all(set(upload) == {turn} for upload, *_ in sent)
+        new = aggregate(method, state, sent)
+        assert torch.equal(new[other], state[other])
+        mean = loop_mean([upload[turn].double() for upload, *_ in sent], weights_of(seeds))
+        assert_close([new[turn]], [mean], **TIGHT)
+        state = new
+        for got, layer in zip(deltas(whole, adapters, state), zip(*each, strict=True), strict=True):
+            assert_close([got], [loop_mean(list(layer), weights_of(seeds))], **TIGHT)
+
+
+def test_rolora_trains_as_many_parameters_as_fedit_in_two_rounds():
+    method, adapters = build("rolora", rank=None, lora_rank=2)
+    assert method.rank == build("fedit", rank=None, lora_rank=2)[0].rank == 2
+    method.load(adapters, method.initial_state(adapters))
+    trained, sent = [], []
+    for number in (1, 2):
+        method.load(adapters, method.initial_state(adapters))
+        half = method.in_round(number)
+        half.choose(adapters, 1.0, torch.Generator(), lambda: None)
+        trained.append(sum(p.numel() for p in half.parameters(adapters)))
+        sent.append(half.upload_bytes(1.0))
+    assert trained == [2 * (6 + 4), 2 * (5 + 7)]
+    assert sum(trained) == method.trainable_parameters()
+    assert sent == [4 * number for number in trained]
+
+
+@pytest.mark.parametrize("robust", ["median", "trimmed-mean"])
+def test_a_robust_rolora_round_leaves_the_other_factor_alone(robust):
+    whole, adapters = build("rolora")
+    state = some_state(whole, adapters)
+    for number, turn, other in ((1, "B", "A"), (2, "A", "B")):
+        method = whole.in_round(number)
+        pot = Aggregate(method, state, ChangeLimit(1e9), robust)
+        for seed in range(5):
+            pot.offer(train_client(method, adapters, state, 1.0, seed), 1.0)
+        new = pot.close()
+        assert torch.equal(new[other], state[other])
+        assert not torch.equal(new[turn], state[turn])
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adam"])
+def test_the_server_optimiser_moves_no_factor_whose_turn_it_is_not(kind):
+    """Its memory of the last turn stays, as if the rounds between had not been."""
+    whole, adapters = build("rolora")
+    config = read_config(
+        {"method": "rolora", "server-optimizer": kind, "server-learning-rate": 0.5,
+         "max-update-norm": 1e9}
+    )  # fmt: skip
+    server = ServerState(config, [])
+    server.tensors = start = some_state(whole, adapters)
+    moved = {"B": [], "A": []}
+    for number in range(1, 5):
+        method, turn, other = whole.in_round(number), *("BA" if number % 2 else "AB")
+        before, sums = server.tensors, server.open_sums(method)
+        for seed in range(3):
+            sums.offer(train_client(method, adapters, before, 1.0, seed + 10 * number), 1.0)
+        moved[turn].append(sums._rounds[0].close()[turn])
+        server.advance(sums)
+        assert torch.equal(server.tensors[other], before[other])
+    optimizer = ServerOptimizer(kind, 0.5, config.server_momentum)
+    for name, means in moved.items():
+        state, moments = {name: start[name]}, {}
+        for mean in means:
+            state, moments = optimizer.step(state, {name: mean}, moments)
+        assert torch.equal(state[name], server.tensors[name])
+        assert all(torch.equal(server.memory[f"{MOMENTS}{k}"], v) for k, v in moments.items())
