@@ -51,8 +51,9 @@ A is drawn from the seed on both sides and frozen: B alone travels, and its mean
             return probe([(adapter.A,) for adapter in adapters])
 
 docs/add-a-method.md adds another one, step by step. A method whose rounds are not all alike says so
-in `in_round`: both sides ask it for the method of the round, and the others never see the number. A method may hold one round before the first,
-which makes tensors that stay: its `calibration` (calibration.py).
+in `in_round`: both sides ask it for the method of the round, and the others never see the number.
+A method may hold one round before the first, which makes tensors that stay: its `calibration`
+(calibration.py).
 
 Nothing here knows of the classifier, of evaluation or of Flower: those are the same for
 every method.

@@ -257,7 +257,8 @@ def test_ranks_that_cancel_each_other_in_a_raflora_reply_are_measured_apart():
     pot.limit.check_growth = lambda name, old, norm: seen.append((name, norm))  # type: ignore[method-assign]
     seen: list[tuple[str, float]] = []
     pot.offer(bad, 1.0)
-    assert seen == [("B", pytest.approx(2**0.5 * 300.0**2))]
+    ((name, norm),) = seen
+    assert (name, norm) == ("B", pytest.approx(2**0.5 * 300.0**2))
 
 
 # FLoRA
@@ -469,7 +470,8 @@ def test_rolora_averages_b_and_a_in_turn_and_both_are_exact(rounds, scale):
     whole, adapters = build("rolora", lora_scale=scale)
     state = whole.initial_state(adapters)
     for number, seeds in enumerate(rounds, start=1):
-        method, turn, other = whole.in_round(number), *("BA" if number % 2 else "AB")
+        method = whole.in_round(number)
+        turn, other = ("B", "A") if number % 2 else ("A", "B")
         sent, each = [], []
         for seed, weight in zip(seeds, weights_of(seeds), strict=True):
             sent.append((train_client(method, adapters, state, 1.0, seed), 1.0, weight))
@@ -524,9 +526,10 @@ def test_the_server_optimiser_moves_no_factor_whose_turn_it_is_not(kind):
     )  # fmt: skip
     server = ServerState(config, [])
     server.tensors = start = some_state(whole, adapters)
-    moved = {"B": [], "A": []}
+    moved: dict[str, list[torch.Tensor]] = {"B": [], "A": []}
     for number in range(1, 5):
-        method, turn, other = whole.in_round(number), *("BA" if number % 2 else "AB")
+        method = whole.in_round(number)
+        turn, other = ("B", "A") if number % 2 else ("A", "B")
         before, sums = server.tensors, server.open_sums(method)
         for seed in range(3):
             sums.offer(train_client(method, adapters, before, 1.0, seed + 10 * number), 1.0)
@@ -535,7 +538,8 @@ def test_the_server_optimiser_moves_no_factor_whose_turn_it_is_not(kind):
         assert torch.equal(server.tensors[other], before[other])
     optimizer = ServerOptimizer(kind, 0.5, config.server_momentum)
     for name, means in moved.items():
-        state, moments = {name: start[name]}, {}
+        moments: dict[str, torch.Tensor] = {}
+        state = {name: start[name]}
         for mean in means:
             state, moments = optimizer.step(state, {name: mean}, moments)
         assert torch.equal(state[name], server.tensors[name])
