@@ -1,5 +1,6 @@
 """The methods of 2024 to 2026, each against the equations of its paper, in slow float64 loops."""
 
+import contextlib
 import itertools
 import math
 
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 
 from ravan_flwr.adapters import Layer
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.fedrot_lora import nearest, towards
 from ravan_flwr.server.aggregation import Aggregate
-from ravan_flwr.server.limit import ChangeLimit
+from ravan_flwr.server.limit import ChangeLimit, changes_of
 from ravan_flwr.server.optimizer import ServerOptimizer
 from ravan_flwr.server.state import MOMENTS, ServerState
 from tests.methods import (
@@ -545,3 +547,58 @@ def test_the_server_optimiser_moves_no_factor_whose_turn_it_is_not(kind):
             state, moments = optimizer.step(state, {name: mean}, moments)
         assert torch.equal(state[name], server.tensors[name])
         assert all(torch.equal(server.memory[f"{MOMENTS}{k}"], v) for k, v in moments.items())
+
+
+# What lies within the limits can do.
+
+LIES = {
+    "one number": lambda change: change.flatten()[:1],
+    "the first half": lambda change: change.flatten()[: max(1, change.numel() // 2)],
+    "all": lambda change: change.flatten(),
+}
+
+
+RESIDUAL = ("fedex-lora", 100.0)
+# FedEx-LoRA's residual has no limit of its own for a learning rate of 1 over 100 steps.
+STEPS = [
+    (name, step) for name in METHODS for step in (0.01, 1.0, 100.0) if (name, step) != RESIDUAL
+]
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize(("name", "step"), STEPS)
+def test_a_lie_within_the_limits_of_its_tensors_costs_its_own_reply_at_most(name, step, lie):
+    """Products of factors that are as far off as each may be: the round closes all the same."""
+    method, adapters = build(name, rank=4 if name != "ravan" else 2)
+    state = method.initial_state(adapters)
+    limit, share = ChangeLimit(None, step), 1.0
+    for number in range(3):
+        sent = method.broadcast(state, share)
+        method.load(adapters, sent)
+        method.choose(adapters, share, torch.Generator(), lambda: None)
+        still = method.upload(adapters)
+        start = method.start_of(still, sent)
+        changes, bad = changes_of(still, start), dict(still)
+        for key, change in changes.items():
+            flat = torch.zeros(change.numbers)
+            part = LIES[lie](flat)
+            size = 0.999 * limit._most(key, change)[0] * math.sqrt(change.numbers / len(part))
+            part += size
+            bad[key] = still[key] + flat.view_as(still[key])
+        pot = Aggregate(method, state, limit)
+        others = [(train_client(method, adapters, state, 0.25, n), 0.25) for n in range(3)]
+        for upload, budget in others:
+            for key in start:  # honest ones, which move as far as Adam does
+                first = method.start_of(upload, method.broadcast(state, _can(method, budget)))[key]
+                away = upload[key] - first
+                upload[key] = first + 0.8 * step * away / max(1e-9, float(away.abs().max()))
+            pot.offer(upload, _can(method, budget))
+        with contextlib.suppress(ValueError):  # it costs itself
+            pot.offer(bad, share)
+        state = pot.close()
+        assert pot.count >= len(others), number
+
+
+def _can(method, share):
+    """A share with which a client can train it."""
+    return share if method.can_train(share) else 1.0
