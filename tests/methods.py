@@ -18,7 +18,7 @@ SETTINGS = Settings(
     calibration_steps=2, scaling="trained", scoring="random", selection="layer",
 )  # fmt: skip
 # Of all others the aggregate's delta-weight is the mean of the clients'.
-INEXACT = ("fedit", "hetlora", "flexlora")
+INEXACT = ("fedit", "hetlora", "flexlora", "lora-fair", "raflora", "fedrot-lora", "fed-plora")
 
 
 class Network(nn.Module):

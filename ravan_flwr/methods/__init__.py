@@ -61,6 +61,18 @@ METHODS = {
     ),
     "hetlora": Listed("ravan_flwr.methods.hetlora", averages=False, ignores=("layer-form",)),
     "flexlora": Listed("ravan_flwr.methods.flexlora", averages=False, ignores=("layer-form",)),
+    # Its A has orthonormal rows from the first round on.
+    "fedsvd": Listed(
+        "ravan_flwr.methods.fedsvd", 3e-3, averages=False, ignores=("layer-form", "init-scale")
+    ),
+    "raflora": Listed("ravan_flwr.methods.raflora", averages=False, ignores=("layer-form",)),
+    "flora": Listed(
+        "ravan_flwr.methods.flora", averages=False, frozen_backbone=False, ignores=("layer-form",)
+    ),
+    "fedrot-lora": Listed("ravan_flwr.methods.fedrot_lora", ignores=("layer-form",)),
+    "fed-plora": Listed("ravan_flwr.methods.fed_plora", ignores=("layer-form",)),
+    "rolora": Listed("ravan_flwr.methods.rolora", ignores=("layer-form",)),
+    "lora-fair": Listed("ravan_flwr.methods.lora_fair", averages=False, ignores=("layer-form",)),
 }
 
 

@@ -50,8 +50,10 @@ A is drawn from the seed on both sides and frozen: B alone travels, and its mean
         def fingerprint(self, adapters):
             return probe([(adapter.A,) for adapter in adapters])
 
-docs/add-a-method.md adds another one, step by step. A method may hold one round before the first,
-which makes tensors that stay: its `calibration` (calibration.py).
+docs/add-a-method.md adds another one, step by step. A method whose rounds are not all alike says so
+in `in_round`: both sides ask it for the method of the round, and the others never see the number.
+A method may hold one round before the first, which makes tensors that stay: its `calibration`
+(calibration.py).
 
 Nothing here knows of the classifier, of evaluation or of Flower: those are the same for
 every method.
@@ -104,6 +106,8 @@ class Method(ABC, Generic[Adapter]):
     # In how many parts a client can train it: heads, or ranks. None: whole, or not at all.
     parts: int | None = None
     calibration: Calibration[Adapter] | None = None  # the round before the first, if there is one
+    turns: int = 1  # after how many rounds `in_round` gives the same again
+    held: tuple[str, ...] = ()  # tensors of the state that stay as they are in this round
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         self.settings = settings
@@ -113,6 +117,10 @@ class Method(ABC, Generic[Adapter]):
         self.budget = settings.lora_rank * sum(
             layer.out_features + layer.in_features for layer in layers
         )
+
+    def in_round(self, number: int) -> "Method[Adapter]":  # noqa: ARG002 (most are alike in all rounds)
+        """Give the method as it is in a training round, where its rounds differ."""
+        return self
 
     # What it costs.
 
@@ -184,8 +192,11 @@ class Method(ABC, Generic[Adapter]):
         """
         return {}
 
-    def norms_made(self) -> dict[str, float]:
-        """Return the norms that tensors of the next state have by its making, whatever came in."""
+    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
+        """Return the norms that tensors of the next state may have by its making, if no reply lied.
+
+        `alone` has the largest of the accepted uploads' `norms_alone`.
+        """
         return {}
 
     # The client's half. `adapters` are what `install` made.

@@ -32,7 +32,7 @@ class FlexLora(RankedLora):
     def norms_alone(self, upload: Mapping[str, Tensor]) -> dict[str, float]:
         return {"B": math.hypot(*map(product_norm, *self.split(upload)))}  # A has norm 1 rows
 
-    def norms_made(self) -> dict[str, float]:
+    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
         return {"A": math.sqrt(self.rank * len(self.layers))}  # the drawn A may be smaller
 
 

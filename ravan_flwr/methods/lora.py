@@ -51,9 +51,13 @@ class LoraMethod(Method[LoRALinear]):
     @cached_property
     def drawn_A(self) -> list[Tensor]:
         """Draw A(0) of every layer."""
+        return self.draw_A()
+
+    def draw_A(self, *purpose: int) -> list[Tensor]:
+        """Draw an A for every layer, another one for each purpose."""
         drawn = []
         for layer in self.layers:
-            random = generator(self.settings.seed, "lora", layer.name)
+            random = generator(self.settings.seed, "lora", layer.name, *purpose)
             A = torch.randn(self.rank, layer.in_features, generator=random, dtype=torch.float64)
             drawn.append((self.settings.init_scale / math.sqrt(layer.in_features) * A).float())
         return drawn

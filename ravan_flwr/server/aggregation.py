@@ -3,8 +3,8 @@
 The method knows nothing of the classifier, which is the same for all of them: it is put beside
 what the method sends, and averaged beside the method's sums.
 
-Memory does not grow with the number of clients, but for a robust round, which keeps every reply
-until it closes. What is rejected never reaches a sum.
+Memory does not grow with the number of clients, but for a robust round and a round of raFLoRA,
+which keep every reply until they close. What is rejected never reaches a sum.
 """
 
 import math
@@ -53,6 +53,7 @@ class Aggregate:
         )
         self.changes: list[Changes] = []  # of the accepted uploads
         self.steps: list[float] = []  # learning rate times steps, of their clients
+        self._alone: dict[str, float] = {}  # the largest of their norms alone
 
     @property
     def count(self) -> int:
@@ -73,8 +74,9 @@ class Aggregate:
         start = self._start_of(own, share) | self._classifier
         changes = changes_of(upload, start, self.limit.wire)
         self.limit.check(changes, step)
-        for name, norm in self.method.norms_alone(own).items():
-            self.limit.check_growth(name, self._state[name], norm, step)
+        alone = self.method.norms_alone(own)
+        for name, norm in alone.items():
+            self.limit.check_growth(name, self._state.get(name, start[name]), norm, step)
         if self._robust:
             own = self.method.filled(own, self._state)
         of_method, of_classifier = self._rounds
@@ -82,6 +84,7 @@ class Aggregate:
         of_classifier.add(upload, weight)
         self.changes.append(changes)
         self.steps.append(step)
+        self._alone |= {name: max(norm, self._alone.get(name, 0.0)) for name, norm in alone.items()}
 
     def _start_of(self, own: Tensors, share: float) -> Tensors:
         """Return what an upload's tensors were when they were sent to a client with that share."""
@@ -93,7 +96,7 @@ class Aggregate:
         new = of_method.close() | of_classifier.close()
         # Also of a round without effect: the next has its limit.
         self.limit.learn(self.changes, self.steps)
-        made = self.method.norms_made()
+        made = self.method.norms_made(self._state, self._alone)
         step = max(self.steps, default=0.0)
         self.limit.check_state(self._state | self._classifier, new, made, step)
         return new

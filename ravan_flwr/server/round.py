@@ -64,6 +64,7 @@ class Round(ABC):
 
     def __init__(self, number: int, run: Run) -> None:
         self.number, self.run = number, run
+        self.method = run.method.in_round(number)
         self.ledger = Ledger(number, run.roster.partitions)
         self.least = run.config.min_replies  # replies that it needs
         self.exchange = self._open_exchange()
@@ -145,7 +146,7 @@ class Round(ABC):
     def _most_numbers(self, share: float) -> int:
         """Return how many numbers an upload of a client with that share has, at most."""
         classifier = self.run.state.tensors.get(CLASSIFIER)
-        shapes = self.run.method.upload_shapes(share).values()
+        shapes = self.method.upload_shapes(share).values()
         return sum(map(math.prod, shapes)) + (0 if classifier is None else classifier.numel())
 
     def steps(self, member: Member) -> int:
@@ -169,13 +170,13 @@ class TrainingRound(Round):
     @cached_property
     def sums(self) -> Aggregate:
         """Return the sums, which open empty when the first reply is there."""
-        return self.run.state.open_sums()
+        return self.run.state.open_sums(self.method)
 
     def add(self, reply: Reply) -> list[list[int]]:
         upload, member = reply.trained.upload, reply.member
         step = self.run.config.learning_rate * reply.steps
         self.sums.offer(upload, member.share, self._weight(member), step)
-        return self.run.method.heads_in(upload)
+        return self.method.heads_in(upload)
 
     def close(self) -> None:
         """Take the next state; if it is refused, the state stays and the ledger says why."""

@@ -26,12 +26,10 @@ class ServerState:
     `derived` is the fingerprint of the model that clients must have; a calibration changes it.
     """
 
-    def __init__(
-        self, config: Config, method: Method, derived: list[float], memory: Tensors | None = None
-    ) -> None:
+    def __init__(self, config: Config, derived: list[float], memory: Tensors | None = None) -> None:
         self.tensors: Tensors = {}
         self.derived = derived
-        self._method, self._robust, self._wire = method, config.robust, config.wire
+        self._robust, self._wire = config.robust, config.wire
         self._moments = _named(memory or {}, MOMENTS)
         step = config.learning_rate * (config.local_steps or 0)  # 0: each client has its own
         usual = _named(memory or {}, CHANGES)
@@ -46,16 +44,19 @@ class ServerState:
         parts = {MOMENTS: self._moments, CHANGES: self._limit.memory}
         return {prefix + k: tensor for prefix, part in parts.items() for k, tensor in part.items()}
 
-    def open_sums(self) -> Aggregate:
-        """Open the sums of a round, which start from these tensors."""
-        return Aggregate(self._method, self.tensors, self._limit, self._robust)
+    def open_sums(self, method: Method) -> Aggregate:
+        """Open the sums of a round of the method, which start from these tensors."""
+        return Aggregate(method, self.tensors, self._limit, self._robust)
 
     def advance(self, sums: Aggregate) -> None:
         """Take the next state; ValueError, and no change, if honest replies cannot have made it."""
-        mean = sums.close()
-        state, moments = self._optimizer.step(self.tensors, mean, self._moments)
+        mean, held = sums.close(), sums.method.held
+        old, new = ({k: v for k, v in s.items() if k not in held} for s in (self.tensors, mean))
+        moved, moments = self._optimizer.step(old, new, self._moments)
+        state = mean | moved
         check_room(state, self._wire)  # else it could never be sent
-        self.tensors, self._moments = state, moments
+        kept = {k: v for k, v in self._moments.items() if k.split("/")[0] in held}
+        self.tensors, self._moments = state, kept | moments
 
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:

@@ -83,7 +83,7 @@ class FederatedTuning(Strategy):
             config.num_clients or 0, backbone, seed_fingerprint, partitions, config.max_share,
             config.min_replies, examples,
         )  # fmt: skip
-        self.state = ServerState(config, method, derived, memory)
+        self.state = ServerState(config, derived, memory)
         self.mail = Mailbox(None if fixed is None else to_record(fixed))
         self._sampler = Sampler(config, method, self.roster)
         self.status = Status(self.roster, tell)
@@ -179,11 +179,12 @@ class FederatedTuning(Strategy):
         """Sample clients, and write each a message with what the method sends it."""
         round_ = self._round_of(server_round)
         self.state.tensors = from_record(arrays)
+        method = self.method.in_round(server_round)
         broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
         for member in self._sampler.sample(grid, round_.ledger):
             share = member.share if self.method.parts else 1.0
             if share not in broadcasts:
-                sent = outgoing(self.method, self.state.tensors, share)
+                sent = outgoing(method, self.state.tensors, share)
                 broadcasts[share] = self._encoded(sent, server_round)
             yield self.mail.message(member, round_.kind, server_round, broadcasts[share], config)
 

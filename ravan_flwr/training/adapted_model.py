@@ -125,9 +125,9 @@ class AdaptedModel:
         for parameter in self.classifier:
             parameter.requires_grad_(self.train_classifier)
 
-    def upload(self) -> Tensors:
-        """Collect what the client sends after its local steps."""
-        tensors = self.method.upload(self.adapters)
+    def upload(self, method: Method) -> Tensors:
+        """Collect what the client sends after its local steps, in a round of the method."""
+        tensors = method.upload(self.adapters)
         if self.train_classifier:
             tensors[CLASSIFIER] = self._flat_classifier().cpu()
         return tensors

@@ -85,9 +85,15 @@ class Skeleton:
     def classifier_size(self) -> int:
         return sum(parameter.numel() for parameter in self.classifier)
 
+    def largest_round(self) -> Method:
+        """Give the method as it is in the round in which a client sends most."""
+        rounds = [self.method.in_round(1 + turn) for turn in range(self.method.turns)]
+        return max(rounds, key=lambda method: method.upload_bytes(1.0))
+
     def bytes_up(self, share: float) -> int:
-        shapes = list(self.method.upload_shapes(share).values())
-        return self._coded(self.method.upload_bytes(share), shapes)
+        method = self.largest_round()
+        shapes = list(method.upload_shapes(share).values())
+        return self._coded(method.upload_bytes(share), shapes)
 
     def bytes_down(self, share: float) -> int:
         initial = self.method.initial_state(self.adapters)
@@ -105,7 +111,7 @@ class Skeleton:
 def step_memory(config: Config, share: float) -> StepMemory:
     """Count the memory of a step of a client with that share of the budget."""
     built = Skeleton.build(config)
-    network, method = built.network, built.method
+    network, method = built.network, built.largest_round()
     method.load(built.adapters, method.broadcast(method.initial_state(built.adapters), share))
     weights = _bytes([*network.parameters(), *network.buffers()])
     method.choose(built.adapters, share, generator(0), lambda: None)

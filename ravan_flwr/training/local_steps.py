@@ -52,9 +52,10 @@ def train_locally(
     stepper = _Stepper(model, task, examples, steps, work)
     with model.holding(broadcast), _dropout_of(work, model.device):
         random = work.generator("heads")
-        model.method.choose(model.adapters, share, random, stepper.backward)
+        method = model.method.in_round(work.round)
+        method.choose(model.adapters, share, random, stepper.backward)
         stepper.train(model.parameters())
-        return LocalResult(model.upload(), stepper.mean_loss())
+        return LocalResult(model.upload(method), stepper.mean_loss())
 
 
 def calibrate_locally(

@@ -131,6 +131,6 @@ def _run(config: Config, built: Skeleton) -> list[str]:
         "trained: values, gradients, moments. kept: what autograd saves in a forward pass,",
         "in float32; with it, in a precision of 16 bits, autocast's copies of frozen weights,",
         "and with gradient checkpointing what one block computes again. Gradients in flight and",
-        "the workspace of the backend come on top; so do FedEx-LoRA's second copy of the adapted",
-        "matrices, and Adam's moments of them in Fed-SB's first round.",
+        "the workspace of the backend come on top; so do the second copy of the adapted matrices",
+        "in FedEx-LoRA and FLoRA, and Adam's moments of them in Fed-SB's first round.",
     ]

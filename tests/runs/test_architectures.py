@@ -65,7 +65,7 @@ def loss_of(network, bench):
         return bench.task.loss(network.eval(), batch_of(bench))
 
 
-METHODS_OF_WEIGHTS = {"full", "fedex-lora"}  # no adapter holds what they change
+METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora"}  # no adapter holds what they change
 OF_ADAPTERS = [name for name in METHODS if name not in METHODS_OF_WEIGHTS]
 # Every architecture with an adapter, the methods in turn; some with what changes its weights.
 PAIRS = [

@@ -25,7 +25,7 @@ SHORT: dict[str, Scalar] = {
     "num-rounds": 2, "local-steps": 5, "batch-size": 8, "report": False, "tracking": "none",
     "budgets": "uniform", "deliver": True,
 }  # fmt: skip
-OF_WEIGHTS = {"full", "fedex-lora"}
+OF_WEIGHTS = {"full", "fedex-lora", "flora"}
 NO_PLACE = "its node config has no result-path"
 
 

@@ -24,7 +24,7 @@ SHORT: dict[str, Scalar] = {
     "num-rounds": 2, "local-steps": 5, "batch-size": 8, "report": False, "tracking": "none",
     "lora-scale": 0.5,
 }  # fmt: skip
-METHODS_OF_WEIGHTS = {"full", "fedex-lora"}  # no adapter holds what they change
+METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora"}  # no adapter holds what they change
 
 
 @pytest.fixture(scope="module", params=METHODS)

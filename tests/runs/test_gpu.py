@@ -84,7 +84,7 @@ def test_every_kind_of_head(init, selection, tmp_path):
 
 # bitsandbytes computes 8 bits by way of float16, and says so.
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", ["ravan", "fedit", "ffa-lora", "hetlora", "flexlora"])
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].frozen_backbone])
 @pytest.mark.parametrize("how", ["8bit", "4bit"])
 def test_a_backbone_in_few_bits(how, method, precision, llama, tmp_path):
     pytest.importorskip("bitsandbytes")

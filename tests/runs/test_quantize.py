@@ -10,12 +10,15 @@ import torch
 from ravan_flwr import result_of, simulate
 from ravan_flwr.adapters.quantize import BITS, quantizable, quantize, weight_norm
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.methods import METHODS
 from ravan_flwr.results.export import merged_network
 from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.workbench import Workbench
 from testing.tiny import small_decoder
 
 pytest.importorskip("bitsandbytes")
+
+FROZEN = [name for name, listed in METHODS.items() if listed.frozen_backbone]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,7 @@ def test_the_network_is_the_same_to_the_bits_rounding(how, settings):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", ["ravan", "fedit", "ffa-lora", "hetlora", "flexlora"])
+@pytest.mark.parametrize("method", FROZEN)
 @pytest.mark.parametrize("how", BITS)
 def test_a_run_trains_and_its_export_is_whole(how, method, precision, settings, tmp_path):
     given = settings | {"quantize": how, "method": method, "precision": precision}
@@ -86,7 +89,7 @@ def test_heads_are_chosen_by_score(how, scoring, settings, tmp_path):
     assert weight_norm(small) == pytest.approx(float(weight.norm()))
 
 
-@pytest.mark.parametrize("method", ["full", "fedex-lora", "fed-sb"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in FROZEN])
 def test_methods_that_change_the_backbone_are_refused(method, settings, tmp_path):
     told = f"quantize = '4bit': got method '{method}', which changes pretrained weights"
     with pytest.raises(ValueError, match=told):

@@ -535,7 +535,7 @@ def test_a_failed_reply_is_rejected_and_its_bytes_are_counted(tmp_path, monkeypa
     assert simulation.summary["bytes-up"] == 2 * 3 * state
 
 
-@pytest.mark.parametrize("method", ["fedex-lora", "hetlora", "flexlora"])
+@pytest.mark.parametrize("method", ["fedex-lora", "hetlora", "flexlora", "raflora"])
 def test_what_each_client_is_sent_is_counted(tmp_path, method):
     simulation = run(
         tmp_path, num_clients=6, method=method, classifier="frozen", local_steps=1,
@@ -623,7 +623,9 @@ def test_a_server_optimiser_resumes_to_the_same_bits(tmp_path, method, kind):
     assert plain.summary["metrics"] != whole.summary["metrics"]
 
 
-@pytest.mark.parametrize("method", ["fedex-lora", "hetlora", "flexlora"])
+@pytest.mark.parametrize(
+    "method", [name for name, listed in METHODS.items() if not listed.averages]
+)
 def test_a_server_optimiser_wants_a_plain_mean(tmp_path, method):
     told = rf"'adam': got method '{method}', which makes its .*expected one of ravan, full"
     with pytest.raises(ValueError, match=told):

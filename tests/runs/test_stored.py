@@ -148,7 +148,7 @@ def test_auto_is_the_checkpoints_own_on_a_gpu_and_whole_on_a_cpu(settings):
     assert backbone_dtype(changing, "cuda") == torch.float32
 
 
-@pytest.mark.parametrize("method", ["full", "fedex-lora", "fed-sb"])
+@pytest.mark.parametrize("method", ["full", "fedex-lora", "fed-sb", "flora"])
 def test_methods_that_change_the_backbone_are_refused(method, settings):
     told = f"backbone-dtype = 'bfloat16': got method '{method}', which changes pretrained weights"
     with pytest.raises(ValueError, match=told):

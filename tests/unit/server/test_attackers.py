@@ -109,7 +109,8 @@ class Pointed(Attacker):
         return honest
 
 
-def test_one_product_within_the_limits_of_its_factors_does_not_undo_every_round():
+@pytest.mark.parametrize("method", ["flexlora", "raflora"])
+def test_one_product_within_the_limits_of_its_factors_does_not_undo_every_round(method):
     rate, steps = 1.0, 100  # so that nothing else of these nodes is refused
     limit = ChangeLimit(None, rate * steps)
 
@@ -118,13 +119,27 @@ def test_one_product_within_the_limits_of_its_factors_does_not_undo_every_round(
 
     attacker = Pointed(most)
     notes, _, _ = run(
-        Attacked(attacker, method="flexlora"), rounds=3, clients_per_round=4,
+        Attacked(attacker, method=method), rounds=3, clients_per_round=4,
         max_update_norm="auto", learning_rate=rate, local_steps=steps, evaluate_fn=lambda *_: None,
     )  # fmt: skip
     for record in notes.records:
         assert "refused" not in record
         assert [c["partition-id"] for c in record["clients"]] == [0, 1, 3]
         assert re.search(attacker.told, record["rejected"][0]["reason"])
+
+
+def test_what_factors_within_their_limits_make_of_a_correction_does_not_undo_every_round():
+    rate, steps = 1.0, 100
+    limit = ChangeLimit(None, rate * steps)
+
+    def most(sent):
+        return 0.999 * limit._most("B", changes_of({"B": sent}, {"B": sent})["B"])[0]
+
+    notes, _, _ = run(
+        Attacked(Pointed(most), method="lora-fair"), rounds=3, clients_per_round=4,
+        max_update_norm="auto", learning_rate=rate, local_steps=steps, evaluate_fn=lambda *_: None,
+    )  # fmt: skip
+    assert not any("refused" in record for record in notes.records)
 
 
 def test_a_state_that_the_wire_has_no_room_for_is_not_taken(monkeypatch):

@@ -1,0 +1,164 @@
+"""Train Fed-PLoRA: a LoRA as r parallel modules of rank one (Zhang et al., 2026).
+
+    y = W x + b + scale sum_j B_j A_j x
+
+A client with a share of the budget draws r_c = floor(share * r) of the modules at random, the same
+in all layers, and trains those. The others are folded into its frozen weight, so that it begins
+where the server is. Each B_j and each A_j is averaged over the clients that trained module j, and
+stays where nobody did. What comes of it is no mean of products; with whole budgets it is FedIT.
+
+An upload is {"B", "A"} of the chosen modules, and {"modules": packed bits} that say which they are.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ravan_flwr.adapters import Layer, LoRALinear
+from ravan_flwr.methods.base import Settings, Tensors
+from ravan_flwr.methods.budgets import affordable
+from ravan_flwr.methods.head_means import pack_bits, unpack_bits
+from ravan_flwr.methods.lora import LoraMethod
+from ravan_flwr.methods.tensors import check_form, check_names
+
+
+class FedPLora(LoraMethod):
+    """Keep the state {"B", "A"}."""
+
+    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
+        super().__init__(settings, layers, size)
+        self.parts = self.rank
+
+    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
+        return self.shapes(affordable(share, self.rank))
+
+    def upload_bytes(self, share: float) -> int:
+        return super().upload_bytes(share) + math.ceil(self.rank / 8)
+
+    def adapt(self, layer: Layer, linear: nn.Linear) -> "ParallelLoRALinear":
+        lora = super().adapt(layer, linear)
+        return ParallelLoRALinear(linear, lora.B, lora.A, lora.scale)
+
+    # The server's half.
+
+    def check(self, upload: Mapping[str, Tensor], share: float) -> None:
+        shapes = self.upload_shapes(share)
+        check_names(upload, [*shapes, "modules"])
+        packed = check_form(upload, "modules", [math.ceil(self.rank / 8)], torch.uint8)
+        chosen, number = unpack_bits(packed), affordable(share, self.rank)
+        if chosen[self.rank :].any() or int(chosen.sum()) != number:
+            raise ValueError(
+                f"modules marks {chosen.nonzero().flatten().tolist()}, expected {number} of the "
+                f"first {self.rank}"
+            )
+        for name, shape in shapes.items():
+            check_form(upload, name, shape, torch.float32)
+
+    def filled(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
+        whole = {name: torch.full_like(tensor, torch.nan) for name, tensor in state.items()}
+        chosen = self.modules(upload)
+        for B, A, new_B, new_A in zip(*self.split(whole), *self.split(upload), strict=True):
+            B[:, chosen], A[chosen] = new_B, new_A
+        return whole
+
+    def start_of(self, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
+        chosen, (Bs, As) = self.modules(upload), self.split(sent)
+        return self.pack([B[:, chosen] for B in Bs], [A[chosen] for A in As])
+
+    def modules(self, upload: Mapping[str, Tensor]) -> Tensor:
+        """Tell for each module whether the upload has it."""
+        return unpack_bits(upload["modules"], self.rank)
+
+    def open_round(self, state: Tensors) -> "ModuleMeans":
+        return ModuleMeans(self, state)
+
+    # The client's half.
+
+    def choose(
+        self,
+        adapters: Sequence[LoRALinear],
+        share: float,
+        random: torch.Generator,
+        backward: Callable[[], object],  # noqa: ARG002
+    ) -> None:
+        number = affordable(share, self.rank)
+        if number == self.rank:
+            return
+        chosen = torch.zeros(self.rank, dtype=torch.bool)
+        chosen[torch.randperm(self.rank, generator=random)[:number]] = True
+        for adapter in adapters:
+            assert isinstance(adapter, ParallelLoRALinear)  # `adapt` made it
+            adapter.fold_all_but(chosen)
+
+    def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
+        assert isinstance(adapters[0], ParallelLoRALinear)
+        return super().upload(adapters) | {"modules": pack_bits(adapters[0].chosen)}
+
+
+class ModuleMeans:
+    """Keep the sums of every module's B_j and A_j, and one weight for both."""
+
+    def __init__(self, method: FedPLora, state: Tensors) -> None:
+        self.method, self.state = method, state
+        self.sums = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in state.items()}
+        self.weight = torch.zeros(method.rank, dtype=torch.float64)
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add one client's modules."""
+        chosen, split = self.method.modules(upload), self.method.split
+        for B, A, new_B, new_A in zip(*split(self.sums), *split(upload), strict=True):
+            B[:, chosen] += weight * new_B.double()
+            A[chosen] += weight * new_A.double()
+        self.weight[chosen] += weight
+
+    def close(self) -> Tensors:
+        """Make the next state."""
+        split, trained = self.method.split, self.weight > 0
+        weight = torch.where(trained, self.weight, 1.0)
+        Bs, As = [], []
+        for B, A, old_B, old_A in zip(*split(self.sums), *split(self.state), strict=True):
+            Bs.append(torch.where(trained, (B / weight).float(), old_B))
+            As.append(torch.where(trained[:, None], (A / weight[:, None]).float(), old_A))
+        return self.method.pack(Bs, As)
+
+
+class ParallelLoRALinear(LoRALinear):
+    """Train some modules of a LoRA layer; the others are constants beside the frozen weight."""
+
+    chosen: Tensor  # for each module, whether it is trained
+    folded_columns: Tensor | None  # of B
+    folded_rows: Tensor | None  # of A
+
+    def set_factors(self, B: Tensor, A: Tensor) -> None:
+        """Take copies of these as B and A, all modules of which are trained then."""
+        super().set_factors(B, A)
+        self.chosen = torch.ones(len(A), dtype=torch.bool)
+        self.register_buffer("folded_columns", None, persistent=False)
+        self.register_buffer("folded_rows", None, persistent=False)
+
+    def fold_all_but(self, chosen: Tensor) -> None:
+        """Train the chosen modules alone."""
+        B, A, kept = self.B.detach(), self.A.detach(), chosen.to(self.B.device)
+        if B.is_meta:  # a plan has shapes, and no weights
+            kept = chosen
+        super().set_factors(B[:, kept], A[kept])
+        self.chosen, self.folded_columns, self.folded_rows = chosen, B[:, ~kept], A[~kept]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.folded_columns is None or self.folded_rows is None:
+            return y
+        return y + self.scale * F.linear(F.linear(x, self.folded_rows), self.folded_columns)
+
+    def delta_weight(self) -> Tensor:
+        """Compute scale B A of all modules, (out, in)."""
+        delta = super().delta_weight()
+        if self.folded_columns is None or self.folded_rows is None:
+            return delta
+        return delta + self.scale * self.folded_columns @ self.folded_rows
+
+
+METHOD = FedPLora

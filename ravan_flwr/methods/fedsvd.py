@@ -1,0 +1,86 @@
+"""Train FedSVD: FFA-LoRA, its factors made anew by an SVD after every round (Lee et al., 2025).
+
+Clients get B and A, train B and send it; A is frozen in their hands. The server takes the mean and
+decomposes its product with the A that they had, mean_c(B_c) A = U S V^T. Then
+
+    B <- U S,    A <- V^T
+
+which is the same product, so that nothing is lost: the mean is exact, as FFA-LoRA's is. The rows
+of A are orthonormal, and the columns of B are ordered by what they add to the weight. A product
+has no rows outside of what the rows of A span: that is drawn from the seed once, and stays.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ravan_flwr.adapters import LoRALinear
+from ravan_flwr.adapters.lowrank import ProductSum, complete_rows
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.lora import LoraMethod
+from ravan_flwr.methods.means import Mean
+from ravan_flwr.methods.tensors import flatten
+from ravan_flwr.seeding import generator
+
+
+class FedSVD(LoraMethod):
+    """Keep the state {"B", "A"}, which is sent whole; an upload is {"B"}."""
+
+    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        return {"B": super().shapes(rank)["B"]}
+
+    @cached_property
+    def drawn_A(self) -> list[Tensor]:
+        """Draw A(0) of every layer, with orthonormal rows from the first round on."""
+        drawn = []
+        for layer in self.layers:
+            random = generator(self.settings.seed, "lora", layer.name)
+            nothing = torch.zeros(0, layer.in_features, dtype=torch.float64)
+            drawn.append(complete_rows(nothing, self.rank, random).float())
+        return drawn
+
+    def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
+        super().load(adapters, tensors)
+        for adapter in adapters:
+            adapter.A.requires_grad_(False)
+
+    def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
+        return {"B": flatten([adapter.B for adapter in adapters])}
+
+    def open_round(self, state: Tensors) -> "Refactored":
+        return Refactored(self, state)
+
+    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
+        return {"A": math.sqrt(self.rank * len(self.layers))}
+
+
+class Refactored:
+    """Sum up the clients' B, and decompose what their mean makes with the A that they had."""
+
+    def __init__(self, method: FedSVD, state: Tensors) -> None:
+        self.method, self.state = method, state
+        self.mean = Mean(state["B"])
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add one client's B."""
+        self.mean.add(upload["B"], weight)
+
+    def close(self) -> Tensors:
+        """Make the next state."""
+        if not self.mean.weight:
+            return dict(self.state)
+        means = self.state | {"B": self.mean.sum / self.mean.weight}
+        Bs, As = [], []
+        for B, A in zip(*self.method.split(means), strict=True):
+            product = ProductSum(len(B), A.shape[1])
+            product.add(B, A)
+            U, S, Vh = product.svd()
+            Bs.append(U * S)
+            As.append(Vh)
+        return self.method.pack(Bs, As)
+
+
+METHOD = FedSVD

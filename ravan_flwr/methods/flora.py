@@ -1,0 +1,107 @@
+"""Train FLoRA: stack the clients' factors, and add their product to the weight (Wang et al., 2024).
+
+    W <- W + scale sum_c p_c B_c A_c,    p_c = w_c / sum w
+
+The sum is one product: the B_c side by side times the A_c on top of each other. Nothing is lost,
+also where the clients' ranks differ: a client with a share of the budget trains
+r_c = floor(share * r) ranks. Every round begins anew, with B = 0 and another random A.
+
+What was added so far travels with every broadcast (residual.py). A is drawn on both sides, from
+(seed, layer, number of rounds that had an effect): the state has the number.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ravan_flwr.adapters import Layer, LoRALinear
+from ravan_flwr.adapters.lowrank import ProductSum, product_norm
+from ravan_flwr.methods.base import Settings, Tensors
+from ravan_flwr.methods.budgets import affordable
+from ravan_flwr.methods.residual import ResidualLora
+from ravan_flwr.methods.tensors import check_tensor
+
+
+class Flora(ResidualLora):
+    """Keep the state {"residual", "residual-rank", "rounds"}; an upload is {"B", "A"}."""
+
+    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
+        super().__init__(settings, layers, size)
+        self.parts = self.rank
+
+    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
+        return self.shapes(affordable(share, self.rank))
+
+    def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:  # noqa: ARG002
+        return self.no_residual() | {"rounds": torch.zeros(1, dtype=torch.int32)}
+
+    def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
+        self.load_residual(adapters, tensors)
+        for adapter, A in zip(adapters, self.first_A(tensors), strict=True):
+            adapter.set_factors(torch.zeros(adapter.base.out_features, self.rank), A)
+
+    def first_A(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Draw the A with which a round begins from this state."""
+        number = int(check_tensor(tensors, "rounds", (1,), torch.int32))
+        return self.draw_A(number) if number else self.drawn_A
+
+    def choose(
+        self,
+        adapters: Sequence[LoRALinear],
+        share: float,
+        random: torch.Generator,  # noqa: ARG002
+        backward: Callable[[], object],  # noqa: ARG002
+    ) -> None:
+        rank = affordable(share, self.rank)
+        for adapter in adapters:
+            adapter.set_factors(adapter.B[:, :rank], adapter.A[:rank])
+
+    def start_of(self, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
+        rank = len(upload["B"]) // sum(self.outs)
+        return self.pack(
+            [torch.zeros(out, rank) for out in self.outs],
+            [A[:rank] for A in self.first_A(sent)],
+        )
+
+    def open_round(self, state: Tensors) -> "Stacked":
+        return Stacked(self, state)
+
+    def norms_alone(self, upload: Mapping[str, Tensor]) -> dict[str, float]:
+        # By what A's first rows have, since the limit is that of B's own growth.
+        rows = max(1.0, self.settings.init_scale)
+        return {"B": math.hypot(*map(product_norm, *self.split(upload))) / rows}
+
+    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
+        rows = max(1.0, self.settings.init_scale)
+        added = self.settings.lora_scale * rows * alone.get("B", 0.0)
+        return {"residual": float(state["residual"].double().norm()) + added}
+
+
+class Stacked:
+    """Stack the clients' B_c and A_c per layer, as factors while those are the smaller."""
+
+    def __init__(self, method: Flora, state: Tensors) -> None:
+        self.method, self.state = method, state
+        self.sums = [ProductSum(layer.out_features, layer.in_features) for layer in method.layers]
+        self.weight, self.rank = 0.0, 0
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add one client's B and A, of its own rank."""
+        Bs, As = self.method.split(upload)
+        for total, B, A in zip(self.sums, Bs, As, strict=True):
+            total.add(B, A, weight)
+        self.weight += weight
+        self.rank += len(As[0])
+
+    def close(self) -> Tensors:
+        """Make the next state."""
+        if not self.weight:
+            return dict(self.state)
+        factor = self.method.settings.lora_scale / self.weight
+        added = self.method.add_products(self.state, self.sums, factor, self.rank)
+        return added | {"rounds": self.state["rounds"] + 1}
+
+
+METHOD = Flora
