@@ -27,7 +27,9 @@ from ravan_flwr.training.workbench import get_workbench
 
 log = getLogger(__name__)
 
-FEWEST_STEPS = 500  # of a run, all clients together, for which "auto" gets ready at all
+# Parameters times examples, of a run's steps all together, for which "auto" gets ready at all: less
+# is a second or two. To get ready takes a tenth of a second.
+LEAST_WORK = 10**9
 LEAST_SAVED = 2.0  # seconds; starting workers takes a tenth of that
 ALONE = "clients work one after the other, since no other process can be started: %s"
 LOCAL_WORK = (MessageType.TRAIN, MessageType.EVALUATE)  # what workers do
@@ -62,7 +64,7 @@ class SideBySide:
         self._most = min(most, self._at_a_time)
         # What a user has set is not divided; model.threads is None then.
         self._threads = min(alone, max(1, cores // self._most)) if model.threads else alone
-        if self._most == 1 or (given is None and self._steps < FEWEST_STEPS):
+        if self._most == 1 or (given is None and self._work < LEAST_WORK):
             return
         try:
             self._starter = self._new_starter(divided=bool(model.threads))
@@ -98,6 +100,13 @@ class SideBySide:
             sizes = get_workbench(config).dealt_out(clients)
             each = sum(map(config.steps_of, sizes)) / clients
         return round(config.num_rounds * self._at_a_time * each)
+
+    @property
+    def _work(self) -> int:
+        """Multiply the network's parameters by the examples of all steps of the run."""
+        network = get_workbench(self._config).model.network
+        size = sum(parameter.numel() for parameter in network.parameters())
+        return self._steps * self._config.batch_size * size
 
     @property
     def _may_fork(self) -> bool:

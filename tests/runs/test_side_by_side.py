@@ -78,7 +78,7 @@ def test_auto_starts_workers_once_they_pay_and_gives_the_same_bits(tmp_path, mon
     one = run(tmp_path, 1)
     tiny = run(tmp_path, "auto")
     assert tiny.summary["processes"] == 1
-    monkeypatch.setattr(side_by_side, "FEWEST_STEPS", 0)
+    monkeypatch.setattr(side_by_side, "LEAST_WORK", 0)
     monkeypatch.setattr(side_by_side, "LEAST_SAVED", 0.0)
     long = run(tmp_path, "auto")
     assert long.summary["processes"] == 2
@@ -89,7 +89,7 @@ def test_auto_starts_workers_once_they_pay_and_gives_the_same_bits(tmp_path, mon
 
 def test_auto_leaves_a_core_alone_that_is_not_ours(tmp_path, monkeypatch):
     monkeypatch.setenv(CORES, "1")
-    monkeypatch.setattr(side_by_side, "FEWEST_STEPS", 0)
+    monkeypatch.setattr(side_by_side, "LEAST_WORK", 0)
     monkeypatch.setattr(side_by_side, "LEAST_SAVED", 0.0)
     assert run(tmp_path, "auto").summary["processes"] == 1
 
