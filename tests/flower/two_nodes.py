@@ -23,9 +23,8 @@ def main(folder: str) -> None:
     # Ray writes the cluster's address there, too, which other runs on this machine would join.
     os.environ["RAY_TMPDIR"] = folder
     os.environ["RAY_raylet_start_wait_time_s"] = "240"  # noqa: SIM112 (a busy machine)
-    cluster = Cluster(initialize_head=True, head_node_args=HEAD)
+    cluster = started()
     try:
-        cluster.add_node(num_cpus=1)
         say({"address": cluster.address})
         sys.stdin.read()
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
@@ -39,6 +38,20 @@ def main(folder: str) -> None:
         ray.shutdown()
     finally:
         cluster.shutdown()
+
+
+def started(attempts: int = 4) -> Cluster:
+    """Start the nodes; on a busy machine Ray's agent may need more than its 15 seconds."""
+    cluster = Cluster()
+    try:
+        cluster.add_node(**HEAD)
+        cluster.add_node(num_cpus=1)
+    except Exception:  # Ray raises no other
+        cluster.shutdown()
+        if attempts == 1:
+            raise
+        return started(attempts - 1)
+    return cluster
 
 
 def say(what: dict[str, object]) -> None:
