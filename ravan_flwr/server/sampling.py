@@ -49,7 +49,8 @@ class Sampler:
         config = self.config
         able = self.able(grid, ledger)
         members = self.roster.rested(able, MessageType.TRAIN, ledger.number, config.min_replies)
-        ledger.resting = [m.partition_id for m in able if m not in members]
+        awake = {member.node_id for member in members}
+        ledger.resting = [m.partition_id for m in able if m.node_id not in awake]
         number = min(config.clients_per_round, len(members))
         spare = min(math.ceil(number * (config.over_sample - 1) - 1e-9), len(members) - number)
         return sample(members, number, config.seed, ledger.number, spare)
