@@ -1,4 +1,6 @@
-"""Deal out a shared data set to simulated clients; a device with its own examples has no use for it.
+"""Deal out a shared data set to simulated clients, as a run config says.
+
+A device with its own examples never comes here.
 """
 
 import logging

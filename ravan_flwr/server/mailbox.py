@@ -11,7 +11,7 @@ from ravan_flwr.messages.member import Member
 from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.server.inbox import Inbox
 
-MOST_LATE = 4  # replies of one node that are looked for after their round has closed
+MOST_LATE = 2  # replies of one node that are looked for after their round has closed
 
 
 class Mailbox:
