@@ -29,6 +29,7 @@ log = getLogger(__name__)
 FLOWERS_NODES = 2  # of a simulation whose federation config says no number
 NODES_TIMEOUT = 60.0  # seconds to wait for the first node
 ROSTER_TIMEOUT = 20.0  # seconds to wait for the rest, from the last that came
+AT_ONCE = 64  # questions that are open in Flower's simulation, which looks at all of them often
 REFUSALS_TOLD = 5  # by a line each, of one recruiting
 CATCH_UP = 60.0  # seconds for the answers of nodes that come when the result is delivered
 QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
@@ -66,6 +67,7 @@ class Roster:
         self._members: Mapping[int, Member] | None = None  # None: to be listed anew
         self._checked: Mapping[int, Member] | None = None  # those that fit to each other
         self._most_examples: int | None = None  # None: to be found anew
+        self._unasked = 0  # nodes that are here and will be asked when others have answered
         self._refused_now: list[str] = []  # the reasons of this recruiting
         self.on_answer: Callable[[], None] | None = None  # called when nodes have answered
 
@@ -147,7 +149,8 @@ class Roster:
             if self._take_answers(grid) and wait:
                 deadline, pause = time.monotonic() + ROSTER_TIMEOUT, 0.05
             # A node that dies whenever it is asked, and comes back, is not waited for again.
-            waiting = wait and any(n.question and n.times == 1 for n in self.nodes.values())
+            waiting = any(n.question and n.times == 1 for n in self.nodes.values())
+            waiting = wait and (waiting or self._unasked > 0)
             if not waiting and (self._all_here or time.monotonic() >= deadline):
                 return
             time.sleep(pause)
@@ -172,6 +175,10 @@ class Roster:
             for node_id in since
             if self.nodes[node_id].since is None and not self._inbox.holds(self.nodes[node_id].last)
         ]
+        self._unasked = 0
+        if simulating(grid) and not in_process(grid):
+            room = max(0, AT_ONCE - sum(1 for node in self.nodes.values() if node.question))
+            new, self._unasked = new[:room], len(new[room:])
         messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in new]
         until = time.monotonic() + QUERY_TIMEOUT
         for message in push(grid, messages) if messages else ():

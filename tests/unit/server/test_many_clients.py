@@ -17,7 +17,7 @@ from ravan_flwr.server.ledger import LISTED, REJECTIONS_TOLD, Ledger
 from ravan_flwr.server.mailbox import MOST_LATE, Mailbox
 from ravan_flwr.server.nodes import Node
 from ravan_flwr.server.partitions import Partitions
-from ravan_flwr.server.roster import Roster
+from ravan_flwr.server.roster import AT_ONCE, Roster
 from ravan_flwr.server.status import DESCRIBED, Status
 from tests.hand_made import Nodes, impatient, member, run
 
@@ -97,6 +97,36 @@ def test_an_evaluation_by_all_clients_costs_the_same_for_each():
         return counted.number
 
     assert of_all(160) < 4.2 * of_all(40)
+
+
+def test_flowers_simulation_is_asked_so_many_questions_at_once():
+    """It goes through all that are open for every client, again and again."""
+
+    class Simulated(Nodes):
+        in_process = False
+        most = 0
+
+        def push_messages(self, messages):
+            ids = super().push_messages(messages)
+            Simulated.most = max(Simulated.most, len(self._waiting))
+            return ids
+
+    nodes = Simulated(3 * AT_ONCE + 5)
+    _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
+    assert Simulated.most == AT_ONCE
+    assert len(strategy.roster.members) == 3 * AT_ONCE + 5
+
+
+def test_all_are_asked_before_a_simulation_ends_that_refuses_the_first():
+    class Simulated(Nodes):
+        in_process = False
+
+    nodes = Simulated(2 * AT_ONCE)
+    for number in range(11, 11 + AT_ONCE):
+        other = member(number, 0, num_partitions=2 * AT_ONCE, backbone="another")
+        nodes.members[number] = other
+    _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
+    assert len(strategy.roster.members) == len(strategy.roster.refused) == AT_ONCE
 
 
 def test_a_message_that_waits_is_found_without_looking_at_the_others():
