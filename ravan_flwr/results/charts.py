@@ -169,7 +169,8 @@ def bars(
         drawn = axes.bar(range(len(values)), list(values.values()), color=COLOURS[0], width=0.8)
         if counted and max(values.values()) > _WIDE * min(filter(None, values.values())):
             axes.set_yscale("log")
-            axes.set_ylim(bottom=0.5)
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+            axes.set_ylim(0.5, 2 * max(values.values()))
             y = f"{y}, logarithmic"
         if counted and len(values) <= _MOST_COUNTED:
             axes.bar_label(drawn, [f"{value:,.0f}" for value in values.values()], fontsize=8)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from heapq import nlargest
 
 from ravan_flwr.messages.member import Member
 from ravan_flwr.runs.status import RunStatus
@@ -55,15 +56,14 @@ class Status:
         self._not_before = ended + (ended - began) / SHARE
 
     def _described(self, members: Collection[Member]) -> Iterable[Member]:
-        """Choose the members to describe: where there are too many, those of this step first."""
+        """Choose whom to describe: of too many those of this step, then who was heard of last."""
         if len(members) <= DESCRIBED:
             return members
         chosen = {member.node_id: member for member in self._members_asked[:DESCRIBED]}
-        for member in members:
-            if len(chosen) == DESCRIBED:
-                break
-            chosen[member.node_id] = member
-        return chosen.values()
+        others = (member for member in members if member.node_id not in chosen)
+        nodes = self._roster.nodes
+        last = nlargest(DESCRIBED - len(chosen), others, lambda one: nodes[one.node_id].heard)
+        return [*chosen.values(), *last]
 
     def _now(self) -> RunStatus:
         members = self._roster.members

@@ -44,11 +44,7 @@ def participation(clients, rounds):
 def test_each_of_few_clients_has_a_bar():
     _, _, heights = participation(100, [[0, 7], [7, 99]])
     assert len(heights) == 100
-    assert [(at, height) for at, height in enumerate(heights) if height] == [
-        (0, 1),
-        (7, 2),
-        (99, 1),
-    ]
+    assert {at: height for at, height in enumerate(heights) if height} == {0: 1, 7: 2, 99: 1}
 
 
 @pytest.mark.parametrize("clients", [101, 1_000, 10_000, 1_000_000])
@@ -58,8 +54,8 @@ def test_of_many_clients_a_bar_counts_those_with_as_many_rounds(clients):
     assert f"{clients:,} clients" in chart.about
     told = [text.get_text() for text in axes.texts]
     assert told == [f"{clients - 5:,}", "4", "0", "1"]
-    assert axes.get_yscale() == ("linear" if clients < 30 else "log")
-    assert b"logarithmic" in chart.svg().encode()
+    assert axes.get_yscale() == "log"
+    assert "logarithmic" in chart.svg()
 
 
 def test_where_all_took_part_alike_no_bar_is_out_of_sight():
@@ -69,9 +65,8 @@ def test_where_all_took_part_alike_no_bar_is_out_of_sight():
 
 
 def test_many_numbers_of_rounds_share_bars():
-    _, axes, heights = participation(500, [[number % 3] for number in range(1, 901)])
-    assert sum(heights) == 500
-    assert len(heights) <= 100
+    _, axes, heights = participation(500, [[0]] * 130)
+    assert {at: height for at, height in enumerate(heights) if height} == {0: 499, 65: 1}
     assert "to a bar" in axes.get_xlabel()
 
 

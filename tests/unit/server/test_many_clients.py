@@ -276,13 +276,15 @@ def test_the_status_describes_those_of_this_step_and_counts_the_others():
     for number in range(1, DESCRIBED + 501):
         roster.nodes[number] = Node(number)
         roster._note(roster.nodes[number], member(number, number - 1), "")
+    for number in (3, DESCRIBED + 499):
+        roster.nodes[number].heard = 2e9
     status = Status(roster, told.append)
     asked = [roster.members[number] for number in (DESCRIBED + 400, 7, DESCRIBED + 200)]
     status.begin("training", 1, 5, asked)
     described = [one["partition-id"] for one in told[-1]["nodes"]]
     assert told[-1]["members"] == DESCRIBED + 500
     assert told[-1]["asked"] == [6, DESCRIBED + 199, DESCRIBED + 399]
-    assert described[:3] == told[-1]["asked"]
+    assert described[:5] == [*told[-1]["asked"], 2, DESCRIBED + 498]
     assert len(described) == len(set(described)) == DESCRIBED
 
 
