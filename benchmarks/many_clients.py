@@ -22,7 +22,7 @@ import datasets
 import numpy as np
 from sklearn.datasets import load_digits
 
-READY_BARS = {1_000: 10.0, 10_000: 60.0}  # seconds
+READY_BARS = {1_000: 10.0, 10_000: 60.0}  # seconds of a processor: of the clock, if it is quiet
 ABSENT_BAR = 1e-3  # seconds of a round for a client that is not in it
 COHORT_BAR = 30.0  # MB that ten times as many clients a round may take more
 RECORD_BAR = 1.05  # times the record of a round with a hundredth of the clients
@@ -82,6 +82,7 @@ def main() -> None:
         settings = {
             "data": str(data.absolute()), "partition": asked.partition, "num-rounds": asked.rounds,
             "local-steps": 1, "eval-every": 100, "report": False, "tracking": "none",
+            "processes": 1,
             "output-dir": str(Path(folder) / "runs"),
         }  # fmt: skip
         rows = {
@@ -101,9 +102,9 @@ def main() -> None:
         told: dict[str, Any] = {"many clients": rows, "absent": absent, "cohort MB": grown}
         asked.json.write_text(json.dumps(told, indent=1) + "\n")
     missed = [
-        f"{number:,} clients are ready after {row['ready']:.1f} s, bar {READY_BARS[number]:g}"
+        f"{number:,} clients take {row['ready, processor']:.1f} s, bar {READY_BARS[number]:g}"
         for number, row in ((1_000, thousand), (10_000, many))
-        if row["ready"] > READY_BARS[number]
+        if row["ready, processor"] > READY_BARS[number]
     ]
     if absent > ABSENT_BAR:
         missed.append(f"a client that is not in a round: {absent * 1e3:.2f} ms, bar 1")
