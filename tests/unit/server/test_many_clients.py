@@ -4,12 +4,13 @@ import json
 import logging
 import sys
 from collections import Counter
+from typing import Any
 
 import pytest
 from flwr.app import Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from ravan_flwr.config import presets
+from ravan_flwr.config import presets, yaml_file
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process
 from ravan_flwr.server import ledger as ledgers
@@ -130,7 +131,7 @@ def test_all_are_asked_before_a_simulation_ends_that_refuses_the_first():
 
 
 def test_a_message_that_waits_is_found_without_looking_at_the_others():
-    class Watched(dict):
+    class Watched(dict[str, Message]):
         walked = 0
 
         def __iter__(self):
@@ -272,7 +273,8 @@ def test_who_is_left_out_is_a_line_of_the_log_and_no_page(caplog, monkeypatch):
 
 
 def test_the_status_describes_those_of_this_step_and_counts_the_others():
-    roster, told = Roster(4, "b", [1.0]), []
+    roster = Roster(4, "b", [1.0])
+    told: list[Any] = []
     for number in range(1, DESCRIBED + 501):
         roster.nodes[number] = Node(number)
         roster._note(roster.nodes[number], member(number, number - 1), "")
@@ -290,7 +292,7 @@ def test_the_status_describes_those_of_this_step_and_counts_the_others():
 
 def test_a_preset_is_read_once_for_each_version_of_its_file(tmp_path, monkeypatch):
     reads: Counter[str] = Counter()
-    read = presets.read_yaml
+    read = yaml_file.read_yaml
 
     def counted(path):
         reads[path.name] += 1
