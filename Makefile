@@ -44,6 +44,7 @@ bench: $(INSTALLED)
 	@mkdir -p bench; failed=0; \
 	$(BIN)/python benchmarks/layers.py --repetitions 5 --json bench/layers.json $(CHECK) || failed=1; \
 	$(BIN)/python benchmarks/server.py --json bench/server.json $(CHECK) || failed=1; \
+	$(BIN)/python benchmarks/many_clients.py --json bench/many_clients.json $(CHECK) || failed=1; \
 	$(BIN)/python -m benchmarks.overhead --json bench/overhead.json $(CHECK) || failed=1; \
 	$(BIN)/python benchmarks/cores.py --json bench/cores.json $(CHECK) || failed=1; \
 	$(BIN)/python benchmarks/startup.py --runs 3 --json bench/startup.json $(CHECK) || failed=1; \

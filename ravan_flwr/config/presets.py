@@ -1,6 +1,7 @@
 """Find and read presets: files of `conf/` by their name, any file by its path."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from ravan_flwr.config.key import did_you_mean
@@ -77,6 +78,13 @@ def preset_file(name: str) -> Path:
 def read_preset(name: str) -> Preset:
     """Read and check the preset of that name, or the file at a `PresetPath`."""
     path = preset_file(name)
+    stat = path.stat()
+    return _read(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, _version: tuple[int, ...]) -> Preset:
+    """Read a file once for each of its versions: every message to a client asks for it."""
     content = read_yaml(path)
     try:
         return checked_preset(path, content)

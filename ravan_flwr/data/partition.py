@@ -1,19 +1,16 @@
-"""Deal out a shared data set to simulated clients, by flwr-datasets' partitioners or dealing.py.
+"""Deal out a shared data set to simulated clients, as a run config says.
 
-flwr-datasets imports matplotlib and seaborn, a second of every message to a device, which has a
-process of its own for each; a device with its own examples never comes here.
+A device with its own examples never comes here.
 """
 
 import logging
-import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import datasets
 import numpy as np
 
-from ravan_flwr.data.columns import values_of
-from ravan_flwr.data.dealing import deal_by_client
+from ravan_flwr.data.columns import numbered, values_of
+from ravan_flwr.data.dealing import DRAWS, deal_alike, deal_by_class, deal_by_client
 from ravan_flwr.data.other_partitions import (
     SIZES,
     deal_by_size,
@@ -23,8 +20,7 @@ from ravan_flwr.data.other_partitions import (
 )
 from ravan_flwr.seeding import derive
 
-if TYPE_CHECKING:
-    from flwr_datasets.partitioner import Partitioner
+SEEDS = 20  # that are tried, one after the other, until every client has enough
 
 log = logging.getLogger(__name__)
 
@@ -63,56 +59,30 @@ def deal_out(train: datasets.Dataset, partition: Partition, column: str) -> list
 
 
 def _iid(rows: datasets.Dataset, partition: Partition, _: str, seed: int) -> list[np.ndarray]:
-    """Deal out equal shares of a shuffled whole, by flwr-datasets."""
-    from flwr_datasets.partitioner import IidPartitioner  # noqa: PLC0415
-
-    partitioner = IidPartitioner(num_partitions=partition.number)
-    partitioner.dataset = rows.shuffle(seed=seed)
-    return _dealt(partitioner, partition.number)
+    """Deal out equal shares of a shuffled whole."""
+    return deal_alike(len(rows), partition.number, np.random.default_rng(seed))
 
 
 def _dirichlet(
     rows: datasets.Dataset, partition: Partition, column: str, seed: int
 ) -> list[np.ndarray]:
-    """Split every class over the clients by a draw from a Dirichlet distribution, by flwr-datasets.
+    """Split every class over the clients by a draw from a Dirichlet distribution.
 
     Clients differ in what they have, and widely in how much. Draws that leave a client with next to
-    nothing are repeated, by flwr-datasets ten times a seed, then with further seeds.
+    nothing are repeated, as flwr-datasets does ten times a seed, then with further seeds.
     """
-    from flwr_datasets.partitioner import DirichletPartitioner  # noqa: PLC0415
-
-    smallest = max(1, min(10, len(rows) // (4 * partition.number)))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The specified min_partition_size")
-        for attempt in range(20):
-            partitioner = DirichletPartitioner(
-                num_partitions=partition.number,
-                partition_by=column,
-                alpha=partition.alpha,
-                min_partition_size=smallest,
-                seed=seed + attempt,
-            )
-            partitioner.dataset = rows
-            try:
-                partitioner.load_partition(0)  # this draws, for all clients
-            except ValueError as error:
-                if "number of attempts" not in str(error):
-                    raise
-                continue
-            return _dealt(partitioner, partition.number)
+    number, labels = partition.number, numbered(rows[column][:])[1]
+    smallest = max(1, min(10, len(rows) // (4 * number)))
+    for attempt in range(SEEDS):
+        random = np.random.default_rng(seed + attempt)
+        dealt = deal_by_class(labels, number, partition.alpha, smallest, random)
+        if dealt is not None:
+            return dealt
     raise ValueError(
-        f"partition-alpha = {partition.alpha}: {partition.number} clients got fewer than "
-        f"{smallest} of {len(rows)} examples in every of 220 draws; raise partition-alpha, use "
+        f"partition-alpha = {partition.alpha}: {number} clients got fewer than {smallest} of "
+        f"{len(rows)} examples in every of {SEEDS * DRAWS} draws; raise partition-alpha, use "
         "fewer clients, or partition=dirichlet-by-client"
     )
-
-
-def _dealt(partitioner: "Partitioner", number: int) -> list[np.ndarray]:
-    """Collect the rows of every client."""
-    return [
-        np.asarray(partitioner.load_partition(client).with_format("numpy")["row"][:])
-        for client in range(number)
-    ]
 
 
 def _dirichlet_by_client(

@@ -79,6 +79,7 @@ class InProcessGrid(Grid):
         identify()
         self._run = replace(Run.create_empty(1), primary_task_type=TaskType.SIMULATION)
         self._waiting: dict[str, Message] = {}
+        self._last: dict[tuple[int, str], str] = {}  # by client and kind: the message that waits
         self.clients: SideBySide | None = None  # None: one after the other
         self._timeout = float(run_config.get("round-timeout", KEYS["round-timeout"].default))
         self._until = math.inf  # when the messages that were pushed last are of no use any more
@@ -129,28 +130,24 @@ class InProcessGrid(Grid):
         ids = []
         for message in messages:
             message_id = str(uuid.uuid4())
-            self._forget(message)
+            # One of the same kind to the same client that nobody asked for is dropped.
+            self._waiting.pop(self._last.pop(_about(message), ""), None)
             message.metadata.__dict__["_message_id"] = message_id
             self._waiting[message_id] = message
+            self._last[_about(message)] = message_id
             ids.append(message_id)
         return ids
 
-    def _forget(self, message: Message) -> None:
-        """Drop an older message of the same kind to the same client that nobody asked for."""
-        about = message.metadata.dst_node_id, message.metadata.message_type
-        self._waiting = {
-            key: old
-            for key, old in self._waiting.items()
-            if (old.metadata.dst_node_id, old.metadata.message_type) != about
-        }
-
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Run the next client whose turn it is and return its reply; one at a time."""
-        wanted = set(message_ids)
-        for message_id in self._waiting:
+        wanted = {message_id for message_id in message_ids if message_id in self._waiting}
+        # Of one there is nothing to choose, and the others that wait are not looked at.
+        for message_id in list(wanted) if len(wanted) == 1 else self._waiting:
             if message_id in wanted:
+                message = self._waiting.pop(message_id)
+                self._last.pop(_about(message), None)
                 try:
-                    return [self._deliver(self._waiting.pop(message_id))]
+                    return [self._deliver(message)]
                 except TimeoutError:
                     return []
         return []
@@ -183,9 +180,9 @@ class InProcessGrid(Grid):
         del timeout
         pushed = list(self.push_messages(messages))
         self.expect(pushed)
-        ids = set(pushed)
-        replies: list[Message] = []
-        while ids:
-            replies.extend(self.pull_messages(ids))
-            ids -= {reply.metadata.reply_to_message_id for reply in replies}
-        return replies
+        return [reply for message_id in pushed for reply in self.pull_messages([message_id])]
+
+
+def _about(message: Message) -> tuple[int, str]:
+    """Tell to whom a message goes, and of what kind it is."""
+    return message.metadata.dst_node_id, message.metadata.message_type

@@ -11,6 +11,7 @@ from ravan_flwr.runs.console import megabytes
 from ravan_flwr.runs.status import LARGEST
 
 MOST = 300  # clients that are listed
+AT_WORK = "at work"
 
 
 @dataclass
@@ -42,18 +43,25 @@ class Person:
 
 
 def people_of(seen: Seen) -> dict[str, Any]:
-    """List the clients by partition, as far as there is room for them."""
+    """List the clients by partition; where there are too many, those that do or did something."""
     people: dict[int, Person] = {}
     _add_nodes(people, seen)
     _add_rounds(people, seen)
     _add_now(people, seen)
-    listed = [people[number] for number in sorted(people)]
+    chosen = sorted(people.values(), key=_by_interest)[:MOST]
+    known = max(len(people), seen.status.get("members", 0) if seen.status else 0)
     return {
-        "listed": listed[:MOST],
-        "more": max(0, len(listed) - MOST),
-        "missing": max(0, _parts(seen) - len(listed)),
+        "listed": sorted(chosen, key=lambda person: person.partition),
+        "more": known - len(chosen),
+        "missing": max(0, _parts(seen) - known),
         "known": seen.status is not None,
     }
+
+
+def _by_interest(person: Person) -> tuple[bool, bool, int, int]:
+    """Sort who is at work first, then who does or has something else, then who was the last."""
+    other = not person.now and not person.rejected
+    return person.now != AT_WORK, other, -(person.last_round or 0), person.partition
 
 
 def _parts(seen: Seen) -> int:
@@ -123,6 +131,6 @@ def _add_now(people: dict[int, Person], seen: Seen) -> None:
                 if number in people:
                     people[number].now = word
     if seen.status is not None:
+        answered = set(seen.status["answered"])
         for number in set(seen.status["asked"]) & people.keys():
-            answered = number in seen.status["answered"]
-            people[number].now = "has answered" if answered else "at work"
+            people[number].now = "has answered" if number in answered else AT_WORK

@@ -72,7 +72,7 @@ def _going_on(seen: Seen, done: float) -> Now:
         return Now("running", f"{text}. Nothing was written for", seen.heard, advice, done)
     asked, number = len(status["asked"]), status["round"]
     answers = f", {len(status['answered'])} of {asked} clients have answered" if asked else ""
-    here = len(status["nodes"])
+    here = status.get("members", len(status["nodes"]))
     text = {
         "recruiting": f"Waiting for clients, {here} {'is' if here == 1 else 'are'} here",
         "calibrating": f"Calibrating before the first round{answers}",

@@ -243,6 +243,8 @@ it again to go on.</p>
 {% if people.listed %}
 <p class="note">A client is named by its partition of the data. Its budget is the share of the
 adapter that it can train. Bytes are those of the replies that were used.
+{%- if people.more %} There is room for {{ people.listed | length }}: those at work, and those that
+took part last.{% endif %}
 {%- if people.missing %} {{ people.missing }} more partition{{ "" if people.missing == 1 else "s" }}
 {{ "has" if people.missing == 1 else "have" }} not been seen.{% endif %}</p>
 <div class="wide"><table class="people">

@@ -24,6 +24,8 @@ from matplotlib.ticker import MaxNLocator
 
 INK = "#010203"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B97F00", "#3A93CC", "#8C6BB1", "#7F7F7F")
+_WIDE = 30  # times the smallest bar: beyond it a logarithmic axis shows both
+_MOST_COUNTED = 12  # bars that have room for their numbers
 DASHES: tuple[str, ...] = ("-", "--", "-.", ":")
 
 STYLE: dict[Any, Any] = {
@@ -151,14 +153,31 @@ def _band(axes: Axes, series: Series, colour: str, dash: str, opacity: float) ->
         axes.fill_between(grid, values.min(0), values.max(0), color=colour, alpha=opacity, lw=0)
 
 
-def bars(name: str, title: str, about: str, values: Mapping[str, float], x: str, y: str) -> Chart:
-    """Draw one bar for each name."""
+def bars(
+    name: str,
+    title: str,
+    about: str,
+    values: Mapping[str, float],
+    x: str,
+    y: str,
+    *,
+    counted: bool = False,
+) -> Chart:
+    """Draw one bar for each name; `counted` ones have their numbers, and may differ widely."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
-        axes.bar(range(len(values)), list(values.values()), color=COLOURS[0], width=0.8)
+        drawn = axes.bar(range(len(values)), list(values.values()), color=COLOURS[0], width=0.8)
+        if counted and max(values.values()) > _WIDE * min(filter(None, values.values())):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+            axes.set_ylim(0.5, 2 * max(values.values()))
+            y = f"{y}, logarithmic"
+        if counted and len(values) <= _MOST_COUNTED:
+            axes.bar_label(drawn, [f"{value:,.0f}" for value in values.values()], fontsize=8)
         step = -(-len(values) // 10)
         axes.set_xticks(range(0, len(values), step), [plain(n) for n in list(values)[::step]])
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        if axes.get_yscale() == "linear":
+            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(visible=False, axis="x")
         axes.set_xlabel(x)
         axes.set_ylabel(y)

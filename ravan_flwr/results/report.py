@@ -4,6 +4,7 @@ Runs that differ in nothing but the seed are one line with a band.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -126,24 +127,47 @@ def _confusion(run: RecordedRun, prefix: str) -> list[Chart]:
 
 
 _MOST_ORIGINS = 4  # named below a picture
-_MOST_BARS = 1000  # of clients that never took part: their number is what nodes said
+_MOST_BARS = 100  # of clients, or of numbers of rounds
 
 
 def _participation(run: RecordedRun, prefix: str) -> Chart:
-    took_part = {c["partition-id"] for r in run.rounds for c in r["clients"]}
-    known = took_part | set(range(min(run.config["num-clients"], _MOST_BARS)))
-    counts = {str(partition): 0.0 for partition in sorted(known)}
-    for record in run.rounds:
-        for client in record["clients"] if record["round"] else []:
-            counts[str(client["partition-id"])] += 1
+    """Draw the rounds of each client; of many, how many had so many rounds."""
+    rounds = Counter(
+        client["partition-id"] for r in run.rounds if r["round"] for client in r["clients"]
+    )
+    known = rounds.keys() | {c["partition-id"] for r in run.rounds for c in r["clients"]}
+    number = run.config["num-clients"]  # as nodes said, so that nothing is listed by it
+    if max(number, len(known)) > _MOST_BARS:
+        return _spread(rounds, max(number, len(known)), f"{prefix}participation")
+    known |= set(range(number))
     return bars(
         f"{prefix}participation",
         "Rounds in which each client took part",
         "For each client, named by its partition of the data: the number of rounds in which its "
         "reply was used.",
-        counts,
+        {str(partition): float(rounds[partition]) for partition in sorted(known)},
         x="client (partition)",
         y="rounds",
+    )
+
+
+def _spread(rounds: Counter[int], number: int, name: str) -> Chart:
+    """Draw how many of so many clients took part in no round, in one, in two, and so on."""
+    clients = Counter(rounds.values()) + Counter({0: number - len(rounds)})
+    width = -(-(max(clients) + 1) // _MOST_BARS)  # numbers of rounds that share a bar
+    values = {
+        str(first): float(sum(clients[k] for k in range(first, first + width)))
+        for first in range(0, max(clients) + 1, width)
+    }
+    return bars(
+        name,
+        "Clients by the rounds in which they took part",
+        f"For each number of rounds: how many of the {number:,} clients had their reply used in so "
+        "many.",
+        values,
+        x="rounds" if width == 1 else f"rounds, {width} to a bar",
+        y="clients",
+        counted=True,
     )
 
 

@@ -44,6 +44,8 @@ RoundRecord = TypedDict(
         "rejected": list[Rejection],
         "left-out": list[int],  # partitions that cannot afford the method
         "resting": list[int],  # partitions that were silent before, and were not asked
+        "more-left-out": NotRequired[int],  # than are listed
+        "more-resting": NotRequired[int],
         "spare": list[int],  # partitions whose replies were not needed
         "partitions": int,  # in how many the data is shared
         "bytes-up": int,

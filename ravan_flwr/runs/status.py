@@ -6,10 +6,20 @@ it may be some moments old, and runs of earlier versions have none.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypedDict, cast, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Any,
+    NotRequired,
+    TypedDict,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from ravan_flwr.runs.directory import write_atomically
 
@@ -47,7 +57,8 @@ class RunStatus(TypedDict):
     asked: list[int]  # partitions that were sent a message in this step
     answered: list[int]  # those of them that replied
     partitions: int  # in how many the data is shared
-    nodes: list[NodeStatus]
+    members: NotRequired[int]  # how many clients are there; earlier versions list them all
+    nodes: list[NodeStatus]  # those of this step, and some of the others
     refused: list[RefusedNode]
 
 
@@ -70,9 +81,9 @@ def read_status(folder: Path) -> RunStatus | None:
 def fits(value: object, kind: Any) -> bool:
     """Tell whether a JSON value has a type: a TypedDict, a list of one type, or a plain one."""
     if is_typeddict(kind):
-        fields = get_type_hints(kind)
         return isinstance(value, dict) and all(
-            key in value and fits(value[key], fields[key]) for key in fields
+            fits(value[key], field) if key in value else key in kind.__optional_keys__
+            for key, field in _fields(kind).items()
         )
     if get_origin(kind) is list:
         (each,) = get_args(kind)
@@ -82,6 +93,12 @@ def fits(value: object, kind: Any) -> bool:
     if kind in (int, float):
         return type(value) in ((int,) if kind is int else (int, float)) and _is_sane(value)
     return type(value) is kind
+
+
+@lru_cache
+def _fields(kind: Any) -> Mapping[str, Any]:
+    """Return the types of a TypedDict's values, which Python works out anew each time."""
+    return get_type_hints(kind)
 
 
 def _is_sane(value: Any) -> bool:

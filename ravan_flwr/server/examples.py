@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from logging import getLogger
 from statistics import median_low
 
-from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.member import MOST_EXAMPLES, Member
 
 log = getLogger(__name__)
 
@@ -45,19 +45,20 @@ class ExampleCounts:
             if member.examples != sizes[member.partition_id]
         }
 
-    def counted(self, member: Member, members: Collection[Member]) -> int:
-        """Return by how many examples a member is weighted.
+    def most(self, members: Collection[Member]) -> int:
+        """Return by how many examples one of these is weighted at most, where nobody knows better.
 
-        Where the server does not know their number, they are at most what the operator says, or
-        ten times the median of all: a node that alone has data of its own is no measure of itself.
+        That is what the operator says, or ten times the median of all: a node that alone has data
+        of its own is no measure of itself.
         """
-        if member.node_id in self._checked:
-            return member.examples
-        most = self._most
-        if most is None:
-            claimed = [other.examples for other in members]
-            most = MOST_TIMES * median_low(claimed or [member.examples])
-        return min(member.examples, most)
+        if self._most is not None:
+            return self._most
+        claimed = [member.examples for member in members]
+        return MOST_TIMES * median_low(claimed or [MOST_EXAMPLES])
+
+    def counted(self, member: Member, most: int) -> int:
+        """Return by how many examples a member is weighted; `most` where they are not known."""
+        return member.examples if member.node_id in self._checked else min(member.examples, most)
 
     def _sizes_of(self, parts: int) -> Sequence[int] | None:
         """Return the number of examples in each part; None where the server has not the data."""

@@ -85,7 +85,8 @@ class Exchange:
 
     def _send(self, grid: Grid, messages: list[Message]) -> None:
         """Push the messages; a member whose message is not taken is rejected."""
-        members = {node.node_id: node.member for node in self._nodes.values() if node.member}
+        asked = (self._nodes[message.metadata.dst_node_id] for message in messages)
+        members = {node.node_id: node.member for node in asked if node.member}
         pushed = {id(message) for message in push(grid, messages)}
         for message in messages:
             member = members[message.metadata.dst_node_id]

@@ -14,6 +14,9 @@ from ravan_flwr.server.replies import Reply
 
 log = getLogger(__name__)
 
+LISTED = 1000  # clients that are not in a round, at most; the others are counted
+REJECTIONS_TOLD = 20  # of a round, by a line of the log each; the record has all
+
 
 @dataclass
 class Ledger:
@@ -66,7 +69,10 @@ class Ledger:
         """Note that a reply was not used, or did not come, and why."""
         text = plain(f"missing {reason}" if isinstance(reason, KeyError) else str(reason))
         self.rejected.append({"client": f"partition {member.partition_id}", "reason": text})
-        log.warning("rejected partition %d: %s", member.partition_id, text)
+        if len(self.rejected) <= REJECTIONS_TOLD:
+            log.warning("rejected partition %d: %s", member.partition_id, text)
+        if len(self.rejected) == REJECTIONS_TOLD + 1:
+            log.warning("more are rejected: the record of round %d lists them all", self.number)
 
     @property
     def train_loss(self) -> float:
@@ -82,8 +88,8 @@ class Ledger:
             "metrics": dict(metrics),
             "clients": self._sorted(),
             "rejected": self.rejected,
-            "left-out": self.left_out,
-            "resting": self.resting,
+            "left-out": self.left_out[:LISTED],
+            "resting": self.resting[:LISTED],
             "spare": sorted(self.spare),
             "partitions": self.partitions,
             "bytes-up": self.bytes_up,
@@ -91,6 +97,10 @@ class Ledger:
             "seconds": round(time.perf_counter() - self.started, 4),
             "phases": {phase: round(seconds, 4) for phase, seconds in self.phases.items()},
         }
+        if (more := len(self.left_out) - LISTED) > 0:
+            record["more-left-out"] = more
+        if (more := len(self.resting) - LISTED) > 0:
+            record["more-resting"] = more
         if self.refused:
             record["refused"] = self.refused
         return record

@@ -11,7 +11,7 @@ from ravan_flwr.messages.member import Member
 from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.server.inbox import Inbox
 
-MOST_LATE = 4  # replies of one node that are looked for after their round has closed
+MOST_LATE = 2  # replies of one node that are looked for after their round has closed
 
 
 class Mailbox:
@@ -26,6 +26,7 @@ class Mailbox:
         self._holders: set[int] = set()  # nodes that have the fixed tensors
         # By message id: whose reply is late, and why it will be refused; "" if it was spare.
         self._late: dict[str, tuple[Member, str]] = {}
+        self._late_of: dict[int, list[str]] = {}  # by node, the oldest first
 
     def keep_fixed(self, fixed: ArrayRecord) -> None:
         """Send these to every client once, with the next message that it gets."""
@@ -59,11 +60,15 @@ class Mailbox:
 
     def expect_late(self, message_id: str, member: Member, why: str) -> None:
         """Look for a late reply in the rounds that follow; of one node for the last few only."""
-        of_node = [k for k, (one, _) in self._late.items() if one.node_id == member.node_id]
-        for key in of_node[: len(of_node) - MOST_LATE + 1]:
-            del self._late[key]
+        of_node = self._late_of.setdefault(member.node_id, [])
+        if len(of_node) == MOST_LATE:
+            del self._late[of_node.pop(0)]
+        of_node.append(message_id)
         self._late[message_id] = (member, why)
 
     def take_late(self, message_id: str) -> tuple[Member, str] | None:
         """Return whose late reply this is and why it is refused; None if it is not looked for."""
-        return self._late.pop(message_id, None)
+        found = self._late.pop(message_id, None)
+        if found is not None:
+            self._late_of[found[0].node_id].remove(message_id)
+        return found

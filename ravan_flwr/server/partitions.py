@@ -21,6 +21,7 @@ class Partitions:
         self._before = before
         self._settled: int | None = None  # once nodes that share the data have come
         self._holders: dict[int, int] = {}  # partition id -> the node that had it first
+        self._held: dict[int, int] = {}  # and the other way round
 
     def number(self, members: Collection[Member]) -> int:
         """Return in how many parts the data is shared, as far as these members tell.
@@ -64,9 +65,10 @@ class Partitions:
                 f"partition-id {member.partition_id} is taken by node {holder}; give every "
                 "SuperNode its own"
             )
-        had = [k for k, v in self._holders.items() if v == holder and k != member.partition_id]
-        for partition in had:  # it moved
-            del self._holders[partition]
+        before = self._held.get(holder, member.partition_id)
+        if before != member.partition_id:  # it moved
+            del self._holders[before]
+        self._held[holder] = member.partition_id
         return ""
 
     def check(self, members: Collection[Member], least: int) -> None:

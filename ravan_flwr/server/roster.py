@@ -29,6 +29,7 @@ log = getLogger(__name__)
 FLOWERS_NODES = 2  # of a simulation whose federation config says no number
 NODES_TIMEOUT = 60.0  # seconds to wait for the first node
 ROSTER_TIMEOUT = 20.0  # seconds to wait for the rest, from the last that came
+AT_ONCE = 64  # questions that are open in Flower's simulation, which looks at all of them often
 REFUSALS_TOLD = 5  # by a line each, of one recruiting
 CATCH_UP = 60.0  # seconds for the answers of nodes that come when the result is delivered
 QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
@@ -63,13 +64,20 @@ class Roster:
         self._examples = examples or ExampleCounts()
         self._dealt_out = dealt_out
         self._inbox = Inbox()
+        self._members: Mapping[int, Member] | None = None  # None: to be listed anew
+        self._checked: Mapping[int, Member] | None = None  # those that fit to each other
+        self._most_examples: int | None = None  # None: to be found anew
+        self._unasked = 0  # nodes that are here and will be asked when others have answered
         self._refused_now: list[str] = []  # the reasons of this recruiting
         self.on_answer: Callable[[], None] | None = None  # called when nodes have answered
 
     @property
-    def members(self) -> dict[int, Member]:
-        """Return the nodes that can take part, by node id."""
-        return {n.node_id: n.member for n in self.nodes.values() if n.member is not None}
+    def members(self) -> Mapping[int, Member]:
+        """Return the nodes that can take part, by node id; another mapping when one has changed."""
+        if self._members is None:
+            nodes = self.nodes.values()
+            self._members = {n.node_id: n.member for n in nodes if n.member is not None}
+        return self._members
 
     @property
     def refused(self) -> dict[int, str]:
@@ -83,7 +91,9 @@ class Roster:
 
     def examples(self, member: Member) -> int:
         """Return by how many examples a member is weighted."""
-        return self._examples.counted(member, self.members.values())
+        if self._most_examples is None:
+            self._most_examples = self._examples.most(self.members.values())
+        return self._examples.counted(member, self._most_examples)
 
     def present(self, grid: Grid) -> list[Member]:
         """Return the members that are connected now and have no open question, by partition."""
@@ -139,7 +149,8 @@ class Roster:
             if self._take_answers(grid) and wait:
                 deadline, pause = time.monotonic() + ROSTER_TIMEOUT, 0.05
             # A node that dies whenever it is asked, and comes back, is not waited for again.
-            waiting = wait and any(n.question and n.times == 1 for n in self.nodes.values())
+            waiting = any(n.question and n.times == 1 for n in self.nodes.values())
+            waiting = wait and (waiting or self._unasked > 0)
             if not waiting and (self._all_here or time.monotonic() >= deadline):
                 return
             time.sleep(pause)
@@ -164,6 +175,10 @@ class Roster:
             for node_id in since
             if self.nodes[node_id].since is None and not self._inbox.holds(self.nodes[node_id].last)
         ]
+        self._unasked = 0
+        if simulating(grid) and not in_process(grid):
+            room = max(0, AT_ONCE - sum(1 for node in self.nodes.values() if node.question))
+            new, self._unasked = new[:room], len(new[room:])
         messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in new]
         until = time.monotonic() + QUERY_TIMEOUT
         for message in push(grid, messages) if messages else ():
@@ -204,18 +219,22 @@ class Roster:
             # Put it last in the dict: the order of nodes is that of their answers.
             self.nodes[node.node_id] = self.nodes.pop(node.node_id)
             share = min(member.share, self.max_share)
-            node.member, node.refused = replace(member, share=share), ""
+            self._note(node, replace(member, share=share), "")
 
     # Checks that compare members.
 
     def _check_all(self) -> None:
         """Refuse members that do not fit to the others, or claim what they do not have."""
+        members = self.members
+        if self._checked is members:
+            return  # nobody has come or gone since
         if self._dealt_out:
             self._parts.settle(self.members.values())
             self._refuse_all({k: self._parts.misfit(m) for k, m in self.members.items()})
             self._refuse_all(self._examples.misfits(self.members.values(), self.partitions))
         # At last: a node that was refused before this holds no part of the data.
         self._refuse_all({k: self._parts.claim(m) for k, m in self.members.items()})
+        self._checked = members
 
     def _refuse_all(self, reasons: Mapping[int, str]) -> None:
         for node_id, reason in reasons.items():
@@ -223,10 +242,15 @@ class Roster:
                 self._refuse(self.nodes[node_id], reason)
 
     def _refuse(self, node: Node, reason: str) -> None:
-        node.member, node.refused = None, reason
+        self._note(node, None, reason)
         self._refused_now.append(reason)
         if len(self._refused_now) <= REFUSALS_TOLD:
             log.warning("refused node %d: %s", node.node_id, reason)
+
+    def _note(self, node: Node, member: Member | None, refused: str) -> None:
+        """Note that a node is a member now, or why it is none."""
+        node.member, node.refused = member, refused
+        self._members = self._most_examples = None
 
     # Messages for people.
 

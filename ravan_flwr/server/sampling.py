@@ -15,6 +15,7 @@ from flwr.serverapp import Grid
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.plain_text import listed
 from ravan_flwr.methods.base import Method
 from ravan_flwr.runs.console import count
 from ravan_flwr.seeding import generator
@@ -49,7 +50,8 @@ class Sampler:
         config = self.config
         able = self.able(grid, ledger)
         members = self.roster.rested(able, MessageType.TRAIN, ledger.number, config.min_replies)
-        ledger.resting = [m.partition_id for m in able if m not in members]
+        awake = {member.node_id for member in members}
+        ledger.resting = [m.partition_id for m in able if m.node_id not in awake]
         number = min(config.clients_per_round, len(members))
         spare = min(math.ceil(number * (config.over_sample - 1) - 1e-9), len(members) - number)
         return sample(members, number, config.seed, ledger.number, spare)
@@ -63,7 +65,7 @@ class Sampler:
             log.info(
                 "%s left out, which cannot afford the whole of %s: partitions %s",
                 count(len(ledger.left_out), "client"), self.config.method,
-                ", ".join(map(str, ledger.left_out)) or "none",
+                listed(map(str, ledger.left_out), 20, ", ") or "none",
             )  # fmt: skip
         self._check_budgets(self.roster.members.values())
         return [member for member in members if self.method.can_train(member.share)]

@@ -1,7 +1,8 @@
 """Tell what the run does now, and who takes part, whenever that changes: for `status.json`."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
+from heapq import nlargest
 
 from ravan_flwr.messages.member import Member
 from ravan_flwr.runs.status import RunStatus
@@ -9,6 +10,7 @@ from ravan_flwr.server.nodes import Node
 from ravan_flwr.server.roster import Roster
 
 SHARE = 0.05  # of the time, at most, for telling of single replies
+DESCRIBED = 1000  # clients, at most: a page lists fewer
 
 Tell = Callable[[RunStatus], None]
 
@@ -19,7 +21,7 @@ class Status:
     def __init__(self, roster: Roster, tell: Tell | None) -> None:
         self._roster, self._tell = roster, tell
         self._doing, self._since, self._round, self._rounds = "recruiting", time.time(), 0, 0
-        self._asked: list[int] = []
+        self._members_asked: Sequence[Member] = ()
         self._answered: list[int] = []
         self._not_before = 0.0
         roster.on_answer = self._write_if_quick
@@ -30,7 +32,7 @@ class Status:
         """Note that a step of a round begins, and which members were sent a message in it."""
         self._doing, self._since, self._round = doing, time.time(), number
         self._rounds = self._rounds if rounds is None else rounds
-        self._asked = sorted(member.partition_id for member in asked)
+        self._members_asked = sorted(asked, key=lambda member: member.partition_id)
         self._answered = []
         self._write()
 
@@ -53,16 +55,27 @@ class Status:
         ended = time.perf_counter()
         self._not_before = ended + (ended - began) / SHARE
 
+    def _described(self, members: Collection[Member]) -> Iterable[Member]:
+        """Choose whom to describe: of too many those of this step, then who was heard of last."""
+        if len(members) <= DESCRIBED:
+            return members
+        chosen = {member.node_id: member for member in self._members_asked[:DESCRIBED]}
+        others = (member for member in members if member.node_id not in chosen)
+        nodes = self._roster.nodes
+        last = nlargest(DESCRIBED - len(chosen), others, lambda one: nodes[one.node_id].heard)
+        return [*chosen.values(), *last]
+
     def _now(self) -> RunStatus:
-        members = ((node, node.member) for node in self._roster.nodes.values() if node.member)
+        members = self._roster.members
         return {
             "doing": self._doing,
             "since": self._since,
             "round": self._round,
             "rounds": self._rounds,
-            "asked": self._asked,
+            "asked": [member.partition_id for member in self._members_asked],
             "answered": sorted(self._answered),
             "partitions": self._roster.partitions,
+            "members": len(members),
             "nodes": [
                 {
                     "partition-id": member.partition_id,
@@ -71,9 +84,9 @@ class Status:
                     "examples": member.examples,
                     "own-data": member.own_data,
                     "versions": member.versions,
-                    "heard": node.heard,
+                    "heard": self._roster.nodes[member.node_id].heard,
                 }
-                for node, member in members
+                for member in self._described(members.values())
             ],
             "refused": [
                 {"node": str(node_id), "reason": reason}

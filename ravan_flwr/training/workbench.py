@@ -194,6 +194,7 @@ class Workbench:
         if kept >= len(rows):
             raise ValueError(
                 f"validation-share = {config.validation_share}: partition {partition_id} has "
-                f"{len(rows)} examples, and none would be left to train on; lower it"
+                f"{len(rows)} example{'s' * (len(rows) != 1)}, and none would be left to train on; "
+                "lower it, or use fewer clients"
             )
         return Examples(examples.select(rows[kept:]), examples.select(rows[:kept]))

@@ -1,11 +1,22 @@
-"""Equal shares whose class proportions are drawn for each client: the paper's non-IID clients."""
+"""Rows dealt out as flwr-datasets does, and equal shares with proportions drawn for each client."""
 
+import warnings
+
+import datasets
 import numpy as np
 import pytest
+from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravan_flwr.data.dealing import counts_by_client, deal_by_client, equal_shares
+from ravan_flwr.data.dealing import (
+    counts_by_client,
+    deal_alike,
+    deal_by_class,
+    deal_by_client,
+    equal_shares,
+)
+from ravan_flwr.data.partition import Partition, deal_out
 
 CLASSES = 10
 
@@ -73,3 +84,85 @@ def test_a_class_that_nobody_drew_is_dealt_out_all_the_same():
 
 def test_shares_differ_by_one_at_most():
     assert equal_shares(11, 4).tolist() == [3, 3, 3, 2]
+
+
+def dealt_by(partitioner, rows, clients):
+    partitioner.dataset = rows
+    return [partitioner.load_partition(number)["row"][:] for number in range(clients)]
+
+
+@pytest.mark.parametrize(("number", "clients"), [(1438, 20), (50, 49), (7, 7), (10, 1)])
+def test_clients_that_are_alike_have_what_flwr_datasets_gives_them(number, clients):
+    rows = datasets.Dataset.from_dict({"row": np.arange(number)}).shuffle(seed=5)
+    theirs = dealt_by(IidPartitioner(clients), rows, clients)
+    ours = deal_alike(number, clients, np.random.default_rng(5))
+    assert [mine.tolist() for mine in ours] == theirs
+
+
+@pytest.mark.parametrize("texts", [False, True])
+@pytest.mark.parametrize(
+    ("number", "clients", "alpha", "classes"),
+    [
+        (1438, 20, 0.3, 10),
+        (500, 100, 1.0, 7),
+        (300, 7, 0.05, 20),
+        (200, 1, 0.3, 3),
+        (60, 40, 0.3, 4),
+    ],
+)
+def test_split_classes_are_those_of_flwr_datasets(number, clients, alpha, classes, texts):
+    """To the bit, however often it has to draw; the last is one that neither can deal out."""
+    labels = np.random.default_rng(number).integers(0, classes, number)
+    labels = np.array([f"class {label}" for label in labels]) if texts else labels
+    rows = datasets.Dataset.from_dict({"row": np.arange(number), "label": labels})
+    least = max(1, min(10, number // (4 * clients)))
+    ours = deal_by_class(labels, clients, alpha, least, np.random.default_rng(7))
+    partitioner = DirichletPartitioner(clients, "label", alpha, least, seed=7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if (number, clients) == (60, 40):
+            assert ours is None
+            with pytest.raises(ValueError, match="number of attempts"):
+                dealt_by(partitioner, rows, clients)
+            return
+        theirs = dealt_by(partitioner, rows, clients)
+    assert ours is not None
+    assert [mine.tolist() for mine in ours] == theirs
+
+
+@pytest.mark.parametrize("kind", ["iid", "dirichlet", "dirichlet-by-client"])
+def test_dealing_out_reads_the_data_as_often_for_many_clients_as_for_few(kind, monkeypatch):
+    touched = []
+    for name in ("select", "shard", "__getitem__", "with_format"):
+        inner = getattr(datasets.Dataset, name)
+
+        def counted(*given, inner=inner, **named):
+            touched.append(inner.__name__)
+            return inner(*given, **named)
+
+        monkeypatch.setattr(datasets.Dataset, name, counted)
+    examples = datasets.Dataset.from_dict({"label": labels_of(20_000)})
+
+    def reads(clients):
+        touched.clear()
+        dealt = deal_out(examples, Partition(kind, 50.0, clients, 0), "label")
+        assert sorted(np.concatenate(dealt)) == list(range(20_000))
+        assert min(map(len, dealt)) >= 1
+        return len(touched)
+
+    assert reads(2_000) == reads(2) < 10
+
+
+def test_too_many_clients_for_a_dirichlet_split_are_told_at_once():
+    examples = datasets.Dataset.from_dict({"label": labels_of(2_000)})
+    with pytest.raises(ValueError, match=r"1000 clients got fewer than 1 of 2000 .* 220 draws; "):
+        deal_out(examples, Partition("dirichlet", 0.1, 1000, 0), "label")
+    with pytest.raises(ValueError, match="2001 clients share 2000 examples"):
+        deal_out(examples, Partition("iid", 0.3, 2001, 0), "label")
+
+
+def test_as_many_clients_as_examples_have_one_each():
+    examples = datasets.Dataset.from_dict({"label": labels_of(3_000)})
+    for kind in ("iid", "dirichlet-by-client"):
+        dealt = deal_out(examples, Partition(kind, 0.3, 3_000, 0), "label")
+        assert [len(rows) for rows in dealt] == [1] * 3_000

@@ -302,3 +302,46 @@ def test_a_long_run_is_shown_quickly(tmp_path):
     size = len(page.get())
     assert time.process_time() - began < 1  # 0.1 s here
     assert size < 300_000
+
+
+def test_of_ten_thousand_clients_those_that_do_something_are_listed(tmp_path):
+    """The status describes some; how many there are it says."""
+    last = 9_999
+    described = [node(last), *(node(number) for number in range(999))]
+    folder = run_in(
+        tmp_path,
+        status=status(
+            nodes=described, members=10_000, partitions=10_001, asked=[7, last], answered=[7]
+        ),
+    )
+    rejected = [{"client": "partition 5000", "reason": "late"}]
+    took_part = [client(6_000), client(5_000)]
+    lines(folder, [record(1, clients=took_part, rejected=rejected, partitions=10_001)])
+    people = view_of(FollowedRun(folder).read())["people"]
+    listed = {one.partition: one for one in people["listed"]}
+    assert len(people["listed"]) == MOST
+    assert [*listed] == sorted(listed)
+    assert listed[last].now == "at work"
+    assert listed[7].now == "has answered"
+    assert listed[5_000].rejected == 1
+    assert listed[6_000].rounds == 1
+    assert people["more"] == 10_000 - MOST
+    assert people["missing"] == 1
+    words = page_of(folder).words
+    assert "And 9700 more clients." in words
+    assert "1 more partition has not been seen." in words
+
+
+def test_a_run_that_recruits_says_how_many_are_here(tmp_path):
+    folder = run_in(
+        tmp_path,
+        rounds=0,
+        status=status(doing="recruiting", nodes=[node(0)], members=10_000, asked=[], answered=[]),
+    )
+    assert "10000 are here" in page_of(folder).words
+
+
+@pytest.mark.parametrize("members", ["many", -1.5, True, None, [1], 1e400])
+def test_a_number_of_clients_that_is_none_makes_no_status(tmp_path, members):
+    folder = run_in(tmp_path, status=status(members=members))
+    assert FollowedRun(folder).read().status is None

@@ -1,8 +1,13 @@
-"""Names of layers in a report: short, and still different."""
+"""Names of layers in a report are short, and still different; its pictures hold many clients."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ravan_flwr.results.report import short_names
+from ravan_flwr.results.report import run_charts, short_names
+from ravan_flwr.runs.history import RecordedRun
+from tests.followed import client, record
 
 
 @pytest.mark.parametrize(
@@ -22,3 +27,49 @@ from ravan_flwr.results.report import short_names
 )
 def test_names_lose_the_words_that_all_of_them_share(names, short):
     assert short_names(names) == short
+
+
+def participation(clients, rounds):
+    """The bars by their names, for a run of so many clients in whose rounds these took part."""
+    records: list[Any] = [
+        record(number, clients=[client(partition) for partition in partitions])
+        for number, partitions in enumerate(rounds, start=1)
+    ]
+    run = RecordedRun(Path("a-run"), {"num-clients": clients}, records, None)
+    charts: dict[str, Any] = {chart.name: chart for chart in run_charts(run)}
+    (axes,) = charts["participation"].figure.axes
+    return charts["participation"], axes, [patch.get_height() for patch in axes.patches]
+
+
+def test_each_of_few_clients_has_a_bar():
+    _, _, heights = participation(100, [[0, 7], [7, 99]])
+    assert len(heights) == 100
+    assert {at: height for at, height in enumerate(heights) if height} == {0: 1, 7: 2, 99: 1}
+
+
+@pytest.mark.parametrize("clients", [101, 1_000, 10_000, 1_000_000])
+def test_of_many_clients_a_bar_counts_those_with_as_many_rounds(clients):
+    chart, axes, heights = participation(clients, [[0, 7], [7, 99], [7, 50, 51]])
+    assert heights == [clients - 5, 4, 0, 1]
+    assert f"{clients:,} clients" in chart.about
+    told = [text.get_text() for text in axes.texts]
+    assert told == [f"{clients - 5:,}", "4", "0", "1"]
+    assert axes.get_yscale() == "log"
+    assert "logarithmic" in chart.svg()
+
+
+def test_where_all_took_part_alike_no_bar_is_out_of_sight():
+    _, axes, heights = participation(120, [range(120)] * 3)
+    assert heights == [0, 0, 0, 120]
+    assert axes.get_yscale() == "linear"
+
+
+def test_many_numbers_of_rounds_share_bars():
+    _, axes, heights = participation(500, [[0]] * 130)
+    assert {at: height for at, height in enumerate(heights) if height} == {0: 499, 65: 1}
+    assert "to a bar" in axes.get_xlabel()
+
+
+def test_clients_that_took_part_and_are_no_longer_there_are_counted():
+    _, _, heights = participation(2, [range(150), [3]])
+    assert heights == [0, 149, 1]

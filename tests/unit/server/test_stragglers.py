@@ -142,7 +142,7 @@ def test_of_one_silent_node_few_late_replies_are_looked_for():
         Apart(1), rounds=12, timeout=5.0, clients_per_round=2, over_sample=2.0, straggler_grace=0.2,
         evaluate_fn=lambda *_: None,
     )  # fmt: skip
-    assert 1 <= len(strategy.mail.late) <= MOST_LATE
+    assert 1 <= len(strategy.mail.late) <= 2 * MOST_LATE  # of that one, and of one other
 
 
 def test_all_are_asked_where_the_others_are_too_few():

@@ -1,0 +1,309 @@
+"""A run with many clients costs what its rounds cost: counted in operations, not in seconds."""
+
+import json
+import logging
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+from flwr.app import Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from ravan_flwr.config import presets, yaml_file
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.launch import in_process
+from ravan_flwr.server import ledger as ledgers
+from ravan_flwr.server.ledger import LISTED, REJECTIONS_TOLD, Ledger
+from ravan_flwr.server.mailbox import MOST_LATE, Mailbox
+from ravan_flwr.server.nodes import Node
+from ravan_flwr.server.partitions import Partitions
+from ravan_flwr.server.roster import AT_ONCE, Roster
+from ravan_flwr.server.status import DESCRIBED, Status
+from tests.hand_made import Nodes, impatient, member, run
+
+__all__ = ["impatient"]
+
+PACKAGE = in_process.__file__.removesuffix("launch/in_process.py")
+
+
+class Counted:
+    """Count the operations of Python that this package does in the block."""
+
+    def __enter__(self):
+        self.number = 0
+        self._before = sys.gettrace()
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(self._before)
+
+    def _enter(self, frame, event, arg):
+        code = frame.f_code.co_filename
+        # What `dataclass` writes is in no file: a comparison of members, say.
+        if not code.startswith((PACKAGE, "<string>")):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._count
+
+    def _count(self, frame, event, arg):
+        self.number += 1
+        return self._count
+
+
+def operations(clients, rounds, **settings):
+    """What a run with so many clients does, four of them a round."""
+    nodes = Nodes(clients)
+    with Counted() as counted:
+        run(nodes, rounds=rounds, clients_per_round=4, evaluate_fn=lambda *_: None, **settings)
+    return counted.number
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "examples"])
+def test_asking_the_nodes_costs_the_same_for_each(weighting):
+    few, many = (operations(number, 1, weighting=weighting) for number in (40, 160))
+    assert many < 4.2 * few
+    assert many / 160 < 6000
+
+
+def test_a_client_that_is_not_in_a_round_costs_it_next_to_nothing():
+    def of_a_round(clients):
+        return operations(clients, 2) - operations(clients, 1)
+
+    assert (of_a_round(160) - of_a_round(40)) / 120 < 450
+
+
+def test_clients_that_rest_are_found_without_comparing_all_with_all():
+    def asleep(self, kind, number):
+        return number == 1 and self.node_id % 2
+
+    def of_a_round(clients):
+        nodes = Nodes(clients)
+        with Counted() as counted, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Node, "rests", asleep)
+            notes, _, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
+        assert len(notes.records[0]["resting"]) == clients / 2
+        return counted.number
+
+    assert of_a_round(160) < 4.2 * of_a_round(40)
+
+
+def test_an_evaluation_by_all_clients_costs_the_same_for_each():
+    settings = {"evaluate_on": "clients", "validation_share": 0.5}
+
+    def of_all(clients):
+        with Counted() as counted:
+            run(Nodes(clients), rounds=1, clients_per_round=4, **settings)
+        return counted.number
+
+    assert of_all(160) < 4.2 * of_all(40)
+
+
+def test_flowers_simulation_is_asked_so_many_questions_at_once():
+    """It goes through all that are open for every client, again and again."""
+
+    class Simulated(Nodes):
+        in_process = False
+        most = 0
+
+        def push_messages(self, messages):
+            ids = super().push_messages(messages)
+            Simulated.most = max(Simulated.most, len(self._waiting))
+            return ids
+
+    nodes = Simulated(3 * AT_ONCE + 5)
+    _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
+    assert Simulated.most == AT_ONCE
+    assert len(strategy.roster.members) == 3 * AT_ONCE + 5
+
+
+def test_all_are_asked_before_a_simulation_ends_that_refuses_the_first():
+    class Simulated(Nodes):
+        in_process = False
+
+    nodes = Simulated(2 * AT_ONCE)
+    for number in range(11, 11 + AT_ONCE):
+        other = member(number, 0, num_partitions=2 * AT_ONCE, backbone="another")
+        nodes.members[number] = other
+    _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
+    assert len(strategy.roster.members) == len(strategy.roster.refused) == AT_ONCE
+
+
+def test_a_message_that_waits_is_found_without_looking_at_the_others():
+    class Watched(dict[str, Message]):
+        walked = 0
+
+        def __iter__(self):
+            for key in super().__iter__():
+                Watched.walked += 1
+                yield key
+
+    nodes = Nodes(300)
+    nodes._waiting = Watched()
+    ids = list(nodes.push_messages(Message(RecordDict(), node, "query") for node in nodes.members))
+    for message_id in reversed(ids):
+        (reply,) = nodes.pull_messages([message_id])
+        assert reply.metadata.reply_to_message_id == message_id
+    assert Watched.walked == 0
+    assert not nodes._waiting
+    assert not nodes._last
+
+
+def test_of_two_messages_of_a_kind_the_client_gets_the_later():
+    nodes = Nodes(4)
+    first, other, second = (
+        next(iter(nodes.push_messages([Message(RecordDict(), node, "query")])))
+        for node in (11, 12, 11)
+    )
+    assert nodes.pull_messages([first]) == []
+    replies = [reply for _ in range(3) for reply in nodes.pull_messages([second, first, other])]
+    assert [reply.metadata.reply_to_message_id for reply in replies] == [other, second]
+
+
+def test_all_at_once_get_their_replies_in_the_order_of_the_messages():
+    nodes = Nodes(4)
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    replies = nodes.send_and_receive(
+        Message(RecordDict(), node, "query") for node in (14, 11, 13, 12)
+    )
+    assert [reply.metadata.src_node_id for reply in replies] == [14, 11, 13, 12]
+
+
+def test_members_are_compared_again_only_when_one_has_come_or_gone(monkeypatch):
+    checked: Counter[str] = Counter()
+    claim = Partitions.claim
+
+    def counted(self, one):
+        checked["claims"] += 1
+        return claim(self, one)
+
+    monkeypatch.setattr(Partitions, "claim", counted)
+    run(Nodes(50), rounds=6, clients_per_round=4, evaluate_fn=lambda *_: None)
+    assert checked["claims"] == 50
+
+
+def test_a_node_that_moves_to_another_part_leaves_its_own_to_others():
+    parts = Partitions()
+    assert parts.claim(member(1, 0)) == ""
+    assert "taken by node 1" in parts.claim(member(2, 0))
+    assert parts.claim(member(1, 3)) == ""
+    assert parts.claim(member(2, 0)) == ""
+    assert "taken by node 2" in parts.claim(member(1, 0))
+    assert parts.claim(member(1, 3)) == ""
+
+
+def test_the_bound_on_examples_follows_who_is_there():
+    roster = Roster(4, "b", [1.0])
+    for number, examples in enumerate((1, 1, 100), start=1):
+        roster.nodes[number] = Node(number)
+        roster._note(roster.nodes[number], member(number, own_data=True, examples=examples), "")
+    last = roster.members[3]
+    assert roster.examples(last) == 10
+    roster._refuse(roster.nodes[1], "it has gone")
+    roster._refuse(roster.nodes[2], "it has gone, too")
+    assert roster.members.keys() == {3}
+    assert roster.examples(last) == 100
+
+
+def test_late_replies_of_many_are_each_looked_for():
+    mail = Mailbox(None)
+    for number in range(3):
+        for node in range(5):
+            mail.expect_late(f"{number}/{node}", member(node), f"late {number}")
+    assert sorted(mail.late) == [f"{k}/{n}" for k in range(3 - MOST_LATE, 3) for n in range(5)]
+    assert mail.take_late("2/3") == (member(3), "late 2")
+    assert mail.take_late("2/3") is None
+    mail.expect_late("3/3", member(3), "late 3")
+    assert len(mail.late) == 5 * MOST_LATE
+
+
+def sizes_of_records(clients):
+    nodes = Nodes(clients)
+    notes, _, _ = run(nodes, rounds=2, clients_per_round=4, evaluate_fn=lambda *_: None)
+    memory = sum(tensor.numel() for tensor in notes.memory.values())
+    return [len(json.dumps(record)) for record in notes.records], memory
+
+
+def test_the_size_of_a_record_and_of_a_checkpoint_depend_on_who_takes_part():
+    (few, memory), (many, memory_of_many) = sizes_of_records(20), sizes_of_records(400)
+    assert all(abs(a - b) < 100 for a, b in zip(few, many, strict=True))
+    assert memory == memory_of_many
+
+
+def test_clients_that_are_not_in_a_round_are_listed_so_far_and_counted():
+    ledger = Ledger(1, 10_000)
+    ledger.clients.append({"partition-id": 3, "train-loss": 1.0})  # type: ignore[typeddict-item]
+    assert not {"more-left-out", "more-resting"} & ledger.record({}).keys()
+    ledger.left_out, ledger.resting = list(range(7000)), list(range(7000, 7000 + LISTED))
+    record = ledger.record({})
+    assert record["left-out"] == list(range(LISTED))
+    assert record["more-left-out"] == 7000 - LISTED
+    assert record["resting"] == ledger.resting
+    assert "more-resting" not in record
+    assert len(json.dumps(record)) < 20_000
+
+
+def test_a_log_has_a_line_for_the_first_rejections_and_a_record_has_all(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("ravan_flwr"), "propagate", True)
+    ledger = Ledger(3, 200)
+    for number in range(200):
+        ledger.reject(member(number, number), "no disk")
+    told = [one.getMessage() for one in caplog.records if one.name == ledgers.__name__]
+    assert told[:-1] == [f"rejected partition {n}: no disk" for n in range(REJECTIONS_TOLD)]
+    assert told[-1] == "more are rejected: the record of round 3 lists them all"
+    assert len(ledger.rejected) == 200
+
+
+def test_who_is_left_out_is_a_line_of_the_log_and_no_page(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("ravan_flwr"), "propagate", True)
+    caplog.set_level(logging.INFO, "ravan_flwr")
+    nodes = Nodes(200, method="fedit")
+    for number in range(11, 111):
+        nodes.members[number] = member(
+            number, nodes.members[number].partition_id, num_partitions=200, share=0.5
+        )
+    notes, _, _ = run(
+        nodes, rounds=2, method="fedit", clients_per_round=4, evaluate_fn=lambda *_: None
+    )
+    assert all(len(record["left-out"]) == 100 for record in notes.records)
+    (line,) = [m for m in caplog.messages if "left out" in m]
+    assert "partitions 100, 101, " in line
+    assert line.endswith("119, and 80 more")
+
+
+def test_the_status_describes_those_of_this_step_and_counts_the_others():
+    roster = Roster(4, "b", [1.0])
+    told: list[Any] = []
+    for number in range(1, DESCRIBED + 501):
+        roster.nodes[number] = Node(number)
+        roster._note(roster.nodes[number], member(number, number - 1), "")
+    for number in (3, DESCRIBED + 499):
+        roster.nodes[number].heard = 2e9
+    status = Status(roster, told.append)
+    asked = [roster.members[number] for number in (DESCRIBED + 400, 7, DESCRIBED + 200)]
+    status.begin("training", 1, 5, asked)
+    described = [one["partition-id"] for one in told[-1]["nodes"]]
+    assert told[-1]["members"] == DESCRIBED + 500
+    assert told[-1]["asked"] == [6, DESCRIBED + 199, DESCRIBED + 399]
+    assert described[:5] == [*told[-1]["asked"], 2, DESCRIBED + 498]
+    assert len(described) == len(set(described)) == DESCRIBED
+
+
+def test_a_preset_is_read_once_for_each_version_of_its_file(tmp_path, monkeypatch):
+    reads: Counter[str] = Counter()
+    read = yaml_file.read_yaml
+
+    def counted(path):
+        reads[path.name] += 1
+        return read(path)
+
+    monkeypatch.setattr(presets, "read_yaml", counted)
+    file = tmp_path / "mine.yaml"
+    text = presets.preset_file("digits-vit").read_text()
+    for batch, number in (("batch-size: 32", 32), ("batch-size: 8", 8)):
+        file.write_text(text.replace("batch-size: 32", batch))
+        for _ in range(50):
+            config = read_config({"preset": presets.PresetPath(file)})
+        assert config.batch_size == number
+    assert reads["mine.yaml"] == 2
