@@ -46,7 +46,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/server.py --json bench/server.json $(CHECK) || failed=1; \
 	$(BIN)/python benchmarks/many_clients.py --json bench/many_clients.json $(CHECK) || failed=1; \
 	$(BIN)/python -m benchmarks.overhead --json bench/overhead.json $(CHECK) || failed=1; \
-	$(BIN)/python benchmarks/cores.py --json bench/cores.json $(CHECK) || failed=1; \
+	$(BIN)/python -m benchmarks.cores --json bench/cores.json $(CHECK) || failed=1; \
 	$(BIN)/python benchmarks/startup.py --runs 3 --json bench/startup.json $(CHECK) || failed=1; \
 	$(BIN)/python -m benchmarks.rounds ray --runs 1 --steps 50 --json bench/rounds.json $(CHECK) || failed=1; \
 	$(BIN)/python -m benchmarks.clients --runs 1 --json bench/clients.json $(CHECK) || failed=1; \

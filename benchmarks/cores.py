@@ -1,7 +1,7 @@
 """Measure what all cores bring one run in process, on a quiet machine and beside a busy process.
 
-    python benchmarks/cores.py                # three minutes on two cores
-    python benchmarks/cores.py --check        # an error where a bar is missed
+    python -m benchmarks.cores                 # three minutes on two cores
+    python -m benchmarks.cores --check         # an error where a bar is missed
 
 The default preset with ten clients a round. Each run is a process of its own, and the settings take
 turns: clients one after the other with one thread, as `processes=1` has them, and as many at a time
@@ -15,7 +15,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from threads import busy_processes, seconds_of_rounds
+from benchmarks.threads import busy_processes, seconds_of_rounds
 
 SETTINGS = {"one process": "processes=1", "all cores": "processes=auto"}
 BARS = {"quiet": 1.4, "busy": 0.9}  # times as quick as one process
