@@ -248,7 +248,7 @@ def test_with_whole_budgets_raflora_is_flexlora():
         assert_close([one], [other], **TIGHT)
 
 
-def test_ranks_that_cancel_each_other_in_a_raflora_reply_are_measured_apart():
+def test_ranks_that_cancel_each_other_in_a_raflora_reply_are_measured_apart(monkeypatch):
     """The whole product is zero; where others hold the first rank only, the second is not."""
     method, adapters = build("raflora")
     state = some_state(method, adapters)
@@ -256,8 +256,10 @@ def test_ranks_that_cancel_each_other_in_a_raflora_reply_are_measured_apart():
     for B, A in zip(*method.split(bad), strict=True):
         B[0], A[:, 0] = torch.tensor([300.0, -300.0]), 300.0
     pot = Aggregate(method, state, ChangeLimit(2000.0))
-    pot.limit.check_growth = lambda name, old, norm: seen.append((name, norm))  # type: ignore[method-assign]
     seen: list[tuple[str, float]] = []
+    monkeypatch.setattr(
+        pot.limit, "check_growth", lambda name, _, norm, *__: seen.append((name, norm))
+    )
     pot.offer(bad, 1.0)
     ((name, norm),) = seen
     assert name == "B"
