@@ -94,10 +94,11 @@ def main(arguments: list[str]) -> None:
                 continue
             for line in measure(preset, variant, given):
                 lines.append(line)
+                waited = "" if line["waits"] is None else f"{line['waits']:.0%}"
                 sys.stdout.write(
                     f"| {line['model']} | {line['variant']} | {line['method']} | "
-                    f"{line['seconds']:.3f} | {line['ratio']:.2f} | {line['waits']} | "
-                    f"{line['kernels']} | {line['weights'] / 1e6:,.0f} | "
+                    f"{line['seconds']:.3f} | {line['ratio']:.2f} | {waited} | "
+                    f"{line['kernels'] or ''} | {line['weights'] / 1e6:,.0f} | "
                     f"{line['steps'] / 1e6:,.0f} |\n"
                 )
                 sys.stdout.flush()
