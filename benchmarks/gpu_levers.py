@@ -166,7 +166,7 @@ def _upload_with(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(stacks[name][client])
-    return bench.model.upload()
+    return bench.model.upload(bench.model.method)
 
 
 def compiled(bench: Bench, backend: str) -> list[Tensors]:
@@ -182,7 +182,7 @@ def compiled(bench: Bench, backend: str) -> list[Tensors]:
                 optimizer.zero_grad(set_to_none=True)
                 bench.loss(network, batch).backward()
                 optimizer.step()
-            uploads.append(bench.model.upload())
+            uploads.append(bench.model.upload(bench.model.method))
     return uploads
 
 

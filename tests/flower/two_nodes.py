@@ -11,12 +11,13 @@ import json
 import logging
 import os
 import sys
+from typing import Any
 
 import ray
 from ray._private import state
 from ray.cluster_utils import Cluster
 
-HEAD = {"num_cpus": 1, "include_dashboard": False}
+HEAD: dict[str, Any] = {"num_cpus": 1, "include_dashboard": False}
 
 
 def main(folder: str) -> None:
