@@ -579,11 +579,11 @@ def test_bytes_are_those_of_the_arrays():
 def test_a_state_that_replies_cannot_have_made_is_not_sent_and_the_run_goes_on(monkeypatch, caplog):
     real, calls = limit.ChangeLimit.check_state, []
 
-    def refuse(self, old, new, made):
+    def refuse(self, old, new, *others):
         calls.append(new)
         if len(calls) == 1:
             raise ValueError("the norm of H would grow by 7, expected at most 1")
-        real(self, old, new, made)
+        real(self, old, new, *others)
 
     monkeypatch.setattr(limit.ChangeLimit, "check_state", refuse)
     nodes = Nodes()
