@@ -37,6 +37,7 @@ import sys
 import tempfile
 import threading
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -60,7 +61,7 @@ LIBRARIES = [
     *WITHOUT_HUB, "datasets", "transformers.conversion_mapping", "transformers.loss.loss_utils",
     "transformers.integrations.flash_attention", "transformers.integrations.finegrained_fp8",
     "transformers.models.vit.modeling_vit",
-    # Flower's commands; `flwr.cli` reads ports from the environment when it is imported.
+    # Flower's commands.
     "flwr.superlink.cli.flower_superlink", "flwr.supernode.cli.flower_supernode",
     "flwr.supernode.cli.flwr_clientapp", "flwr.supercore.superexec.run_superexec",
     "flwr.simulation.app", "flwr.server.superlink.fleet.vce.vce_api", "typer.rich_utils",
@@ -182,14 +183,15 @@ class _Server:
     def _accept(self) -> Request | None:
         connection, _ = self._listener.accept()
         head, files, _, _ = socket.recv_fds(connection, 4, 3)
-        if len(head) == 4:
-            (length,) = struct.unpack("I", head)
-            request: Request = marshal.loads(connection.recv(length, socket.MSG_WAITALL))
+        length = int.from_bytes(head, "little")
+        asked = connection.recv(length, socket.MSG_WAITALL)
+        if asked and len(asked) == length:  # else it was killed before
             pid = os.fork()
             if pid == 0:
                 connection.close()
+                request: Request = marshal.loads(asked)
                 return request | {"files": files}
-            connection.sendall(struct.pack("i", pid))
+            self._tell(connection, pid)
             self._forks[pid] = connection
             action = functools.partial(self._pass_on, pid)
             self._selector.register(connection, selectors.EVENT_READ, action)
@@ -199,6 +201,8 @@ class _Server:
 
     def _pass_on(self, pid: int) -> None:
         """Send a fork the signals that its client got; kill it if that is gone."""
+        if pid not in self._forks:
+            return  # it has ended a moment ago
         numbers = b""
         with suppress(ConnectionError):
             numbers = self._forks[pid].recv(16)
@@ -214,9 +218,14 @@ class _Server:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            with self._forks.pop(pid) as connection, suppress(KeyError, OSError):
-                connection.sendall(struct.pack("i", os.waitstatus_to_exitcode(status)))
-                self._selector.unregister(connection)
+            with self._forks.pop(pid) as connection:
+                with suppress(KeyError):
+                    self._selector.unregister(connection)
+                self._tell(connection, os.waitstatus_to_exitcode(status))
+
+    def _tell(self, connection: socket.socket, number: int) -> None:
+        with suppress(OSError):  # it was killed
+            connection.sendall(struct.pack("i", number))
 
 
 def _become(request: Request, paths: list[str]) -> None:
@@ -238,6 +247,8 @@ def _become(request: Request, paths: list[str]) -> None:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [*filter(None, given), *paths]
+    for name in [name for name in sys.modules if name.startswith("flwr.cli.")]:
+        del sys.modules[name]  # it reads ports from the environment when it is imported
     sys.orig_argv = request["words"]
     called, *words = request["words"]
     sys.executable = str(Path(called).with_name("python"))
@@ -295,7 +306,8 @@ def _run(words: list[str]) -> None:
 if __name__ == "__main__":
     number, *modules = sys.argv[1:]
     base = sys.path[1:]
-    for name in modules:
-        importlib.import_module(name)
+    with warnings.catch_warnings():  # each process has the filters that Python begins with
+        for name in modules:
+            importlib.import_module(name)
     gc.freeze()  # what is imported stays, in pages that all forks share
     _become(_Server(socket.socket(fileno=int(number))).serve(), base)

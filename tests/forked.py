@@ -30,7 +30,7 @@ request = marshal.dumps(
 server = socket(AF_UNIX)
 server.connect(os.path.dirname(sys.argv[0]) + "/socket")
 files = struct.pack("3i", 0, 1, 2)
-server.sendmsg([struct.pack("I", len(request))], [(SOL_SOCKET, SCM_RIGHTS, files)])
+server.sendmsg([struct.pack("<I", len(request))], [(SOL_SOCKET, SCM_RIGHTS, files)])
 server.sendall(request)
 for number in handed_on:
     signal(number, lambda number, _: server.send(bytes([number])))
