@@ -33,6 +33,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 test: $(INSTALLED)
 	$(PYTEST) tests/flower tests/processes tests/runs tests/laws tests/unit $(ARGS)
 
+# These wait for nothing: a third worker would only import the libraries once more.
+quick: WORKERS = 2
 quick: $(INSTALLED)
 	$(PYTEST) tests/laws tests/unit $(ARGS)
 

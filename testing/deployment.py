@@ -40,6 +40,7 @@ from testing import ROOT
 NAME = "edge"  # of the SuperLink in config.toml
 SCRIPTS = Path(sys.executable).parent
 PATIENCE = 1800.0  # seconds; whatever takes longer will never happen
+RARELY = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1.0"}  # who starts a ServerApp asks, once a run
 ENDING = 120.0  # for processes to end by themselves, before they are killed
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
@@ -131,8 +132,9 @@ class Deployment(AbstractContextManager["Deployment"]):
             "--host", "127.0.0.1", "--port", str(self._port),
             "--database", str(self._home("superlink") / "state.db"),
             "--isolation", "process" if self.fenced else "subprocess",
+            environment=RARELY
             # With every call that it is asked, also those that it hides otherwise.
-            environment={"FLWR_LOG_LEVEL": "DEBUG"} if self.fenced else {},
+            | ({"FLWR_LOG_LEVEL": "DEBUG"} if self.fenced else {}),
         )  # fmt: skip
         context = ssl.create_default_context(cafile=self.keys / "authority" / "ca.crt")
 
@@ -155,7 +157,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         """Start what starts the ServerApps, beside the SuperLink and not below it."""
         command = ["flower-superexec", "--runtime-api-address", self.inside]
         command += ["--root-certificates", str(self.keys / "authority" / "ca.crt")]
-        self._beside.append(self.start("serverapps", *command))
+        self._beside.append(self.start("serverapps", *command, environment=RARELY))
 
     def _start_fence(self) -> None:
         """Start the nginx that devices reach: deploy/fence.conf with this machine's addresses."""

@@ -4,8 +4,8 @@ import marshal
 import os
 import struct
 import sys
-from _signal import SIG_DFL, SIG_IGN, getsignal, signal  # `signal` and `socket` import more
-from _socket import AF_UNIX, SCM_RIGHTS, SOL_SOCKET, socket
+from _socket import AF_UNIX, SCM_RIGHTS, SOL_SOCKET, socket  # `socket` imports much beside it
+from signal import SIG_DFL, SIG_IGN, getsignal, signal
 
 HANDED_ON = (1, 2, 3, 10, 12, 15, 64)  # HUP, INT, QUIT, USR1, USR2, TERM, RTMAX
 

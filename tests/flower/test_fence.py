@@ -19,7 +19,7 @@ import pytest
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
 from ravan_flwr.launch.superlink import processes_of
-from testing.deployment import NAME, NGINX, PATIENCE, Deployment, wait_for
+from testing.deployment import NAME, NGINX, PATIENCE, SCRIPTS, Deployment, wait_for
 from tests import ROOT
 
 pytestmark = [
@@ -40,9 +40,13 @@ PROTOBUF = {"Content-Type": "application/protobuf", "Accept": "application/proto
 def deployment(tmp_path_factory, python):
     folder = tmp_path_factory.mktemp("fence")
     with Deployment(folder, nodes=3, fenced=True, scripts=python.scripts) as running:
-        for number in range(2):
+        # Node 0 and all that it starts are Flower's commands as they are, and no forks.
+        for number, scripts in enumerate((SCRIPTS, python.scripts)):
             running.register(number)
-            running.start_node(number, f"partition-id={number} num-partitions=2 warm-worker=true")
+            running.start_node(
+                number, f"partition-id={number} num-partitions=2 warm-worker=true",
+                PATH=os.pathsep.join([str(scripts), os.environ["PATH"]]),
+            )  # fmt: skip
         running.write_config("device", running.address)  # a device that wants to be the operator
         yield running
     assert running.left_running == []
