@@ -28,11 +28,13 @@ simulate: $(INSTALLED)
 	@$(BIN)/ravan-flwr simulate $(ARGS)
 
 # By file, in this order: fixtures are a file's, and the longest come first.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)
 	$(PYTEST) tests/flower tests/processes tests/runs tests/laws tests/unit $(ARGS)
 
+# These wait for nothing: a third worker would only import the libraries once more.
+quick: WORKERS = 2
 quick: $(INSTALLED)
 	$(PYTEST) tests/laws tests/unit $(ARGS)
 

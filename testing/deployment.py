@@ -38,7 +38,9 @@ from ravan_flwr.launch.superlink import _free_ports, processes_of
 from testing import ROOT
 
 NAME = "edge"  # of the SuperLink in config.toml
+SCRIPTS = Path(sys.executable).parent
 PATIENCE = 1800.0  # seconds; whatever takes longer will never happen
+RARELY = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1.0"}  # who starts a ServerApp asks, once a run
 ENDING = 120.0  # for processes to end by themselves, before they are killed
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
@@ -46,8 +48,11 @@ NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/loca
 class Deployment(AbstractContextManager["Deployment"]):
     """A SuperLink, started on entry, and SuperNodes with keys, none of them registered yet."""
 
-    def __init__(self, folder: Path, nodes: int, *, fenced: bool = False) -> None:
+    def __init__(
+        self, folder: Path, nodes: int, *, fenced: bool = False, scripts: Path = SCRIPTS
+    ) -> None:
         self.folder, self.keys = folder, folder / "keys"
+        self._scripts = scripts  # where `python`, `flwr` and Flower's other commands are
         self.left_running: list[str] = []  # our processes that did not end by themselves
         self._port, self._gate = _free_ports(2)
         self.inside = f"127.0.0.1:{self._port}"  # what the operator knows
@@ -55,6 +60,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         self.fenced = fenced
         self._beside: list[subprocess.Popen[bytes]] = []  # what belongs to the SuperLink
         self._nodes = nodes
+        self.app = copy_app(folder / "app")
         self._superlink: subprocess.Popen[bytes] | None = None
         self._supernodes: dict[int, subprocess.Popen[bytes]] = {}
         self.runs: list[Run] = []
@@ -106,7 +112,7 @@ class Deployment(AbstractContextManager["Deployment"]):
     def make_keys(self, nodes: int, *options: str) -> None:
         """`ravan-flwr keys` for this many nodes: those that have keys keep them."""
         _command(
-            self._environment("operator"), sys.executable, "-m", "ravan_flwr",
+            self._environment("operator"), "python", "-m", "ravan_flwr",
             "keys", str(self.keys), "--nodes", str(nodes), *options,
         )  # fmt: skip
 
@@ -117,15 +123,18 @@ class Deployment(AbstractContextManager["Deployment"]):
         secrets = self.keys / "superlink"
         self._superlink = self.start(
             "superlink",
-            "flower-superlink", "--enable-supernode-auth",
+            # The real one where its log is read: it sets its level when it is imported.
+            str(SCRIPTS / "flower-superlink") if self.fenced else "flower-superlink",
+            "--enable-supernode-auth",
             "--ssl-ca-certfile", str(secrets / "ca.crt"),
             "--ssl-certfile", str(secrets / "superlink.crt"),
             "--ssl-keyfile", str(secrets / "superlink.key"),
             "--host", "127.0.0.1", "--port", str(self._port),
             "--database", str(self._home("superlink") / "state.db"),
             "--isolation", "process" if self.fenced else "subprocess",
+            environment=RARELY
             # With every call that it is asked, also those that it hides otherwise.
-            environment={"FLWR_LOG_LEVEL": "DEBUG"} if self.fenced else {},
+            | ({"FLWR_LOG_LEVEL": "DEBUG"} if self.fenced else {}),
         )  # fmt: skip
         context = ssl.create_default_context(cafile=self.keys / "authority" / "ca.crt")
 
@@ -148,7 +157,7 @@ class Deployment(AbstractContextManager["Deployment"]):
         """Start what starts the ServerApps, beside the SuperLink and not below it."""
         command = ["flower-superexec", "--runtime-api-address", self.inside]
         command += ["--root-certificates", str(self.keys / "authority" / "ca.crt")]
-        self._beside.append(self.start("serverapps", *command))
+        self._beside.append(self.start("serverapps", *command, environment=RARELY))
 
     def _start_fence(self) -> None:
         """Start the nginx that devices reach: deploy/fence.conf with this machine's addresses."""
@@ -166,14 +175,11 @@ class Deployment(AbstractContextManager["Deployment"]):
         assert NGINX is not None
         command = [NGINX, "-p", f"{home}/", "-e", "stderr", "-c", f"{home}/fence.conf", *options]
         self._beside.append(self.start("fence", *command))
-        host, port = self.address.split(":")
 
         def listens() -> bool:
             if self._beside[-1].poll() is not None:
                 raise RuntimeError(f"the fence ended: {self.log('fence')}")
-            with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
-                return True
-            return False
+            return _listens(self.address)
 
         wait_for(listens, "the fence to listen")
 
@@ -196,6 +202,7 @@ class Deployment(AbstractContextManager["Deployment"]):
     def kill_superlink(self) -> None:
         """Let its machine die."""
         self._kill("superlink", self._superlink)
+        wait_for(lambda: not _listens(self.inside), "its port to be free")
 
     # SuperNodes.
 
@@ -252,18 +259,19 @@ class Deployment(AbstractContextManager["Deployment"]):
 
     # Runs.
 
-    def run(self, run_config: str, app: Path = ROOT) -> "Run":
+    def run(self, run_config: str, app: Path | None = None) -> "Run":
         """`flwr run` of an app, going on in the background; this one's output is in a folder."""
         folder = self.folder / f"run-{len(self.runs)}"
-        if app == ROOT:
+        if app is None:
+            app = self.app
             run_config = f"output-dir='{folder}' {run_config}"
         self.runs.append(Run(self, folder, app, run_config))
         return self.runs[-1]
 
     def deliver(self, run: Path) -> str:
         """`ravan-flwr deliver` of a run directory, in the app's folder; return what it prints."""
-        command = [sys.executable, "-m", "ravan_flwr", "deliver", str(run), NAME]
-        return _command(self._environment("operator"), *command, folder=ROOT)
+        command = ["python", "-m", "ravan_flwr", "deliver", str(run), NAME]
+        return _command(self._environment("operator"), *command, folder=self.app)
 
     def flwr(self, *arguments: str, machine: str = "operator") -> str:
         """Run a `flwr` command as the operator, or on another machine; return what it prints."""
@@ -303,7 +311,6 @@ class Deployment(AbstractContextManager["Deployment"]):
         return home
 
     def _environment(self, machine: str) -> dict[str, str]:
-        scripts = str(Path(sys.executable).parent)
         return os.environ | {
             "FLWR_HOME": str(self._home(machine)),
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
@@ -311,7 +318,7 @@ class Deployment(AbstractContextManager["Deployment"]):
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
             "FLWR_TELEMETRY_ENABLED": "0",
             "OMP_NUM_THREADS": "1",  # many processes share few cores
-            "PATH": os.pathsep.join([scripts, os.environ["PATH"]]),
+            "PATH": os.pathsep.join([str(self._scripts), os.environ["PATH"]]),
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
         }
@@ -321,6 +328,17 @@ class Deployment(AbstractContextManager["Deployment"]):
             _send(pid, signal.SIGKILL)
         if process is not None:
             process.wait()
+
+
+def copy_app(folder: Path) -> Path:
+    """Copy what travels with a run: `flwr run` reads every folder beside it, 5 s with .venv."""
+    folder.mkdir()
+    for name in ("ravan_flwr", "conf"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
 
 
 class Run:
@@ -403,6 +421,13 @@ def _command(environment: dict[str, str], *command: str, folder: Path | None = N
             f"{shlex.join(command)} ended with {done.returncode}: {done.stdout}{done.stderr}"
         )
     return done.stdout
+
+
+def _listens(address: str) -> bool:
+    host, port = address.split(":")
+    with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+        return True
+    return False
 
 
 def _end(process: subprocess.Popen[bytes] | None) -> None:

@@ -1,37 +1,55 @@
 """Python processes whose imports are done when they start.
 
 Importing torch and transformers takes a process ten seconds of CPU time. A `ForkServer` is a
-process that imports them once and forks itself for each command that it is asked for: a process
-of its own all the same, which can be killed, signalled and waited for. It has imported libraries
-and nothing of `ravan_flwr`, so that a copy of the package in another folder can be run, too.
+process that imports them once and forks itself for each command that it is asked for. It has
+imported libraries and nothing of `ravan_flwr`, so that a copy of the package in another folder
+can be run, too.
 
     with ForkServer(LIBRARIES) as python:
         process = python.start(["-m", "ravan_flwr", "simulate"], log=folder / "log")
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 128 + signal.SIGTERM
 
-Not for tests of the start itself, nor of `processes_of`: a forked process's /proc/PID/environ is
-the fork server's.
+`python.executable` stands for `sys.executable`; beside it lies what stands for `flwr` and Flower's
+other commands. Each is a small process (tests/forked.py) which hands its arguments, environment,
+folder and files to the fork server, passes signals on to the fork, ends as the fork ends, and
+takes the fork with it when it is killed. So it is found by its environment and its command line,
+as a process that had been started in the usual way; the CPU time and memory are the fork's.
+
+Not for tests of the start itself, nor of what is imported.
 """
 
+import atexit
+import ctypes
+import functools
 import gc
 import importlib
-import json
+import marshal
 import os
 import runpy
+import selectors
+import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = Path(sys.executable).parent
+COMMANDS = [
+    "flwr", "flwr-clientapp", "flwr-serverapp", "flwr-simulation", "flower-superexec",
+    "flower-superlink", "flower-supernode", "ravan-flwr",
+]  # fmt: skip
+KILL = signal.SIGRTMAX  # what no process can take: as SIGKILL of the fork
 
 # Those that read no setting of the Hugging Face Hub when they are imported.
 WITHOUT_HUB = [
@@ -43,6 +61,11 @@ LIBRARIES = [
     *WITHOUT_HUB, "datasets", "transformers.conversion_mapping", "transformers.loss.loss_utils",
     "transformers.integrations.flash_attention", "transformers.integrations.finegrained_fp8",
     "transformers.models.vit.modeling_vit",
+    # Flower's commands.
+    "flwr.superlink.cli.flower_superlink", "flwr.supernode.cli.flower_supernode",
+    "flwr.supernode.cli.flwr_clientapp", "flwr.supercore.superexec.run_superexec",
+    "flwr.simulation.app", "flwr.server.superlink.fleet.vce.vce_api", "typer.rich_utils",
+    "rich.markdown",
 ]  # fmt: skip
 
 
@@ -50,20 +73,30 @@ class ForkServer(AbstractContextManager["ForkServer"]):
     """Starts Python commands in forks of one process that has imported these modules."""
 
     def __init__(self, modules: Sequence[str]) -> None:
+        self.scripts = Path(tempfile.mkdtemp(prefix="forked-"))
+        self.executable = str(self.scripts / "python")
+        text = (ROOT / "tests" / "forked.py").read_text()
+        for name in ("python", *COMMANDS):
+            (self.scripts / name).write_text(f"#!{os.path.realpath(sys.executable)} -IS\n{text}")
+            (self.scripts / name).chmod(0o755)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.scripts / "socket"))
+        self._listener.listen(64)  # who comes before the imports are done waits
+        number = self._listener.fileno()
         self._server = subprocess.Popen(
-            [sys.executable, __file__, *modules],  # no package: `tests` may be another one, too
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, __file__, str(number), *modules],  # no package: `tests` may be another
+            cwd=ROOT, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True,
         )  # fmt: skip
         self._started: list[Forked] = []
-        self._lock = threading.Lock()
 
     def __exit__(self, *_: object) -> None:
-        """Kill what is left of the commands and of what they started; end the server."""
+        """End the server, and with it what is left of the commands."""
         for process in self._started:
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
         self._server.communicate()
+        self._listener.close()
+        shutil.rmtree(self.scripts)
 
     def start(
         self,
@@ -74,13 +107,14 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         environment: Mapping[str, str] | None = None,
         folder: Path = ROOT,
     ) -> "Forked":
-        """Run `python` with these words, `-c CODE ...` or `-m MODULE ...`, in its own session."""
-        pid = self.ask(
-            words=list(words), log=str(log), errors=str(errors or log), folder=str(folder),
-            environment=dict(os.environ if environment is None else environment),
-        )  # fmt: skip
-        self._started.append(Forked(self, pid))
-        return self._started[-1]
+        """Run `python` with these words, in its own session."""
+        with log.open("ab") as out, (errors or log).open("ab") as told:
+            process = Forked(
+                [self.executable, *words], env=environment, cwd=folder, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=out, stderr=told,
+            )  # fmt: skip
+        self._started.append(process)
+        return process
 
     def run(
         self,
@@ -90,123 +124,190 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         folder: Path = ROOT,
     ) -> subprocess.CompletedProcess[str]:
         """The same, until its end, with what it printed."""
-        with tempfile.TemporaryDirectory() as name:
-            told, errors = Path(name) / "stdout", Path(name) / "stderr"
-            process = self.start(
-                words, log=told, errors=errors, environment=environment, folder=folder
-            )
-            status = process.wait()
-            return subprocess.CompletedProcess(
-                words, status, told.read_text(errors="replace"), errors.read_text(errors="replace")
-            )
-
-    def popen(self, command: Sequence[str], env: Mapping[str, str], **_: Any) -> "Piped":
-        """Stand in for `subprocess.Popen(command, env=env, stdout=PIPE, stderr=PIPE)`."""
-        assert command[0] == sys.executable
-        folder = Path(tempfile.mkdtemp())
-        files = folder / "stdout", folder / "stderr"
-        return Piped(self.start(command[1:], log=files[0], errors=files[1], environment=env), files)
-
-    def ask(self, **request: Any) -> Any:
-        """Send the server a request; its answer."""
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        with self._lock:
-            self._server.stdin.write(json.dumps(request).encode() + b"\n")
-            self._server.stdin.flush()
-            answer = self._server.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the fork server ended with {self._server.wait()}; see its output")
-        return json.loads(answer)
+        return subprocess.run(
+            [self.executable, *words], env=environment, cwd=folder, capture_output=True,
+            text=True, errors="replace", stdin=subprocess.DEVNULL,
+        )  # fmt: skip
 
 
-class Forked:
-    """One process of a `ForkServer`, with what a `Popen` can."""
+def fork_of(pid: int) -> int:
+    """Find the process that another one stands for."""
+    return int(Path(f"/proc/{pid}/comm").read_text().removeprefix("fork "))
 
-    def __init__(self, server: ForkServer, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._server = server
 
-    def poll(self) -> int | None:
-        """Return the exit status, minus the signal if one ended it; None while it runs."""
-        if self.returncode is None:
-            self.returncode = self._server.ask(ended=self.pid)
-        return self.returncode
-
-    def wait(self, timeout: float = 1200.0) -> int:
-        """Return the exit status; TimeoutExpired if there is none for so long."""
-        deadline = time.monotonic() + timeout
-        while (status := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            time.sleep(0.02)
-        return status
+class Forked(subprocess.Popen[bytes]):
+    """What stands for a fork; a kill is the fork's, which has ended when `wait` returns."""
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        """Send it SIGTERM."""
-        self.send_signal(signal.SIGTERM)
+        super().send_signal(KILL if number == signal.SIGKILL else number)
 
 
-class Piped:
-    """A forked process whose output is read when it has ended."""
+# What the server does.
 
-    def __init__(self, process: Forked, files: tuple[Path, Path]) -> None:
-        self._process, self._files = process, files
-        self.terminate = process.terminate
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.returncode
-
-    def communicate(self) -> tuple[str, str]:
-        """Wait for its end; return what it printed, and its errors."""
-        self._process.wait()
-        printed, errors = (file.read_text(errors="replace") for file in self._files)
-        return printed, errors
+Request = dict[str, Any]
 
 
-def _serve() -> dict[str, Any] | None:
-    """Answer requests until there are no more; in a fork, return its request."""
-    while line := sys.stdin.readline():
-        request: dict[str, Any] = json.loads(line)
-        if "ended" in request:
-            pid, status = os.waitpid(request["ended"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
-        elif (answer := os.fork()) == 0:
-            return request
-        os.write(1, json.dumps(answer).encode() + b"\n")
-    return None
+class _Server:
+    """Forks for whoever connects; each connection lasts as long as its fork."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._forks: dict[int, socket.socket] = {}  # connections, by the process id of the fork
+        self._ended, self._wakeup = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for one in (self._ended, self._wakeup):
+            one.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakeup.fileno())
+        for source, action in (
+            (listener, self._accept), (self._ended, self._tell_the_end), (sys.stdin, sys.exit),
+        ):  # fmt: skip
+            self._selector.register(source, selectors.EVENT_READ, action)
+
+    def serve(self) -> Request:
+        """Fork for each request; return it in the fork, and never in the server."""
+        while True:
+            for key, _ in self._selector.select():
+                if request := key.data():
+                    self._leave()
+                    return dict(request)
+
+    def _leave(self) -> None:
+        """Close in a fork what is the server's."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        for one in (self._listener, self._ended, self._wakeup, *self._forks.values()):
+            one.close()
+
+    def _accept(self) -> Request | None:
+        connection, _ = self._listener.accept()
+        head, files, _, _ = socket.recv_fds(connection, 4, 3)
+        length = int.from_bytes(head, "little")
+        asked = connection.recv(length, socket.MSG_WAITALL)
+        if asked and len(asked) == length:  # else it was killed before
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                request: Request = marshal.loads(asked)
+                return request | {"files": files}
+            self._tell(connection, pid)
+            self._forks[pid] = connection
+            action = functools.partial(self._pass_on, pid)
+            self._selector.register(connection, selectors.EVENT_READ, action)
+        for file in files:
+            os.close(file)
+        return None
+
+    def _pass_on(self, pid: int) -> None:
+        """Send a fork the signals that its client got; kill it if that is gone."""
+        if pid not in self._forks:
+            return  # it has ended a moment ago
+        numbers = b""
+        with suppress(ConnectionError):
+            numbers = self._forks[pid].recv(16)
+        if not numbers:
+            self._selector.unregister(self._forks[pid])
+        for number in numbers or [KILL]:
+            os.kill(pid, signal.SIGKILL if number == KILL else number)
+
+    def _tell_the_end(self) -> None:
+        """Tell the clients of all forks that have ended."""
+        self._ended.recv(1024)
+        while self._forks:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            with self._forks.pop(pid) as connection:
+                with suppress(KeyError):
+                    self._selector.unregister(connection)
+                self._tell(connection, os.waitstatus_to_exitcode(status))
+
+    def _tell(self, connection: socket.socket, number: int) -> None:
+        with suppress(OSError):  # it was killed
+            connection.sendall(struct.pack("i", number))
 
 
-def _become(request: Mapping[str, Any]) -> None:
+def _become(request: Request, paths: list[str]) -> None:
     """Be the process that was asked for, as far as it can tell."""
     os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the server
+    for number, file in enumerate(request["files"]):
+        os.dup2(file, number)
+        os.close(file)
+    for number in request["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    sys.path[0] = request["folder"]
-    for path, number in ((os.devnull, 0), (request["log"], 1), (request["errors"], 2)):
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-        os.dup2(os.open(path, flags, 0o644), number)
-    kind, what, *rest = request["words"]
+    tempfile.tempdir = None  # as TMPDIR has it now
+    os.getppid = lambda: int(request["parent"])
+    if os.environ.get("PYTHONUNBUFFERED"):
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [*filter(None, given), *paths]
+    for name in [name for name in sys.modules if name.startswith("flwr.cli.")]:
+        del sys.modules[name]  # it reads ports from the environment when it is imported
+    sys.orig_argv = request["words"]
+    called, *words = request["words"]
+    sys.executable = str(Path(called).with_name("python"))
+    if called != sys.executable:
+        words = [str(SCRIPTS / Path(called).name), *words]
+    if given != [""]:
+        sys.modules.pop("sitecustomize", None)
+        with suppress(ImportError):
+            importlib.import_module("sitecustomize")
+    os._exit(_status_of(words))  # without taking the libraries apart, which takes half a second
+
+
+def _status_of(words: list[str]) -> int:
+    """Run to the end, and do what Python does then."""
+    status = 0
+    try:
+        _run(words)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(end.code + "\n")
+    except BaseException as error:  # noqa: BLE001 (as Python does)
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+        if isinstance(error, KeyboardInterrupt):
+            status = 128 + signal.SIGINT
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):
+            stream.flush()
+    return status
+
+
+def _run(words: list[str]) -> None:
+    """Do what Python does with these words."""
+    safe = False
+    while words[0] in ("-P", "-u"):
+        safe |= words.pop(0) == "-P"
+    kind, *rest = words
+    if not safe:
+        sys.path.insert(0, {"-m": str(Path.cwd()), "-c": ""}.get(kind, str(Path(kind).parent)))
     if kind == "-m":
-        sys.argv = [what, *rest]
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = ["-c", *rest]
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
         module = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(compile(what, "<string>", "exec"), vars(module))
+        exec(compile(rest[0], "<string>", "exec"), vars(module))
+    else:
+        sys.argv = words
+        runpy.run_path(kind, run_name="__main__")
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        importlib.import_module(name)
+    number, *modules = sys.argv[1:]
+    base = sys.path[1:]
+    with warnings.catch_warnings():  # each process has the filters that Python begins with
+        for name in modules:
+            importlib.import_module(name)
     gc.freeze()  # what is imported stays, in pages that all forks share
-    if (asked := _serve()) is not None:
-        _become(asked)
+    _become(_Server(socket.socket(fileno=int(number))).serve(), base)

@@ -74,8 +74,10 @@ def having(*partitions):
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory):
-    with Deployment(tmp_path_factory.mktemp("deployment"), nodes=4) as running:
+def deployment(tmp_path_factory, python):
+    with Deployment(
+        tmp_path_factory.mktemp("deployment"), nodes=4, scripts=python.scripts
+    ) as running:
         yield running
     assert running.left_running == []
 

@@ -59,9 +59,9 @@ PLAN = {
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory):
+def deployment(tmp_path_factory, python):
     folder = tmp_path_factory.mktemp("faults")
-    with Deployment(folder, nodes=2) as running:
+    with Deployment(folder, nodes=2, scripts=python.scripts) as running:
         for number in range(2):
             running.register(number)
         yield running

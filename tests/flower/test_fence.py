@@ -19,7 +19,7 @@ import pytest
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
 from ravan_flwr.launch.superlink import processes_of
-from testing.deployment import NAME, NGINX, PATIENCE, Deployment, wait_for
+from testing.deployment import NAME, NGINX, PATIENCE, SCRIPTS, Deployment, wait_for
 from tests import ROOT
 
 pytestmark = [
@@ -37,11 +37,16 @@ PROTOBUF = {"Content-Type": "application/protobuf", "Accept": "application/proto
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory):
-    with Deployment(tmp_path_factory.mktemp("fence"), nodes=3, fenced=True) as running:
-        for number in range(2):
+def deployment(tmp_path_factory, python):
+    folder = tmp_path_factory.mktemp("fence")
+    with Deployment(folder, nodes=3, fenced=True, scripts=python.scripts) as running:
+        # Node 0 and all that it starts are Flower's commands as they are, and no forks.
+        for number, scripts in enumerate((SCRIPTS, python.scripts)):
             running.register(number)
-            running.start_node(number, f"partition-id={number} num-partitions=2 warm-worker=true")
+            running.start_node(
+                number, f"partition-id={number} num-partitions=2 warm-worker=true",
+                PATH=os.pathsep.join([str(scripts), os.environ["PATH"]]),
+            )  # fmt: skip
         running.write_config("device", running.address)  # a device that wants to be the operator
         yield running
     assert running.left_running == []
@@ -98,7 +103,7 @@ def nodes(deployment):
         ("ls", NAME),
         ("stop", "1", NAME),
         ("log", "1", NAME),
-        ("run", str(ROOT), NAME),
+        ("run", "{app}", NAME),
     ],
     ids=lambda words: " ".join(words[:2]),
 )
@@ -106,7 +111,7 @@ def test_flwr_does_nothing_through_the_fence(deployment, nodes, words):
     before = len(asked(deployment))
     key = str(deployment.keys / "node-2" / "node.pub")
     ended = subprocess.run(
-        ["flwr", *(word.format(key=key) for word in words)],
+        ["flwr", *(word.format(key=key, app=deployment.app) for word in words)],
         env=deployment._environment("device"), capture_output=True, text=True,
     )  # fmt: skip
     assert "404" in ended.stdout + ended.stderr
@@ -250,9 +255,9 @@ def test_a_node_without_a_registered_key_is_refused_by_the_superlink(deployment)
 CLOCK = """
 import datetime, sys
 if any("flower-supernode" in word for word in sys.orig_argv):
-    from flwr.supercore import date
-    now = date.now
-    date.now = lambda: now() + datetime.timedelta(seconds={ahead})
+    from flwr.supernode import node_auth_http_interceptor as signatures
+    now = signatures.now
+    signatures.now = lambda: now() + datetime.timedelta(seconds={ahead})
 """
 
 

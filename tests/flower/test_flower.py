@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 from flwr.common.config import parse_config_args
@@ -21,6 +20,7 @@ from ravan_flwr.launch.submit import as_toml, in_toml
 from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
+from testing.deployment import copy_app
 from tests import ROOT
 from tests.flower.methods_in_turn import NODES
 
@@ -37,9 +37,9 @@ SHORT: dict[str, Scalar] = {
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
+def bundle(tmp_path_factory, python):
     folder = tmp_path_factory.mktemp("fab")
-    flwr = Path(sys.executable).parent / "flwr"  # the environment need not be activated
+    flwr = python.scripts / "flwr"  # the environment need not be activated
     subprocess.run([flwr, "build", "--app", ROOT], cwd=folder, check=True)
     (path,) = folder.glob("*.fab")
     return path
@@ -63,8 +63,11 @@ def test_the_bundle_can_be_published(bundle):
 
 
 @pytest.fixture(scope="module")
-def superlink():
-    with LocalSuperLink() as link:
+def superlink(python):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", python.executable)
+        link = LocalSuperLink()
+    with link:
         yield link
     with pytest.raises(ProcessLookupError):  # nothing is left behind
         link.signal(0)
@@ -92,11 +95,16 @@ def test_the_bundle_runs_away_from_the_checkout(bundle, superlink, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def runs_of_all_methods(tmp_path_factory):
+def app(tmp_path_factory):
+    return copy_app(tmp_path_factory.mktemp("app") / "ravan-flwr")
+
+
+@pytest.fixture(scope="module")
+def runs_of_all_methods(tmp_path_factory, python):
     """Each method's run under Ray, in one simulation, since Ray takes half a minute to start."""
     folder = tmp_path_factory.mktemp("methods")
-    command = [sys.executable, "-m", "tests.flower.methods_in_turn", folder, ",".join(METHODS)]
-    done = subprocess.run([*command, json.dumps(SHORT)], cwd=ROOT, capture_output=True, text=True)
+    words = ["-m", "tests.flower.methods_in_turn", str(folder), ",".join(METHODS)]
+    done = python.run([*words, json.dumps(SHORT)])
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -114,10 +122,10 @@ def test_every_method_runs_in_flowers_runtime(method, runs_of_all_methods, tmp_p
     assert got == pytest.approx(expected, abs=0.02)
 
 
-def test_flwr_run_does_what_simulate_does(superlink, tmp_path):
+def test_flwr_run_does_what_simulate_does(superlink, app, tmp_path):
     """With the run config as Flower's own command line passes it on."""
     config = in_toml({**SHORT, "method": "fed-sb", "output-dir": str(tmp_path / "flower")})
-    assert superlink.run(ROOT, config, ONE_ACTOR) == "finished:completed"
+    assert superlink.run(app, config, ONE_ACTOR) == "finished:completed"
     (directory,) = (tmp_path / "flower").iterdir()
     got = json.loads((directory / "summary.json").read_text())
     settings = SHORT | {"method": "fed-sb", "output-dir": str(tmp_path / "in-process")}
@@ -127,7 +135,7 @@ def test_flwr_run_does_what_simulate_does(superlink, tmp_path):
     assert got["metrics"]["final"] == pytest.approx(expected["metrics"]["final"], abs=0.02)
 
 
-def test_clients_with_a_share_of_a_gpu_and_no_warning_of_rays(superlink, tmp_path, capfd):
+def test_clients_with_a_share_of_a_gpu_and_no_warning_of_rays(superlink, app, tmp_path, capfd):
     """Ray is told of a GPU: what it does with shares needs none, and PyTorch then takes the CPU."""
     federation = f"{Sharing(3).federation(3)} init-args-num-gpus=1"
     assert "client-resources-num-gpus=0.3333 " in federation
@@ -135,15 +143,15 @@ def test_clients_with_a_share_of_a_gpu_and_no_warning_of_rays(superlink, tmp_pat
         f"output-dir='{tmp_path}' num-rounds=1 local-steps=1 clients-per-round=2 report=false "
         "tracking='none' device='cpu'"
     )
-    assert superlink.run(ROOT, config, federation) == "finished:completed"
+    assert superlink.run(app, config, federation) == "finished:completed"
     told = capfd.readouterr().out
     assert "3 nodes with" in told
     assert "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" not in told
 
 
-def test_a_run_that_fails_is_told_as_failed(superlink, tmp_path):
+def test_a_run_that_fails_is_told_as_failed(superlink, app, tmp_path):
     config = f"output-dir='{tmp_path}' num-rounds=1 local-steps=1 max-update-norm=1e-9"
-    assert superlink.run(ROOT, config, FEDERATION) == "finished:failed"
+    assert superlink.run(app, config, FEDERATION) == "finished:failed"
     (directory,) = tmp_path.iterdir()
     assert "got no valid reply" in json.loads((directory / "failure.json").read_text())["error"]
 

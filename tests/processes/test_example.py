@@ -1,20 +1,17 @@
 """The example of the documentation runs as a program."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests import ROOT
 
 
-def test_the_example_runs(tmp_path):
+def test_the_example_runs(tmp_path, python):
     script = ROOT / "examples" / "compare_methods.py"
     words = [str(tmp_path), "num-rounds=2", "local-steps=2", "num-clients=4", "report=false"]
-    ended = subprocess.run(
-        [sys.executable, script, *words], check=True, capture_output=True, text=True
-    )
+    ended = python.run([str(script), *words])
+    assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "report" / "index.html").is_file()
     assert (tmp_path / "spectra" / "spectrum.csv").is_file()
     assert (tmp_path / "model" / "config.json").is_file()

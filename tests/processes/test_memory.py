@@ -1,8 +1,5 @@
 """The memory that a process takes for what a server does."""
 
-import subprocess
-import sys
-
 import pytest
 
 from ravan_flwr.config.keys import KEYS
@@ -29,12 +26,11 @@ print((after - before) * 1024 / (replies * numbers * 4), float(made[0]), float(m
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_closing_takes_little_beside_the_replies(how):
+def test_closing_takes_little_beside_the_replies(how, python):
     """Ten replies of 8 MB: the next state, and a block, not eight times all of them."""
-    told = subprocess.run(
-        [sys.executable, "-c", CLOSING, how], capture_output=True, text=True, check=True
-    ).stdout
-    share, first, second = map(float, told.split())
+    ended = python.run(["-c", CLOSING, how])
+    assert ended.returncode == 0, ended.stderr
+    share, first, second = map(float, ended.stdout.split())
     middle_of_nine = 5.0
     assert (first, second) == (middle_of_nine, 4.5)  # of 1 to 9, and of 0 to 9
     assert share < 0.5

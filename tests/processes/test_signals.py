@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ravan_flwr.launch.superlink import LocalSuperLink, processes_of
-from testing.deployment import ENDING, PATIENCE, wait_for
+from testing.deployment import ENDING, PATIENCE, copy_app, wait_for
 from tests import ROOT
 
 pytestmark = [
@@ -47,13 +47,18 @@ def environment(folder):
     return os.environ | {"FLWR_HOME": str(folder / "home"), "TMPDIR": str(folder)}
 
 
-def start(folder, *words):
-    with (folder / "log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "ravan_flwr", *words],
-            env=environment(folder), cwd=ROOT, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+@pytest.fixture
+def start(python, folder):
+    """Start a command which, as all that it starts, has its imports done."""
+    app = copy_app(folder / "app")
+
+    def start(*words):
+        return python.start(
+            ["-m", "ravan_flwr", *words], environment=environment(folder), log=folder / "log",
+            folder=app,
         )  # fmt: skip
+
+    return start
 
 
 def records_in(folder):
@@ -78,8 +83,8 @@ def assert_nothing_is_left(folder):
     wait_for(lambda: not processes_of(folder), "the last process to end", ENDING)
 
 
-def test_sigterm_ends_a_run_in_flower_and_all_that_it_started(folder):
-    process = start(folder, "run", *LONG, f"output-dir={folder}/runs")
+def test_sigterm_ends_a_run_in_flower_and_all_that_it_started(folder, start):
+    process = start("run", *LONG, f"output-dir={folder}/runs")
     wait_for_training(process, folder)
     assert len(processes_of(folder)) > 5  # the SuperLink, Flower's, Ray's
     process.terminate()
@@ -89,11 +94,12 @@ def test_sigterm_ends_a_run_in_flower_and_all_that_it_started(folder):
 
 
 def test_a_terminal_that_closes_ends_a_run_in_flower(folder):
+    """With Python and Flower's commands as they are, and no fork of anything."""
     terminal, inside = pty.openpty()
     words = ["run", *LONG, f"output-dir={folder}/runs"]
     process = subprocess.Popen(
         [sys.executable, "-c", IN_A_TERMINAL, *words],
-        env=environment(folder), cwd=ROOT, start_new_session=True,
+        env=environment(folder), cwd=copy_app(folder / "app"), start_new_session=True,
         stdin=inside, stdout=inside, stderr=inside,
     )  # fmt: skip
     os.close(inside)
@@ -112,9 +118,8 @@ def test_a_terminal_that_closes_ends_a_run_in_flower(folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_a_simulation(number, folder, python):
-    words = ["-m", "ravan_flwr", "simulate", *LONG, f"output-dir={folder}/runs"]
-    process = python.start(words, environment=environment(folder), log=folder / "log")
+def test_a_signal_ends_a_simulation(number, folder, start):
+    process = start("simulate", *LONG, f"output-dir={folder}/runs")
     wait_for_training(process, folder)
     process.send_signal(number)
     assert process.wait(PATIENCE) == 128 + number
@@ -122,10 +127,10 @@ def test_a_signal_ends_a_simulation(number, folder, python):
     assert f"ended by {number.name}" in (folder / "log").read_text()
 
 
-def test_a_signal_ends_a_study_with_its_runs(folder):
+def test_a_signal_ends_a_study_with_its_runs(folder, start):
     (folder / "long.yaml").write_text(yaml.safe_dump(STUDY))
     given = [str(folder / "long.yaml"), f"--output={folder}/study", "--jobs=2"]
-    process = start(folder, "study", *given)
+    process = start("study", *given)
     wait_for_training(process, folder, 2)
     assert len(processes_of(folder)) == 3  # the study, two runs
     process.terminate()
@@ -133,9 +138,9 @@ def test_a_signal_ends_a_study_with_its_runs(folder):
     assert_nothing_is_left(folder)
 
 
-def test_nohup_stays_nohup(folder):
+def test_nohup_stays_nohup(folder, python):
     command = shlex.join(
-        [sys.executable, "-m", "ravan_flwr", "simulate", *LONG, f"output-dir={folder}/runs"]
+        [python.executable, "-m", "ravan_flwr", "simulate", *LONG, f"output-dir={folder}/runs"]
     )
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(

@@ -21,6 +21,7 @@ from ravan_flwr.messages.arrays import FIXED, from_record, to_record
 from ravan_flwr.training.workbench import Workbench
 from testing.deployment import wait_for
 from tests import ROOT
+from tests.fork_server import fork_of
 
 RUN_CONFIG = {"local-steps": 2, "batch-size": 8, "clients-per-round": 2, "init": "data-aware"}
 BUSY = RUN_CONFIG | {"local-steps": 100_000}
@@ -72,14 +73,16 @@ def ending_with_its_workers():
 
 
 @pytest.fixture
-def owner(owners, sockets, monkeypatch):
-    """An owner whose worker, if it has one, has its imports done: another test left it."""
+def owner(owners, sockets, monkeypatch, python):
+    """An owner that may have a worker, which another test left."""
+    monkeypatch.setattr(sys, "executable", python.executable)
     return standing_for_it(owners(), sockets, monkeypatch)
 
 
 @pytest.fixture
-def new_owner(home, monkeypatch):
+def new_owner(home, monkeypatch, python):
     """An owner that has no worker, with a folder of its own."""
+    monkeypatch.setattr(sys, "executable", python.executable)
     with ending_with_its_workers() as process:
         yield standing_for_it(process, home, monkeypatch)
 
@@ -191,8 +194,8 @@ def asker(owner, sockets, python, tmp_path):
 
 
 def _seconds(pid):
-    """Of CPU time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    """Of CPU time that a worker has used."""
+    fields = Path(f"/proc/{fork_of(pid)}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -210,7 +213,7 @@ def test_it_ends_with_its_owner_in_the_middle_of_its_work(owner, sockets, asker,
     assert not list(sockets.rglob("*.sock"))
 
 
-def test_another_app_has_a_worker_of_its_own(owner, sockets, tmp_path):
+def test_another_app_has_a_worker_of_its_own(owner, sockets, tmp_path, python):
     """Other code, in another folder, asked for where a checkout of this one lies."""
     worker.ask("query", RecordDict(), context())
     (old,) = workers(owner.pid)
@@ -229,8 +232,7 @@ context = Context(run_id=2, node_id=7, node_config=node, state=RecordDict(), run
 print(list(worker.ask("query", RecordDict(), context)))
 """
     told = tmp_path / "told"
-    with told.open("w") as file:  # no pipe: the worker keeps it open
-        subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, stdout=file)
+    assert python.start(["-c", program], log=told).wait() == 0, told.read_text()
     assert told.read_text() == "['other']\n"
     (new,) = workers(owner.pid)
     assert new != old
@@ -263,18 +265,18 @@ def test_a_socket_needs_a_short_path(tmp_path, monkeypatch):
 def test_a_worker_that_died_is_replaced(owner):
     worker.ask("query", RecordDict(), context())
     (pid,) = workers(owner.pid)
-    os.kill(pid, signal.SIGKILL)  # its socket stays
+    os.kill(fork_of(pid), signal.SIGKILL)  # its socket stays
     wait_for(lambda: not workers(owner.pid), "the worker to end")
     assert worker.ask("query", RecordDict(), context())
 
 
-def test_an_idle_worker_ends(new_owner, home):
+def test_an_idle_worker_ends(new_owner, home, python):
     program = (
         "import sys; from pathlib import Path; from ravan_flwr.client import worker; "
         "worker.IDLE_SECONDS = 1; worker.Worker(Path(sys.argv[1]), int(sys.argv[2])).serve()"
     )
     path = home / "idle.sock"
-    done = subprocess.run([sys.executable, "-c", program, str(path), str(new_owner.pid)])
+    done = python.run(["-c", program, str(path), str(new_owner.pid)])
     assert (done.returncode, path.exists()) == (0, False)
 
 

@@ -3,6 +3,7 @@
 import csv
 import re
 import shlex
+import sys
 
 import pytest
 import transformers
@@ -39,7 +40,7 @@ def folder(tmp_path_factory, python):
 
 def test_every_command_of_the_page_works_in_its_order(folder, monkeypatch, capsys, python):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("ravan_flwr.studies.running.subprocess.Popen", python.popen)
+    monkeypatch.setattr(sys, "executable", python.executable)
     printed, run = [], ""
     for language, text in blocks():
         if language == "python":

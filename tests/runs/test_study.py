@@ -3,6 +3,7 @@
 import csv
 import functools
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def write(tmp_path, **changes):
 @pytest.fixture
 def forked(python, monkeypatch):
     """A study's runs begin with their imports done; test_signals.py has a study of cold ones."""
-    monkeypatch.setattr("ravan_flwr.studies.running.subprocess.Popen", python.popen)
+    monkeypatch.setattr(sys, "executable", python.executable)
 
 
 # What several tests look at, and none changes: the papers' studies take seconds to read.

@@ -2,6 +2,7 @@
 
 import json
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ SHORT = ["num-clients=3", "num-rounds=2", "local-steps=5", "classifier=frozen"]
 def forked(python, monkeypatch):
     """Let runs begin with their imports done, and the last rung have two seeds."""
     monkeypatch.setattr("ravan_flwr.studies.tuning.SEEDS", 2)
-    monkeypatch.setattr("ravan_flwr.studies.running.subprocess.Popen", python.popen)
+    monkeypatch.setattr(sys, "executable", python.executable)
 
 
 PRESET = """# my own
