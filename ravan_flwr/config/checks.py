@@ -100,6 +100,11 @@ def _check_form(values: Mapping[str, Scalar]) -> None:
 
 
 def _check_evaluation(values: Mapping[str, Scalar]) -> None:
+    if values["evaluate-on"] == "server" and METHODS[str(values["method"])].personalised:
+        raise ValueError(
+            f"evaluate-on = 'server': got method {values['method']!r}, with which each client has "
+            "a model of its own and the server none, expected 'clients'; leave evaluate-on out"
+        )
     if values["evaluate-on"] == "clients" and not values["validation-share"]:
         raise ValueError(
             "evaluate-on = 'clients' needs examples to evaluate on: got validation-share = 0, "

@@ -80,10 +80,14 @@ def _setting(key: str, value: Any, now: Any) -> dict[str, Scalar]:
     return settings
 
 
+# What runs did before these keys were there.
+_BEFORE_THERE_WAS_AUTO = {"evaluate-on": "server", "validation-share": 0.0}
+
+
 def in_todays_values(content: Mapping[str, Any]) -> dict[str, Any]:
     """Replace the "yes" and "no" of earlier versions, and add what they did not say of the data."""
     booleans = {name for name, key in KEYS.items() if key.kind is bool}
-    values = {
+    values = _BEFORE_THERE_WAS_AUTO | {
         name: KEYS[name].converted(value) if name in booleans else value
         for name, value in content.items()
     }
