@@ -251,8 +251,15 @@ def _keep(client: _Client) -> dict[str, Any]:
         raise ValueError("its node config has no result-path")
     client.take_fixed()
     state = from_record(client.content.array_records["arrays"])
+    own = client.find_own()
+    if own is None and client.bench.model.own_shapes():
+        raise ValueError(
+            "this device has no part of the model of its own: it has not trained in this run, or "
+            "was started again since; expected deliver=true in a run in which it trains"
+        )
     place, writer = Path(node.result_path), str(node.partition_id)
-    return kept(parcel, keep_result(place, parcel, state, client.bench, node.result_form, writer))
+    form = node.result_form
+    return kept(parcel, keep_result(place, parcel, state, client.bench, form, writer, own))
 
 
 def _without_paths(error: Exception) -> str:
