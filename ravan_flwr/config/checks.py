@@ -19,8 +19,8 @@ OF_PARTITION = {
 
 def check_together(values: Mapping[str, Scalar]) -> None:
     """Raise ValueError if values that are right by themselves contradict each other."""
-    _check_replies(values)
     _check_method(values)
+    _check_replies(values)
     _check_form(values)
     _check_evaluation(values)
 

@@ -10,6 +10,8 @@ from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 
 # These may change in a run that goes on, and are better what they were.
 WAITING = {"device", "round-timeout", "straggler-grace"}
+# What runs did before these keys were there, whose default is "auto" now.
+EARLIER: dict[str, Scalar] = {"evaluate-on": "server", "validation-share": 0.0}
 
 
 def recorded_config(content: Mapping[str, Any], where: str) -> Config:
@@ -20,7 +22,7 @@ def recorded_config(content: Mapping[str, Any], where: str) -> Config:
         name: key.default
         for name, key in KEYS.items()
         if key.default != AUTO or AUTO in key.choices  # others are resolved, by preset or method
-    }
+    } | EARLIER
     values = _snake(later | in_todays_values(content))
     fields = {field.name for field in dataclasses.fields(Config)}
     if values.keys() != fields:
@@ -80,14 +82,10 @@ def _setting(key: str, value: Any, now: Any) -> dict[str, Scalar]:
     return settings
 
 
-# What runs did before these keys were there.
-_BEFORE_THERE_WAS_AUTO = {"evaluate-on": "server", "validation-share": 0.0}
-
-
 def in_todays_values(content: Mapping[str, Any]) -> dict[str, Any]:
     """Replace the "yes" and "no" of earlier versions, and add what they did not say of the data."""
     booleans = {name for name, key in KEYS.items() if key.kind is bool}
-    values = _BEFORE_THERE_WAS_AUTO | {
+    values = {
         name: KEYS[name].converted(value) if name in booleans else value
         for name, value in content.items()
     }

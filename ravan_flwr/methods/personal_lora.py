@@ -13,7 +13,6 @@ from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.lora import LoraMethod
 from ravan_flwr.methods.personal import Personal
-from ravan_flwr.methods.tensors import check_names
 
 Value = TypeVar("Value")
 
@@ -34,8 +33,9 @@ class PersonalLora(LoraMethod):
         return self._travelling(super().initial_state(adapters))
 
     def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
-        check_names(tensors, self.travels)
-        super().load(adapters, super().initial_state(adapters) | dict(tensors))
+        begun = super().initial_state(adapters)
+        stays = {name: tensor for name, tensor in begun.items() if name not in self.travels}
+        super().load(adapters, {**tensors, **stays})
 
     def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
         return self._travelling(super().upload(adapters))
