@@ -7,7 +7,7 @@ calibration round and a training round differ in their sums and in how they clos
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import getLogger
 from typing import ClassVar
@@ -19,6 +19,7 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import num_bytes, to_record
 from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.wire import wire_of_round
+from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Method
 from ravan_flwr.methods.calibration import Calibration
 from ravan_flwr.methods.tensors import Tensors
@@ -137,6 +138,9 @@ class Round(ABC):
     def _take_trained(self, message: Message, member: Member, bytes_down: int) -> None:
         trained = self._read(message, member)
         bytes_up = num_bytes(message.content.array_records["arrays"])
+        if METHODS[self.run.config.method].pools:
+            everyone = self.run.roster.members.values()
+            member = replace(member, examples=sum(one.examples for one in everyone))
         reply = Reply(member, trained, bytes_up, bytes_down, self.steps(member))
         self.ledger.use(reply, heads=self.add(reply))
         if trained.anew and member.partition_id in self.run.trained:
