@@ -79,14 +79,16 @@ def test_a_client_without_a_part_begins_as_all_do(name):
 def test_fedsa_lora_is_the_papers_loop(seeds):
     """In float64, client by client and layer by layer: A <- mean A_c, and B_c stays."""
     method, adapters = build("fedsa-lora")
-    state, own = method.initial_state(adapters), {}
+    state = method.initial_state(adapters)
+    own: dict[int, dict[str, torch.Tensor]] = {}
     slow_A = [adapter.A.detach().double() for adapter in adapters]
     slow_B = {
         seed: [torch.zeros(layer.out_features, 2, dtype=torch.float64) for layer in LAYERS]
         for seed in seeds
     }
     for number in range(3):
-        uploads, new_A = [], {}
+        uploads = []
+        new_A: dict[int, list[torch.Tensor]] = {}
         for seed in seeds:
             moves = 100 * number + seed
             uploads.append((train_client(method, adapters, state, 1.0, moves, own.get(seed)), 1.0))
