@@ -20,6 +20,7 @@ OF_PARTITION = {
 def check_together(values: Mapping[str, Scalar]) -> None:
     """Raise ValueError if values that are right by themselves contradict each other."""
     _check_method(values)
+    _check_pooled(values)
     _check_replies(values)
     _check_form(values)
     _check_evaluation(values)
@@ -87,6 +88,15 @@ def _check_method(values: Mapping[str, Scalar]) -> None:
                 f"{key} = {values[key]!r}: got method {values['method']!r}, which {otherwise}; "
                 f"expected one of {', '.join(able)}; choose one, or set {key}={without}"
             )
+
+
+def _check_pooled(values: Mapping[str, Scalar]) -> None:
+    """Refuse passes where one client has the examples of all."""
+    if METHODS[str(values["method"])].pools and isinstance(values["local-epochs"], int | float):
+        raise ValueError(
+            f"local-epochs = {values['local-epochs']!r}: got method {values['method']!r}, with "
+            "which one client trains on the examples of all, expected local-steps; set that"
+        )
 
 
 def _check_form(values: Mapping[str, Scalar]) -> None:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.seeding import generator
 from tests.methods import (
@@ -137,6 +138,22 @@ def test_centralised_is_fedit_of_one_client():
             )
         found.append(state)
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"method": "fedsa-lora", "evaluate-on": "server"}, "evaluate-on = 'server': got method"),
+        ({"method": "local", "evaluate-on": "server"}, "each client has a model of its own"),
+        ({"method": "local", "validation-share": 0.0}, "needs examples to evaluate on"),
+        ({"method": "local", "server-optimizer": "adam"}, "got method 'local'"),
+        ({"method": "centralised", "robust": "median"}, "got method 'centralised'"),
+        ({"method": "centralised", "local-epochs": 1.0}, "local-epochs = 1.0: got method"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(settings, told):
+    with pytest.raises(ValueError, match=told):
+        read_config(settings)
 
 
 @every_personal
