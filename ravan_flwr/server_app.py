@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
@@ -55,6 +55,17 @@ from ravan_flwr.training.workbench import Workbench, get_workbench
 app = ServerApp()
 log = getLogger(__name__)
 
+
+class InProcess(Protocol):
+    """Give and take what stays with clients that are in this process, by partition."""
+
+    def own_parts(self) -> Mapping[int, Tensors]:
+        """Collect the parts of the model that clients have of their own."""
+
+    def give_own_parts(self, parts: Mapping[int, Tensors]) -> None:
+        """Give clients the parts that they had when a run that goes on was stopped."""
+
+
 RESULT = "ravan-flwr"  # the record in the context's state that says where the result lies
 
 
@@ -76,6 +87,8 @@ def main(grid: Grid, context: Context) -> None:
         resolved = dataclasses.replace(bench.config, rank=bench.model.method.rank)
         if earlier is not None:
             start = go_on(earlier, back_to, resolved, bench)
+            if in_process(grid) and start.own_parts is not None:
+                cast(InProcess, grid).give_own_parts(start.own_parts)
             if back_to is None and is_to_be_delivered(earlier, resolved, start):
                 context.state[RESULT] = ConfigRecord({"run-dir": str(earlier.path)})
                 _deliver_again(grid, bench, resolved, earlier, start)
@@ -140,7 +153,9 @@ def _hold_rounds(
     """Let the strategy run its rounds; return the last state, and the strategy."""
     progress = Progress(start.first, config.num_rounds, bench.task.metric)
     trackers = Trackers(config.tracking, directory.path, config.as_dict())
-    keeper = Keeper(directory, bench, progress, trackers, start)
+    here = in_process(grid) and bench.model.method.personal is not None
+    own_parts = cast(InProcess, grid).own_parts if here else None
+    keeper = Keeper(directory, bench, progress, trackers, start, own_parts)
     strategy = _strategy(bench, config, keeper, start)
 
     def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
@@ -181,6 +196,7 @@ def _strategy(bench: Workbench, config: Config, keeper: Keeper, start: Start) ->
         fixed=start.fixed,
         memory=start.memory,
         partitions=records[-1]["partitions"] if records else None,
+        trained=start.trained,
         measured=("loss", bench.task.metric),
         dealt_out=bench.dealt_out,
         tell=partial(write_status, keeper.directory.path),
@@ -193,6 +209,10 @@ def _save_result(
     """Write the summary, the result's folder and its card; the run has not failed then."""
     form, model = natural_form(bench), bench.model
     folder = directory.path / RESULT_FOLDERS[form]
+    if model.method.personal is not None:
+        directory.write_json("summary.json", summary)
+        (directory.path / "failure.json").unlink(missing_ok=True)
+        return
     with model.holding(final):
         norms = model.method.head_norms(model.adapters)
         names = [layer.name for layer in model.layers]

@@ -18,7 +18,11 @@ SETTINGS = Settings(
     calibration_steps=2, scaling="trained", scoring="random", selection="layer",
 )  # fmt: skip
 # Of all others the aggregate's delta-weight is the mean of the clients'.
-INEXACT = ("fedit", "hetlora", "flexlora", "lora-fair", "raflora", "fedrot-lora", "fed-plora")
+# (Of these the last two have one model for each client, and of `centralised` one client trains.)
+INEXACT = (
+    "fedit", "hetlora", "flexlora", "lora-fair", "raflora", "fedrot-lora", "fed-plora",
+    "centralised", "fedsa-lora", "local",
+)  # fmt: skip
 
 
 class Network(nn.Module):
@@ -47,11 +51,13 @@ def build(name="ravan", **changes):
     return build_whole(name, **changes)[:2]
 
 
-def train_client(method, adapters, state, share, seed):
+def train_client(method, adapters, state, share, seed, own=None):
     """What one client sends, after some arbitrary movement of what it may train."""
     share = share if method.can_train(share) else 1.0
     random = generator(seed, "client")
     method.load(adapters, method.broadcast(state, share))
+    if own is not None:
+        method.personal.put(adapters, own)
     method.choose(adapters, share, random, lambda: None)
     with torch.no_grad():
         for parameter in method.parameters(adapters):
@@ -74,9 +80,16 @@ def some_state(method, adapters, seed=1):
     return aggregate(method, state, uploads)
 
 
-def deltas(method, adapters, state):
-    """Every layer's delta-weight under a global state."""
+def own_part(method, adapters):
+    """What stays with the client that the adapters hold; None if nothing does."""
+    return None if method.personal is None else method.personal.collect(adapters)
+
+
+def deltas(method, adapters, state, own=None):
+    """Every layer's delta-weight under a global state, for a client with that part of its own."""
     method.load(adapters, state)
+    if own is not None:
+        method.personal.put(adapters, own)
     return [delta.double() for delta in method.delta_weights(adapters)]
 
 

@@ -79,6 +79,7 @@ def _add_evaluate(commands: Commands) -> None:
         help="a folder, a file (CSV, JSON lines, parquet) or an id of the hub, with the columns of "
         "the run's preset",
     )
+    _add_client(evaluate)
     evaluate.add_argument("--json", action="store_true", help="print one JSON object, and no text")
     evaluate.set_defaults(command=_evaluate)
 
@@ -107,6 +108,7 @@ def _add_predict(commands: Commands) -> None:
         metavar="FILE",
         help="a new file: .csv, .jsonl or .parquet",
     )
+    _add_client(predict)
     predict.set_defaults(command=_predict)
 
 
@@ -125,7 +127,18 @@ def _add_export(commands: Commands) -> None:
         help="peft: an adapter for PeftModel.from_pretrained; merged: a whole transformers model",
     )
     export.add_argument("folder", type=Path, metavar="FOLDER", help="a folder that is new")
+    _add_client(export)
     export.set_defaults(command=_export)
+
+
+def _add_client(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--client",
+        type=int,
+        metavar="N",
+        help="of a run in which each client has a model of its own (fedsa-lora, local): whose, by "
+        "its partition",
+    )
 
 
 def _report(parsed: argparse.Namespace) -> None:
@@ -161,14 +174,14 @@ def _spectrum(parsed: argparse.Namespace) -> None:
 def _evaluate(parsed: argparse.Namespace) -> None:
     from ravan_flwr.results.evaluation import as_text, evaluate  # noqa: PLC0415
 
-    content = evaluate(parsed.run, parsed.data)
+    content = evaluate(parsed.run, parsed.data, parsed.client)
     sys.stdout.write(json.dumps(content) + "\n" if parsed.json else as_text(content))
 
 
 def _predict(parsed: argparse.Namespace) -> None:
     from ravan_flwr.results.prediction import predict  # noqa: PLC0415
 
-    told = predict(parsed.run, parsed.data, parsed.output)
+    told = predict(parsed.run, parsed.data, parsed.output, parsed.client)
     for problem in told.problems:
         sys.stderr.write(f"{plain(problem)}\n")
     if told.unreadable:
@@ -182,5 +195,5 @@ def _predict(parsed: argparse.Namespace) -> None:
 def _export(parsed: argparse.Namespace) -> None:
     from ravan_flwr.results.export import export_run  # noqa: PLC0415
 
-    export_run(parsed.run, parsed.form, parsed.folder)
+    export_run(parsed.run, parsed.form, parsed.folder, parsed.client)
     sys.stdout.write(f"wrote {parsed.folder.absolute()}\n")

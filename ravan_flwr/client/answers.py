@@ -16,6 +16,7 @@ import torch
 import transformers
 from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 
+from ravan_flwr.client.own_part import find_own, keep_own, run_mark
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.node_config import read_node
 from ravan_flwr.config.run_config import read_config
@@ -24,6 +25,7 @@ from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.parcel import kept, not_kept, read_parcel
 from ravan_flwr.messages.wire import decode, encode, wire_of_round
+from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.budgets import budget_share
 from ravan_flwr.seeding import ClientRound
@@ -67,6 +69,11 @@ class _Client:
                 "examples of its own, expected the labels of all devices; write them into the "
                 "preset, `labels: [...]` under `data`, as `ravan-flwr new` does"
             )
+        if self.node.data_path is not None and METHODS[config.method].pools:
+            raise ValueError(
+                f"method {config.method!r}: this device has examples of its own, which stay there, "
+                "expected clients that share one data set; choose another method, or simulate"
+            )
 
     @property
     def bench(self) -> Workbench:
@@ -78,6 +85,13 @@ class _Client:
         if node.data_path is not None:
             return self.bench.own_examples(node.data_path, node.partition_id)
         return self.bench.partition(node.partition_id, node.num_partitions)
+
+    @property
+    def trained_on(self) -> Encoded:
+        """Get what a round trains on: the client's own examples, or those of all."""
+        if METHODS[self.config.method].pools:
+            return self.bench.pooled(self.node.num_partitions)
+        return self.examples.train
 
     @property
     def share(self) -> float:
@@ -109,7 +123,7 @@ class _Client:
     def work(self) -> tuple[AdaptedModel, Task, Encoded, Tensors]:
         """Collect what every kind of local work begins with."""
         bench = self.bench
-        return bench.model, bench.task, self.examples.train, self.broadcast
+        return bench.model, bench.task, self.trained_on, self.broadcast
 
     @property
     def broadcast(self) -> Tensors:
@@ -123,6 +137,14 @@ class _Client:
     @property
     def turn(self) -> ClientRound:
         return ClientRound(self.config.seed, self.round, self.node.partition_id)
+
+    @property
+    def mark(self) -> str:
+        return run_mark(self.config, self.context.run_id)
+
+    def find_own(self) -> Tensors | None:
+        """Find the part of the model that has stayed with this client, if one has."""
+        return find_own(self.context.state, self.bench.model, self.mark)
 
     def take_fixed(self) -> None:
         """Load the fixed tensors: sent once, then kept in this node's state for the run."""
@@ -165,7 +187,13 @@ def _train(client: _Client) -> RecordDict:
     client.take_fixed()
     # The share that this node named when it was asked: free memory may have changed since.
     share = cast(float, client.content.config_records["config"]["share"])
-    return _trained(client, train_locally(*client.work, share, client.steps, client.turn))
+    own = client.find_own()
+    result = train_locally(*client.work, share, client.steps, client.turn, own)
+    reply = _trained(client, result)
+    if result.own:
+        keep_own(client.context.state, result.own, client.mark)
+        reply.metric_records["metrics"]["began-anew"] = int(own is None)
+    return reply
 
 
 def _calibrate(client: _Client) -> RecordDict:
@@ -179,7 +207,7 @@ def _trained(client: _Client, result: LocalResult) -> RecordDict:
         {
             "round": client.round,
             "train-loss": result.train_loss,
-            "num-examples": len(client.examples.train),
+            "num-examples": len(client.trained_on),
             "derived": client.bench.model.derived,
             "seconds": time.perf_counter() - client.started,
         }
@@ -195,7 +223,7 @@ def _evaluate(client: _Client) -> RecordDict:
             f"{client.config.validation_share}, expected above 0; set it"
         )
     client.take_fixed()
-    with bench.model.holding(client.broadcast):
+    with bench.model.holding(client.broadcast, client.find_own()):
         means = evaluate(
             bench.model, bench.task, examples, EVALUATION_BATCH, client.config.precision
         )
@@ -223,8 +251,15 @@ def _keep(client: _Client) -> dict[str, Any]:
         raise ValueError("its node config has no result-path")
     client.take_fixed()
     state = from_record(client.content.array_records["arrays"])
+    own = client.find_own()
+    if own is None and client.bench.model.own_shapes():
+        raise ValueError(
+            "this device has no part of the model of its own: it has not trained in this run, or "
+            "was started again since; expected deliver=true in a run in which it trains"
+        )
     place, writer = Path(node.result_path), str(node.partition_id)
-    return kept(parcel, keep_result(place, parcel, state, client.bench, node.result_form, writer))
+    form = node.result_form
+    return kept(parcel, keep_result(place, parcel, state, client.bench, form, writer, own))
 
 
 def _without_paths(error: Exception) -> str:

@@ -19,8 +19,9 @@ OF_PARTITION = {
 
 def check_together(values: Mapping[str, Scalar]) -> None:
     """Raise ValueError if values that are right by themselves contradict each other."""
-    _check_replies(values)
     _check_method(values)
+    _check_pooled(values)
+    _check_replies(values)
     _check_form(values)
     _check_evaluation(values)
 
@@ -89,6 +90,15 @@ def _check_method(values: Mapping[str, Scalar]) -> None:
             )
 
 
+def _check_pooled(values: Mapping[str, Scalar]) -> None:
+    """Refuse passes where one client has the examples of all."""
+    if METHODS[str(values["method"])].pools and isinstance(values["local-epochs"], int | float):
+        raise ValueError(
+            f"local-epochs = {values['local-epochs']!r}: got method {values['method']!r}, with "
+            "which one client trains on the examples of all, expected local-steps; set that"
+        )
+
+
 def _check_form(values: Mapping[str, Scalar]) -> None:
     """Refuse a merged weight of few bits, which would lose small updates."""
     for key, whole in (("precision", "float32"), ("quantize", "none")):
@@ -100,6 +110,11 @@ def _check_form(values: Mapping[str, Scalar]) -> None:
 
 
 def _check_evaluation(values: Mapping[str, Scalar]) -> None:
+    if values["evaluate-on"] == "server" and METHODS[str(values["method"])].personalised:
+        raise ValueError(
+            f"evaluate-on = 'server': got method {values['method']!r}, with which each client has "
+            "a model of its own and the server none, expected 'clients'; leave evaluate-on out"
+        )
     if values["evaluate-on"] == "clients" and not values["validation-share"]:
         raise ValueError(
             "evaluate-on = 'clients' needs examples to evaluate on: got validation-share = 0, "

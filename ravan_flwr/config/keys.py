@@ -82,12 +82,19 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
         ),
         "evaluate-on": Key(
             str,
-            "server",
-            "examples to evaluate on: the server's test examples, or those that clients hold back",
-            ("server", "clients"),
+            AUTO,
+            "examples to evaluate on: the server's test examples, or those that clients hold back; "
+            "auto: the clients' where each has a model of its own (fedsa-lora, local), or the "
+            "server's",
+            (AUTO, "server", "clients"),
         ),
         "validation-share": Key(
-            float, 0.0, "share of its examples that each client holds back", low=0, high=0.9
+            float,
+            AUTO,
+            "share of its examples that each client holds back; auto: 0.2 where each client has a "
+            "model of its own, or 0",
+            low=0,
+            high=0.9,
         ),
     },
     "how simulated clients share the data": PARTITION_KEYS,

@@ -10,6 +10,8 @@ from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 
 # These may change in a run that goes on, and are better what they were.
 WAITING = {"device", "round-timeout", "straggler-grace"}
+# What runs did before these keys were there, whose default is "auto" now.
+EARLIER: dict[str, Scalar] = {"evaluate-on": "server", "validation-share": 0.0}
 
 
 def recorded_config(content: Mapping[str, Any], where: str) -> Config:
@@ -20,7 +22,7 @@ def recorded_config(content: Mapping[str, Any], where: str) -> Config:
         name: key.default
         for name, key in KEYS.items()
         if key.default != AUTO or AUTO in key.choices  # others are resolved, by preset or method
-    }
+    } | EARLIER
     values = _snake(later | in_todays_values(content))
     fields = {field.name for field in dataclasses.fields(Config)}
     if values.keys() != fields:

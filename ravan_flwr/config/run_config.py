@@ -20,6 +20,8 @@ from ravan_flwr.config.presets import read_preset
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 
+HELD_BACK = 0.2  # of a client's examples, where each has a model of its own
+
 
 @dataclass(frozen=True)
 class Config:
@@ -129,6 +131,7 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
             values[key] = preset.run[key]
     _resolve_ranks(values, preset)
     _resolve_rates(values, preset)
+    _resolve_clients(values)
     check_together(values)
     _check_batching(values, preset)
     data = preset.data_of(str(values["glue-task"]))
@@ -190,6 +193,19 @@ def _num_clients(values: Mapping[str, Scalar], preset: Preset) -> int | None:
     if values["partition"] == "natural":
         return said if preset.run["partition"] == "natural" else None
     return int(RUN["num-clients"]) if said is None else said
+
+
+def _resolve_clients(values: dict[str, Scalar]) -> None:
+    """Fill in who trains and who evaluates, as the method needs it."""
+    method = METHODS[str(values["method"])]
+    if method.everyone:
+        values["clients-per-round"] = int(KEYS["clients-per-round"].high)  # as many as there are
+    if method.pools:
+        values["clients-per-round"] = 1
+    if values["evaluate-on"] == AUTO:
+        values["evaluate-on"] = "clients" if method.personalised else "server"
+    if values["validation-share"] == AUTO:
+        values["validation-share"] = HELD_BACK if method.personalised else 0.0
 
 
 def _check_batching(values: Mapping[str, Scalar], preset: Preset) -> None:

@@ -20,6 +20,7 @@ from flwr.supercore.constant import TaskType
 from flwr.supercore.run import Run
 
 from ravan_flwr import server_app
+from ravan_flwr.client.own_part import keep_own, own_tensors, run_mark
 from ravan_flwr.config.keys import AUTO, KEYS
 from ravan_flwr.config.places import absolute_paths
 from ravan_flwr.config.presets import own_preset
@@ -27,6 +28,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.crew import Job
 from ravan_flwr.launch.side_by_side import SideBySide
 from ravan_flwr.launch.worker_process import identify, reply_of
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
@@ -98,6 +100,18 @@ class InProcessGrid(Grid):
     def processes(self) -> int:
         """Count the processes in which clients compute."""
         return 1 if self.clients is None else self.clients.processes
+
+    def own_parts(self) -> dict[int, Tensors]:
+        """Collect the parts of the model that clients have of their own, by partition."""
+        parts = {i - 1: own_tensors(context.state) for i, context in self._contexts.items()}
+        return {partition: own for partition, own in parts.items() if own is not None}
+
+    def give_own_parts(self, parts: Mapping[int, Tensors]) -> None:
+        """Give clients the parts that they had when a run that goes on was stopped."""
+        for node_id, context in self._contexts.items():
+            if node_id - 1 in parts:
+                mark = run_mark(read_config(context.run_config), context.run_id)
+                keep_own(context.state, parts[node_id - 1], mark)
 
     def set_run(self, run: Run) -> None:
         """Set the run."""

@@ -23,6 +23,12 @@ class Listed:
     averages: bool = True
     # Does it leave the pretrained weights alone? Then `quantize` may be set.
     frozen_backbone: bool = True
+    # Does a part of the model stay with each client (personal.py)? Then clients evaluate it.
+    personalised: bool = False
+    # Does every client train in every round?
+    everyone: bool = False
+    # Does one client train in a round, on the examples of all?
+    pools: bool = False
     # Does it share a layer's update out among `heads`?
     has_heads: bool = False
     # Other keys that change nothing under it, so that who gives one is told so.
@@ -73,6 +79,23 @@ METHODS = {
     "fed-plora": Listed("ravan_flwr.methods.fed_plora", ignores=("layer-form",)),
     "rolora": Listed("ravan_flwr.methods.rolora", ignores=("layer-form",)),
     "lora-fair": Listed("ravan_flwr.methods.lora_fair", averages=False, ignores=("layer-form",)),
+    "fedsa-lora": Listed(
+        "ravan_flwr.methods.fedsa_lora", personalised=True, ignores=("layer-form",)
+    ),
+    # The two references: each client alone, and one that has all examples.
+    "local": Listed(
+        "ravan_flwr.methods.local",
+        averages=False,
+        personalised=True,
+        everyone=True,
+        ignores=("layer-form", "clients-per-round"),
+    ),
+    "centralised": Listed(
+        "ravan_flwr.methods.centralised",
+        averages=False,
+        pools=True,
+        ignores=("layer-form", "clients-per-round"),
+    ),
 }
 
 

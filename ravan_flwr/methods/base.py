@@ -53,7 +53,8 @@ A is drawn from the seed on both sides and frozen: B alone travels, and its mean
 docs/add-a-method.md adds another one, step by step. A method whose rounds are not all alike says so
 in `in_round`: both sides ask it for the method of the round, and the others never see the number.
 A method may hold one round before the first, which makes tensors that stay: its `calibration`
-(calibration.py).
+(calibration.py). A part of the model may stay with each client between rounds: its
+`personal` part (personal.py).
 
 Nothing here knows of the classifier, of evaluation or of Flower: those are the same for
 every method.
@@ -71,6 +72,7 @@ from torch import Tensor, nn
 from ravan_flwr.adapters import Layer, attach
 from ravan_flwr.methods.calibration import Adapter, Calibration
 from ravan_flwr.methods.means import Means, Round
+from ravan_flwr.methods.personal import Personal
 from ravan_flwr.methods.tensors import Tensors, check_form, check_names
 
 __all__ = ["CLASSIFIER", "Adapter", "Method", "Round", "Settings", "Tensors", "check_rank"]
@@ -108,6 +110,7 @@ class Method(ABC, Generic[Adapter]):
     calibration: Calibration[Adapter] | None = None  # the round before the first, if there is one
     turns: int = 1  # after how many rounds `in_round` gives the same again
     held: tuple[str, ...] = ()  # tensors of the state that stay as they are in this round
+    personal: Personal[Adapter] | None = None  # what stays with each client, if something does
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         self.settings = settings

@@ -28,6 +28,7 @@ def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
         {"cell": _cell},
         library=LIBRARIES[form],
         task=config["task"],
+        origin=_origin(config["method"]),
         rows=_rows(config, summary, directory),
         examples=EXAMPLES[config["evaluate-on"]],
         about=about(config, form, one_channel=one_channel),
@@ -37,6 +38,19 @@ def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
     write_atomically(folder / "README.md", text.encode(errors="backslashreplace"))
 
 
+def _origin(method: str) -> str:
+    """Say in a sentence or two where the model comes from."""
+    listed = METHODS[method]
+    if listed.personalised:
+        return (
+            "The examples stayed on the clients, and each client has a model of its own. This is "
+            "that of one client; the result in the table is the mean over all."
+        )
+    if listed.pools:
+        return "One client trained on the examples of all: the reference that federation has."
+    return "The examples stayed on the clients; what they sent was averaged."
+
+
 def _rows(config: dict[str, Any], summary: Summary, directory: RunDirectory) -> dict[str, object]:
     """Collect the table's rows."""
     final = measured(summary, directory)
@@ -44,13 +58,16 @@ def _rows(config: dict[str, Any], summary: Summary, directory: RunDirectory) -> 
     if partition.startswith("dirichlet"):
         partition += f" {config['partition-alpha']:g}"
     method = config["method"] + (f", rank {summary['rank']}" if summary["rank"] else "")
+    clients = config["clients-per-round"]
+    if METHODS[config["method"]].everyone:
+        clients = summary["num-clients"]
     heads = f", {config['heads']} heads" if METHODS[config["method"]].has_heads else ""
     return {
         "backbone": f"{config['model']['name']} ({config['model']['source']})",
         "data": f"{config['data']['source']}, {summary['num-clients']} clients, {partition}",
         "method": method + heads,
         "classifier": config["classifier"],
-        "rounds": f"{summary['rounds']}, {config['clients-per-round']} clients a round, "
+        "rounds": f"{summary['rounds']}, {clients} clients a round, "
         f"{_work(config)} of {config['batch-size']} examples",
         "trained parameters": f"{summary['trainable-parameters']:,}",
         "result": ", ".join(f"{k} {v:.4f}" for k, v in final.items()) or "not evaluated",
@@ -91,7 +108,7 @@ tags: [federated-learning, flower, ravan-flwr, {{ task }}]
 ---
 # A federated fine-tuning, by ravan-flwr
 
-The examples stayed on the clients; what they sent was averaged.
+{{ origin }}
 
 | | |
 | --- | --- |

@@ -153,6 +153,33 @@ def _band(axes: Axes, series: Series, colour: str, dash: str, opacity: float) ->
         axes.fill_between(grid, values.min(0), values.max(0), color=colour, alpha=opacity, lw=0)
 
 
+def bands(
+    name: str,
+    title: str,
+    about: str,
+    x: Sequence[float],
+    middle: Sequence[float],
+    ranges: Mapping[str, Sequence[tuple[float, float]]],
+    labels: tuple[str, str],
+) -> Chart:
+    """Draw a median as a line, in bands from the least to the greatest; the broadest is first."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure()
+        for number, (label, ends) in enumerate(ranges.items()):
+            low, high = zip(*ends, strict=True)
+            look: dict[str, Any] = {"color": COLOURS[0], "alpha": 0.15 + 0.15 * number}
+            if len(x) == 1:  # a band of one round would have no width
+                axes.vlines(x, low, high, lw=8 + 6 * number, label=label, **look)
+            else:
+                axes.fill_between(x, low, high, lw=0, label=label, **look)
+        axes.plot(x, middle, color=COLOURS[0], lw=1.8, marker="o", ms=3, label="median")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel(labels[0])
+        axes.set_ylabel(plain(labels[1]))
+        axes.legend(fontsize=9)
+    return Chart(name, title, about, figure)
+
+
 def bars(
     name: str,
     title: str,

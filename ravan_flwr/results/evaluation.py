@@ -16,13 +16,14 @@ from ravan_flwr.tasks.tally import Tally
 log = logging.getLogger(__name__)
 
 
-def evaluate(run: Path | str, data: Path | str) -> dict[str, Any]:
+def evaluate(run: Path | str, data: Path | str, client: int | None = None) -> dict[str, Any]:
     """Measure a run's result on other examples, and count them class by class.
 
-    `data` is a folder, a file, or an id of the hub, with the columns of the run's preset. The keys
-    are `run`, `data`, `split`, `examples`, `metrics`; of classes also `classes` and `confusion`.
+    `data` is a folder, a file, or an id of the hub, with the columns of the run's preset, and
+    `client` as for `result_of`. The keys are `run`, `data`, `split`, `examples`, `metrics`; of
+    classes also `classes` and `confusion`.
     """
-    with result_of(run) as bench:
+    with result_of(run, client) as bench:
         task = bench.task
         spec = _spec_of(str(data), task.data)
         examples, split = other_examples(spec)

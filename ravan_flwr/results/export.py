@@ -28,14 +28,14 @@ from ravan_flwr.training.network import build_network, stored_dtype
 from ravan_flwr.training.workbench import Workbench
 
 
-def export_run(run: Path | str, form: str, folder: Path | str) -> None:
-    """Write a finished run's result to a new folder."""
+def export_run(run: Path | str, form: str, folder: Path | str, client: int | None = None) -> None:
+    """Write a finished run's result to a new folder; `client` as for `result_of`."""
     folder = Path(folder)
     directory = RunDirectory.open(Path(run), "export")
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"export: {folder} is not empty, expected a new folder; name another")
     directory.read_summary()  # of a finished run, for the card
-    with result_of(directory.path) as bench:
+    with result_of(directory.path, client) as bench:
         write_result(form, folder, bench)
     write_card(folder, form, directory)
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from ravan_flwr.messages.parcel import Parcel, check_state
+from ravan_flwr.methods.tensors import Tensors, checksum
 from ravan_flwr.results.card import write_card
 from ravan_flwr.results.export import natural_form, write_result
 from ravan_flwr.runs.directory import RunDirectory
@@ -37,11 +38,13 @@ def keep_result(
     bench: Workbench,
     folder: str | None,
     writer: str,
+    own: Tensors | None = None,
 ) -> str:
     """Write the result in `state` below `place`; return the name of the folder that holds it.
 
-    `folder` is that which the device wants, None for that of the server. `writer` tells apart
-    those who write to one place at the same time.
+    `own` is the device's part of the model, where each has one, and then the result is the model of
+    this device alone. `folder` is that which the device wants, None for that of the server.
+    `writer` tells apart those who write to one place at the same time.
     """
     check_state(state, bench.model.initial_state(), parcel.checksum)
     form = _form_of(folder, bench)
@@ -53,13 +56,15 @@ def keep_result(
         "checksum": parcel.checksum,
         "folder": RESULT_FOLDERS[form],
     }
+    if own is not None:
+        mark["own-part"] = checksum(own)
     _check_place(place)
     if _is_there(target, mark):
         return RESULT_FOLDERS[form]
     beside = place / f".{parcel.run}.{writer}.tmp"
     _remove(beside)  # of a process that was ended
     try:
-        _write(beside / RESULT_FOLDERS[form], form, parcel, state, bench)
+        _write(beside / RESULT_FOLDERS[form], form, parcel, state, bench, own)
         _seal(beside, mark)
         _put(beside, target, place / f".{parcel.run}.{writer}.old")
     finally:
@@ -118,10 +123,15 @@ def _mark_of(target: Path) -> dict[str, Any] | None:
 
 
 def _write(
-    folder: Path, form: str, parcel: Parcel, state: Mapping[str, Tensor], bench: Workbench
+    folder: Path,
+    form: str,
+    parcel: Parcel,
+    state: Mapping[str, Tensor],
+    bench: Workbench,
+    own: Tensors | None,
 ) -> None:
     folder.mkdir(parents=True)
-    with bench.model.holding(state):
+    with bench.model.holding(state, own):
         write_result(form, folder, bench)
     write_card(folder, form, _Told(parcel, bench))
 

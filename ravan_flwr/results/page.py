@@ -8,6 +8,7 @@ from markupsafe import Markup
 
 from ravan_flwr.results.charts import Chart
 from ravan_flwr.results.classes import class_table, classes_of, without_classes
+from ravan_flwr.results.clients import in_words
 from ravan_flwr.results.template import CSS, PAGE
 from ravan_flwr.runs.console import megabytes, minutes
 from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
@@ -70,6 +71,7 @@ def _facts(run: RecordedRun, classes: Mapping[str, Any] | None) -> dict[str, str
         f"{metric}, last": f"{values[-1]:.4f}" if values else "not evaluated",
         f"{metric}, highest": f"{max(values):.4f}" if values else "-",
         **({"macro-F1, last": f"{classes['macro-f1']:.4f}"} if classes else {}),
+        **({"last, client by client": differ} if (differ := in_words(run)) else {}),
         "rounds": f"{run.rounds[-1]['round']} of {run.config['num-rounds']}",
         "sent by clients": megabytes(sum(record["bytes-up"] for record in run.rounds)),
         "sent to clients": megabytes(sum(record["bytes-down"] for record in run.rounds)),

@@ -33,11 +33,16 @@ class Predicted:
     problems: list[str] = field(default_factory=list)  # the first few, by row
 
 
-def predict(run: Path | str, data: Path | str, output: Path | str) -> Predicted:
-    """Write a new table with a prediction for each row of a file, or image of a folder."""
+def predict(
+    run: Path | str, data: Path | str, output: Path | str, client: int | None = None
+) -> Predicted:
+    """Write a new table with a prediction for each row of a file, or image of a folder.
+
+    `client` is as for `result_of`.
+    """
     data, output = Path(data).expanduser().absolute(), Path(output).expanduser()
     check_new(output)
-    with result_of(run) as bench:
+    with result_of(run, client) as bench:
         task = bench.task
         needed = {role: name for role, name in task.data.columns if role != task.right}
         rows = rows_of(data, needed)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ravan_flwr.results.charts import Chart, Series, bars, heat, lines, stacks
 from ravan_flwr.results.classes import classes_of
+from ravan_flwr.results.clients import clients_chart
 from ravan_flwr.results.confusion import confusion
 from ravan_flwr.results.page import page_of
 from ravan_flwr.runs.directory import write_atomically
@@ -105,6 +106,7 @@ def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
                 label="norm",
             )
         )
+    charts += clients_chart(run, prefix)
     return [*charts, _seconds(run, prefix), *_confusion(run, prefix)]
 
 

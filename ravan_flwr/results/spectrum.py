@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ravan_flwr.methods import METHODS
 from ravan_flwr.results.charts import Chart, Series, boxes, lines
 from ravan_flwr.results.reopen import result_of
 from ravan_flwr.runs.directory import write_atomically
@@ -32,6 +33,13 @@ class Spectra:
     def of(cls, path: Path) -> "Spectra":
         """Compute them from the run's last checkpoint."""
         run = RecordedRun.read(path, "spectrum")
+        listed = METHODS.get(run.config["method"])
+        if listed is not None and listed.personalised:
+            raise ValueError(
+                f"spectrum: {path} is a run of method {run.config['method']!r}, with which each "
+                "client adds something else to the weights, expected one with a model for all; "
+                "leave it out"
+            )
         with result_of(path) as bench:
             deltas = bench.model.method.delta_weights(bench.model.adapters)
             names = [layer.name for layer in bench.model.layers]

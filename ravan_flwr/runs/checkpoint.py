@@ -6,6 +6,10 @@ passed over for the one before it. Beside the last few, that of the best round b
 metric is kept. Tensors with a slash in their names are the server's memory: what a run that goes
 on needs beside the state.
 
+`clients-000007.safetensors` lies beside it where a part of the model stays with each client and the
+clients are in this process: their parts after that round, each tensor as PARTITION/NAME. It is
+written first and goes with the round's own file.
+
 In an older form of these files the round and the checksum stood beside them in JSON; such
 checkpoints are still read.
 """
@@ -14,7 +18,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +58,34 @@ def save_checkpoint(
     for number in checkpoint_rounds(folder)[:-KEPT]:
         if number != best:
             _drop(folder, number)
+
+
+def save_own_parts(folder: Path, round_number: int, parts: Mapping[int, Tensors]) -> None:
+    """Write the clients' own parts after a round, by partition; before its checkpoint."""
+    flat = {
+        f"{partition}/{name}": tensor
+        for partition, own in parts.items()
+        for name, tensor in own.items()
+    }
+    _write(_parts_path(folder, round_number), round_number, flat)
+
+
+def load_own_parts(folder: Path, round_number: int) -> dict[int, Tensors] | None:
+    """Load the clients' own parts after a round, by partition; None if they are not there."""
+    path = _parts_path(folder, round_number)
+    if not path.exists():
+        return None
+    parts: dict[int, Tensors] = {}
+    try:
+        for key, tensor in _read(path, round_number).items():
+            partition, _, name = key.partition("/")
+            parts.setdefault(int(partition), {})[name] = tensor
+    except _DAMAGED as error:
+        raise ValueError(
+            f"{path} is damaged ({error}), expected the clients' own parts of the model; restore "
+            "it, go back with resume=RUN@N, or remove it, and every client begins anew"
+        ) from None
+    return parts
 
 
 def checkpoint_rounds(folder: Path) -> list[int]:
@@ -133,6 +165,11 @@ def _drop(folder: Path, number: int) -> None:
     path = _path(folder, number)
     path.with_suffix(".json").unlink(missing_ok=True)  # of an older version
     path.unlink(missing_ok=True)
+    _parts_path(folder, number).unlink(missing_ok=True)
+
+
+def _parts_path(folder: Path, number: int) -> Path:
+    return folder / f"clients-{number:06d}.safetensors"
 
 
 def _write(path: Path, number: int, tensors: Tensors) -> None:

@@ -94,11 +94,12 @@ class Progress:
         clients, number = record["clients"], record["round"]
         value = record["metrics"].get(self.metric)
         score = f"{value:.4f}" if value is not None else "   -  "
+        anew = f"  began anew {len(record['began-anew'])}" if "began-anew" in record else ""
         rejected = f"  rejected {len(record['rejected'])}" if record["rejected"] else ""
         log.info(
             f"round {number:{len(str(self.last))}d}/{self.last}  loss {record['train-loss']:.4f}  "
             f"{self.metric} {score}  {_amounts(clients)}{_sent(clients)}  "
-            f"{record['seconds']:.1f} s  left {minutes(left)}{rejected}"
+            f"{record['seconds']:.1f} s  left {minutes(left)}{rejected}{anew}"
         )
         self._bar.update(1)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ravan_flwr.config.keys import AUTO, KEYS, NOT_OF_RESULT
+from ravan_flwr.config.recorded import EARLIER
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import NEEDED_BY_A_REPORT, RoundRecord, Summary, wrong_in
 
@@ -145,7 +146,7 @@ def _setting(run: RecordedRun, key: str) -> Any:
     if key in run.config or key not in KEYS:
         return run.config.get(key)
     default = KEYS[key].default
-    return None if default == AUTO else default
+    return EARLIER.get(key) if default == AUTO else default
 
 
 def _text(value: Any) -> str:

@@ -8,6 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, NotRequired, TypedDict, cast, get_origin, get_type_hints
 
+from ravan_flwr.runs.spread import Spread
+
 Metrics = dict[str, float]
 
 ClientRecord = TypedDict(
@@ -54,6 +56,8 @@ RoundRecord = TypedDict(
         "phases": dict[str, float],  # seconds
         "refused": NotRequired[str],  # why the round has no effect
         "collapsed": NotRequired[str],  # why its evaluation counts as a collapse
+        "spread": NotRequired[dict[str, Spread]],  # of each metric over the clients (spread.py)
+        "began-anew": NotRequired[list[int]],  # partitions that had lost their part of the model
     },
 )
 
@@ -99,6 +103,8 @@ Summary = TypedDict(
         "seconds": float,
         "finished": str,
         "processes": NotRequired[int],  # in which clients computed, of a run in process
+        "spread": NotRequired[dict[str, Spread]],  # over the clients, of the last evaluation
+        "began-anew": NotRequired[int],  # times that a client had lost its part of the model
         "head-norms": NotRequired[dict[str, list[float]]],  # by layer
         "delivered": NotRequired[list[Delivered]],  # devices that have this result
         "not-delivered": NotRequired[list[Rejection]],  # devices that could not get it, and why

@@ -1,9 +1,10 @@
 """Keep what each round made: its record, its checkpoint, its line on the screen."""
 
+from collections.abc import Callable, Mapping
 from logging import getLogger
 
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.runs.checkpoint import drop_after, save_checkpoint, save_fixed
+from ravan_flwr.runs.checkpoint import drop_after, save_checkpoint, save_fixed, save_own_parts
 from ravan_flwr.runs.console import Progress
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
@@ -25,9 +26,11 @@ class Keeper:
         progress: Progress,
         trackers: Trackers,
         start: Start,
+        own_parts: Callable[[], Mapping[int, Tensors]] | None = None,
     ) -> None:
         self.directory, self.model, self.metric = directory, bench.model, bench.task.metric
         self.progress, self.trackers, self.records = progress, trackers, start.records
+        self._own_parts = own_parts  # of the clients, where they are in this process and have some
         self.after = start.done  # what lies behind that round is dropped when the next is done
 
     def go_on(self) -> None:
@@ -59,6 +62,8 @@ class Keeper:
         self._append(record)
         self.records.append(record)
         best = best_round(self.records, self.metric)
+        if self._own_parts is not None:
+            save_own_parts(self.directory.checkpoints, record["round"], self._own_parts())
         save_checkpoint(self.directory.checkpoints, record["round"], state, memory, best)
         self.progress.round(record)
         self.trackers.round(record)

@@ -10,6 +10,7 @@ from logging import getLogger
 from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.runs.record import ClientRecord, Metrics, Rejection, RoundRecord
+from ravan_flwr.runs.spread import Spread
 from ravan_flwr.server.replies import Reply
 
 log = getLogger(__name__)
@@ -30,6 +31,8 @@ class Ledger:
     left_out: list[int] = field(default_factory=list)  # partitions that cannot afford to train
     resting: list[int] = field(default_factory=list)  # were silent before, and were not asked
     spare: list[int] = field(default_factory=list)  # replies that were not needed any more
+    began_anew: list[int] = field(default_factory=list)  # had lost their part of the model
+    spread: dict[str, Spread] = field(default_factory=dict)  # of an evaluation, over the clients
     refused: str = ""  # why the round has no effect, if it has none
     bytes_up: int = 0  # of all replies, also those that were rejected, and of evaluations
     bytes_down: int = 0  # of all messages
@@ -63,6 +66,15 @@ class Ledger:
                 "bytes-up": reply.bytes_up,
                 "bytes-down": reply.bytes_down,
             }
+        )
+
+    def lost(self, member: Member) -> None:
+        """Note that a client had lost its part of the model, and began with a new one."""
+        self.began_anew.append(member.partition_id)
+        log.warning(
+            "partition %d has lost its own part of the model, as a node does that is started "
+            "again, and began with a new one",
+            member.partition_id,
         )
 
     def reject(self, member: Member, reason: object) -> None:
@@ -103,6 +115,10 @@ class Ledger:
             record["more-resting"] = more
         if self.refused:
             record["refused"] = self.refused
+        if self.spread:
+            record["spread"] = self.spread
+        if self.began_anew:
+            record["began-anew"] = sorted(self.began_anew)
         return record
 
     def why_too_few_came(self, least: int) -> str:

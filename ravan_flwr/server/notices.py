@@ -9,6 +9,7 @@ from flwr.serverapp import Grid
 from ravan_flwr.config.checks import without_effect
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.run_config import Config, has_default_rate
+from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.console import megabytes, minutes
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Summary
@@ -18,6 +19,10 @@ from ravan_flwr.training.local_steps import check_precision
 from ravan_flwr.training.workbench import Workbench
 
 log = getLogger(__name__)
+
+HOW_TO_HAVE_ONE = (
+    "deliver=true gives devices theirs; of a run in one process: ravan-flwr export --client N"
+)
 
 
 def tell_of_the_rate(run_config: Mapping[str, Scalar], config: Config) -> None:
@@ -43,6 +48,7 @@ def tell_what_has_no_effect(run_config: Mapping[str, Scalar], config: Config, gr
             config.processes,
         )
     given = run_config.get("clients-per-round", AUTO) != AUTO
+    given = given and not METHODS[config.method].everyone
     number = len(list(grid.get_node_ids())) if simulating(grid) else 0
     if given and number and config.clients_per_round > number:
         log.warning(
@@ -79,6 +85,11 @@ def tell_the_end(summary: Summary, metric: str, directory: RunDirectory, page: P
     ):
         if numbers:
             log.warning("%s in rounds %s", what, ", ".join(map(str, numbers)))
+    if METHODS[summary["method"]].personalised:
+        log.info(
+            "each client has a model of its own, and no folder here holds them: %s",
+            HOW_TO_HAVE_ONE,
+        )
     if page is not None:
         log.info("report: %s", page)
     log.info("run directory: %s", directory.path)

@@ -34,6 +34,7 @@ class Trained:
     upload: Tensors  # over the message's own bytes: to be read only
     loss: float
     seconds: float
+    anew: bool = False  # the client had no part of the model of its own, and began with a new one
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,13 @@ def read_trained(
     derived: Sequence[float],
     wire: str = "float32",
     most: int | None = None,
+    *,
+    personal: bool = False,
 ) -> Trained:
     """Read a training reply of that round, of a node with the server's bases.
 
     The method checks its tensors. `most` is how many numbers it can have on a wire that is decoded.
+    Where clients have parts of their own (`personal`), a reply says whether it began without one.
     """
     with telling():
         content = content_of(reply)
@@ -73,7 +77,8 @@ def read_trained(
         check_derived(metrics.get("derived"), derived, member.versions)
         loss = within(metrics, "train-loss", -MOST_LOSS, MOST_LOSS)
         seconds = within(metrics, "seconds", 0, MOST_SECONDS)
-        return Trained(decode(view_record(_arrays_of(content)), wire, most), loss, seconds)
+        anew = personal and within(metrics, "began-anew", 0, 1) > 0
+        return Trained(decode(view_record(_arrays_of(content)), wire, most), loss, seconds, anew)
 
 
 def read_evaluated(

@@ -7,7 +7,7 @@ calibration round and a training round differ in their sums and in how they clos
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import getLogger
 from typing import ClassVar
@@ -19,10 +19,12 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import num_bytes, to_record
 from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.wire import wire_of_round
+from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Method
 from ravan_flwr.methods.calibration import Calibration
 from ravan_flwr.methods.tensors import Tensors
 from ravan_flwr.runs.record import Metrics
+from ravan_flwr.runs.spread import spreads_of
 from ravan_flwr.server.aggregation import Aggregate, open_calibration
 from ravan_flwr.server.exchange import Exchange
 from ravan_flwr.server.inbox import in_process
@@ -55,6 +57,7 @@ class Run:
     mail: Mailbox
     state: ServerState
     status: Status
+    trained: set[int]  # partitions of which a reply was used: they have what stays with a client
 
 
 class Round(ABC):
@@ -113,6 +116,7 @@ class Round(ABC):
             return None
         ordered = [answers[partition] for partition in sorted(answers)]
         numbers = [answer.examples for answer in ordered]
+        self.ledger.spread = spreads_of([answer.metrics for answer in ordered])
         return {
             name: mean_of([answer.metrics[name] for answer in ordered], numbers)
             for name in ordered[0].metrics
@@ -134,14 +138,23 @@ class Round(ABC):
     def _take_trained(self, message: Message, member: Member, bytes_down: int) -> None:
         trained = self._read(message, member)
         bytes_up = num_bytes(message.content.array_records["arrays"])
+        if METHODS[self.run.config.method].pools:
+            everyone = self.run.roster.members.values()
+            member = replace(member, examples=sum(one.examples for one in everyone))
         reply = Reply(member, trained, bytes_up, bytes_down, self.steps(member))
         self.ledger.use(reply, heads=self.add(reply))
+        if trained.anew and member.partition_id in self.run.trained:
+            self.ledger.lost(member)
+        self.run.trained.add(member.partition_id)
 
     def _read(self, message: Message, member: Member) -> Trained:
         """Read a training reply of this round, of a node with the server's bases."""
         wire = wire_of_round(self.run.config.wire, self.number)
         most = self._most_numbers(member.share)
-        return read_trained(message, member, self.number, self.run.state.derived, wire, most)
+        personal = self.run.method.personal is not None
+        return read_trained(
+            message, member, self.number, self.run.state.derived, wire, most, personal=personal
+        )
 
     def _most_numbers(self, share: float) -> int:
         """Return how many numbers an upload of a client with that share has, at most."""

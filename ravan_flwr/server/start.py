@@ -8,7 +8,7 @@ from pathlib import Path
 from ravan_flwr.config.keys import AUTO, FREE_ON_RESUME
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed
+from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed, load_own_parts
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.training.workbench import Workbench
@@ -25,6 +25,13 @@ class Start:
     memory: Tensors = dataclasses.field(default_factory=dict)
     records: list[RoundRecord] = dataclasses.field(default_factory=list)
     fixed: Tensors | None = None
+    own_parts: dict[int, Tensors] | None = None  # of the clients, where they are in this process
+
+    @property
+    def trained(self) -> set[int]:
+        """Return the partitions of which a reply was used in an earlier round."""
+        rounds = (record["clients"] for record in self.records if record["round"])
+        return {client["partition-id"] for clients in rounds for client in clients}
 
     @property
     def first(self) -> int:
@@ -76,7 +83,10 @@ def go_on(directory: RunDirectory, back_to: int | None, config: Config, bench: W
     if fixed is not None:
         model.load_fixed(fixed)
     log.info("going on after round %d", checkpoint.round)
-    return Start(checkpoint.state, checkpoint.round, checkpoint.memory, records, fixed)
+    own_parts = None
+    if model.method.personal is not None:
+        own_parts = load_own_parts(directory.checkpoints, checkpoint.round)
+    return Start(checkpoint.state, checkpoint.round, checkpoint.memory, records, fixed, own_parts)
 
 
 def _check_same_run(directory: RunDirectory, config: Config) -> None:

@@ -51,7 +51,8 @@ class FederatedTuning(Strategy):
     `backbone` and `seed_fingerprint` are the server's, which every node must share, and
     `derived` is that of the model now. A run that is resumed has a `first_round` above 1, the
     method's `fixed` tensors, if its method has any, the server's `memory` (the optimiser's
-    moments, the usual changes), and the number of `partitions` that its nodes shared the data in.
+    moments, the usual changes), the number of `partitions` that its nodes shared the data in, and
+    those that have `trained` before.
     `measured` names the metrics that a client must report of an evaluation. `dealt_out` returns
     the numbers of examples that clients train on, when so many of them share the data. `tell` is
     called with what the run does whenever that changes.
@@ -70,6 +71,7 @@ class FederatedTuning(Strategy):
         fixed: Tensors | None = None,
         memory: Tensors | None = None,
         partitions: int | None = None,
+        trained: Iterable[int] = (),
         measured: Sequence[str] = ("loss", "accuracy"),
         dealt_out: Callable[[int], Sequence[int]] | None = None,
         tell: Tell | None = None,
@@ -87,7 +89,9 @@ class FederatedTuning(Strategy):
         self.mail = Mailbox(None if fixed is None else to_record(fixed))
         self._sampler = Sampler(config, method, self.roster)
         self.status = Status(self.roster, tell)
-        self._run = Run(config, method, self.roster, self.mail, self.state, self.status)
+        self._run = Run(
+            config, method, self.roster, self.mail, self.state, self.status, set(trained)
+        )
         self._round: TrainingRound | None = None
 
     def summary(self) -> None:

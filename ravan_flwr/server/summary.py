@@ -43,6 +43,10 @@ def summary_of(
     trained = [client for record in records if record["round"] for client in record["clients"]]
     if all("steps" in client for client in trained):
         summary["steps"] = sum(client["steps"] for client in trained)
+    if spreads := [record["spread"] for record in records if record.get("spread")]:
+        summary["spread"] = spreads[-1]
+    if bench.model.method.personal is not None:
+        summary["began-anew"] = sum(len(record.get("began-anew", ())) for record in records)
     return summary
 
 

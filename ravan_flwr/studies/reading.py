@@ -8,6 +8,7 @@ from ravan_flwr.config.keys import AUTO, check_key
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.yaml_file import read_yaml
+from ravan_flwr.methods import METHODS
 from ravan_flwr.studies.spec import Row, Study, Table
 
 TOLERANCE = 0.05  # numbers of parameters that differ by no more are called equal
@@ -77,6 +78,7 @@ def _read_table(
                 f"{where}: {what} {unknown} are no rows, expected some of {list(rows)}; correct "
                 "them"
             )
+    _check_measured_alike(where, rows, spectra=table.get("spectra", False))
     if table.get("equal-parameters"):
         _check_equal(where, {k: v for k, v in rows.items() if k not in references})
     return Table(
@@ -129,6 +131,31 @@ def _check_fields(
     for field, kind in {**fields, **options}.items():
         if field in content and not isinstance(content[field], kind):
             raise ValueError(f"{where}: {field} is no {kind.__name__}; correct it")
+
+
+def _check_measured_alike(where: str, rows: Mapping[str, Row], *, spectra: bool) -> None:
+    """Raise ValueError where a row of a personalised method cannot stand beside the others."""
+    configs = {
+        name: read_config(own_preset({"learning-rate": 1.0, **row.settings}))
+        for name, row in rows.items()
+    }
+    personal = [name for name, config in configs.items() if METHODS[config.method].personalised]
+    if not personal:
+        return
+    if spectra:
+        raise ValueError(
+            f"{where}: spectra: rows {personal} have another update for each client, expected rows "
+            "with one model for all; take spectra away"
+        )
+    if len({(config.evaluate_on, config.validation_share) for config in configs.values()}) > 1:
+        told = ", ".join(
+            f"{name} evaluate-on={config.evaluate_on} validation-share={config.validation_share:g}"
+            for name, config in configs.items()
+        )
+        raise ValueError(
+            f"{where}: its rows are measured on different examples ({told}), expected the same for "
+            "all; set evaluate-on: clients and validation-share: 0.2 in the study's settings"
+        )
 
 
 def _check_equal(where: str, rows: Mapping[str, Row]) -> None:

@@ -1,6 +1,7 @@
 """Put a method's adapters into a frozen network and lend it to one client after the other.
 
-The classifier, drawn from the seed, is frozen as well, or trained and averaged.
+The classifier, drawn from the seed, is frozen as well, or trained and averaged. Where a part of the
+model stays with each client (methods/personal.py), a trained classifier is in that part.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
 from ravan_flwr.methods.calibration import Calibration
-from ravan_flwr.methods.tensors import check_tensor, checksum
+from ravan_flwr.methods.tensors import check_names, check_tensor, checksum
 from ravan_flwr.training.network import Backbone, pretrained_parameters
 from ravan_flwr.training.threads import computing_with
 
@@ -54,7 +55,7 @@ class AdaptedModel:
     def initial_state(self) -> Tensors:
         """Make the global state before the first round, with the classifier if it is trained."""
         state = self.method.initial_state(self.adapters)
-        if self.train_classifier:
+        if self._classifier_travels:
             state[CLASSIFIER] = self._drawn_classifier.cpu().clone()
         return state
 
@@ -62,6 +63,31 @@ class AdaptedModel:
         """Count what a client with the whole budget trains, with the classifier."""
         classifier = len(self._drawn_classifier) if self.train_classifier else 0
         return self.method.trainable_parameters() + classifier
+
+    @property
+    def _classifier_travels(self) -> bool:
+        return self.train_classifier and self.method.personal is None
+
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name the tensors that stay with each client, with their shapes; none for most methods."""
+        if self.method.personal is None:
+            return {}
+        classifier = {CLASSIFIER: tuple(self._drawn_classifier.shape)}
+        return self.method.personal.shapes() | (classifier if self.train_classifier else {})
+
+    def own_part(self) -> Tensors:
+        """Copy what stays with the client after its local steps."""
+        if self.method.personal is None:
+            return {}
+        own = self.method.personal.collect(self.adapters)
+        return own | ({CLASSIFIER: self._flat_classifier().cpu()} if self.train_classifier else {})
+
+    def check_own(self, own: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless it is what `own_part` returns, with finite numbers."""
+        shapes = self.own_shapes()
+        check_names(own, list(shapes))
+        for name, shape in shapes.items():
+            check_tensor(own, name, shape, torch.float32)
 
     def _flat_classifier(self) -> Tensor:
         """Copy the classifier's parameters, one after the other."""
@@ -101,10 +127,17 @@ class AdaptedModel:
         return [*self.method.fingerprint(self.adapters), float(weights @ ramp)]
 
     @contextmanager
-    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Load a broadcast, or a global state; afterwards the model is as it was before."""
+    def holding(
+        self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor] | None = None
+    ) -> Iterator[None]:
+        """Load a broadcast, or a global state; afterwards the model is as it was before.
+
+        `own` is the client's part of the model, if it has one.
+        """
         try:
             self._load(tensors)
+            if own is not None:
+                self._put(own)
             with computing_with(self.threads):
                 yield
         finally:
@@ -116,19 +149,32 @@ class AdaptedModel:
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         self.method.load(self.adapters, {k: v for k, v in tensors.items() if k != CLASSIFIER})
-        if self.train_classifier:
+        if self._classifier_travels:
             shape = self._drawn_classifier.shape
-            flat = check_tensor(tensors, CLASSIFIER, shape, torch.float32)
-            with torch.no_grad():
-                # It makes the parameters views of what it is given.
-                nn.utils.vector_to_parameters(flat.to(self.device, copy=True), self.classifier)
+            self._set_classifier(check_tensor(tensors, CLASSIFIER, shape, torch.float32))
+        elif self.train_classifier:
+            self._set_classifier(self._drawn_classifier)
         for parameter in self.classifier:
             parameter.requires_grad_(self.train_classifier)
+
+    def _put(self, own: Mapping[str, Tensor]) -> None:
+        """Put a client's own part into the model, on top of a broadcast."""
+        self.check_own(own)
+        if self.method.personal is not None:
+            factors = {k: v for k, v in own.items() if k != CLASSIFIER}
+            self.method.personal.put(self.adapters, factors)
+        if CLASSIFIER in own:
+            self._set_classifier(own[CLASSIFIER])
+
+    def _set_classifier(self, flat: Tensor) -> None:
+        with torch.no_grad():
+            # It makes the parameters views of what it is given.
+            nn.utils.vector_to_parameters(flat.to(self.device, copy=True), self.classifier)
 
     def upload(self, method: Method) -> Tensors:
         """Collect what the client sends after its local steps, in a round of the method."""
         tensors = method.upload(self.adapters)
-        if self.train_classifier:
+        if self._classifier_travels:
             tensors[CLASSIFIER] = self._flat_classifier().cpu()
         return tensors
 

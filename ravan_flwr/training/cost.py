@@ -90,6 +90,11 @@ class Skeleton:
         rounds = [self.method.in_round(1 + turn) for turn in range(self.method.turns)]
         return max(rounds, key=lambda method: method.upload_bytes(1.0))
 
+    @property
+    def classifier_sent(self) -> int:
+        """Count the numbers of the classifier that travel: where clients have own parts, none."""
+        return self.classifier_size if self.method.personal is None else 0
+
     def bytes_up(self, share: float) -> int:
         method = self.largest_round()
         shapes = list(method.upload_shapes(share).values())
@@ -104,7 +109,7 @@ class Skeleton:
     def _coded(self, number: int, shapes: Sequence[tuple[int, ...]]) -> int:
         """Count the bytes on the wire, the classifier's included; most are in these shapes."""
         rest = number - 4 * sum(math.prod(shape) for shape in shapes)
-        return rest + num_bytes([*shapes, (self.classifier_size,)], self.wire)
+        return rest + num_bytes([*shapes, (self.classifier_sent,)], self.wire)
 
 
 @lru_cache(maxsize=64)

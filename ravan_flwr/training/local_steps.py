@@ -36,6 +36,7 @@ class LocalResult:
     """Hold what came of a client's work."""
 
     upload: Tensors
+    own: Tensors  # what stays with the client; empty for most methods
     train_loss: float  # mean over the steps, without the proximal term; the scores' batch is none
 
 
@@ -47,15 +48,19 @@ def train_locally(
     share: float,
     steps: LocalSteps,
     work: ClientRound,
+    own: Tensors | None = None,
 ) -> LocalResult:
-    """Do one client's round: load, choose, train, collect; the model is then as it was."""
+    """Do one client's round: load, choose, train, collect; the model is then as it was.
+
+    `own` is the part of the model that has stayed with the client, if one has.
+    """
     stepper = _Stepper(model, task, examples, steps, work)
-    with model.holding(broadcast), _dropout_of(work, model.device):
+    with model.holding(broadcast, own), _dropout_of(work, model.device):
         random = work.generator("heads")
         method = model.method.in_round(work.round)
         method.choose(model.adapters, share, random, stepper.backward)
         stepper.train(model.parameters())
-        return LocalResult(model.upload(method), stepper.mean_loss())
+        return LocalResult(model.upload(method), model.own_part(), stepper.mean_loss())
 
 
 def calibrate_locally(
@@ -70,7 +75,7 @@ def calibrate_locally(
     stepper = _Stepper(model, task, examples, steps, work)
     with model.holding(broadcast), _dropout_of(work, model.device):
         upload = model.calibration.run(model.adapters, stepper)
-    return LocalResult(upload, stepper.mean_loss())
+    return LocalResult(upload, {}, stepper.mean_loss())
 
 
 @contextmanager

@@ -115,6 +115,9 @@ def _run(config: Config, built: Skeleton) -> list[str]:
     asked = calibrated * (method.broadcast_bytes(initial, 1.0) + 4 * built.classifier_size)
     all_up = rounds * up + (calibrated * first)
     all_down = rounds * down + (asked + reached * fixed if first else 0)
+    if config.evaluate_on == "clients":  # which are all sent the state
+        evaluations = math.ceil(rounds / config.eval_every)
+        all_down += evaluations * config.num_clients * built.bytes_down(1.0)
     told = [
         f"before round 1  {calibrated} clients send {first:,} bytes each; a client gets {fixed:,} "
         "once",

@@ -165,6 +165,14 @@ class Workbench:
         """Get a client's examples, when `number` clients share them."""
         return self._split(self._shared.select(self._rows(number)[partition_id]), partition_id)
 
+    def pooled(self, number: int) -> Encoded:
+        """Get what `number` clients train on, all of it, in the order of the shared examples."""
+        parts = [
+            rows[self._apart(len(rows), partition_id)[0]]
+            for partition_id, rows in enumerate(self._rows(number))
+        ]
+        return self._shared.select(np.sort(np.concatenate(parts)))
+
     def _rows(self, number: int) -> list[np.ndarray]:
         """Deal out the rows, when `number` clients share the examples."""
         config = self.config
@@ -186,7 +194,12 @@ class Workbench:
 
     def _split(self, examples: Encoded, partition_id: int) -> Examples:
         """Hold back what the client is evaluated on."""
-        config, rows = self.config, np.arange(len(examples))
+        train, kept = self._apart(len(examples), partition_id)
+        return Examples(examples.select(train), examples.select(kept))
+
+    def _apart(self, number: int, partition_id: int) -> tuple[np.ndarray, np.ndarray]:
+        """Choose which of a client's so many examples it trains on, and which it holds back."""
+        config, rows = self.config, np.arange(number)
         kept = held_back(config, len(rows))
         if kept:
             random = np.random.default_rng(derive(config.seed, "validation", partition_id))
@@ -197,4 +210,4 @@ class Workbench:
                 f"{len(rows)} example{'s' * (len(rows) != 1)}, and none would be left to train on; "
                 "lower it, or use fewer clients"
             )
-        return Examples(examples.select(rows[kept:]), examples.select(rows[:kept]))
+        return rows[kept:], rows[:kept]

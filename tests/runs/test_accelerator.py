@@ -1,6 +1,7 @@
 """Every part of a round on a device that is not the CPU: a tensor left behind is an error here."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -47,19 +48,23 @@ def a_round(settings, share, steps):
         model.load_fixed(fixed)
         state = first = state | changed
     share = share if model.method.can_train(share) else 1.0
+    own: dict[int, Any] = {}  # what stays with each client
     for number in (1, 2):  # in the second, the state is one of the middle of a run
         pot = Aggregate(model.method, state, ChangeLimit(1e9))
         for client, examples in enumerate(clients):
             sent = outgoing(model.method, state, share)
             done = train_locally(
-                model, task, examples, sent, share, steps, ClientRound(5, number, client)
-            )
+                model, task, examples, sent, share, steps, ClientRound(5, number, client),
+                own.get(client),
+            )  # fmt: skip
+            own |= {client: done.own} if done.own else {}
             pot.offer(done.upload, share)
         state = pot.close()
-    with model.holding(state):
+    with model.holding(state, own.get(0)):
         deltas = [delta.cpu() for delta in model.method.delta_weights(model.adapters)]
         measured = bench.evaluate()
-    assert {tensor.device.type for tensor in state.values()} == {"cpu"}
+    kept = [tensor for part in own.values() for tensor in part.values()]
+    assert {tensor.device.type for tensor in (*state.values(), *kept)} == {"cpu"}
     moved = [state[CLASSIFIER] - first[CLASSIFIER]] if CLASSIFIER in state else []
     return model.device, deltas + moved, measured
 

@@ -66,7 +66,12 @@ def loss_of(network, bench):
 
 
 METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora"}  # no adapter holds what they change
-OF_ADAPTERS = [name for name in METHODS if name not in METHODS_OF_WEIGHTS]
+# Those with a model for each client have the layers of fedit (tests/runs/test_personal.py).
+OF_ADAPTERS = [
+    name
+    for name, listed in METHODS.items()
+    if name not in METHODS_OF_WEIGHTS and not listed.personalised
+]
 # Every architecture with an adapter, the methods in turn; some with what changes its weights.
 PAIRS = [
     *zip(MODELS, itertools.cycle(OF_ADAPTERS), strict=False),

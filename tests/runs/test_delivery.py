@@ -77,9 +77,9 @@ def logits_of(network, examples):
         return network.eval()(pixel_values=examples["pixel_values"]).logits
 
 
-def check_logits(run, folders):
+def check_logits(run, folders, client=None):
     """Each folder, loaded as its own README says of its kind, gives the logits of the server."""
-    with result_of(run.run_dir) as bench:
+    with result_of(run.run_dir, client) as bench:
         (encoded,) = bench.test_sets.values()
         examples = encoded.take(encoded.rows)
         ours = logits_of(bench.model.network, examples)
@@ -100,7 +100,10 @@ def files_of(folder):
 def test_every_device_has_what_the_server_has(method, devices):
     devices.add(0)
     devices.add(1, result_form="merged")
-    run = devices.run(method=method, wire="int8" if method == "ravan" else "float32")
+    run = devices.run(
+        method=method, wire="int8" if method == "ravan" else "float32",
+        budgets="full" if METHODS[method].personalised else "uniform",
+    )  # fmt: skip
     natural = "merged" if method in OF_WEIGHTS else "adapter"
     assert run.summary["delivered"] == [
         {"partition-id": 0, "folder": natural}, {"partition-id": 1, "folder": "merged"},
@@ -108,8 +111,13 @@ def test_every_device_has_what_the_server_has(method, devices):
     assert run.summary["not-delivered"] == [{"client": "partition 2", "reason": NO_PLACE}]
     assert json.loads((run.run_dir / "summary.json").read_text()) == run.summary
     folders = [devices.result(0, run) / natural, devices.result(1, run) / "merged"]
-    check_logits(run, folders)
-    assert files_of(folders[0]) == files_of(run.run_dir / natural)  # the card as well
+    if METHODS[method].personalised:  # each has its own, and the server none
+        for number, folder in enumerate(folders):
+            check_logits(run, [folder], number)
+        assert not (run.run_dir / natural).exists()
+    else:
+        check_logits(run, folders)
+        assert files_of(folders[0]) == files_of(run.run_dir / natural)  # the card as well
     for number in (0, 1):
         there = {path.name for path in devices.places[number].iterdir()}
         assert there == {run.run_dir.name}

@@ -33,6 +33,15 @@ def run(request, tmp_path_factory):
     return simulate(SHORT | {"method": request.param, "output-dir": str(folder)}, 3)
 
 
+def client_of(run):
+    """Whose model is exported: there is one for each client, or one for all."""
+    return 0 if METHODS[run.summary["method"]].personalised else None
+
+
+def client_words(run):
+    return [] if client_of(run) is None else ["--client", "0"]
+
+
 def logits_of(network, examples):
     with torch.inference_mode():
         return network.eval()(pixel_values=examples["pixel_values"]).logits
@@ -40,26 +49,28 @@ def logits_of(network, examples):
 
 def test_the_exports_give_the_logits_of_the_run(run, tmp_path):
     method = run.summary["method"]
-    with result_of(run.run_dir) as bench:
+    with result_of(run.run_dir, client_of(run)) as bench:
         (encoded,) = bench.test_sets.values()
         examples = encoded.take(encoded.rows)
         ours = logits_of(bench.model.network, examples)
         means = bench.evaluate()
-    assert means == pytest.approx(run.summary["metrics"]["final"])
+    if client_of(run) is None:
+        assert means == pytest.approx(run.summary["metrics"]["final"])
 
-    main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged")])
+    words = client_words(run)
+    main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged"), *words])
     merged = AutoModelForImageClassification.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits_of(merged, examples), ours, rtol=1e-4, atol=1e-4)
     assert merged.config.id2label[7] == "7"
 
     natural = run.run_dir / ("merged" if method in METHODS_OF_WEIGHTS else "adapter")
-    assert natural.is_dir()
+    assert natural.is_dir() == (client_of(run) is None)
     if method in METHODS_OF_WEIGHTS:
         theirs = AutoModelForImageClassification.from_pretrained(natural)
         torch.testing.assert_close(logits_of(theirs, examples), ours, rtol=1e-4, atol=1e-4)
         return
-    main(["export", str(run.run_dir), "--as", "peft", str(tmp_path / "peft")])
-    for folder in (tmp_path / "peft", natural):
+    main(["export", str(run.run_dir), "--as", "peft", str(tmp_path / "peft"), *words])
+    for folder in (tmp_path / "peft", natural) if natural.is_dir() else (tmp_path / "peft",):
         # another classifier
         backbone = build_network(bench.config.model, bench.task, seed=99).network
         theirs = peft.PeftModel.from_pretrained(backbone, folder)
@@ -77,14 +88,18 @@ def test_a_method_that_changes_weights_has_no_adapter(method, tmp_path, capsys):
 
 
 def test_a_card_says_what_it_is(run, tmp_path):
-    main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "out")])
+    words = client_words(run)
+    main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "out"), *words])
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert f"| method | {run.summary['method']}" in card
     assert (", 4 heads |" in card) == (run.summary["method"] == "ravan")
     assert f"{run.summary['trainable-parameters']:,}" in card
     assert f"accuracy {run.summary['metrics']['final']['accuracy']:.4f}" in card
-    assert "2, 3 clients a round" in card
+    pools = METHODS[run.summary["method"]].pools
+    assert f"2, {1 if pools else 3} clients a round" in card
+    assert ("that of one client" in card) == bool(words)
+    assert ("on the examples of all" in card) == pools
 
 
 def test_a_card_says_how_to_load_it_and_that_works(run, tmp_path, monkeypatch):
@@ -95,11 +110,11 @@ def test_a_card_says_how_to_load_it_and_that_works(run, tmp_path, monkeypatch):
         if form == "peft" and run.summary["method"] in METHODS_OF_WEIGHTS:
             continue
         folder = tmp_path / form
-        main(["export", str(run.run_dir), "--as", form, str(folder)])
+        main(["export", str(run.run_dir), "--as", form, str(folder), *client_words(run)])
         (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
         found: dict[str, Any] = {}
         exec(code.replace("this folder", str(folder)), found)
-        with result_of(run.run_dir) as bench:
+        with result_of(run.run_dir, client_of(run)) as bench:
             (encoded,) = bench.test_sets.values()
             examples = encoded.take(encoded.rows[:16])
             ours = logits_of(bench.model.network, examples)

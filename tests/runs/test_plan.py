@@ -55,7 +55,8 @@ def test_every_methods_plan_is_what_its_run_does(method, tmp_path):
     # At most: bytes of a run with the preset's 20 clients, of which this one has four.
     lines = told.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("the run"))
-    numbers = [re.findall(r"([\d,]{5,})", line)[-1] for line in lines[start : start + 2]]
+    pair = lines[start : start + 2]
+    numbers = [re.findall(r"([\d,]+) (?:bytes up|down)", line)[-1] for line in pair]
     most = [int(number.replace(",", "")) for number in numbers]
     assert run.summary["bytes-up"] <= most[0]
     assert run.summary["bytes-down"] <= most[1]

@@ -1,5 +1,7 @@
 """Who gives a key that changes nothing is told so, and it is true that it changes nothing."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from ravan_flwr.config.checks import without_effect
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
+from ravan_flwr.methods.base import Settings
 from tests.methods import build, some_state, train_client
 
 OTHER = {
@@ -14,7 +17,13 @@ OTHER = {
     "selection": "global", "calibration-steps": 7, "layer-form": "factored", "rank": 1,
     "lora-scale": 3.0, "init-scale": 2.0,
 }  # fmt: skip
-IGNORED = [(method, key) for method in METHODS for key in METHODS[method].ignored]
+OF_SETTINGS = {field.name.replace("_", "-") for field in dataclasses.fields(Settings)}
+IGNORED = [
+    (method, key) for method in METHODS for key in METHODS[method].ignored if key in OF_SETTINGS
+]
+OTHERS = [
+    (method, key) for method in METHODS for key in METHODS[method].ignored if key not in OF_SETTINGS
+]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +65,12 @@ def test_what_a_method_ignores_changes_nothing(method, key):
     for one, other in zip(uploaded(), uploaded(**{key.replace("-", "_"): OTHER[key]}), strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(("method", "key"), OTHERS)
+def test_what_a_method_says_itself_is_taken_from_nobody(method, key):
+    given = {"clients-per-round": 7}
+    assert read_config({"method": method, key: given[key]}) == read_config({"method": method})
 
 
 @pytest.mark.parametrize("preset", ["digits-vit", "svhn-vit-b16"])
