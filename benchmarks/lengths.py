@@ -31,11 +31,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
-from ravan_flwr.tasks.base import Encoded
+from ravan_flwr.tasks.base import EVALUATION_BATCH, Encoded
 from ravan_flwr.tasks.text import token_counts
 from ravan_flwr.training.batching import evaluation_batches, training_batches
 from ravan_flwr.training.local_steps import LocalSteps, evaluate, train_locally
-from ravan_flwr.training.workbench import EVALUATION_BATCH, Workbench
+from ravan_flwr.training.workbench import Workbench
 
 TEXTS, LENGTH, BATCH = 6000, 256, 32
 BERT_MINI: dict[str, Any] = {

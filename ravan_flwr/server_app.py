@@ -25,6 +25,7 @@ from ravan_flwr.runs.log_file import logging_to
 from ravan_flwr.runs.record import Summary
 from ravan_flwr.runs.status import write_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
+from ravan_flwr.server.allowance import Allowance
 from ravan_flwr.server.delivery import Delivery, hand_out
 from ravan_flwr.server.envelope import guard
 from ravan_flwr.server.inbox import in_process, processes_of, simulating
@@ -36,6 +37,7 @@ from ravan_flwr.server.notices import (
     tell_the_end,
     tell_what_has_no_effect,
 )
+from ravan_flwr.server.replies import Asked
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.start import (
     Start,
@@ -151,12 +153,14 @@ def _hold_rounds(
     grid: Grid, bench: Workbench, config: Config, directory: RunDirectory, start: Start
 ) -> tuple[Tensors, FederatedTuning]:
     """Let the strategy run its rounds; return the last state, and the strategy."""
-    progress = Progress(start.first, config.num_rounds, bench.task.metric)
+    allowance = Allowance.of(config, start.records)
+    metric, spent = bench.task.metric, allowance.spent
+    progress = Progress(start.first, config.num_rounds, metric, config.max_bytes, spent)
     trackers = Trackers(config.tracking, directory.path, config.as_dict())
     here = in_process(grid) and bench.model.method.personal is not None
     own_parts = cast(InProcess, grid).own_parts if here else None
     keeper = Keeper(directory, bench, progress, trackers, start, own_parts)
-    strategy = _strategy(bench, config, keeper, start)
+    strategy = _strategy(bench, config, keeper, start, allowance)
 
     def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
         tally = Tally() if bench.task.classifies else None
@@ -182,7 +186,9 @@ def _hold_rounds(
     return final, strategy
 
 
-def _strategy(bench: Workbench, config: Config, keeper: Keeper, start: Start) -> FederatedTuning:
+def _strategy(
+    bench: Workbench, config: Config, keeper: Keeper, start: Start, allowance: Allowance
+) -> FederatedTuning:
     """Make the strategy of a run that begins there."""
     model, records = bench.model, start.records
     return FederatedTuning(
@@ -197,9 +203,10 @@ def _strategy(bench: Workbench, config: Config, keeper: Keeper, start: Start) ->
         memory=start.memory,
         partitions=records[-1]["partitions"] if records else None,
         trained=start.trained,
-        measured=("loss", bench.task.metric),
+        measured=Asked.of(bench.task),
         dealt_out=bench.dealt_out,
         tell=partial(write_status, keeper.directory.path),
+        allowance=allowance,
     )
 
 

@@ -39,6 +39,13 @@ class DataSpec:
     labels: tuple[str, ...] = ()  # the classes, in the order of their numbers; none: see `settled`
     prompt: str = ""  # what a text-to-text model is given, with {column roles} in it
     target_length: int = 0  # tokens of an answer
+    # Of a language model: what is written before an answer (the first of which all columns have
+    # text), its tokenizer's chat template in place of its own, what is done with texts that are too
+    # long, and which tokens are learned.
+    prompts: tuple[str, ...] = ()
+    chat_template: str = ""
+    overlong: str = "cut"  # or "drop"
+    loss_on: str = "answers"  # or "all"
 
     @property
     def settled(self) -> bool:
@@ -49,6 +56,9 @@ class DataSpec:
         """Return the column for a role, "" if there is none."""
         return dict(self.columns).get(role, "")
 
+
+# Metrics of which less is more. All others: the higher, the better.
+LOWER_IS_BETTER = frozenset({"loss", "perplexity"})
 
 # By the form of an export, the folder of a run's directory, or of a device, that holds it.
 RESULT_FOLDERS = {"peft": "adapter", "merged": "merged"}

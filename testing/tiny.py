@@ -110,6 +110,74 @@ def save_tokenizer(kind: str, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+# ChatML, as Qwen and SmolLM have it; `{% generation %}` is what others find the answers by.
+CHAT = """\
+{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}\
+{%- if message['role'] == 'assistant' %}\
+{%- generation %}{{ message['content'] + '<|im_end|>\\n' }}{%- endgeneration %}\
+{%- else %}{{ message['content'] + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}\
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_SMALL: dict[str, Any] = {
+    **SIDES, "intermediate_size": 32, "num_key_value_heads": 1, "bos_token_id": 0,
+    "eos_token_id": 0, "pad_token_id": None,
+}  # fmt: skip
+# Decoders that go on with texts, by the architecture's `model_type`.
+SPEAKERS: dict[str, tuple[Any, Any]] = {
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**_SMALL)),
+    "mistral": (
+        transformers.MistralForCausalLM, transformers.MistralConfig(**_SMALL, sliding_window=None)
+    ),
+    "qwen2": (
+        transformers.Qwen2ForCausalLM,
+        transformers.Qwen2Config(**_SMALL, tie_word_embeddings=True),
+    ),
+    "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**_SMALL, head_dim=8)),
+    "gemma": (transformers.GemmaForCausalLM, transformers.GemmaConfig(**_SMALL, head_dim=8)),
+    "gemma2": (
+        transformers.Gemma2ForCausalLM,
+        transformers.Gemma2Config(**_SMALL, head_dim=8, final_logit_softcapping=3.0),
+    ),
+    "phi3": (transformers.Phi3ForCausalLM, transformers.Phi3Config(**_SMALL)),
+}  # fmt: skip
+
+
+def save_speaker(
+    kind: str,
+    folder: Path,
+    texts_of: Sequence[str] = (),
+    template: str | None = CHAT,
+    **changes: Any,
+) -> Path:
+    """Save a decoder with a tokenizer by bytes, trained on the texts, and a chat template."""
+    reader = save_bytes_tokenizer(folder, texts_of or [" ".join(WORDS)], template)
+    made, config = SPEAKERS[kind]
+    sizes = {"vocab_size": len(reader), **changes}
+    torch.manual_seed(0)
+    made(type(config).from_dict(config.to_dict() | sizes)).save_pretrained(folder)
+    return folder
+
+
+def save_bytes_tokenizer(
+    folder: Path, texts_of: Sequence[str], template: str | None = CHAT, size: int = 384
+) -> Any:
+    """Train a tokenizer on texts, of bytes as those of GPT-2, LLaMA 3 and Qwen, and save it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(texts_of, trainer)
+    tokenizer.decoder = decoders.ByteLevel()
+    reader = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=SPECIAL[0], chat_template=template,
+        additional_special_tokens=SPECIAL[1:], model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
+    reader.save_pretrained(folder)
+    return reader
+
+
 WORDS = [f"{a}{b}" for a in ("ka", "lo", "mi", "tu") for b in ("ne", "ra", "so", "vi", "pe")]
 
 

@@ -36,10 +36,11 @@ from ravan_flwr.training.local_steps import (
     LocalResult,
     LocalSteps,
     calibrate_locally,
-    evaluate,
+    measured_sums,
+    steps_of,
     train_locally,
 )
-from ravan_flwr.training.workbench import EVALUATION_BATCH, Examples, Workbench, get_workbench
+from ravan_flwr.training.workbench import Examples, Workbench, get_workbench
 
 log = getLogger(__name__)
 
@@ -105,15 +106,7 @@ class _Client:
 
     @property
     def steps(self) -> LocalSteps:
-        config = self.config
-        return LocalSteps(
-            config.steps_of(len(self.examples.train)),
-            config.batch_size,
-            config.learning_rate,
-            config.precision,
-            config.proximal_mu,
-            config.batching,
-        )
+        return steps_of(self.config, self.round, len(self.examples.train))
 
     @property
     def round(self) -> int:
@@ -224,10 +217,12 @@ def _evaluate(client: _Client) -> RecordDict:
         )
     client.take_fixed()
     with bench.model.holding(client.broadcast, client.find_own()):
-        means = evaluate(
-            bench.model, bench.task, examples, EVALUATION_BATCH, client.config.precision
-        )
-    metrics = MetricRecord({"round": client.round, "num-examples": len(examples), **means})
+        size, precision = bench.task.evaluation_batch, client.config.precision
+        sums = measured_sums(bench.model, bench.task, examples, size, precision)
+    means, unit = bench.task.means(sums, len(examples)), bench.task.unit
+    told: dict[str, float] = {name: means[name] for name in bench.task.told}
+    told |= {f"num-{unit}": sums[unit]} if unit in sums else {}
+    metrics = MetricRecord({"round": client.round, "num-examples": len(examples), **told})
     return RecordDict({"metrics": metrics})
 
 

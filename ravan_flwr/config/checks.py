@@ -24,6 +24,7 @@ def check_together(values: Mapping[str, Scalar]) -> None:
     _check_replies(values)
     _check_form(values)
     _check_evaluation(values)
+    _check_steps(values)
 
 
 def check_steps(values: Mapping[str, Scalar], where: str = "") -> None:
@@ -46,6 +47,8 @@ def without_effect(run_config: Mapping[str, Scalar]) -> list[str]:
     for key, kinds in OF_PARTITION.items():
         if values["partition"] not in (*kinds, AUTO):
             idle.add(key)
+    if values["learning-rate-schedule"] == "constant":
+        idle.add("final-learning-rate")
     if values["init"] != "data-aware":
         idle.add("calibration-steps")
     return [f"{key}={values[key]}" for key in sorted(idle) if values[key] != KEYS[key].default]
@@ -107,6 +110,22 @@ def _check_form(values: Mapping[str, Scalar]) -> None:
                 f"layer-form = 'merged': got {key} = {values[key]!r}, expected {whole!r}, since a "
                 "weight of few bits loses small updates; leave layer-form out"
             )
+
+
+def _check_steps(values: Mapping[str, Scalar]) -> None:
+    """Refuse parts of a step that are larger than it, and rates that contradict the schedule."""
+    part, whole = values["micro-batch-size"], int(values["batch-size"])
+    if part != AUTO and int(part) > whole:
+        raise ValueError(
+            f"micro-batch-size = {part}: got batch-size = {whole}, expected at least as many; "
+            "lower the one or raise the other"
+        )
+    start, end = float(values["learning-rate"]), float(values["final-learning-rate"])
+    if values["learning-rate-schedule"] == "cosine" and end > start:
+        raise ValueError(
+            f"final-learning-rate = {end:g}: got learning-rate = {start:g}, expected at least as "
+            "much, since the rate falls; lower the one or raise the other"
+        )
 
 
 def _check_evaluation(values: Mapping[str, Scalar]) -> None:

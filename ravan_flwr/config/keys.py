@@ -65,6 +65,13 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
         "clients-per-round": Key(
             int, AUTO, "clients that train in each round", low=1, high=1_000_000, from_preset=True
         ),
+        "max-bytes": Key(
+            float,
+            AUTO,
+            "bytes that a run may send, up and down: the last round that fits ends it; auto: any",
+            above=0,
+            may_change=True,
+        ),
         "budgets": Key(
             str,
             "full",
@@ -117,6 +124,13 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
             from_preset=True,
         ),
         "batch-size": Key(int, AUTO, "examples in each step", low=1, high=65_536, from_preset=True),
+        "micro-batch-size": Key(
+            int,
+            AUTO,
+            "examples of a step at a time, whose gradients are added up, to save memory; auto: all",
+            low=1,
+            high=65_536,
+        ),
         "batching": Key(
             str,
             "random",
@@ -125,6 +139,28 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
             ("random", "length"),
         ),
         "learning-rate": Key(float, AUTO, "learning rate of the clients' Adam", above=0, high=10),
+        "learning-rate-schedule": Key(
+            str,
+            "constant",
+            "learning rate by round: the same, or from learning-rate down to final-learning-rate",
+            ("constant", "cosine"),
+        ),
+        "final-learning-rate": Key(
+            float,
+            AUTO,
+            "learning rate of the last round under a cosine; auto: a fiftieth of learning-rate",
+            low=0,
+            high=10,
+        ),
+        "warm-up-rounds": Key(
+            int, 0, "first rounds, in which the learning rate rises", low=0, high=1_000_000
+        ),
+        "weight-decay": Key(
+            float, 0.0, "decay of what is trained, as AdamW's, in each step", low=0, high=1e3
+        ),
+        "max-gradient-norm": Key(
+            float, 0.0, "norm to which a step's gradient is cut; 0: none", low=0, high=1e9
+        ),
         "proximal-mu": Key(
             float, 0.0, "FedProx: strength of the pull towards the round's start", low=0, high=1e6
         ),

@@ -4,17 +4,22 @@
 docs/your-own-task.md lists them.
 """
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from string import Formatter
 from typing import Any
 
 from ravan_flwr.config.checks import check_steps
-from ravan_flwr.config.key import did_you_mean
+from ravan_flwr.config.fields import check_fields, text_field, whole_field
 from ravan_flwr.config.keys import AUTO, FROM_PRESET, KEYS, check_choice, check_key
 from ravan_flwr.config.places import targets_of
 from ravan_flwr.config.preset import Preset
+from ravan_flwr.config.prompt_fields import (
+    OF_LANGUAGE_MODELS,
+    language_columns,
+    language_of,
+    prompt_of,
+)
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 from ravan_flwr.tasks import TASKS, Kind
@@ -53,13 +58,14 @@ _DATA = {
     "max-length",
     "target-length",
     "glue-tasks",
+    *OF_LANGUAGE_MODELS,
 }
 _GLUE_TASK = {"subset", "columns", "labels", "splits"}
 
 
 def checked_preset(path: Path, content: Any) -> Preset:
     """Check the content of a preset's file."""
-    _check_fields("", content, {"task", "model", "data"}, _OPTIONS)
+    check_fields("", content, {"task", "model", "data"}, _OPTIONS)
     check_choice("task", str(content["task"]), TASKS)
     kind, run = TASKS[content["task"]], _part(content, "run")
     data, glue_tasks = _read_data(_place(content["data"]), kind, path.parent)
@@ -100,7 +106,7 @@ def run_defaults(kind: Kind) -> dict[str, Scalar]:
 
 
 def _read_run(run: Any, kind: Kind) -> dict[str, Any]:
-    _check_fields("run.", run, set(), FROM_PRESET | {"num-clients"})
+    check_fields("run.", run, set(), FROM_PRESET | {"num-clients"})
     said = {key: value for key, value in run.items() if value != AUTO}
     values = run_defaults(kind) | said
     if "local-epochs" in said and "local-steps" not in said:
@@ -116,11 +122,11 @@ def _read_run(run: Any, kind: Kind) -> dict[str, Any]:
 
 def _read_budgets(budgets: Any) -> dict[str, int]:
     """Read the rank of a LoRA of each parameter budget; others are twice or half of one that is."""
-    _check_fields("parameter-budgets.", budgets, set(), set(LORA_RANK))
+    check_fields("parameter-budgets.", budgets, set(), set(LORA_RANK))
     said: dict[str, int] = {}
     for name, ranks in budgets.items():
         where = f"parameter-budgets.{name}."
-        _check_fields(where, ranks, {"lora-rank"}, set(METHODS) - {"full"})
+        check_fields(where, ranks, {"lora-rank"}, set(METHODS) - {"full"})
         for rank in ranks.values():
             check_key("rank", rank)
         said[name] = ranks["lora-rank"]
@@ -144,7 +150,7 @@ def _read_by(rates: Any) -> tuple[str, ...]:
 
 
 def _read_rates(rates: Any, by: tuple[str, ...]) -> dict[str, Any]:
-    _check_fields("learning-rate.", rates, set(), {*METHODS, "by"})
+    check_fields("learning-rate.", rates, set(), {*METHODS, "by"})
     by_method = {method: rate for method, rate in rates.items() if method != "by"}
     for rate in _leaves(by_method, by):
         check_key("learning-rate", rate)
@@ -167,39 +173,40 @@ def _leaves(rates: Mapping[str, Any], by: tuple[str, ...]) -> Iterator[Scalar]:
 
 
 def _read_model(content: Any, folder: Path) -> ModelSpec:
-    _check_fields("model.", content, {"name"}, {"source", "revision", "shape", "targets"})
+    check_fields("model.", content, {"name"}, {"source", "revision", "shape", "targets"})
     shape = _part(content, "shape")
     known = {str(name) for name in shape} if isinstance(shape, dict) else set()
-    _check_fields("model.shape.", shape, {"model_type"} if known else set(), known)
+    check_fields("model.shape.", shape, {"model_type"} if known else set(), known)
     if shape:
-        _text("model.shape.", shape, "model_type")
+        text_field("model.shape.", shape, "model_type")
     source = _source("model.", content, ("bundled", "hub"))
     return ModelSpec(
         source,
         _name("model.", content, folder, source),
-        _text("model.", content, "revision"),
+        text_field("model.", content, "revision"),
         tuple(shape.items()),
-        targets_of(targets) if (targets := _text("model.", content, "targets")) else (),
+        targets_of(targets) if (targets := text_field("model.", content, "targets")) else (),
     )
 
 
 def _read_data(content: Any, kind: Kind, folder: Path) -> tuple[DataSpec, dict[str, DataSpec]]:
-    _check_fields("data.", content, set(), _DATA)
+    check_fields("data.", content, set(), _DATA)
     source = _source("data.", content, ("hub", "sklearn-digits"))
     common = DataSpec(
         source=source,
         name=_name("data.", content, folder, source),
-        revision=_text("data.", content, "revision"),
-        prompt=_prompt(content, kind),
+        revision=text_field("data.", content, "revision"),
+        prompt="" if kind.goes_on else prompt_of(content, kind),
         target_length=_target_length(content, kind),
         test_share=_share(content.get("test-share", DataSpec.test_share)),
+        **language_of(content, kind),
     )
     if "glue-tasks" not in content:
         return _with_columns(common, content, kind, "data."), {}
     tasks = content["glue-tasks"]
-    _check_fields("data.glue-tasks.", tasks, set(KEYS["glue-task"].choices))
+    check_fields("data.glue-tasks.", tasks, set(KEYS["glue-task"].choices))
     for name, what in tasks.items():
-        _check_fields(f"data.glue-tasks.{name}.", what, _GLUE_TASK)
+        check_fields(f"data.glue-tasks.{name}.", what, _GLUE_TASK)
     return common, {
         name: _with_columns(common, what, kind, f"data.glue-tasks.{name}.")
         for name, what in tasks.items()
@@ -208,12 +215,15 @@ def _read_data(content: Any, kind: Kind, folder: Path) -> tuple[DataSpec, dict[s
 
 def _with_columns(spec: DataSpec, content: Mapping[str, Any], kind: Kind, where: str) -> DataSpec:
     columns = _part(content, "columns") or {role: role for role in kind.roles}
-    _check_fields(f"{where}columns.", columns, set(kind.roles), set(kind.optional))
-    names = [_text(f"{where}columns.", columns, role) for role in columns]
+    needed, more = set(kind.roles), set(kind.optional)
+    if kind.goes_on:
+        needed, more = language_columns(columns)
+    check_fields(f"{where}columns.", columns, needed, more)
+    names = [text_field(f"{where}columns.", columns, role) for role in columns]
     if len(set(names)) < len(names):
         raise ValueError(f"{where}columns = {columns}: expected a column of its own for each role")
     splits = _part(content, "splits") or {"train": "train", "test": "test"}
-    _check_fields(f"{where}splits.", splits, {"train", "test"})
+    check_fields(f"{where}splits.", splits, {"train", "test"})
     test = splits["test"]
     tests = test if isinstance(test, dict) else {"test": test}
     if not tests or not all(isinstance(split, str) and split for split in tests.values()):
@@ -222,11 +232,11 @@ def _with_columns(spec: DataSpec, content: Mapping[str, Any], kind: Kind, where:
         )
     return replace(
         spec,
-        subset=_text(where, content, "subset"),
-        train=_text(f"{where}splits.", splits, "train"),
+        subset=text_field(where, content, "subset"),
+        train=text_field(f"{where}splits.", splits, "train"),
         tests=tuple((str(name), split) for name, split in tests.items()),
         columns=tuple(columns.items()),
-        partition_by=_text(where, content, "partition-by") or "label",
+        partition_by=text_field(where, content, "partition-by") or "label",
         labels=_labels(content.get("labels"), where, labelled="label" in columns),
     )
 
@@ -246,30 +256,9 @@ def _labels(labels: Any, where: str, *, labelled: bool) -> tuple[str, ...]:
     return tuple(labels)
 
 
-def _prompt(content: Mapping[str, Any], kind: Kind) -> str:
-    """Read the prompt, in which the names of columns may stand in braces."""
-    prompt = _text("data.", content, "prompt")
-    if prompt and not kind.prompt:
-        raise ValueError("data.prompt: the model of this task takes no prompt; leave it out")
-    given = [role for role in kind.roles if role not in ("label", "answers")]
-    try:
-        (prompt or kind.prompt).format(**dict.fromkeys(given, ""))
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
-        known = ", ".join(f"{{{role}}}" for role in given)
-        raise ValueError(
-            f"data.prompt = {prompt!r}: {type(error).__name__}: {error}; expected braces around "
-            f"{known} alone; write others twice"
-        ) from None
-    if prompt and not any(field in given for _, field, *_ in Formatter().parse(prompt)):
-        raise ValueError(
-            f"data.prompt = {prompt!r}: it has no example in it, expected {{{given[0]}}} somewhere"
-        )
-    return prompt or kind.prompt
-
-
 def _target_length(content: Mapping[str, Any], kind: Kind) -> int:
     """Read how many tokens an answer has, where the model writes one."""
-    length = _whole("data.", content, "target-length", kind.target_length)
+    length = whole_field("data.", content, "target-length", kind.target_length)
     if bool(length) != bool(kind.target_length):
         expected = "1 at least" if kind.target_length else "none, since the model writes nothing"
         raise ValueError(f"data.target-length = {length}: expected {expected}; change it")
@@ -285,14 +274,14 @@ def _max_length(content: Mapping[str, Any], kind: Kind) -> int:
 
 
 def _source(where: str, content: Mapping[str, Any], known: tuple[str, ...]) -> str:
-    source = _text(where, content, "source") or "hub"
+    source = text_field(where, content, "source") or "hub"
     check_choice(f"{where}source", source, known)
     return source
 
 
 def _name(where: str, content: Mapping[str, Any], folder: Path, source: str) -> str:
     """Read an id of the hub, or the path of a folder, which may begin at the preset's own."""
-    name = _text(where, content, "name")
+    name = text_field(where, content, "name")
     if not name and source == "hub":
         raise ValueError(f"{where}name is missing; expected an id of the hub, or a folder")
     if name.startswith("~"):
@@ -301,41 +290,9 @@ def _name(where: str, content: Mapping[str, Any], folder: Path, source: str) -> 
     return str((folder / name).resolve()) if here else name
 
 
-def _text(where: str, content: Mapping[str, Any], field: str) -> str:
-    value = content.get(field, "")
-    if not isinstance(value, str):
-        raise ValueError(
-            f"{where}{field} = {value!r}: expected a text; write it in quotation marks"
-        )
-    return value
-
-
-def _whole(where: str, content: Mapping[str, Any], field: str, default: int) -> int:
-    value = content.get(field, default)
-    if type(value) is not int or not 0 <= value <= 65_536:
-        raise ValueError(f"{where}{field} = {value!r}: expected a whole number of at most 65536")
-    return value
-
-
 def _share(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
         raise ValueError(
             f"data.test-share = {value!r}: expected a number above 0 and below 1, such as 0.2"
         )
     return float(value)
-
-
-def _check_fields(
-    where: str, content: Any, expected: Set[str], options: Set[str] = frozenset()
-) -> None:
-    """Raise ValueError unless `content` is a mapping with these fields, and no others."""
-    known = sorted(expected | options)
-    if not isinstance(content, dict):
-        what = where.removesuffix(".") or "the file"
-        raise ValueError(f"{what} is no mapping, expected one with {known}")
-    for field in sorted(set(content) - expected - options, key=str):
-        raise ValueError(
-            f"{where}{field} is unknown{did_you_mean(field, known)} Expected the fields {known}"
-        )
-    for field in sorted(expected - set(content)):
-        raise ValueError(f"{where}{field} is missing; expected the fields {known}")

@@ -17,13 +17,16 @@ EARLIER: dict[str, Scalar] = {"evaluate-on": "server", "validation-share": 0.0}
 def recorded_config(content: Mapping[str, Any], where: str) -> Config:
     """Turn what a run's `config.json` holds into its `Config`; `Config.as_dict` is the inverse."""
     # What an earlier version had no key for was as the key's default.
-    later: dict[str, Any] = {"processes": None}
+    later: dict[str, Any] = dict.fromkeys(("processes", "micro-batch-size", "max-bytes"))
     later |= {
         name: key.default
         for name, key in KEYS.items()
         if key.default != AUTO or AUTO in key.choices  # others are resolved, by preset or method
     } | EARLIER
-    values = _snake(later | in_todays_values(content))
+    known = in_todays_values(content)
+    if isinstance(rate := known.get("learning-rate"), float):
+        later |= {"final-learning-rate": rate / 50}
+    values = _snake(later | known)
     fields = {field.name for field in dataclasses.fields(Config)}
     if values.keys() != fields:
         different = sorted(key.replace("_", "-") for key in values.keys() ^ fields)
@@ -82,6 +85,10 @@ def _setting(key: str, value: Any, now: Any) -> dict[str, Scalar]:
     return settings
 
 
+# What the first version did not say of the data.
+_LATER = ("test_share", "prompts", "chat_template", "overlong", "loss_on")
+
+
 def in_todays_values(content: Mapping[str, Any]) -> dict[str, Any]:
     """Replace the "yes" and "no" of earlier versions, and add what they did not say of the data."""
     booleans = {name for name, key in KEYS.items() if key.kind is bool}
@@ -90,7 +97,10 @@ def in_todays_values(content: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in content.items()
     }
     if isinstance(data := values.get("data"), dict):
-        values["data"] = {"test-share": DataSpec.test_share, **data}
+        # A field that an earlier version did not know was as its default is.
+        known = {f.name: f.default for f in dataclasses.fields(DataSpec)}
+        later = {n.replace("_", "-"): known[n] for n in _LATER}
+        values["data"] = later | data
     if "local-steps" in values:  # what there was no key for, and what had no effect
         values = {"local-epochs": None, "classes-per-client": 2, "shards-per-client": 2, **values}
     return values

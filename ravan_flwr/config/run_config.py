@@ -38,11 +38,18 @@ class Config:
     num_clients: int | None
     num_rounds: int
     clients_per_round: int
+    max_bytes: float | None  # None: any number
     local_steps: int | None  # None: local_epochs say how many
     local_epochs: float | None  # None: local_steps are for all clients
     batch_size: int
+    micro_batch_size: int | None  # examples of a step at a time; None: all
     batching: str
     learning_rate: float
+    learning_rate_schedule: str
+    final_learning_rate: float
+    warm_up_rounds: int
+    weight_decay: float
+    max_gradient_norm: float  # 0: none
     proximal_mu: float
     weighting: str
     server_optimizer: str
@@ -111,6 +118,13 @@ class Config:
         return plain
 
 
+# What is known later, or has no limit.
+_NONE_IF_AUTO = (
+    "rank", "micro-batch-size", "max-bytes", "processes", "straggler-grace", "max-examples",
+    "max-update-norm",
+)  # fmt: skip
+
+
 def _kebab(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key.replace("_", "-"): _kebab(value) if isinstance(value, dict) else value
@@ -145,9 +159,7 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
         "max-length": _max_length(values["max-length"], preset),
     }
     del resolved["targets"], resolved["partition-by"]  # the model and the data have them
-    for key in (
-        *STEPS, "rank", "processes", "straggler-grace", "max-examples", "max-update-norm",
-    ):  # fmt: skip
+    for key in (*STEPS, *_NONE_IF_AUTO):
         if values[key] == AUTO:
             resolved[key] = None
     return Config(**{key.replace("-", "_"): value for key, value in resolved.items()})
@@ -177,6 +189,8 @@ def _resolve_rates(values: dict[str, Scalar], preset: Preset) -> None:
     """Fill in the learning rates of clients, calibration and server."""
     if values["learning-rate"] == AUTO:
         values["learning-rate"] = preset.learning_rate(str(values["method"]), values)
+    if values["final-learning-rate"] == AUTO:
+        values["final-learning-rate"] = float(values["learning-rate"]) / 50
     if values["calibration-learning-rate"] == AUTO:
         values["calibration-learning-rate"] = preset.learning_rate("full", values)
     if values["server-learning-rate"] == AUTO:

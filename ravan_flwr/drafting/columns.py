@@ -1,9 +1,11 @@
-"""Find out what the columns of a data set are for: image, text, pair of texts, label."""
+"""Find out what the columns of a data set are for: image, text, label, or a conversation."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import datasets
+
+from ravan_flwr.drafting.language import is_text, language_columns
 
 LABELS = (
     "label", "labels", "target", "class", "category", "intent", "sentiment", "topic", "fine_label",
@@ -29,7 +31,12 @@ class Asked:
 
 
 def find_columns(examples: datasets.Dataset, asked: Asked, where: str) -> dict[str, str]:
-    """Give each role its column: `image`, or `text` and perhaps `text-pair`; and `label`."""
+    """Give each role its column: `image`, or `text` and perhaps `text-pair`; and `label`.
+
+    Examples of a language model are recognised by themselves, unless a column is named.
+    """
+    if asked == Asked() and (found := language_columns(examples)):
+        return found
     for option in (asked.text, asked.text_pair, asked.image, asked.label):
         if option and option not in examples.column_names:
             raise ValueError(
@@ -65,7 +72,7 @@ def _texts(examples: datasets.Dataset, asked: Asked, where: str) -> dict[str, st
     if asked.text:
         pair = {"text-pair": asked.text_pair} if asked.text_pair else {}
         return {"text": asked.text, **pair}
-    strings = [n for n, f in examples.features.items() if _is_text(f) and n != asked.label]
+    strings = [n for n, f in examples.features.items() if is_text(f) and n != asked.label]
     for first, second in PAIRS:
         if {first, second} <= set(strings):
             return {"text": first, "text-pair": second}
@@ -94,10 +101,6 @@ def _label(examples: datasets.Dataset, taken: Sequence[str], where: str) -> str:
         return named[0]
     few = [name for name in features if _few_values(examples, name)]
     return _only(few, "label", "--label", where, features)
-
-
-def _is_text(feature: object) -> bool:
-    return isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
 
 
 def _few_values(examples: datasets.Dataset, name: str) -> bool:

@@ -15,6 +15,7 @@ from ravan_flwr.data.hub import every_split
 from ravan_flwr.data.labels import labels_of
 from ravan_flwr.data.values import check_bits
 from ravan_flwr.drafting.columns import Asked, find_columns
+from ravan_flwr.drafting.language import prompts_for
 from ravan_flwr.specs import DataSpec
 
 TESTS = ("test", "validation", "dev", "valid")  # the split that is taken, the first that is there
@@ -36,6 +37,11 @@ class DataSeen:
     @property
     def is_image(self) -> bool:
         return bool(self.spec.column("image"))
+
+    @property
+    def is_language(self) -> bool:
+        """Tell whether a language model is to go on with them: they have no labels."""
+        return not self.spec.column("label")
 
     def number(self, split: str) -> int:
         """Count the examples of a split."""
@@ -66,10 +72,11 @@ def look_at_data(place: str, subset: str, asked: Asked) -> DataSeen:
     train_name = "train" if "train" in splits else _only_split(splits, where)
     train = splits[train_name]
     columns = find_columns(train, asked, where)
-    test_name = _test_split(splits, train_name, columns["label"], where)
+    label = columns.get("label", "")  # none for a language model
+    test_name = _test_split(splits, train_name, label, where)
     used = {"train": train} | ({"test": splits[test_name]} if test_name else {})
     _check_whole(used, columns, where)
-    labels = _labels(used, columns["label"], where)
+    labels = _labels(used, label, where) if label else ()
     spec = DataSpec(
         "hub",
         name,
@@ -79,11 +86,12 @@ def look_at_data(place: str, subset: str, asked: Asked) -> DataSeen:
         tests=(("test", test_name or "test"),),
         columns=tuple(columns.items()),
         labels=labels,
+        prompts=prompts_for(columns),
     )
     return DataSeen(
         spec,
         kind=_kind(name, train),
-        counts=_counts(used, columns["label"], spec, where),
+        counts=_counts(used, label, spec, where),
         held_back=not test_name,
         left_out=[split for split in splits if split not in (train_name, test_name)],
         train=train,
@@ -134,11 +142,13 @@ def _only_split(splits: datasets.DatasetDict, where: str) -> str:
 def _test_split(splits: datasets.DatasetDict, train: str, label: str, where: str) -> str:
     """Choose the server's test: the first of the usual names whose labels are not kept secret."""
     for name in TESTS:
+        if not label and name in splits and name != train:
+            return name
         if name in splits and name != train and label in splits[name].column_names:
             values = splits[name][label][:]
             if any(value not in (None, -1) for value in values):
                 return name
-    if "test" in splits and train != "test":
+    if label and "test" in splits and train != "test":
         raise ValueError(
             f"{where}: the examples of its split test have no labels, and it has no split "
             "validation, expected one with labels; take test away, and some of train is held back"
@@ -150,7 +160,7 @@ def _check_whole(
     splits: Mapping[str, datasets.Dataset], columns: Mapping[str, str], where: str
 ) -> None:
     """Refuse examples without a text or a numbered label; other labels are checked by name."""
-    feature = splits["train"].features[columns["label"]]
+    feature = splits["train"].features.get(columns.get("label", ""))
     if isinstance(feature, datasets.ClassLabel):
         unknown = sum(n is None or n < 0 for n in splits["train"][columns["label"]])
         if unknown:
@@ -205,7 +215,9 @@ def _counts(
 
 
 def _names(split: datasets.Dataset, column: str) -> np.ndarray:
-    """List the class of each example by its name."""
+    """List the class of each example by its name; without classes all are of one."""
+    if not column:
+        return np.zeros(len(split)).astype(str)
     feature, values = split.features[column], split[column][:]
     if isinstance(feature, datasets.ClassLabel):
         values = [

@@ -5,15 +5,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 
 from ravan_flwr.adapters.attach import find_layers
 from ravan_flwr.config.places import chosen_model
+from ravan_flwr.data.examples import by_role
 from ravan_flwr.data.hub import config_of, lacks, model_folder
+from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.drafting.data_seen import DataSeen
 from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks import TASKS, get_task
 from ravan_flwr.tasks.base import Task
+from ravan_flwr.tasks.causal import Causal
+from ravan_flwr.tasks.tokens import tokens_of
 from ravan_flwr.training.network import build_skeleton
 
 _CHARACTERS = 5_000_000  # of texts whose tokens are counted
@@ -68,6 +73,8 @@ def look_at_model(place: str, data: DataSeen, targets: str) -> ModelSeen:
     task_name = _task_of(settings, data)
     task = _plain_task(task_name, data, spec)
     backbone = build_skeleton(spec, task)
+    if data.is_language:
+        task.check()
     layers = find_layers(backbone.network, backbone.targets)
     shapes = dict.fromkeys(f"{layer.out_features} x {layer.in_features}" for layer in layers)
     config: Any = backbone.network.config
@@ -101,6 +108,8 @@ def _plain_task(name: str, data: DataSeen, model: ModelSpec) -> Task:
 def _task_of(settings: dict[str, Any], data: DataSeen) -> str:
     if data.is_image:
         return "vision"
+    if data.is_language:
+        return "causal"
     writes = settings.get("model_type") in ("t5", "mt5")
     if writes and data.spec.column("text-pair"):
         raise ValueError(
@@ -134,10 +143,27 @@ def _tokens(task: Task, data: DataSeen) -> Iterator[list[int]]:
     train, columns = data.train, [data.spec.column(role) for role in ("text", "text-pair")]
     names = [name for name in columns if name]
     rows = np.unique(np.linspace(0, len(train) - 1, min(len(train), _EXAMPLES)).astype(int))
+    if isinstance(task, Causal):
+        yield from _whole_examples(task, train.select(rows))
+        return
     read = 0
     for batch in train.select_columns(names).select(rows).iter(batch_size=256):
         texts = [[str(text or "") for text in batch[name]] for name in names]
         yield from task.reader(*texts, verbose=False).input_ids
         read += sum(len(text) for column in texts for text in column)
+        if read > _CHARACTERS:
+            return
+
+
+def _whole_examples(task: Causal, examples: datasets.Dataset) -> Iterator[list[int]]:
+    """Read questions with their answers, as far as they can be."""
+    read = 0
+    for row in by_role(examples, task.data, f"data {task.data.name}"):
+        try:
+            written = task.form.whole(row)
+        except UnreadableError:
+            continue
+        yield tokens_of(task.reader, written).ids
+        read += len(written.text)
         if read > _CHARACTERS:
             return

@@ -84,8 +84,10 @@ def _told_of_data(seen: DataSeen) -> Iterator[str]:
         yield f"       images of {seen.sizes} pixels"
     if seen.left_out:
         yield f"       splits that are not used: {', '.join(seen.left_out)}"
-    counts = sorted(seen.counts["train"].get(label, 0) for label in spec.labels)
-    yield f"       {len(spec.labels)} classes with {counts[0]:,} to {counts[-1]:,} examples each"
+    if spec.labels:
+        counts = sorted(seen.counts["train"].get(label, 0) for label in spec.labels)
+        least, most = counts[0], counts[-1]
+        yield f"       {len(spec.labels)} classes with {least:,} to {most:,} examples each"
     for warning in seen.warnings():
         yield f"       WARNING: {warning}"
     clients = run_of(seen)["num-clients"]

@@ -36,11 +36,17 @@ data:
   revision: {{ spec.revision | text }}  # of the hub
 {% endif %}
   columns: {{ columns }}  # what for: which column
+{% if prompts %}
+  prompt:  # before the answer; the first of which an example has all columns
+{% for one in prompts %}
+    - {{ one | text }}
+{% endfor %}
+{% endif %}
 {% if splits %}
   splits: {{ splits }}  # of the clients: of the server
 {% endif %}
 {% if data.held_back %}
-  test-share: {{ spec.test_share }}  # of each class, held back for the server's test
+  test-share: {{ spec.test_share }}  # {{ of_what }}held back for the server's test
 {% endif %}
 {% if model.lengths %}
   max-length: {{ model.max_length }}  # tokens that are read of a text; {{ covered }}
@@ -48,8 +54,10 @@ data:
 {% if model.target_length %}
   target-length: {{ model.target_length }}  # tokens of the longest label
 {% endif %}
+{% if spec.labels %}
   labels:  # in the order of their numbers, the same on every device
 {{ labels }}
+{% endif %}
 
 run:
   num-clients: {{ run["num-clients"] }}  # simulated clients, which share the training examples
@@ -57,10 +65,12 @@ run:
   num-rounds: {{ run["num-rounds"] }}
   local-steps: {{ run["local-steps"] }}  # optimiser steps of a client in each round
   batch-size: {{ run["batch-size"] }}  # examples in each step
+{% if spec.labels %}
   partition: {{ run["partition"] }}  # simulated clients differ in their classes; or iid
   partition-alpha: {{ run["partition-alpha"] }}  # the smaller, the more they differ
+{% endif %}
   heads: {{ run["heads"] }}  # of the method ravan, in each adapted layer
-{% if not model.target_length %}
+{% if not writes %}
   classifier: {{ run["classifier"] }}  # trained along with the adapters; or frozen
 {% endif %}
 
@@ -88,6 +98,9 @@ def preset_text(name: str, data: DataSeen, model: ModelSeen, preset: str) -> str
         spec=spec,
         columns=_mapping(dict(spec.columns)),
         splits="" if usual else _mapping(splits),
+        prompts=[] if spec.prompts == ("{prompt}",) else spec.prompts,
+        of_what="of each class, " if spec.labels else "",
+        writes=bool(TASKS[model.task].target_length),
         covered=_covered(model),
         labels=_labels(spec.labels),
         run=run_defaults(TASKS[model.task]) | run_of(data),

@@ -11,6 +11,7 @@ from ravan_flwr.live.plots import Plot, bar_plot, line_plot
 from ravan_flwr.live.state import now_of, rounds_of, seconds_left
 from ravan_flwr.runs.console import megabytes, minutes
 from ravan_flwr.runs.history import RecordedRun, common_metric
+from ravan_flwr.specs import LOWER_IS_BETTER
 
 MOST_REJECTED = 50  # the last ones
 MOST_LAYERS = 100
@@ -57,10 +58,13 @@ def _facts(run: RecordedRun, seen: Seen) -> dict[str, str]:
     metric = common_metric([run])
     rounds, values = run.measured(metric)
     losses = run.train_loss()[1]
-    best = max(range(len(values)), key=values.__getitem__, default=None)
+    extreme, choose = ("lowest", min) if metric in LOWER_IS_BETTER else ("highest", max)
+    best = choose(range(len(values)), key=values.__getitem__, default=None)
     facts = {
         f"{metric}, last": f"{values[-1]:.4f}" if values else "-",
-        f"{metric}, highest": "-" if best is None else f"{values[best]:.4f}, round {rounds[best]}",
+        f"{metric}, {extreme}": "-"
+        if best is None
+        else f"{values[best]:.4f}, round {rounds[best]}",
         "training loss, last": f"{losses[-1]:.4f}" if losses else "-",
         "rounds": f"{run.rounds[-1]['round'] if run.rounds else 0} of {rounds_of(seen) or '?'}",
         "time": minutes(sum(record["seconds"] for record in run.rounds)),

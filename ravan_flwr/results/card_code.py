@@ -8,6 +8,7 @@ from typing import Any
 from ravan_flwr.tasks import get_task
 
 HERE = '"this folder"'
+ANSWERS = "text-generation"  # the pipeline
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ def code_of(config: Mapping[str, Any], form: str, *, one_channel: bool) -> Code:
     task = get_task(config["task"])
     model = Code((), ())
     if form == "peft":
-        model = _labels(config) + _backbone(config, task.auto_class) + _adapter(task.pipeline)
+        model = _labels(config) + _backbone(config, task.auto_class) + _adapter(_has_labels(config))
+    if task.pipeline == ANSWERS:
+        return model + _answering(config["data"], form)
     if not task.pipeline:
         if form == "merged":
             model = Code(
@@ -67,23 +70,29 @@ def _backbone(config: Mapping[str, Any], auto_class: str) -> Code:
     told = _literal(spec["name"])
     if spec["revision"]:
         told += f", revision={_literal(spec['revision'])}"
-    if config["data"]["labels"] and get_task(config["task"]).pipeline:
+    if config["data"]["labels"] and _has_labels(config):
         told += f", num_labels={len(config['data']['labels'])}"
     return Code((auto_class,), (f"backbone = {auto_class}.from_pretrained({told})",))
 
 
 def _labels(config: Mapping[str, Any]) -> Code:
     """Read the names of the classes, where there are some: a PEFT folder has no place for them."""
-    if not get_task(config["task"]).pipeline:
+    if not _has_labels(config):
         return Code((), ())
     read = f'Path({HERE}, "labels.json").read_text(encoding="utf-8")'
     return Code(("import json", "from pathlib import Path"), (f"labels = json.loads({read})",))
 
 
-def _adapter(pipeline: str) -> Code:
+def _has_labels(config: Mapping[str, Any]) -> bool:
+    """Tell whether a pipeline is to know the names of classes."""
+    task = get_task(config["task"])
+    return bool(task.pipeline) and task.classifies
+
+
+def _adapter(labelled: bool) -> Code:
     """Put the adapter onto the backbone, and the names of the classes into its configuration."""
     lines = [f"model = PeftModel.from_pretrained(backbone, {HERE}).merge_and_unload()"]
-    if pipeline:
+    if labelled:
         lines.append("model.config.id2label = dict(enumerate(labels))")
     return Code(("from peft import PeftModel",), tuple(lines))
 
@@ -124,10 +133,28 @@ def _example(config: Mapping[str, Any], one_channel: bool) -> Code:
     return Code((), (f"found = classify({told})",))
 
 
+def _answering(data: Mapping[str, Any], form: str) -> Code:
+    """Let a language model go on, as the run did: with a conversation, or with a prompt."""
+    told = HERE if form == "merged" else f"model, tokenizer={HERE}"
+    lines = [f'answer = pipeline("{ANSWERS}", {told})']
+    if data["prompts"]:
+        prompt = data["prompts"][0]
+        lines.append(f"asked = {_literal(prompt)}.format({_values(data, prompt)})")
+    else:
+        lines.append('asked = [{"role": "user", "content": "a question"}]')
+    options = f"max_new_tokens={data['target-length']}, do_sample=False, return_full_text=False"
+    return Code(("pipeline",), (*lines, f"found = answer(asked, {options})"))
+
+
+def _values(data: Mapping[str, Any], prompt: str) -> str:
+    """Give each column in a prompt something to stand for."""
+    asked = [role for role, _ in data["columns"] if f"{{{role}}}" in prompt]
+    return ", ".join(f'{role}="a {role}"' for role in asked)
+
+
 def _generating(data: Mapping[str, Any]) -> Code:
     """Write an answer to one prompt, as the run did."""
-    asked = [role for role, _ in data["columns"] if f"{{{role}}}" in data["prompt"]]
-    values = ", ".join(f'{role}="a {role}"' for role in asked)
+    values = _values(data, data["prompt"])
     options = f"max_new_tokens={data['target-length']}, do_sample=False, num_beams=1"
     return Code(
         ("AutoTokenizer",),
@@ -155,6 +182,11 @@ def about(config: Mapping[str, Any], form: str, *, one_channel: bool) -> str:
         return onto + (
             "The pipeline brings an image to the model's size, and scales it as the run did "
             "(`preprocessor_config.json`)."
+        )
+    if pipeline == ANSWERS:
+        return onto + (
+            "The pipeline goes on with a conversation, by the tokenizer's chat template, or with a "
+            "text, which is to be written as the run's examples were."
         )
     if pipeline:
         return onto + (

@@ -30,12 +30,13 @@ def evaluate(run: Path | str, data: Path | str, client: int | None = None) -> di
         if spec.name == task.data.name and split == "all examples":
             log.warning("%s: the run trained on most of these; the result is too good", data)
         tally = Tally() if task.classifies else None
-        measured = bench.evaluate(tally, {"data": task.encode(examples)})
+        encoded = task.encode(examples)
+        measured = bench.evaluate(tally, {"data": encoded})
     content: dict[str, Any] = {
         "run": str(run),
         "data": str(data),
         "split": split,
-        "examples": len(examples),
+        "examples": len(encoded),
         "metrics": dict(measured),
     }
     if tally is not None:

@@ -85,7 +85,7 @@ def write_adapter(folder: Path, bench: Workbench) -> None:
         "inference_mode": True,
         "base_model_name_or_path": spec.name if spec.source == "hub" else None,
         "revision": spec.revision or None,
-        "task_type": None,
+        "task_type": bench.task.peft_type,
     }
     saved = {k: v.detach().float().cpu().contiguous().clone() for k, v in tensors.items()}
     write_atomically(folder / "adapter_model.safetensors", safetensors.torch.save(saved))

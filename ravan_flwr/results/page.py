@@ -12,6 +12,7 @@ from ravan_flwr.results.clients import in_words
 from ravan_flwr.results.template import CSS, PAGE
 from ravan_flwr.runs.console import megabytes, minutes
 from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
+from ravan_flwr.specs import LOWER_IS_BETTER
 
 # Names of clients and reasons for a rejection come from clients, who may lie: all is escaped that
 # is not marked as HTML here.
@@ -67,9 +68,10 @@ def _facts(run: RecordedRun, classes: Mapping[str, Any] | None) -> dict[str, str
     """Give the end of a run in a few numbers."""
     metric = common_metric([run])
     values = run.measured(metric)[1]
+    extreme, best = ("lowest", min) if metric in LOWER_IS_BETTER else ("highest", max)
     facts = {
         f"{metric}, last": f"{values[-1]:.4f}" if values else "not evaluated",
-        f"{metric}, highest": f"{max(values):.4f}" if values else "-",
+        f"{metric}, {extreme}": f"{best(values):.4f}" if values else "-",
         **({"macro-F1, last": f"{classes['macro-f1']:.4f}"} if classes else {}),
         **({"last, client by client": differ} if (differ := in_words(run)) else {}),
         "rounds": f"{run.rounds[-1]['round']} of {run.config['num-rounds']}",

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from ravan_flwr.data.rows import IMAGES, Row, UnreadableError, rows_of
-from ravan_flwr.data.values import image_of, text_of
+from ravan_flwr.data.values import image_of
 from ravan_flwr.results.reopen import result_of
 from ravan_flwr.results.table_file import Cells, Sink, check_new, new_table
 from ravan_flwr.tasks.base import Columns
 from ravan_flwr.training.local_steps import PRECISIONS
-from ravan_flwr.training.workbench import EVALUATION_BATCH, Workbench
+from ravan_flwr.training.workbench import Workbench
 
 _NAMED = 20  # unreadable rows; the others are in the output alone
 
@@ -51,7 +51,7 @@ def predict(
         kinds = {name: float if name == "probability" else str for name in task.says}
         told = Predicted(output)
         with new_table(output, key | kinds | {"problem": str}) as table:
-            for batch in _batches(_encoded(rows, _encoder(bench, data))):
+            for batch in _batches(_encoded(rows, _encoder(bench, data)), task.evaluation_batch):
                 _write(table, batch, _predict(bench, batch), len(task.says), told)
             _check_some(data, told)
     return told
@@ -82,7 +82,7 @@ def _encoder(bench: Workbench, data: Path) -> Callable[[Row], Columns]:
     folder = data if data.is_dir() else data.parent
 
     def value_of(role: str, value: Any) -> Any:
-        return image_of(value, folder) if role == "image" else text_of(role, value)
+        return image_of(value, folder) if role == "image" else bench.task.checked(role, value)
 
     def encode(row: Row) -> Columns:
         if row.problem:
@@ -111,8 +111,8 @@ def _encoded(rows: Iterable[Row], encode: Callable[[Row], Columns]) -> Iterator[
             yield _Encoded(row, None, f"{type(error).__name__}: {error}")
 
 
-def _batches(encoded: Iterator[_Encoded]) -> Iterator[list[_Encoded]]:
-    while batch := list(itertools.islice(encoded, EVALUATION_BATCH)):
+def _batches(encoded: Iterator[_Encoded], size: int) -> Iterator[list[_Encoded]]:
+    while batch := list(itertools.islice(encoded, size)):
         yield batch
 
 

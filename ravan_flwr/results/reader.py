@@ -2,7 +2,8 @@
 
 - images: `preprocessor_config.json`. That of the model, or, for a model that has none, what the
   run did instead: the model's size, and pixels from -1 to 1.
-- texts: the tokenizer's files, with the run's `max-length` as the length to cut texts off at.
+- texts: the tokenizer's files, with the run's `max-length` as the length to cut texts off at (not
+  for a language model, which goes on with texts of any length).
 - `labels.json`: the names of the classes in the order of their numbers, where there are some.
 """
 
@@ -25,7 +26,7 @@ def write_reader(folder: Path, bench: Workbench) -> None:
     if reader is None:
         _write_json(folder / PROCESSOR, _processor(bench))
     elif hasattr(reader, "backend_tokenizer"):
-        _save_tokenizer(folder, reader, bench.config.max_length)
+        _save_tokenizer(folder, reader, bench.task.cut_at)
     else:
         _save_processor(folder, reader)
     if labels := bench.task.data.labels:

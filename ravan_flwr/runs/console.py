@@ -72,8 +72,12 @@ def say_loading() -> None:
 class Progress:
     """Write one line a round, and in a terminal a bar below the lines."""
 
-    def __init__(self, first: int, last: int, metric: str) -> None:
+    def __init__(
+        self, first: int, last: int, metric: str, most: float | None = None, spent: int = 0
+    ) -> None:
+        """Begin at that round; of `most` bytes that may be sent so many are spent."""
         self.last, self.metric = last, metric
+        self._most, self._spent = most, spent
         self._seconds: list[float] = []
         hidden = not sys.stderr.isatty()
         done = first - 1
@@ -81,6 +85,7 @@ class Progress:
 
     def calibrated(self, record: RoundRecord) -> None:
         """Tell of a calibration round."""
+        self._spent += record["bytes-up"] + record["bytes-down"]
         clients = record["clients"]
         log.info(
             f"calibration  loss {record['train-loss']:.4f}  {count(len(clients), 'client')}  "
@@ -89,6 +94,7 @@ class Progress:
 
     def round(self, record: RoundRecord) -> None:
         """Tell of a finished round."""
+        self._spent += record["bytes-up"] + record["bytes-down"]
         self._seconds.append(record["seconds"])
         left = remaining(self._seconds, self.last - record["round"])
         clients, number = record["clients"], record["round"]
@@ -99,9 +105,13 @@ class Progress:
         log.info(
             f"round {number:{len(str(self.last))}d}/{self.last}  loss {record['train-loss']:.4f}  "
             f"{self.metric} {score}  {_amounts(clients)}{_sent(clients)}  "
-            f"{record['seconds']:.1f} s  left {minutes(left)}{rejected}{anew}"
+            f"{self._share()}{record['seconds']:.1f} s  left {minutes(left)}{rejected}{anew}"
         )
         self._bar.update(1)
+
+    def _share(self) -> str:
+        """Write how much of the bytes that may be sent is spent."""
+        return f"{self._spent / self._most:.1%} of max-bytes  " if self._most else ""
 
     def close(self) -> None:
         """Take the bar away."""

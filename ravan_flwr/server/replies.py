@@ -6,7 +6,7 @@ more memory on top of the reply than four times its bytes.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from ravan_flwr.messages.wire import decode
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.record import Metrics
 from ravan_flwr.server.envelope import UNREADABLE
+from ravan_flwr.tasks.base import Task
 
 # What a number that a client tells may be, at most. A loss beyond it is a run that diverged.
 MOST_LOSS = 1e9
@@ -49,11 +50,26 @@ class Reply:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """Say what clients tell of an evaluation, and what follows from the means of it."""
+
+    names: Sequence[str] = ("loss", "accuracy")
+    unit: str = "examples"  # what these are means over
+    most: int = 1  # units that an example has, at most
+    completed: Callable[[Metrics], Metrics] = dict
+
+    @classmethod
+    def of(cls, task: Task) -> "Asked":
+        """Ask what a task measures."""
+        return cls(task.told, task.unit, task.most_units, task.completed)
+
+
+@dataclass(frozen=True)
 class Evaluated:
     """Hold the content of a reply to an evaluation."""
 
-    examples: float
-    metrics: Metrics  # means over the examples
+    units: float
+    metrics: Metrics  # means over the units
 
 
 def read_trained(
@@ -81,16 +97,19 @@ def read_trained(
         return Trained(decode(view_record(_arrays_of(content)), wire, most), loss, seconds, anew)
 
 
-def read_evaluated(
-    reply: Message, round_number: int, names: Sequence[str], most: float
-) -> Evaluated:
-    """Read a reply to an evaluation of that round, with the metrics of these names."""
+def read_evaluated(reply: Message, round_number: int, asked: Asked, most: float) -> Evaluated:
+    """Read a reply to an evaluation of that round, of at most so many examples."""
     with telling():
         metrics = _metrics_of(content_of(reply), round_number)
         number = finite(metrics, "num-examples")
         if not 0 < number <= most:
             raise ValueError(f"num-examples is {number:g}, expected above 0 and at most {most:g}")
-        return Evaluated(number, {name: _measured(metrics, name) for name in names})
+        if asked.unit != "examples":
+            key, most = f"num-{asked.unit}", number * asked.most
+            number = finite(metrics, key)
+            if not 0 < number <= most:
+                raise ValueError(f"{key} is {number:g}, expected above 0 and at most {most:g}")
+        return Evaluated(number, {name: _measured(metrics, name) for name in asked.names})
 
 
 def _measured(metrics: Mapping[str, Any], name: str) -> float:

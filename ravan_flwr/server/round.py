@@ -6,7 +6,7 @@ calibration round and a training round differ in their sums and in how they clos
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import getLogger
@@ -32,6 +32,7 @@ from ravan_flwr.server.ledger import Ledger, mean_of
 from ravan_flwr.server.mailbox import Mailbox
 from ravan_flwr.server.patience import Patience
 from ravan_flwr.server.replies import (
+    Asked,
     Evaluated,
     Reply,
     Trained,
@@ -102,25 +103,30 @@ class Round(ABC):
         """Make the error that stops the run when too few replies were used."""
         return RuntimeError(self.ledger.why_too_few_came(self.least))
 
-    def evaluation(self, replies: Iterable[Message], names: Sequence[str]) -> Metrics | None:
-        """Return the mean of the clients' metrics by their examples; None if no reply is sound."""
+    def evaluation(self, replies: Iterable[Message], asked: Asked) -> Metrics | None:
+        """Return the mean of the clients' metrics, weighted by what they are means over.
+
+        None if no reply is sound.
+        """
         answers: dict[int, Evaluated] = {}
         share, roster = self.run.config.validation_share, self.run.roster
 
         def take(message: Message, member: Member, _: int) -> None:
             most = most_held_back(roster.examples(member), share)
-            answers[member.partition_id] = read_evaluated(message, self.number, names, most)
+            answers[member.partition_id] = read_evaluated(message, self.number, asked, most)
 
         self._take(replies, take)
         if not answers:
             return None
         ordered = [answers[partition] for partition in sorted(answers)]
-        numbers = [answer.examples for answer in ordered]
-        self.ledger.spread = spreads_of([answer.metrics for answer in ordered])
-        return {
-            name: mean_of([answer.metrics[name] for answer in ordered], numbers)
-            for name in ordered[0].metrics
-        }
+        numbers = [answer.units for answer in ordered]
+        self.ledger.spread = spreads_of([asked.completed(answer.metrics) for answer in ordered])
+        return asked.completed(
+            {
+                name: mean_of([answer.metrics[name] for answer in ordered], numbers)
+                for name in asked.names
+            }
+        )
 
     def _take(
         self, replies: Iterable[Message], take: Callable[[Message, Member, int], None]

@@ -22,10 +22,12 @@ from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics, RoundRecord
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
+from ravan_flwr.server.allowance import Allowance
 from ravan_flwr.server.envelope import guard
 from ravan_flwr.server.examples import ExampleCounts
 from ravan_flwr.server.inbox import in_process
 from ravan_flwr.server.mailbox import Mailbox
+from ravan_flwr.server.replies import Asked
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.round import CalibrationRound, Run, TrainingRound
 from ravan_flwr.server.sampling import Sampler
@@ -72,12 +74,14 @@ class FederatedTuning(Strategy):
         memory: Tensors | None = None,
         partitions: int | None = None,
         trained: Iterable[int] = (),
-        measured: Sequence[str] = ("loss", "accuracy"),
+        measured: Asked | None = None,
         dealt_out: Callable[[int], Sequence[int]] | None = None,
         tell: Tell | None = None,
+        allowance: Allowance | None = None,
     ) -> None:
         self.config, self.method = config, method
-        self.recorder, self.first_round, self._measured = recorder, first_round, measured
+        self.recorder, self.first_round, self._measured = recorder, first_round, measured or Asked()
+        self._allowance = allowance or Allowance(None, 0, [])
         # Numbers of examples are checked where they count.
         counted = config.weighting == "examples" or config.evaluate_on == "clients"
         examples = ExampleCounts(dealt_out if counted else None, config.max_examples)
@@ -140,6 +144,10 @@ class FederatedTuning(Strategy):
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
         arrays = self._calibrate(grid, initial_arrays, timeout)
         for number in range(self.first_round, num_rounds + 1):
+            if self._allowance.is_spent:  # of `max-bytes`
+                log.info("max-bytes: no room for round %d; the run ends here", number)
+                break
+            last = number == num_rounds or self._allowance.is_last
             # 3. Open the round, and wait until enough members are connected.
             round_ = self._open_round(number)
             self._sampler.wait(grid, round_.ledger, timeout)
@@ -156,7 +164,7 @@ class FederatedTuning(Strategy):
             result.train_metrics_clientapp[number] = train_metrics
             # 7. Evaluate, every few rounds and at the end.
             metrics = None
-            if number % self.config.eval_every == 0 or number == num_rounds:
+            if number % self.config.eval_every == 0 or last:
                 with round_.ledger.timed("evaluate"):
                     if evaluate_fn is not None:
                         self.status.begin("evaluating", number)
@@ -170,6 +178,7 @@ class FederatedTuning(Strategy):
             # 8. Record: the round's line, then the checkpoint, both on disk before the next round.
             record = round_.ledger.record(cast(Metrics, dict(metrics or {})))
             self.status.begin("saving", number)
+            self._allowance.add(record)
             self.recorder.round_done(record, self.state.tensors, self.state.memory)
             # 9. Recruit nodes that have come meanwhile.
             self.roster.recruit(grid)
@@ -242,6 +251,7 @@ class FederatedTuning(Strategy):
         if not round_.has_enough:
             raise round_.too_few()
         fixed, record = round_.close(), round_.ledger.record({})
+        self._allowance.add(record)
         self.state.derived = self.recorder.calibrated(record, fixed, self.state.tensors)
         return to_record(self.state.tensors)
 

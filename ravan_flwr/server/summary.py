@@ -5,6 +5,7 @@ import time
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord, Summary
+from ravan_flwr.runs.watch import merit
 from ravan_flwr.server.start import Start
 from ravan_flwr.training.workbench import Workbench
 
@@ -29,7 +30,7 @@ def summary_of(
         "metric": metric,
         "metrics": {
             "final": measured[-1] if measured else {},
-            "best": max(measured, key=lambda m: m[metric]) if measured else {},
+            "best": max(measured, key=lambda m: merit(m, metric)) if measured else {},
         },
         "bytes-up": sum(record["bytes-up"] for record in records),
         "bytes-down": sum(record["bytes-down"] for record in records),

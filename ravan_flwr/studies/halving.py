@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ravan_flwr.runs.record import Summary
+from ravan_flwr.specs import LOWER_IS_BETTER
 from ravan_flwr.studies.clock import Clock, Work
 from ravan_flwr.studies.rates import beyond
 from ravan_flwr.studies.running import How, run_missing, words_of_run
@@ -15,7 +16,6 @@ from ravan_flwr.studies.spec import final_of
 from ravan_flwr.studies.tuning import Rung, Tuning
 
 STUDENT = {1: 6.314, 2: 2.920}  # degrees of freedom -> Student's t, one-sided, 95 %
-LOWER_IS_BETTER = {"loss", "perplexity"}
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from ravan_flwr.results.spectrum import charts as spectrum_charts
 from ravan_flwr.runs.console import megabytes
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.runs.history import RecordedRun
+from ravan_flwr.specs import LOWER_IS_BETTER
 from ravan_flwr.studies.spec import Study, Table, final_of
 
 
@@ -78,14 +79,14 @@ class _Line:
 
     def cells(self, *, best: bool, with_paper: bool) -> list[str]:
         """Write the row for people."""
-        value = f"{100 * self.mean:.1f}"
-        value += f" ± {100 * self.spread:.1f}" if len(self.finals) > 1 else ""
+        value = self._told(self.mean)
+        value += f" ± {self._told(self.spread)}" if len(self.finals) > 1 else ""
         paper = "-" if self.paper is None else f"{self.paper:.1f}"
         return [
             self.row,
             f"**{value}**" if best else value,
             *([paper] if with_paper else []),
-            " ".join(f"{100 * final:.1f}" for final in self.finals),
+            " ".join(map(self._told, self.finals)),
             f"{self.rate:g}" + (" (edge)" if self.at_the_edge else ""),
             str(self.rank or "-"),
             f"{self.parameters:,}",
@@ -93,6 +94,15 @@ class _Line:
             megabytes(round(self.bytes_down)),
             f"{self.seconds:.0f}",
         ]
+
+    @property
+    def merit(self) -> float:
+        """Return the mean such that larger is better."""
+        return -self.mean if self.metric in LOWER_IS_BETTER else self.mean
+
+    def _told(self, value: float) -> str:
+        """Write a metric: shares of 1 in percent, others as they are."""
+        return f"{value:.3f}" if self.metric in LOWER_IS_BETTER else f"{100 * value:.1f}"
 
     def values(self) -> list[object]:
         """List the row's values for machines, as `CSV_COLUMNS` names them."""
@@ -158,12 +168,17 @@ def _markdown_table(table: Table, lines: Sequence[_Line]) -> Iterator[str]:
     """Yield the heads of the columns, the rule below them, and a row for each line."""
     with_paper = bool(table.paper)
     metric = lines[0].metric if lines else "metric"
-    columns = ["", f"{metric}, %", *(["paper, %"] if with_paper else []), *COLUMNS]
+    columns = [
+        "",
+        metric + ("" if metric in LOWER_IS_BETTER else ", %"),
+        *(["paper, %"] if with_paper else []),
+        *COLUMNS,
+    ]
     yield _row(columns)
     yield _row(["---"] * len(columns))
-    best = max((line.mean for line in lines if line.row not in table.references), default=0.0)
+    best = max((line.merit for line in lines if line.row not in table.references), default=0.0)
     for line in lines:
-        yield _row(line.cells(best=line.mean == best, with_paper=with_paper))
+        yield _row(line.cells(best=line.merit == best, with_paper=with_paper))
 
 
 def _row(cells: Sequence[str]) -> str:

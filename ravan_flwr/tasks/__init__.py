@@ -23,6 +23,7 @@ class Kind:
     max_length: int = 256  # tokens that are read of a text
     prompt: str = ""
     target_length: int = 0  # tokens of an answer
+    goes_on: bool = False  # with a text, as a language model does: its columns are free
 
 
 TASKS = {
@@ -30,6 +31,10 @@ TASKS = {
     "text": Kind("ravan_flwr.tasks.text", ("text", "label"), ("text-pair",)),
     "text-to-label": Kind(
         "ravan_flwr.tasks.text_to_label", ("text", "label"), prompt="{text}", target_length=32
+    ),
+    # In place of messages `prompt` and `completion`, or any columns (config/language_fields.py).
+    "causal": Kind(
+        "ravan_flwr.tasks.causal", ("messages",), max_length=512, target_length=128, goes_on=True
     ),
     "question-answering": Kind(
         "ravan_flwr.tasks.question_answering",

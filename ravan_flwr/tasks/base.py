@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ravan_flwr.data.hub import no_bars
+from ravan_flwr.data.values import text_of
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.tally import Tally
 
@@ -23,6 +24,7 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Batch = dict[str, Tensor]  # every tensor's first dimension runs over the examples
 Columns = dict[str, np.ndarray]
 
+EVALUATION_BATCH = 256  # examples of an evaluation, or of a prediction, at a time
 IN_MEMORY = 2**28  # bytes of encoded examples; what is larger is read from its file
 
 
@@ -64,7 +66,8 @@ class Task(ABC):
     tokenizer, from the model's folder; None for a model that travels with the app.
     """
 
-    metric: ClassVar[str]  # the name of the metric by which runs are compared; higher is better
+    metric: ClassVar[str]  # the name of the metric by which runs are compared
+    unit: ClassVar[str] = "examples"  # what metrics are means over: examples or tokens
     right: ClassVar[str] = "label"  # the role of the column that has the right answers
     # What `predict` says of an example, by name: texts, but for a `probability`.
     says: ClassVar[tuple[str, ...]]
@@ -74,6 +77,7 @@ class Task(ABC):
     classes: ClassVar[str]
     auto_class: ClassVar[str]
     pipeline: ClassVar[str]  # of transformers, for a trained model; "" where there is none
+    peft_type: ClassVar[str | None] = None  # PEFT's name for what an adapter of the task does
 
     def __init__(
         self,
@@ -109,6 +113,10 @@ class Task(ABC):
     def check(self) -> None:  # noqa: B027 (most can do what any reader can)
         """Refuse what cannot be learned with the model's reader, before anything is trained."""
 
+    def prepared(self, examples: datasets.Dataset) -> datasets.Dataset:
+        """Leave out, before examples are dealt out, those that cannot be learned."""
+        return examples
+
     @abstractmethod
     def encode(self, examples: datasets.Dataset) -> Encoded:
         """Encode all examples as tensors, once, before training; columns are named by role."""
@@ -120,6 +128,11 @@ class Task(ABC):
     def shapes(self, config: Any, batch_size: int) -> Shapes:
         """Give shape and dtype of every tensor of a batch, for a model of that configuration."""
 
+    @property
+    def cut_at(self) -> int:
+        """Return how many tokens of a text others are to read, too."""
+        return self.max_length
+
     def lengths(self, examples: Encoded) -> np.ndarray | None:  # noqa: ARG002
         """Count what of each example is no padding; None where all have one shape."""
         return None
@@ -127,6 +140,19 @@ class Task(ABC):
     def collate(self, batch: Batch) -> Batch:
         """Bring a batch into the form in which it goes to the device."""
         return batch
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Return how many examples are evaluated, or predicted for, at a time."""
+        return EVALUATION_BATCH
+
+    def transient(self, config: Any, batch_size: int) -> int:  # noqa: ARG002
+        """Count the bytes that a step takes for a moment, beside what it keeps or computes."""
+        return 0
+
+    def size(self, batch: Batch) -> int:
+        """Return over how many things `loss` is the mean: examples."""
+        return len(next(iter(batch.values())))
 
     @abstractmethod
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
@@ -140,7 +166,35 @@ class Task(ABC):
         answers: Sequence[Sequence[str]],
         tally: Tally | None = None,
     ) -> dict[str, float]:
-        """Measure `loss` and the metrics, as sums over the batch; count the labels if asked to."""
+        """Measure `loss` and the metrics, as sums over the batch; count the labels if asked to.
+
+        Where `unit` is not examples, there is a sum of that name, by which `means` divides.
+        """
+
+    def means(self, sums: Mapping[str, float], examples: int) -> dict[str, float]:
+        """Make means of what was measured on so many examples, and what follows from them."""
+        number = sums.get(self.unit, examples)
+        return self.completed(
+            {name: value / number for name, value in sums.items() if name != self.unit}
+        )
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """Name the means that clients tell of an evaluation."""
+        return ("loss", self.metric)
+
+    @property
+    def most_units(self) -> int:
+        """Return how many units an example has at most."""
+        return 1
+
+    def completed(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Add to means what follows from them and is no mean itself."""
+        return dict(means)
+
+    def checked(self, role: str, value: Any) -> Any:
+        """Check one value of an example to predict for, no image; else raise UnreadableError."""
+        return text_of(role, value)
 
     @abstractmethod
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
@@ -161,16 +215,31 @@ def encode_in_batches(
 
     The settings are its key: they must say everything that affects what the function makes.
     """
+    return encoded_as_it_is(mapped(examples, function, features, settings))
+
+
+def mapped(
+    examples: datasets.Dataset,
+    function: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    features: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    keep: Sequence[str] = (),
+) -> datasets.Dataset:
+    """Make new columns of all examples, and keep some of the old ones as they are."""
     told = json.dumps([examples._fingerprint, settings], sort_keys=True, default=str)
     with no_bars():
-        encoded = examples.map(
+        return examples.map(
             function,
             batched=True,
             batch_size=256,
-            remove_columns=examples.column_names,
-            features=datasets.Features(features),
+            remove_columns=[name for name in examples.column_names if name not in keep],
+            features=datasets.Features({n: examples.features[n] for n in keep} | dict(features)),
             new_fingerprint=hashlib.sha256(told.encode()).hexdigest()[:16],
         )
+
+
+def encoded_as_it_is(encoded: datasets.Dataset) -> Encoded:
+    """Take columns of numbers as encoded examples: in memory, or large ones from their file."""
     rows = np.arange(len(encoded))
     small = encoded.data.nbytes <= IN_MEMORY
     return Encoded(_tensors(encoded, rows) if small else encoded, rows)

@@ -69,12 +69,7 @@ class Text(Classification):
         return trim(batch)
 
     def check_sizes(self) -> None:
-        positions = self.model_config.get("max_position_embeddings")
-        if isinstance(positions, int) and self.max_length > positions:
-            raise ValueError(
-                f"max-length = {self.max_length}: the model has {positions} positions, expected at "
-                f"most so many; set max-length={positions}, or in the preset's data"
-            )
+        check_positions(self.model_config, self.max_length)
 
     def logits(self, network: nn.Module, batch: Batch) -> Tensor:
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
@@ -82,6 +77,16 @@ class Text(Classification):
 
 
 TASK = Text
+
+
+def check_positions(model_config: Mapping[str, Any], max_length: int) -> None:
+    """Refuse texts of more tokens than the model has positions."""
+    positions = model_config.get("max_position_embeddings")
+    if isinstance(positions, int) and max_length > positions:
+        raise ValueError(
+            f"max-length = {max_length}: the model has {positions} positions, expected at "
+            f"most so many; set max-length={positions}, or in the preset's data"
+        )
 
 
 def _whole(texts: Sequence[str | None], column: str) -> Sequence[str]:

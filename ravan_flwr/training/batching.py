@@ -7,6 +7,7 @@ a pool is sorted and cut into batches, and these are shuffled.
 """
 
 from collections.abc import Iterator
+from itertools import tee
 
 import numpy as np
 import torch
@@ -37,6 +38,19 @@ def training_batches(
         else:
             for pool in order.split(POOL * batch_size):
                 yield from _alike(pool, batch_size, random, lengths)
+
+
+def in_parts(
+    batches: Iterator[np.ndarray], size: int
+) -> tuple[Iterator[np.ndarray], Iterator[int]]:
+    """Cut batches into parts of so many rows at most; yield these, and how many each batch has."""
+    first, second = tee(batches)
+
+    def number(rows: np.ndarray) -> int:
+        return -(-len(rows) // size)
+
+    cut = (part for rows in first for part in np.array_split(rows, number(rows)))
+    return cut, (number(rows) for rows in second)
 
 
 def _alike(

@@ -123,12 +123,14 @@ def step_memory(config: Config, share: float) -> StepMemory:
     trained = [*method.parameters(built.adapters), *built.classifier]
     added = _bytes([*network.parameters(), *network.buffers()]) - weights
     copies = _bytes(trained) - 4 * built.classifier_size if added else 0  # of some heads
+    at_a_time = config.micro_batch_size or config.batch_size
     return StepMemory(
         weights=weights - (_bytes(trained) - copies) - built.saved,
         trained=ADAM * _bytes(trained),
-        activations=kept_for_backward(network, make_task(config), config.batch_size)
+        activations=kept_for_backward(network, make_task(config), at_a_time)
         + _cast_weights(config, network)
-        + _computed_again(config, share),
+        + _computed_again(config, share)
+        + make_task(config).transient(network.config, at_a_time),
     )
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.training.cost import Skeleton, step_memory
-from ravan_flwr.training.workbench import EVALUATION_BATCH, make_task
+from ravan_flwr.training.workbench import make_task
 
 # Of each process: CUDA's context, the kernels, the workspaces of cuBLAS and cuDNN. A customary
 # figure, rounded up; what it is depends on the GPU and on PyTorch's build.
@@ -45,7 +45,7 @@ def evaluation_memory(config: Config) -> int:
     """Count the most that an evaluation takes at a time beyond the model."""
     network = Skeleton.build(config).network.eval()
     task = make_task(config)
-    shapes = task.shapes(network.config, EVALUATION_BATCH)
+    shapes = task.shapes(network.config, task.evaluation_batch)
     known = [*network.parameters(), *network.buffers()]
     # Answers that are generated keep keys and values; a forward pass over all of one is the most.
     keep = network.register_forward_pre_hook(_keep_keys_and_values, with_kwargs=True)

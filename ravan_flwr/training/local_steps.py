@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Encoded, Task
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.batching import evaluation_batches, training_batches
+from ravan_flwr.training.batching import evaluation_batches, in_parts, training_batches
+from ravan_flwr.training.schedule import rate_in_round
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -29,6 +31,24 @@ class LocalSteps:
     precision: str
     proximal_mu: float = 0.0  # FedProx: mu / 2 |w - w at the start of the round|^2 on top
     batching: str = "random"
+    micro_batch_size: int | None = None  # examples at a time; None: the whole batch
+    weight_decay: float = 0.0
+    max_gradient_norm: float = 0.0  # 0: none
+
+
+def steps_of(config: Config, number: int, examples: int) -> LocalSteps:
+    """Say how a client with so many examples trains in that round of a run."""
+    return LocalSteps(
+        number=config.steps_of(examples),
+        batch_size=config.batch_size,
+        learning_rate=rate_in_round(config, number),
+        precision=config.precision,
+        proximal_mu=config.proximal_mu,
+        batching=config.batching,
+        micro_batch_size=config.micro_batch_size,
+        weight_decay=config.weight_decay,
+        max_gradient_norm=config.max_gradient_norm,
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +133,8 @@ class _Stepper:
         lengths = task.lengths(examples) if steps.batching == "length" else None
         random = work.generator("batches")
         order = training_batches(len(examples), steps.batch_size, random, lengths)
-        self.batches = _batches(examples, task, order, self.device)
+        parts, self.parts = in_parts(order, steps.micro_batch_size or steps.batch_size)
+        self.batches = _batches(examples, task, parts, self.device)
         self.dtype = PRECISIONS[steps.precision]
         check_precision(steps.precision, self.device)
         scales = self.dtype is torch.float16
@@ -124,30 +145,51 @@ class _Stepper:
     def train(self, parameters: Sequence[Tensor]) -> None:
         """Take a round's steps on these parameters; the optimiser's state starts anew."""
         self.losses = []  # the batch that heads were scored by is no step
-        optimizer = torch.optim.Adam(
-            parameters, lr=self.steps.learning_rate, fused=self.device.type != "mps"
-        )
+        optimizer = self._optimizer(parameters)
         anchors = [p.detach().clone() for p in parameters] if self.steps.proximal_mu else []
         for _ in range(self.steps.number):
             optimizer.zero_grad(set_to_none=True)
             self.backward()
-            if anchors:
+            if anchors or self.steps.max_gradient_norm:
                 self.scaler.unscale_(optimizer)
+            if anchors:
                 _pull_back(parameters, anchors, self.steps.proximal_mu)
+            if self.steps.max_gradient_norm:
+                torch.nn.utils.clip_grad_norm_(parameters, self.steps.max_gradient_norm)
             self.scaler.step(optimizer)
             self.scaler.update()
+
+    def _optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+        """Make Adam, or AdamW where weights decay."""
+        rate, decay, fused = self.steps.learning_rate, self.steps.weight_decay, True
+        if self.device.type == "mps":
+            fused = False
+        if decay:
+            return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay, fused=fused)
+        return torch.optim.Adam(parameters, lr=rate, fused=fused)
 
     def mean_loss(self) -> float:
         """Average over the steps, or over a calibration's batches."""
         return float(torch.stack(self.losses).mean())
 
     def backward(self) -> None:
-        """Compute gradients on the next batch."""
-        batch = next(self.batches)
+        """Compute gradients on the next batch, part by part; they are those of its mean loss."""
+        parts = [next(self.batches) for _ in range(next(self.parts))]
+        if len(parts) == 1:
+            self.losses.append(self._backward(parts[0]))
+            return
+        sizes = [self.task.size(part) for part in parts]
+        shares = [size / sum(sizes) for size in sizes]
+        losses = [self._backward(part, share) for part, share in zip(parts, shares, strict=True)]
+        self.losses.append(torch.stack(losses).sum())
+
+    def _backward(self, batch: Batch, share: float = 1.0) -> Tensor:
+        """Add the gradients of a part of a step, which has that share of the whole's mean."""
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
             loss = self.task.loss(self.model.network, batch)
+        loss = loss if share == 1.0 else loss * share
         self.scaler.scale(loss).backward()
-        self.losses.append(loss.detach().float())
+        return loss.detach().float()
 
 
 def _pull_back(parameters: Sequence[Tensor], anchors: list[Tensor], mu: float) -> None:
@@ -166,7 +208,21 @@ def evaluate(
     precision: str = "float32",
     tally: Tally | None = None,
 ) -> dict[str, float]:
-    """Measure `loss` and the task's metrics, as means over the examples; count labels if asked."""
+    """Measure `loss` and the task's metrics, as means; count labels if asked."""
+    return task.means(
+        measured_sums(model, task, examples, batch_size, precision, tally), len(examples)
+    )
+
+
+def measured_sums(
+    model: AdaptedModel,
+    task: Task,
+    examples: Encoded,
+    batch_size: int,
+    precision: str = "float32",
+    tally: Tally | None = None,
+) -> dict[str, float]:
+    """Measure as sums over the examples."""
     model.network.eval()
     dtype, device = PRECISIONS[precision], model.device
     sums: dict[str, float] = {}
@@ -176,7 +232,7 @@ def evaluate(
             answers = examples.answers_of(rows)
             for name, value in task.measure(model.network, batch, answers, tally).items():
                 sums[name] = sums.get(name, 0.0) + value
-    return {name: value / len(examples) for name, value in sums.items()}
+    return sums
 
 
 def evaluate_all(
@@ -188,17 +244,19 @@ def evaluate_all(
     tally: Tally | None = None,
 ) -> dict[str, float]:
     """Evaluate on the examples of all sets, and `NAME-SET` on each if there are several."""
-    means = {
-        name: evaluate(model, task, one, batch_size, precision, tally) for name, one in sets.items()
+    sums = {
+        name: measured_sums(model, task, one, batch_size, precision, tally)
+        for name, one in sets.items()
     }
-    total = sum(map(len, sets.values()))
-    together: dict[str, float] = {}
-    for name, one in sets.items():
-        for metric, mean in means[name].items():
-            together[metric] = together.get(metric, 0.0) + mean * len(one) / total
+    total: dict[str, float] = {}
+    for measured in sums.values():
+        for metric, value in measured.items():
+            total[metric] = total.get(metric, 0.0) + value
+    together = task.means(total, sum(map(len, sets.values())))
     if len(sets) > 1:
-        for name, found in means.items():
-            together |= {f"{metric}-{name}": mean for metric, mean in found.items()}
+        for name, measured in sums.items():
+            means = task.means(measured, len(sets[name]))
+            together |= {f"{metric}-{name}": mean for metric, mean in means.items()}
     return together
 
 

@@ -88,6 +88,12 @@ def _clients(config: Config, built: Skeleton) -> list[str]:
     return lines
 
 
+def _batch(config: Config) -> str:
+    """Say how many examples a step has, and how many at a time."""
+    part = config.micro_batch_size
+    return f"{config.batch_size}" + (f", {part} at a time" if part else "")
+
+
 def _part(method: Method, share: float) -> str:
     """Say how much of the method a client trains."""
     return "all" if method.parts is None else f"{affordable(share, method.parts)}/{method.parts}"
@@ -99,6 +105,28 @@ def _work(config: Config) -> str:
         return f"{config.local_steps} steps of a client"
     passes = f"{config.local_epochs:g} pass{'es' * (config.local_epochs != 1)}"
     return f"{passes} of a client over its examples (plan --partition counts the steps)"
+
+
+def bytes_of_round(config: Config) -> int:
+    """Count what a round with an evaluation sends at most, up and down."""
+    return _bytes_of_round(config, Skeleton.build(config))
+
+
+def _bytes_of_round(config: Config, built: Skeleton) -> int:
+    wanted, down = math.ceil(config.over_sample * config.clients_per_round), built.bytes_down(1.0)
+    there = config.num_clients or number_of_clients(config)
+    clients = min(wanted, there)
+    asked = there if config.evaluate_on == "clients" else 0
+    return clients * (built.bytes_up(1.0) + down) + asked * down
+
+
+def _fitting(config: Config, built: Skeleton, before: int) -> list[str]:
+    """Say how many rounds a limit of bytes leaves."""
+    if config.max_bytes is None:
+        return []
+    fit = max(0, int((config.max_bytes - before) // _bytes_of_round(config, built)))
+    told = "all" if fit >= config.num_rounds else f"{fit} of {config.num_rounds}"
+    return [f"max-bytes       {config.max_bytes:,.0f}: enough for {told} rounds"]
 
 
 def _run(config: Config, built: Skeleton) -> list[str]:
@@ -129,11 +157,13 @@ def _run(config: Config, built: Skeleton) -> list[str]:
         f"                {_work(config)}",
         f"the run         {rounds} rounds: at most {all_up:,} bytes up,",
         f"                {all_down:,} down",
+        *_fitting(config, built, calibrated * first + asked if first else 0),
         "",
-        f"Assumed: batches of {config.batch_size}, Adam. model: backbone and bases.",
+        f"Assumed: batches of {_batch(config)}, Adam. model: backbone and bases.",
         "trained: values, gradients, moments. kept: what autograd saves in a forward pass,",
         "in float32; with it, in a precision of 16 bits, autocast's copies of frozen weights,",
-        "and with gradient checkpointing what one block computes again. Gradients in flight and",
+        "and with gradient checkpointing what one block computes again; of a language model's",
+        "logits as many as are computed at a time, every token counted. Gradients in flight and",
         "the workspace of the backend come on top; so do the second copy of the adapted matrices",
         "in FedEx-LoRA and FLoRA, and Adam's moments of them in Fed-SB's first round.",
     ]

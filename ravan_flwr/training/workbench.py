@@ -44,8 +44,6 @@ from ravan_flwr.training.network import (
 )
 from ravan_flwr.training.threads import suitable_threads
 
-EVALUATION_BATCH = 256
-
 
 def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
     """Make the configuration's method, over these layers of a network of that size."""
@@ -144,6 +142,11 @@ class Workbench:
         return load_splits(self.config.data)
 
     @cached_property
+    def _train(self) -> datasets.Dataset:
+        """Load what clients share, without examples that cannot be learned."""
+        return self.task.prepared(self.splits["train"])
+
+    @cached_property
     def test_sets(self) -> dict[str, Encoded]:
         """Encode the server's own examples, which no client has."""
         names = dict(self.config.data.tests)
@@ -155,11 +158,12 @@ class Workbench:
         """Evaluate the model as it is now: on the server's examples, or on other ones."""
         chosen = self.test_sets if sets is None else sets
         precision = self.config.precision
-        return evaluate_all(self.model, self.task, chosen, EVALUATION_BATCH, precision, tally)
+        size = self.task.evaluation_batch
+        return evaluate_all(self.model, self.task, chosen, size, precision, tally)
 
     @cached_property
     def _shared(self) -> Encoded:
-        return self.task.encode(self.splits["train"])
+        return self.task.encode(self._train)
 
     def partition(self, partition_id: int, number: int) -> Examples:
         """Get a client's examples, when `number` clients share them."""
@@ -178,7 +182,7 @@ class Workbench:
         config = self.config
         if len(self._dealt) != number:
             how = partition_of(config, number, config.seed)
-            self._dealt = deal_out(self.splits["train"], how, column_of(config.data))
+            self._dealt = deal_out(self._train, how, column_of(config.data))
         return self._dealt
 
     def dealt_out(self, number: int) -> list[int]:

@@ -166,7 +166,7 @@ def test_predictions_go_batch_by_batch(texts, tmp_path, monkeypatch):
     write = prediction._write
     monkeypatch.setattr(prediction, "rows_of", counted)
     monkeypatch.setattr(prediction, "_write", noted)
-    monkeypatch.setattr(prediction, "EVALUATION_BATCH", 8)
+    monkeypatch.setattr("ravan_flwr.tasks.base.EVALUATION_BATCH", 8)
     (tmp_path / "in.csv").write_text("sentence\n" + "return it\n" * 50)
     told = predict(run.run_dir, tmp_path / "in.csv", tmp_path / "out.csv")
     assert told.rows == len(read) == len(written) == 50

@@ -1,0 +1,52 @@
+"""Recognise the examples of a language model by their columns: conversations, or answers."""
+
+import datasets
+
+MESSAGES = ("messages", "conversation", "conversations", "chat", "dialog", "dialogue")
+QUESTIONS = ("prompt", "question", "query")
+ANSWERS = ("completion", "answer", "response", "output")
+# What Alpaca's authors wrote around an instruction, with and without an input.
+ALPACA = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{instruction}\n\n### Response:\n",
+)
+
+
+def language_columns(examples: datasets.Dataset) -> dict[str, str]:
+    """Give each role its column; none where these are no examples of a language model."""
+    names = [name for name, one in examples.features.items() if _is_conversation(one)]
+    for name in (*MESSAGES, *names):
+        if name in names:
+            return {"messages": name}
+    texts = [name for name, one in examples.features.items() if is_text(one)]
+    answer = next((name for name in ANSWERS if name in texts), "")
+    question = next((name for name in QUESTIONS if name in texts), "")
+    if answer and "instruction" in texts:
+        more = next((name for name in ("input", "context") if name in texts), "")
+        columns = {"instruction": "instruction", "completion": answer}
+        return columns | ({"input": more} if more else {})
+    # A question with an answer may as well be a pair to classify: no other column, no doubt.
+    if answer and question and (question == "prompt" or len(examples.column_names) == 2):
+        return {"prompt": question, "completion": answer}
+    return {}
+
+
+def prompts_for(columns: dict[str, str]) -> tuple[str, ...]:
+    """Choose what is written before an answer."""
+    if "instruction" in columns:
+        return ALPACA if "input" in columns else ALPACA[1:]
+    return ("{prompt}",) if "prompt" in columns else ()
+
+
+def is_text(feature: object) -> bool:
+    """Tell whether a column has texts."""
+    return isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
+
+
+def _is_conversation(feature: object) -> bool:
+    """Tell whether a column has lists of messages with a role and a content."""
+    inner = getattr(feature, "feature", None)
+    return isinstance(inner, dict) and {"role", "content"} <= inner.keys()

@@ -1,0 +1,293 @@
+"""Go on with a text: instruction tuning of a decoder, by its pretrained language-model head.
+
+An example is a conversation (`messages`), which the tokenizer's chat template writes, or a prompt
+with a completion; the prompt may be made of columns. The answers are learned: every turn of the
+assistant with the token that ends it, or the completion with the token for the end; with
+`loss-on: all` every token. Loss and perplexity are by token: sums over all tokens of all examples,
+divided once.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ravan_flwr.data.rows import UnreadableError
+from ravan_flwr.tasks.base import (
+    Batch,
+    Columns,
+    Encoded,
+    Shapes,
+    Task,
+    encoded_as_it_is,
+    mapped,
+)
+from ravan_flwr.tasks.forms import Form, form_of
+from ravan_flwr.tasks.left_out import tell_of_cut, tell_of_left_out, tell_of_unlearned
+from ravan_flwr.tasks.tally import Tally
+from ravan_flwr.tasks.text import check_positions, describe, fixed_length, load_tokenizer
+from ravan_flwr.tasks.token_loss import block_bytes, check_logits, summed_loss
+from ravan_flwr.tasks.tokens import fitted, question_tokens, tokens_of
+from ravan_flwr.tasks.writing import new_tokens
+
+EVALUATION_TOKENS = 16_384  # of an evaluation at a time
+MOST_LOSS = 100.0  # by token; what is beyond it would be no finite perplexity
+
+
+class Causal(Task):
+    """Read the column `messages`, or `completion` and the columns of a prompt."""
+
+    metric = "perplexity"
+    unit = "tokens"
+    right = "completion"
+    says: ClassVar[tuple[str, ...]] = ("text",)
+    classifies = False
+    classes = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+    auto_class = "AutoModelForCausalLM"
+    pipeline = "text-generation"
+    peft_type = "CAUSAL_LM"
+
+    def load_reader(self, folder: Path) -> Any:
+        tokenizer = load_tokenizer(folder)
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"model {folder}: its tokenizer has no token for the end of a text, expected one, "
+                "by which answers end; choose another model"
+            )
+        tokenizer.padding_side = "left"  # for those who let an export answer
+        if self.data.chat_template:
+            tokenizer.chat_template = self.data.chat_template
+        return tokenizer
+
+    @cached_property
+    def form(self) -> Form:
+        """Choose what writes the examples."""
+        return form_of(self.data, self.reader)
+
+    def check_sizes(self) -> None:
+        check_positions(self.model_config, self.max_length)
+        if self.max_length < 2:
+            raise ValueError(
+                f"max-length = {self.max_length}: expected 2 at least, since the first token of a "
+                "text follows from nothing; raise max-length"
+            )
+
+    def check(self) -> None:
+        most = self.model_config.get("vocab_size")
+        if isinstance(most, int):
+            self._check_vocabulary(most)
+        self.form.check()
+
+    def _check_vocabulary(self, most: int) -> None:
+        """Refuse a tokenizer of another model; a token for padding is never read."""
+        tokens = self.reader.get_vocab()
+        tokens.pop(self.reader.pad_token, None)
+        last = max(tokens, key=tokens.__getitem__)
+        if tokens[last] >= most:
+            raise ValueError(
+                f"model: its tokenizer has {last!r} as token {tokens[last]}, but the model has "
+                f"vocab_size = {most}, expected every token below that; take the tokenizer that "
+                "belongs to the model"
+            )
+
+    # From examples to tokens.
+
+    def prepared(self, examples: datasets.Dataset) -> datasets.Dataset:
+        """Write and read all examples, and leave out those that teach nothing; tell of them."""
+        self.check()
+        roles = [role for role, _ in self.data.columns]
+        keep = [name for name in examples.column_names if name not in roles]
+        features = fixed_length(("input_ids",), self.max_length) | {
+            "learned": datasets.List(datasets.Value("bool"), length=self.max_length),
+            "length": datasets.Value("int32"),
+            "cut": datasets.Value("bool"),
+            "unlearned": datasets.Value("int32"),
+            "problem": datasets.Value("string"),
+        }
+        settings = {
+            "reader": describe(self.reader),
+            "special": self.reader.special_tokens_map,
+            "template": self.reader.chat_template,
+            "length": self.max_length,
+            "data": self.data,
+        }
+        made = mapped(examples, self._encode_batch, features, settings, keep)
+        problems = made["problem"][:]
+        tell_of_left_out(problems)
+        tell_of_cut(sum(made["cut"][:]), len(made), self.max_length)
+        tell_of_unlearned(sum(made["unlearned"][:]))
+        usable = [row for row, problem in enumerate(problems) if not problem]
+        return made.select(usable).remove_columns(["cut", "unlearned", "problem"])
+
+    def _encode_batch(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Encode a batch, with what is wrong with an example in place of its tokens."""
+        made: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        names = [role for role, _ in self.data.columns]
+        for values in zip(*(columns[name] for name in names), strict=True):
+            row = {"cut": False, "unlearned": 0, "problem": "", "length": 0, "ids": [], "of": []}
+            try:
+                row |= self._encode_one(dict(zip(names, values, strict=True)))
+            except UnreadableError as error:
+                row["problem"] = str(error)
+            for name, values_of in made.items():
+                values_of.append(row[name])
+        ids, learned = (_padded(made.pop(name), self.max_length) for name in ("ids", "of"))
+        return made | {"input_ids": ids.astype(np.int32), "learned": learned.astype(bool)}
+
+    def _encode_one(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        written, everything = self.form.whole(row), self.data.loss_on == "all"
+        whole = tokens_of(self.reader, written, everything=everything)
+        tokens = fitted(whole, self.max_length, self.data.overlong, everything=everything)
+        return {
+            "ids": tokens.ids,
+            "of": tokens.learned,
+            "length": len(tokens),
+            "cut": len(whole) > len(tokens),
+            "unlearned": written.unlearned,
+        }
+
+    def encode(self, examples: datasets.Dataset) -> Encoded:
+        if "learned" not in examples.column_names:
+            examples = self.prepared(examples)
+        return encoded_as_it_is(examples.select_columns(["input_ids", "learned", "length"]))
+
+    def lengths(self, examples: Encoded) -> np.ndarray:
+        if isinstance(examples.whole, datasets.Dataset):  # in a file: read what is counted alone
+            narrow = examples.whole.select_columns("length")
+            examples = dataclasses.replace(examples, whole=narrow)
+        counts: np.ndarray = examples.take(np.arange(len(examples)))["length"].numpy()
+        return counts
+
+    @property
+    def cut_at(self) -> int:
+        return int(self.reader.model_max_length)
+
+    def collate(self, batch: Batch) -> Batch:
+        length = int(batch["length"].max())
+        ids = batch["input_ids"][:, :length].long()
+        if "learned" not in batch:
+            return _left_padded(ids, batch["length"])
+        follows = batch["learned"][:, :length].roll(-1, 1)  # a position counts if what follows does
+        follows[:, -1] = False
+        positions = follows.flatten().nonzero().squeeze(1)
+        return {"input_ids": ids, "positions": positions, "targets": ids.flatten()[positions + 1]}
+
+    # What the network makes of them.
+
+    def adjust(self, network: nn.Module) -> None:
+        config: Any = network.config
+        config.use_cache = False  # of keys and values, for generation
+        if not next(network.parameters()).is_meta:
+            check_logits(network.eval())
+
+    def shapes(self, config: Any, batch_size: int) -> Shapes:  # noqa: ARG002
+        # No text of a plan is padded, and every token counts, as with `loss-on: all`.
+        length, counted = self.max_length, batch_size * (self.max_length - 1)
+        return {
+            "input_ids": ((batch_size, length), torch.int64),
+            # Without one, networks look at values to find out whether they need any.
+            "attention_mask": ((batch_size, 1, length, length), torch.bool),
+            "positions": ((counted,), torch.int64),
+            "targets": ((counted,), torch.int64),
+        }
+
+    def transient(self, config: Any, batch_size: int) -> int:
+        return block_bytes(config, batch_size * (self.max_length - 1))
+
+    @property
+    def evaluation_batch(self) -> int:
+        return max(1, min(super().evaluation_batch, EVALUATION_TOKENS // self.max_length))
+
+    def size(self, batch: Batch) -> int:
+        return len(batch["targets"])
+
+    def loss(self, network: nn.Module, batch: Batch) -> Tensor:
+        return summed_loss(network, **batch) / len(batch["targets"])
+
+    def measure(
+        self,
+        network: Any,
+        batch: Batch,
+        answers: Sequence[Sequence[str]],  # noqa: ARG002
+        tally: Tally | None = None,  # noqa: ARG002
+    ) -> dict[str, float]:
+        loss = float(summed_loss(network, **batch))
+        return {"loss": loss, "tokens": float(len(batch["targets"]))}
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        return ("loss",)
+
+    @property
+    def most_units(self) -> int:
+        return self.max_length - 1
+
+    def completed(self, means: Mapping[str, float]) -> dict[str, float]:
+        loss = means["loss"]
+        return {"loss": loss, "perplexity": math.exp(min(loss, MOST_LOSS))}
+
+    # Answers.
+
+    def checked(self, role: str, value: Any) -> Any:
+        return self.form.checked(role, value)
+
+    @property
+    def _new_tokens(self) -> int:
+        """Return how many tokens an answer has: `target-length`, half of `max-length` at most."""
+        return min(self.data.target_length, self.max_length // 2)
+
+    def inputs(self, columns: Mapping[str, Any]) -> Columns:
+        names = [role for role, _ in self.data.columns if role in columns]
+        rows = [
+            dict(zip(names, values, strict=True))
+            for values in zip(*(columns[name] for name in names), strict=True)
+        ]
+        most = self.max_length - self._new_tokens
+        ids = [question_tokens(self.reader, self.form.question(row), most) for row in rows]
+        lengths = np.asarray([len(one) for one in ids], dtype=np.int32)
+        return {"input_ids": _padded(ids, most).astype(np.int32), "length": lengths}
+
+    def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
+        answers = new_tokens(network, batch, self._ends(network), self._new_tokens)
+        return [(text,) for text in self.reader.batch_decode(answers, skip_special_tokens=True)]
+
+    def _ends(self, network: Any) -> list[int]:
+        """List the tokens that end an answer: the model's, the tokenizer's, the template's."""
+        told = getattr(network.generation_config, "eos_token_id", None)
+        ends = {self.reader.eos_token_id, *(told if isinstance(told, list) else [told])}
+        if after := self.form.end():
+            first = self.reader(after, add_special_tokens=False).input_ids[0]
+            if first in self.reader.all_special_ids:
+                ends.add(first)
+        return sorted(end for end in ends if end is not None)
+
+
+TASK = Causal
+
+_COLUMNS = ("ids", "of", "length", "cut", "unlearned", "problem")
+
+
+def _padded(rows: Sequence[Sequence[int | bool]], length: int) -> np.ndarray:
+    """Lay rows out in a table; what is behind their ends is zero, and never looked at."""
+    table = np.zeros((len(rows), length), dtype=np.int64)
+    for line, row in zip(table, rows, strict=True):
+        line[: len(row)] = row
+    return table
+
+
+def _left_padded(ids: Tensor, lengths: Tensor) -> Batch:
+    """Move texts to the right ends of their rows, so that what is generated follows at once."""
+    width = ids.shape[1]
+    places = torch.arange(width)[None] - (width - lengths.long()[:, None])
+    mask = places >= 0
+    return {
+        "input_ids": ids.gather(1, places.clamp(min=0)) * mask,
+        "attention_mask": mask.long(),
+    }

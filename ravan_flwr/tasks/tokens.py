@@ -1,0 +1,105 @@
+"""Turn a text with answers in it into tokens, of which those of the answers are learned.
+
+The whole text is read at once, as a model reads it. Where an answer begins or ends, the tokens must
+have a border: what stands before it, read alone, gives the same tokens. Else a token reaches over
+the border ("Answer: " and "yes" have " yes" in common), and the text is read in two parts, since a
+model that is given the prompt alone is to go on with the answer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ravan_flwr.data.rows import UnreadableError
+from ravan_flwr.tasks.conversation import Written
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Hold a text's tokens, and which of them are learned."""
+
+    ids: list[int]
+    learned: list[bool]
+    first: int = 0  # how many at the front stay there whatever is cut: the token of a beginning
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def tokens_of(reader: Any, written: Written, *, everything: bool = False) -> Tokens:
+    """Read a whole text, as it is learned."""
+    ids = first_tokens(reader) if written.plain else []
+    learned = [False] * len(ids)
+    for part, is_answer in _parts(reader, written):
+        ids += part
+        learned += [is_answer or everything] * len(part)
+    if written.plain and written.answers:
+        ids.append(reader.eos_token_id)
+        learned.append(True)
+    begins = bool(ids) and ids[0] == reader.bos_token_id
+    return Tokens(ids, learned, int(begins))
+
+
+def question_tokens(reader: Any, written: Written, most: int) -> list[int]:
+    """Read a prompt alone, cut from its front."""
+    ids = (first_tokens(reader) if written.plain else []) + _read(reader, written.text)
+    if not ids:
+        raise UnreadableError("its prompt has no token")
+    first = int(ids[0] == reader.bos_token_id)
+    over = len(ids) - most
+    return ids if over <= 0 else ids[:first] + ids[first + over :]
+
+
+def _parts(reader: Any, written: Written) -> Iterator[tuple[list[int], bool]]:
+    """Yield the tokens from one border to the next, and whether they are an answer's."""
+    text, origin, border = written.text, 0, 0
+    before: list[int] = []  # the tokens from `origin` to `border`
+    ends = [end for answer in written.answers for end in answer]
+    for number, end in enumerate([*ends, len(text)]):
+        now = _read(reader, text[origin:end])
+        if now[: len(before)] != before:  # a token reaches over the border
+            origin, before = border, []
+            now = _read(reader, text[origin:end])
+        yield now[len(before) :], number % 2 == 1
+        before, border = now, end
+
+
+def _read(reader: Any, text: str) -> list[int]:
+    ids: list[int] = reader(text, add_special_tokens=False, verbose=False).input_ids
+    return ids
+
+
+def first_tokens(reader: Any) -> list[int]:
+    """Find what the tokenizer puts before every text, such as a token of the beginning."""
+    read = reader("a", return_special_tokens_mask=True)
+    first: list[int] = []
+    for token, special in zip(read["input_ids"], read["special_tokens_mask"], strict=True):
+        if not special:
+            break
+        first.append(token)
+    return first
+
+
+def fitted(tokens: Tokens, most: int, overlong: str, *, everything: bool = False) -> Tokens:
+    """Cut what is too long from the front, or refuse it, and what teaches nothing.
+
+    Of an answer that has lost what was before it nothing is learned.
+    """
+    over = len(tokens) - most
+    if over > 0 and overlong == "drop":
+        raise UnreadableError("it has more tokens than max-length")
+    if over > 0:
+        first, rest = tokens.first, tokens.first + over
+        ids = tokens.ids[:first] + tokens.ids[rest:]
+        learned = tokens.learned[:first] + tokens.learned[rest:]
+        place = first
+        while not everything and place < len(learned) and learned[place]:
+            learned[place] = False
+            place += 1
+        tokens = Tokens(ids, learned, first)
+    if not any(tokens.learned[1:]):  # the first token follows from nothing
+        raise UnreadableError(
+            "its answer alone has more tokens than max-length" if over > 0
+            else "it has no token to learn"
+        )  # fmt: skip
+    return tokens

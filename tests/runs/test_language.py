@@ -1,0 +1,224 @@
+"""Language models in whole runs: real text is learned, results answer, devices bring their own."""
+
+import importlib
+import inspect
+import json
+import logging
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from ravan_flwr import evaluate, predict, result_of, simulate
+from ravan_flwr.cli import main
+from ravan_flwr.config.presets import own_preset
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.results.report import write_report
+from ravan_flwr.training.cost import step_memory
+from ravan_flwr.training.footprint import footprint
+from ravan_flwr.training.plan import plan_of
+from ravan_flwr.training.workbench import Workbench
+from testing.tiny import save_speaker
+
+MODULES = ("csv", "inspect", "json", "os", "random", "shutil", "statistics", "tarfile", "zipfile")
+QUICK = {
+    "num-rounds": 2, "local-steps": 12, "batch-size": 8, "lora-rank": 4, "learning-rate": 2e-2,
+    "targets": "q_proj,v_proj,o_proj,down_proj", "report": False, "tracking": "none",
+}  # fmt: skip
+
+
+def docstrings():
+    """Names of functions, and what their docstrings say of them first."""
+    found = {}
+    for module in MODULES:
+        for name, one in inspect.getmembers(importlib.import_module(module), inspect.isroutine):
+            told = (inspect.getdoc(one) or "").split("\n\n")[0]
+            if len(told) > 10:
+                found[told] = f"{module}.{name}"
+    return [(name, told) for told, name in sorted(found.items())]
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def as_messages(name, told):
+    asked = {"role": "user", "content": f"What does {name} do?"}
+    return {"messages": [asked, {"role": "assistant", "content": told}]}
+
+
+def as_completion(name, told):
+    return {"prompt": f"{name}: ", "completion": told}
+
+
+def preset(folder, form=as_completion, data="", **options):
+    """Write data, model and preset; the model's layers are large enough to say something."""
+    rows = docstrings()
+    (folder / "data").mkdir(exist_ok=True)
+    (folder / "data" / "train.jsonl").write_text(lines(form(*row) for row in rows))
+    if not (folder / "model").is_dir():
+        save_speaker("llama", folder / "model", [told for _, told in rows], initializer_range=0.3)
+    columns = (
+        {"messages": "messages"}
+        if form is as_messages
+        else {"prompt": "prompt", "completion": "completion"}
+    )
+    (folder / "p.yaml").write_text(
+        f"task: causal\nmodel: {folder}/model\ndata:\n  name: {folder}/data\n  max-length: 96\n"
+        f"  target-length: 12\n  columns: {json.dumps(columns)}\n{data}"
+    )
+    return {
+        "preset": str(folder / "p.yaml"),
+        "output-dir": str(folder / "runs"),
+        **QUICK,
+        **options,
+    }
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory):
+    """A run of RAVAN on conversations, with its settings."""
+    folder = tmp_path_factory.mktemp("spoken")
+    settings = preset(folder, as_messages)
+    return simulate(settings | {"report": True}, 2), settings, folder
+
+
+def before(settings):
+    bench = Workbench(read_config(own_preset(settings)))
+    with bench.model.holding(bench.model.initial_state()):
+        return bench.evaluate()
+
+
+@pytest.mark.parametrize("method", ["ravan", "fedit", "ffa-lora"])
+def test_real_text_is_learned(method, tmp_path):
+    settings = preset(tmp_path, method=method)
+    run = simulate(settings, 2)
+    found = run.summary["metrics"]
+    start = before(settings)
+    assert run.summary["metric"] == "perplexity"
+    assert found["final"]["perplexity"] < 0.8 * start["perplexity"]
+    assert found["best"]["perplexity"] <= found["final"]["perplexity"]
+
+
+def test_the_result_answers_in_a_pipeline(spoken, tmp_path):
+    run, *_ = spoken
+    asked = [as_messages(*docstrings()[3])["messages"][0]]
+    told = predict(
+        run.run_dir, _file(tmp_path / "q.jsonl", [{"messages": asked}]), tmp_path / "a.jsonl"
+    )
+    assert (told.rows, told.unreadable) == (1, 0)
+    mine = json.loads((tmp_path / "a.jsonl").read_text())["text"]
+    adapter = run.run_dir / "adapter"
+    assert json.loads((adapter / "adapter_config.json").read_text())["task_type"] == "CAUSAL_LM"
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(adapter)
+    main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged")])
+    for made in (adapter, tmp_path / "merged"):
+        answer: Any = transformers.pipeline("text-generation", str(made))
+        # A base model knows no end of a turn; a run's answer ends where the template's turn does.
+        stop = [0, answer.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+        out = answer(
+            asked, max_new_tokens=12, do_sample=False, return_full_text=False, eos_token_id=stop
+        )
+        assert out[0]["generated_text"] == mine
+    with result_of(run.run_dir) as bench, torch.inference_mode():
+        tokens = torch.tensor([[5, 6, 7]])
+        expected = bench.model.network(tokens).logits
+        torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+    card = (adapter / "README.md").read_text()
+    code = card.split("```python\n")[1].split("```")[0].replace("this folder", str(adapter))
+    scope: dict[str, object] = {}
+    exec(code, scope)  # the card's own lines
+    assert scope["found"]
+
+
+def _file(path, rows):
+    path.write_text(lines(rows))
+    return path
+
+
+def test_rows_that_cannot_be_answered_say_why(spoken, tmp_path):
+    run, *_ = spoken
+    alone, silent = {"role": "assistant", "content": "x"}, {"role": "user", "content": None}
+    rows = [as_messages("a", "b"), *({"messages": m} for m in ([], [alone], [silent])), {"x": 1}]
+    told = predict(run.run_dir, _file(tmp_path / "q.jsonl", rows), tmp_path / "a.csv")
+    assert told.unreadable == 4
+    assert "row 3: its conversation asks for nothing" in told.problems
+    assert "row 4: its message of user is missing" in told.problems
+
+
+def test_it_is_evaluated_planned_and_reported(spoken, tmp_path, capsys, caplog):
+    run, settings, _ = spoken
+    rows = [as_messages(*row) for row in docstrings()[:7]] + [{"messages": []}]
+    with caplog.at_level(logging.WARNING):
+        found = evaluate(run.run_dir, _file(tmp_path / "e.jsonl", rows))
+    assert found["examples"] == 7
+    assert set(found["metrics"]) == {"loss", "perplexity"}
+    assert "1 of 8 are left out" in capsys.readouterr().out + caplog.text
+    page = (run.run_dir / "report" / "index.html").read_text()
+    assert "perplexity, lowest" in page
+    write_report([run.run_dir, run.run_dir], tmp_path / "report")
+    plan = plan_of(settings)
+    assert "memory of a step" in plan
+    config = read_config(own_preset(settings))
+    assert footprint(config).server > 0
+
+
+def test_the_logits_of_a_step_are_counted(spoken, monkeypatch):
+    """A block of them, and no more than that."""
+    _, settings, _ = spoken
+    whole = step_memory(read_config(own_preset(settings)), 1.0).activations
+    monkeypatch.setattr("ravan_flwr.tasks.token_loss.BLOCK", 2**14)
+    step_memory.cache_clear()
+    blocks = step_memory(read_config(own_preset(settings)), 1.0).activations
+    step_memory.cache_clear()
+    vocabulary = 384
+    assert whole - blocks > 0.8 * 8 * 95 * vocabulary * 4
+
+
+def test_clients_evaluate_by_token(tmp_path):
+    """The mean over clients is that over all their tokens, and follows from the loss."""
+    settings = preset(
+        tmp_path, **{"evaluate-on": "clients", "validation-share": 0.3, "num-rounds": 1}
+    )
+    run = simulate(settings, 3)
+    found = run.summary["metrics"]["final"]
+    with result_of(run.run_dir) as bench:
+        parts = [bench.partition(n, 3).validation for n in range(3)]
+        whole = bench.evaluate(sets={str(n): part for n, part in enumerate(parts)})
+    assert found["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    assert found["perplexity"] == pytest.approx(whole["perplexity"], rel=1e-5)
+
+
+def test_examples_that_teach_nothing_are_in_nobodys_share(tmp_path, capsys):
+    settings = preset(tmp_path, weighting="examples", **{"num-rounds": 1})
+    with (tmp_path / "data" / "train.jsonl").open("a") as file:
+        file.write(lines([{"prompt": "x", "completion": ""}] * 40))
+    run = simulate(settings, 2)
+    (record,) = map(json.loads, (run.run_dir / "rounds.jsonl").read_text().splitlines())
+    assert not record["rejected"]
+    assert "its completion is missing" in capsys.readouterr().out
+    assert sum(client["examples"] for client in record["clients"]) < len(docstrings()) + 8
+
+
+def test_a_device_brings_its_own_conversations(tmp_path):
+    preset(tmp_path, as_messages)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "chat.jsonl").write_text(lines(as_messages(*row) for row in docstrings()[:7]))
+    bench = Workbench(read_config(own_preset({"preset": str(tmp_path / "p.yaml")})))
+    assert len(bench.own_examples(str(own), 0).train) == 7
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"batching": "length"}, {"quantize": "4bit"}, {"gradient-checkpointing": True},
+     {"precision": "bfloat16"}, {"init": "data-aware"}],
+)  # fmt: skip
+def test_it_goes_with_everything_there_is(options, tmp_path):
+    if "quantize" in options:
+        rows = [told for _, told in docstrings()]
+        save_speaker("llama", tmp_path / "model", rows, hidden_size=64, intermediate_size=128)
+    run = simulate(preset(tmp_path, **options) | {"num-rounds": 1, "local-steps": 2}, 2)
+    assert run.summary["metrics"]["final"]["perplexity"] > 1

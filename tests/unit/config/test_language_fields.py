@@ -1,0 +1,78 @@
+"""What a preset may say of a language model, and what is refused."""
+
+import pytest
+import yaml
+
+from ravan_flwr.config.presets import PresetPath, read_preset
+from ravan_flwr.config.recorded import recorded_config
+from ravan_flwr.config.run_config import read_config
+
+ALPACA = {"columns": {"instruction": "a", "input": "b", "completion": "c"}}
+
+
+def read(tmp_path, data, task="causal"):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({"task": task, "model": "a/b", "data": {"name": "c/d"} | data}))
+    return read_preset(PresetPath(path))
+
+
+def test_what_is_not_said_has_a_default(tmp_path):
+    preset = read(tmp_path, {})
+    assert preset.data.columns == (("messages", "messages"),)
+    assert (preset.data.overlong, preset.data.loss_on) == ("cut", "answers")
+    assert preset.max_length == 512
+    assert preset.data.target_length == 128
+    assert preset.run["classifier"] == "frozen"
+    assert preset.run["partition"] == "iid"
+    plain = read(tmp_path, {"columns": {"prompt": "q", "completion": "a"}})
+    assert plain.data.prompts == ("{prompt}",)
+
+
+def test_prompts_over_columns(tmp_path):
+    prompts = ["{instruction} {input}", "{instruction} {{}}"]
+    assert read(tmp_path, ALPACA | {"prompt": prompts}).data.prompts == tuple(prompts)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"columns": {"messages": "m", "text": "t"}}, "data.columns.text is unknown"),
+        ({"columns": {"prompt": "p"}}, "data.columns.completion is missing"),
+        ({"columns": {"completion": "c"}}, "expected a column for a prompt"),
+        (ALPACA, "KeyError: 'prompt'; expected braces around {input}, {instruction} alone"),
+        (ALPACA | {"prompt": "{instruction}"}, "input stands in no prompt"),
+        (ALPACA | {"prompt": ["{instruction}", 5]}, "expected a text, or several as a list"),
+        (ALPACA | {"prompt": []}, "expected a text, or several as a list"),
+        (ALPACA | {"prompt": "{completion}{input}"}, "KeyError: 'completion'"),
+        ({"prompt": "{messages}"}, "are written by the chat template; leave it out"),
+        (ALPACA | {"prompt": "{instruction}{input}", "chat-template": "x"}, "chat-template: it"),
+        ({"overlong": "keep"}, "data.overlong 'keep' is unknown"),
+        ({"loss-on": "answer"}, "did you mean 'answers'"),
+        ({"chat-template": ["x"]}, "expected a text"),
+        ({"target-length": 0}, "expected 1 at least"),
+        ({"labels": ["a", "b"]}, "expected the names of the classes"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(data, told, tmp_path):
+    with pytest.raises(ValueError, match=told):
+        read(tmp_path, data)
+
+
+def test_other_tasks_do_not_have_them(tmp_path):
+    with pytest.raises(ValueError, match="data.overlong: only task causal has it; leave it out"):
+        read(tmp_path, {"overlong": "drop", "labels": ["a", "b"]}, "text")
+
+
+def test_what_a_run_records_is_read_again(tmp_path):
+    read(tmp_path, ALPACA | {"prompt": "{instruction}{input}", "loss-on": "all"})
+    config = read_config({"preset": PresetPath(tmp_path / "mine.yaml")})
+    assert recorded_config(config.as_dict(), "here") == config
+
+
+def test_a_record_of_an_earlier_version_is_read(tmp_path):
+    read(tmp_path, {"labels": ["a", "b"]}, "text")
+    config = read_config({"preset": PresetPath(tmp_path / "mine.yaml")})
+    content = config.as_dict()
+    for later in ("prompts", "chat-template", "overlong", "loss-on"):
+        del content["data"][later]
+    assert recorded_config(content, "here") == config

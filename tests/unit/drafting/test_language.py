@@ -1,0 +1,79 @@
+"""A preset for a language model is drafted from its columns, and reads as it was meant."""
+
+import json
+
+import datasets
+import pytest
+
+from ravan_flwr.config.presets import own_preset
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.drafting.columns import Asked, find_columns
+from ravan_flwr.drafting.language import ALPACA
+from ravan_flwr.drafting.new import new_preset
+from testing.tiny import save_speaker, texts
+
+TALK = [{"role": "user", "content": "ka"}, {"role": "assistant", "content": "ne"}]
+MESSAGES = {"messages": [TALK, TALK]}
+TEXTS = ["kane lora", "mivi tuso"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (MESSAGES, {"messages": "messages"}),
+        ({"id": [1, 2], "chat": [TALK, TALK]}, {"messages": "chat"}),
+        ({"prompt": TEXTS, "completion": TEXTS}, {"prompt": "prompt", "completion": "completion"}),
+        ({"question": TEXTS, "answer": TEXTS}, {"prompt": "question", "completion": "answer"}),
+        (
+            {"instruction": TEXTS, "input": TEXTS, "output": TEXTS, "text": TEXTS},
+            {"instruction": "instruction", "input": "input", "completion": "output"},
+        ),
+        (
+            {"instruction": TEXTS, "response": TEXTS},
+            {"instruction": "instruction", "completion": "response"},
+        ),
+    ],
+)
+def test_columns_of_language_models_are_recognised(columns, expected):
+    assert find_columns(datasets.Dataset.from_dict(columns), Asked(), "here") == expected
+
+
+def test_what_is_classified_stays_what_it_was():
+    pairs = {"question": TEXTS * 5, "answer": TEXTS * 5, "label": [0, 1] * 5}
+    found = find_columns(datasets.Dataset.from_dict(pairs), Asked(text="question"), "here")
+    assert found == {"text": "question", "label": "label"}
+    few = {"text": texts(20), "label": ["a", "b"] * 10}
+    assert find_columns(datasets.Dataset.from_dict(few), Asked(), "here")["label"] == "label"
+
+
+def drafted(tmp_path, monkeypatch, rows):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    told = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "data" / "train.jsonl").write_text(told)
+    lines = list(new_preset("mine", str(tmp_path / "data"), str(tmp_path / "model")))
+    return "\n".join(lines), read_config(own_preset({"preset": str(tmp_path / "conf/mine.yaml")}))
+
+
+def test_conversations_are_drafted(tmp_path, monkeypatch):
+    save_speaker("qwen2", tmp_path / "model", texts(9))
+    said, config = drafted(tmp_path, monkeypatch, [{"messages": TALK}] * 60)
+    assert "60 examples" not in said  # some are held back
+    assert "messages from column 'messages'" in said
+    assert (config.task, config.classifier, config.partition) == ("causal", "frozen", "iid")
+    assert 0 < config.max_length <= 32
+    assert config.data.prompts == ()
+
+
+def test_alpaca_is_drafted_with_both_prompts(tmp_path, monkeypatch):
+    save_speaker("qwen2", tmp_path / "model", texts(9), template=None)
+    rows = [{"instruction": "ka", "input": "", "output": text} for text in texts(60)]
+    _, config = drafted(tmp_path, monkeypatch, rows)
+    assert config.data.prompts == ALPACA
+    assert config.data.column("completion") == "output"
+
+
+def test_a_model_without_a_template_is_refused_with_what_to_do(tmp_path, monkeypatch):
+    save_speaker("qwen2", tmp_path / "model", texts(9), template=None)
+    with pytest.raises(ValueError, match="no chat template; .* instruction-tuned model"):
+        drafted(tmp_path, monkeypatch, [{"messages": TALK}] * 60)

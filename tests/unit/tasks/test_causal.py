@@ -1,0 +1,305 @@
+"""Loss, gradients and answers of language models equal TRL's and transformers' own."""
+
+import dataclasses
+import importlib
+import logging
+import math
+import warnings
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from ravan_flwr.specs import DataSpec
+from ravan_flwr.tasks import token_loss
+from ravan_flwr.tasks.causal import Causal
+from ravan_flwr.tasks.token_loss import check_logits
+from ravan_flwr.training.local_steps import measured_sums
+from testing.tiny import CHAT, SPEAKERS, WORDS, save_speaker, texts
+
+TALKS = DataSpec("hub", "talks", columns=(("messages", "messages"),), target_length=8)
+COMPLETES = DataSpec(
+    "hub", "completes", columns=(("prompt", "prompt"), ("completion", "completion")),
+    prompts=("{prompt}",), target_length=8,
+)  # fmt: skip
+TEXTS = texts(24)
+MESSAGES = [
+    [
+        {"role": role, "content": one}
+        for role, one in zip(("user", "assistant") * 2, four, strict=True)
+    ]
+    for four in (TEXTS[n : n + 4] for n in range(0, 24, 4))
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made: dict[str, object] = {}
+
+    def of(kind):
+        if kind not in made:
+            made[kind] = save_speaker(kind, tmp_path_factory.mktemp("models") / kind, TEXTS)
+        return made[kind]
+
+    return of
+
+
+def task(data, where, length=96, **changes):
+    settings = transformers.AutoConfig.from_pretrained(where).to_dict()
+    return Causal(dataclasses.replace(data, **changes), length, lambda: where, lambda: settings)
+
+
+def network_of(where):
+    return transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
+
+
+def talks(messages=MESSAGES):
+    return datasets.Dataset.from_dict({"messages": messages})
+
+
+def completes():
+    return datasets.Dataset.from_dict({"prompt": TEXTS[:6], "completion": TEXTS[6:12]})
+
+
+def whole_batch(one, encoded):
+    return one.collate(encoded.take(np.arange(len(encoded))))
+
+
+def gradients(network):
+    return {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+
+
+def by_trl(where, examples, folder, **options):
+    """TRL's tokens, loss and gradients of all examples as one batch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trl: Any = importlib.import_module("trl")
+        settings = trl.SFTConfig(
+            output_dir=str(folder), report_to="none", use_cpu=True, bf16=False, max_length=96,
+            per_device_train_batch_size=len(examples), gradient_checkpointing=False,
+            disable_tqdm=True, **options,
+        )  # fmt: skip
+        reader = transformers.AutoTokenizer.from_pretrained(where)
+        trainer = trl.SFTTrainer(
+            network_of(where), settings, train_dataset=examples, processing_class=reader
+        )
+        batch = next(iter(torch.utils.data.DataLoader(
+            trainer.train_dataset, len(examples), collate_fn=trainer.data_collator
+        )))  # fmt: skip
+        loss = trainer.compute_loss(trainer.model.eval(), dict(batch))
+        loss.backward()
+    return batch, float(loss.detach()), gradients(trainer.model)
+
+
+@pytest.mark.parametrize("form", ["messages", "prompt and completion", "all tokens"])
+def test_tokens_loss_and_gradients_are_those_of_trl(form, folder, tmp_path):
+    where = folder("llama")
+    options = {"messages": {"assistant_only_loss": True}, "all tokens": {}}.get(form, {})
+    data = COMPLETES if form == "prompt and completion" else TALKS
+    data = dataclasses.replace(data, loss_on="all" if form == "all tokens" else "answers")
+    examples = completes() if data.prompts else talks()
+    theirs, expected, grads = by_trl(where, examples, tmp_path, **options)
+    mine = task(data, where)
+    batch = whole_batch(mine, mine.encode(examples))
+    labels = torch.full(batch["input_ids"].shape, -100)
+    labels.flatten()[batch["positions"] + 1] = batch["targets"]
+    padded = theirs["attention_mask"] == 0
+    assert torch.equal(
+        batch["input_ids"].masked_fill(padded, 0), theirs["input_ids"].masked_fill(padded, 0)
+    )
+    first = theirs["labels"].clone()
+    first[:, 0] = -100  # which follows from nothing
+    assert torch.equal(labels, first)
+    network = network_of(where)
+    loss = mine.loss(network, batch)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
+    found = gradients(network)
+    assert found.keys() == grads.keys()
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, grads[name], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", SPEAKERS)
+def test_the_loss_is_that_of_the_networks_own_logits(kind, folder):
+    """Of every architecture, with what it does to its logits."""
+    where = folder(kind)
+    mine, network = task(TALKS, where), network_of(where)
+    mine.adjust(network)
+    batch = whole_batch(mine, mine.encode(talks()))
+    logits = network(input_ids=batch["input_ids"]).logits.flatten(0, 1)[batch["positions"]]
+    expected = torch.nn.functional.cross_entropy(logits, batch["targets"])
+    loss = mine.loss(network, batch)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+def test_a_network_with_other_logits_is_refused(folder):
+    network = network_of(folder("gemma2"))
+    check_logits(network)
+    own = network.forward
+    network.forward = lambda **given: _scaled(own(**given))
+    with pytest.raises(ValueError, match="logits of Gemma2ForCausalLM do not follow"):
+        check_logits(network)
+
+
+def _scaled(out):
+    out.logits = out.logits * 2
+    return out
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_blocks_change_neither_loss_nor_gradients(rows, folder, monkeypatch):
+    where = folder("llama")
+    mine = task(TALKS, where)
+    batch = whole_batch(mine, mine.encode(talks()))
+    found = []
+    for block in (token_loss.BLOCK, rows * 4 * network_of(where).config.vocab_size):
+        monkeypatch.setattr(token_loss, "BLOCK", block)
+        network = network_of(where)
+        loss = mine.loss(network, batch)
+        loss.backward()
+        with torch.inference_mode():
+            assert float(mine.loss(network, batch)) == pytest.approx(float(loss.detach()), rel=1e-6)
+        found.append((float(loss.detach()), gradients(network)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    for name, grad in found[0][1].items():
+        torch.testing.assert_close(grad, found[1][1][name], rtol=1e-4, atol=1e-7)
+
+
+def test_perplexity_is_by_token_whatever_the_batches(folder):
+    """Not the mean of batches, nor of examples, which are of different lengths."""
+    where = folder("llama")
+    mine, network = task(TALKS, where), network_of(where)
+    encoded = mine.encode(talks())
+
+    class Model:
+        device = torch.device("cpu")
+
+    model = Model()
+    model.network = network  # type: ignore[attr-defined]
+    one = task(TALKS, where)
+    network.requires_grad_(False)
+    by_hand = [one.measure(network, one.collate(encoded.take(np.array([n]))), []) for n in range(6)]
+    total = sum(part["loss"] for part in by_hand) / sum(part["tokens"] for part in by_hand)
+    for size in (1, 4, 256):
+        with torch.no_grad():
+            sums = measured_sums(model, mine, encoded, size)  # type: ignore[arg-type]
+        found = mine.means(sums, len(encoded))
+        assert found["loss"] == pytest.approx(total, rel=1e-6)
+        assert found["perplexity"] == pytest.approx(math.exp(total), rel=1e-5)
+    assert found["loss"] != pytest.approx(
+        np.mean([part["loss"] / part["tokens"] for part in by_hand]), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
+def test_answers_are_those_of_each_prompt_alone(kind, folder):
+    """Padding on the left changes nothing, nor does how the model's folder says to generate."""
+    where = folder(kind)
+    mine, network = task(TALKS, where, target_length=6), network_of(where)
+    network.generation_config.do_sample, network.generation_config.temperature = True, 9.0
+    asked = [{"role": "user", "content": text} for text in (TEXTS[0], TEXTS[1] * 3, "ka")]
+    columns = {"messages": [[one] for one in asked]}
+    inputs = {name: torch.from_numpy(a) for name, a in mine.inputs(columns).items()}
+    found = [text for (text,) in mine.predict(network, mine.collate(inputs))]
+    for one, got in zip(asked, found, strict=True):
+        ids = mine.reader.apply_chat_template(
+            [one], add_generation_prompt=True, return_tensors="pt", return_dict=False
+        )
+        for _ in range(6):  # greedily, without a cache
+            ids = torch.cat([ids, network(ids).logits[:, -1:].argmax(-1)], 1)
+            if int(ids[0, -1]) in (0, 2):
+                break
+        new = ids[0, -6:] if int(ids[0, -1]) not in (0, 2) else ids[0]
+        assert mine.reader.decode(new, skip_special_tokens=True).endswith(got)
+
+
+def test_an_answer_ends_with_the_templates_end(folder):
+    mine = task(TALKS, folder("llama"))
+    ends = mine._ends(network_of(folder("llama")))
+    assert ends == [0, 2]  # <|endoftext|>, and ChatML's <|im_end|>
+
+
+# What cannot be learned.
+
+
+def talk(*roles, text="ka"):
+    return [{"role": role, "content": text} for role in roles]
+
+
+def test_what_cannot_be_learned_is_counted_and_left_out(folder, caplog):
+    examples = talks(
+        [talk("user", "assistant"), talk("user"), talk("user", "assistant", text=""), [],
+         talk("user", "assistant", text=" ".join(WORDS * 9)), talk("user", "assistant")]
+    )  # fmt: skip
+    mine = task(TALKS, folder("llama"))
+    with caplog.at_level(logging.WARNING):
+        encoded = mine.encode(examples)
+    assert len(encoded) == 2
+    told = caplog.text
+    assert "examples: 4 of 6 are left out" in told
+    assert "1: its conversation has no message of the assistant (example 2)" in told
+    assert "its message of user is missing (example 3)" in told
+    assert "its messages are no list of role and content (example 4)" in told
+    assert "its answer alone has more tokens than max-length (example 5)" in told
+    batch = whole_batch(mine, encoded)
+    assert torch.isfinite(mine.loss(network_of(folder("llama")), batch))
+
+
+def test_texts_that_are_too_long_are_cut_or_dropped_as_the_preset_says(folder, caplog):
+    long = [{"role": "user", "content": " ".join(WORDS)}, {"role": "assistant", "content": "ka"}]
+    examples = talks([long, talk("user", "assistant")])
+    with caplog.at_level(logging.WARNING):
+        assert len(task(TALKS, folder("llama"), 24).encode(examples)) == 2
+        assert len(task(TALKS, folder("llama"), 24, overlong="drop").encode(examples)) == 1
+    assert "examples: 1 of 2 have more tokens than max-length = 24 and are cut" in caplog.text
+    assert "1: it has more tokens than max-length (example 1)" in caplog.text
+
+
+def test_data_without_any_example_to_learn_is_an_error(folder):
+    with pytest.raises(ValueError, match="examples: none of 2 can be learned: 2: its conversation"):
+        task(TALKS, folder("llama")).encode(talks([talk("user")] * 2))
+
+
+def test_missing_columns_and_alpacas_two_prompts(folder):
+    data = DataSpec(
+        "hub", "alpaca", target_length=8,
+        columns=(("instruction", "a"), ("input", "b"), ("completion", "c")),
+        prompts=("{instruction} {input}:", "{instruction}:"),
+    )  # fmt: skip
+    examples = datasets.Dataset.from_dict(
+        {
+            "instruction": ["ka", "ka", None, "ka", "ka"],
+            "input": ["ne", "", "ne", None, "ne"],
+            "completion": ["lo", "lo", "lo", "lo", " "],
+        }
+    )
+    mine = task(data, folder("llama"))
+    encoded = mine.encode(examples)
+    shown = [
+        mine.reader.decode(row[:n])
+        for row, n in zip(
+            *(encoded.take(np.arange(3))[k] for k in ("input_ids", "length")), strict=True
+        )
+    ]
+    assert shown == ["ka ne:lo<|endoftext|>", "ka:lo<|endoftext|>", "ka:lo<|endoftext|>"]
+    asked = mine.inputs({"instruction": ["ka"], "input": [mine.checked("input", None)]})
+    assert mine.reader.decode(asked["input_ids"][0, : asked["length"][0]]) == "ka:"
+
+
+def test_a_tokenizer_without_a_template_or_of_another_model_is_refused(folder, tmp_path):
+    plain = save_speaker("llama", tmp_path / "plain", TEXTS, template=None)
+    with pytest.raises(ValueError, match="tokenizer has no chat template; expected one"):
+        task(TALKS, plain).check()
+    task(TALKS, plain, chat_template=CHAT).check()
+    assert len(task(TALKS, plain, chat_template=CHAT).encode(talks())) == 6
+    with pytest.raises(ValueError, match="chat template: line 1"):
+        task(TALKS, plain, chat_template="{% if %}").check()
+    small = save_speaker("llama", tmp_path / "small", TEXTS, vocab_size=50)
+    with pytest.raises(ValueError, match="but the model has vocab_size = 50"):
+        task(TALKS, small).check()
+    with pytest.raises(ValueError, match="max-length = 1: expected 2 at least"):
+        task(TALKS, plain, 1).check_sizes()

@@ -1,0 +1,238 @@
+"""Where answers are in a text, by tokenizers and templates that make it hard."""
+
+import jinja2
+import pytest
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from ravan_flwr.data.rows import UnreadableError
+from ravan_flwr.tasks.conversation import Written, conversation, question
+from ravan_flwr.tasks.tokens import Tokens, fitted, question_tokens, tokens_of
+from testing.tiny import CHAT, WORDS, save_bytes_tokenizer
+
+# How published models write a conversation, as far as it matters here.
+INST = """\
+{{ '<s>' }}{% for m in messages %}\
+{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}\
+{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] | trim + '</s>' }}\
+{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}\
+{% endfor %}"""
+SYSTEM_LAST = """\
+{% if messages[0]['role'] == 'system' %}{% set told = messages[0]['content'] %}\
+{% set messages = messages[1:] %}{% endif %}{% for m in messages %}\
+{% if m['role'] == 'user' %}{{ '[INST]' }}\
+{% if loop.index0 >= messages | length - 2 and told %}{{ told + ' ' }}{% endif %}\
+{{ m['content'] + '[/INST]' }}{% else %}{{ m['content'] + '</s>' }}{% endif %}{% endfor %}"""
+THINKING = """\
+{% for m in messages %}{% set c = m['content'] %}\
+{% if m['role'] == 'assistant' and not loop.last %}{% set c = c.split('</think>')[-1] %}{% endif %}\
+{{ '<|im_start|>' + m['role'] + '\\n' + c + '<|im_end|>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+DEFAULT_SYSTEM = """\
+{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}\
+{% endif %}""" + CHAT  # fmt: skip
+
+
+def turns(*contents, system=""):
+    """User and assistant in turn."""
+    roles = ["user", "assistant"] * len(contents)
+    said = [{"role": role, "content": one} for role, one in zip(roles, contents, strict=False)]
+    return [{"role": "system", "content": system}, *said] if system else said
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    return save_bytes_tokenizer(tmp_path_factory.mktemp("reader"), [" ".join(WORDS)])
+
+
+def written(reader, template, messages):
+    reader.chat_template = template
+    return conversation(reader, messages)
+
+
+def answers(found):
+    return [found.text[start:end] for start, end in found.answers]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHAT, ["one<|im_end|>\n", "two<|im_end|>\n"]),
+        (DEFAULT_SYSTEM, ["one<|im_end|>\n", "two<|im_end|>\n"]),
+        (INST, [" one</s>", " two</s>"]),
+        (THINKING, ["one<|im_end|>\n", "two<|im_end|>\n"]),
+    ],
+)
+def test_every_turn_of_the_assistant_is_found_with_its_end(reader, template, expected):
+    found = written(reader, template, turns("a", "one", "one two?", "two"))
+    assert answers(found) == expected
+    assert not found.unlearned
+    asked = question(reader, turns("a", "one", "one two?", "two"))
+    assert found.text == asked.text + expected[-1]  # what is learned follows what is given
+
+
+def test_answers_that_stand_in_the_question_too_are_told_apart(reader):
+    found = written(reader, CHAT, turns("yes", "yes", "yes<|im_end|>", "yes"))
+    assert answers(found) == ["yes<|im_end|>\n"] * 2
+    assert [start for start, _ in found.answers] == [
+        len("<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n"),
+        len(found.text) - len("yes<|im_end|>\n"),
+    ]
+
+
+def test_a_template_that_strips_and_one_that_changes_earlier_turns(reader):
+    found = written(reader, INST, turns("a", "  one \n", "b", "two"))
+    assert answers(found) == [" one</s>", " two</s>"]
+    found = written(
+        reader, THINKING, turns("a", "<think>hm</think>one", "b", "<think>ah</think>two")
+    )
+    assert answers(found) == ["<think>ah</think>two<|im_end|>\n"]
+    assert found.unlearned == 1
+    found = written(reader, SYSTEM_LAST, turns("a", "one", "b", "two", system="Be kind."))
+    assert answers(found) == ["two</s>"]
+    assert found.unlearned == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "told"),
+    [
+        (CHAT, turns("a"), "no message of the assistant"),
+        (CHAT, turns("a", ""), "its answer is empty"),
+        (CHAT, turns("a", " \n"), "its answer is empty"),
+        (CHAT, turns("a", "one")[1:], "does not show where its answers are"),
+        (INST, turns("a", "one", system="x"), "refuses it: Only user and assistant"),
+        ("{{ messages[0]['content'] }}", turns("a", "one"), "does not show where"),
+        ("{{ messages[9]['content'] + 1 }}", turns("a", "one"), "chat template"),
+        ("{{ ''.__class__.__mro__ }}", turns("a", "one"), "chat template"),
+    ],
+)
+def test_what_cannot_be_learned_is_told(reader, template, messages, told):
+    with pytest.raises(UnreadableError, match=told):
+        written(reader, template, messages)
+
+
+def test_a_template_that_is_none_is_an_error_of_its_own(reader):
+    with pytest.raises(ValueError, match="chat template: line 1: .*; expected a template of Jinja"):
+        written(reader, "{% for %}", turns("a", "one"))
+
+
+def test_a_template_reaches_no_file(reader, tmp_path):
+    """The sandbox is that of transformers; if it went away, this would tell."""
+    (tmp_path / "secret").write_text("hidden")
+    for code in (
+        f"{{% include '{tmp_path}/secret' %}}",
+        f"{{{{ cycler.__init__.__globals__.os.popen('cat {tmp_path}/secret').read() }}}}",
+    ):
+        try:
+            found = written(reader, code, turns("a", "one")).text
+        except (UnreadableError, ValueError, jinja2.TemplateError) as error:
+            found = str(error)
+        assert "hidden" not in found
+
+
+# From texts to tokens.
+
+PIECES = st.sampled_from(["ka", " ka", "ne", " ", "\n", "é", "🙂", "rane", ":", "Lo", "<|im_end|>"])
+TEXTS = st.lists(PIECES, min_size=1, max_size=6).map("".join)
+
+
+@given(TEXTS, TEXTS)
+def test_the_tokens_before_an_answer_are_those_of_the_prompt_alone(reader_of_all, prompt, answer):
+    """Whatever would merge over the border."""
+    whole = Written(prompt + answer, ((len(prompt), len(prompt + answer)),))
+    found = tokens_of(reader_of_all, whole)
+    asked = question_tokens(reader_of_all, Written(prompt), 99)
+    assert found.ids[: len(asked)] == asked
+    assert found.learned == [False] * len(asked) + [True] * (len(found) - len(asked))
+    assert found.ids[-1] == reader_of_all.eos_token_id
+    assert reader_of_all.decode(found.ids[:-1]) == prompt + answer
+
+
+@pytest.fixture(scope="module")
+def reader_of_all(tmp_path_factory):
+    texts = ["Lorane: kane kalo", "ka ne ka rane", ": ka\n\n", " ka ka"]
+    return save_bytes_tokenizer(tmp_path_factory.mktemp("reader"), texts)
+
+
+def test_the_famous_space_at_the_end_of_a_prompt(reader_of_all):
+    """ "Answer: " and "ka" have the token " ka" in common, which a prompt alone does not give."""
+    together = reader_of_all("ne: ka", add_special_tokens=False).input_ids
+    alone = reader_of_all("ne: ", add_special_tokens=False).input_ids
+    assert together[: len(alone)] != alone
+    found = tokens_of(reader_of_all, Written("ne: ka", ((4, 6),)))
+    assert found.ids[: len(alone)] == alone
+    assert reader_of_all.decode(learned(found)) == ("ka" + reader_of_all.eos_token)
+
+
+def learned(tokens):
+    return [n for n, one in zip(tokens.ids, tokens.learned, strict=True) if one]
+
+
+def sentencepiece_like(*, begins):
+    """A tokenizer that marks spaces, as LLaMA 2's, which may begin texts with <s>."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([" ".join(WORDS), "[INST] [/INST] user"], trainer)
+    if begins:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def test_a_token_of_the_beginning_is_there_once(reader):
+    reader = sentencepiece_like(begins=True)
+    plain = tokens_of(reader, Written("kane lora", ((5, 9),)))
+    assert plain.ids[0] == 1
+    assert plain.ids[1:].count(1) == 0
+    assert plain.first == 1
+    chat = tokens_of(reader, written(reader, INST, turns("kane", "lora")))
+    assert chat.ids.count(1) == 1
+    assert chat.ids[0] == 1
+    assert reader.decode(learned(chat)).strip() == "lora</s>"
+    without = tokens_of(sentencepiece_like(begins=False), Written("kane lora", ((5, 9),)))
+    assert without.ids[0] != 1
+
+
+# What is too long.
+
+TEXT = Tokens(
+    [1, 10, 11, 12, 20, 21, 13, 22, 23], [False] * 4 + [True] * 2 + [False, True, True], 1
+)
+
+
+def test_what_is_too_long_is_cut_from_the_prompt_and_keeps_its_beginning():
+    assert fitted(TEXT, 9, "drop") is TEXT
+    cut = fitted(TEXT, 8, "cut")
+    assert cut.ids == [1, 11, 12, 20, 21, 13, 22, 23]
+    assert sum(cut.learned) == 4
+    with pytest.raises(UnreadableError, match="more tokens than max-length"):
+        fitted(TEXT, 8, "drop")
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(7, [20, 21, 22, 23]), (6, [22, 23]), (5, [22, 23]), (4, [22, 23])]
+)
+def test_an_answer_without_what_was_before_it_is_not_learned(most, expected):
+    cut = fitted(TEXT, most, "cut")
+    assert len(cut) == most
+    assert learned(cut) == expected
+
+
+def test_an_answer_that_fills_everything_is_left_out():
+    with pytest.raises(UnreadableError, match="its answer alone has more tokens than max-length"):
+        fitted(TEXT, 3, "cut")
+    everything = Tokens(TEXT.ids, [True] * 9, 1)
+    assert sum(fitted(everything, 3, "cut", everything=True).learned) == 3
+
+
+def test_a_text_of_one_token_has_nothing_to_learn():
+    with pytest.raises(UnreadableError, match="no token to learn"):
+        fitted(Tokens([5], [True]), 9, "cut", everything=True)

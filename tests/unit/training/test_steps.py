@@ -1,0 +1,111 @@
+"""Parts of a step, schedules, decay and clipping: as by hand, and today's way where none is set."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.seeding import ClientRound
+from ravan_flwr.training.batching import in_parts
+from ravan_flwr.training.local_steps import steps_of, train_locally
+from ravan_flwr.training.schedule import rate_in_round
+from ravan_flwr.training.workbench import Workbench
+
+WORK = ClientRound(0, 1, 0)
+QUICK = {"lora-rank": 2, "local-steps": 3, "batch-size": 12, "learning-rate": 1e-2}
+
+
+def trained(bench, **changes):
+    """Train one client of the digits, and return what it sends."""
+    config = read_config(QUICK | changes)
+    examples = bench.partition(0, 5).train
+    state = bench.model.initial_state()
+    steps = steps_of(config, 1, len(examples))
+    return train_locally(bench.model, bench.task, examples, state, 1.0, steps, WORK)
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return Workbench(read_config(QUICK))
+
+
+def test_batches_are_cut_into_parts_in_their_order():
+    batches = [np.arange(7), np.arange(7, 12), np.arange(12, 14)]
+    parts, numbers = in_parts(iter(batches), 3)
+    assert np.concatenate(list(parts)).tolist() == list(range(14))
+    assert list(numbers) == [3, 2, 1]
+
+
+@pytest.mark.parametrize("size", [5, 1])
+def test_parts_of_a_step_give_the_steps_of_the_whole(bench, size):
+    whole, parts = trained(bench), trained(bench, **{"micro-batch-size": size})
+    assert parts.train_loss == pytest.approx(whole.train_loss, rel=1e-5)
+    for name, tensor in whole.upload.items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(parts.upload[name], tensor, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"micro-batch-size": 12}, {"max-gradient-norm": 1e9}, {"warm-up-rounds": 0},
+     {"final-learning-rate": 1e-9}],
+)  # fmt: skip
+def test_what_changes_nothing_changes_no_bit(bench, changes):
+    before, after = trained(bench), trained(bench, **changes)
+    assert before.train_loss == after.train_loss
+    assert all(torch.equal(before.upload[name], after.upload[name]) for name in before.upload)
+
+
+def test_decay_and_clipping_are_pytorchs(bench, monkeypatch):
+    made, cut = [], []
+    adam_w, clip = torch.optim.AdamW, torch.nn.utils.clip_grad_norm_
+
+    def noted(parameters, **options):
+        made.append(options)
+        return adam_w(parameters, **options)
+
+    def clipped(parameters, most):
+        cut.append(float(clip(parameters, most)))
+        after = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
+        assert float(after) <= most * 1.001
+
+    monkeypatch.setattr(torch.optim, "AdamW", noted)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clipped)
+    trained(bench, **{"weight-decay": 0.1, "max-gradient-norm": 1e-3})
+    assert made[0]["weight_decay"] == 0.1
+    assert len(cut) == 3
+    assert max(cut) > 1e-3
+
+
+def test_the_cosine_is_flowertunes():
+    def theirs(now, total, most, least):
+        return least + 0.5 * (most - least) * (1 + math.cos(math.pi * now / total))
+
+    config = read_config(
+        {"learning-rate": 5e-5, "learning-rate-schedule": "cosine", "num-rounds": 200}
+    )
+    assert config.final_learning_rate == pytest.approx(1e-6)
+    for number in (1, 2, 77, 199, 200):
+        assert rate_in_round(config, number) == pytest.approx(theirs(number, 200, 5e-5, 1e-6))
+
+
+def test_the_rate_rises_at_first():
+    config = read_config({"learning-rate": 1.0, "warm-up-rounds": 3, "num-rounds": 9})
+    assert [rate_in_round(config, n) for n in (1, 2, 3, 4, 9)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    falling = read_config(
+        {"learning-rate": 1.0, "warm-up-rounds": 3, "num-rounds": 9,
+         "learning-rate-schedule": "cosine", "final-learning-rate": 0.0}
+    )  # fmt: skip
+    rates = [rate_in_round(falling, n) for n in range(1, 10)]
+    assert max(rates) == rates[3]
+    assert rates[-1] == pytest.approx(0, abs=1e-12)
+
+
+def test_contradictions_are_refused():
+    with pytest.raises(ValueError, match="micro-batch-size = 33: got batch-size = 32"):
+        read_config({"micro-batch-size": 33})
+    with pytest.raises(ValueError, match=r"final-learning-rate = 1: got learning-rate = 0\.1"):
+        read_config({"learning-rate": 0.1, "final-learning-rate": 1.0,
+                     "learning-rate-schedule": "cosine"})  # fmt: skip
