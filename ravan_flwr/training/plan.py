@@ -145,7 +145,7 @@ def _run(config: Config, built: Skeleton) -> list[str]:
     all_down = rounds * down + (asked + reached * fixed if first else 0)
     if config.evaluate_on == "clients":  # which are all sent the state
         evaluations = math.ceil(rounds / config.eval_every)
-        all_down += evaluations * config.num_clients * built.bytes_down(1.0)
+        all_down += evaluations * there * built.bytes_down(1.0)
     told = [
         f"before round 1  {calibrated} clients send {first:,} bytes each; a client gets {fixed:,} "
         "once",
