@@ -195,7 +195,7 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
             str,
             AUTO,
             "numbers in which the frozen backbone is kept, which changes no result where the "
-            "model's files have no more bits; auto: as in the files on a GPU, float32 on a CPU",
+            "model's files have no more bits; auto: as in the files with CUDA, float32 elsewhere",
             (AUTO, "float32", "bfloat16", "float16"),
         ),
         "quantize": Key(

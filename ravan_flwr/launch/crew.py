@@ -2,8 +2,8 @@
 
 The order is that in which the server asks for them, so that it folds them as it does with one
 process, and what a client keeps is changed by no reply that was not asked for. Workers go ahead of
-what was asked for, but no further than one reply for each of them waits: memory does not grow with
-the number of clients.
+what was asked for, but replies that wait and messages at work are twice as many as workers at most:
+memory does not grow with the number of clients.
 """
 
 import logging

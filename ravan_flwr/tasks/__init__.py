@@ -32,7 +32,7 @@ TASKS = {
     "text-to-label": Kind(
         "ravan_flwr.tasks.text_to_label", ("text", "label"), prompt="{text}", target_length=32
     ),
-    # In place of messages `prompt` and `completion`, or any columns (config/language_fields.py).
+    # In place of messages `prompt` and `completion`, or any columns (config/prompt_fields.py).
     "causal": Kind(
         "ravan_flwr.tasks.causal", ("messages",), max_length=512, target_length=128, goes_on=True
     ),
