@@ -200,10 +200,9 @@ def rows_of(folder: Path, python: Path, rounds: int, processes: int | None) -> d
         )
     if processes is not None:
         for name, method in OURS.items():
-            rows[f"{name}, {processes} processes"] = lambda out, method=method: [  # type: ignore[misc]
-                *our_command(folder, out, rounds, method),
-                f"processes={processes}",
-            ]
+            rows[f"{name}, {processes} processes"] = lambda out, method=method: our_command(  # type: ignore[misc]
+                folder, out, rounds, method, processes
+            )
     return rows
 
 
@@ -218,13 +217,13 @@ def pfl_command(folder: Path, python: Path, out: Path, rounds: int, optimizer: s
     return [str(python), str(ROOT / "benchmarks" / "plain_pfl" / "train.py"), *options]
 
 
-def our_command(folder: Path, out: Path, rounds: int, method: str) -> list[str]:
+def our_command(folder: Path, out: Path, rounds: int, method: str, processes: int = 1) -> list[str]:
     """Write ours; one pass over 50 images in batches of ten are five steps."""
     settings = {
         "preset": folder / "preset.yaml", "method": method, "num-clients": CLIENTS,
         "clients-per-round": COHORT, "num-rounds": rounds, "local-steps": EACH // BATCH,
         "batch-size": BATCH, "learning-rate": RATE, "lora-rank": RANK, "eval-every": rounds,
-        "report": "false", "tracking": "none", "output-dir": out,
+        "report": "false", "tracking": "none", "output-dir": out, "processes": processes,
     }  # fmt: skip
     options = [f"{key}={value}" for key, value in settings.items()]
     return [sys.executable, "-m", "ravan_flwr", "simulate", *options]

@@ -82,7 +82,7 @@ class Round(ABC):
     ) -> Iterator[Message]:
         """Send the messages and yield the replies; stop waiting when `enough` were used."""
         config, self.exchange = self.run.config, self._open_exchange()
-        # In one process clients run one after the other, and none is slow beside the others.
+        # Clients that share this machine are none slower than the others.
         grace = math.inf if in_process(grid) else config.straggler_grace
 
         def patience(asked: int) -> Patience:

@@ -87,5 +87,5 @@ class Sampler:
             raise ValueError(
                 f"method {self.config.method!r} is trained whole or not at all, and no client "
                 f"can afford it: got budgets of {listed}, expected "
-                " one of 1; use a method that can be trained in part, or budgets=full"
+                "one of 1; use a method that can be trained in part, or budgets=full"
             )
