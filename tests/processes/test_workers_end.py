@@ -2,11 +2,13 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from testing.deployment import PATIENCE, wait_for
+from tests.fork_server import fork_of
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="workers fork on Linux"),
@@ -42,8 +44,9 @@ def training(tmp_path, python):
         return list(tmp_path.rglob("*.safetensors"))
 
     wait_for(trains, "a round")
-    assert len(session(process.pid)) == 3  # two workers, and who forks them
-    return process
+    run = SimpleNamespace(pid=fork_of(process.pid), wait=process.wait)
+    assert len(session(run.pid)) == 3  # two workers, and who forks them
+    return run
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -50,9 +50,10 @@ def a_round(settings, share, steps):
     share = share if model.method.can_train(share) else 1.0
     own: dict[int, Any] = {}  # what stays with each client
     for number in (1, 2):  # in the second, the state is one of the middle of a run
-        pot = Aggregate(model.method, state, ChangeLimit(1e9))
+        method = model.method.in_round(number)
+        pot = Aggregate(method, state, ChangeLimit(1e9))
         for client, examples in enumerate(clients):
-            sent = outgoing(model.method, state, share)
+            sent = outgoing(method, state, share)
             done = train_locally(
                 model, task, examples, sent, share, steps, ClientRound(5, number, client),
                 own.get(client),
