@@ -22,8 +22,9 @@ class StoredLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype or _autocasts(x):
             return F.linear(x, self.weight, self.bias)
-        y: Tensor = _Widened.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
-        return y
+        rows = x.reshape(-1, x.shape[-1])  # so that what comes out is no view, and may be added to
+        y: Tensor = _Widened.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return y.view(*x.shape[:-1], -1)
 
 
 class StoredEmbedding(nn.Embedding):

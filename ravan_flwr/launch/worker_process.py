@@ -21,6 +21,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr import client_app
+from ravan_flwr.config.presets import own_preset
 from ravan_flwr.messages.records import Header, KnownArrays, receive_records, send_records
 from ravan_flwr.specs import Scalar
 
@@ -86,7 +87,7 @@ def _answer(
         node_id=node_id,
         node_config=header["node-config"],
         state=state,
-        run_config=header["run-config"],
+        run_config=_run_config(header),
     )
     message = Message(content, node_id, header["kind"], group_id=header["group"])
     reply = reply_of(message, context)
@@ -94,6 +95,11 @@ def _answer(
         error = [reply.error.code, reply.error.reason]
         return {"error": error}, [RecordDict(), context.state]
     return {}, [reply.content, context.state]
+
+
+def _run_config(header: Header) -> dict[str, Scalar]:
+    """Read the run config of the process that this one works for, which may name its own preset."""
+    return own_preset(header["run-config"])
 
 
 def _end_with_the_server(connection: Connection) -> None:
@@ -133,7 +139,7 @@ def _main(descriptor: int) -> NoReturn:
 
     with importing():
         pass
-    prepare(header["run-config"], header["threads"])
+    prepare(_run_config(header), header["threads"])
     serve(connection)
 
 

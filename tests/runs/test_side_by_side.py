@@ -16,6 +16,7 @@ from ravan_flwr.launch.worker_starts import Anew, Forking
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cores import CORES
+from testing import ROOT
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="workers fork on Linux")
 
@@ -65,6 +66,17 @@ def assert_same(one, other):
     first, second = state(one), state(other)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("starter", [Forking, Anew])
+def test_workers_read_a_preset_that_its_path_names(starter, tmp_path, monkeypatch):
+    preset = tmp_path / "mine.yaml"
+    preset.write_text((ROOT / "conf" / "digits-vit.yaml").read_text())
+    if starter is Anew:
+        monkeypatch.setattr(side_by_side.SideBySide, "_may_fork", False)
+    two = run(tmp_path, 2, preset=str(preset), **{"num-rounds": 1})
+    assert two.summary["processes"] == 2
+    assert two.summary["rejected"] == 0
 
 
 @pytest.mark.parametrize("settings", METHODS, ids=lambda settings: settings["method"])
