@@ -65,8 +65,10 @@ def test_folder_environment_words_and_parent_are_those_that_were_given(bare, tmp
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_reaches_the_fork(bare, number):
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, also by forks
     handler = "import signal, sys; signal.signal({0}, lambda *_: sys.exit(40)); " + SLEEPS
     with started(bare, handler.format(number.value)) as process:
+        signal.signal(number, before)
         process.send_signal(number)
         assert process.wait() == 40
 
