@@ -43,10 +43,14 @@ def training(tmp_path, python):
         assert process.poll() is None, (tmp_path / "log").read_text()
         return list(tmp_path.rglob("*.safetensors"))
 
-    wait_for(trains, "a round")
-    run = SimpleNamespace(pid=fork_of(process.pid), wait=process.wait)
-    assert len(session(run.pid)) == 3  # two workers, and who forks them
-    return run
+    try:
+        wait_for(trains, "a round")
+        run = SimpleNamespace(pid=fork_of(process.pid), wait=process.wait)
+        assert len(session(run.pid)) == 3  # two workers, and who forks them
+        yield run
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
