@@ -18,7 +18,11 @@ from ravan_flwr.specs import Scalar
 def add(commands: Commands) -> None:
     """Offer `simulate`, `run` and `plan`."""
     for name, command, about in (
-        ("simulate", _simulate, "run the app in this process, one client after the other"),
+        (
+            "simulate",
+            _simulate,
+            "run the app in this process, and in others of its own where these save time",
+        ),
         ("run", _run, "run the app in Flower's simulation runtime, and end what that starts"),
         ("plan", _plan, "say what a run will train, send and need, before anything runs"),
     ):
@@ -41,7 +45,8 @@ def add(commands: Commands) -> None:
                 "--picture",
                 type=Path,
                 metavar="FILE",
-                help="write who has what as a picture, .png or .svg; it names no clients",
+                help="with --partition: write it as a picture, a new .png or .svg, without "
+                "names of clients",
             )
         if name == "run":
             add_gpus(sub)
@@ -79,7 +84,12 @@ def _run(parsed: argparse.Namespace) -> None:
 def _plan(parsed: argparse.Namespace) -> None:
     config, num_clients = read_settings(parsed.settings)
     read_config(own_preset(config))  # before anything heavy is imported
-    if parsed.partition or parsed.picture:
+    if parsed.picture is not None and not parsed.partition:
+        raise ValueError(
+            f"--picture {parsed.picture}: got no --partition beside it, expected both, since the "
+            "picture shows who has what; add --partition, or leave --picture out to see the costs"
+        )
+    if parsed.partition:
         _show_partition(config, num_clients, parsed.picture)
         return
 

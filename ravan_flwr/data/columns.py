@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import datasets
 import numpy as np
 
+from ravan_flwr.data.examples import SOURCES
 from ravan_flwr.specs import DataSpec
 
 
@@ -13,6 +14,28 @@ def column_of(spec: DataSpec) -> str:
     roles = {column: role for role, column in spec.columns}
     by = spec.partition_by
     return by if by in roles.values() else roles.get(by, by)
+
+
+def check_column(spec: DataSpec, examples: datasets.Dataset) -> None:
+    """Raise ValueError, with the columns of the data itself, if there is none to divide by."""
+    column = column_of(spec)
+    if column in examples.column_names:
+        return
+    whole = SOURCES[spec.source](spec)["train"]  # read once more: `examples` has what is used
+    lacks = "the task has no label" if column == "label" else "the data has no such column"
+    usable = ", ".join(repr(name) for name in whole.column_names if _divides(whole, name))
+    has = f"that has a value for each example: {usable}" if usable else "(none of them will do)"
+    raise ValueError(
+        f"partition-by = {spec.partition_by!r}: {lacks}, expected a column of the data {has}; "
+        "name one with partition-by=..., or choose a partition that reads none, such as iid"
+    )
+
+
+def _divides(examples: datasets.Dataset, column: str) -> bool:
+    try:
+        return bool(values_of(examples, column))
+    except ValueError:
+        return False
 
 
 def values_of(examples: datasets.Dataset, column: str) -> list[str | float]:

@@ -131,8 +131,9 @@ def by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.
         there = next((name for name in (column, role) if name in examples.column_names), None)
         if there is None:
             raise ValueError(
-                f"{where}: got the columns {examples.column_names}, expected {column!r} or "
-                f"{role!r} among them; rename one"
+                f"{where}: got the columns {examples.column_names}, expected {column!r}"
+                + (f" or {role!r}" if role != column else "")
+                + " among them; rename one"
             )
         found[there] = role
     kept, other = [*found], spec.partition_by

@@ -22,6 +22,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ravan_flwr.messages import plain_text
+
 INK = "#010203"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B97F00", "#3A93CC", "#8C6BB1", "#7F7F7F")
 _WIDE = 30  # times the smallest bar: beyond it a logarithmic axis shows both
@@ -89,7 +91,8 @@ class Chart:
 
     def _fitted(self, text: str) -> str:
         """Break a line that is broader than the figure."""
-        return plain("\n".join(textwrap.wrap(text, int(16 * self.figure.get_figwidth()))))
+        lines = textwrap.wrap(text, int(16 * self.figure.get_figwidth()))
+        return "\n".join(map(plain, lines))
 
 
 @contextmanager
@@ -111,10 +114,10 @@ class Series:
 def plain(text: str) -> str:
     """Make a text, such as a path, one that can be drawn.
 
-    Dollars are escaped, since between two of them stands a formula; halves of characters, since no
-    font has them.
+    Dollars are escaped, since between two of them stands a formula, and what cannot be printed:
+    halves of characters, ends of lines, and what turns the direction of writing.
     """
-    return text.encode(errors="backslashreplace").decode().replace("$", r"\$")
+    return plain_text.plain(text).replace("$", r"\$")
 
 
 def lines(

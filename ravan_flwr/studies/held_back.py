@@ -3,11 +3,10 @@
 import logging
 import math
 
-from ravan_flwr.data.columns import column_of
 from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.partition import deal_out
 from ravan_flwr.studies.tuning import Tuning
-from ravan_flwr.training.workbench import partition_of
+from ravan_flwr.training.workbench import column_for, partition_of
 
 FEW = 100  # with fewer, a single answer is more than a percent
 
@@ -20,7 +19,7 @@ def check_held_back(tuning: Tuning) -> int:
     train, counts = load_splits(config.data)["train"], []
     for seed in tuning.rungs[-1].seeds:
         how = partition_of(config, tuning.num_clients, seed)
-        numbers = [len(rows) for rows in deal_out(train, how, column_of(config.data))]
+        numbers = [len(rows) for rows in deal_out(train, how, column_for(config, train))]
         counts.append(sum(math.ceil(share * number) for number in numbers))
         least = min(numbers)
         if math.ceil(share * least) >= least:

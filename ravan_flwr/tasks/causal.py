@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ravan_flwr.data.columns import column_of
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.tasks.base import (
     Batch,
@@ -102,8 +103,8 @@ class Causal(Task):
     def prepared(self, examples: datasets.Dataset) -> datasets.Dataset:
         """Write and read all examples, and leave out those that teach nothing; tell of them."""
         self.check()
-        roles = [role for role, _ in self.data.columns]
-        keep = [name for name in examples.column_names if name not in roles]
+        done = {role for role, _ in self.data.columns} - {column_of(self.data)}
+        keep = [name for name in examples.column_names if name not in done]
         features = fixed_length(("input_ids",), self.max_length) | {
             "learned": datasets.List(datasets.Value("bool"), length=self.max_length),
             "length": datasets.Value("int32"),

@@ -14,12 +14,13 @@ def number_of_clients(config: Config, asked: int | None = None) -> int:
         assert said is not None  # the configuration has a number then
         return said
 
-    from ravan_flwr.data.columns import column_of, values_of  # noqa: PLC0415 (slow to import)
+    from ravan_flwr.data.columns import check_column, column_of, values_of  # noqa: PLC0415 (slow)
     from ravan_flwr.data.examples import load_splits  # noqa: PLC0415
     from ravan_flwr.data.other_partitions import check_natural  # noqa: PLC0415
 
-    column = column_of(config.data)
-    found = len(set(values_of(load_splits(config.data)["train"], column)))
+    train, column = load_splits(config.data)["train"], column_of(config.data)
+    check_column(config.data, train)
+    found = len(set(values_of(train, column)))
     if said is not None:
         check_natural(found, said, column)
     return found

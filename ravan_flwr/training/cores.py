@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,10 +16,19 @@ def usable_cores(environment: Mapping[str, str] = os.environ) -> int:
         number = len(os.sched_getaffinity(0))
     else:  # macOS
         number = os.cpu_count() or 1
-    share = environment.get(CORES, "")
-    if share.isdigit():
-        number = min(number, int(share))
+    if share := environment.get(CORES, ""):
+        number = min(number, _share(share))
     return max(1, int(min(number, *_quotas(Path("/proc/self/cgroup")))))
+
+
+def _share(text: str) -> int:
+    """Read how many cores the environment leaves to this process."""
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
+        raise ValueError(
+            f"{CORES} = {text[:40]!r} in the environment: expected a number of cores, 1 or more; "
+            "correct it, or unset it for all cores"
+        )
+    return int(text)
 
 
 def _quotas(groups: Path, root: Path = Path("/sys/fs/cgroup")) -> Iterator[float]:

@@ -8,13 +8,12 @@ import numpy as np
 
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
-from ravan_flwr.data.columns import column_of
 from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.holdings import Holdings, holdings_of
 from ravan_flwr.data.partition import BY_COLUMN, deal_out
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
-from ravan_flwr.training.workbench import held_back, partition_of, settle
+from ravan_flwr.training.workbench import column_for, held_back, partition_of, settle
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,19 @@ class Dealt:
     classes: str  # the column that they are counted by; "" if none
     steps: np.ndarray  # of each client in a round
 
+    @property
+    def by_label(self) -> bool:
+        """Tell whether they are counted by the task's own labels, whose names are no secret."""
+        return self.classes == "label" and bool(self.config.data.labels)
+
 
 def deal(settings: Mapping[str, Scalar], num_clients: int | None = None) -> Dealt:
     """Deal out the examples as in a run with these settings."""
     config = settle(read_config(own_preset(settings)))
     number = number_of_clients(config, num_clients)
     config = replace(config, num_clients=number)
-    train, column = load_splits(config.data)["train"], column_of(config.data)
+    train = load_splits(config.data)["train"]
+    column = column_for(config, train)
     dealt = deal_out(train, partition_of(config, number, config.seed), column)
     natural = config.partition == "natural"
     classes = _classes(config, train, column)

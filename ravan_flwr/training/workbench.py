@@ -19,12 +19,12 @@ import torch
 from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.quantize import quantize
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.data.columns import column_of
+from ravan_flwr.data.columns import check_column, column_of
 from ravan_flwr.data.device_folder import own_examples
 from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.hub import model_folder
 from ravan_flwr.data.labels import settled
-from ravan_flwr.data.partition import Partition, deal_out
+from ravan_flwr.data.partition import BY_COLUMN, Partition, deal_out
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.methods.layer_form import layer_form
@@ -85,6 +85,13 @@ def partition_of(config: Config, number: int, seed: int) -> Partition:
         config.partition, config.partition_alpha, number, seed,
         config.classes_per_client, config.shards_per_client,
     )  # fmt: skip
+
+
+def column_for(config: Config, train: datasets.Dataset) -> str:
+    """Find the column by which clients are to differ; ValueError if the partition lacks it."""
+    if config.partition in BY_COLUMN:
+        check_column(config.data, train)
+    return column_of(config.data)
 
 
 def held_back(config: Config, number: int) -> int:
@@ -182,7 +189,7 @@ class Workbench:
         config = self.config
         if len(self._dealt) != number:
             how = partition_of(config, number, config.seed)
-            self._dealt = deal_out(self._train, how, column_of(config.data))
+            self._dealt = deal_out(self._train, how, column_for(config, self._train))
         return self._dealt
 
     def dealt_out(self, number: int) -> list[int]:

@@ -1,5 +1,6 @@
 """Who has what, in a terminal and as a picture: each number against slow loops."""
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
+from ravan_flwr.cli.running import _plan
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.results.holdings_chart import check_picture, draw, write_picture
 from ravan_flwr.results.who_has_what import ROWS, as_text
@@ -100,13 +102,56 @@ def test_names_of_clients_are_for_this_terminal_alone(preset, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("partition", ["pathological", "dirichlet", "linear"])
+def test_a_picture_numbers_the_values_of_what_is_no_label(preset, tmp_path, partition):
+    if partition == "linear":  # counted by the label; without one by the users
+        row = {"question": "a", "answers": ["b"], "context": "c"}
+        write_rows(tmp_path / "texts", [row | {"user": user} for user in USERS * 12])
+        data = "{name: ./texts, partition-by: user}"
+        preset.write_text(f"task: question-answering\nmodel: some/t5\ndata: {data}\n")
+    dealt = deal({"preset": str(preset), "partition": partition}, 3)
+    assert dealt.classes == "user"
+    assert {"日本語", "ann $x$"} < set(dealt.holdings.classes)
+    svg = str(draw(dealt).svg())
+    texts = [element.text for element in ET.fromstring(svg).iter() if element.tag.endswith("text")]
+    assert {"values of 'user'", "0", "3"} <= set(texts)
+    assert not any(name in svg for name in ("ann", "zoe", "日本語", "evil"))
+
+
+def test_names_of_labels_are_drawn_as_text_without_effect(preset, tmp_path):
+    labels = ["a\u202eb", "c\nd", "e\x1b[2J", "f $x$", "g" * 40]
+    rows = [{"text": f"{i}", "topic": labels[i % 5], "user": USERS[i % 5]} for i in range(50)]
+    write_rows(tmp_path / "texts", rows)
+    settings = {"preset": str(preset), "partition": "pathological", "partition-by": "label"}
+    svg = draw(deal(settings, 3)).svg()
+    ET.fromstring(svg)
+    assert all(name in svg for name in ("a\\u202eb", "c\\nd", "e\\x1b[2J", "f $x$", "ggg ..."))
+    assert "\u202e" not in svg
+
+
+@pytest.mark.parametrize("partition", ["shards", "pathological", "dirichlet", "natural"])
+def test_a_task_without_labels_names_the_columns_that_do(preset, tmp_path, partition):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": turns, "user": USERS[i % 5], "odd": None, "w": i % 3} for i in range(50)]
+    write_rows(tmp_path / "texts", rows)
+    preset.write_text("task: causal\nmodel: some/model\ndata: ./texts\n")
+    settings = {"preset": str(preset), "partition": partition}
+    told = "partition-by = 'label': the task has no label, .*each example: 'user', 'w'; name one"
+    for prepared in (False, True):
+        bench = Workbench(read_config(settings))
+        bench._train = bench.splits["train"].rename_columns({"messages": "input_ids"})
+        with pytest.raises(ValueError, match=told):
+            bench._rows(5) if prepared else deal(settings, None if partition == "natural" else 5)
+    assert deal(settings | {"partition-by": "w"}, 3).config.num_clients == 3
+
+
 def test_another_number_of_clients_than_names_is_refused(preset):
     number = deal({"preset": str(preset)}).config.num_clients
     assert deal({"preset": str(preset)}, number).config.num_clients == number
     told = f"num-clients = 3: .* each of the {number} different values of 'user'"
     with pytest.raises(ValueError, match=told):
         deal({"preset": str(preset)}, 3)
-    with pytest.raises(ValueError, match=r"partition-by = 'usr': the examples have \['text', 'la"):
+    with pytest.raises(ValueError, match="partition-by = 'usr': .* 'text', 'topic', 'user';"):
         deal({"preset": str(preset), "partition-by": "usr"})
     assert deal({"preset": str(preset), "partition": "iid"}).config.num_clients == 10
 
@@ -147,12 +192,21 @@ def test_a_picture_of_ten_thousand_clients_is_small():
         ("a", "expected a name that ends"),
         ("none/a.png", "found no folder .*none; expected the name of a file"),
         ("folder.png", "is a folder; expected the name of a file to write"),
+        ("there.png", "is there already, expected a new file; name one"),
     ],
 )
 def test_a_picture_that_cannot_be_written_is_refused_first(tmp_path, name, message):
     (tmp_path / "folder.png").mkdir()
+    (tmp_path / "there.png").write_text("mine")
     with pytest.raises(ValueError, match=f"--picture .*{message}"):
         check_picture(tmp_path / name)
+
+
+def test_a_picture_alone_is_refused_before_anything_is_read(tmp_path):
+    told = "--picture .*: got no --partition beside it, .*; add --partition, or leave --picture out"
+    parsed = argparse.Namespace(settings=[], partition=False, picture=tmp_path / "a.png")
+    with pytest.raises(ValueError, match=told):
+        _plan(parsed)
 
 
 def test_the_command_shows_it_where_there_are_letters_alone(preset, tmp_path):

@@ -11,15 +11,21 @@ from ravan_flwr.training.cores import CORES, usable_cores
 @pytest.fixture(autouse=True)
 def _sixteen(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
-    monkeypatch.setattr(cores, "_quotas", lambda _: [])
+    monkeypatch.setattr(cores, "_quotas", lambda _: [float("inf")])
 
 
 def test_the_affinity_counts_and_what_a_study_leaves():
     assert usable_cores({}) == 16
     assert usable_cores({CORES: "4"}) == 4
     assert usable_cores({CORES: "99"}) == 16
-    assert usable_cores({CORES: "0"}) == 1
-    assert usable_cores({CORES: "many"}) == 16
+    assert usable_cores({CORES: ""}) == 16
+
+
+@pytest.mark.parametrize("share", ["0", "many", "-1", "1.5", "²", "9" * 5000, "\x1b[2J"])
+def test_what_is_no_number_of_cores_is_refused(share):
+    told = f"{CORES} = '[^\x1b]{{1,50}}' in the environment: expected .* 1 or more; correct it"
+    with pytest.raises(ValueError, match=told):
+        usable_cores({CORES: share})
 
 
 @pytest.mark.parametrize(("quota", "number"), [(2.5, 2), (0.3, 1), (64.0, 16)])
