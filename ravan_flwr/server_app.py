@@ -19,11 +19,11 @@ from ravan_flwr.results.card import measured, write_card
 from ravan_flwr.results.classes import write_classes
 from ravan_flwr.results.export import natural_form, write_result
 from ravan_flwr.runs.console import Progress, show
-from ravan_flwr.runs.directory import RunDirectory, how_to_go_on
+from ravan_flwr.runs.directory import RunDirectory, how_to_go_on, is_of_writing, not_written
 from ravan_flwr.runs.lock import locked
 from ravan_flwr.runs.log_file import logging_to
 from ravan_flwr.runs.record import Summary
-from ravan_flwr.runs.status import write_status
+from ravan_flwr.runs.status import drop_status, write_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.server.allowance import Allowance
 from ravan_flwr.server.delivery import Delivery, hand_out
@@ -121,14 +121,27 @@ def _run_here(
     tell_what_has_no_effect(context.run_config, config, grid)
     try:
         _run(grid, bench, config, directory, start)
+    except OSError as error:
+        if not is_of_writing(error, directory.path):
+            _note_failure(directory, error)
+            raise
+        drop_status(directory.path)  # a full disk keeps it at what was done before
+        problem = OSError(not_written(error, directory.path))
+        _note_failure(directory, problem)
+        raise problem from error
     except Exception as error:
-        with suppress(OSError):  # the disk itself may be what failed
-            directory.write_json("failure.json", {"error": f"{type(error).__name__}: {error}"})
-        log.info("run directory: %s", directory.path)
+        _note_failure(directory, error)
         raise
     except KeyboardInterrupt:
         log.info("stopped; %s", how_to_go_on(directory.path))
         raise
+
+
+def _note_failure(directory: RunDirectory, error: Exception) -> None:
+    """Write why the run failed, and say where it is."""
+    with suppress(OSError):  # the disk itself may be what failed
+        directory.write_json("failure.json", {"error": f"{type(error).__name__}: {error}"})
+    log.info("run directory: %s", directory.path)
 
 
 def _run(
@@ -257,7 +270,10 @@ def _report(config: Config, directory: RunDirectory) -> Path | None:
 
             page = write_report([directory.path], directory.path / "report")
         except Exception as error:  # noqa: BLE001 (the result is safe already)
-            log.warning("no report: %s; try again with ravan-flwr report %s", error, directory.path)
+            log.warning(
+                "no report in %s: %s; the result is whole; try again with ravan-flwr report %s",
+                *(directory.path / "report", error, directory.path),
+            )
     return page
 
 

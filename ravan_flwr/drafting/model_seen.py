@@ -1,6 +1,6 @@
 """Look at a model: what it is, which of its layers would be adapted, how it reads the examples."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks import TASKS, get_task
 from ravan_flwr.tasks.base import Task
 from ravan_flwr.tasks.causal import Causal
-from ravan_flwr.tasks.tokens import tokens_of
+from ravan_flwr.tasks.tokens import fitted, tokens_of
 from ravan_flwr.training.network import build_skeleton
 
 _CHARACTERS = 5_000_000  # of texts whose tokens are counted
@@ -34,6 +34,7 @@ class Lengths:
     covered: int  # so many tokens read COVERED percent whole
     longest: int
     limit: int  # of the model; 0: none is known
+    warning: str = ""  # of examples that a language model cannot learn
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,9 @@ def _image_size(task: Task, settings: dict[str, Any]) -> str:
 
 def _lengths(task: Task, data: DataSeen, settings: dict[str, Any]) -> Lengths:
     """Count the tokens of a sample of the texts, as the task reads them."""
-    counts = np.asarray([len(ids) for ids in _tokens(task, data)] or [1])
+    problems: list[str] = []
+    counts = np.asarray([len(ids) for ids in _tokens(task, data, problems)])
+    warning = _about_unlearned(problems, len(counts), f"data {data.spec.name}")
     limits = [settings.get("max_position_embeddings"), task.reader.model_max_length]
     known = [int(limit) for limit in limits if isinstance(limit, int) and 0 < limit < 10**6]
     return Lengths(
@@ -136,15 +139,32 @@ def _lengths(task: Task, data: DataSeen, settings: dict[str, Any]) -> Lengths:
         covered=int(np.ceil(np.percentile(counts, COVERED))),
         longest=int(counts.max()),
         limit=min(known, default=0),
+        warning=warning,
     )
 
 
-def _tokens(task: Task, data: DataSeen) -> Iterator[list[int]]:
+def _about_unlearned(problems: Sequence[str], learned: int, where: str) -> str:
+    """Count the examples that cannot be learned, of those read; ValueError if none can."""
+    number = learned + len(problems)
+    if not learned:
+        why = f": {problems[0]} (the first)" if problems else ""
+        raise ValueError(
+            f"{where}: none of the {number} examples that were read can be learned{why}; expected "
+            "a question and an answer in each, and a chat template that writes them; correct the "
+            "examples, or take a model with another chat template"
+        )
+    if not problems:
+        return ""
+    return f"{len(problems)} of {number} examples cannot be learned; the first: {problems[0]}"
+
+
+def _tokens(task: Task, data: DataSeen, problems: list[str]) -> Iterator[list[int]]:
+    """Read a sample of the texts; note what is wrong with examples that cannot be learned."""
     train, columns = data.train, [data.spec.column(role) for role in ("text", "text-pair")]
     names = [name for name in columns if name]
     rows = np.unique(np.linspace(0, len(train) - 1, min(len(train), _EXAMPLES)).astype(int))
     if isinstance(task, Causal):
-        yield from _whole_examples(task, train.select(rows))
+        yield from _whole_examples(task, train.select(rows), problems)
         return
     read = 0
     for batch in train.select_columns(names).select(rows).iter(batch_size=256):
@@ -155,15 +175,19 @@ def _tokens(task: Task, data: DataSeen) -> Iterator[list[int]]:
             return
 
 
-def _whole_examples(task: Causal, examples: datasets.Dataset) -> Iterator[list[int]]:
+def _whole_examples(
+    task: Causal, examples: datasets.Dataset, problems: list[str]
+) -> Iterator[list[int]]:
     """Read questions with their answers, as far as they can be."""
     read = 0
     for row in by_role(examples, task.data, f"data {task.data.name}"):
         try:
             written = task.form.whole(row)
-        except UnreadableError:
+            tokens = tokens_of(task.reader, written)
+            yield fitted(tokens, len(tokens), "cut").ids
+        except UnreadableError as error:
+            problems.append(str(error))
             continue
-        yield tokens_of(task.reader, written).ids
         read += len(written.text)
         if read > _CHARACTERS:
             return

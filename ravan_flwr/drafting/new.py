@@ -109,3 +109,5 @@ def _told_of_model(seen: ModelSeen) -> Iterator[str]:
         f"       tokens of a text: half have {lengths.median} at most, {COVERED} % have "
         f"{lengths.covered}, the longest {lengths.longest}; {seen.max_length} are read"
     )
+    if lengths.warning:
+        yield f"       WARNING: {lengths.warning}"

@@ -10,6 +10,7 @@ merged only. Both folders have a model card, the names of the labels, and what r
 (reader.py).
 """
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,11 @@ def write_merged(folder: Path, bench: Workbench) -> None:
     """Write the network without adapters, their delta-weights added to its weights."""
     network = merged_network(bench)
     torch.nn.Module.to(network, stored_dtype(bench.config.model))
-    with no_bars():
-        network.save_pretrained(folder)
+    try:
+        with no_bars():
+            network.save_pretrained(folder)
+    except safetensors.SafetensorError as error:  # as it tells of a full disk
+        raise OSError(errno.EIO, str(error), str(folder)) from error
 
 
 def merged_network(bench: Workbench) -> PreTrainedModel:

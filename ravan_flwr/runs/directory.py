@@ -14,9 +14,11 @@ log.txt            what it printed, with times (log_file.py)
 lock               who writes to it, while somebody does (lock.py)
 """
 
+import errno
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -95,7 +97,8 @@ class RunDirectory:
     def append_round(self, record: RoundRecord) -> None:
         """Add a line to `rounds.jsonl`, on disk when this returns."""
         line = json.dumps(record, allow_nan=False) + "\n"
-        with (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
+        path = self.path / "rounds.jsonl"
+        with _naming(path), path.open("a", encoding="utf-8") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
@@ -139,11 +142,33 @@ class RunDirectory:
         write_atomically(self.path / "rounds.jsonl", text.encode())
 
 
+def is_of_writing(error: OSError, run: Path) -> bool:
+    """Tell whether an error of the system came from writing a run's files."""
+    if isinstance(error.filename, str):
+        return Path(error.filename).is_relative_to(run)
+    return error.errno in _OF_A_DISK
+
+
+def not_written(error: OSError, run: Path) -> str:
+    """Say which file of a run could not be written, what is safe, and how to go on."""
+    rounds = sorted((run / "checkpoints").glob("round-*.safetensors"))
+    last = int(rounds[-1].stem.removeprefix("round-")) if rounds else None
+    safe = "" if last is None else f"round {last} is safe in the last checkpoint; "
+    return (
+        f"{error.filename or run} cannot be written: {error.strerror or error}; {safe}"
+        f"make room, or give the right to write there; {how_to_go_on(run)}"
+    )
+
+
 def how_to_go_on(run: Path) -> str:
     """Say how a run that was stopped is gone on with, if it can be."""
     if any((run / "checkpoints").glob("round-*.safetensors")):
         return f"to go on, with the same settings: resume={run}"
     return f"no round has finished, so that there is nothing to go on from: {run}"
+
+
+# Of a full disk, a quota, one that fails, one that can only be read.
+_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
@@ -153,12 +178,24 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _naming(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in errors of the system: that of a full disk names none."""
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -69,6 +69,12 @@ def write_status(folder: Path, status: RunStatus) -> None:
         write_atomically(folder / NAME, text.encode(), durable=False)
 
 
+def drop_status(folder: Path) -> None:
+    """Remove the file: the run has ended, and what it does now could not be written."""
+    with suppress(OSError):
+        (folder / NAME).unlink(missing_ok=True)
+
+
 def read_status(folder: Path) -> RunStatus | None:
     """Read the file; None if there is none, or it is not as a run writes it."""
     try:

@@ -16,6 +16,7 @@ from ravan_flwr.server.replies import Reply
 log = getLogger(__name__)
 
 LISTED = 1000  # clients that are not in a round, at most; the others are counted
+NAMED = 8  # clients with one reason, in an error
 REJECTIONS_TOLD = 20  # of a round, by a line of the log each; the record has all
 
 
@@ -123,7 +124,10 @@ class Ledger:
 
     def why_too_few_came(self, least: int) -> str:
         """Explain that fewer replies were used than a round needs."""
-        reasons = listed(f"{one['client']}: {one['reason']}" for one in self.rejected)
+        by_reason: dict[str, list[str]] = {}
+        for one in self.rejected:
+            by_reason.setdefault(one["reason"], []).append(one["client"])
+        reasons = listed(f"{_named(clients)}: {reason}" for reason, clients in by_reason.items())
         got = len(self.clients) or "no"
         message = (
             f"round {self.number}: got {got} valid {'reply' if got in (1, 'no') else 'replies'}, "
@@ -139,6 +143,14 @@ class Ledger:
 
     def _sorted(self) -> list[ClientRecord]:
         return sorted(self.clients, key=lambda client: client["partition-id"])
+
+
+def _named(clients: Sequence[str]) -> str:
+    """Name clients that have a reason in common, the first few of them."""
+    if len(clients) == 1:
+        return clients[0]
+    numbers = (client.removeprefix("partition ") for client in clients)
+    return f"partitions {listed(numbers, NAMED, ', ')}"
 
 
 def mean_of(values: Sequence[float], weights: Sequence[float]) -> float:

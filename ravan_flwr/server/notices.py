@@ -1,6 +1,6 @@
 """Tell a person at the start what will not work or has no effect, and at the end what came out."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from logging import getLogger
 from pathlib import Path
 
@@ -64,10 +64,25 @@ def check_simulation(grid: Grid, bench: Workbench, config: Config) -> None:
     number = len(list(grid.get_node_ids()))
     if not number:
         return
+    dealt = bench.dealt_out(number)
+    _tell_who_has_nothing_to_train_on(dealt, config)
     if in_process(grid):  # whose examples these are as well
-        _ = bench.partition(0, number)
-    else:
-        bench.dealt_out(number)
+        _ = bench.partition(next(n for n, count in enumerate(dealt) if count), number)
+
+
+def _tell_who_has_nothing_to_train_on(dealt: Sequence[int], config: Config) -> None:
+    """Count the clients that hold back all they have; ValueError if nobody is left to train."""
+    number = sum(not count for count in dealt)
+    if not number:
+        return
+    told = (
+        f"validation-share = {config.validation_share}: {number} of {len(dealt)} clients would "
+        "have no example left to train on, since each holds back one at least"
+    )
+    advice = "use fewer clients, or a partition that is more even, such as iid"
+    if number == len(dealt) or METHODS[config.method].pools:
+        raise ValueError(f"{told}; {advice}")
+    log.warning("%s; they take no part; %s", told, advice)
 
 
 def tell_the_end(summary: Summary, metric: str, directory: RunDirectory, page: Path | None) -> None:

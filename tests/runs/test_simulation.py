@@ -2,8 +2,12 @@
 
 import json
 import math
+import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -398,6 +402,86 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     assert last in (folder / "log.txt").read_text()
     folder, last = interrupted_in(1)
     assert last.startswith("stopped; no round has finished, so that there is nothing to go on from")
+
+
+def full_disk_for(monkeypatch, name):
+    """Let the disk be full for one file, as the system tells it: without its name."""
+    flush = os.fsync
+
+    def refuse(descriptor):
+        if name in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            raise OSError(28, "No space left on device")
+        flush(descriptor)
+
+    monkeypatch.setattr("os.fsync", refuse)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks at /proc")
+@pytest.mark.parametrize(
+    ("name", "file", "safe"),
+    [
+        ("round-000002", "checkpoints/round-000002.safetensors", 1),
+        ("adapter_model", "adapter/adapter_model.safetensors", 2),
+        ("config.json", "config.json", None),
+    ],
+)
+def test_a_full_disk_names_the_file_and_says_how_to_go_on(
+    tmp_path, monkeypatch, capsys, name, file, safe
+):
+    words = [f"{key}={str(value).lower()}" for key, value in SMALL.items()]
+    with monkeypatch.context() as patched:
+        full_disk_for(patched, name)
+        with pytest.raises(SystemExit) as end:
+            main(["simulate", f"output-dir={tmp_path}", "num-clients=2", *words])
+    assert end.value.code == 1
+    (folder,) = tmp_path.iterdir()
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert f"{folder / file} cannot be written: No space left on device; " in told
+    assert not (folder / "status.json").exists()
+    if safe is None:
+        assert "no round has finished" in told
+        return
+    assert f"round {safe} is safe in the last checkpoint; make room" in told
+    assert f"resume={folder}" in told
+    run(tmp_path, num_clients=2, resume=str(folder))
+    assert (folder / "summary.json").is_file()
+    assert not (folder / "failure.json").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks at /proc")
+@pytest.mark.parametrize("name", [".png", "index.html"])
+def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, monkeypatch, capsys, name):
+    full_disk_for(monkeypatch, name)
+    ended = run(tmp_path, num_clients=2, num_rounds=1, report=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert any(f"no report in {ended.run_dir / 'report'}: " in line for line in lines)
+    assert any(line.startswith("done: ") for line in lines)
+    assert not (ended.run_dir / "failure.json").exists()
+
+
+def test_clients_without_an_example_to_train_on_are_counted_at_the_start(
+    tmp_path, monkeypatch, caplog
+):
+    rows = np.split(np.arange(1000), [1, 500, 501])
+    monkeypatch.setattr("ravan_flwr.training.workbench.Workbench._rows", lambda *_: rows)
+    run(tmp_path, method="local", num_rounds=1)
+    told = [line for line in caplog.messages if line.startswith("validation-share = 0.2: ")]
+    assert len(told) == 1
+    assert "2 of 4 clients would have no example left to train on" in told[0]
+    assert "use fewer clients" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "counts"), [("local", [0, 0, 0, 0]), ("centralised", [0, 5, 5, 5])]
+)
+def test_a_run_in_which_nobody_could_train_is_refused_before_it(
+    tmp_path, monkeypatch, method, counts
+):
+    monkeypatch.setattr("ravan_flwr.training.workbench.Workbench.dealt_out", lambda *_: counts)
+    with pytest.raises(ValueError, match="no example left to train on"):
+        run(tmp_path, method=method, evaluate_on="clients", validation_share=0.2)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

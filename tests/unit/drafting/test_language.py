@@ -77,3 +77,28 @@ def test_a_model_without_a_template_is_refused_with_what_to_do(tmp_path, monkeyp
     save_speaker("qwen2", tmp_path / "model", texts(9), template=None)
     with pytest.raises(ValueError, match="no chat template; .* instruction-tuned model"):
         drafted(tmp_path, monkeypatch, [{"messages": TALK}] * 60)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('never') }}", "the chat template refuses it: never"),
+        ("always the same", "does not show where its answers are"),
+    ],
+)
+def test_a_template_with_which_nothing_can_be_learned_is_refused(
+    tmp_path, monkeypatch, template, why
+):
+    save_speaker("qwen2", tmp_path / "model", texts(9), template=template)
+    with pytest.raises(ValueError, match=rf"none of the \d+ examples .* can be learned: .*{why}"):
+        drafted(tmp_path, monkeypatch, [{"messages": TALK}] * 60)
+    assert not (tmp_path / "conf").exists()
+
+
+def test_examples_that_cannot_be_learned_are_counted(tmp_path, monkeypatch):
+    save_speaker("qwen2", tmp_path / "model", texts(9))
+    rows = [{"messages": TALK}] * 40 + [{"messages": TALK[:1]}] * 20
+    said, _ = drafted(tmp_path, monkeypatch, rows)
+    assert (
+        "WARNING: 20 of 60 examples cannot be learned; the first: its conversation has no" in said
+    )

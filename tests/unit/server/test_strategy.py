@@ -13,6 +13,7 @@ from ravan_flwr.messages.arrays import from_record, num_bytes, to_record
 from ravan_flwr.messages.member import check_derived, read_member
 from ravan_flwr.server import limit
 from ravan_flwr.server import roster as recruiting
+from ravan_flwr.server.ledger import Ledger
 from ravan_flwr.server.replies import most_held_back
 from ravan_flwr.server.sampling import sample
 from tests.hand_made import DERIVED, Nodes, Silent, impatient, member, run
@@ -608,3 +609,14 @@ def test_a_robust_calibration_wants_three_replies():
     told = "round 0: got 2 valid replies, expected at least min-replies = 3"
     with pytest.raises(RuntimeError, match=told):
         run(Nodes(2, method="fed-sb"), method="fed-sb", robust="median", **given)
+
+
+def test_a_reason_is_given_once_with_those_who_gave_it():
+    ledger = Ledger(1, 12)
+    for number in range(12):
+        reason = "out of memory" if number == 3 else "no such column 'text'"
+        ledger.reject(member(partition_id=number), reason)
+    told = ledger.why_too_few_came(1)
+    assert told.count("no such column") == 1
+    assert "partitions 0, 1, 2, 4, 5, 6, 7, 8, and 3 more: no such column 'text'; " in told
+    assert "partition 3: out of memory" in told
