@@ -7,15 +7,17 @@ import subprocess
 import sys
 from xml.etree import ElementTree as ET
 
+import datasets
 import numpy as np
 import pytest
 
 from ravan_flwr.cli.running import _plan
+from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.results.holdings_chart import check_picture, draw, write_picture
 from ravan_flwr.results.who_has_what import ROWS, as_text
 from ravan_flwr.training.holdings import deal
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.workbench import Workbench, column_for
 from tests import ROOT
 
 PRESET = """
@@ -137,11 +139,11 @@ def test_a_task_without_labels_names_the_columns_that_do(preset, tmp_path, parti
     preset.write_text("task: causal\nmodel: some/model\ndata: ./texts\n")
     settings = {"preset": str(preset), "partition": partition}
     told = "partition-by = 'label': the task has no label, .*each example: 'user', 'w'; name one"
-    for prepared in (False, True):
-        bench = Workbench(read_config(settings))
-        bench._train = bench.splits["train"].rename_columns({"messages": "input_ids"})
-        with pytest.raises(ValueError, match=told):
-            bench._rows(5) if prepared else deal(settings, None if partition == "natural" else 5)
+    with pytest.raises(ValueError, match=told):
+        deal(settings, None if partition == "natural" else 5)
+    encoded = datasets.Dataset.from_dict({"input_ids": [[1]], "learned": [[1]], "length": [1]})
+    with pytest.raises(ValueError, match=told):
+        column_for(read_config(own_preset(settings)), encoded)
     assert deal(settings | {"partition-by": "w"}, 3).config.num_clients == 3
 
 
