@@ -212,7 +212,7 @@ def test_a_round_without_a_valid_reply_stops_the_run():
             return Message(Error(2, "out of memory"), reply_to=message)
         return None
 
-    told = r"round 2: got no valid reply, .*out of memory.*; and 1 more.*resume=RUN"
+    told = r"round 2: got no valid reply, .*partitions 0, 1, 2, 3: .*out of memory.*resume=RUN"
     with pytest.raises(RuntimeError, match=told):
         run(Nodes(behave=fail), clients_per_round=4, evaluate_fn=lambda *_: None)
 
