@@ -461,12 +461,13 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, monkeyp
 
 
 def test_clients_without_an_example_to_train_on_are_counted_at_the_start(
-    tmp_path, monkeypatch, caplog
+    tmp_path, monkeypatch, capsys
 ):
     rows = np.split(np.arange(1000), [1, 500, 501])
     monkeypatch.setattr("ravan_flwr.training.workbench.Workbench._rows", lambda *_: rows)
     run(tmp_path, method="local", num_rounds=1)
-    told = [line for line in caplog.messages if line.startswith("validation-share = 0.2: ")]
+    lines = capsys.readouterr().out.splitlines()
+    told = [line for line in lines if line.startswith("warning: validation-share = 0.2: ")]
     assert len(told) == 1
     assert "2 of 4 clients would have no example left to train on" in told[0]
     assert "use fewer clients" in told[0]
