@@ -22,6 +22,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.budgets import affordable, budget_share
 from ravan_flwr.results.reopen import result_of
 from ravan_flwr.runs.history import RecordedRun, group_runs
+from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import NODES_CHOSEN, Scalar
 from ravan_flwr.training import local_steps as training
 from ravan_flwr.training.workbench import get_workbench
@@ -114,7 +115,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch):
     train = training.train_locally
 
     def interrupted(*arguments):
-        if arguments[-1][1] == 4:
+        if next(given for given in arguments if isinstance(given, ClientRound)).round == 4:
             raise KeyboardInterrupt
         return train(*arguments)
 
