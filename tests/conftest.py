@@ -1,6 +1,8 @@
 """Settings for every test: no network, one thread, examples that are the same every time."""
 
 import os
+import subprocess
+import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, and start processes
 os.environ["RAVAN_FLWR_CORES"] = "1"
@@ -11,6 +13,7 @@ os.environ["RAY_ADDRESS"] = "local"  # and no cluster that this machine happens 
 import hypothesis
 import pytest
 
+from testing import ROOT
 from tests.fork_server import LIBRARIES, WITHOUT_HUB, ForkServer
 
 # A test that gives a number of examples of its own has that many in both.
@@ -25,6 +28,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     PyTorch takes another kind of device only before the first backward pass of a process.
     """
     items.sort(key=lambda item: item.path.stem != "test_accelerator")
+
+
+ALONE = "RAVAN_FLWR_TEST_ALONE"  # in the environment of a test that has a process of its own
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test of forks in a process of its own, where another one has left an accelerator here.
+
+    A process that has computed on an accelerator, be it a pretended one, cannot fork.
+    """
+    if not pyfuncitem.get_closest_marker("forks"):
+        return None
+    import torch  # noqa: PLC0415 (not of every test)
+
+    if not torch.accelerator.is_available():
+        return None
+    if ALONE in os.environ:
+        pytest.skip("this machine has an accelerator, where no worker is forked")
+    command = [sys.executable, "-m", "pytest", "-n", "0", pyfuncitem.nodeid]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {ALONE: "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,10 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cores import CORES
 from testing import ROOT
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="workers fork on Linux")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="workers fork on Linux"),
+    pytest.mark.forks,
+]
 
 SMALL: dict[str, Scalar] = {
     "num-rounds": 2, "local-steps": 2, "batch-size": 8, "clients-per-round": 4, "report": False,

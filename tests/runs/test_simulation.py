@@ -109,13 +109,18 @@ def test_the_same_seed_gives_the_same_bits(tmp_path, scoring, selection):
     assert without_times(other.summary) != without_times(one.summary)
 
 
+def turn_of(arguments):
+    """Find whose turn it is in what `train_locally` is called with."""
+    return next(given for given in arguments if isinstance(given, ClientRound))
+
+
 def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch):
     whole = run(tmp_path, num_rounds=4, budgets="uniform")
 
     train = training.train_locally
 
     def interrupted(*arguments):
-        if next(given for given in arguments if isinstance(given, ClientRound)).round == 4:
+        if turn_of(arguments).round == 4:
             raise KeyboardInterrupt
         return train(*arguments)
 
@@ -388,7 +393,7 @@ def test_settings_without_effect_are_told_in_a_line_each(tmp_path, capsys):
 def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     def interrupted_in(round_number):
         def train(*arguments):
-            if arguments[-1][1] == round_number:
+            if turn_of(arguments).round == round_number:
                 raise KeyboardInterrupt
             return training.train_locally(*arguments)
 
@@ -609,7 +614,7 @@ def test_a_failed_reply_is_rejected_and_its_bytes_are_counted(tmp_path, monkeypa
     train = training.train_locally
 
     def fails(*arguments):
-        if arguments[-1][2] == 1:
+        if turn_of(arguments).partition_id == 1:
             raise RuntimeError("no memory")
         return train(*arguments)
 
