@@ -41,7 +41,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """
     if not pyfuncitem.get_closest_marker("forks"):
         return None
-    import torch  # noqa: PLC0415 (not of every test)
+    import torch
 
     if not torch.accelerator.is_available():
         return None
