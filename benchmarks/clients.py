@@ -244,11 +244,14 @@ def measured(command: list[str], out: Path, environment: Mapping[str, str]) -> M
         process = subprocess.Popen(
             command, env=environment, cwd=out, stdout=said, stderr=subprocess.STDOUT
         )
-        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        ended = False
+        while not ended:  # and once more then, for lines that came with the end
+            time.sleep(0.01)
+            how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            ended = os.waitid(os.P_PID, process.pid, how) is not None
             lines = sum(file.read_bytes().count(b"\n") for file in out.glob("**/rounds.jsonl"))
             if lines > len(ends):
                 ends += [(time.perf_counter(), computed(process.pid))] * (lines - len(ends))
-            time.sleep(0.01)
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:

@@ -1,8 +1,6 @@
 """Read a YAML file that a person wrote: what two lines say twice is an error, not the second."""
 
 from collections.abc import Hashable
-from copy import deepcopy
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,7 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 def read_yaml(path: Path) -> Any:
     """Read a file; ValueError, which says where, if it is no YAML or no text."""
     try:
-        return deepcopy(_loaded(path.read_text(encoding="utf-8")))
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (it is safe)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -53,9 +51,3 @@ def read_yaml(path: Path) -> Any:
         raise ValueError(
             f"{path}: it is nested too deeply, expected a few levels; correct the file"
         ) from None
-
-
-@lru_cache(maxsize=8)
-def _loaded(text: str) -> Any:
-    """Load a text once: every client of a simulation reads the run's preset in every message."""
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 (it is safe)

@@ -5,7 +5,7 @@ import os
 import pytest
 import yaml
 
-from ravan_flwr.config import yaml_file
+from ravan_flwr.config import presets
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.yaml_file import read_yaml
 
@@ -45,7 +45,7 @@ def test_a_run_config_is_read_many_times_and_its_preset_parsed_once(monkeypatch)
 
     real = yaml.load
     monkeypatch.setattr(yaml, "load", load)
-    yaml_file._loaded.cache_clear()
+    presets._read.cache_clear()
     first = read_config({})
     assert [read_config({}) for _ in range(3)] == [first] * 3
     assert len(parsed) == 1

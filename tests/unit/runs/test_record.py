@@ -16,7 +16,7 @@ from ravan_flwr.server.ledger import Ledger
 from ravan_flwr.server.replies import Reply, Trained
 from tests.hand_made import member
 
-OPTIONAL = {"refused", "collapsed", "spread", "began-anew"}
+OPTIONAL = {"refused", "collapsed", "spread", "began-anew", "more-left-out", "more-resting"}
 
 
 @pytest.fixture
