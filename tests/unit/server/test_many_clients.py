@@ -244,8 +244,7 @@ def test_clients_that_are_not_in_a_round_are_listed_so_far_and_counted():
     assert len(json.dumps(record)) < 20_000
 
 
-def test_a_log_has_a_line_for_the_first_rejections_and_a_record_has_all(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("ravan_flwr"), "propagate", True)
+def test_a_log_has_a_line_for_the_first_rejections_and_a_record_has_all(caplog):
     ledger = Ledger(3, 200)
     for number in range(200):
         ledger.reject(member(number, number), "no disk")
@@ -255,8 +254,7 @@ def test_a_log_has_a_line_for_the_first_rejections_and_a_record_has_all(caplog, 
     assert len(ledger.rejected) == 200
 
 
-def test_who_is_left_out_is_a_line_of_the_log_and_no_page(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("ravan_flwr"), "propagate", True)
+def test_who_is_left_out_is_a_line_of_the_log_and_no_page(caplog):
     caplog.set_level(logging.INFO, "ravan_flwr")
     nodes = Nodes(200, method="fedit")
     for number in range(11, 111):
