@@ -1,6 +1,7 @@
 """Settings for every test: no network, one thread, examples that are the same every time."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -15,6 +16,14 @@ import pytest
 
 from testing import ROOT
 from tests.fork_server import LIBRARIES, WITHOUT_HUB, ForkServer
+
+# Under nohup, or in the background of a script, these are ignored, and so by what tests start.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # A test that gives a number of examples of its own has that many in both.
 hypothesis.settings.register_profile("quick", derandomize=True, deadline=None, max_examples=25)
