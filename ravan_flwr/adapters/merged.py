@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ravan_flwr.adapters.stored import autocasts
+
 ENOUGH_BITS = 32  # of a weight in which no small update is lost
 
 
@@ -49,10 +51,9 @@ def merged_linear(
 
 def loses_nothing(weight: Tensor, x: Tensor) -> bool:
     """Tell whether a weight, widened and merged, keeps small updates: by the products' bits."""
-    device = x.device.type
     if not weight.is_floating_point() or torch.finfo(x.dtype).bits < ENOUGH_BITS:
         return False
-    return not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device))
+    return not autocasts(x)
 
 
 class _Merged(torch.autograd.Function):

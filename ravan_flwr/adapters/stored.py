@@ -20,7 +20,7 @@ class StoredLinear(nn.Linear):
     """Compute a frozen linear layer in the dtype of its input, or in autocast's."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype or _autocasts(x):
+        if x.dtype == self.weight.dtype or autocasts(x):
             return F.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, x.shape[-1])  # so that what comes out is no view, and may be added to
         y: Tensor = _Widened.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
@@ -49,9 +49,9 @@ class _Widened(torch.autograd.Function):
 
 def keep_in(network: nn.Module, dtype: torch.dtype, apart: Collection[nn.Parameter]) -> None:
     """Keep linear layers and embeddings in that dtype, and all else, as `apart`, in float32."""
-    kept = {id(weight) for weight in _storable(network, {id(weight) for weight in apart})}
-    if dtype == torch.float32:
-        kept = set()
+    kept: set[int] = set()
+    if dtype != torch.float32:
+        kept = {id(weight) for weight in _storable(network, {id(weight) for weight in apart})}
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype if id(parameter) in kept else torch.float32)
     for module in network.modules():
@@ -79,6 +79,7 @@ _STORED: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def _autocasts(x: Tensor) -> bool:
+def autocasts(x: Tensor) -> bool:
+    """Tell whether autocast is on for the device that a tensor is on."""
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
