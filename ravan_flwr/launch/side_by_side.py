@@ -22,8 +22,8 @@ from ravan_flwr.launch.worker_process import reply_of
 from ravan_flwr.launch.worker_starts import Anew, Forking, Starter
 from ravan_flwr.runs.console import count
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.cores import usable_cores
 from ravan_flwr.training.workbench import get_workbench
+from ravan_flwr.training.workers import at_work, most_workers
 
 log = getLogger(__name__)
 
@@ -41,6 +41,7 @@ class SideBySide:
     def __init__(self, run_config: Mapping[str, Scalar], num_clients: int) -> None:
         self._run_config, self._config = run_config, read_config(run_config)
         self._num_clients = num_clients
+        self._at_a_time = at_work(self._config, num_clients)
         self._ready = False
         self._most, self._threads = 1, 1
         self._ahead: dict[str, Job] = {}  # what will be asked for, while no worker is there
@@ -56,14 +57,10 @@ class SideBySide:
         if self._ready:
             return
         self._ready = True
-        config, cores = self._config, usable_cores()
-        model = get_workbench(config).model
-        alone = model.threads or torch.get_num_threads()
-        given = config.processes
-        most = given or (max(1, cores // alone) if model.device.type == "cpu" else 1)
-        self._most = min(most, self._at_a_time)
-        # What a user has set is not divided; model.threads is None then.
-        self._threads = min(alone, max(1, cores // self._most)) if model.threads else alone
+        config, model = self._config, get_workbench(self._config).model
+        on_cpu, given = model.device.type == "cpu", config.processes
+        most = most_workers(config, self._num_clients, model.threads, on_cpu=on_cpu)
+        self._most, self._threads = most.number, most.threads
         if self._most == 1 or (given is None and self._work < LEAST_WORK):
             return
         try:
@@ -82,14 +79,6 @@ class SideBySide:
         if sys.platform == "win32":
             raise OSError("it takes sockets that Windows does not have")
         return Anew(self._run_config, self._threads if divided else None)
-
-    @property
-    def _at_a_time(self) -> int:
-        """Count the clients that can be at work at the same time."""
-        if self._config.evaluate_on == "clients":
-            return self._num_clients
-        asked = int(self._config.clients_per_round * self._config.over_sample)
-        return min(max(1, asked), self._num_clients)
 
     @property
     def _steps(self) -> int:

@@ -58,6 +58,7 @@ class Skeleton:
     layers: list[Layer]
     adapters: list[nn.Module]
     classifier: list[nn.Parameter]  # empty when it is frozen
+    size: int  # how many pretrained parameters
     saved: int  # bytes, by keeping the backbone in few bits
     wire: str
 
@@ -79,7 +80,7 @@ class Skeleton:
         classifier = lacking if config.classifier == "trained" else []
         for parameter in classifier:
             parameter.requires_grad_(True)
-        return cls(network, method, layers, adapters, classifier, saved, config.wire)
+        return cls(network, method, layers, adapters, classifier, skeleton.size, saved, config.wire)
 
     @property
     def classifier_size(self) -> int:

@@ -11,7 +11,10 @@ from ravan_flwr.methods.budgets import SHARES, affordable
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, step_memory
+from ravan_flwr.training.kept_in import likely_device
+from ravan_flwr.training.threads import suitable_threads
 from ravan_flwr.training.workbench import make_task, settle
+from ravan_flwr.training.workers import most_workers
 
 
 def suggested_heads(budget_a_layer: float, side: int) -> int:
@@ -120,6 +123,20 @@ def _bytes_of_round(config: Config, built: Skeleton) -> int:
     return clients * (built.bytes_up(1.0) + down) + asked * down
 
 
+def _side_by_side(config: Config, built: Skeleton, there: int) -> list[str]:
+    """Say how many clients of a run in process work at a time on this machine."""
+    alone = suitable_threads(built.size, config.batch_size)
+    on_cpu = likely_device(config.device) == "cpu"
+    workers = most_workers(config, there, alone, on_cpu=on_cpu)
+    threads = f"{workers.threads} thread{'s' * (workers.threads != 1)}"
+    each = f", {threads} each" if on_cpu else ", on the accelerator"
+    if workers.number == 1:
+        return [f"in process      one client after the other{each.removesuffix(' each')}"]
+    when = "" if config.processes else ", once that saves two seconds"
+    most = workers.number if config.processes else f"up to {workers.number}"
+    return [f"in process      {most} clients at a time{each}{when}"]
+
+
 def _fitting(config: Config, built: Skeleton, before: int) -> list[str]:
     """Say how many rounds a limit of bytes leaves."""
     if config.max_bytes is None:
@@ -157,6 +174,7 @@ def _run(config: Config, built: Skeleton) -> list[str]:
         f"                {_work(config)}",
         f"the run         {rounds} rounds: at most {all_up:,} bytes up,",
         f"                {all_down:,} down",
+        *_side_by_side(config, built, there),
         *_fitting(config, built, calibrated * first + asked if first else 0),
         "",
         f"Assumed: batches of {_batch(config)}, Adam. model: backbone and bases.",

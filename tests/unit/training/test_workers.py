@@ -1,0 +1,68 @@
+"""As many clients work side by side as cores allow, and `plan` says how many."""
+
+import os
+
+import pytest
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.specs import THREAD_NUMBERS
+from ravan_flwr.training import cores
+from ravan_flwr.training.plan import describe
+from ravan_flwr.training.workers import Workers, at_work, most_workers
+
+
+@pytest.fixture(autouse=True)
+def _eight(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(cores, "_quotas", lambda _: [float("inf")])
+    for name in THREAD_NUMBERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "clients", "number"),
+    [
+        ({"clients-per-round": 3}, 20, 3),
+        ({"clients-per-round": 3, "over-sample": 1.5}, 20, 4),
+        ({"clients-per-round": 3}, 2, 2),
+        ({"clients-per-round": 3, "evaluate-on": "clients", "validation-share": 0.1}, 20, 20),
+    ],
+)
+def test_clients_at_work(settings, clients, number):
+    assert at_work(read_config(settings), clients) == number
+
+
+@pytest.mark.parametrize(
+    ("processes", "threads", "on_cpu", "expected"),
+    [
+        ("auto", 1, True, Workers(8, 1)),
+        ("auto", 7, True, Workers(1, 7)),
+        ("auto", 1, False, Workers(1, 1)),
+        (4, 7, True, Workers(4, 2)),  # the cores are divided
+        (4, 7, False, Workers(4, 2)),
+        (16, 7, True, Workers(10, 1)),  # no more than clients
+    ],
+)
+def test_the_cores_are_divided(processes, threads, on_cpu, expected):
+    config = read_config({"clients-per-round": 10, "processes": processes})
+    assert most_workers(config, 20, threads, on_cpu=on_cpu) == expected
+
+
+def test_what_the_user_set_is_not_divided(monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 6)
+    config = read_config({"clients-per-round": 10, "processes": 4})
+    assert most_workers(config, 20, None, on_cpu=True) == Workers(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "up to 3 clients at a time, 1 thread each, once that saves two seconds"),
+        ({"processes": 2}, "2 clients at a time, 1 thread each"),
+        ({"processes": 1}, "one client after the other, 1 thread"),
+        ({"num-clients": 1, "clients-per-round": 1}, "one client after the other, 1 thread"),
+    ],
+)
+def test_a_plan_says_so(settings, told):
+    lines = describe(read_config({"device": "cpu"} | settings)).splitlines()
+    assert f"in process      {told}" in lines
