@@ -7,6 +7,7 @@ import pytest
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.specs import THREAD_NUMBERS
 from ravan_flwr.training import cores
+from ravan_flwr.training.cores import CORES
 from ravan_flwr.training.plan import describe
 from ravan_flwr.training.workers import Workers, at_work, most_workers
 
@@ -15,7 +16,7 @@ from ravan_flwr.training.workers import Workers, at_work, most_workers
 def _eight(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.setattr(cores, "_quotas", lambda _: [float("inf")])
-    for name in THREAD_NUMBERS:
+    for name in (*THREAD_NUMBERS, CORES):
         monkeypatch.delenv(name, raising=False)
 
 
