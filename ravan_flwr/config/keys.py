@@ -426,6 +426,12 @@ FREE_ON_RESUME = NOT_OF_RESULT | {name for name, key in KEYS.items() if key.may_
 
 def check_key(name: str, value: Scalar) -> Scalar:
     """Return the value in the key's own type; ValueError for an unknown key or a wrong value."""
+    if name == "num-clients":
+        raise ValueError(
+            f"{name} = {value!r}: it is no key of the run config, since who starts a run has the "
+            "clients; expected `ravan-flwr simulate num-clients=N`, in Python simulate(settings, N), "
+            'or `flwr run` with --federation-config "num-supernodes=N"'
+        )
     if name not in KEYS:
         raise ValueError(
             f"unknown key {name!r}{did_you_mean(name, [*KEYS, 'num-clients'])} Expected one that "

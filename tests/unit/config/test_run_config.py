@@ -164,6 +164,7 @@ def test_a_resolved_configuration_is_written_in_kebab_case():
             "--help` lists; correct it",
         ),
         ({"zzz": 1}, "unknown key 'zzz'. Expected one that `ravan-flwr simulate --help` lists"),
+        ({"num-clients": 5}, "num-clients = 5: it is no key of the run config"),
         ({"seed": "one"}, "seed = 'one': expected a whole number at least 0 .*; got a text"),
         ({"seed": 1.0}, "seed = 1.0: expected a whole number .*; got a decimal number"),
         ({"seed": True}, "seed = True: expected .*; got a truth value"),
