@@ -429,8 +429,8 @@ def check_key(name: str, value: Scalar) -> Scalar:
     if name == "num-clients":
         raise ValueError(
             f"{name} = {value!r}: it is no key of the run config, since who starts a run has the "
-            "clients; expected `ravan-flwr simulate num-clients=N`, in Python simulate(settings, N), "
-            'or `flwr run` with --federation-config "num-supernodes=N"'
+            "clients; expected `ravan-flwr simulate num-clients=N`, in Python "
+            'simulate(settings, N), or `flwr run` with --federation-config "num-supernodes=N"'
         )
     if name not in KEYS:
         raise ValueError(
