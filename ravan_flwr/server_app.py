@@ -98,6 +98,7 @@ def main(grid: Grid, context: Context) -> None:
                 tell_if_all_are_done(start.done or 0, config.num_rounds, earlier.path)
                 _run_here(grid, context, bench, resolved, earlier, start)
         else:
+            Allowance.of(resolved, [])  # refused, if at all, before there is a directory
             name = f"{config.preset}-{config.method}-seed{config.seed}"
             directory = RunDirectory.create(parent, name)
             stack.enter_context(locked(directory.path, "output-dir"))

@@ -22,6 +22,7 @@ from ravan_flwr.launch.worker_process import reply_of
 from ravan_flwr.launch.worker_starts import Anew, Forking, Starter
 from ravan_flwr.runs.console import count
 from ravan_flwr.specs import Scalar
+from ravan_flwr.training.cores import usable_cores
 from ravan_flwr.training.workbench import get_workbench
 from ravan_flwr.training.workers import at_work, most_workers
 
@@ -32,6 +33,10 @@ log = getLogger(__name__)
 LEAST_WORK = 10**9
 LEAST_SAVED = 2.0  # seconds; starting workers takes a tenth of that
 ALONE = "clients work one after the other, since no other process can be started: %s"
+CROWDED = (
+    "%s compute on %s, and each waits for the others: it may be several times slower; set "
+    "processes lower or to auto, or unset OMP_NUM_THREADS and MKL_NUM_THREADS"
+)
 LOCAL_WORK = (MessageType.TRAIN, MessageType.EVALUATE)  # what workers do
 
 
@@ -61,6 +66,9 @@ class SideBySide:
         on_cpu, given = model.device.type == "cpu", config.processes
         most = most_workers(config, self._num_clients, model.threads, on_cpu=on_cpu)
         self._most, self._threads = most.number, most.threads
+        wanted, cores = most.number * most.threads, usable_cores()
+        if on_cpu and most.number > 1 and most.threads > 1 and wanted > cores:
+            log.warning(CROWDED, count(wanted, "thread"), count(cores, "core"))
         if self._most == 1 or (given is None and self._work < LEAST_WORK):
             return
         try:

@@ -53,3 +53,4 @@ def test_a_plan_says_how_many_rounds_fit():
 def test_too_few_for_one_round_are_refused_before_it(tmp_path):
     with pytest.raises(ValueError, match="max-bytes = 9: a round takes .* room for one at least"):
         simulate(QUICK | {"max-bytes": 9.0, "output-dir": str(tmp_path)}, 4)
+    assert not list(tmp_path.iterdir())

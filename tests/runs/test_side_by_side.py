@@ -16,6 +16,7 @@ from ravan_flwr.launch.worker_starts import Anew, Forking
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cores import CORES
+from ravan_flwr.training.workers import Workers
 from testing import ROOT
 
 pytestmark = [
@@ -100,6 +101,17 @@ def test_auto_starts_workers_once_they_pay_and_gives_the_same_bits(tmp_path, mon
     assert "2 clients at work at a time, each in a process with 1 thread" in capsys.readouterr().out
     assert_same(one, tiny)
     assert_same(one, long)
+
+
+def test_more_threads_than_cores_are_warned_of(tmp_path, monkeypatch, capsys):
+    told = "4 threads compute on 2 cores, and each waits for the others"
+    monkeypatch.setattr(side_by_side.SideBySide, "_start", lambda _: None)
+    run(tmp_path, 2)
+    assert told not in capsys.readouterr().out
+    monkeypatch.setattr(side_by_side, "most_workers", lambda *_, **__: Workers(2, 2))
+    monkeypatch.setattr(side_by_side.SideBySide, "_new_starter", lambda *_, **__: None)
+    run(tmp_path, 2)
+    assert told in capsys.readouterr().out
 
 
 def test_auto_leaves_a_core_alone_that_is_not_ours(tmp_path, monkeypatch):
