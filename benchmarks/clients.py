@@ -1,6 +1,6 @@
 """Measure clients a second with 1,000 clients of 50 images: pfl-research 0.6, ours, Flower's way.
 
-    python -m benchmarks.clients                       # seven minutes; makes pfl's environment
+    python -m benchmarks.clients                       # 16 minutes; makes pfl's environment
     python -m benchmarks.clients --pfl PYTHON          # of an environment that has pfl and PEFT
     python -m benchmarks.clients --flower --processes 2
 

@@ -1,6 +1,6 @@
 """Measure what all cores bring one run in process, on a quiet machine and beside a busy process.
 
-    python -m benchmarks.cores                 # three minutes on two cores
+    python -m benchmarks.cores                 # four minutes on two cores
     python -m benchmarks.cores --check         # an error where a bar is missed
 
 The default preset with ten clients a round. Each run is a process of its own, and the settings take
