@@ -17,7 +17,7 @@ from typing import Any
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
-PATIENCE = 60.0
+PATIENCE = 600.0  # seconds: the machine may be busy
 
 
 class Browser(AbstractContextManager["Browser"]):

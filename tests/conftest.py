@@ -1,9 +1,12 @@
 """Settings for every test: no network, one thread, examples that are the same every time."""
 
+import functools
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, and start processes
 os.environ["RAVAN_FLWR_CORES"] = "1"
@@ -15,7 +18,7 @@ import hypothesis
 import pytest
 
 from testing import ROOT
-from tests.fork_server import LIBRARIES, WITHOUT_HUB, ForkServer
+from tests.fork_server import LIBRARIES, WITHOUT_HUB, ForkServer, Python
 
 # Under nohup, or in the background of a script, these are ignored, and so by what tests start.
 for number, handler in (
@@ -64,15 +67,38 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+FORK_SERVERS = {"python": LIBRARIES, "python_without_hub": WITHOUT_HUB}
+SHARED = pytest.StashKey[dict[str, str]]()  # their folders, where pytest-xdist is
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let all processes of pytest-xdist have the same fork servers, which import once."""
+    config: pytest.Config = node.config
+    if SHARED not in config.stash:  # else it takes the place of one that ended
+        servers = {name: ForkServer(modules) for name, modules in FORK_SERVERS.items()}
+        for server in servers.values():
+            config.add_cleanup(functools.partial(server.__exit__, None, None, None))
+        config.stash[SHARED] = {name: str(server.scripts) for name, server in servers.items()}
+    node.workerinput["fork servers"] = config.stash[SHARED]
+
+
+def _fork_server(config: pytest.Config, name: str) -> Python:
+    """Find the server that all processes have in common, or make one where this is the only."""
+    if hasattr(config, "workerinput"):
+        return Python(Path(config.workerinput["fork servers"][name]))
+    return ForkServer(FORK_SERVERS[name])
+
+
 @pytest.fixture(scope="session")
-def python():
+def python(pytestconfig):
     """Start commands in processes that have imported every library."""
-    with ForkServer(LIBRARIES) as server:
+    with _fork_server(pytestconfig, "python") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def python_without_hub():
+def python_without_hub(pytestconfig):
     """Start commands in processes that read the hub's settings from their own environment."""
-    with ForkServer(WITHOUT_HUB) as server:
+    with _fork_server(pytestconfig, "python_without_hub") as server:
         yield server

@@ -10,6 +10,9 @@ can be run, too.
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 128 + signal.SIGTERM
 
+It imports when it is asked for the first time. All processes of pytest-xdist have one in common:
+tests/conftest.py gives them its folder, with which a `Python` is made.
+
 `python.executable` stands for `sys.executable`; beside it lies what stands for `flwr` and Flower's
 other commands. Each is a small process (tests/forked.py) which hands its arguments, environment,
 folder and files to the fork server, passes signals on to the fork, ends as the fork ends, and
@@ -27,6 +30,7 @@ import importlib
 import marshal
 import os
 import runpy
+import select
 import selectors
 import shutil
 import signal
@@ -69,34 +73,19 @@ LIBRARIES = [
 ]  # fmt: skip
 
 
-class ForkServer(AbstractContextManager["ForkServer"]):
-    """Starts Python commands in forks of one process that has imported these modules."""
+class Python(AbstractContextManager["Python"]):
+    """Starts Python commands in forks of a server whose folder this is."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        self.scripts = Path(tempfile.mkdtemp(prefix="forked-"))
-        self.executable = str(self.scripts / "python")
-        text = (ROOT / "tests" / "forked.py").read_text()
-        for name in ("python", *COMMANDS):
-            (self.scripts / name).write_text(f"#!{os.path.realpath(sys.executable)} -IS\n{text}")
-            (self.scripts / name).chmod(0o755)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self.scripts / "socket"))
-        self._listener.listen(64)  # who comes before the imports are done waits
-        number = self._listener.fileno()
-        self._server = subprocess.Popen(
-            [sys.executable, __file__, str(number), *modules],  # no package: `tests` may be another
-            cwd=ROOT, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True,
-        )  # fmt: skip
+    def __init__(self, scripts: Path) -> None:
+        self.scripts = scripts
+        self.executable = str(scripts / "python")
         self._started: list[Forked] = []
 
     def __exit__(self, *_: object) -> None:
-        """End the server, and with it what is left of the commands."""
+        """End what is left of the commands."""
         for process in self._started:
             process.kill()
             process.wait()
-        self._server.communicate()
-        self._listener.close()
-        shutil.rmtree(self.scripts)
 
     def start(
         self,
@@ -128,6 +117,32 @@ class ForkServer(AbstractContextManager["ForkServer"]):
             [self.executable, *words], env=environment, cwd=folder, capture_output=True,
             text=True, errors="replace", stdin=subprocess.DEVNULL,
         )  # fmt: skip
+
+
+class ForkServer(Python):
+    """Owns the server: one process that has imported these modules."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        super().__init__(Path(tempfile.mkdtemp(prefix="forked-")))
+        text = (ROOT / "tests" / "forked.py").read_text()
+        for name in ("python", *COMMANDS):
+            (self.scripts / name).write_text(f"#!{os.path.realpath(sys.executable)} -IS\n{text}")
+            (self.scripts / name).chmod(0o755)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.scripts / "socket"))
+        self._listener.listen(64)  # who comes before the imports are done waits
+        number = self._listener.fileno()
+        self._server = subprocess.Popen(
+            [sys.executable, __file__, str(number), *modules],  # no package: `tests` may be another
+            cwd=ROOT, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True,
+        )  # fmt: skip
+
+    def __exit__(self, *_: object) -> None:
+        """End the server, and with it what is left of the commands."""
+        super().__exit__()
+        self._server.communicate()
+        self._listener.close()
+        shutil.rmtree(self.scripts)
 
 
 def fork_of(pid: int) -> int:
@@ -305,9 +320,11 @@ def _run(words: list[str]) -> None:
 
 if __name__ == "__main__":
     number, *modules = sys.argv[1:]
-    base = sys.path[1:]
+    base, listener = sys.path[1:], socket.socket(fileno=int(number))
+    if listener not in select.select([listener, sys.stdin], [], [])[0]:
+        sys.exit()  # nobody asked
     with warnings.catch_warnings():  # each process has the filters that Python begins with
         for name in modules:
             importlib.import_module(name)
     gc.freeze()  # what is imported stays, in pages that all forks share
-    _become(_Server(socket.socket(fileno=int(number))).serve(), base)
+    _become(_Server(listener).serve(), base)

@@ -20,7 +20,7 @@ from ravan_flwr.launch.submit import as_toml, in_toml
 from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
-from testing.deployment import copy_app
+from testing.deployment import PATIENCE, copy_app
 from tests import ROOT
 from tests.flower.methods_in_turn import NODES
 
@@ -210,7 +210,7 @@ def test_a_reader_who_has_seen_enough_does_not_end_a_run(tmp_path):
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
     assert (tmp_path / "done").exists()
 
 

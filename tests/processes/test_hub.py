@@ -130,7 +130,7 @@ def environment(hub, home, offline):
         "HF_HOME": str(home),
         "HF_HUB_OFFLINE": "1" if offline else "0",
         "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_ETAG_TIMEOUT": "2",
+        "HF_HUB_ETAG_TIMEOUT": "300",  # of seconds: the hub is in this process, which may be busy
         "PYTHONWARNINGS": "ignore",
     }
 

@@ -57,13 +57,13 @@ def training(tmp_path, python):
 def test_a_run_that_is_ended_leaves_no_worker(number, training):
     os.kill(training.pid, number)
     assert training.wait(PATIENCE) == (-9 if number == signal.SIGKILL else 128 + number)
-    wait_for(lambda: not session(training.pid), "the workers to end", 10)
+    wait_for(lambda: not session(training.pid), "the workers to end")
 
 
 def test_control_c_goes_to_all_and_the_run_can_go_on(training, tmp_path, python):
     os.killpg(training.pid, signal.SIGINT)  # as a terminal does
     assert training.wait(PATIENCE) == 130
-    wait_for(lambda: not session(training.pid), "the workers to end", 10)
+    wait_for(lambda: not session(training.pid), "the workers to end")
     told = (tmp_path / "log").read_text()
     assert "stopped; " in told
     assert "rejected" not in told
@@ -86,4 +86,4 @@ def test_who_is_killed_holds_the_runs_lock_no_longer(training, tmp_path, python)
     code = f"from pathlib import Path; from ravan_flwr.runs.lock import locked\n\
 with locked(Path({str(run)!r})): print('free')"
     assert python.run(["-c", code]).stdout == "free\n"
-    wait_for(lambda: not session(training.pid), "the workers to end", 10)
+    wait_for(lambda: not session(training.pid), "the workers to end")

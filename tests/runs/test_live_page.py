@@ -133,7 +133,7 @@ def test_without_a_script_it_loads_itself_anew(browser, served):
 
 
 def page_at(address):
-    with urllib.request.urlopen(address, timeout=30) as answer:
+    with urllib.request.urlopen(address, timeout=PATIENCE) as answer:
         return answer.read().decode()
 
 

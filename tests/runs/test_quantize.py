@@ -52,9 +52,16 @@ def test_the_network_is_the_same_to_the_bits_rounding(how, settings):
     assert type(head) is torch.nn.Linear
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", FROZEN)
-@pytest.mark.parametrize("how", BITS)
+# Every method in either number of bits, and in either precision; these two meet in its neighbours.
+PRECISIONS = ("float32", "bfloat16")
+RUNS = [
+    (how, method, PRECISIONS[(place + number) % 2])
+    for number, method in enumerate(FROZEN)
+    for place, how in enumerate(BITS)
+]
+
+
+@pytest.mark.parametrize(("how", "method", "precision"), RUNS)
 def test_a_run_trains_and_its_export_is_whole(how, method, precision, settings, tmp_path):
     given = settings | {"quantize": how, "method": method, "precision": precision}
     run = simulate(given | {"output-dir": str(tmp_path)}, 2)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from multiprocessing.connection import wait
 
 import psutil
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from ravan_flwr import simulate
 from ravan_flwr.client import answers
-from ravan_flwr.launch import side_by_side
+from ravan_flwr.launch import crew, side_by_side
 from ravan_flwr.launch.worker_starts import Anew, Forking
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
@@ -160,7 +161,22 @@ def test_an_error_is_told_as_with_one_process(tmp_path, monkeypatch):
 
 
 def test_a_hung_worker_costs_the_rounds_timeout(tmp_path, monkeypatch):
-    faulty(monkeypatch, lambda: time.sleep(3600))
+    """Time passes only where nobody else is waited for, so that no machine is too slow."""
+    now, began, hangs = [0.0], time.monotonic(), tmp_path / "hangs"
+
+    def hang():
+        hangs.touch()
+        time.sleep(3600)
+
+    def wait_for_replies(workers, _):
+        if len(workers) > 1 or now[0] or not hangs.exists():
+            return wait(workers)
+        now[0] = 6.0
+        return []
+
+    monkeypatch.setattr(crew, "wait", wait_for_replies)
+    monkeypatch.setattr(time, "monotonic", lambda: began + now[0])
+    faulty(monkeypatch, hang)
     more: dict[str, Scalar] = {"clients-per-round": 6, "round-timeout": 6.0}
     first, second = rejected(run(tmp_path, 2, **more))
     assert ("partition 1", "no reply within 6 s") in first

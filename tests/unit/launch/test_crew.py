@@ -148,15 +148,24 @@ def test_a_worker_that_ends_costs_one_reply_and_is_replaced(jobs):
     crew.close()
 
 
-def test_one_that_hangs_is_waited_for_until_the_round_ends(jobs):
-    starter = Threads(lambda node_id: time.sleep(30) if node_id == 1 else None)
-    crew = Crew(starter, 2)
-    soon = [Job(job.message, job.context, time.monotonic() + 0.5) for job in jobs[:3]]
+def test_one_that_hangs_is_waited_for_until_the_round_ends(jobs, monkeypatch):
+    now, over = [0.0], threading.Event()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def hang_or_end_the_round(node_id):
+        if node_id == 1:
+            over.wait()
+        elif node_id == 3:  # which is asked when 2 has answered
+            now[0] = 2.0
+
+    crew = Crew(Threads(hang_or_end_the_round), 2)
+    soon = [Job(job.message, job.context, 1.0) for job in jobs[:3]]
     crew.expect(soon)
     assert crew.answer(soon[0]) is None
     assert of(crew.answer(soon[1])) == 2  # it was there by then
     assert len(crew) == 2
     crew.close()
+    over.set()
 
 
 def test_no_worker_left_stops_the_run_and_says_what_to_do(jobs, caplog):

@@ -216,7 +216,7 @@ def test_the_command_shows_it_where_there_are_letters_alone(preset, tmp_path):
     environment = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii", "HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-m", "ravan_flwr", *words], cwd=tmp_path, env=environment,
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "\\u65e5" in done.stdout

@@ -299,7 +299,7 @@ def test_a_superlink_that_is_gone_is_no_fault_of_a_reply(uploads):
 
 def test_a_reply_that_never_comes_whole_holds_nobody_up(uploads, monkeypatch):
     """A node tells of objects and does not upload them: whoever fetches them waits for minutes."""
-    monkeypatch.setattr("ravan_flwr.server.inbox.STUCK", 0.1)
+    monkeypatch.setattr("ravan_flwr.server.inbox.STUCK", 0.3)
     held = threading.Event()
     fetch = uploads._client.PullObject
 
