@@ -3,14 +3,13 @@
 import argparse
 import json
 import shutil
-import subprocess
-import sys
 from xml.etree import ElementTree as ET
 
 import datasets
 import numpy as np
 import pytest
 
+from ravan_flwr.cli import main
 from ravan_flwr.cli.running import _plan
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
@@ -18,7 +17,6 @@ from ravan_flwr.results.holdings_chart import check_picture, draw, write_picture
 from ravan_flwr.results.who_has_what import ROWS, as_text
 from ravan_flwr.training.holdings import deal
 from ravan_flwr.training.workbench import Workbench, column_for
-from tests import ROOT
 
 PRESET = """
 task: text
@@ -211,14 +209,12 @@ def test_a_picture_alone_is_refused_before_anything_is_read(tmp_path):
         _plan(parsed)
 
 
-def test_the_command_shows_it_where_there_are_letters_alone(preset, tmp_path):
+def test_the_command_shows_it_where_there_are_letters_alone(preset, tmp_path, monkeypatch):
     words = ["plan", "--partition", "--picture", "a.svg", f"preset={preset}"]
-    environment = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii", "HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "ravan_flwr", *words], cwd=tmp_path, env=environment,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "\\u65e5" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    with (tmp_path / "told").open("w", encoding="ascii") as console:  # as in a terminal of C's
+        monkeypatch.setattr("sys.stdout", console)
+        main(words)
+    assert "\\u65e5" in (tmp_path / "told").read_text()
     assert (tmp_path / "a.svg").is_file()
     shutil.rmtree(tmp_path / "texts")

@@ -1,5 +1,7 @@
 """GPUs that a machine has, as nvidia-smi tells of them, and how simulated clients share them."""
 
+from pathlib import Path
+
 import pytest
 import ray
 import torch
@@ -210,8 +212,20 @@ def test_the_command_asks_for_a_share_of_the_gpus_that_there_are(command, monkey
     assert 'device="cpu"' in told
 
 
+STUDY = """
+title: Two rows
+num-clients: 4
+seeds: [0]
+settings: {num-rounds: 1}
+tables:
+  - {title: Both, rows: {ravan: {}, fedit: {method: fedit}}}
+"""
+
+
 def test_a_study_hands_on_how_gpus_are_shared(tmp_path, capsys):
-    study = read_study(ROOT / "conf" / "studies" / "methods-digits.yaml")
+    file = str(tmp_path / "study.yaml")
+    Path(file).write_text(STUDY)
+    study = read_study(Path(file))
     run = (study.candidates() or study.runs(tmp_path))[0]
     flower_run = running.How("flower", 2, 3).command(run, tmp_path)
     assert flower_run[-4:] == ["--runs-at-a-time", "2", "--clients-per-gpu", "3"]
@@ -219,7 +233,6 @@ def test_a_study_hands_on_how_gpus_are_shared(tmp_path, capsys):
     assert running.How("process", 2, None).command(run, tmp_path) == run.command(
         tmp_path, "process"
     )
-    file = str(ROOT / "conf" / "studies" / "methods-digits.yaml")
     with pytest.raises(SystemExit) as end:
         main(["study", file, "--output", str(tmp_path), "--clients-per-gpu", "3"])
     assert end.value.code == 2
