@@ -183,7 +183,7 @@ seen: dict[str, int] = {}
 
 @pytest.mark.parametrize("method", METHODS)
 @settings(
-    max_examples=52,  # x 25 replies x 8 methods: more than 10,000
+    max_examples=10_000 // (BATCH * len(METHODS)) + 1,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(REPLIES)

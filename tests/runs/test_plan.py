@@ -16,13 +16,15 @@ from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.plan import describe
 from testing import ROOT
 
+SHORT: dict[str, Scalar] = {"local-steps": 1, "report": False, "tracking": "none"}
+
 
 @pytest.mark.parametrize("classifier", ["frozen", "trained"])
 def test_parameters_and_bytes_are_those_of_a_run(classifier, tmp_path, capsys):
     settings = {"classifier": classifier, "heads": 2, "budgets": "full", "num-rounds": 1}
     main(["plan", *(f"{key}={value}" for key, value in settings.items())])
     told = capsys.readouterr().out
-    run = simulate(settings | {"local-steps": 1, "output-dir": str(tmp_path)}, 4)
+    run = simulate(settings | SHORT | {"output-dir": str(tmp_path)}, 4)
     client = json.loads((run.run_dir / "rounds.jsonl").read_text())["clients"][0]
     assert f"trained         {run.summary['trainable-parameters']:,} parameters" in told
     assert f"{client['bytes-up']:,}" in told
@@ -45,8 +47,8 @@ def test_a_plan_of_a_preset_asks_no_hub(preset, monkeypatch, capsys):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_methods_plan_is_what_its_run_does(method, tmp_path):
     settings: dict[str, Scalar] = {
-        "method": method, "num-rounds": 2, "local-steps": 1, "clients-per-round": 4,
-    }  # fmt: skip
+        "method": method, "num-rounds": 2, "clients-per-round": 4,
+    } | SHORT  # fmt: skip
     told = describe(read_config(settings))
     run = simulate(settings | {"output-dir": str(tmp_path)}, 4)
     last = json.loads((run.run_dir / "rounds.jsonl").read_text().splitlines()[-1])
@@ -71,7 +73,7 @@ def test_every_methods_plan_is_what_its_run_does(method, tmp_path):
 
 
 def test_a_calibration_round_is_planned_for(tmp_path):
-    settings: dict[str, Scalar] = {"init": "data-aware", "num-rounds": 1, "local-steps": 1}
+    settings: dict[str, Scalar] = {"init": "data-aware", "num-rounds": 1} | SHORT
     told = describe(read_config(settings))
     run = simulate(settings | {"output-dir": str(tmp_path)}, 2)
     lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()

@@ -94,8 +94,14 @@ def spoil(model):
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("classifier", ["frozen", "trained"])
+# Every method with all that it may train; without the classifier, one method of each kind.
+KINDS = ["ravan", "full", "fedit", "fedex-lora", "fed-sb", "fedsa-lora"]
+
+
+@pytest.mark.parametrize(
+    ("method", "classifier"),
+    [*((name, "trained") for name in METHODS), *((name, "frozen") for name in KINDS)],
+)
 def test_nothing_leaks_from_one_client_to_the_next(method, classifier):
     """Pretrained weights, adapters and classifier come back to the bit, also after an error."""
     shared = bench(seed=5, method=method, classifier=classifier)
