@@ -315,7 +315,7 @@ class Deployment(AbstractContextManager["Deployment"]):
             "FLWR_HOME": str(self._home(machine)),
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",
             "FLWR_TELEMETRY_ENABLED": "0",
             "OMP_NUM_THREADS": "1",  # many processes share few cores
             "PATH": os.pathsep.join([str(self._scripts), os.environ["PATH"]]),

@@ -24,13 +24,16 @@ if any("flwr-clientapp" in word for word in sys.orig_argv):
 """
 
 
-def write(folder: Path, plan: dict[int, dict[int, str]]) -> None:
-    """Make the folder: by seed of a run and round, what the client does wrong."""
+Plan = dict[int, dict[int, dict[int, str]]]  # by partition, seed of a run, and round
+
+
+def write(folder: Path, plan: Plan) -> None:
+    """Make the folder: what each client does wrong, and when."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(_CUSTOMIZE.format(folder=str(folder), plan=plan))
 
 
-def install(folder: str, plan: dict[int, dict[int, str]]) -> None:
+def install(folder: str, plan: Plan) -> None:
     """Change what this process answers and uploads."""
     answer, deflate_message, deflate_array = ClientApp.__call__, Message.deflate, Array.deflate
     fault = ""
@@ -40,7 +43,8 @@ def install(folder: str, plan: dict[int, dict[int, str]]) -> None:
         reply = answer(self, message, context)
         if message.metadata.message_type == "train":
             number = int(str(message.content.config_records["config"]["round"]))
-            fault = plan[int(str(context.run_config["seed"]))].get(number, "")
+            mine = plan.get(int(str(context.node_config["partition-id"])), {})
+            fault = mine.get(int(str(context.run_config["seed"])), {}).get(number, "")
             _change(reply, fault, Path(folder))
         return reply
 
@@ -61,10 +65,12 @@ def _change(reply: Message, fault: str, folder: Path) -> None:
             raise ValueError("\x1b[2K\rround 9/9  loss 0.0000\n")
         case "silent":
             _wait_until(folder / "closed")
-            (folder / "process").write_text(str(os.getpid()))
+            _say_who(folder / "silent")
         case "after silence":
-            _wait_until(folder / "process")
-            _wait_for_the_end_of(int((folder / "process").read_text()))
+            _say_who(folder / "spoke")
+            _wait_for_the_end_of(folder / "silent")
+        case "after the other":
+            _wait_for_the_end_of(folder / "spoke")
         case "round":
             metrics["round"] = 99
         case "loss":
@@ -80,8 +86,16 @@ def _wait_until(path: Path) -> None:
         time.sleep(0.1)
 
 
-def _wait_for_the_end_of(pid: int) -> None:
-    """Return when the process has ended, which has uploaded its reply by then."""
+def _say_who(path: Path) -> None:
+    """Write down which process this is, at once."""
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
+
+
+def _wait_for_the_end_of(path: Path) -> None:
+    """Return when a process that has said who it is has ended: it has uploaded its reply."""
+    _wait_until(path)
+    pid = int(path.read_text())
     with suppress(ProcessLookupError):
         while True:
             os.kill(pid, 0)

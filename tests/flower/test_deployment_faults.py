@@ -51,10 +51,14 @@ ATTACKS = {
     19: ("loss", r"train-loss is 1.7e\+308, expected"),
 }
 LAST = len(FAULTS) + len(ATTACKS) + 1
-SILENCE = 120  # seconds, in which an honest reply arrives even where the machine is busy
+GRACE = 20.0  # seconds after the first reply, which may take as long as the machine needs
+PATIENT = "round-timeout=3600.0"
 PLAN = {
-    0: {number: kind for number, (kind, _) in (FAULTS | ATTACKS).items()},
-    1: {1: "silent", 2: "after silence"},
+    0: {1: {2: "after the other"}},
+    1: {
+        0: {number: kind for number, (kind, _) in (FAULTS | ATTACKS).items()},
+        1: {1: "silent", 2: "after silence"},
+    },
 }
 
 
@@ -70,7 +74,7 @@ def deployment(tmp_path_factory, python):
 
 def start_nodes(deployment, *, faulty):
     for number in range(2):
-        paths = [str(deployment.folder / "faulty"), str(ROOT)] if number and faulty else [str(ROOT)]
+        paths = [str(deployment.folder / "faulty"), str(ROOT)] if faulty else [str(ROOT)]
         deployment.start_node(
             number,
             f"partition-id={number} num-partitions=2 warm-worker=true{' budget=0.5' * faulty}",
@@ -85,11 +89,8 @@ def faulty_runs(deployment):
     folder = deployment.folder / "faulty"
     faulty_client.write(folder, PLAN)
     start_nodes(deployment, faulty=True)
-    # The grace alone would close the round of a quick machine earlier, after a minute.
-    silent = deployment.run(
-        f"seed=1 num-rounds=2 round-timeout={SILENCE}.0 straggler-grace=3600.0 {SHORT}"
-    )
-    patient = f"round-timeout={10 * SILENCE}.0 straggler-grace=3600.0"
+    silent = deployment.run(f"seed=1 num-rounds=2 {PATIENT} straggler-grace={GRACE} {SHORT}")
+    patient = f"{PATIENT} straggler-grace=3600.0"
     run = deployment.run(f"num-rounds={LAST} max-update-norm=100.0 {patient} {SHORT}")
     wait_for(lambda: len(silent.rounds) >= 1, "the silent node's round to be closed")
     (folder / "closed").touch()
@@ -135,10 +136,11 @@ def test_hostile_objects_cost_their_round_and_nothing_else(faulty_runs):
 def test_silence_costs_its_round_and_a_late_reply_is_told(faulty_runs):
     _, run = faulty_runs
     first, second = run.rounds
-    assert rejected_in(first).startswith(f"no reply within {SILENCE} s")
+    (seconds,) = re.findall(r"^no reply within (\S+) s", rejected_in(first))
+    assert float(seconds) >= GRACE
     assert [c["partition-id"] for c in second["clients"]] == [0, 1]
     (late,) = second["rejected"]
-    assert late["reason"].startswith(f"late: a reply to round 1, which closed after {SILENCE} s")
+    assert late["reason"].startswith(f"late: a reply to round 1, which closed after {seconds} s")
 
 
 @pytest.fixture(scope="module")

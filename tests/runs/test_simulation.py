@@ -147,11 +147,10 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", ["ravan", "fed-sb"])
 def test_a_pass_is_as_many_steps_as_it_has_batches(tmp_path, method):
-    """Four clients have as many examples each, and so the same run by either key."""
-    by_steps = run(tmp_path / "1", method=method, batch_size=200, local_steps=2)
-    by_passes = run(
-        tmp_path / "2", method=method, batch_size=200, local_steps="auto", local_epochs=1
-    )
+    """All clients have 119 or 120 examples, two batches, and so the same run by either key."""
+    clients: dict[str, Scalar] = {"method": method, "num_clients": 12, "batch_size": 64}
+    by_steps = run(tmp_path / "1", **clients, local_steps=2)
+    by_passes = run(tmp_path / "2", **clients, local_steps="auto", local_epochs=1)
     assert without_times(by_passes.summary) == without_times(by_steps.summary)
     one, two = final_state(by_steps), final_state(by_passes)
     assert all(torch.equal(one[key], two[key]) for key in one if not key.startswith("usual-"))
