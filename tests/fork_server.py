@@ -262,10 +262,11 @@ def _become(request: Request, paths: list[str]) -> None:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [*filter(None, given), *paths]
-    for name in [name for name in sys.modules if name.startswith("flwr.cli.")]:
-        del sys.modules[name]  # it reads ports from the environment when it is imported
     sys.orig_argv = request["words"]
     called, *words = request["words"]
+    if Path(called).name == "flwr":  # it reads ports from the environment when it is imported
+        for name in [name for name in sys.modules if name.startswith("flwr.cli.")]:
+            del sys.modules[name]
     sys.executable = str(Path(called).with_name("python"))
     if called != sys.executable:
         words = [str(SCRIPTS / Path(called).name), *words]

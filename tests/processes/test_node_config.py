@@ -5,17 +5,18 @@ import subprocess
 import sys
 
 
-def test_the_cache_is_the_nodes(tmp_path):
+def test_the_cache_is_the_nodes(tmp_path, python_without_hub):
     program = (
         "from ravan_flwr.config.node_config import use_cache; use_cache({!r});"
         "import datasets, huggingface_hub;"
         "print(huggingface_hub.constants.HF_HUB_CACHE, datasets.config.HF_DATASETS_CACHE)"
     )
     folder = tmp_path / "cache"
-    done = subprocess.run(
-        [sys.executable, "-c", program.format(str(folder))],
-        env=os.environ | {"HF_HUB_CACHE": "/elsewhere"}, check=True, capture_output=True, text=True,
-    )  # fmt: skip
+    done = python_without_hub.run(
+        ["-c", program.format(str(folder))],
+        environment=os.environ | {"HF_HUB_CACHE": "/elsewhere"},
+    )
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(folder / "hub"), str(folder / "datasets")]
 
 
