@@ -68,6 +68,26 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _read_once():
+    """Read the bundled digits and backbone once: half of a short run's time goes there.
+
+    Nobody changes them: each reader gets tables and tensors of its own.
+    """
+    import datasets
+
+    from ravan_flwr.data import examples
+    from ravan_flwr.training import bundled
+
+    read = functools.cache(examples.SOURCES["sklearn-digits"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(
+            examples.SOURCES, "sklearn-digits", lambda spec: datasets.DatasetDict(read(spec))
+        )
+        patch.setattr(bundled, "_unpacked", functools.lru_cache(1)(bundled._unpacked))
+        yield
+
+
 FORK_SERVERS = {"python": LIBRARIES, "python_without_hub": WITHOUT_HUB}
 SHARED = pytest.StashKey[dict[str, str]]()  # their folders, where pytest-xdist is
 
