@@ -42,12 +42,23 @@ def client_words(run):
     return [] if client_of(run) is None else ["--client", "0"]
 
 
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory):
+    """By form, the folder to which the command has exported the run."""
+    folder = tmp_path_factory.mktemp("exported")
+    weights = run.summary["method"] in METHODS_OF_WEIGHTS
+    folders = {form: folder / form for form in (("merged",) if weights else ("merged", "peft"))}
+    for form, path in folders.items():
+        main(["export", str(run.run_dir), "--as", form, str(path), *client_words(run)])
+    return folders
+
+
 def logits_of(network, examples):
     with torch.inference_mode():
         return network.eval()(pixel_values=examples["pixel_values"]).logits
 
 
-def test_the_exports_give_the_logits_of_the_run(run, tmp_path):
+def test_the_exports_give_the_logits_of_the_run(run, exported):
     method = run.summary["method"]
     with result_of(run.run_dir, client_of(run)) as bench:
         (encoded,) = bench.test_sets.values()
@@ -57,9 +68,7 @@ def test_the_exports_give_the_logits_of_the_run(run, tmp_path):
     if client_of(run) is None:
         assert means == pytest.approx(run.summary["metrics"]["final"])
 
-    words = client_words(run)
-    main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged"), *words])
-    merged = AutoModelForImageClassification.from_pretrained(tmp_path / "merged")
+    merged = AutoModelForImageClassification.from_pretrained(exported["merged"])
     torch.testing.assert_close(logits_of(merged, examples), ours, rtol=1e-4, atol=1e-4)
     assert merged.config.id2label[7] == "7"
 
@@ -69,8 +78,7 @@ def test_the_exports_give_the_logits_of_the_run(run, tmp_path):
         theirs = AutoModelForImageClassification.from_pretrained(natural)
         torch.testing.assert_close(logits_of(theirs, examples), ours, rtol=1e-4, atol=1e-4)
         return
-    main(["export", str(run.run_dir), "--as", "peft", str(tmp_path / "peft"), *words])
-    for folder in (tmp_path / "peft", natural) if natural.is_dir() else (tmp_path / "peft",):
+    for folder in (exported["peft"], natural) if natural.is_dir() else (exported["peft"],):
         # another classifier
         backbone = build_network(bench.config.model, bench.task, seed=99).network
         theirs = peft.PeftModel.from_pretrained(backbone, folder)
@@ -87,10 +95,8 @@ def test_a_method_that_changes_weights_has_no_adapter(method, tmp_path, capsys):
     assert "changes pretrained weights, which no adapter holds" in capsys.readouterr().err
 
 
-def test_a_card_says_what_it_is(run, tmp_path):
-    words = client_words(run)
-    main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "out"), *words])
-    card = (tmp_path / "out" / "README.md").read_text()
+def test_a_card_says_what_it_is(run, exported):
+    card = (exported["merged"] / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert f"| method | {run.summary['method']}" in card
     assert (", 4 heads |" in card) == (run.summary["method"] == "ravan")
@@ -98,19 +104,15 @@ def test_a_card_says_what_it_is(run, tmp_path):
     assert f"accuracy {run.summary['metrics']['final']['accuracy']:.4f}" in card
     pools = METHODS[run.summary["method"]].pools
     assert f"2, {1 if pools else 3} clients a round" in card
-    assert ("that of one client" in card) == bool(words)
+    assert ("that of one client" in card) == bool(client_words(run))
     assert ("on the examples of all" in card) == pools
 
 
-def test_a_card_says_how_to_load_it_and_that_works(run, tmp_path, monkeypatch):
+def test_a_card_says_how_to_load_it_and_that_works(run, exported, tmp_path, monkeypatch):
     """Its code, run as it stands, beside an image."""
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "image.png")
     monkeypatch.chdir(tmp_path)
-    for form in ("peft", "merged"):
-        if form == "peft" and run.summary["method"] in METHODS_OF_WEIGHTS:
-            continue
-        folder = tmp_path / form
-        main(["export", str(run.run_dir), "--as", form, str(folder), *client_words(run)])
+    for folder in exported.values():
         (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
         found: dict[str, Any] = {}
         exec(code.replace("this folder", str(folder)), found)
