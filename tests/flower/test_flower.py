@@ -20,6 +20,7 @@ from ravan_flwr.launch.submit import as_toml, in_toml
 from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
+from testing.checkout import copy_checkout
 from testing.deployment import PATIENCE, copy_app
 from tests import ROOT
 from tests.flower.methods_in_turn import NODES
@@ -40,7 +41,8 @@ SHORT: dict[str, Scalar] = {
 def bundle(tmp_path_factory, python):
     folder = tmp_path_factory.mktemp("fab")
     flwr = python.scripts / "flwr"  # the environment need not be activated
-    subprocess.run([flwr, "build", "--app", ROOT], cwd=folder, check=True)
+    app = copy_checkout(tmp_path_factory.mktemp("checkout") / "ravan-flwr")
+    subprocess.run([flwr, "build", "--app", app], cwd=folder, check=True)
     (path,) = folder.glob("*.fab")
     return path
 

@@ -4,38 +4,22 @@
 """
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
 from scripts import release
+from testing.checkout import copy_checkout
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-FOLDERS = ("ravan_flwr", "conf", "deploy", "docs", "scripts", "testing", "tests")
-BESIDE = (".venv/lib/site-packages/torch/__init__.py", "runs/1/rounds.jsonl", "data/a.py", "b.fab")
-
-
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    """A checkout in which somebody works; of its environment there is little to search."""
-    folder = tmp_path_factory.mktemp("checkout") / "ravan-flwr"
-    folder.mkdir()
-    for path in (*map(ROOT.joinpath, FOLDERS), *filter(Path.is_file, ROOT.iterdir())):
-        copy = shutil.copytree if path.is_dir() else shutil.copy
-        copy(path, folder / path.name)
-    for name in BESIDE:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-    return folder
-
-
-@pytest.fixture(scope="module")
-def packages(checkout, tmp_path_factory):
-    return release.build(checkout, tmp_path_factory.mktemp("dist"))
+def packages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "dist").mkdir()
+    return release.build(copy_checkout(folder / "checkout"), folder / "dist")
 
 
 def test_each_package_has_what_the_app_needs_and_nothing_else(packages):

@@ -1,0 +1,25 @@
+"""Copy a checkout as somebody works in it, but with little to search: `.venv` has 50,000 files."""
+
+import shutil
+from pathlib import Path
+
+from testing import ROOT
+
+FOLDERS = ("ravan_flwr", "conf", "deploy", "docs", "scripts", "testing", "tests")
+# What must not get into a package.
+BESIDE = (".venv/lib/site-packages/torch/__init__.py", "runs/1/rounds.jsonl", "data/a.py", "b.fab")
+
+
+def copy_checkout(folder: Path) -> Path:
+    """Make the folder, with all that packages are made of, and with what lies beside it."""
+    folder.mkdir()
+    for path in (*map(ROOT.joinpath, FOLDERS), *filter(Path.is_file, ROOT.iterdir())):
+        if path.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(path, folder / path.name, ignore=ignored)
+        else:
+            shutil.copy(path, folder)
+    for name in BESIDE:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
