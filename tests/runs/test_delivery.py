@@ -3,6 +3,8 @@
 import contextlib
 import json
 import resource
+import shutil
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -47,8 +49,21 @@ class Devices:
         config = SHORT | {"output-dir": str(self.folder / "runs")}
         return simulate(config | {k.replace("_", "-"): v for k, v in settings.items()}, num_clients)
 
+    def copy_of(self, run):
+        """Put a copy of a run that has ended among the runs here."""
+        folder = self.folder / "runs" / run.run_dir.name
+        shutil.copytree(run.run_dir, folder)
+        return replace(run, run_dir=folder)
+
     def result(self, number, run):
         return self.places[number] / run.run_dir.name
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A run of a round that nobody was given."""
+    folder = tmp_path_factory.mktemp("ended")
+    return simulate(SHORT | {"num-rounds": 1, "deliver": False, "output-dir": str(folder)}, 3)
 
 
 @pytest.fixture
@@ -252,9 +267,9 @@ def test_what_was_damaged_on_the_device_is_mended(devices):
 
 
 @pytest.mark.parametrize("what", ["folder", "file", "link", "another run", "damaged mark"])
-def test_what_somebody_else_made_is_never_touched(what, devices, tmp_path):
+def test_what_somebody_else_made_is_never_touched(what, ended, devices, tmp_path):
     devices.add(0)
-    run = devices.run(deliver=False)
+    run = devices.copy_of(ended)
     there = devices.result(0, run)
     there.parent.mkdir()
     elsewhere = tmp_path / "elsewhere"
@@ -273,7 +288,7 @@ def test_what_somebody_else_made_is_never_touched(what, devices, tmp_path):
     if what == "damaged mark":
         (there / keeping.MARK).write_text("[" * 100_000)
     before = files_of(tmp_path / "device 0"), files_of(elsewhere)
-    again = devices.run(resume=str(run.run_dir))
+    again = devices.run(num_rounds=1, resume=str(run.run_dir))
     assert again.summary["delivered"] == []
     assert (
         "already, which this run did not write, and which stays as it is; move it away"
@@ -447,7 +462,7 @@ def _flip(array, where, by=1):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_not_as_it_was_sent_is_not_kept(change, devices):
+def test_what_is_not_as_it_was_sent_is_not_kept(change, ended, devices):
     devices.add(0)
     devices.add(1)
     damage, told = CHANGES[change]
@@ -457,7 +472,7 @@ def test_what_is_not_as_it_was_sent_is_not_kept(change, devices):
             content = message.content
             damage(content["config"], content["arrays"]["H"])
 
-    run = devices.run(deliver=False, num_rounds=1)
+    run = devices.copy_of(ended)
     devices.change = changed
     again = devices.run(num_rounds=1, num_clients=2, resume=str(run.run_dir))
     assert again.summary["delivered"][-1:] == having_from(change)
