@@ -21,7 +21,7 @@ def folder():
     shutil.rmtree(path, ignore_errors=True)
 
 
-def test_a_run_uses_both_nodes_of_a_cluster(folder, tmp_path):
+def test_a_run_uses_both_nodes_of_a_cluster(folder, python, tmp_path):
     command = [sys.executable, "-m", "tests.flower.two_nodes", folder]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -39,10 +39,9 @@ def test_a_run_uses_both_nodes_of_a_cluster(folder, tmp_path):
 
         words = ["num-clients=4", "clients-per-round=4", "num-rounds=2", "local-steps=2"]
         words += ["report=false", "tracking=none", f"output-dir={tmp_path}"]
-        done = subprocess.run(
-            [sys.executable, "-m", "ravan_flwr", "run", *words],
-            cwd=ROOT, env=os.environ | {"RAY_ADDRESS": address}, capture_output=True, text=True,
-        )  # fmt: skip
+        done = python.run(
+            ["-m", "ravan_flwr", "run", *words], environment=os.environ | {"RAY_ADDRESS": address}
+        )
         two_nodes.stdin.close()
         seen = json.loads(two_nodes.stdout.readline())
 

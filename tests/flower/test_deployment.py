@@ -148,7 +148,7 @@ def test_a_dead_node_comes_back_and_small_budgets_are_left_out(deployment, node_
     wait_for(
         lambda: sorted(deployment.listed_nodes().values()) == ["offline", "online", "online"],
         "node 1 to be taken for offline",
-        pause=3.0,  # each look is a `flwr` command
+        pause=6.0,  # each look is a `flwr` command
     )
     changed = node_configs[1].replace("budget=0.75", "budget=1.0 warm-worker=true")
     deployment.start_node(1, changed)

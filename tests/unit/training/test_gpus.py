@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from flwr.proto.federation_config_pb2 import SimulationConfig
-from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources
 
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
@@ -81,6 +79,9 @@ def test_the_gpus_that_the_environment_names_are_used_as_cuda_does(visible, expe
 @pytest.mark.parametrize("number", range(1, 17))
 def test_a_share_gives_as_many_clients_in_flower_and_in_ray(number, monkeypatch):
     """Flower carries a share as a float32 and divides; Ray counts it in ten-thousandths."""
+    import ray
+    from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources
+
     node = {"Resources": {"CPU": 10_000.0, "GPU": float(number)}}
     monkeypatch.setattr(ray, "nodes", lambda: [node])
     for clients in range(1, MOST_A_GPU + 1):
