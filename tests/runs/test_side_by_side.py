@@ -171,7 +171,7 @@ def test_a_hung_worker_costs_the_rounds_timeout(tmp_path, monkeypatch):
     def wait_for_replies(workers, _):
         if len(workers) > 1 or now[0] or not hangs.exists():
             return wait(workers)
-        now[0] = 6.0
+        now[0] = 7.0
         return []
 
     monkeypatch.setattr(crew, "wait", wait_for_replies)
