@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
-WORKERS ?= 3
+WORKERS ?= 4
 
 .PHONY: help run simulate test quick e2e bench gpu lint types check release clean
 
@@ -27,13 +27,14 @@ run: $(INSTALLED)
 simulate: $(INSTALLED)
 	@$(BIN)/ravan-flwr simulate $(ARGS)
 
-# By file, in this order: fixtures are a file's, and the longest come first.
+# By file, in this order: fixtures are a file's, and those come first that mostly wait for processes,
+# beside which the others compute. So there are more workers than the two cores that CI has.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)
 	$(PYTEST) tests/flower tests/processes tests/runs tests/laws tests/unit $(ARGS)
 
-# These wait for nothing: a third worker would only import the libraries once more.
+# These wait for nothing: more workers would only import the libraries once more.
 quick: WORKERS = 2
 quick: $(INSTALLED)
 	$(PYTEST) tests/laws tests/unit $(ARGS)
