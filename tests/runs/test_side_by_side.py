@@ -73,13 +73,32 @@ def assert_same(one, other):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+A_ROUND: dict[str, Scalar] = {"num-rounds": 1, "clients-per-round": 3}
+
+
+@pytest.fixture(scope="module")
+def preset(tmp_path_factory):
+    """The path of a preset of one's own."""
+    path = tmp_path_factory.mktemp("preset") / "mine.yaml"
+    path.write_text((ROOT / "conf" / "digits-vit.yaml").read_text())
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def started_anew(preset, tmp_path_factory):
+    """A run with two new processes, each of which has imported everything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CORES, "2")
+        patch.setattr(side_by_side.SideBySide, "_may_fork", False)
+        return run(tmp_path_factory.mktemp("anew"), 2, preset=preset, **A_ROUND)
+
+
 @pytest.mark.parametrize("starter", [Forking, Anew])
-def test_workers_read_a_preset_that_its_path_names(starter, tmp_path, monkeypatch):
-    preset = tmp_path / "mine.yaml"
-    preset.write_text((ROOT / "conf" / "digits-vit.yaml").read_text())
+def test_workers_read_a_preset_that_its_path_names(starter, preset, request, tmp_path):
     if starter is Anew:
-        monkeypatch.setattr(side_by_side.SideBySide, "_may_fork", False)
-    two = run(tmp_path, 2, preset=str(preset), **{"num-rounds": 1})
+        two = request.getfixturevalue("started_anew")
+    else:
+        two = run(tmp_path, 2, preset=preset, **A_ROUND)
     assert two.summary["processes"] == 2
     assert two.summary["rejected"] == 0
 
@@ -200,12 +219,9 @@ def test_how_workers_are_started(threads, forks, tmp_path, monkeypatch):
     assert given == ([] if forked else [None])  # OMP_NUM_THREADS is set: conftest.py
 
 
-def test_workers_that_cannot_be_forked_are_started_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(side_by_side.SideBySide, "_may_fork", False)
-    short: dict[str, Scalar] = {"num-rounds": 1, "clients-per-round": 3}
-    one, two = (run(tmp_path, number, **short) for number in (1, 2))
-    assert two.summary["processes"] == 2
-    assert_same(one, two)
+def test_workers_that_cannot_be_forked_are_started_anew(started_anew, preset, tmp_path):
+    assert started_anew.summary["processes"] == 2
+    assert_same(run(tmp_path, 1, preset=preset, **A_ROUND), started_anew)
     words = "ravan_flwr.launch.worker_process"
     assert not [p for p in psutil.Process().children() if words in p.cmdline()]
 
