@@ -49,6 +49,7 @@ def shorten(path, longest=100):
 def test_every_command_of_the_page_works_in_its_order(folder, monkeypatch, capsys, python):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "executable", python.executable)
+    monkeypatch.setattr("ravan_flwr.studies.tuning.SEEDS", 2)  # of the last rung of `tune`
     printed, run = [], ""
     for language, text in blocks():
         if language == "python":

@@ -188,7 +188,7 @@ def test_methods_of_different_sizes_are_not_called_equal(tmp_path):
 def test_a_learning_rate_is_chosen_on_examples_that_are_held_back(tmp_path, forked):
     choose = {"learning-rate": [1e-5, 1e-2, 5.0], "seeds": [7]}
     rows = {"chosen": {}, "given": {"learning-rate": 1e-5}}
-    settings = {"num-rounds": 2, "local-steps": 20, "classifier": "frozen"}
+    settings = {"num-rounds": 2, "local-steps": 5, "classifier": "frozen"}
     tables = [{"title": "T", "rows": rows}]
     path = write(tmp_path, choose=choose, tables=tables, settings=settings, seeds=[0])
     study, folder = read_study(path), tmp_path / "out"
