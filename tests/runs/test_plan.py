@@ -73,7 +73,7 @@ def test_every_methods_plan_is_what_its_run_does(method, tmp_path):
 
 
 def test_a_calibration_round_is_planned_for(tmp_path):
-    settings: dict[str, Scalar] = {"init": "data-aware", "num-rounds": 1} | SHORT
+    settings: dict[str, Scalar] = {**SHORT, "init": "data-aware", "num-rounds": 1}
     told = describe(read_config(settings))
     run = simulate(settings | {"output-dir": str(tmp_path)}, 2)
     lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
