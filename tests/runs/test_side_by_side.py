@@ -14,6 +14,7 @@ from ravan_flwr import simulate
 from ravan_flwr.client import answers
 from ravan_flwr.launch import crew, side_by_side
 from ravan_flwr.launch.worker_starts import Anew, Forking
+from ravan_flwr.methods import METHODS as LISTED
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cores import CORES
@@ -34,6 +35,14 @@ METHODS: list[dict[str, Scalar]] = [
     {"method": "fedit", "evaluate-on": "clients", "validation-share": 0.2},
     {"method": "fed-sb"},
     {"method": "full", "server-optimizer": "adam"},
+]
+MIXED = ("hetlora", "flexlora", "raflora", "flora", "fed-plora")  # as RAVAN
+METHODS += [
+    {"method": name}
+    | ({"robust": "median", "server-optimizer": "momentum"} if listed.averages else {})
+    | ({"budgets": "uniform"} if name in MIXED else {})
+    for name, listed in LISTED.items()
+    if name not in {settings["method"] for settings in METHODS}
 ]
 
 
