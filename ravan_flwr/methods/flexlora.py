@@ -31,7 +31,9 @@ class FlexLora(RankedLora):
 
     def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
         # By what A's rows were, since the limit is that of B's own growth.
-        return {"B": math.hypot(*map(self.size, *self.split(upload))) / self.longest_row(start)}
+        return {
+            "B": math.hypot(*map(self.product_size, *self.split(upload))) / self.longest_row(start)
+        }
 
     def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
         return {
@@ -39,7 +41,7 @@ class FlexLora(RankedLora):
             "B": self.longest_row(state) * alone.get("B", 0.0),  # or larger
         }
 
-    def size(self, B: Tensor, A: Tensor) -> float:
+    def product_size(self, B: Tensor, A: Tensor) -> float:
         """Measure what a layer's factors can make of the next state's B."""
         return product_norm(B, A)
 

@@ -33,7 +33,7 @@ class RaFLora(FlexLora):
         kept = self.longest_row(state) * float(state["B"].double().norm())
         return made | {"B": self.rank * max(made["B"], kept)}
 
-    def size(self, B: Tensor, A: Tensor) -> float:
+    def product_size(self, B: Tensor, A: Tensor) -> float:
         return largest_tail(B, A)
 
 

@@ -17,7 +17,7 @@ from tests.hand_made import Nodes, run
 OPTIONS = {
     "robust": (["median", "trimmed-mean"], "averages", "makes its next state otherwise"),
     "server-optimizer": (["momentum", "adam"], "averages", "makes its next state otherwise"),
-    "quantize": (["int8", "nf4"], "frozen_backbone", "changes pretrained weights"),
+    "quantize": (["8bit", "4bit"], "frozen_backbone", "changes pretrained weights"),
     "backbone-dtype": (["bfloat16"], "frozen_backbone", "changes pretrained weights"),
 }
 CASES = [
