@@ -66,7 +66,8 @@ def correction(B: Tensor, A: Tensor, moment: ProductSum, weight: float) -> Tenso
     sides, axes = torch.linalg.eigh(gram)
     target, mean = (B @ gram + lost) @ axes, B @ axes
     found = Plane(target, mean, sides.clamp(min=0), norm).minimum()
-    return (found[0] * target + found[1] * mean - mean) @ axes.mT
+    corrected: Tensor = (found[0] * target + found[1] * mean) @ axes.mT
+    return corrected - B
 
 
 def _lost(moment: ProductSum, A: Tensor, weight: float) -> tuple[Tensor, float]:
@@ -90,7 +91,9 @@ class Plane:
         pair = torch.stack([N, B])
         self.inner = (pair[:, None] * pair[None]).sum(2)  # (2, 2, r): of N's and B's columns
         self.g, self.m = g, m
-        self.N, self.B = torch.eye(2, dtype=g.dtype)[:, :, None].expand(2, 2, len(g))
+        unit = torch.eye(2, dtype=g.dtype)[:, :, None].expand(2, 2, len(g))
+        self.N: Tensor = unit[0]
+        self.B: Tensor = unit[1]
 
     def dot(self, X: Tensor, Y: Tensor, by: Tensor | float = 1.0) -> float:
         """Compute <X, Y>, with columns weighted."""

@@ -1,4 +1,4 @@
-"""The benchmark of methods: its formulas, which are those of docs/methods.md, beside what is sent."""
+"""The benchmark of methods: its formulas, those of docs/methods.md, beside what is sent."""
 
 import pytest
 
