@@ -34,13 +34,19 @@ def cancelling_ranks(name, change, others):
 
 
 def opposite(name, change, others):
-    """What takes the mean of all replies to zero, but for a direction of B's."""
-    change[:] = -others
+    """What leaves next to nothing of the mean of all replies, and B as far off as may be."""
     if name == "B":
-        change[0] += 1.0
+        change[0] = 1.0
+    else:
+        change[:] = others * (0.4 / max(1e-9, float(others.norm())) - 1)
 
 
-LIES = [first_number, first_half, all_numbers, cancelling_ranks, opposite]
+def last_rank(name, change, others):
+    """All in the last layer's last rank, which no smaller budget has."""
+    change[-1] = 1.0
+
+
+LIES = [first_number, first_half, all_numbers, cancelling_ranks, opposite, last_rank]
 
 
 class Game:
@@ -68,25 +74,33 @@ class Game:
             upload[name] = start + HONEST * self.step * away / largest
         return upload, share
 
-    def still(self):
-        """A whole reply that changes nothing."""
-        self.method.load(self.adapters, self.method.broadcast(self.state, 1.0))
-        self.method.choose(self.adapters, 1.0, torch.Generator(), lambda: None)
+    def still(self, share):
+        """A reply that changes nothing."""
+        self.method.load(self.adapters, self.method.broadcast(self.state, share))
+        self.method.choose(self.adapters, share, torch.Generator(), lambda: None)
         return self.method.upload(self.adapters)
 
-    def lie(self, kind, others):
-        """The largest reply in the direction of that lie which is taken."""
-        still = self.still()
-        start = self.start(still, 1.0)
-        sent = [upload for upload, share in others if share == 1.0]
+    def lie(self, kind, others=(), share=1.0, only=None):
+        """The largest reply in the direction of that lie which is taken, and its share.
+
+        With `only` it lies in the tensor of that number, and is honest in the others.
+        """
+        share = self.share(share)
+        still = self.still(share)
+        start = self.start(still, share)
+        sent = [upload for upload, its in others if its == share]
         whole = {}
-        for name, change in changes_of(still, start).items():
+        for place, (name, change) in enumerate(changes_of(still, start).items()):
             direction = torch.zeros(change.numbers)
+            if only is not None and place % 2 != only:
+                whole[name] = torch.zeros_like(start[name])
+                continue
             moved = [(upload[name] - start[name]).flatten() for upload in sent]
             told = sum(moved) + start[name].flatten() * (1 + len(sent)) if sent else direction
             kind(name, direction, told)
             most = 0.999 * self.limit._most(name, change)[0] * math.sqrt(change.numbers)
-            most = min(most, float(direction.norm())) if kind is opposite else most
+            if kind is opposite and name != "B":
+                most = min(most, float(direction.norm()))
             whole[name] = (direction * most / max(1e-9, float(direction.norm()))).view_as(
                 start[name]
             )
@@ -94,12 +108,12 @@ class Game:
         def told_by(part):
             return still | {name: start[name] + part * change for name, change in whole.items()}
 
-        return largest(told_by, self.taken)
+        return largest(told_by, lambda upload: self.taken(upload, share)), share
 
-    def taken(self, upload):
+    def taken(self, upload, share):
         """Whether such a reply is taken, if it is alone."""
         try:
-            Aggregate(self.method, self.state, self.limit).offer(upload, 1.0)
+            Aggregate(self.method, self.state, self.limit).offer(upload, share)
         except ValueError:
             return False
         return True
@@ -131,7 +145,22 @@ def test_the_largest_lie_that_is_taken_costs_no_round(name, step, kind):
     game = Game(name, step)
     for number in range(4):
         others = [game.honest(10 * number + seed) for seed in range(3)]
-        game.play(*others, (game.lie(kind, others), 1.0))
+        game.play(*others, game.lie(kind, others))
+
+
+@pytest.mark.parametrize("kind", [last_rank, all_numbers], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", METHODS)
+def test_liars_of_all_budgets_together_cost_no_round(name, step, kind):
+    """Each the largest that is taken, and in the same direction; and two that meet in the mean."""
+    game = Game(name, step)
+    for number in range(3):
+        others = [game.honest(10 * number + seed) for seed in range(2)]
+        liars = [game.lie(kind, share=share) for share in (0.25, 0.5, 0.75, 1.0)]
+        game.play(*others, *liars)
+    for number in range(3, 6):
+        others = [game.honest(10 * number + seed) for seed in range(3)]
+        game.play(*others, *(game.lie(kind, only=tensor) for tensor in (0, 1)))
 
 
 @pytest.mark.parametrize("scale", [1e-3, 0.1, 30.0, 1e3])

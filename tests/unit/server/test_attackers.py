@@ -109,7 +109,7 @@ class Pointed(Attacker):
         return honest
 
 
-@pytest.mark.parametrize("method", ["flexlora", "raflora"])
+@pytest.mark.parametrize("method", ["flexlora", "raflora", "fedex-lora"])
 def test_one_product_within_the_limits_of_its_factors_does_not_undo_every_round(method):
     rate, steps = 1.0, 100  # so that nothing else of these nodes is refused
     limit = ChangeLimit(None, rate * steps)
