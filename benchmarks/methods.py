@@ -1,6 +1,6 @@
 """Measure what a round of every method costs beside FedIT's: bytes a client, CPU and wall seconds.
 
-    python -m benchmarks.methods      # digits-vit; about twelve minutes
+    python -m benchmarks.methods      # digits-vit; eleven minutes
 
 All methods train at one budget, on the same clients and examples, with the classifier frozen. Each
 takes turns with a run of FedIT, so that a ratio compares what ran side by side; the first round of

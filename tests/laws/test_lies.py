@@ -152,15 +152,23 @@ def test_the_largest_lie_that_is_taken_costs_no_round(name, step, kind):
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", METHODS)
 def test_liars_of_all_budgets_together_cost_no_round(name, step, kind):
-    """Each the largest that is taken, and in the same direction; and two that meet in the mean."""
+    """Each the largest that is taken, and in the same direction."""
     game = Game(name, step)
     for number in range(3):
         others = [game.honest(10 * number + seed) for seed in range(2)]
         liars = [game.lie(kind, share=share) for share in (0.25, 0.5, 0.75, 1.0)]
         game.play(*others, *liars)
-    for number in range(3, 6):
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", METHODS)
+def test_two_liars_whose_lies_meet_in_a_product_of_means_cost_no_round(name, step):
+    """One lies in B alone and one in A alone: no product of one reply's changes shows it."""
+    game = Game(name, step)
+    for number in range(4):
         others = [game.honest(10 * number + seed) for seed in range(3)]
-        game.play(*others, *(game.lie(kind, only=tensor) for tensor in (0, 1)))
+        liars = [game.lie(all_numbers, only=tensor) for tensor in (0, 1)] if number else []
+        game.play(*others, *liars)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 0.1, 30.0, 1e3])
