@@ -100,8 +100,9 @@ class Pointed(Attacker):
         self.limit = limit
 
     def reply(self, honest, message):
-        upload = from_record(message.content["arrays"])
-        for name in ("B", "A"):
+        sent = from_record(message.content["arrays"])
+        upload = {name: sent[name] for name in ("B", "A")}
+        for name in upload:
             change = torch.zeros_like(upload[name])
             change[0] = self.limit(upload[name]) * math.sqrt(change.numel())
             upload[name] += change
