@@ -102,10 +102,10 @@ class Pointed(Attacker):
     def reply(self, honest, message):
         sent = from_record(message.content["arrays"])
         upload = {name: sent[name] for name in ("B", "A")}
-        for name in upload:
-            change = torch.zeros_like(upload[name])
-            change[0] = self.limit(upload[name]) * math.sqrt(change.numel())
-            upload[name] += change
+        for tensor in upload.values():
+            change = torch.zeros_like(tensor)
+            change[0] = self.limit(tensor) * math.sqrt(change.numel())
+            tensor += change
         honest.content["arrays"] = to_record(upload)
         return honest
 
