@@ -103,9 +103,7 @@ class Pointed(Attacker):
         sent = from_record(message.content["arrays"])
         upload = {name: sent[name] for name in ("B", "A")}
         for tensor in upload.values():
-            change = torch.zeros_like(tensor)
-            change[0] = self.limit(tensor) * math.sqrt(change.numel())
-            tensor += change
+            tensor[0] += self.limit(tensor) * math.sqrt(tensor.numel())
         honest.content["arrays"] = to_record(upload)
         return honest
 
