@@ -34,10 +34,10 @@ class FedExLora(ResidualLora):
 
     def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
         # What the changes of B and A make together, number by number, may be what B's change may.
-        apart = {name: upload[name].double() - tensor for name, tensor in start.items()}
-        lost = math.hypot(*map(product_norm, *self.split(apart))) * self.settings.lora_scale
+        factors = zip(*self.split(upload), *self.split(start), strict=True)
+        lost = math.hypot(*(product_norm(B - old_B, A - old_A) for B, A, old_B, old_A in factors))
         numbers = sum(layer.out_features * layer.in_features for layer in self.layers)
-        return {"B": lost * math.sqrt(len(upload["B"]) / numbers)}
+        return {"B": self.settings.lora_scale * lost * math.sqrt(len(upload["B"]) / numbers)}
 
     def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
         return {"residual": math.inf}  # of changes each of which was within its limit

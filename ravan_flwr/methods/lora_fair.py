@@ -61,11 +61,12 @@ def correction(B: Tensor, A: Tensor, moment: ProductSum, weight: float) -> Tenso
     gram = A @ A.mT
     product = float((B.mT @ B * gram).sum())
     norm = math.sqrt(max(0.0, product + 2 * float((B * lost).sum()) + size**2))
-    if min(product, norm) <= 0.0:  # no cosine
-        return torch.zeros_like(B)
     sides, axes = torch.linalg.eigh(gram)
     target, mean = (B @ gram + lost) @ axes, B @ axes
-    found = Plane(target, mean, sides.clamp(min=0), norm).minimum()
+    plane = Plane(target, mean, sides.clamp(min=0), norm)
+    if not (norm and plane.size(plane.B)):  # no cosine
+        return torch.zeros_like(B)
+    found = plane.minimum()
     corrected: Tensor = (found[0] * target + found[1] * mean) @ axes.mT
     return corrected - B
 
@@ -99,9 +100,13 @@ class Plane:
         """Compute <X, Y>, with columns weighted."""
         return float((torch.einsum("ir,jr,ijr->r", X, Y, self.inner) * by).sum())
 
+    def size(self, X: Tensor) -> float:
+        """Compute |X A|."""
+        return math.sqrt(max(0.0, self.dot(X, X, self.g)))
+
     def cost(self, X: Tensor) -> float:
         """Compute what is to be the least."""
-        product = math.sqrt(max(0.0, self.dot(X, X, self.g)))
+        product = self.size(X)
         cosine = self.dot(self.N, X) / (self.m * product) if product else 0.0
         return 1 - cosine + LAMBDA * self.dot(X - self.B, X - self.B)
 
@@ -111,14 +116,14 @@ class Plane:
         for _ in range(_MOST_STEPS):
             following = self._step(X, cost)
             gain = cost - self.cost(following)
-            if gain <= _GAIN:
+            if gain <= _GAIN or not self.size(following):
                 break
             X, cost = following, cost - gain
         return X
 
     def _step(self, X: Tensor, cost: float) -> Tensor:
         """Go down, by at most the whole of a step of Newton's that leaves the length as it is."""
-        product = math.sqrt(self.dot(X, X, self.g))
+        product = self.size(X)
         curve = self.dot(self.N, X) / (self.m * product**3)
         slope = curve * self.g * X + 2 * LAMBDA * (X - self.B) - self.N / (self.m * product)
         step = -slope / (max(0.0, curve) * self.g + 2 * LAMBDA)
