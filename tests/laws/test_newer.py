@@ -221,6 +221,18 @@ def test_a_corrected_mean_of_b_is_never_longer_than_the_mean(seeds):
         assert got.norm() <= B.norm() * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_lora_fair_corrects_nothing_where_there_is_no_cosine(sign):
+    """Replies that cancel each other: a mean of B, or one of A, too, that is zero."""
+    method, adapters = build("lora-fair")
+    state = some_state(method, adapters)
+    sent = train_client(method, adapters, state, 1.0, 0)
+    opposite = {"B": -sent["B"], "A": sign * sent["A"]}
+    new = aggregate(method, state, [(sent, 1.0), (opposite, 1.0)])
+    assert not new["B"].any()
+    assert torch.equal(new["A"], sent["A"] if sign > 0 else torch.zeros_like(sent["A"]))
+
+
 def test_lora_fairs_correction_is_no_larger_than_the_rounds_own_change():
     """A reply whose B and A are far off, each within its limit, cannot make more of B than that."""
     method, adapters = build("lora-fair")
