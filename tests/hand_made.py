@@ -65,7 +65,8 @@ class Nodes(InProcessGrid):
         if message.metadata.message_type == "train.calibrate":
             upload = self.method.calibration.run(self.adapters, Shifts(1 + node.partition_id))
             return self.reply(message, upload, number)
-        upload = train_client(self.method, self.adapters, state, node.share, node.partition_id)
+        method = self.method.in_round(number)
+        upload = train_client(method, self.adapters, state, node.share, node.partition_id)
         return self.reply(message, upload, number)
 
     def reply(self, message, upload, number):

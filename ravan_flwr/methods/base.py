@@ -188,10 +188,11 @@ class Method(ABC, Generic[Adapter]):
         """Begin running sums."""
         return Means(state)
 
-    def norms_alone(self, upload: Mapping[str, Tensor]) -> dict[str, float]:  # noqa: ARG002
+    def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:  # noqa: ARG002
         """Measure the norms that the next state would have, were a checked upload the only one.
 
-        Only of tensors that are not the uploads' means, whose changes say nothing of it.
+        `start` is what `start_of` found. Only of tensors that are not the uploads' means, whose
+        changes say nothing of it.
         """
         return {}
 

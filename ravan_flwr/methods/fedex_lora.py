@@ -7,11 +7,13 @@ mean_c((B_c - mean B) (A_c - mean A)): with n clients of rank r, a product of ra
 and it is summed up as such while replies come in.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from ravan_flwr.adapters import LoRALinear
+from ravan_flwr.adapters.lowrank import product_norm
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.co_moments import CoMoments
 from ravan_flwr.methods.residual import ResidualLora
@@ -29,6 +31,16 @@ class FedExLora(ResidualLora):
 
     def open_round(self, state: Tensors) -> "ExactMeans":
         return ExactMeans(self, state)
+
+    def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
+        # What the changes of B and A make together, number by number, may be what B's change may.
+        factors = zip(*self.split(upload), *self.split(start), strict=True)
+        lost = math.hypot(*(product_norm(B - old_B, A - old_A) for B, A, old_B, old_A in factors))
+        numbers = sum(layer.out_features * layer.in_features for layer in self.layers)
+        return {"B": self.settings.lora_scale * lost * math.sqrt(len(upload["B"]) / numbers)}
+
+    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
+        return {"residual": math.inf}  # of changes each of which was within its limit
 
 
 class ExactMeans(CoMoments):

@@ -29,11 +29,25 @@ class FlexLora(RankedLora):
     def open_round(self, state: Tensors) -> "MeanOfProducts":
         return MeanOfProducts(self, state)
 
-    def norms_alone(self, upload: Mapping[str, Tensor]) -> dict[str, float]:
-        return {"B": math.hypot(*map(product_norm, *self.split(upload)))}  # A has norm 1 rows
+    def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
+        # By what A's rows were, since the limit is that of B's own growth.
+        return {
+            "B": math.hypot(*map(self.product_size, *self.split(upload))) / self.longest_row(start)
+        }
 
-    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
-        return {"A": math.sqrt(self.rank * len(self.layers))}  # the drawn A may be smaller
+    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
+        return {
+            "A": math.sqrt(self.rank * len(self.layers)),  # the drawn A may be smaller
+            "B": self.longest_row(state) * alone.get("B", 0.0),  # or larger
+        }
+
+    def product_size(self, B: Tensor, A: Tensor) -> float:
+        """Measure what a layer's factors can make of the next state's B."""
+        return product_norm(B, A)
+
+    def longest_row(self, factors: Mapping[str, Tensor]) -> float:
+        """Find the norm of the longest row of A: 1 after a round, `init_scale` or so before."""
+        return max(1.0, *(float(A.norm(dim=1).max()) for A in self.split(factors)[1]))
 
 
 class MeanOfProducts:

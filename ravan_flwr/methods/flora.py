@@ -68,7 +68,7 @@ class Flora(ResidualLora):
     def open_round(self, state: Tensors) -> "Stacked":
         return Stacked(self, state)
 
-    def norms_alone(self, upload: Mapping[str, Tensor]) -> dict[str, float]:
+    def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:  # noqa: ARG002
         # By what A's first rows have, since the limit is that of B's own growth.
         rows = max(1.0, self.settings.init_scale)
         return {"B": math.hypot(*map(product_norm, *self.split(upload))) / rows}

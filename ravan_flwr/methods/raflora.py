@@ -12,7 +12,6 @@ that no reply of the round holds stays as it was. With whole budgets this is Fle
 How much a reply counts in a rank is known when all have come. So all are kept until then.
 """
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -28,13 +27,14 @@ class RaFLora(FlexLora):
     def open_round(self, state: Tensors) -> "MeanOfRanks":
         return MeanOfRanks(self, state)
 
-    def norms_alone(self, upload: Mapping[str, Tensor]) -> dict[str, float]:
-        return {"B": math.hypot(*map(largest_tail, *self.split(upload)))}
-
     def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
         # The ranks from each client's r_c on are one mean; there are no more means than ranks.
-        most = max(alone.get("B", 0.0), float(state["B"].double().norm()))
-        return super().norms_made(state, alone) | {"B": self.rank * most}
+        made = super().norms_made(state, alone)
+        kept = self.longest_row(state) * float(state["B"].double().norm())
+        return made | {"B": self.rank * max(made["B"], kept)}
+
+    def product_size(self, B: Tensor, A: Tensor) -> float:
+        return largest_tail(B, A)
 
 
 class MeanOfRanks(MeanOfProducts):

@@ -71,10 +71,11 @@ class Aggregate:
         self.method.check(own, share)
         for name, tensor in self._classifier.items():
             check_form(upload, name, tensor.shape, torch.float32)
-        start = self._start_of(own, share) | self._classifier
+        sent = self._start_of(own, share)
+        start = sent | self._classifier
         changes = changes_of(upload, start, self.limit.wire)
         self.limit.check(changes, step)
-        alone = self.method.norms_alone(own)
+        alone = self.method.norms_alone(own, sent)
         for name, norm in alone.items():
             self.limit.check_growth(name, self._state.get(name, start[name]), norm, step)
         if self._robust:

@@ -120,6 +120,26 @@ def test_parts_that_are_not_there_are_begun_anew_and_it_is_told(tmp_path, caplog
     assert resumed.summary["began-anew"] == 3
 
 
+@pytest.mark.parametrize("method", PERSONAL)
+def test_a_run_resumed_on_devices_tells_of_their_lost_parts(method, tmp_path, monkeypatch, capsys):
+    """Under Flower a node keeps its part itself, for one run: one that is resumed is another."""
+    monkeypatch.setattr(in_process.InProcessGrid, "in_process", False)
+    part = run(tmp_path, method=method, num_rounds=2)
+    assert not list((part.run_dir / "checkpoints").glob("clients-*"))
+    trained = {c["partition-id"] for one in records_of(part) for c in one["clients"]}
+    capsys.readouterr()
+    resumed = run(tmp_path, method=method, num_rounds=4, resume=str(part.run_dir))
+    lost: set[int] = set()
+    for record in records_of(resumed)[2:]:
+        asked = {client["partition-id"] for client in record["clients"]}
+        assert set(record.get("began-anew", ())) == (asked & trained) - lost
+        lost |= asked & trained
+    assert lost
+    assert resumed.summary["began-anew"] == len(lost)
+    told = capsys.readouterr().out
+    assert all(f"partition {one} has lost its own part of the model" in told for one in lost)
+
+
 def test_damaged_parts_are_refused(tmp_path):
     part = run(tmp_path, method="local", num_rounds=2)
     path = part.run_dir / "checkpoints" / "clients-000002.safetensors"
