@@ -26,6 +26,12 @@ def _add_study(commands: Commands) -> None:
     study.add_argument(
         "file", type=Path, metavar="FILE", help="a file such as conf/studies/ablations-digits.yaml"
     )
+    study.add_argument(
+        "settings",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="data, model, device or processes of this machine, for every run",
+    )
     study.add_argument("--output", type=Path, help="folder of the study (default: studies/NAME)")
     study.add_argument(
         "--page",
@@ -96,6 +102,11 @@ def _study(parsed: argparse.Namespace) -> None:
     if not parsed.file.is_file():
         raise ValueError(f"study: found no file {parsed.file}; expected one such as those of conf/")
     _check_how(parsed)
+    here, num_clients = read_settings(parsed.settings)
+    if num_clients is not None:
+        raise ValueError(
+            f"study: got num-clients={num_clients}, expected it in the study's file; write it there"
+        )
     show()
     folder = (parsed.output or Path("studies") / parsed.file.stem).absolute()
     well = run_study(
@@ -106,6 +117,7 @@ def _study(parsed: argparse.Namespace) -> None:
         parsed.clients_per_gpu,
         page=parsed.page,
         tables_only=parsed.tables_only,
+        here=here,
     )
     if not well and not parsed.tables_only:
         raise RuntimeError("some runs failed; they are listed above; the same command tries again")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.scores import Score, alike, following, ranked
-from ravan_flwr.studies.spec import PlannedRun, Row, Study
+from ravan_flwr.studies.spec import PlannedRun, Row, Study, Table
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,12 @@ def _measure(row: Row, rate: float, results: Results, scores: dict[float, Score]
     if len(done) == len(runs):
         scores[rate] = Score.of(done)
     return any(results.of(run) is None and results.failure(run) is None for run in runs)
+
+
+def choices_of(table: Table, results: Results) -> dict[str, RateChoice]:
+    """Choose for each row of a table of which at least one rate is measured."""
+    found = {name: choose(row, results) for name, row in table.rows.items()}
+    return {name: choice for name, choice in found.items() if choice and choice.scores}
 
 
 def runs_of(row: Row, results: Results) -> list[PlannedRun]:

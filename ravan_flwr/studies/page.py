@@ -5,10 +5,10 @@ In the page stand, for each table that it shows, two lines of their own:
     <!-- study NAME: TITLE -->
     <!-- end of study -->
 
-NAME is that of the study's file, TITLE the table's. What stands between them is written by the
-command, from the record of the runs: for a page `docs/results.md` that is
-`docs/results/NAME.jsonl`, and with it lie `NAME.csv`, `NAME-rates.csv` and the pictures. So page,
-numbers and record cannot drift apart.
+NAME is that of the study's file, TITLE the table's; `rates of TITLE` shows its learning rates.
+What stands between the lines is written by the command, from the record of the runs: for a page
+`docs/results.md` that is `docs/results/NAME.jsonl`, and with it lie `NAME.csv`, `NAME-rates.csv`
+and the pictures. So page, numbers and record cannot drift apart.
 """
 
 import re
@@ -20,9 +20,10 @@ from ravan_flwr.studies.numbers import rates_as_csv, rows_as_csv
 from ravan_flwr.studies.pictures import charts
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import Study, Table
-from ravan_flwr.studies.tables import table_lines
+from ravan_flwr.studies.tables import rates_lines, table_lines
 
 _BEGIN = re.compile(r"^<!-- study (?P<name>[^:\s]+): (?P<title>.+) -->$")
+_RATES = "rates of "
 _END = "<!-- end of study -->"
 
 
@@ -57,8 +58,8 @@ class Page:
         text = self.path.read_text(encoding="utf-8")
         for suffix, numbers in self.numbers(results).items():
             write_atomically(self.folder / f"{self.name}{suffix}.csv", numbers.encode())
-        shown = [table for _, table in self._parts(text) if table]
-        for chart in (chart for table in shown for chart in charts(table, results)):
+        shown = {part.table.title: part.table for part in self._parts(text) if part.table}
+        for chart in (chart for table in shown.values() for chart in charts(table, results)):
             write_atomically(self.folder / f"{self.name}-{chart.name}.png", chart.png())
         write_atomically(self.path, self.written(text, results).encode())
 
@@ -68,16 +69,13 @@ class Page:
 
     def written(self, text: str, results: Results) -> str:
         """Return the page with today's tables in it."""
-        parts = []
-        for part, table in self._parts(text):
-            parts.append("\n".join(["", *table_lines(table, results), ""]) if table else part)
-        return "\n".join(parts)
+        return "\n".join(part.written(results) for part in self._parts(text))
 
-    def _parts(self, text: str) -> list[tuple[str, Table | None]]:
+    def _parts(self, text: str) -> list["_Part"]:
         """Cut the page up: its own lines, marks included, and the tables between them."""
-        parts: list[tuple[str, Table | None]] = []
+        parts: list[_Part] = []
         own: list[str] = []
-        within: Table | None = None
+        within: _Part | None = None
         for number, line in enumerate(text.split("\n"), start=1):
             begins = _BEGIN.match(line)
             if within is not None:
@@ -89,7 +87,7 @@ class Page:
             own.append(line)
             if begins and begins["name"] == self.name:
                 within = self._table(number, begins["title"])
-                parts += [("\n".join(own), None), ("", within)]
+                parts += [_Part("\n".join(own)), within]
                 own = []
         if within is not None:
             raise self._wrong(number, "the end of the page", f"{_END!r} before it")
@@ -99,15 +97,32 @@ class Page:
                 f"'<!-- study {self.name}: {self.study.tables[0].title} -->' and, after it, "
                 f"'{_END}'; add them"
             )
-        return [*parts, ("\n".join(own), None)]
+        return [*parts, _Part("\n".join(own))]
 
-    def _table(self, number: int, title: str) -> Table:
+    def _table(self, number: int, title: str) -> "_Part":
         titles = {table.title: table for table in self.study.tables}
-        if title not in titles:
+        wanted = title.removeprefix(_RATES)
+        if wanted not in titles:
             raise self._wrong(number, title, f"a table of the study: one of {list(titles)}")
-        return titles[title]
+        return _Part("", titles[wanted], rates=title != wanted)
 
     def _wrong(self, number: int, got: str, expected: str) -> ValueError:
         return ValueError(
             f"--page {self.path}: line {number}: got {got!r}, expected {expected}; correct the page"
         )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Hold lines of the page's own, or a table that stands between two marks."""
+
+    own: str
+    table: Table | None = None
+    rates: bool = False  # its learning rates, in place of the table itself
+
+    def written(self, results: Results) -> str:
+        """Write it as it is to stand in the page."""
+        if self.table is None:
+            return self.own
+        lines = rates_lines if self.rates else table_lines
+        return "\n".join(["", *lines(self.table, results), ""])

@@ -12,7 +12,7 @@ from ravan_flwr.results.charts import COLOURS, STYLE, Chart, Series, least_and_g
 from ravan_flwr.results.panels import panels
 from ravan_flwr.results.spectrum import Spectra
 from ravan_flwr.results.spectrum import charts as spectrum_charts
-from ravan_flwr.studies.choosing import RateChoice, runs_of
+from ravan_flwr.studies.choosing import RateChoice, choices_of, runs_of
 from ravan_flwr.studies.intervals import LEAST, interval
 from ravan_flwr.studies.lines import Line, lines_of
 from ravan_flwr.studies.results import Results
@@ -24,10 +24,8 @@ _MOST_TOGETHER = 6  # lines that can be told apart in one picture
 def charts(table: Table, results: Results) -> list[Chart]:
     """Draw a table's pictures, and its rows' spectra where it asks for them."""
     rows = lines_of(table, results)
-    if not rows:
-        return []
-    drawn = [*_courses(table, rows), *_sensitivity(table, rows)]
-    if table.spectra:
+    drawn = [*(_courses(table, rows) if rows else ()), *_sensitivity(table, results)]
+    if table.spectra and rows:
         drawn += spectrum_charts(_spectra(table, results), top=64)
     return [replace(chart, name=f"{slug(table.title)}-{chart.name}") for chart in drawn]
 
@@ -109,9 +107,9 @@ def _chart(
     return lines(name, title, about, series, x, y, whole=x == "round", ends=band_ends)
 
 
-def _sensitivity(table: Table, rows: Sequence[Line]) -> list[Chart]:
-    """Draw the metric by learning rate, a panel for each row whose rate was chosen."""
-    choices = {row.row: row.choice for row in rows if row.choice and row.choice.scores}
+def _sensitivity(table: Table, results: Results) -> list[Chart]:
+    """Draw the metric by learning rate, a panel for each row whose rate is chosen."""
+    choices = choices_of(table, results)
     if not choices:
         return []
     scores = next(iter(choices.values())).scores

@@ -4,19 +4,20 @@ import logging
 import os
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.choosing import candidates, planned
 from ravan_flwr.studies.clock import Clock, Work
 from ravan_flwr.studies.page import Page
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.spec import PlannedRun, Row, Study, words_of_run
+from ravan_flwr.studies.spec import PlannedRun, Study, words_of_run
 from ravan_flwr.studies.tables import write_tables
 from ravan_flwr.training.cores import CORES, usable_cores
 
@@ -50,14 +51,16 @@ def run_study(
     clients_per_gpu: int | None = None,
     page: Path | str | None = None,
     tables_only: bool = False,
+    here: Mapping[str, Scalar] | None = None,
 ) -> bool:
     """Run what is not done yet, `jobs` at a time, and write the tables; True if none failed.
 
     The tables go into a `page` as well, if one is named, and the record of the runs beside it.
-    With `tables_only` nothing is run: the tables show what is done.
+    With `tables_only` nothing is run: the tables show what is done. `here` says where this machine
+    has the data, the model and a device; the runs are the same as elsewhere.
     """
     path, folder = Path(path), Path(folder)
-    study = read_study(path)
+    study = read_study(path, here)
     place = Page.of(Path(page), path, study) if page is not None else None
     results = Results(folder, place.record if place else None)
     if tables_only:
@@ -76,16 +79,29 @@ def run_study(
 
 
 def _run(study: Study, results: Results, how: How) -> dict[PlannedRun, str]:
-    """Choose learning rates, then run the tables; return the runs that failed."""
-    clock = Clock(sum(map(_work_of, study.rows), start=Work()))
+    """Choose learning rates and run the table, one table after the other; return what failed."""
+    parts = [Study(study.title, [table]) for table in study.tables]
+    work = [_work_of(part) for part in parts]
+    clock = Clock(sum((one for pair in work for one in pair), start=Work()))
+    failed: dict[PlannedRun, str] = {}
+    for part, (choosing, tabling) in zip(parts, work, strict=True):
+        clock.later -= choosing
+        failed |= _run_candidates(part, results, how, clock)
+        clock.later -= tabling
+        what = f"table {part.tables[0].title!r}"
+        failed |= run_missing(what, planned(part, results), results, how, clock)
+    return failed
+
+
+def _run_candidates(part: Study, results: Results, how: How, clock: Clock) -> dict[PlannedRun, str]:
+    """Measure the rates of the grid, then those beyond its edges, until no row wants another."""
     failed: dict[PlannedRun, str] = {}
     attempted: set[PlannedRun] = set()
-    while new := [run for run in candidates(study, results) if run not in attempted]:
+    while new := [run for run in candidates(part, results) if run not in attempted]:
         what = "learning rates beyond an edge" if attempted else "choosing learning rates"
         failed |= run_missing(what, new, results, how, clock)
         attempted |= set(new)
-    clock.later = Work()
-    return failed | run_missing("the tables", planned(study, results), results, how, clock)
+    return failed
 
 
 def _told_of(study: Study, results: Results) -> dict[PlannedRun, str]:
@@ -97,10 +113,15 @@ def _told_of(study: Study, results: Results) -> dict[PlannedRun, str]:
     return failed
 
 
-def _work_of(row: Row) -> Work:
-    """Count a row's runs, all seeds together."""
-    config = read_config(own_preset({"learning-rate": 1.0, **row.settings}))
-    return Work(len(row.seeds), len(row.seeds) * config.num_rounds)
+def _work_of(part: Study) -> tuple[Work, Work]:
+    """Count the runs that choose rates from the grid, and those of the tables, all seeds."""
+    choosing = tabling = Work()
+    for row in part.rows:
+        rounds = read_config(own_preset({"learning-rate": 1.0, **row.settings})).num_rounds
+        number = len(row.rates) * len(row.rate_seeds)
+        choosing += Work(number, number * rounds)
+        tabling += Work(len(row.seeds), len(row.seeds) * rounds)
+    return choosing, tabling
 
 
 def run_missing(

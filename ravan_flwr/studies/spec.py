@@ -34,7 +34,7 @@ is the largest or smallest of those tried, the next is tried as well (choosing.p
 import hashlib
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,14 @@ ENGINES = {"process": "simulate", "flower": "run"}  # and the commands that run 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a study: settings, seed included, and the number of clients."""
+    """One run of a study: settings, seed included, and the number of clients.
+
+    `here` has what this machine adds, such as the folder of the data: the run is the same with it.
+    """
 
     settings: tuple[tuple[str, Scalar], ...]
     num_clients: int
+    here: tuple[tuple[str, Scalar], ...] = field(default=(), compare=False)
 
     @property
     def name(self) -> str:
@@ -75,7 +79,7 @@ class PlannedRun:
     def command(self, folder: Path, engine: str) -> list[str]:
         """Build the command that a person would type to run this alone, without a report."""
         settings: dict[str, Scalar] = {"report": False, "tracking": "none"}
-        settings |= dict(self.settings)
+        settings |= dict(self.settings) | dict(self.here)
         settings |= {"num-clients": self.num_clients, "output-dir": str(self.folder(folder))}
         return [sys.executable, "-m", "ravan_flwr", ENGINES[engine], *words_of(settings)]
 
@@ -92,7 +96,8 @@ class PlannedRun:
         recorded = read_config({}).as_dict() | RunDirectory(found[-1].parent).read_config()
         if not self.resolved["data"]["labels"]:  # the run has found them in its data
             recorded["data"] = {**recorded["data"], "labels": []}
-        same = all(recorded.get(key) == value for key, value in self.resolved.items())
+        compared = self.resolved.keys() - dict(self.here).keys()
+        same = all(recorded.get(key) == self.resolved[key] for key in compared)
         return found[-1].parent if same else None
 
     @cached_property
@@ -117,6 +122,7 @@ class Row:
     rates: list[float]  # the learning rates to choose from; empty: the settings say it
     rate_seeds: list[int]
     extensions: int = 0  # how many rates may be added to them
+    here: dict[str, Scalar] = field(default_factory=dict)  # see PlannedRun
 
     def candidates(self, rate: float) -> list[PlannedRun]:
         """List the runs that measure how good a learning rate is."""
@@ -133,8 +139,11 @@ class Row:
         return self._runs({} if rate is None else {"learning-rate": rate}, self.seeds)
 
     def _runs(self, more: dict[str, Scalar], seeds: list[int]) -> list[PlannedRun]:
+        here = tuple(self.here.items())
         return [
-            PlannedRun(tuple((self.settings | more | {"seed": seed}).items()), self.num_clients)
+            PlannedRun(
+                tuple((self.settings | more | {"seed": seed}).items()), self.num_clients, here
+            )
             for seed in seeds
         ]
 

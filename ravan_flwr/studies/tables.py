@@ -6,7 +6,7 @@ from ravan_flwr.results.charts import Chart
 from ravan_flwr.runs.console import megabytes
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.specs import LOWER_IS_BETTER
-from ravan_flwr.studies.choosing import RateChoice
+from ravan_flwr.studies.choosing import RateChoice, choices_of
 from ravan_flwr.studies.intervals import Interval, interval
 from ravan_flwr.studies.lines import Line, lines_of, sentence
 from ravan_flwr.studies.numbers import rates_as_csv, rows_as_csv
@@ -34,13 +34,13 @@ How to read the tables: a row is a method or a setting, run once with each seed.
 is the metric after the last round: the mean over the seeds and its 95 % interval (Student's t); of
 fewer than three seeds there is no interval. *To ...* is the difference to that row, paired by seed,
 with its interval. Bold is the best of the rows that compete, and every row that the same interval
-does not tell apart from it; without intervals, the best mean. *Learning rate*: *(edge)* is the
-smallest or the largest of those that were tried, so a better one may lie outside, and *(open)* that
-some are still to be run; *as good* are the rates that noise does not tell apart from it (in the
-tables of rates they are in italics), and *runs* is how many runs it was chosen with. *Parameters*
-are those of the adapters that are trained. *Up* and *down* are what all clients sent and received
-in a whole run, *client s* the seconds that they took to train, summed; these are means over the
-seeds.
+does not tell apart from it; without intervals, the best mean. After a learning rate, *edge* says
+that it is the smallest or the largest of those that were tried, so that a better one may lie
+outside, and *open* that some are still to be run. *As good* are the rates that noise does not tell
+apart from it (in the tables of rates they are in italics), and *runs* is how many runs it was
+chosen with. *Parameters* are those of the adapters that are trained. *Up* and *down* are what all
+clients sent and received in a whole run, *client s* the seconds that they took to train, summed;
+these are means over the seeds.
 """
 
 
@@ -142,13 +142,15 @@ def _row(cells: Sequence[str]) -> str:
 
 def rates_lines(table: Table, results: Results) -> list[str]:
     """Write what each rate has reached on held-back examples, a row for each row of the table."""
-    choices = {line.row: line.choice for line in lines_of(table, results) if line.choice}
+    choices = choices_of(table, results)
     rates = sorted({rate for choice in choices.values() for rate in choice.tried})
     if not rates:
         return []
-    text = [_row(["", *(f"{rate:g}" for rate in rates)]), _row(["---"] * (len(rates) + 1))]
+    heads = [*(f"{rate:g}" for rate in rates), "runs"]
+    text = [_row(["", *heads]), _row(["---"] * (len(heads) + 1))]
     for name, choice in choices.items():
-        text.append(_row([name, *(_rate_cell(choice, rate) for rate in rates)]))
+        cells = [_rate_cell(choice, rate) for rate in rates]
+        text.append(_row([name, *cells, f"{choice.runs}{' (open)' * choice.open}"]))
     return text
 
 

@@ -24,7 +24,7 @@ def study_of(tmp_path, seeds=5, rows=METHODS, **table):
         "settings": {"num-rounds": 2}, "tables": [{"title": "T", "rows": rows} | table],
     }  # fmt: skip
     path = tmp_path / "study.yaml"
-    path.write_text(yaml.safe_dump(content))
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
     return read_study(path)
 
 

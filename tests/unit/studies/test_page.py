@@ -15,6 +15,7 @@ from tests.studies import fill
 
 CONTENT = {
     "title": "A study", "num-clients": 3, "seeds": [0, 1, 2], "settings": {"num-rounds": 2},
+    "choose": {"learning-rate": [1e-3, 1e-2], "seeds": [100, 101, 102], "extensions": 0},
     "tables": [
         {"title": "One", "rows": {"ravan": {}, "fedit": {"method": "fedit"}}},
         {"title": "Two, and more", "rows": {"alone": {"heads": 2}}},
@@ -26,7 +27,7 @@ BEGIN, END = "<!-- study mine: One -->", "<!-- end of study -->"
 @pytest.fixture
 def study(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(CONTENT))
+    path.write_text(yaml.safe_dump(CONTENT, sort_keys=False))
     return path
 
 
@@ -40,7 +41,8 @@ def test_a_study_writes_its_page_and_the_numbers_beside_it(tmp_path, study, monk
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
     path = page_of(
         tmp_path, "# Mine", BEGIN, "what was here before", END, "between",
-        "<!-- study mine: Two, and more -->", END, "<!-- study other: X -->", "kept", END, "",
+        "<!-- study mine: Two, and more -->", END, "<!-- study other: X -->", "kept", END,
+        "<!-- study mine: rates of Two, and more -->", END, "",
     )  # fmt: skip
     place = Page.of(path, study, read_study(study))
     results = Results(tmp_path / "out", place.record)
@@ -49,10 +51,11 @@ def test_a_study_writes_its_page_and_the_numbers_beside_it(tmp_path, study, monk
     main([*words, "--tables-only"])
     text = path.read_text()
     assert "what was here before" not in text
-    assert "0 runs of 9 are not done; nothing is run" in capsys.readouterr().out
+    assert "0 runs of 27 are not done; nothing is run" in capsys.readouterr().out
     assert f"{BEGIN}\n\n|  | accuracy, % | to ravan |" in text
     assert f"Behind ravan: fedit.\n\n{END}\nbetween\n<!-- study mine: Two, and more -->\n" in text
-    assert text.endswith(f"<!-- study other: X -->\nkept\n{END}\n")
+    assert f"<!-- study other: X -->\nkept\n{END}\n" in text
+    assert "|  | 0.001 | 0.01 | runs |" in text.partition("rates of Two, and more")[2]
     assert {file.name for file in (tmp_path / "results").iterdir()} >= {
         "mine.jsonl", "mine.csv", "mine-rates.csv", "mine-one-accuracy.png",
         "mine-one-accuracy-by-bytes.png", "mine-one-accuracy-by-seconds.png",
@@ -63,7 +66,7 @@ def test_a_study_writes_its_page_and_the_numbers_beside_it(tmp_path, study, monk
 
 def test_what_lacks_is_counted_and_not_run(tmp_path, study, capsys):
     main(["study", str(study), "--output", str(tmp_path / "out"), "--tables-only"])
-    assert "9 runs of 9 are not done; nothing is run" in capsys.readouterr().out
+    assert "18 runs of 18 are not done; nothing is run" in capsys.readouterr().out
     assert (tmp_path / "out" / "results.md").is_file()
 
 

@@ -22,7 +22,7 @@ CONTENT = {
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "study.yaml"
-    path.write_text(yaml.safe_dump(CONTENT))
+    path.write_text(yaml.safe_dump(CONTENT, sort_keys=False))
     return path
 
 
@@ -148,3 +148,31 @@ def test_a_study_that_is_interrupted_notes_no_failure(path, tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         run_study(path, tmp_path)
     assert not (tmp_path / NAME).exists()
+
+
+def test_where_the_data_lies_is_no_part_of_what_a_run_is(path, filled, tmp_path):
+    study = read_study(path, {"data": str(tmp_path), "device": "cpu"})
+    results = Results(tmp_path)
+    runs = planned(study, results)
+    assert all(results.of(run) is not None for run in runs)
+    assert f"data={tmp_path}" in runs[0].command(tmp_path, "process")
+    assert runs[0].name == planned(read_study(path), results)[0].name
+    filled.unlink()
+    folder = runs[0].folder(tmp_path) / "run"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(runs[0].resolved | {"data": {"name": "x"}}))
+    (folder / "summary.json").write_text("{}")
+    assert runs[0].directory(tmp_path) == folder
+    assert planned(read_study(path), results)[0].directory(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("here", "told"),
+    [
+        ({"learning-rate": 0.1}, "got learning-rate=0.1, expected data or model or device or proc"),
+        ({"device": 3}, "device = 3"),
+    ],
+)
+def test_what_belongs_into_the_file_is_not_given_beside_it(path, here, told):
+    with pytest.raises(ValueError, match=told):
+        read_study(path, here)
