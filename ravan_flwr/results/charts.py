@@ -157,9 +157,12 @@ def lines(
 
 
 def ends_far_apart(series: Sequence[Series]) -> bool:
-    """Tell whether some lines end so much further to the right that the others would vanish."""
+    """Tell whether some lines end so much further to the right that the others would vanish.
+
+    Where one ends at 0 no logarithmic axis can show it.
+    """
     ends = [x[-1] for one in series for x, _ in one.runs if len(x)]
-    return bool(ends) and max(ends) > _FAR * min(ends)
+    return bool(ends) and 0 < min(ends) < max(ends) / _FAR
 
 
 def band(axes: Axes, series: Series, colour: str, dash: str, opacity: float, ends: Ends) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from ravan_flwr.results.charts import (
     COLOURS,
@@ -19,7 +20,7 @@ from ravan_flwr.results.charts import (
     plain,
 )
 
-COLUMNS = 4
+COLUMNS = 4  # at most
 _WIDTH, _HEIGHT = 2.05, 1.6  # of a panel, in inches
 _GREY = "#7F7F7F"
 
@@ -41,11 +42,12 @@ def panels(
 
     `mark` adds what is particular to a panel. `logarithmic` None: where lines end far apart.
     """
-    rows = -(-len(series) // COLUMNS)
+    columns = min(COLUMNS, len(series))
+    rows = -(-len(series) // columns)
     other = next((one for one in series if one.label == against), None)
     with mpl.rc_context(STYLE | {"font.size": 9, "axes.titlesize": 9}):
-        figure = Figure(figsize=(COLUMNS * _WIDTH, rows * _HEIGHT + 0.5))
-        grid = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).flatten()
+        figure = Figure(figsize=(max(2, columns) * _WIDTH, rows * _HEIGHT + 0.5))
+        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
         for number, (axes, one) in enumerate(zip(grid, series, strict=False)):
             if other is not None and one is not other:
                 line = Series(plain(against), other.runs)
@@ -54,11 +56,13 @@ def panels(
             axes.set_title(plain(one.label), color=INK, pad=3)
             if mark is not None:
                 mark(axes, one)
-            _label(axes, x, y, first=number % COLUMNS == 0, last=number + COLUMNS >= len(series))
+            _label(axes, x, y, first=number % columns == 0, last=number + columns >= len(series))
         for axes in grid[len(series) :]:
             axes.set_visible(False)
         if ends_far_apart(series) if logarithmic is None else logarithmic:
             grid[0].set_xscale("log")
+            grid[0].xaxis.set_major_locator(LogLocator(numticks=9))
+            grid[0].xaxis.set_minor_locator(NullLocator())
         if other is not None:
             figure.legend(
                 handles=[mpl.lines.Line2D([], [], color=_GREY, linestyle=":", lw=1.8)],
