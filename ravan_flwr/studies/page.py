@@ -22,7 +22,7 @@ from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import Study, Table
 from ravan_flwr.studies.tables import rates_lines, table_lines
 
-_BEGIN = re.compile(r"^<!-- study (?P<name>[^:\s]+): (?P<title>.+) -->$")
+_BEGIN = re.compile(r"^<!-- study (?P<name>[^:]+): (?P<title>.+) -->$")
 _RATES = "rates of "
 _END = "<!-- end of study -->"
 
@@ -41,8 +41,17 @@ class Page:
         page = cls(path, file.stem, study)
         if not path.is_file():
             raise ValueError(f"--page {path}: found no file there, expected a page; write one")
-        page._parts(path.read_text(encoding="utf-8"))
+        page._parts(page._text())
         return page
+
+    def _text(self) -> str:
+        try:
+            return self.path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"--page {self.path}: it is no text in UTF-8 ({error.reason}), expected a page in "
+                "Markdown; name another file"
+            ) from None
 
     @property
     def folder(self) -> Path:
@@ -55,7 +64,7 @@ class Page:
 
     def write(self, results: Results) -> None:
         """Write the tables, the numbers and the pictures of the tables that the page shows."""
-        text = self.path.read_text(encoding="utf-8")
+        text = self._text()
         for suffix, numbers in self.numbers(results).items():
             write_atomically(self.folder / f"{self.name}{suffix}.csv", numbers.encode())
         shown = {part.table.title: part.table for part in self._parts(text) if part.table}

@@ -61,6 +61,8 @@ def markdown(
 def table_lines(table: Table, results: Results) -> list[str]:
     """Write one table, and the sentence on who is ahead."""
     lines = lines_of(table, results)
+    if not lines:
+        return ["No run of this table is done yet."]
     text = list(_rows(table, lines))
     told = sentence(table, lines)
     return [*text, "", told] if told else text
@@ -68,10 +70,10 @@ def table_lines(table: Table, results: Results) -> list[str]:
 
 def _rows(table: Table, lines: Sequence[Line]) -> Iterator[str]:
     """Yield the heads of the columns, the rule below them, and a row for each line."""
-    cells = [_cells(table, lines, line) for line in lines] or [{"": "", "metric": ""}]
+    cells = [_cells(table, lines, line) for line in lines]
     yield _row(list(cells[0]))
     yield _row(["---"] * len(cells[0]))
-    for one in cells if lines else ():
+    for one in cells:
         yield _row(list(one.values()))
 
 
@@ -145,7 +147,7 @@ def rates_lines(table: Table, results: Results) -> list[str]:
     choices = choices_of(table, results)
     rates = sorted({rate for choice in choices.values() for rate in choice.tried})
     if not rates:
-        return []
+        return []  # given in the settings, or not measured yet
     heads = [*(f"{rate:g}" for rate in rates), "runs"]
     text = [_row(["", *heads]), _row(["---"] * (len(heads) + 1))]
     for name, choice in choices.items():

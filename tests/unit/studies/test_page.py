@@ -84,6 +84,12 @@ def test_a_page_that_has_no_place_is_refused_before_anything_runs(tmp_path, stud
         Page.of(page_of(tmp_path, *lines), study, read_study(study))
 
 
+def test_a_page_that_is_no_text_is_refused(tmp_path, study):
+    (tmp_path / "results.md").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="it is no text in UTF-8 .*, expected a page in Markdown"):
+        Page.of(tmp_path / "results.md", study, read_study(study))
+
+
 def test_a_page_that_is_not_there_is_refused(tmp_path, study, capsys):
     with pytest.raises(SystemExit) as end:
         main(["study", str(study), "--page", str(tmp_path / "no.md")])
@@ -97,7 +103,7 @@ SHOWN = sorted(
     {
         (page.name, name)
         for page in PAGES
-        for name in re.findall(r"^<!-- study ([^:\s]+): ", page.read_text(), re.MULTILINE)
+        for name in re.findall(r"^<!-- study ([^:]+): ", page.read_text(), re.MULTILINE)
     }
 )
 
