@@ -28,6 +28,11 @@ class RateChoice:
         return ranked(self.scores)[0] if self.scores else None
 
     @property
+    def seeds(self) -> int:
+        """Return with how many seeds each was measured."""
+        return self.runs // len(self.tried)
+
+    @property
     def at_the_edge(self) -> bool:
         return self.rate in (self.tried[0], self.tried[-1])
 

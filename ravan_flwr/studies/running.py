@@ -14,6 +14,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.choosing import candidates, planned
 from ravan_flwr.studies.clock import Clock, Work
+from ravan_flwr.studies.intervals import LEAST
 from ravan_flwr.studies.page import Page
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
@@ -62,6 +63,7 @@ def run_study(
     path, folder = Path(path), Path(folder)
     study = read_study(path, here)
     place = Page.of(Path(page), path, study) if page is not None else None
+    _warn_of_few_seeds(study)
     results = Results(folder, place.record if place else None)
     if tables_only:
         failed = _told_of(study, results)
@@ -76,6 +78,16 @@ def run_study(
         place.write(results)
         log.info("page: %s, with its numbers in %s", place.path, place.folder)
     return not failed
+
+
+def _warn_of_few_seeds(study: Study) -> None:
+    seeds = min((len(row.rate_seeds) for row in study.rows if row.rates), default=LEAST)
+    if seeds < LEAST:
+        log.warning(
+            "learning rates are chosen with %d seed%s, by which a poor one can win by chance; name "
+            "%d or more under choose: seeds",
+            *(seeds, "s" * (seeds != 1), LEAST),
+        )
 
 
 def _run(study: Study, results: Results, how: How) -> dict[PlannedRun, str]:

@@ -7,7 +7,7 @@ from ravan_flwr.runs.console import megabytes
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.specs import LOWER_IS_BETTER
 from ravan_flwr.studies.choosing import RateChoice, choices_of
-from ravan_flwr.studies.intervals import Interval, interval
+from ravan_flwr.studies.intervals import LEAST, Interval, interval
 from ravan_flwr.studies.lines import Line, lines_of, sentence
 from ravan_flwr.studies.numbers import rates_as_csv, rows_as_csv
 from ravan_flwr.studies.pictures import charts
@@ -91,7 +91,7 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
         cells["by seed"] = " ".join(told(line.metric, value) for value in line.values.values())
     cells["learning rate"] = _rate(line)
     if chosen:
-        cells["as good"] = " ".join(f"{rate:g}" for rate in _others(line.choice)) or "-"
+        cells["as good"] = _others(line.choice)
         cells["runs"] = str(line.choice.runs) if line.choice else "-"
     return cells | {
         "rank": str(line.first.rank or "-"),
@@ -123,8 +123,13 @@ def _rate(line: Line) -> str:
     return rate + (" (open)" if line.choice.open else " (edge)" if line.choice.at_the_edge else "")
 
 
-def _others(choice: RateChoice | None) -> list[float]:
-    return [rate for rate in choice.within_noise if rate != choice.rate] if choice else []
+def _others(choice: RateChoice | None) -> str:
+    """List the rates that are as good; with too few seeds nobody knows."""
+    if choice is None:
+        return "-"
+    if choice.seeds < LEAST:
+        return "unknown"
+    return " ".join(f"{rate:g}" for rate in choice.within_noise if rate != choice.rate) or "-"
 
 
 def with_interval(metric: str, found: Interval) -> str:

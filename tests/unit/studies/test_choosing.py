@@ -9,6 +9,7 @@ from ravan_flwr.studies.choosing import candidates, choose, planned
 from ravan_flwr.studies.numbers import rates_as_csv
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
+from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.tables import markdown
 from tests.studies import fill
 
@@ -100,6 +101,14 @@ def test_what_is_still_to_be_run_is_told(tmp_path):
     wider = study_of(tmp_path, **{"learning-rate": [*GRID, 3e-2]})
     assert choose(wider.rows[0], results).open
     assert "| 0.003 (open) |" in markdown(wider, results)
+
+
+def test_a_choice_by_one_seed_is_warned_of(tmp_path, caplog):
+    study, results = study_of(tmp_path, seeds=[100]), Results(tmp_path / "out")
+    fill(study, results, peak_at({}))
+    assert run_study(tmp_path / "study.yaml", tmp_path / "out")
+    assert "learning rates are chosen with 1 seed, by which a poor one can win" in caplog.text
+    assert "| 0.003 | unknown | 3 |" in markdown(study, results)
 
 
 def test_rates_are_never_chosen_on_the_test_part(tmp_path):
