@@ -13,7 +13,6 @@ from torch import Tensor
 from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.lora import LoraMethod
-from ravan_flwr.methods.tensors import check_names
 
 
 class NoAdapter(LoraMethod):
@@ -28,8 +27,7 @@ class NoAdapter(LoraMethod):
     def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:  # noqa: ARG002
         return {}
 
-    def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
-        check_names(tensors, [])
+    def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:  # noqa: ARG002
         super().load(adapters, super().initial_state(adapters))
         for adapter in adapters:
             adapter.requires_grad_(False)

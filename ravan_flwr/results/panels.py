@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
 from ravan_flwr.results.charts import (
@@ -65,7 +66,7 @@ def panels(
             grid[0].xaxis.set_minor_locator(NullLocator())
         if other is not None:
             figure.legend(
-                handles=[mpl.lines.Line2D([], [], color=_GREY, linestyle=":", lw=1.8)],
+                handles=[Line2D([], [], color=_GREY, linestyle=":", lw=1.8)],
                 labels=[f"{plain(against)}, in every picture"],
                 loc="outside upper right",
             )

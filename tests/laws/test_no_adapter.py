@@ -28,7 +28,7 @@ def test_it_has_nothing_to_train_and_sends_nothing():
     assert not any(parameter.requires_grad for parameter in network.parameters())
     assert (method.upload(adapters), method.upload_bytes(1.0)) == ({}, 0)
     with pytest.raises(ValueError, match="expected"):
-        method.load(adapters, {"B": torch.zeros(3)})
+        method.check({"B": torch.zeros(3)}, 1.0)
 
 
 def test_a_rank_that_is_given_changes_nothing():
