@@ -5,7 +5,7 @@ best is the largest or smallest of those tried, the next of the grid is measured
 of times at most. All of it follows from the results, so that it is the same whenever it is asked.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ravan_flwr.studies.results import Results
@@ -83,7 +83,7 @@ def runs_of(row: Row, results: Results) -> list[PlannedRun]:
 
 def candidates(study: Study, results: Results) -> list[PlannedRun]:
     """List the runs from which learning rates are chosen, each once, as far as they are known."""
-    return list(dict.fromkeys(run for row in study.rows for run in _candidates(row, results)))
+    return _each_once(run for row in study.rows for run in _candidates(row, results))
 
 
 def _candidates(row: Row, results: Results) -> Iterator[PlannedRun]:
@@ -94,4 +94,9 @@ def _candidates(row: Row, results: Results) -> Iterator[PlannedRun]:
 
 def planned(study: Study, results: Results) -> list[PlannedRun]:
     """List the runs of the tables, each once, as far as learning rates are chosen."""
-    return list(dict.fromkeys(run for row in study.rows for run in runs_of(row, results)))
+    return _each_once(run for row in study.rows for run in runs_of(row, results))
+
+
+def _each_once(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
+    """Drop runs that mean the same, in whatever order their settings stand."""
+    return list({run.name: run for run in runs}.values())
