@@ -64,7 +64,7 @@ def panels(
             grid[0].set_xscale("log")
             grid[0].xaxis.set_major_locator(LogLocator(numticks=9))
             grid[0].xaxis.set_minor_locator(NullLocator())
-        if other is not None:
+        if other is not None and len(series) > 1:
             figure.legend(
                 handles=[Line2D([], [], color=_GREY, linestyle=":", lw=1.8)],
                 labels=[f"{plain(against)}, in every picture"],

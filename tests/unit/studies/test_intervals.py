@@ -20,6 +20,7 @@ def test_students_t_is_scipys(freedom, confidence):
 def test_an_interval_is_that_of_a_t_test(values):
     found = interval(values)
     theirs = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    assert found.half is not None
     assert found.mean == pytest.approx(np.mean(values), abs=1e-12)
     if np.ptp(values):
         assert (found.mean - found.half, found.mean + found.half) == pytest.approx(
@@ -42,6 +43,8 @@ def test_differences_are_paired_by_the_seeds_that_both_have():
     mine = dict(enumerate(luck + random.normal(1.0, 0.1, 6)))
     others = dict(enumerate(luck + random.normal(0.0, 0.1, 6)))
     found = difference(mine, others)
+    assert found is not None
+    assert found.half is not None
     theirs = stats.ttest_rel([*mine.values()], [*others.values()]).confidence_interval(0.95)
     assert found.mean - found.half == pytest.approx(theirs.low)
     assert not found.holds_zero  # though the two overlap by far
