@@ -1,6 +1,6 @@
 """Results of runs that nobody ran, for tests of what is made of them."""
 
-from ravan_flwr.studies.choosing import candidates, planned
+from ravan_flwr.studies.choosing import candidates, choose, planned
 from ravan_flwr.studies.results import Result
 
 
@@ -32,3 +32,24 @@ def fill(study, results, value_of, metric="accuracy"):
                     continue
                 rate = settings.get("learning-rate", 1e-3)
                 results.note(run, result(value, metric, rate))
+
+
+def chosen(row, results):
+    """What was chosen for a row that chooses its rate."""
+    choice = choose(row, results)
+    assert choice is not None
+    return choice
+
+
+def ends(interval):
+    """Where an interval begins and ends."""
+    assert interval is not None
+    assert interval.half is not None
+    return interval.mean - interval.half, interval.mean + interval.half
+
+
+def found(results, run):
+    """The result of a run that is done."""
+    result = results.of(run)
+    assert result is not None
+    return result

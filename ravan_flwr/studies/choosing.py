@@ -46,7 +46,8 @@ def choose(row: Row, results: Results) -> RateChoice | None:
     """Choose the rate of a row from what is measured; None where its settings say it."""
     if not row.rates:
         return None
-    tried, scores, open_ = sorted(row.rates), {}, False
+    scores: dict[float, Score] = {}
+    tried, open_ = sorted(row.rates), False
     for rate in tried:
         open_ |= _measure(row, rate, results, scores)
     for _ in range(row.extensions):

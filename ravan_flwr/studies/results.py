@@ -11,8 +11,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class Result:
         result = cls(**{name: line[name.replace("_", "-")] for name in cls.__dataclass_fields__})
         numbers = [result.learning_rate, result.parameters, result.bytes_up, result.bytes_down]
         numbers += [result.seconds, result.rank or 0, result.client_seconds or 0.0]
-        numbers += [value for part in (result.final, *result.curve.values()) for value in _of(part)]
+        numbers += [*result.final.values(), *chain.from_iterable(result.curve.values())]
         if not all(type(number) in (int, float) for number in numbers):
             raise ValueError("a value in it is no number")
         if result.metric not in result.final or len({*map(len, result.curve.values())}) > 1:
@@ -87,10 +88,6 @@ class Result:
     def as_line(self) -> dict[str, Any]:
         """Return what the record holds."""
         return {name.replace("_", "-"): value for name, value in vars(self).items()}
-
-
-def _of(part: Mapping[str, float] | list[float]) -> Iterable[float]:
-    return part.values() if isinstance(part, Mapping) else part
 
 
 def _curve(summary: Summary, rounds: list[RoundRecord], spent: list[float]) -> Curve:
@@ -144,7 +141,7 @@ class Results:
     def _append(self, run: PlannedRun, content: Mapping[str, Any]) -> None:
         """Add a line, on disk when this returns."""
         named = {"run": run.name, "clients": run.num_clients, "settings": words_of_run(run)}
-        line = named | {"config": digest(run)} | content
+        line = {**named, "config": digest(run), **content}
         self.record.parent.mkdir(parents=True, exist_ok=True)
         with self.record.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")

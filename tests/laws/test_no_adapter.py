@@ -9,9 +9,10 @@ from sklearn.linear_model import LogisticRegression
 from ravan_flwr import simulate
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.results.reopen import result_of
+from ravan_flwr.specs import Scalar
 from tests.methods import build, build_whole
 
-SHORT = {
+SHORT: dict[str, Scalar] = {
     "method": "none", "num-rounds": 2, "local-steps": 5, "batch-size": 16, "report": False,
     "tracking": "none", "device": "cpu",
 }  # fmt: skip

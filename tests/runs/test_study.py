@@ -13,13 +13,14 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.studies import spec
-from ravan_flwr.studies.choosing import candidates, choose, planned, runs_of
+from ravan_flwr.studies.choosing import candidates, planned, runs_of
 from ravan_flwr.studies.numbers import rows_as_csv
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.tables import markdown
 from ravan_flwr.training.cores import CORES, usable_cores
+from tests.studies import chosen as chosen_of
 
 TABLES = [
     {"title": "One", "rows": {"base": {}, "more": {"heads": 8}}},
@@ -208,7 +209,7 @@ def test_a_learning_rate_is_chosen_on_examples_that_are_held_back(tmp_path, fork
     assert run_study(path, folder, jobs=2)
     chosen = study.tables[0].rows["chosen"]
     results = Results(folder)
-    assert choose(chosen, results).rate == 1e-2
+    assert chosen_of(chosen, results).rate == 1e-2
     (final,) = runs_of(chosen, results)
     assert "evaluate-on" not in dict(final.settings)
     text = markdown(study, results)

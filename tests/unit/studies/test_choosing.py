@@ -5,13 +5,13 @@ import math
 import pytest
 import yaml
 
-from ravan_flwr.studies.choosing import candidates, choose, planned
+from ravan_flwr.studies.choosing import candidates, planned
 from ravan_flwr.studies.numbers import rates_as_csv
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.tables import markdown
-from tests.studies import fill
+from tests.studies import chosen, fill
 
 GRID = [1e-3, 3e-3, 1e-2]
 
@@ -41,7 +41,7 @@ def test_the_grid_is_extended_while_the_best_lies_at_its_edge(tmp_path):
     study, results = study_of(tmp_path), Results(tmp_path)
     assert len(candidates(study, results)) == 2 * 3 * 3  # the same effort for every row
     fill(study, results, peak_at({"fedit": 1e-1}))
-    ravan, fedit = (choose(row, results) for row in study.rows)
+    ravan, fedit = (chosen(row, results) for row in study.rows)
     assert (ravan.tried, ravan.rate, ravan.runs) == (GRID, 3e-3, 9)
     assert (fedit.tried, fedit.rate) == ([*GRID, 3e-2, 0.1, 0.3], 0.1)
     assert not fedit.at_the_edge
@@ -55,18 +55,18 @@ def test_the_grid_is_extended_while_the_best_lies_at_its_edge(tmp_path):
 def test_the_number_of_extensions_is_bounded_and_the_edge_told(tmp_path):
     study, results = study_of(tmp_path, extensions=1), Results(tmp_path)
     fill(study, results, peak_at({"fedit": 1e-5}))
-    fedit = choose(study.rows[1], results)
+    fedit = chosen(study.rows[1], results)
     assert (fedit.tried, fedit.rate, fedit.at_the_edge) == ([3e-4, *GRID], 3e-4, True)
     assert "| 0.0003 (edge) |" in markdown(study, results)
     study = study_of(tmp_path, extensions=0)
-    assert choose(study.rows[1], results).tried == GRID
+    assert chosen(study.rows[1], results).tried == GRID
 
 
 def test_a_rate_beyond_the_edge_that_fails_ends_it(tmp_path):
     study, results = study_of(tmp_path), Results(tmp_path)
     near = peak_at({None: 10.0, "fedit": 10.0})
     fill(study, results, lambda s: near(s) if s["learning-rate"] < 0.05 else None)
-    choice = choose(study.rows[0], results)
+    choice = chosen(study.rows[0], results)
     assert (choice.tried, choice.rate) == ([*GRID, 3e-2, 0.1], 3e-2)
     assert 0.1 not in choice.scores
     assert not choice.at_the_edge  # a larger one was tried
@@ -76,7 +76,7 @@ def test_a_rate_beyond_the_edge_that_fails_ends_it(tmp_path):
 def test_where_rates_reach_the_same_the_smallest_is_taken_and_the_grid_left(tmp_path):
     study, results = study_of(tmp_path), Results(tmp_path)
     fill(study, results, lambda _: 0.5)
-    choice = choose(study.rows[0], results)
+    choice = chosen(study.rows[0], results)
     assert (choice.tried, choice.rate, choice.within_noise) == (GRID, 1e-3, GRID)
 
 
@@ -85,7 +85,7 @@ def test_the_mean_over_the_seeds_decides_and_noise_is_told(tmp_path):
     values = {1e-3: [0.50, 0.51, 0.52], 3e-3: [0.80, 0.82, 0.84], 1e-2: [0.95, 0.70, 0.75]}
     study, results = study_of(tmp_path), Results(tmp_path)
     fill(study, results, lambda s: values[s["learning-rate"]][s["seed"] % 100])
-    choice = choose(study.rows[0], results)
+    choice = chosen(study.rows[0], results)
     assert choice.rate == 3e-3
     assert choice.within_noise == [3e-3, 1e-2]
     assert "| 0.003 | 0.01 | 9 |" in markdown(study, results)
@@ -99,7 +99,7 @@ def test_what_is_still_to_be_run_is_told(tmp_path):
     study, results = study_of(tmp_path), Results(tmp_path)
     fill(study, results, peak_at({}))
     wider = study_of(tmp_path, **{"learning-rate": [*GRID, 3e-2]})
-    assert choose(wider.rows[0], results).open
+    assert chosen(wider.rows[0], results).open
     assert "| 0.003 (open) |" in markdown(wider, results)
 
 

@@ -11,7 +11,8 @@ from ravan_flwr.studies.choosing import planned
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import NAME, Results, digest
 from ravan_flwr.studies.running import run_study
-from tests.studies import fill, result
+from tests.studies import fill, found
+from tests.studies import result as result_of
 
 CONTENT = {
     "title": "A study", "num-clients": 3, "seeds": [0, 1], "settings": {"num-rounds": 2},
@@ -46,9 +47,9 @@ def test_a_study_goes_on_from_its_record_alone(path, filled, tmp_path, monkeypat
 def test_what_a_line_holds_comes_back(path, tmp_path):
     results = Results(tmp_path)
     run = planned(read_study(path), results)[0]
-    results.note(run, result(0.25, rank=None, client_seconds=None))
+    results.note(run, result_of(0.25, rank=None, client_seconds=None))
     again = Results(tmp_path).of(run)
-    assert again == result(0.25, rank=None, client_seconds=None)
+    assert again == result_of(0.25, rank=None, client_seconds=None)
     line = json.loads((tmp_path / NAME).read_text())
     assert line["settings"] == "num-rounds=2 seed=0"
     assert line["clients"] == 3
@@ -60,9 +61,9 @@ def test_the_later_of_two_lines_counts_and_a_failure_is_tried_again(path, tmp_pa
     results.note_failure(run, "no room")
     assert Results(tmp_path).failure(run) == "no room"
     assert Results(tmp_path).of(run) is None
-    results.note(run, result(0.5))
+    results.note(run, result_of(0.5))
     assert Results(tmp_path).failure(run) is None
-    assert Results(tmp_path).of(run).value() == 0.5
+    assert found(Results(tmp_path), run).value() == 0.5
 
 
 def test_a_last_line_that_was_cut_off_is_dropped(path, filled, tmp_path, caplog):
@@ -133,10 +134,10 @@ def test_a_run_of_an_earlier_version_comes_into_the_record(path, tmp_path):
         "adapter-parameters": 7, "rank": 3, "bytes-up": 1, "bytes-down": 1, "seconds": 1,
     }  # fmt: skip
     (folder / "summary.json").write_text(json.dumps(summary))
-    found = Results(tmp_path).of(run)
-    assert (found.value(), found.client_seconds, found.curve) == (0.5, None, {})
+    result = found(Results(tmp_path), run)
+    assert (result.value(), result.client_seconds, result.curve) == (0.5, None, {})
     (folder / "summary.json").unlink()
-    assert Results(tmp_path).of(run) == found
+    assert Results(tmp_path).of(run) == result
 
 
 def test_a_study_that_is_interrupted_notes_no_failure(path, tmp_path, monkeypatch):
