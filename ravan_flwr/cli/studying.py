@@ -18,12 +18,31 @@ def _add_study(commands: Commands) -> None:
     study = commands.add_parser(
         "study",
         help="run a grid of settings and seeds, and write a table",
-        description="Run what a study file names and is not done yet; write its tables.",
+        description="Run what a study file names and is not done yet; write its tables.\n"
+        "What a run has come to is a line of runs.jsonl in the study's folder, or of NAME.jsonl\n"
+        "beside the page: from there a study goes on, on any machine.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     study.add_argument(
         "file", type=Path, metavar="FILE", help="a file such as conf/studies/ablations-digits.yaml"
     )
+    study.add_argument(
+        "settings",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="data, model, device or processes of this machine, for every run",
+    )
     study.add_argument("--output", type=Path, help="folder of the study (default: studies/NAME)")
+    study.add_argument(
+        "--page",
+        type=Path,
+        metavar="PAGE.md",
+        help="write the tables into this page as well, between its marks, and numbers and pictures "
+        "into the folder PAGE beside it",
+    )
+    study.add_argument(
+        "--tables-only", action="store_true", help="run nothing: write the tables of what is done"
+    )
     _add_how(study)
     study.set_defaults(command=_study)
 
@@ -83,9 +102,24 @@ def _study(parsed: argparse.Namespace) -> None:
     if not parsed.file.is_file():
         raise ValueError(f"study: found no file {parsed.file}; expected one such as those of conf/")
     _check_how(parsed)
+    here, num_clients = read_settings(parsed.settings)
+    if num_clients is not None:
+        raise ValueError(
+            f"study: got num-clients={num_clients}, expected it in the study's file; write it there"
+        )
     show()
     folder = (parsed.output or Path("studies") / parsed.file.stem).absolute()
-    if not run_study(parsed.file, folder, parsed.jobs, parsed.engine, parsed.clients_per_gpu):
+    well = run_study(
+        parsed.file,
+        folder,
+        parsed.jobs,
+        parsed.engine,
+        parsed.clients_per_gpu,
+        page=parsed.page,
+        tables_only=parsed.tables_only,
+        here=here,
+    )
+    if not well and not parsed.tables_only:
         raise RuntimeError("some runs failed; they are listed above; the same command tries again")
 
 

@@ -82,7 +82,11 @@ METHODS = {
     "fedsa-lora": Listed(
         "ravan_flwr.methods.fedsa_lora", personalised=True, ignores=("layer-form",)
     ),
-    # The two references: each client alone, and one that has all examples.
+    # The references: no adapter, each client alone, and one that has all examples.
+    "none": Listed(
+        "ravan_flwr.methods.no_adapter",
+        ignores=("layer-form", "rank", "lora-scale", "init-scale"),
+    ),
     "local": Listed(
         "ravan_flwr.methods.local",
         averages=False,

@@ -10,7 +10,7 @@ import io
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from ravan_flwr.messages import plain_text
 INK = "#010203"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B97F00", "#3A93CC", "#8C6BB1", "#7F7F7F")
 _WIDE = 30  # times the smallest bar: beyond it a logarithmic axis shows both
+_FAR = 20  # times the shortest line: beyond it a logarithmic axis shows both
 _MOST_COUNTED = 12  # bars that have room for their numbers
 DASHES: tuple[str, ...] = ("-", "--", "-.", ":")
 
@@ -120,28 +121,52 @@ def plain(text: str) -> str:
     return plain_text.plain(text).replace("$", r"\$")
 
 
+Ends = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]  # of a band; runs by points
+
+
+def least_and_greatest(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Let a band reach over all runs."""
+    return values.min(0), values.max(0)
+
+
 def lines(
-    name: str, title: str, about: str, series: Sequence[Series], x: str, y: str, whole: bool = True
+    name: str,
+    title: str,
+    about: str,
+    series: Sequence[Series],
+    x: str,
+    y: str,
+    whole: bool = True,
+    ends: Ends = least_and_greatest,
 ) -> Chart:
-    """Draw means over runs as lines, and from the least to the greatest as a band."""
+    """Draw means over runs as lines, each with a band."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
         for number, one in enumerate(series):
             colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
-            _band(axes, one, colour, dash, 0.2 if len(series) < 5 else 0.08)
+            band(axes, one, colour, dash, 0.2 if len(series) < 5 else 0.08, ends)
         axes.set_xlabel(plain(x))
         axes.set_ylabel(plain(y))
-        ends = [x[-1] for one in series for x, _ in one.runs if len(x)]
         if whole:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        elif ends and max(ends) > 20 * min(ends):
+        elif ends_far_apart(series):
             axes.set_xscale("log")
         if len(series) > 1:
             axes.legend(fontsize=9, ncols=1 if len(series) < 5 else 2)
     return Chart(name, title, about, figure)
 
 
-def _band(axes: Axes, series: Series, colour: str, dash: str, opacity: float) -> None:
+def ends_far_apart(series: Sequence[Series]) -> bool:
+    """Tell whether some lines end so much further to the right that the others would vanish.
+
+    Where one ends at 0 no logarithmic axis can show it.
+    """
+    ends = [x[-1] for one in series for x, _ in one.runs if len(x)]
+    return bool(ends) and 0 < min(ends) < max(ends) / _FAR
+
+
+def band(axes: Axes, series: Series, colour: str, dash: str, opacity: float, ends: Ends) -> None:
+    """Draw the mean over runs as a line, in a band if there are several."""
     runs = [(np.asarray(x, float), np.asarray(y, float)) for x, y in series.runs if len(x)]
     if not runs:
         return
@@ -153,7 +178,7 @@ def _band(axes: Axes, series: Series, colour: str, dash: str, opacity: float) ->
         grid, values.mean(0), dash, color=colour, label=plain(series.label), lw=1.8, marker=marker
     )
     if len(runs) > 1:
-        axes.fill_between(grid, values.min(0), values.max(0), color=colour, alpha=opacity, lw=0)
+        axes.fill_between(grid, *ends(values), color=colour, alpha=opacity, lw=0)
 
 
 def bands(

@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 from ravan_flwr.config.keys import KEYS
 
+_IN_HALVES = (2.9, 3.5)  # steps of a grid with two rates a decade: 3 and 10 / 3
 EXTENSIONS = 4  # rates that are added at most, one at a time, where the best is an edge
 
 
@@ -23,11 +24,19 @@ def grid_around(rate: float) -> list[float]:
 def beyond(best: float, tried: Collection[float]) -> float | None:
     """Return the rate to try next where the best is the largest or smallest tried; else None."""
     ordered = sorted(tried)
-    if best == ordered[-1] and _allowed(10 * ordered[-2]):
-        return _rounded(10 * ordered[-2])  # a decade holds two rates
-    if best == ordered[0] and _allowed(ordered[1] / 10):
-        return _rounded(ordered[1] / 10)
-    return None
+    if len(ordered) < 2 or best not in (ordered[0], ordered[-1]):
+        return None
+    neighbour = ordered[-2] if best == ordered[-1] else ordered[1]
+    further = _further(best, neighbour)
+    return further if _allowed(further) else None
+
+
+def _further(best: float, neighbour: float) -> float:
+    """Go one step of the grid beyond the best: a decade from the neighbour, or as far again."""
+    step = best / neighbour
+    if _IN_HALVES[0] < max(step, 1 / step) < _IN_HALVES[1]:
+        return _rounded(neighbour * (10 if step > 1 else 0.1))
+    return float(f"{best * step:.2g}")
 
 
 def _allowed(rate: float) -> bool:

@@ -1,6 +1,6 @@
 """Read a study file and check all of it, so that no run begins of a study that has a mistake."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,17 @@ from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.yaml_file import read_yaml
 from ravan_flwr.methods import METHODS
+from ravan_flwr.specs import Scalar
+from ravan_flwr.studies.rates import EXTENSIONS
 from ravan_flwr.studies.spec import Row, Study, Table
 
+MOST_EXTENSIONS = 10
+OF_A_MACHINE = ("data", "model", "device", "processes")
 TOLERANCE = 0.05  # numbers of parameters that differ by no more are called equal
 
 _FIELDS = {"title": str, "num-clients": int, "seeds": list, "settings": dict, "tables": list}
 _CHOOSE = {"learning-rate": list, "seeds": list}
+_CHOOSE_OPTIONS = {"extensions": int}
 _TABLE = {"title": str, "rows": dict}
 _TABLE_OPTIONS = {
     "settings": dict,
@@ -22,15 +27,25 @@ _TABLE_OPTIONS = {
     "references": list,
     "spectra": bool,
     "metric": str,
+    "against": str,
 }
 
 
-def read_study(path: Path) -> Study:
-    """Read and check a study; every run's settings must be such as `simulate` takes."""
+def read_study(path: Path, here: Mapping[str, Scalar] | None = None) -> Study:
+    """Read and check a study; every run's settings must be such as `simulate` takes.
+
+    `here` has settings of this machine for all runs, which change nothing in what they are.
+    """
+    _check_here(here or {})
     content = read_yaml(path)
     _check_fields(f"study {path}", content, _FIELDS, {"choose": dict, "paper": str})
     choose = content.setdefault("choose", {"learning-rate": [], "seeds": []})
-    _check_fields(f"study {path}: choose", choose, _CHOOSE, {})
+    _check_fields(f"study {path}: choose", choose, _CHOOSE, _CHOOSE_OPTIONS)
+    if not 0 <= choose.setdefault("extensions", EXTENSIONS) <= MOST_EXTENSIONS:
+        raise ValueError(
+            f"study {path}: choose: extensions = {choose['extensions']}: expected a whole number "
+            f"from 0 to {MOST_EXTENSIONS}; correct it"
+        )
     for seeds in (content["seeds"], choose["seeds"]):
         for seed in seeds:
             check_key("seed", seed)
@@ -52,13 +67,23 @@ def read_study(path: Path) -> Study:
                 "titles; rename one"
             )
         paper = numbers.pop(table["title"], {})
-        tables.append(_read_table(path, content, table, paper))
+        tables.append(_read_table(path, content | {"here": dict(here or {})}, table, paper))
     if numbers:
         raise ValueError(
             f"study {path}: the paper's numbers name tables {list(numbers)}, which it does not "
             "have; correct them"
         )
     return Study(content["title"], tables)
+
+
+def _check_here(here: Mapping[str, Scalar]) -> None:
+    for key, value in here.items():
+        if key not in OF_A_MACHINE:
+            raise ValueError(
+                f"study: got {key}={value}, expected {' or '.join(OF_A_MACHINE)}, which say where "
+                "something lies or computes; write what belongs to the runs into the study's file"
+            )
+        check_key(key, value)
 
 
 def _read_table(
@@ -72,7 +97,8 @@ def _read_table(
         for name, changes in table["rows"].items()
     }
     references = tuple(table.get("references", []))
-    for what, names in (("references", references), ("the paper's", paper)):
+    against = [table["against"]] if "against" in table else []
+    for what, names in (("references", references), ("the paper's", paper), ("against", against)):
         if unknown := [name for name in names if name not in rows]:
             raise ValueError(
                 f"{where}: {what} {unknown} are no rows, expected some of {list(rows)}; correct "
@@ -88,7 +114,15 @@ def _read_table(
         metric=table.get("metric", ""),
         paper=paper,
         references=references,
+        against=_against(table, list(rows), references),
     )
+
+
+def _against(table: Mapping[str, Any], rows: Sequence[str], references: Sequence[str]) -> str:
+    """Name the row that differences are to: as the table says, `ravan`, or the first."""
+    competing = [name for name in rows if name not in references] or list(rows)
+    usual = next(iter(["ravan"] if "ravan" in rows else competing), "")
+    return str(table.get("against", usual))
 
 
 def _read_row(where: str, study: Mapping[str, Any], settings: dict[str, Any]) -> Row:
@@ -100,10 +134,18 @@ def _read_row(where: str, study: Mapping[str, Any], settings: dict[str, Any]) ->
     rates = [] if "learning-rate" in settings else choose["learning-rate"]
     try:
         for rate in rates or [settings.get("learning-rate", AUTO)]:
-            read_config(own_preset(settings | {"learning-rate": rate}))
+            read_config(own_preset(settings | study["here"] | {"learning-rate": rate}))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    return Row(settings, clients, study["seeds"], rates, choose["seeds"])
+    return Row(
+        settings=settings,
+        num_clients=clients,
+        seeds=study["seeds"],
+        rates=rates,
+        rate_seeds=choose["seeds"],
+        extensions=choose["extensions"],
+        here=study["here"],
+    )
 
 
 def _read_paper(study: Path, name: str) -> dict[str, dict[str, float]]:

@@ -4,54 +4,25 @@ import logging
 import os
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.config.words import words_of
-from ravan_flwr.specs import THREAD_NUMBERS
+from ravan_flwr.specs import Scalar
+from ravan_flwr.studies.choosing import candidates, planned
 from ravan_flwr.studies.clock import Clock, Work
+from ravan_flwr.studies.intervals import LEAST
+from ravan_flwr.studies.page import Page
 from ravan_flwr.studies.reading import read_study
-from ravan_flwr.studies.spec import PlannedRun, Row
+from ravan_flwr.studies.results import Results
+from ravan_flwr.studies.spec import PlannedRun, Study, words_of_run
 from ravan_flwr.studies.tables import write_tables
 from ravan_flwr.training.cores import CORES, usable_cores
 
 log = logging.getLogger(__name__)
-
-
-def run_study(
-    path: Path | str,
-    folder: Path | str,
-    jobs: int = 1,
-    engine: str = "process",
-    clients_per_gpu: int | None = None,
-) -> bool:
-    """Run what is not done yet, `jobs` at a time, and write the tables; True if none failed."""
-    path, folder = Path(path), Path(folder)
-    study = read_study(path)
-    log.info("%s: %d at a time; folder %s", study.title, jobs, folder)
-    how = How(engine, jobs, clients_per_gpu)
-    clock = Clock(sum(map(_work_of, study.rows), start=Work()))
-    failed: dict[PlannedRun, str] = {}
-    if candidates := study.candidates():
-        failed |= run_missing("choosing learning rates", candidates, folder, how, clock)
-    tables = study.runs(folder)
-    clock.later = Work()
-    failed |= run_missing("the tables", tables, folder, how, clock)
-    for run, reason in failed.items():
-        log.warning("failed: %s: %s", words_of_run(run), reason)
-    write_tables(study, folder, {words_of_run(run): reason for run, reason in failed.items()})
-    log.info("tables: %s", folder / "results.md")
-    return not failed
-
-
-def _work_of(row: Row) -> Work:
-    """Count a row's runs, all seeds together."""
-    config = read_config(own_preset({"learning-rate": 1.0, **row.settings}))
-    return Work(len(row.seeds), len(row.seeds) * config.num_rounds)
 
 
 @dataclass(frozen=True)
@@ -73,36 +44,126 @@ class How:
         return command
 
 
+def run_study(
+    path: Path | str,
+    folder: Path | str,
+    jobs: int = 1,
+    engine: str = "process",
+    clients_per_gpu: int | None = None,
+    page: Path | str | None = None,
+    tables_only: bool = False,
+    here: Mapping[str, Scalar] | None = None,
+) -> bool:
+    """Run what is not done yet, `jobs` at a time, and write the tables; True if none failed.
+
+    The tables go into a `page` as well, if one is named, and the record of the runs beside it.
+    With `tables_only` nothing is run: the tables show what is done. `here` says where this machine
+    has the data, the model and a device; the runs are the same as elsewhere.
+    """
+    path, folder = Path(path), Path(folder)
+    study = read_study(path, here)
+    place = Page.of(Path(page), path, study) if page is not None else None
+    _warn_of_few_seeds(study)
+    results = Results(folder, place.record if place else None)
+    if tables_only:
+        failed = _told_of(study, results)
+    else:
+        log.info("%s: %d at a time; folder %s", study.title, jobs, folder)
+        failed = _run(study, results, How(engine, jobs, clients_per_gpu))
+    for run, reason in failed.items():
+        log.warning("failed: %s: %s", words_of_run(run), reason)
+    write_tables(study, results, {words_of_run(run): reason for run, reason in failed.items()})
+    log.info("tables: %s", folder / "results.md")
+    if place:
+        place.write(results)
+        log.info("page: %s, with its numbers in %s", place.path, place.folder)
+    return not failed
+
+
+def _warn_of_few_seeds(study: Study) -> None:
+    seeds = min((len(row.rate_seeds) for row in study.rows if row.rates), default=LEAST)
+    if seeds < LEAST:
+        log.warning(
+            "learning rates are chosen with %d seed%s, by which a poor one can win by chance; name "
+            "%d or more under choose: seeds",
+            *(seeds, "s" * (seeds != 1), LEAST),
+        )
+
+
+def _run(study: Study, results: Results, how: How) -> dict[PlannedRun, str]:
+    """Choose learning rates and run the table, one table after the other; return what failed."""
+    parts = [Study(study.title, [table]) for table in study.tables]
+    work = [_work_of(part) for part in parts]
+    clock = Clock(sum((one for pair in work for one in pair), start=Work()))
+    failed: dict[PlannedRun, str] = {}
+    for part, (choosing, tabling) in zip(parts, work, strict=True):
+        clock.later -= choosing
+        failed |= _run_candidates(part, results, how, clock)
+        clock.later -= tabling
+        what = f"table {part.tables[0].title!r}"
+        failed |= run_missing(what, planned(part, results), results, how, clock)
+    return failed
+
+
+def _run_candidates(part: Study, results: Results, how: How, clock: Clock) -> dict[PlannedRun, str]:
+    """Measure the rates of the grid, then those beyond its edges, until no row wants another."""
+    failed: dict[PlannedRun, str] = {}
+    attempted: set[PlannedRun] = set()
+    while new := [run for run in candidates(part, results) if run not in attempted]:
+        what = "learning rates beyond an edge" if attempted else "choosing learning rates"
+        failed |= run_missing(what, new, results, how, clock)
+        attempted |= set(new)
+    return failed
+
+
+def _told_of(study: Study, results: Results) -> dict[PlannedRun, str]:
+    """Say how many runs are not done; return those that failed when they were last tried."""
+    runs = [*candidates(study, results), *planned(study, results)]
+    lacking = [run for run in runs if results.of(run) is None]
+    failed = {run: reason for run in lacking if (reason := results.failure(run)) is not None}
+    log.info("%s: %d runs of %d are not done; nothing is run", study.title, len(lacking), len(runs))
+    return failed
+
+
+def _work_of(part: Study) -> tuple[Work, Work]:
+    """Count the runs that choose rates from the grid, and those of the tables, all seeds."""
+    choosing = tabling = Work()
+    for row in part.rows:
+        rounds = read_config(own_preset({"learning-rate": 1.0, **row.settings})).num_rounds
+        number = len(row.rates) * len(row.rate_seeds)
+        choosing += Work(number, number * rounds)
+        tabling += Work(len(row.seeds), len(row.seeds) * rounds)
+    return choosing, tabling
+
+
 def run_missing(
-    what: str, runs: Sequence[PlannedRun], folder: Path, how: How, clock: Clock
+    what: str, runs: Sequence[PlannedRun], results: Results, how: How, clock: Clock
 ) -> dict[PlannedRun, str]:
     """Run those that are not done; return those that failed, with the reason."""
-    todo = [run for run in runs if run.summary(folder) is None]
+    todo = [run for run in runs if results.of(run) is None]
     log.info("%s: %d runs, %d of them done", what, len(runs), len(runs) - len(todo))
-    # Side by side they share the cores; alone a run decides, and a number of the user's is kept.
     environment = dict(os.environ)
-    if how.jobs > 1:
-        share = str(max(1, usable_cores() // how.jobs))
-        environment[CORES] = share
-        if not any(os.environ.get(name) for name in THREAD_NUMBERS):
-            environment["OMP_NUM_THREADS"] = share
+    if how.jobs > 1:  # side by side they share the cores; a number of the user's is kept
+        environment[CORES] = str(max(1, usable_cores() // how.jobs))
     failed: dict[PlannedRun, str] = {}
     now = sum((Work(1, run.num_rounds) for run in todo), start=Work())
 
     def execute(run: PlannedRun) -> tuple[bool, str]:
-        return children.run(how.command(run, folder), environment)
+        return children.run(how.command(run, results.folder), environment)
 
     children, pool = _Children(), ThreadPoolExecutor(how.jobs)
     try:
         waiting = {pool.submit(execute, run): run for run in todo}
         for number, future in enumerate(as_completed(waiting), start=1):
             run, (well, last) = waiting[future], future.result()
-            work, summary = Work(1, run.num_rounds), run.summary(folder)
+            work, result = Work(1, run.num_rounds), results.of(run)
             now -= work
-            left = clock.left(work, summary["seconds"] if summary else 0.0, now, how.jobs)
+            left = clock.left(work, result.seconds if result else 0.0, now, how.jobs)
             log.info("%d/%d  left %s  %s: %s", number, len(todo), left, words_of_run(run), last)
             if not well:
                 failed[run] = last
+            if result is None:
+                results.note_failure(run, last)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)  # no further run begins
         children.end()
@@ -151,8 +212,3 @@ class _Children:
             self._ended = True
             for child in self._running:
                 child.terminate()
-
-
-def words_of_run(run: PlannedRun) -> str:
-    """Write a run's settings as a person types them."""
-    return " ".join(words_of(dict(run.settings)))

@@ -7,12 +7,14 @@
     settings: {num-rounds: 10}              # of all rows
     choose:                                 # optional: a learning rate for each row of a table
       learning-rate: [1.0e-3, 1.0e-2]
-      seeds: [100]
+      seeds: [100, 101, 102]
+      extensions: 4                         # optional: rates tried beyond the grid, for each row
     tables:
       - title: IID
         settings: {partition: iid}          # optional: of the rows of this table
         equal-parameters: true              # optional: refuse rows that differ by more than 5 %
         references: [full]                  # optional: rows that do not compete
+        against: ravan                      # optional: differences are to this row, paired by seed
         spectra: true                       # optional: draw the rows' singular values
         metric: accuracy-matched            # optional: another one than the task's
         rows:
@@ -21,17 +23,18 @@
 
 A run is a process of its own and has a folder named after its settings, so that rows which
 mean the same run share it, a study that was interrupted goes on where it stopped, and a
-failed run is listed and does not stop the others.
+failed run is listed and does not stop the others. What a run has come to is a line of a record
+(results.py), from which a study goes on where the folders are gone.
 
 Learning rates are chosen on examples that the clients hold back, never on the test examples,
-with seeds of their own: the rate with the best mean metric after the last round.
+with seeds of their own: the rate with the best mean metric after the last round. While the best
+is the largest or smallest of those tried, the next is tried as well (choosing.py).
 """
 
 import hashlib
 import json
-import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,7 +44,6 @@ from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.words import words_of
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.runs.record import Summary
 from ravan_flwr.specs import Scalar
 
 HELD_BACK = 0.2  # the share of its examples that a client holds back while rates are chosen
@@ -53,10 +55,14 @@ ENGINES = {"process": "simulate", "flower": "run"}  # and the commands that run 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a study: settings, seed included, and the number of clients."""
+    """One run of a study: settings, seed included, and the number of clients.
+
+    `here` has what this machine adds, such as the folder of the data: the run is the same with it.
+    """
 
     settings: tuple[tuple[str, Scalar], ...]
     num_clients: int
+    here: tuple[tuple[str, Scalar], ...] = field(default=(), compare=False)
 
     @property
     def name(self) -> str:
@@ -73,7 +79,7 @@ class PlannedRun:
     def command(self, folder: Path, engine: str) -> list[str]:
         """Build the command that a person would type to run this alone, without a report."""
         settings: dict[str, Scalar] = {"report": False, "tracking": "none"}
-        settings |= dict(self.settings)
+        settings |= dict(self.settings) | dict(self.here)
         settings |= {"num-clients": self.num_clients, "output-dir": str(self.folder(folder))}
         return [sys.executable, "-m", "ravan_flwr", ENGINES[engine], *words_of(settings)]
 
@@ -90,7 +96,8 @@ class PlannedRun:
         recorded = read_config({}).as_dict() | RunDirectory(found[-1].parent).read_config()
         if not self.resolved["data"]["labels"]:  # the run has found them in its data
             recorded["data"] = {**recorded["data"], "labels": []}
-        same = all(recorded.get(key) == value for key, value in self.resolved.items())
+        compared = self.resolved.keys() - dict(self.here).keys()
+        same = all(recorded.get(key) == self.resolved[key] for key in compared)
         return found[-1].parent if same else None
 
     @cached_property
@@ -104,13 +111,6 @@ class PlannedRun:
         """Return how many rounds it takes."""
         return int(self.resolved["num-rounds"])
 
-    def summary(self, study: Path) -> Summary | None:
-        """Read how the run ended, if it is done."""
-        directory = self.directory(study)
-        if directory is None:
-            return None
-        return RunDirectory(directory).read_summary()
-
 
 @dataclass(frozen=True)
 class Row:
@@ -121,6 +121,8 @@ class Row:
     seeds: list[int]
     rates: list[float]  # the learning rates to choose from; empty: the settings say it
     rate_seeds: list[int]
+    extensions: int = 0  # how many rates may be added to them
+    here: dict[str, Scalar] = field(default_factory=dict)  # see PlannedRun
 
     def candidates(self, rate: float) -> list[PlannedRun]:
         """List the runs that measure how good a learning rate is."""
@@ -132,26 +134,16 @@ class Row:
         }
         return self._runs(held_back, self.rate_seeds)
 
-    def runs(self, folder: Path) -> list[PlannedRun]:
-        """List the runs of the table, one a seed; none if every candidate failed."""
-        if not self.rates:
-            return self._runs({}, self.seeds)
-        rate = self.chosen_rate(folder)
-        return [] if rate is None else self._runs({"learning-rate": rate}, self.seeds)
-
-    def chosen_rate(self, folder: Path) -> float | None:
-        """Choose the rate with the best mean over its seeds, the smallest of equals."""
-        means = {}
-        for rate in sorted(self.rates):
-            done = [run.summary(folder) for run in self.candidates(rate)]
-            finals = [final_of(summary)[1] for summary in done if summary is not None]
-            if len(finals) == len(done):
-                means[rate] = statistics.mean(finals)
-        return max(means, key=means.__getitem__) if means else None
+    def runs(self, rate: float | None = None) -> list[PlannedRun]:
+        """List the runs of the table, one a seed, with that learning rate or with the settings'."""
+        return self._runs({} if rate is None else {"learning-rate": rate}, self.seeds)
 
     def _runs(self, more: dict[str, Scalar], seeds: list[int]) -> list[PlannedRun]:
+        here = tuple(self.here.items())
         return [
-            PlannedRun(tuple((self.settings | more | {"seed": seed}).items()), self.num_clients)
+            PlannedRun(
+                tuple((self.settings | more | {"seed": seed}).items()), self.num_clients, here
+            )
             for seed in seeds
         ]
 
@@ -166,6 +158,7 @@ class Table:
     metric: str  # "": the task's
     paper: dict[str, float]  # row -> what the paper has, in percent
     references: tuple[str, ...] = ()  # rows that do not compete with the others
+    against: str = ""  # the row that differences are to
 
 
 @dataclass(frozen=True)
@@ -180,19 +173,7 @@ class Study:
         """List the rows of all tables."""
         return [row for table in self.tables for row in table.rows.values()]
 
-    def candidates(self) -> list[PlannedRun]:
-        """List the runs from which learning rates are chosen, each once."""
-        runs = (run for row in self.rows for rate in row.rates for run in row.candidates(rate))
-        return list(dict.fromkeys(runs))
 
-    def runs(self, folder: Path) -> list[PlannedRun]:
-        """List the runs of the tables, each once, as far as learning rates are chosen."""
-        return list(dict.fromkeys(run for row in self.rows for run in row.runs(folder)))
-
-
-def final_of(summary: Summary, metric: str = "") -> tuple[str, float]:
-    """Return the name of a metric, or of the task's own, and its value after the last round."""
-    name, final = metric or summary["metric"], summary["metrics"]["final"]
-    if name not in final:
-        raise ValueError(f"a run has measured {sorted(final)}, expected {name!r}; evaluate it")
-    return name, final[name]
+def words_of_run(run: PlannedRun) -> str:
+    """Write a run's settings as a person types them."""
+    return " ".join(words_of(dict(run.settings)))

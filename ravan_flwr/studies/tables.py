@@ -1,196 +1,171 @@
 """Write what came of a study: tables for people and for machines, and pictures."""
 
-import csv
-import io
-import re
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ravan_flwr.results.charts import Chart
-from ravan_flwr.results.report import comparison_charts
-from ravan_flwr.results.spectrum import Spectra
-from ravan_flwr.results.spectrum import charts as spectrum_charts
 from ravan_flwr.runs.console import megabytes
 from ravan_flwr.runs.directory import write_atomically
-from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.specs import LOWER_IS_BETTER
-from ravan_flwr.studies.spec import Study, Table, final_of
+from ravan_flwr.studies.choosing import RateChoice, choices_of
+from ravan_flwr.studies.intervals import LEAST, Interval, interval
+from ravan_flwr.studies.lines import Line, lines_of, sentence
+from ravan_flwr.studies.numbers import rates_as_csv, rows_as_csv
+from ravan_flwr.studies.pictures import charts
+from ravan_flwr.studies.results import Results
+from ravan_flwr.studies.spec import Study, Table
 
 
-def write_tables(study: Study, folder: Path, failed: Mapping[str, str]) -> None:
-    """Write `results.md`, `results.csv` and the pictures of what is done, and what failed."""
-    pictures = {table.title: charts(table, folder) for table in study.tables}
-    text = markdown(study, folder, pictures)
+def write_tables(study: Study, results: Results, failed: Mapping[str, str]) -> None:
+    """Write `results.md`, two CSV files and the pictures of what is done, and what failed."""
+    folder = results.folder
+    pictures = {table.title: charts(table, results) for table in study.tables}
+    text = markdown(study, results, pictures)
     if failed:
         text += "\n".join(["## Failed", "", *(f"- `{k}`: {v}" for k, v in failed.items()), ""])
     write_atomically(folder / "results.md", text.encode())
-    write_atomically(folder / "results.csv", comma_separated(study, folder).encode())
+    write_atomically(folder / "results.csv", rows_as_csv(study, results).encode())
+    write_atomically(folder / "rates.csv", rates_as_csv(study, results).encode())
     for chart in (chart for drawn in pictures.values() for chart in drawn):
         write_atomically(folder / f"{chart.name}.png", chart.png())
 
 
-def charts(table: Table, folder: Path) -> list[Chart]:
-    """Draw the metric by round and by megabyte, a line for each row with a band over its seeds.
-
-    And the spectra of what the runs added to the weights, if the table asks for them.
-    """
-    groups = {}
-    for name, row in table.rows.items():
-        done = [path for run in row.runs(folder) if (path := run.directory(folder))]
-        if done:
-            groups[name] = [RecordedRun.read(path) for path in done]
-    if not groups:
-        return []
-    slug = re.sub(r"[^a-z0-9]+", "-", table.title.lower()).strip("-")
-    drawn = comparison_charts(groups)[:2]
-    if table.spectra:
-        spectra = {name: [Spectra.of(run.path) for run in runs] for name, runs in groups.items()}
-        drawn += spectrum_charts(spectra, top=64)
-    return [replace(chart, name=f"{slug}-{chart.name}") for chart in drawn]
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A row of a table, with the results of its seeds."""
-
-    table: str
-    row: str
-    metric: str
-    finals: list[float]
-    rate: float
-    chosen: bool  # from a grid
-    at_the_edge: bool  # of that grid
-    parameters: int
-    rank: int | None
-    paper: float | None  # in percent
-    bytes_up: float
-    bytes_down: float
-    seconds: float
-
-    @property
-    def mean(self) -> float:
-        return statistics.mean(self.finals)
-
-    @property
-    def spread(self) -> float:
-        return statistics.stdev(self.finals) if len(self.finals) > 1 else 0.0
-
-    def cells(self, *, best: bool, with_paper: bool) -> list[str]:
-        """Write the row for people."""
-        value = self._told(self.mean)
-        value += f" ± {self._told(self.spread)}" if len(self.finals) > 1 else ""
-        paper = "-" if self.paper is None else f"{self.paper:.1f}"
-        return [
-            self.row,
-            f"**{value}**" if best else value,
-            *([paper] if with_paper else []),
-            " ".join(map(self._told, self.finals)),
-            f"{self.rate:g}" + (" (edge)" if self.at_the_edge else ""),
-            str(self.rank or "-"),
-            f"{self.parameters:,}",
-            megabytes(round(self.bytes_up)),
-            megabytes(round(self.bytes_down)),
-            f"{self.seconds:.0f}",
-        ]
-
-    @property
-    def merit(self) -> float:
-        """Return the mean such that larger is better."""
-        return -self.mean if self.metric in LOWER_IS_BETTER else self.mean
-
-    def _told(self, value: float) -> str:
-        """Write a metric: shares of 1 in percent, others as they are."""
-        return f"{value:.3f}" if self.metric in LOWER_IS_BETTER else f"{100 * value:.1f}"
-
-    def values(self) -> list[object]:
-        """List the row's values for machines, as `CSV_COLUMNS` names them."""
-        finals = " ".join(map(str, self.finals))
-        result = [self.table, self.row, self.metric, self.mean, self.spread, finals]
-        settings = [self.rate, self.chosen, self.rank, self.parameters]
-        return [*result, *settings, self.bytes_up, self.bytes_down, self.seconds, self.paper]
-
-
-def _lines(table: Table, folder: Path) -> Iterator[_Line]:
-    """Yield a line for each row of which at least one run is done."""
-    for name, row in table.rows.items():
-        summaries = [run.summary(folder) for run in row.runs(folder)]
-        done = [summary for summary in summaries if summary is not None]
-        if not done:
-            continue
-        rate = done[0]["learning-rate"]
-        yield _Line(
-            table=table.title,
-            row=name,
-            metric=final_of(done[0], table.metric)[0],
-            finals=[final_of(summary, table.metric)[1] for summary in done],
-            rate=rate,
-            chosen=bool(row.rates),
-            at_the_edge=bool(row.rates) and rate in (min(row.rates), max(row.rates)),
-            parameters=done[0]["adapter-parameters"],
-            rank=done[0]["rank"],
-            paper=table.paper.get(name),
-            bytes_up=statistics.mean(summary["bytes-up"] for summary in done),
-            bytes_down=statistics.mean(summary["bytes-down"] for summary in done),
-            seconds=statistics.mean(summary["seconds"] for summary in done),
-        )
-
-
-CSV_COLUMNS = """
-    table row metric mean spread finals
-    learning-rate chosen rank parameters bytes-up bytes-down seconds paper
-"""
-COLUMNS = ("by seed", "learning rate", "rank", "parameters", "up", "down", "seconds")
 LEGEND = """\
 How to read the tables: a row is a method or a setting, run once with each seed. Its first number
-is the metric after the last round, the mean over the seeds ± their standard deviation, with the
-best of the rows that compete in bold; *by seed* has each seed's. *Edge* after a learning rate: it
-is the smallest or the largest of those that were tried, so a better one may lie outside.
-*Parameters* are those of the adapters that are trained. *Up* and *down* are what all clients sent
-and received in a whole run; these and *seconds* are means over the seeds.
+is the metric after the last round: the mean over the seeds and its 95 % interval (Student's t); of
+fewer than three seeds there is no interval. *To ...* is the difference to that row, paired by seed,
+with its interval. Bold is the best of the rows that compete, and every row that the same interval
+does not tell apart from it; without intervals, the best mean. After a learning rate, *edge* says
+that it is the smallest or the largest of those that were tried, so that a better one may lie
+outside, and *open* that some are still to be run. *As good* are the rates that noise does not tell
+apart from it (in the tables of rates they are in italics), and *runs* is how many runs it was
+chosen with. *Parameters* are those of the adapters that are trained. *Up* and *down* are what all
+clients sent and received in a whole run, *client s* the seconds that they took to train, summed;
+these are means over the seeds.
 """
 
 
 def markdown(
-    study: Study, folder: Path, pictures: Mapping[str, Sequence[Chart]] | None = None
+    study: Study, results: Results, pictures: Mapping[str, Sequence[Chart]] | None = None
 ) -> str:
-    """Write the tables for people: mean and standard deviation over the seeds, best in bold."""
+    """Write the tables for people."""
     text = [f"# {study.title}", ""]
     for table in study.tables:
         drawn = (pictures or {}).get(table.title, ())
-        text += [f"## {table.title}", "", *_markdown_table(table, list(_lines(table, folder)))]
-        text += ["", *(f"![{chart.about}]({chart.name}.png)" for chart in drawn), ""]
+        text += [f"## {table.title}", "", *table_lines(table, results), ""]
+        text += [*(f"![{chart.about}]({chart.name}.png)" for chart in drawn), ""]
+        if rates := rates_lines(table, results):
+            text += ["Learning rates, by what they reached on held-back examples:", "", *rates, ""]
     return "\n".join([*text, LEGEND])
 
 
-def _markdown_table(table: Table, lines: Sequence[_Line]) -> Iterator[str]:
+def table_lines(table: Table, results: Results) -> list[str]:
+    """Write one table, and the sentence on who is ahead."""
+    lines = lines_of(table, results)
+    if not lines:
+        return ["No run of this table is done yet."]
+    text = list(_rows(table, lines))
+    told = sentence(table, lines)
+    return [*text, "", told] if told else text
+
+
+def _rows(table: Table, lines: Sequence[Line]) -> Iterator[str]:
     """Yield the heads of the columns, the rule below them, and a row for each line."""
-    with_paper = bool(table.paper)
-    metric = lines[0].metric if lines else "metric"
-    columns = [
-        "",
-        metric + ("" if metric in LOWER_IS_BETTER else ", %"),
-        *(["paper, %"] if with_paper else []),
-        *COLUMNS,
-    ]
-    yield _row(columns)
-    yield _row(["---"] * len(columns))
-    best = max((line.merit for line in lines if line.row not in table.references), default=0.0)
-    for line in lines:
-        yield _row(line.cells(best=line.merit == best, with_paper=with_paper))
+    cells = [_cells(table, lines, line) for line in lines]
+    yield _row(list(cells[0]))
+    yield _row(["---"] * len(cells[0]))
+    for one in cells:
+        yield _row(list(one.values()))
+
+
+def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
+    """Write a row for people, by the heads of its columns."""
+    paired = any(one.standing for one in lines)
+    chosen = any(one.choice for one in lines)
+    metric = line.metric + ("" if line.metric in LOWER_IS_BETTER else ", %")
+    cells = {"": line.row, metric: _value(line)}
+    if table.paper:
+        cells["paper, %"] = "-" if line.paper is None else f"{line.paper:.1f}"
+    if paired:
+        cells[f"to {table.against}"] = _apart(line)
+    else:
+        cells["by seed"] = " ".join(told(line.metric, value) for value in line.values.values())
+    cells["learning rate"] = _rate(line)
+    if chosen:
+        cells["as good"] = _others(line.choice)
+        cells["runs"] = str(line.choice.runs) if line.choice else "-"
+    return cells | {
+        "rank": str(line.first.rank or "-"),
+        "parameters": f"{line.first.parameters:,}",
+        "up": megabytes(round(line.bytes_up)),
+        "down": megabytes(round(line.bytes_down)),
+        "client s": "-" if line.client_seconds is None else f"{line.client_seconds:.0f}",
+    }
+
+
+def _value(line: Line) -> str:
+    """Write the mean and its interval, and how many seeds are done if some are not."""
+    text = with_interval(line.metric, line.interval)
+    text = f"**{text}**" if line.best else text
+    done = len(line.values)
+    return text if done == line.seeds else f"{text} ({done} of {line.seeds} seeds)"
+
+
+def _apart(line: Line) -> str:
+    if line.apart is None:
+        return "-"
+    return ("+" if line.apart.mean > 0 else "") + with_interval(line.metric, line.apart)
+
+
+def _rate(line: Line) -> str:
+    rate = f"{line.first.learning_rate:g}"
+    if line.choice is None:
+        return rate
+    return rate + (" (open)" if line.choice.open else " (edge)" if line.choice.at_the_edge else "")
+
+
+def _others(choice: RateChoice | None) -> str:
+    """List the rates that are as good; with too few seeds nobody knows."""
+    if choice is None:
+        return "-"
+    if choice.seeds < LEAST:
+        return "unknown"
+    return " ".join(f"{rate:g}" for rate in choice.within_noise if rate != choice.rate) or "-"
+
+
+def with_interval(metric: str, found: Interval) -> str:
+    """Write a mean, and how far its interval reaches."""
+    text = told(metric, found.mean)
+    return text if found.half is None else f"{text} ± {told(metric, found.half)}"
+
+
+def told(metric: str, value: float) -> str:
+    """Write a metric: shares of 1 in percent, others as they are."""
+    return f"{value:.3f}" if metric in LOWER_IS_BETTER else f"{100 * value:.1f}"
 
 
 def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join(' '.join(cell.split()).replace('|', '/') for cell in cells)} |"
 
 
-def comma_separated(study: Study, folder: Path) -> str:
-    """Write the same for machines, in full precision."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer)
-    writer.writerow(CSV_COLUMNS.split())
-    for table in study.tables:
-        for line in _lines(table, folder):
-            writer.writerow(line.values())
-    return buffer.getvalue()
+def rates_lines(table: Table, results: Results) -> list[str]:
+    """Write what each rate has reached on held-back examples, a row for each row of the table."""
+    choices = choices_of(table, results)
+    rates = sorted({rate for choice in choices.values() for rate in choice.tried})
+    if not rates:
+        return []  # given in the settings, or not measured yet
+    heads = [*(f"{rate:g}" for rate in rates), "runs"]
+    text = [_row(["", *heads]), _row(["---"] * (len(heads) + 1))]
+    for name, choice in choices.items():
+        cells = [_rate_cell(choice, rate) for rate in rates]
+        text.append(_row([name, *cells, f"{choice.runs}{' (open)' * choice.open}"]))
+    return text
+
+
+def _rate_cell(choice: RateChoice, rate: float) -> str:
+    score = choice.scores.get(rate)
+    if score is None:
+        return "failed" if rate in choice.tried and not choice.open else "-"
+    text = with_interval(score.metric, interval(score.values))
+    if rate == choice.rate:
+        return f"**{text}**"
+    return f"*{text}*" if rate in choice.within_noise else text

@@ -85,7 +85,8 @@ def markdown(choice: Choice, drawn: Chart) -> str:
         "",
         f"Tried: {_rates(choice.tried)}. Measured on the {100 * config.validation_share:g} % of "
         f"their examples that {tuning.num_clients} clients hold back; the test examples took no "
-        "part. Worse by more than noise: in a t-test over the seeds, at 95 %.",
+        "part. Worse by more than noise: the 95 % interval of the difference, paired by seed, lies "
+        "below zero.",
         "",
         *_table(choice),
     ]

@@ -145,6 +145,9 @@ class _Stepper:
     def train(self, parameters: Sequence[Tensor]) -> None:
         """Take a round's steps on these parameters; the optimiser's state starts anew."""
         self.losses = []  # the batch that heads were scored by is no step
+        if not parameters:  # a method without adapters, under a frozen classifier
+            self.backward()  # for the loss alone
+            return
         optimizer = self._optimizer(parameters)
         anchors = [p.detach().clone() for p in parameters] if self.steps.proximal_mu else []
         for _ in range(self.steps.number):
@@ -188,7 +191,8 @@ class _Stepper:
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
             loss = self.task.loss(self.model.network, batch)
         loss = loss if share == 1.0 else loss * share
-        self.scaler.scale(loss).backward()
+        if loss.requires_grad:
+            self.scaler.scale(loss).backward()
         return loss.detach().float()
 
 

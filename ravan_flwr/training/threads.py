@@ -5,8 +5,9 @@ another busy program is a slow one. On two cores with one busy program beside it
 `digits-vit` takes 3.4 times as long with two threads as with one, a step of a ViT 768 wide 2.3
 times; on a quiet machine the second thread makes the first 1.3 times as quick, and the other 1.5
 times (docs/performance.md). So: one thread for small networks, one less than there are cores for
-others. The load of the moment plays no part, since the last bits of a result depend on the number
-of threads. Whoever sets `OMP_NUM_THREADS` or `MKL_NUM_THREADS` has that number.
+others. A process that is told its cores, as a study tells its runs, has a thread for each of them
+and no more. The load of the moment plays no part, since the last bits of a result depend on the
+number of threads. Whoever sets `OMP_NUM_THREADS` or `MKL_NUM_THREADS` has that number.
 """
 
 import os
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 import torch
 
 from ravan_flwr.specs import THREAD_NUMBERS
+from ravan_flwr.training.cores import CORES, usable_cores
 
 SMALL = 20_000_000  # pretrained parameters times examples in a step's batch
 
@@ -26,6 +28,8 @@ def suitable_threads(size: int, batch_size: int) -> int | None:
         return None
     if size * batch_size <= SMALL:
         return 1
+    if os.environ.get(CORES):  # what is left to this process is its own
+        return min(torch.get_num_threads(), usable_cores())
     return max(1, torch.get_num_threads() - 1)
 
 

@@ -213,6 +213,11 @@ def test_the_rank_is_the_largest_within_the_budget(name, lora_rank, layers):
         trained = sum(p.numel() for p in method.parameters(adapters))
         assert (method.rank, method.trainable_parameters()) == (None, trained)
         return
+    if name == "none":
+        method, adapters = build(name, lora_rank=lora_rank, layers=layers)
+        method.load(adapters, {})
+        assert (method.parameters(adapters), method.trainable_parameters()) == ([], 0)
+        return
     heads = {"heads": 1} if name == "ravan" else {}
     method, adapters = build(name, rank=None, lora_rank=lora_rank, layers=layers, **heads)
     method.load(adapters, method.initial_state(adapters))
@@ -224,7 +229,7 @@ def test_the_rank_is_the_largest_within_the_budget(name, lora_rank, layers):
         assert bigger.trainable_parameters() > method.budget
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("full", "none")])
 def test_a_rank_beyond_the_matrices_is_refused(name):
     with pytest.raises(ValueError, match=r"rank = 5: .*expected at most 4; lower rank"):
         build(name, rank=5)

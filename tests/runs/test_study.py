@@ -13,10 +13,14 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.studies import spec
+from ravan_flwr.studies.choosing import candidates, planned, runs_of
+from ravan_flwr.studies.numbers import rows_as_csv
 from ravan_flwr.studies.reading import read_study
+from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.running import run_study
-from ravan_flwr.studies.tables import comma_separated, markdown
+from ravan_flwr.studies.tables import markdown
 from ravan_flwr.training.cores import CORES, usable_cores
+from tests.studies import chosen as chosen_of
 
 TABLES = [
     {"title": "One", "rows": {"base": {}, "more": {"heads": 8}}},
@@ -52,12 +56,13 @@ def test_every_study_can_be_read(path):
     study = study_of_conf(path)
     assert study.rows
     assert study.tables
-    assert study.candidates() or study.runs(Path("nowhere"))
+    nothing = Results(Path("nowhere"))
+    assert candidates(study, nothing) or planned(study, nothing)
 
 
 def test_rows_that_mean_the_same_share_their_runs(tmp_path):
     study = read_study(write(tmp_path))
-    runs = study.runs(tmp_path)
+    runs = planned(study, Results(tmp_path))
     assert len(runs) == 4
     assert len({run.name for run in runs}) == 4
     assert study.tables[0].rows["base"] == study.tables[1].rows["same as base"]
@@ -112,8 +117,8 @@ def test_a_study_runs_resumes_and_writes_its_tables(tmp_path, monkeypatch, capsy
     finals = [json.loads(p.read_text())["metrics"]["final"]["accuracy"] for p in summaries]
     assert all(str(final) in "".join(rows) for final in finals)
     assert {path.name for path in folder.glob("*.png")} == {
-        "one-accuracy.png", "one-accuracy-by-bytes.png", "two-accuracy.png",
-        "two-accuracy-by-bytes.png",
+        "one-accuracy.png", "one-accuracy-by-bytes.png", "one-accuracy-by-seconds.png",
+        "two-accuracy.png", "two-accuracy-by-bytes.png", "two-accuracy-by-seconds.png",
     }  # fmt: skip
     assert "(one-accuracy.png)" in text
 
@@ -133,13 +138,14 @@ def test_a_table_may_draw_spectra_of_runs_with_their_own_number_of_clients(tmp_p
     }
     assert clients == {1, 3}
     assert {path.name for path in folder.glob("*.png")} == {
-        "t-accuracy.png", "t-accuracy-by-bytes.png", "t-spectrum.png", "t-effective-rank.png",
+        "t-accuracy.png", "t-accuracy-by-bytes.png", "t-accuracy-by-seconds.png",
+        "t-spectrum.png", "t-effective-rank.png",
     }  # fmt: skip
 
 
 def test_a_run_of_a_preset_that_changed_is_run_again(tmp_path):
     study = read_study(write(tmp_path))
-    run, folder = study.runs(tmp_path)[0], tmp_path / "out"
+    run, folder = planned(study, Results(tmp_path))[0], tmp_path / "out"
     directory = run.folder(folder) / "x"
     directory.mkdir(parents=True)
     (directory / "summary.json").write_text("{}")
@@ -154,7 +160,7 @@ METHODS = {"ravan": {}, "fedit": {"method": "fedit"}, "full": {"method": "full"}
 
 def test_a_run_of_an_earlier_version_is_not_run_again(tmp_path):
     settings = {"num-rounds": 1, "gradient-checkpointing": "no"}  # as such a study's file had it
-    (run, *_) = read_study(write(tmp_path, settings=settings)).runs(tmp_path)
+    (run, *_) = planned(read_study(write(tmp_path, settings=settings)), Results(tmp_path))
     assert "gradient-checkpointing=no" in run.command(tmp_path, "process")
     assert "report=false" in run.command(tmp_path, "process")
     folder = run.folder(tmp_path) / "run"
@@ -186,25 +192,27 @@ def test_methods_of_different_sizes_are_not_called_equal(tmp_path):
 
 
 def test_a_learning_rate_is_chosen_on_examples_that_are_held_back(tmp_path, forked):
-    choose = {"learning-rate": [1e-5, 1e-2, 5.0], "seeds": [7]}
+    rates = {"learning-rate": [1e-5, 1e-2, 5.0], "seeds": [7]}
     rows = {"chosen": {}, "given": {"learning-rate": 1e-5}}
     settings = {"num-rounds": 2, "local-steps": 5, "classifier": "frozen"}
     tables = [{"title": "T", "rows": rows}]
-    path = write(tmp_path, choose=choose, tables=tables, settings=settings, seeds=[0])
+    path = write(tmp_path, choose=rates, tables=tables, settings=settings, seeds=[0])
     study, folder = read_study(path), tmp_path / "out"
-    for candidate in study.candidates():
+    nothing = Results(folder)
+    for candidate in candidates(study, nothing):
         given = dict(candidate.settings)
         assert (given["evaluate-on"], given["validation-share"], given["seed"]) == (
             "clients", 0.2, 7,
         )  # fmt: skip
-    assert len(study.candidates()) == 3
-    assert study.tables[0].rows["chosen"].runs(folder) == []  # nothing is known yet
+    assert len(candidates(study, nothing)) == 3
+    assert runs_of(study.tables[0].rows["chosen"], nothing) == []  # nothing is known yet
     assert run_study(path, folder, jobs=2)
     chosen = study.tables[0].rows["chosen"]
-    assert chosen.chosen_rate(folder) == 1e-2
-    (final,) = chosen.runs(folder)
+    results = Results(folder)
+    assert chosen_of(chosen, results).rate == 1e-2
+    (final,) = runs_of(chosen, results)
     assert "evaluate-on" not in dict(final.settings)
-    text = markdown(study, folder)
+    text = markdown(study, results)
     assert "| 0.01 |" in text
     assert "| 1e-05 |" in text
     assert "(edge)" not in text
@@ -231,7 +239,7 @@ SHARE = max(1, usable_cores({}) // 2)
 @pytest.mark.parametrize(
     ("jobs", "given", "expected"),
     [
-        (2, {}, f"{SHARE} - {SHARE}"),
+        (2, {}, f"- - {SHARE}"),  # by its cores a run decides on its threads
         (1, {}, "- - -"),
         (2, {"OMP_NUM_THREADS": "7"}, f"7 - {SHARE}"),
         (2, {"MKL_NUM_THREADS": "5"}, f"- 5 {SHARE}"),
@@ -275,8 +283,9 @@ def test_a_failed_run_is_listed_and_the_others_go_on(tmp_path, caplog, forked):
     assert not run_study(path, tmp_path / "out", jobs=1)
     assert "failed" in caplog.text
     assert "round 1: got no valid reply" in caplog.text
-    assert "| **" in markdown(read_study(path), tmp_path / "out")
-    assert "bad" not in markdown(read_study(path), tmp_path / "out")
+    results = Results(tmp_path / "out")
+    assert "| **" in markdown(read_study(path), results)
+    assert "bad" not in markdown(read_study(path), results)
 
 
 def test_mistakes_on_the_command_line(tmp_path, capsys):
@@ -307,7 +316,7 @@ def with_paper(tmp_path, numbers, **changes):
 def test_the_papers_numbers_stand_beside_ours(tmp_path):
     path = with_paper(tmp_path, {"A": {"ravan": 84.42}})
     study = read_study(path)
-    for run in study.runs(tmp_path):
+    for run in planned(study, Results(tmp_path)):
         accuracy = 0.25 if ("method", "fedit") in run.settings else 0.5
         folder = run.folder(tmp_path) / "run"
         folder.mkdir(parents=True)
@@ -318,20 +327,20 @@ def test_the_papers_numbers_stand_beside_ours(tmp_path):
             "bytes-down": 1, "seconds": 1,
         }  # fmt: skip
         (folder / "summary.json").write_text(json.dumps(summary))
-    text = markdown(study, tmp_path).splitlines()
+    text = markdown(study, Results(tmp_path)).splitlines()
     assert text[4].startswith("|  | accuracy, % | paper, % | by seed |")
     assert any(line.startswith("| ravan | **50.0** | 84.4 | 50.0 |") for line in text)
     assert any(line.startswith("| fedit | 25.0 | - | 25.0 |") for line in text)
-    rows = list(csv.DictReader(comma_separated(study, tmp_path).splitlines()))
+    rows = list(csv.DictReader(rows_as_csv(study, Results(tmp_path)).splitlines()))
     assert {row["row"]: row["paper"] for row in rows} == {"ravan": "84.42", "fedit": ""}
     # Another metric than the task's.
     tables = [{"title": "A", "rows": {"ravan": {}}, "metric": "f1"}]
     other = read_study(with_paper(tmp_path, {}, tables=tables))
-    assert "| ravan | **90.0** |" in markdown(other, tmp_path)
+    assert "| ravan | **90.0** |" in markdown(other, Results(tmp_path))
     # A reference is no competitor.
     both = {"ravan": {}, "fedit": {"method": "fedit"}}
     alone = [{"title": "A", "rows": both, "references": ["ravan"]}]
-    last = markdown(read_study(with_paper(tmp_path, {}, tables=alone)), tmp_path)
+    last = markdown(read_study(with_paper(tmp_path, {}, tables=alone)), Results(tmp_path))
     assert "| ravan | 50.0 |" in last
     assert "| fedit | **25.0** |" in last
 
@@ -373,7 +382,7 @@ def test_the_papers_studies_are_complete(name, tmp_path):
     tables, runs, number = PAPER[name]
     study = study_of_conf(conf_folder() / "studies" / f"{name}.yaml")
     assert len(study.tables) == tables
-    assert len(study.runs(tmp_path)) == runs
+    assert len(planned(study, Results(tmp_path))) == runs
     assert all(table.paper.keys() == table.rows.keys() for table in study.tables) == bool(number)
     if number:
         title, row, value = number

@@ -13,8 +13,9 @@ from ravan_flwr.config.presets import conf_folder, own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.studies import spec
 from ravan_flwr.studies.adopting import adopt
-from ravan_flwr.studies.halving import Choice, Measured, Score
+from ravan_flwr.studies.halving import Choice, Measured
 from ravan_flwr.studies.held_back import check_held_back
+from ravan_flwr.studies.scores import Score
 from ravan_flwr.studies.tuning import plan_tuning
 
 SHORT = ["num-clients=3", "num-rounds=2", "local-steps=5", "classifier=frozen"]

@@ -12,7 +12,9 @@ from ravan_flwr.launch import superlink as flower
 from ravan_flwr.launch.sharing import MOST_A_GPU, Sharing, share_gpus
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies import running
+from ravan_flwr.studies.choosing import planned
 from ravan_flwr.studies.reading import read_study
+from ravan_flwr.studies.results import Results
 from ravan_flwr.training import gpus
 from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.device import pick_device
@@ -227,7 +229,7 @@ def test_a_study_hands_on_how_gpus_are_shared(tmp_path, capsys):
     file = str(tmp_path / "study.yaml")
     Path(file).write_text(STUDY)
     study = read_study(Path(file))
-    run = (study.candidates() or study.runs(tmp_path))[0]
+    run = planned(study, Results(tmp_path))[0]
     flower_run = running.How("flower", 2, 3).command(run, tmp_path)
     assert flower_run[-4:] == ["--runs-at-a-time", "2", "--clients-per-gpu", "3"]
     assert running.How("flower", 1, None).command(run, tmp_path)[-2:] == ["--runs-at-a-time", "1"]

@@ -1,9 +1,13 @@
 """One core is left to others, small networks have one thread, and a user's number is kept."""
 
+import math
+
 import pytest
 import torch
 
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.training import cores
+from ravan_flwr.training.cores import CORES
 from ravan_flwr.training.threads import SMALL, computing_with, suitable_threads
 from ravan_flwr.training.workbench import Workbench
 
@@ -13,6 +17,7 @@ def four(monkeypatch):
     """A machine on which PyTorch would take four threads, and a user who said nothing."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.delenv(CORES)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
 
 
@@ -22,6 +27,19 @@ def test_small_networks_have_one_thread_and_others_leave_one_core():
     assert suitable_threads(SMALL, 1) == 1
     assert suitable_threads(SMALL, 2) == 3
     assert suitable_threads(86_000_000, 8) == 3
+
+
+@pytest.mark.usefixtures("four")
+@pytest.mark.parametrize(("given", "threads"), [("1", 1), ("3", 3), ("9", 4)])
+def test_a_run_beside_others_has_a_thread_for_each_core_that_is_left_to_it(
+    monkeypatch, given, threads
+):
+    """As a study with --jobs leaves them, and a small network has one thread there, too."""
+    monkeypatch.setenv(CORES, given)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(cores, "_quotas", lambda *_: [math.inf])
+    assert suitable_threads(86_000_000, 8) == threads
+    assert suitable_threads(300_000, 32) == 1
 
 
 @pytest.mark.usefixtures("four")

@@ -1,0 +1,39 @@
+"""Train no adapter, the reference that says what adapters are worth.
+
+With `classifier=trained` the classifier alone is trained, travels and is averaged; the network
+below it stays as it was pretrained. With `classifier=frozen` nothing is trained at all: one round
+of it measures the pretrained network as it is.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from ravan_flwr.adapters import Layer, LoRALinear
+from ravan_flwr.methods.base import Settings, Tensors
+from ravan_flwr.methods.lora import LoraMethod
+
+
+class NoAdapter(LoraMethod):
+    """Keep an empty state; the network has a LoRA of rank 1 in it, which is zero and stays so."""
+
+    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
+        super().__init__(dataclasses.replace(settings, rank=1), layers, size)
+
+    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+        return {}
+
+    def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:  # noqa: ARG002
+        return {}
+
+    def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:  # noqa: ARG002
+        super().load(adapters, super().initial_state(adapters))
+        for adapter in adapters:
+            adapter.requires_grad_(False)
+
+    def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:  # noqa: ARG002
+        return {}
+
+
+METHOD = NoAdapter

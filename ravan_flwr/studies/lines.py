@@ -1,0 +1,145 @@
+"""Compare the rows of a table: means over seeds, differences paired by seed, what is the best."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ravan_flwr.specs import LOWER_IS_BETTER
+from ravan_flwr.studies.choosing import RateChoice, choose, runs_of
+from ravan_flwr.studies.intervals import Interval, difference, interval
+from ravan_flwr.studies.results import Result, Results
+from ravan_flwr.studies.spec import Row, Table
+
+
+@dataclass(frozen=True)
+class Line:
+    """Hold a row of a table, with the results of its seeds that are done."""
+
+    table: str
+    row: str
+    metric: str
+    results: Mapping[int, Result]  # by seed
+    values: Mapping[int, float]  # of the metric
+    seeds: int  # that the study names
+    choice: RateChoice | None  # of the learning rate, where it is chosen from a grid
+    competes: bool
+    paper: float | None  # in percent
+    apart: Interval | None = None  # from the row that differences are to
+    best: bool = False  # or not to be told apart from it
+
+    @classmethod
+    def of(cls, table: Table, name: str, results: Results) -> "Line | None":
+        """Read a row's results; None where no run of it is done."""
+        row = table.rows[name]
+        done = _by_seed(row, results)
+        if not done:
+            return None
+        return cls(
+            table=table.title,
+            row=name,
+            metric=table.metric or next(iter(done.values())).metric,
+            results=done,
+            values={seed: result.value(table.metric) for seed, result in done.items()},
+            seeds=len(row.seeds),
+            choice=choose(row, results),
+            competes=name not in table.references,
+            paper=table.paper.get(name),
+        )
+
+    @property
+    def first(self) -> Result:
+        return next(iter(self.results.values()))
+
+    @property
+    def interval(self) -> Interval:
+        return interval(list(self.values.values()))
+
+    @property
+    def spread(self) -> float:
+        """Return the standard deviation over the seeds."""
+        return statistics.stdev(self.values.values()) if len(self.values) > 1 else 0.0
+
+    @property
+    def sign(self) -> int:
+        """Return -1 where less is better."""
+        return -1 if self.metric in LOWER_IS_BETTER else 1
+
+    @property
+    def merit(self) -> float:
+        """Return the mean such that larger is better."""
+        return self.sign * self.interval.mean
+
+    @property
+    def client_seconds(self) -> float | None:
+        """Average over the seeds what all clients took; None where a run has not noted it."""
+        taken = [result.client_seconds for result in self.results.values()]
+        known = [seconds for seconds in taken if seconds is not None]
+        return statistics.mean(known) if len(known) == len(taken) else None
+
+    @property
+    def bytes_up(self) -> float:
+        return statistics.mean(result.bytes_up for result in self.results.values())
+
+    @property
+    def bytes_down(self) -> float:
+        return statistics.mean(result.bytes_down for result in self.results.values())
+
+    @property
+    def seconds(self) -> float:
+        return statistics.mean(result.seconds for result in self.results.values())
+
+    @property
+    def standing(self) -> str:
+        """Say how it stands to the row that differences are to, where that can be told."""
+        if self.apart is None or self.apart.holds_zero is None:
+            return ""
+        if self.apart.holds_zero:
+            return "alike"
+        return "ahead" if self.sign * self.apart.mean > 0 else "behind"
+
+
+def _by_seed(row: Row, results: Results) -> dict[int, Result]:
+    runs = runs_of(row, results)
+    found = {int(dict(run.settings)["seed"]): results.of(run) for run in runs}
+    return {seed: result for seed, result in found.items() if result is not None}
+
+
+def lines_of(table: Table, results: Results) -> list[Line]:
+    """Compare the rows of which at least one run is done."""
+    lines = [line for name in table.rows if (line := Line.of(table, name, results)) is not None]
+    other = next((line for line in lines if line.row == table.against), None)
+    best = max((line for line in lines if line.competes), key=lambda x: x.merit, default=None)
+    return [
+        replace(
+            line,
+            apart=difference(line.values, other.values) if other and line is not other else None,
+            best=line.competes and best is not None and _is_as_good(line, best),
+        )
+        for line in lines
+    ]
+
+
+def _is_as_good(line: Line, best: Line) -> bool:
+    """Tell whether the best is not told apart from it; without an interval, only from its equal."""
+    apart = difference(line.values, best.values)
+    if apart is None or apart.holds_zero is None:
+        return line.merit == best.merit
+    return apart.holds_zero
+
+
+def sentence(table: Table, lines: Sequence[Line]) -> str:
+    """Say which rows are ahead and behind, by intervals that do not hold zero."""
+    named = {kind: [x.row for x in lines if x.standing == kind] for kind in _STANDINGS}
+    told = [_STANDINGS[kind].format(table.against, ", ".join(x)) for kind, x in named.items() if x]
+    if not told and len(lines) > 1:
+        least = min(len(line.values) for line in lines)
+        seeds = "one seed" if least == 1 else f"{least} seeds"
+        told = [f"With {seeds} there is no interval: no row is said to be ahead of another."]
+    return " ".join(told)
+
+
+_STANDINGS = {
+    "ahead": "Ahead of {}: {}.",
+    "behind": "Behind {}: {}.",
+    "alike": "Not to be told apart from {}: {}.",
+}

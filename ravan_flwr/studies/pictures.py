@@ -1,0 +1,168 @@
+"""Draw what came of a study: a metric by round, by bytes and by seconds, and by learning rate."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+
+from ravan_flwr.results.charts import COLOURS, STYLE, Chart, Series, least_and_greatest, lines
+from ravan_flwr.results.panels import panels
+from ravan_flwr.results.spectrum import Spectra
+from ravan_flwr.results.spectrum import charts as spectrum_charts
+from ravan_flwr.studies.choosing import RateChoice, choices_of, runs_of
+from ravan_flwr.studies.intervals import LEAST, interval
+from ravan_flwr.studies.lines import Line, lines_of
+from ravan_flwr.studies.results import Results
+from ravan_flwr.studies.spec import Table
+
+_MOST_TOGETHER = 6  # lines that can be told apart in one picture
+
+
+def charts(table: Table, results: Results) -> list[Chart]:
+    """Draw a table's pictures, and its rows' spectra where it asks for them."""
+    rows = lines_of(table, results)
+    drawn = [*(_courses(table, rows) if rows else ()), *_sensitivity(table, results)]
+    if table.spectra and rows:
+        drawn += spectrum_charts(_spectra(table, results), top=64)
+    return [replace(chart, name=f"{slug(table.title)}-{chart.name}") for chart in drawn]
+
+
+def slug(title: str) -> str:
+    """Make a part of a file's name of a title."""
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def band_ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Let a band be the mean's 95 % interval, or reach over all where there are too few seeds."""
+    if len(values) < LEAST:
+        return least_and_greatest(values)
+    found = [interval(list(map(float, column))) for column in values.T]
+    means, halves = values.mean(0), np.asarray([one.half for one in found], float)
+    return means - halves, means + halves
+
+
+@dataclass(frozen=True)
+class _Along:
+    """Say what a metric is drawn against."""
+
+    key: str  # in a curve
+    unit: float
+    suffix: str  # of the picture's name
+    heading: str
+    label: str  # of the axis
+    about: str
+
+
+_ALONG = (
+    _Along("round", 1, "", "by round", "round", "after each round"),
+    _Along(
+        "bytes", 1e6, "-by-bytes", "by megabyte sent", "MB sent, up and down",
+        "against all that was sent so far, to the clients and back",
+    ),
+    _Along(
+        "client-seconds", 1, "-by-seconds", "by seconds of the clients", "client seconds",
+        "against the seconds that clients took to train so far, summed over them",
+    ),
+)  # fmt: skip
+
+
+def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
+    """Draw the metric by round, by megabyte and by the clients' seconds."""
+    metric, drawn = rows[0].metric, []
+    for along in _ALONG:
+        series = [_course(row, metric, along) for row in rows]
+        if not all(any(x for x, _ in one.runs) for one in series):
+            continue  # a run has not noted it
+        told = f"The {metric} on examples that nobody trains on, {along.about}. "
+        about, title = told + _said_of_bands(rows), f"{metric.capitalize()} {along.heading}"
+        name = f"{metric}{along.suffix}"
+        drawn.append(_chart(name, title, about, series, table, along.label, metric))
+    return drawn
+
+
+def _course(row: Line, metric: str, along: _Along) -> Series:
+    """Collect the points of a row's runs, one at each round that was evaluated."""
+    curves = [result.curve for result in row.results.values() if metric in result.curve]
+    points = [([x / along.unit for x in one[along.key]], one[metric]) for one in curves]
+    return Series(row.row, points)
+
+
+def _said_of_bands(rows: Sequence[Line]) -> str:
+    least = min(len(row.values) for row in rows)
+    if least == 1:
+        return "One seed."
+    kind = "95 % intervals of the mean" if least >= LEAST else "from the least to the greatest"
+    return f"Bands: {kind} over {least} seeds."
+
+
+def _chart(
+    name: str, title: str, about: str, series: Sequence[Series], table: Table, x: str, y: str
+) -> Chart:
+    """Draw a few lines together, and of many each in a panel of its own."""
+    if len(series) > _MOST_TOGETHER:
+        return panels(name, title, about, series, table.against, x, y, ends=band_ends)
+    return lines(name, title, about, series, x, y, whole=x == "round", ends=band_ends)
+
+
+def _sensitivity(table: Table, results: Results) -> list[Chart]:
+    """Draw the metric by learning rate, a panel for each row whose rate is chosen."""
+    choices = choices_of(table, results)
+    if not choices:
+        return []
+    scores = next(iter(choices.values())).scores
+    metric = next(iter(scores.values())).metric
+    seeds = {len(score.values) for one in choices.values() for score in one.scores.values()}
+
+    def mark(axes: Axes, series: Series) -> None:
+        _mark(axes, choices[series.label])
+
+    return [
+        panels(
+            f"{metric}-by-rate",
+            f"{metric.capitalize()} by learning rate",
+            f"The {metric} on examples that clients hold back, by learning rate; {min(seeds)} "
+            "seeds. The large point is the rate that was chosen; filled points are not to be told "
+            "apart from it.",
+            [_by_rate(name, choice) for name, choice in choices.items()],
+            table.against,
+            "learning rate",
+            metric,
+            ends=band_ends,
+            logarithmic=True,
+            mark=mark,
+        )
+    ]
+
+
+def _by_rate(name: str, choice: RateChoice) -> Series:
+    rates = sorted(choice.scores)
+    seeds = range(len(choice.scores[rates[0]].values))
+    return Series(name, [(rates, [choice.scores[rate].values[n] for rate in rates]) for n in seeds])
+
+
+def _mark(axes: Axes, choice: RateChoice) -> None:
+    """Mark the rates that were tried, those as good as the best, and the best."""
+    with mpl.rc_context(STYLE):
+        for rate, score in choice.scores.items():
+            good = rate in choice.within_noise
+            axes.plot(
+                [rate],
+                [score.mean],
+                marker="o",
+                markersize=7 if rate == choice.rate else 4,
+                markerfacecolor=COLOURS[0] if good else "white",
+                markeredgecolor=COLOURS[0],
+            )
+
+
+def _spectra(table: Table, results: Results) -> dict[str, list[Spectra]]:
+    """Read the spectra of the runs whose directories are there."""
+    found = {}
+    for name, row in table.rows.items():
+        paths = [path for run in runs_of(row, results) if (path := run.directory(results.folder))]
+        if paths:
+            found[name] = [Spectra.of(path) for path in paths]
+    return found

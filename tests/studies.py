@@ -1,0 +1,55 @@
+"""Results of runs that nobody ran, for tests of what is made of them."""
+
+from ravan_flwr.studies.choosing import candidates, choose, planned
+from ravan_flwr.studies.results import Result
+
+
+def result(value, metric="accuracy", rate=1e-3, **changes):
+    """The result of a run of two rounds that ended with this value."""
+    fields = {
+        "metric": metric, "final": {metric: value, "loss": 1.0}, "learning_rate": rate,
+        "rank": 4, "parameters": 100, "bytes_up": 1_000_000, "bytes_down": 2_000_000,
+        "seconds": 9.0, "client_seconds": 8.0,
+        "curve": {
+            "round": [1, 2], "bytes": [1.5e6, 3e6], "client-seconds": [4.0, 8.0],
+            metric: [value / 2, value],
+        },
+    }  # fmt: skip
+    return Result(**fields | changes)
+
+
+def fill(study, results, value_of, metric="accuracy"):
+    """Note a result for each run of a study, rates first, until none is lacking."""
+    for runs in (candidates, planned):
+        while lacking := [run for run in runs(study, results) if results.of(run) is None]:
+            if all(results.failure(run) for run in lacking):
+                break
+            for run in lacking:
+                settings = dict(run.settings)
+                value = value_of(settings)
+                if value is None:
+                    results.note_failure(run, "it diverged")
+                    continue
+                rate = settings.get("learning-rate", 1e-3)
+                results.note(run, result(value, metric, rate))
+
+
+def chosen(row, results):
+    """What was chosen for a row that chooses its rate."""
+    choice = choose(row, results)
+    assert choice is not None
+    return choice
+
+
+def ends(interval):
+    """Where an interval begins and ends."""
+    assert interval is not None
+    assert interval.half is not None
+    return interval.mean - interval.half, interval.mean + interval.half
+
+
+def found(results, run):
+    """The result of a run that is done."""
+    result = results.of(run)
+    assert result is not None
+    return result

@@ -1,0 +1,125 @@
+"""A learning rate is chosen on the mean of its seeds, beyond the grid's edge where need be."""
+
+import math
+
+import pytest
+import yaml
+
+from ravan_flwr.studies.choosing import candidates, planned
+from ravan_flwr.studies.numbers import rates_as_csv
+from ravan_flwr.studies.reading import read_study
+from ravan_flwr.studies.results import Results
+from ravan_flwr.studies.running import run_study
+from ravan_flwr.studies.tables import markdown
+from tests.studies import chosen, fill
+
+GRID = [1e-3, 3e-3, 1e-2]
+
+
+def study_of(tmp_path, rows=None, **choose):
+    content = {
+        "title": "A study", "num-clients": 3, "seeds": [0, 1, 2], "settings": {"num-rounds": 2},
+        "choose": {"learning-rate": GRID, "seeds": [100, 101, 102]} | choose,
+        "tables": [{"title": "T", "rows": rows or {"ravan": {}, "fedit": {"method": "fedit"}}}],
+    }  # fmt: skip
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return read_study(path)
+
+
+def peak_at(best):
+    """A metric that is the larger the nearer the rate is to the best, with luck by seed."""
+
+    def value_of(settings):
+        away = abs(math.log10(settings["learning-rate"] / best.get(settings.get("method"), 3e-3)))
+        return round(0.9 - 0.1 * away + 0.001 * (settings["seed"] % 10), 6)
+
+    return value_of
+
+
+def test_the_grid_is_extended_while_the_best_lies_at_its_edge(tmp_path):
+    study, results = study_of(tmp_path), Results(tmp_path)
+    assert len(candidates(study, results)) == 2 * 3 * 3  # the same effort for every row
+    fill(study, results, peak_at({"fedit": 1e-1}))
+    ravan, fedit = (chosen(row, results) for row in study.rows)
+    assert (ravan.tried, ravan.rate, ravan.runs) == (GRID, 3e-3, 9)
+    assert (fedit.tried, fedit.rate) == ([*GRID, 3e-2, 0.1, 0.3], 0.1)
+    assert not fedit.at_the_edge
+    assert fedit.runs == 18
+    assert {dict(run.settings)["learning-rate"] for run in planned(study, results)} == {3e-3, 0.1}
+    text = markdown(study, results)
+    assert "(edge)" not in text
+    assert "| 18 |" in text
+
+
+def test_the_number_of_extensions_is_bounded_and_the_edge_told(tmp_path):
+    study, results = study_of(tmp_path, extensions=1), Results(tmp_path)
+    fill(study, results, peak_at({"fedit": 1e-5}))
+    fedit = chosen(study.rows[1], results)
+    assert (fedit.tried, fedit.rate, fedit.at_the_edge) == ([3e-4, *GRID], 3e-4, True)
+    assert "| 0.0003 (edge) |" in markdown(study, results)
+    study = study_of(tmp_path, extensions=0)
+    assert chosen(study.rows[1], results).tried == GRID
+
+
+def test_a_rate_beyond_the_edge_that_fails_ends_it(tmp_path):
+    study, results = study_of(tmp_path), Results(tmp_path)
+    near = peak_at({None: 10.0, "fedit": 10.0})
+    fill(study, results, lambda s: near(s) if s["learning-rate"] < 0.05 else None)
+    choice = chosen(study.rows[0], results)
+    assert (choice.tried, choice.rate) == ([*GRID, 3e-2, 0.1], 3e-2)
+    assert 0.1 not in choice.scores
+    assert not choice.at_the_edge  # a larger one was tried
+    assert "| failed |" in markdown(study, results)
+
+
+def test_where_rates_reach_the_same_the_smallest_is_taken_and_the_grid_left(tmp_path):
+    study, results = study_of(tmp_path), Results(tmp_path)
+    fill(study, results, lambda _: 0.5)
+    choice = chosen(study.rows[0], results)
+    assert (choice.tried, choice.rate, choice.within_noise) == (GRID, 1e-3, GRID)
+
+
+def test_the_mean_over_the_seeds_decides_and_noise_is_told(tmp_path):
+    # The first seed alone would take 1e-2; by the mean 3e-3 is best, and 1e-2 within noise of it.
+    values = {1e-3: [0.50, 0.51, 0.52], 3e-3: [0.80, 0.82, 0.84], 1e-2: [0.95, 0.70, 0.75]}
+    study, results = study_of(tmp_path), Results(tmp_path)
+    fill(study, results, lambda s: values[s["learning-rate"]][s["seed"] % 100])
+    choice = chosen(study.rows[0], results)
+    assert choice.rate == 3e-3
+    assert choice.within_noise == [3e-3, 1e-2]
+    assert "| 0.003 | 0.01 | 9 |" in markdown(study, results)
+    assert "| 51.0 ± 2.5 | **82.0 ± 5.0** | *80.0 ± 32.9* | 9 |" in markdown(study, results)
+    lines = rates_as_csv(study, results).splitlines()
+    assert len(lines) == 1 + 2 * 9
+    assert "T,ravan,0.01,101,accuracy,0.7" in lines
+
+
+def test_what_is_still_to_be_run_is_told(tmp_path):
+    study, results = study_of(tmp_path), Results(tmp_path)
+    fill(study, results, peak_at({}))
+    wider = study_of(tmp_path, **{"learning-rate": [*GRID, 3e-2]})
+    assert chosen(wider.rows[0], results).open
+    assert "| 0.003 (open) |" in markdown(wider, results)
+
+
+def test_a_choice_by_one_seed_is_warned_of(tmp_path, caplog):
+    study, results = study_of(tmp_path, seeds=[100]), Results(tmp_path / "out")
+    fill(study, results, peak_at({}))
+    assert run_study(tmp_path / "study.yaml", tmp_path / "out")
+    assert "learning rates are chosen with 1 seed, by which a poor one can win" in caplog.text
+    assert "| 0.003 | unknown | 3 |" in markdown(study, results)
+
+
+def test_rates_are_never_chosen_on_the_test_part(tmp_path):
+    study, results = study_of(tmp_path), Results(tmp_path)
+    for run in candidates(study, results):
+        settings = dict(run.settings)
+        assert (settings["evaluate-on"], settings["validation-share"]) == ("clients", 0.2)
+        assert settings["seed"] in (100, 101, 102)
+
+
+@pytest.mark.parametrize("number", [-1, 11])
+def test_a_number_of_extensions_that_is_none(tmp_path, number):
+    with pytest.raises(ValueError, match=f"extensions = {number}: expected a whole number from 0"):
+        study_of(tmp_path, extensions=number)

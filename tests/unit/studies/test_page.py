@@ -1,0 +1,121 @@
+"""A page shows what the record of a study says, and every page of the documentation does."""
+
+import re
+
+import pytest
+import yaml
+
+from ravan_flwr.cli import main
+from ravan_flwr.studies import spec
+from ravan_flwr.studies.page import Page
+from ravan_flwr.studies.reading import read_study
+from ravan_flwr.studies.results import Results
+from testing import ROOT
+from tests.studies import fill
+
+CONTENT = {
+    "title": "A study", "num-clients": 3, "seeds": [0, 1, 2], "settings": {"num-rounds": 2},
+    "choose": {"learning-rate": [1e-3, 1e-2], "seeds": [100, 101, 102], "extensions": 0},
+    "tables": [
+        {"title": "One", "rows": {"ravan": {}, "fedit": {"method": "fedit"}}},
+        {"title": "Two, and more", "rows": {"alone": {"heads": 2}}},
+    ],
+}  # fmt: skip
+BEGIN, END = "<!-- study mine: One -->", "<!-- end of study -->"
+
+
+@pytest.fixture
+def study(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(CONTENT, sort_keys=False))
+    return path
+
+
+def page_of(tmp_path, *lines):
+    path = tmp_path / "results.md"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_a_study_writes_its_page_and_the_numbers_beside_it(tmp_path, study, monkeypatch, capsys):
+    monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
+    path = page_of(
+        tmp_path, "# Mine", BEGIN, "what was here before", END, "between",
+        "<!-- study mine: Two, and more -->", END, "<!-- study other: X -->", "kept", END,
+        "<!-- study mine: rates of Two, and more -->", END, "",
+    )  # fmt: skip
+    place = Page.of(path, study, read_study(study))
+    results = Results(tmp_path / "out", place.record)
+    fill(place.study, results, lambda s: 0.5 + s["seed"] / 100 + (s.get("method") is None) / 10)
+    words = ["study", str(study), "--output", str(tmp_path / "out"), "--page", str(path)]
+    main([*words, "--tables-only"])
+    text = path.read_text()
+    assert "what was here before" not in text
+    assert "0 runs of 27 are not done; nothing is run" in capsys.readouterr().out
+    assert f"{BEGIN}\n\n|  | accuracy, % | to ravan |" in text
+    assert f"Behind ravan: fedit.\n\n{END}\nbetween\n<!-- study mine: Two, and more -->\n" in text
+    assert f"<!-- study other: X -->\nkept\n{END}\n" in text
+    assert "|  | 0.001 | 0.01 | runs |" in text.partition("rates of Two, and more")[2]
+    assert {file.name for file in (tmp_path / "results").iterdir()} >= {
+        "mine.jsonl", "mine.csv", "mine-rates.csv", "mine-one-accuracy.png",
+        "mine-one-accuracy-by-bytes.png", "mine-one-accuracy-by-seconds.png",
+    }  # fmt: skip
+    main(words)  # all is done: the same page again
+    assert path.read_text() == text
+
+
+def test_what_lacks_is_counted_and_not_run(tmp_path, study, capsys):
+    main(["study", str(study), "--output", str(tmp_path / "out"), "--tables-only"])
+    assert "18 runs of 18 are not done; nothing is run" in capsys.readouterr().out
+    assert (tmp_path / "out" / "results.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (["# Mine"], "found no place for study mine, expected lines such as '<!-- study mine: One"),
+        ([BEGIN], "got 'the end of the page', expected '<!-- end of study -->' before it"),
+        ([BEGIN, BEGIN, END], "line 2: got '<!-- study mine: One -->', expected '<!-- end"),
+        (["<!-- study mine: Three -->", END], r"line 1: got 'Three', expected a table of the"),
+    ],
+)
+def test_a_page_that_has_no_place_is_refused_before_anything_runs(tmp_path, study, lines, told):
+    with pytest.raises(ValueError, match=told):
+        Page.of(page_of(tmp_path, *lines), study, read_study(study))
+
+
+def test_a_page_that_is_no_text_is_refused(tmp_path, study):
+    (tmp_path / "results.md").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="it is no text in UTF-8 .*, expected a page in Markdown"):
+        Page.of(tmp_path / "results.md", study, read_study(study))
+
+
+def test_a_page_that_is_not_there_is_refused(tmp_path, study, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["study", str(study), "--page", str(tmp_path / "no.md")])
+    assert end.value.code == 2
+    assert "found no file there, expected a page" in capsys.readouterr().err
+    assert not (tmp_path / "studies").exists()
+
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+SHOWN = sorted(
+    {
+        (page.name, name)
+        for page in PAGES
+        for name in re.findall(r"^<!-- study ([^:]+): ", page.read_text(), re.MULTILINE)
+    }
+)
+
+
+@pytest.mark.parametrize(("page", "name"), SHOWN)
+def test_pages_of_the_documentation_are_what_their_records_say(page, name):
+    file = ROOT / "conf" / "studies" / f"{name}.yaml"
+    place = Page.of(ROOT / "docs" / page, file, read_study(file))
+    results = Results(ROOT / "nowhere", place.record)
+    text = place.path.read_text()
+    again = f"write it again: ravan-flwr study {file} --page docs/{page} --tables-only"
+    assert place.written(text, results) == text, again
+    for suffix, numbers in place.numbers(results).items():
+        written = (place.folder / f"{name}{suffix}.csv").read_text().splitlines()
+        assert written == numbers.splitlines(), again

@@ -1,0 +1,69 @@
+"""The pictures of a study show every row, with intervals over the seeds."""
+
+import numpy as np
+import pytest
+import yaml
+from scipy import stats
+
+from ravan_flwr.studies.pictures import band_ends, charts
+from ravan_flwr.studies.reading import read_study
+from ravan_flwr.studies.results import Results
+from tests.studies import fill
+
+MANY = ("ravan", "fedit", "ffa-lora", "hetlora", "flexlora", "rolora", "flora", "fedsvd", "full")
+
+
+def drawn(tmp_path, rows, value_of=lambda s: 0.5 + s["seed"] % 10 / 100):
+    content = {
+        "title": "A study", "num-clients": 3, "seeds": [0, 1, 2], "settings": {"num-rounds": 2},
+        "choose": {"learning-rate": [1e-3, 3e-3], "seeds": [100, 101, 102], "extensions": 0},
+        "tables": [{"title": "All, at once!", "rows": {name: {"method": name} for name in rows}}],
+    }  # fmt: skip
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    study, results = read_study(path), Results(tmp_path)
+    fill(study, results, value_of)
+    return {chart.name: chart for chart in charts(study.tables[0], results)}
+
+
+@pytest.mark.parametrize("rows", [MANY[:2], MANY])
+def test_a_table_has_four_pictures_with_every_row(tmp_path, rows):
+    found = drawn(tmp_path, rows)
+    names = ["accuracy", "accuracy-by-bytes", "accuracy-by-seconds", "accuracy-by-rate"]
+    assert list(found) == [f"all-at-once-{name}" for name in names]
+    for name, chart in found.items():
+        assert chart.png().startswith(b"\x89PNG")
+        shown = [axes for axes in chart.figure.axes if axes.get_visible()]
+        if len(rows) > 6 or name.endswith("rate"):
+            assert [axes.get_title() for axes in shown] == list(rows)
+        else:
+            legend = shown[0].get_legend().get_texts()
+            assert [text.get_text() for text in legend] == list(rows)
+        assert "95 % intervals" in chart.about or "3 seeds" in chart.about
+
+
+def test_the_chosen_rate_and_those_as_good_are_marked(tmp_path):
+    values = {1e-3: [0.5, 0.51, 0.52], 3e-3: [0.9, 0.91, 0.92]}
+    found = drawn(
+        tmp_path, ["ravan"], lambda s: values[s.get("learning-rate", 1e-3)][s["seed"] % 100]
+    )
+    (axes,) = [x for x in found["all-at-once-accuracy-by-rate"].figure.axes if x.get_visible()]
+    points = {float(x.get_xdata()[0]): x for x in axes.get_lines() if len(x.get_xdata()) == 1}
+    assert points[1e-3].get_markerfacecolor() == "white"
+    assert points[3e-3].get_markerfacecolor() != "white"
+    assert points[3e-3].get_markersize() > points[1e-3].get_markersize()
+    assert axes.get_xscale() == "log"
+
+
+def test_a_band_is_the_interval_of_the_mean():
+    values = np.random.default_rng(0).normal(0.5, 0.1, (5, 3))
+    low, high = band_ends(values)
+    theirs = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    np.testing.assert_allclose(low, theirs.low)
+    np.testing.assert_allclose(high, theirs.high)
+    low, high = band_ends(values[:2])
+    np.testing.assert_array_equal(high, values[:2].max(0))
+
+
+def test_before_any_run_there_is_no_picture(tmp_path):
+    assert drawn(tmp_path, ["ravan"], lambda _: None) == {}

@@ -1,0 +1,179 @@
+"""A study goes on from the record of its runs, and from nothing that is damaged."""
+
+import dataclasses
+import json
+
+import pytest
+import yaml
+
+from ravan_flwr.studies import running, spec
+from ravan_flwr.studies.choosing import planned
+from ravan_flwr.studies.reading import read_study
+from ravan_flwr.studies.results import NAME, Results, digest
+from ravan_flwr.studies.running import run_study
+from tests.studies import fill, found
+from tests.studies import result as result_of
+
+CONTENT = {
+    "title": "A study", "num-clients": 3, "seeds": [0, 1], "settings": {"num-rounds": 2},
+    "tables": [{"title": "T", "rows": {"ravan": {}, "fedit": {"method": "fedit"}}}],
+}  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(CONTENT, sort_keys=False))
+    return path
+
+
+@pytest.fixture
+def filled(path, tmp_path):
+    """A record of every run of the study."""
+    results = Results(tmp_path)
+    fill(read_study(path), results, lambda settings: 0.5 + settings["seed"] / 10)
+    return results.record
+
+
+def test_a_study_goes_on_from_its_record_alone(path, filled, tmp_path, monkeypatch):
+    monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
+    assert run_study(path, tmp_path)  # no folder of a run is there, and nothing is run
+    lines = filled.read_text().splitlines()
+    filled.write_text("\n".join(lines[:3]) + "\n")
+    assert not run_study(path, tmp_path)
+    assert "failed" in json.loads(filled.read_text().splitlines()[-1])
+
+
+def test_what_a_line_holds_comes_back(path, tmp_path):
+    results = Results(tmp_path)
+    run = planned(read_study(path), results)[0]
+    results.note(run, result_of(0.25, rank=None, client_seconds=None))
+    again = Results(tmp_path).of(run)
+    assert again == result_of(0.25, rank=None, client_seconds=None)
+    line = json.loads((tmp_path / NAME).read_text())
+    assert line["settings"] == "num-rounds=2 seed=0"
+    assert line["clients"] == 3
+
+
+def test_the_later_of_two_lines_counts_and_a_failure_is_tried_again(path, tmp_path):
+    results = Results(tmp_path)
+    run = planned(read_study(path), results)[0]
+    results.note_failure(run, "no room")
+    assert Results(tmp_path).failure(run) == "no room"
+    assert Results(tmp_path).of(run) is None
+    results.note(run, result_of(0.5))
+    assert Results(tmp_path).failure(run) is None
+    assert found(Results(tmp_path), run).value() == 0.5
+
+
+def test_a_last_line_that_was_cut_off_is_dropped(path, filled, tmp_path, caplog):
+    whole = filled.read_bytes()
+    filled.write_bytes(whole[:-9])
+    runs = planned(read_study(path), Results(tmp_path))
+    assert "its last line is cut off" in caplog.text
+    results = Results(tmp_path)
+    assert [results.of(run) is None for run in runs] == [False, False, False, True]
+    assert filled.read_bytes() == whole[: whole[:-1].rindex(b"\n") + 1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"not JSON", b"[1]", b"{}", b"3", b"\xff", b'{"run": "x", "failed": NaN}',
+        b'{"run": "x", "metric": "accuracy"}',
+    ],
+)  # fmt: skip
+def test_a_damaged_line_is_named(filled, tmp_path, line):
+    filled.write_bytes(filled.read_bytes() + line + b"\n")
+    with pytest.raises(ValueError, match=r"runs.jsonl: line 5 is .*expected the result of a run"):
+        Results(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seconds": "9"},
+        {"final": {"loss": 1.0}},
+        {"final": {"accuracy": "high"}},
+        {"curve": {"round": [1], "bytes": []}},
+        {"curve": [1]},
+        {"rank": "four"},
+    ],
+)
+def test_a_line_with_a_wrong_value_is_named(filled, tmp_path, change):
+    *others, last = filled.read_text().splitlines()
+    filled.write_text("\n".join([*others, json.dumps(json.loads(last) | change)]) + "\n")
+    with pytest.raises(ValueError, match="line 4 is"):
+        Results(tmp_path)
+
+
+def test_a_run_counts_only_under_the_settings_that_it_had(path, tmp_path, monkeypatch):
+    study = read_study(path)
+    run = planned(study, Results(tmp_path))[0]
+    before = digest(run)
+    resolved = dict(run.resolved)
+    for change, same in (
+        ({"local-steps": 7}, False),
+        ({"data": resolved["data"] | {"source": "other"}}, False),
+        ({"a-later-key": ""}, False),  # no key of the config: nobody knows its default
+        ({"wire": "float32"}, True),
+        ({"data": resolved["data"] | {"a-later-field": ""}}, True),
+    ):
+        monkeypatch.setattr(spec.PlannedRun, "resolved", resolved | change)
+        assert (digest(dataclasses.replace(run)) == before) == same, change
+
+
+def test_a_run_of_an_earlier_version_comes_into_the_record(path, tmp_path):
+    """Its folder has no rounds with seconds of clients; what it has is read."""
+    run = planned(read_study(path), Results(tmp_path))[0]
+    folder = run.folder(tmp_path) / "run"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(run.resolved))
+    summary = {
+        "metric": "accuracy", "metrics": {"final": {"accuracy": 0.5}}, "learning-rate": 0.1,
+        "adapter-parameters": 7, "rank": 3, "bytes-up": 1, "bytes-down": 1, "seconds": 1,
+    }  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary))
+    result = found(Results(tmp_path), run)
+    assert (result.value(), result.client_seconds, result.curve) == (0.5, None, {})
+    (folder / "summary.json").unlink()
+    assert Results(tmp_path).of(run) == result
+
+
+def test_a_study_that_is_interrupted_notes_no_failure(path, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["sleep", "0.2"])
+    monkeypatch.setattr(running, "words_of_run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(path, tmp_path)
+    assert not (tmp_path / NAME).exists()
+
+
+def test_where_the_data_lies_is_no_part_of_what_a_run_is(path, filled, tmp_path):
+    study = read_study(path, {"data": str(tmp_path), "device": "cpu"})
+    results = Results(tmp_path)
+    runs = planned(study, results)
+    assert all(results.of(run) is not None for run in runs)
+    assert f"data={tmp_path}" in runs[0].command(tmp_path, "process")
+    assert runs[0].name == planned(read_study(path), results)[0].name
+    filled.unlink()
+    folder = runs[0].folder(tmp_path) / "run"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(runs[0].resolved | {"data": {"name": "x"}}))
+    (folder / "summary.json").write_text("{}")
+    assert runs[0].directory(tmp_path) == folder
+    assert planned(read_study(path), results)[0].directory(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("here", "told"),
+    [
+        ({"learning-rate": 0.1}, "got learning-rate=0.1, expected data or model or device or proc"),
+        ({"device": 3}, "device = 3"),
+    ],
+)
+def test_what_belongs_into_the_file_is_not_given_beside_it(path, here, told):
+    with pytest.raises(ValueError, match=told):
+        read_study(path, here)
