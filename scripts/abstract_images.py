@@ -20,14 +20,13 @@ from scripts.pretraining import Glyph, render
 SIDE, FIT = 64, 46  # of a template, and of what is drawn in it
 IMAGE = 28
 FINE = 2 * IMAGE  # outlines are looked up at so many points a side, and averaged
-SHAPES = 512
+SHAPES = 256
 # Letters and digits in all fonts that have them; then what the widest of the fonts has of others.
 LETTERS = [chr(c) for c in [*range(0x21, 0x7F), *range(0x391, 0x3CA), *range(0x410, 0x450)]]
 SIGNS = [
     chr(c)
     for low, high in (
-        (0x531, 0x588), (0x10D0, 0x10F6), (0x5D0, 0x5EB), (0x2190, 0x2200), (0x2200, 0x2280),
-        (0x25A0, 0x2600), (0x2600, 0x2640), (0x2654, 0x2672), (0x2701, 0x27BF),
+        (0x2190, 0x21B8), (0x25A0, 0x2600), (0x2600, 0x2640), (0x2654, 0x2672), (0x2701, 0x2776),
     )
     for c in range(low, high)
 ]  # fmt: skip

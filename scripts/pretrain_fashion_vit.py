@@ -27,7 +27,7 @@ from transformers import ViTForImageClassification
 
 from ravan_flwr.data.hub import made_folder
 from scripts.abstract_images import IMAGE, PATTERNS, SHAPES, Drawing, outlines
-from scripts.pretraining import evenly, log, normalise, small_vit, stacked, train
+from scripts.pretraining import Checkpoint, evenly, log, normalise, small_vit, stacked, train
 
 NAME = "fashion-vit"
 PATCH = 7
@@ -65,45 +65,54 @@ def save(model: ViTForImageClassification, folder: Path, origin: dict[str, objec
     (folder / "origin.json").write_text(json.dumps(origin, indent=1) + "\n")
 
 
-def main() -> None:
-    """Draw, train, write."""
+def arguments_given() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=16_000)
+    parser.add_argument("--steps", type=int, default=9_000)
     parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=made_folder(NAME))
     parser.add_argument("--sheet", type=Path, help="write a sheet of training images and stop")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
+    if (given.output / "config.json").exists() and not given.sheet:
+        raise SystemExit(
+            f"{given.output} is there already; runs that are to be compared need one and the same: "
+            "keep it, or name another folder with --output"
+        )
+    return given
+
+
+def write_sheet(path: Path, templates: Tensor, weight: Tensor, generator: torch.Generator) -> None:
+    """Write a sheet of 20 x 20 training images."""
+    pick = torch.multinomial(weight, 400, replacement=True, generator=generator)
+    sheet = Drawing(generator).images(templates[pick])[0].reshape(20, 20, IMAGE, IMAGE)
+    sheet = sheet.permute(0, 2, 1, 3).reshape(20 * IMAGE, 20 * IMAGE)
+    Image.fromarray((sheet * 255).byte().numpy()).save(path)
+
+
+def main() -> None:
+    """Draw, train, write."""
+    given = arguments_given()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("fontTools").setLevel(logging.ERROR)
-    if (arguments.output / "config.json").exists() and not arguments.sheet:
-        raise SystemExit(
-            f"{arguments.output} is there already; runs that are to be compared need one and the "
-            "same: keep it, or name another folder with --output"
-        )
-    generator = torch.Generator().manual_seed(arguments.seed)
-    torch.manual_seed(arguments.seed)
+    generator = torch.Generator().manual_seed(given.seed)
+    torch.manual_seed(given.seed)
     drawing = Drawing(generator)
 
     seen, unseen, letters = outlines()
     classes = letters + SHAPES
     (templates, labels), (others, their_labels) = stacked(seen), stacked(unseen)
+    weight = weights(labels, letters)
     log.info("%d classes, %d outlines, %d held out", classes, len(templates), len(others))
-    if arguments.sheet:
-        pick = torch.randint(len(templates), (400,), generator=generator)
-        sheet = drawing.images(templates[pick])[0].reshape(20, 20, IMAGE, IMAGE)
-        sheet = sheet.permute(0, 2, 1, 3).reshape(20 * IMAGE, 20 * IMAGE)
-        Image.fromarray((sheet * 255).byte().numpy()).save(arguments.sheet)
+    if given.sheet:
+        write_sheet(given.sheet, templates, weight, generator)
         return
 
     model = small_vit(IMAGE, PATCH, classes + PATTERNS)
-    weight = weights(labels, letters)
 
     def loss_of_a_batch() -> Tensor:
-        pick = torch.multinomial(
-            weight, arguments.batch_size, replacement=True, generator=generator
-        )
+        pick = torch.multinomial(weight, given.batch_size, replacement=True, generator=generator)
         images, patterns = drawing.images(templates[pick])
         logits = model(pixel_values=normalise(images)).logits
         outline = F.cross_entropy(logits[:, :-PATTERNS], labels[pick], label_smoothing=0.05)
@@ -112,23 +121,26 @@ def main() -> None:
     def measured() -> float:
         return accuracy(model, others, their_labels, seed=1)
 
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    checkpoint = arguments.output / "training.pt"
+    options = {
+        "seed": given.seed,
+        "steps": given.steps,
+        "batch-size": given.batch_size,
+        "learning-rate": given.learning_rate,
+    }
+    given.output.mkdir(parents=True, exist_ok=True)
+    checkpoint = Checkpoint(given.output / "training.pt", options)
     train(
         model,
         loss_of_a_batch,
         generator,
-        steps=arguments.steps,
-        learning_rate=arguments.learning_rate,
+        steps=given.steps,
+        learning_rate=given.learning_rate,
         report=lambda: f"accuracy on fonts that it has not seen {measured():.3f}",
         checkpoint=checkpoint,
     )
     origin = {
         "script": "scripts/pretrain_fashion_vit.py",
-        "seed": arguments.seed,
-        "steps": arguments.steps,
-        "batch-size": arguments.batch_size,
-        "learning-rate": arguments.learning_rate,
+        **options,
         "outlines": len(templates),
         "classes": classes,
         "patterns": PATTERNS,
@@ -136,9 +148,9 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    save(model, arguments.output, origin)
-    checkpoint.unlink(missing_ok=True)
-    log.info("wrote %s: %s", arguments.output, origin)
+    save(model, given.output, origin)
+    checkpoint.path.unlink(missing_ok=True)
+    log.info("wrote %s: %s", given.output, origin)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,6 +81,39 @@ def normalise(images: Tensor) -> Tensor:
     return images * 2 - 1
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """Keep in a file what a training that goes on needs, and the options that it has."""
+
+    path: Path
+    options: Mapping[str, int | float]
+
+    def keep(self, parts: Mapping[str, Any], generator: torch.Generator, step: int) -> None:
+        """Write the file whole, in place of the one before."""
+        content = {name: part.state_dict() for name, part in parts.items()}
+        content |= {"options": dict(self.options), "step": step}
+        content |= {"generator": generator.get_state()}
+        new = self.path.with_suffix(".new")
+        torch.save(content, new)
+        new.replace(self.path)
+
+    def go_on(self, parts: Mapping[str, Any], generator: torch.Generator) -> int:
+        """Load the file, if there is one; return how many steps are done."""
+        if not self.path.is_file():
+            return 0
+        content = torch.load(self.path, weights_only=True)
+        if content["options"] != self.options:
+            raise SystemExit(
+                f"{self.path} was begun with other options: then {content['options']}, now "
+                f"{dict(self.options)}; give the same, or remove it to begin anew"
+            )
+        for name, part in parts.items():
+            part.load_state_dict(content[name])
+        generator.set_state(content["generator"])
+        log.info("going on after step %d of %s", content["step"], self.path)
+        return int(content["step"])
+
+
 def train(
     model: PreTrainedModel,
     loss_of_a_batch: Callable[[], Tensor],
@@ -87,7 +122,7 @@ def train(
     steps: int,
     learning_rate: float,
     report: Callable[[], str],
-    checkpoint: Path | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> None:
     """Take the steps of AdamW under a cosine, and go on after the checkpoint if there is one.
 
@@ -104,7 +139,7 @@ def train(
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    first = _went_on(parts, generator, checkpoint)
+    first = checkpoint.go_on(parts, generator) if checkpoint else 0
     started = time.monotonic()
     for step in range(first, steps):
         model.train()
@@ -120,25 +155,4 @@ def train(
                 step + 1, loss.item(), report(), time.monotonic() - started,
             )  # fmt: skip
             if checkpoint is not None:
-                _keep(parts, generator, step + 1, checkpoint)
-
-
-def _keep(parts: dict[str, object], generator: torch.Generator, step: int, path: Path) -> None:
-    """Write a checkpoint whole, in place of the one before."""
-    content = {name: part.state_dict() for name, part in parts.items()}  # type: ignore[attr-defined]
-    content |= {"step": step, "generator": generator.get_state()}
-    new = path.with_suffix(".new")
-    torch.save(content, new)
-    new.replace(path)
-
-
-def _went_on(parts: dict[str, object], generator: torch.Generator, path: Path | None) -> int:
-    """Load a checkpoint, if there is one; return how many steps are done."""
-    if path is None or not path.is_file():
-        return 0
-    content = torch.load(path, weights_only=True)
-    for name, part in parts.items():
-        part.load_state_dict(content[name])  # type: ignore[attr-defined]
-    generator.set_state(content["generator"])
-    log.info("going on after step %d of %s", content["step"], path)
-    return int(content["step"])
+                checkpoint.keep(parts, generator, step + 1)
