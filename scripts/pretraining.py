@@ -24,7 +24,8 @@ EVERY = 1000  # steps from one report, and one checkpoint, to the next
 
 def render(font_file: Path, classes: Sequence[Iterable[str]], side: int, fit: int) -> list[Glyph]:
     """Draw every letter that a font has, `fit` pixels large in the middle of a grey square."""
-    known = TTFont(font_file, lazy=True).getBestCmap()
+    with TTFont(font_file, lazy=True) as opened:
+        known = opened.getBestCmap()
     font = ImageFont.truetype(str(font_file), 96)
     glyphs = []
     for label, letters in enumerate(classes):

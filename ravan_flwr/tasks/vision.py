@@ -27,6 +27,7 @@ from ravan_flwr.tasks.base import (
     Encoded,
     Shapes,
     encode_in_batches,
+    tensors_of,
 )
 from ravan_flwr.tasks.classification import Classification
 
@@ -72,9 +73,12 @@ class Vision(Classification):
         )
 
     def _as_they_are(self, examples: datasets.Dataset, labels: np.ndarray) -> Encoded:
-        sides = self._sides
-        if isinstance(examples.features["image"], datasets.Image):
+        sides, feature = self._sides, examples.features["image"]
+        if isinstance(feature, datasets.Image):
             images = np.stack([_bytes(image, sides) for image in examples["image"]])
+        elif getattr(feature, "dtype", "") == "uint8":  # which NumPy's format would widen
+            rows = np.arange(len(examples))
+            images = tensors_of(examples.select_columns(["image"]), rows)["image"].numpy()
         else:
             images = examples.with_format("numpy", columns=["image"])[:]["image"]
         # Bytes stay bytes, a quarter of the memory, until a batch of them is computed with.

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from ravan_flwr.config import presets
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.hub import made_folder, model_folder
 from ravan_flwr.launch.fetch import fetch
@@ -102,9 +103,18 @@ def test_a_checkpoint_of_other_options_is_not_gone_on_with(monkeypatch, tmp_path
         pretrain(monkeypatch, tmp_path / "made", "--steps", 4)
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_run_without_the_folder_says_the_command(there, monkeypatch, tmp_path):
+@pytest.fixture
+def home(monkeypatch, tmp_path):
+    """Another home directory, for which presets are read anew."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    presets._read.cache_clear()
+    yield tmp_path
+    presets._read.cache_clear()
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_without_the_folder_says_the_command(there):
     config = read_config({"preset": "fashion-vit"})
     assert config.model.name == str(made_folder("fashion-vit"))
     told = "found no such folder.*python -m scripts.pretrain_fashion_vit`.*copy the folder"
