@@ -8,7 +8,7 @@ the same images everywhere, but the bits of what is trained differ between kinds
 numbers of threads and versions of PyTorch, and so do results, a little: compare runs on one folder.
 
     pip install -e ".[pretrain]"
-    python -m scripts.pretrain_fashion_vit       # about 35 minutes on one core
+    python -m scripts.pretrain_fashion_vit       # about 15 minutes of one core
 
 An interrupted training goes on where it was when it is started again with the same options.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import ViTForImageClassification
 
-from ravan_flwr.data.hub import made_folder
+from ravan_flwr.data.hub import made_folder, no_bars
 from scripts.abstract_images import IMAGE, PATTERNS, SHAPES, Drawing, outlines
 from scripts.pretraining import Checkpoint, evenly, log, normalise, small_vit, stacked, train
 
@@ -61,7 +61,8 @@ def save(model: ViTForImageClassification, folder: Path, origin: dict[str, objec
     """Write the folder, without the classifier."""
     state = {k: v for k, v in model.state_dict().items() if not k.startswith("classifier")}
     model.config.num_labels = 2  # those of its classifier, which is not kept
-    model.save_pretrained(folder, state_dict=state)
+    with no_bars():
+        model.save_pretrained(folder, state_dict=state)
     (folder / "origin.json").write_text(json.dumps(origin, indent=1) + "\n")
 
 
