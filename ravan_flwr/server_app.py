@@ -88,6 +88,7 @@ def main(grid: Grid, context: Context) -> None:
         if simulating(grid):
             check_simulation(grid, bench, config)
         resolved = dataclasses.replace(bench.config, rank=bench.model.method.rank)
+        Target.of(resolved, bench.task.metric, [])  # refused, if at all, before anything is written
         if earlier is not None:
             start = go_on(earlier, back_to, resolved, bench)
             if in_process(grid) and start.own_parts is not None:

@@ -93,6 +93,12 @@ def test_what_cannot_be_reached_is_refused(metric, value, told):
         Target.of(config, metric, [])
 
 
+def test_a_refused_value_leaves_no_directory(tmp_path):
+    with pytest.raises(ValueError, match="until-metric = 85: the metric is accuracy"):
+        simulate(QUICK | {"until-metric": 85.0, "output-dir": str(tmp_path)}, 4)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_value_below_nothing_is_refused_and_a_plan_says_it():
     with pytest.raises(ValueError, match="until-metric = -1.0: expected a number at least 0"):
         read_config({"until-metric": -1})
