@@ -137,9 +137,9 @@ GOOD = idx_file(IMAGES)
         (TRAIN, idx_file(IMAGES, (2**32 - 1,) * 3), "its header says 4,294,967,295 x 4,294"),
         (TRAIN, idx_file(IMAGES[:39]), "got 39 images, but 40 labels in train-labels"),
         (LABELS, idx_file(digits(39)[1]), "got 40 images, but 39 labels in train-labels"),
-        (TRAIN, gzip.compress(GOOD)[:-9], r"cannot be read \(EOFError"),
-        (TRAIN, gzip.compress(GOOD)[:40] + b"x" * 99, r"cannot be read \(error: Error -3"),
-        (TRAIN, b"\x1f\x8bxxxxxxxxxx", r"cannot be read \(BadGzipFile"),
+        (TRAIN, gzip.compress(GOOD)[:-9], r"it cannot be read \(EOFError"),
+        (TRAIN, gzip.compress(GOOD)[:40] + b"x" * 99, r"it cannot be read \(error: Error -3"),
+        (TRAIN, b"\x1f\x8bxxxxxxxxxx", r"it cannot be read \(BadGzipFile"),
     ],
 )
 def test_a_damaged_file_is_named(name, content, told, folder):
