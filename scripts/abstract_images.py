@@ -74,7 +74,7 @@ def shape(number: int) -> np.ndarray:
         canvas = canvas | canvas[:, ::-1]
     if not canvas.any():
         canvas = _part(np.random.default_rng(number)) | canvas
-    rows, columns = canvas.any(1).nonzero()[0], canvas.any(0).nonzero()[0]
+    rows, columns = np.flatnonzero(canvas.any(1)), np.flatnonzero(canvas.any(0))
     ink = Image.fromarray(canvas).convert("L")
     ink = ink.crop((columns[0], rows[0], columns[-1] + 1, rows[-1] + 1))
     scale = FIT / max(ink.size)

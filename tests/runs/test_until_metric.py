@@ -1,6 +1,7 @@
 """A run ends in good order when its metric reaches a value, and not before."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_only_evaluations_count_and_what_is_not_reached_is_told(tmp_path, capsys
 
 def test_a_perplexity_is_reached_from_above():
     target = Target(20.0, "perplexity", [])
-    records = [
+    records: list[Any] = [
         {"round": number, "metrics": {"perplexity": value} if value else {}}
         for number, value in enumerate((25.0, 0.0, 20.0, 30.0), start=1)
     ]

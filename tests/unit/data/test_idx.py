@@ -1,7 +1,7 @@
 """IDX files: those that Debian has, read as their makers' own reader does, and damaged ones."""
 
 import gzip
-import importlib.util
+import runpy
 import struct
 import subprocess
 import zlib
@@ -77,10 +77,8 @@ def test_the_real_files_are_read_as_by_their_makers_reader():
         assert np.bincount(numbers).tolist() == [len(numbers) // 10] * 10
     if not READER.is_file():
         pytest.skip("the reader is in the package's documentation, which is not installed")
-    made = importlib.util.spec_from_file_location("mnist_reader", READER)
-    reader = importlib.util.module_from_spec(made)
-    made.loader.exec_module(reader)
-    images, labels = reader.load_mnist(DEBIAN, kind="t10k")
+    reader = runpy.run_path(str(READER))
+    images, labels = reader["load_mnist"](DEBIAN, kind="t10k")
     same(encoded(splits, "test"), images.reshape(-1, 28, 28), labels)
 
 
@@ -153,11 +151,14 @@ def test_no_more_is_unpacked_than_the_header_says(folder, monkeypatch):
     bomb = zlib.compressobj(9, zlib.DEFLATED, 31)
     packed = bomb.compress(GOOD) + b"".join(bomb.compress(bytes(2**20)) for _ in range(64))
     (folder / TRAIN).write_bytes(packed + bomb.flush())
-    most = []
+    most: list[int] = []
     read = gzip.GzipFile.read
-    monkeypatch.setattr(
-        gzip.GzipFile, "read", lambda self, size=-1: most.append(size) or read(self, size)
-    )
+
+    def counted(self, size=-1):
+        most.append(size)
+        return read(self, size)
+
+    monkeypatch.setattr(gzip.GzipFile, "read", counted)
     with pytest.raises(ValueError, match="got more after its header"):
         load_splits(spec_of(folder))
     assert 0 < max(most) <= len(GOOD)
