@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from sklearn.datasets import load_digits
 
 from ravan_flwr.config.run_config import read_config
@@ -18,7 +19,10 @@ from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.data.other_examples import other_examples
 from ravan_flwr.drafting.columns import Asked
 from ravan_flwr.drafting.data_seen import look_at_data
+from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.vision import Vision
+from ravan_flwr.training.workbench import Workbench
+from testing.tiny import save_model
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 READER = Path("/usr/share/doc/dataset-fashion-mnist/utils/mnist_reader.py")
@@ -104,6 +108,20 @@ def test_another_folder_is_none_of_idx_files(tmp_path):
     assert not is_idx(tmp_path / "nowhere")
     (tmp_path / "images-idx3-ubyte").write_bytes(b"")
     assert not is_idx(tmp_path)
+
+
+def test_a_models_processor_makes_of_them_what_it_makes_of_pictures(folder, tmp_path):
+    model = save_model("vit", tmp_path / "model")
+    settings: dict[str, Scalar] = {
+        "preset": "svhn-vit-b16", "model": str(model), "data": str(folder),
+    }  # fmt: skip
+    bench = Workbench(read_config(settings))
+    found = bench.test_sets["test"].take(np.arange(10))
+    images, labels = digits(10, 40)
+    pictures = [Image.fromarray(image) for image in images]
+    expected = bench.task.inputs({"image": pictures})["pixel_values"]
+    assert np.array_equal(found["pixel_values"].numpy(), expected)
+    assert np.array_equal(found["labels"].numpy(), labels)
 
 
 def test_an_evaluation_takes_the_test_files(folder):
