@@ -50,6 +50,7 @@ from ravan_flwr.server.start import (
 from ravan_flwr.server.status import Status
 from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.server.summary import carry_over, summary_of
+from ravan_flwr.server.target import Target
 from ravan_flwr.specs import RESULT_FOLDERS
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.workbench import Workbench, get_workbench
@@ -87,6 +88,7 @@ def main(grid: Grid, context: Context) -> None:
         if simulating(grid):
             check_simulation(grid, bench, config)
         resolved = dataclasses.replace(bench.config, rank=bench.model.method.rank)
+        Target.of(resolved, bench.task.metric, [])  # refused, if at all, before anything is written
         if earlier is not None:
             start = go_on(earlier, back_to, resolved, bench)
             if in_process(grid) and start.own_parts is not None:
@@ -167,14 +169,15 @@ def _hold_rounds(
     grid: Grid, bench: Workbench, config: Config, directory: RunDirectory, start: Start
 ) -> tuple[Tensors, FederatedTuning]:
     """Let the strategy run its rounds; return the last state, and the strategy."""
+    metric = bench.task.metric
     allowance = Allowance.of(config, start.records)
-    metric, spent = bench.task.metric, allowance.spent
+    target, spent = Target.of(config, metric, start.records), allowance.spent
     progress = Progress(start.first, config.num_rounds, metric, config.max_bytes, spent)
     trackers = Trackers(config.tracking, directory.path, config.as_dict())
     here = in_process(grid) and bench.model.method.personal is not None
     own_parts = cast(InProcess, grid).own_parts if here else None
     keeper = Keeper(directory, bench, progress, trackers, start, own_parts)
-    strategy = _strategy(bench, config, keeper, start, allowance)
+    strategy = _strategy(bench, config, keeper, start, allowance, target)
 
     def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
         tally = Tally() if bench.task.classifies else None
@@ -201,7 +204,12 @@ def _hold_rounds(
 
 
 def _strategy(
-    bench: Workbench, config: Config, keeper: Keeper, start: Start, allowance: Allowance
+    bench: Workbench,
+    config: Config,
+    keeper: Keeper,
+    start: Start,
+    allowance: Allowance,
+    target: Target,
 ) -> FederatedTuning:
     """Make the strategy of a run that begins there."""
     model, records = bench.model, start.records
@@ -221,6 +229,7 @@ def _strategy(
         dealt_out=bench.dealt_out,
         tell=partial(write_status, keeper.directory.path),
         allowance=allowance,
+        target=target,
     )
 
 

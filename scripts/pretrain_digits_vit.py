@@ -17,24 +17,19 @@ text files only.
         fonts-inconsolata fonts-isabella fonts-klee fonts-kristi fonts-leckerli-one \
         fonts-lindenhill fonts-quicksand fonts-rufscript fonts-sjfonts fonts-summersby \
         fonts-tomsontalks fonts-ubuntu-title
-    python scripts/pretrain_digits_vit.py            # about 40 minutes on two cores
+    python -m scripts.pretrain_digits_vit            # about 40 minutes on two cores
 """
 
 import argparse
 import logging
-import math
-import time
 from pathlib import Path
 
-import numpy as np
 import torch
-from fontTools.ttLib import TTFont
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import ViTConfig, ViTForImageClassification
 
-log = logging.getLogger("pretrain")
+from scripts.pretraining import Glyph, evenly, log, normalise, render, small_vit, stacked, train
 
 # Upper and lower case that differ only in size are one class, since size is normalised.
 CLASSES = [
@@ -45,7 +40,7 @@ CLASSES = [
 FONT_FOLDERS = ["/usr/share/fonts/opentype", "/usr/share/fonts/truetype"]
 SKIPPED_FONTS = ["DejaVuMath"]  # symbols only
 HELD_OUT_FONTS = ["SteveHand", "BecauseWeLearn", "femkeklaver", "LiberationSerif-Italic"]
-GLYPH, BITMAP, IMAGE = 48, 32, 8
+GLYPH, FIT, BITMAP, IMAGE = 48, 36, 32, 8
 NOT_KEPT = {"id2label", "label2id", "transformers_version"}  # of the model's configuration
 
 
@@ -59,30 +54,6 @@ def find_fonts() -> list[Path]:
             "install the packages named at the top of this script"
         )
     return sorted(files, key=lambda f: f.name)
-
-
-def render(font_file: Path) -> list[tuple[int, np.ndarray]]:
-    """(class, GLYPH x GLYPH grey image) of every letter that the font has."""
-    known = TTFont(font_file, lazy=True).getBestCmap()
-    font = ImageFont.truetype(str(font_file), 96)
-    glyphs = []
-    for label, letters in enumerate(CLASSES):
-        for letter in letters:
-            if ord(letter) not in known:
-                continue
-            canvas = Image.new("L", (288, 288))
-            ImageDraw.Draw(canvas).text((96, 96), letter, fill=255, font=font)
-            box = canvas.getbbox()
-            if box is None:
-                continue
-            ink = canvas.crop(box)
-            scale = 36 / max(ink.size)  # leaves a margin for the distortions
-            size = (max(1, round(ink.width * scale)), max(1, round(ink.height * scale)))
-            ink = ink.resize(size, Image.Resampling.LANCZOS)
-            square = Image.new("L", (GLYPH, GLYPH))
-            square.paste(ink, ((GLYPH - size[0]) // 2, (GLYPH - size[1]) // 2))
-            glyphs.append((label, np.asarray(square)))
-    return glyphs
 
 
 def distort(glyphs: Tensor, generator: torch.Generator) -> Tensor:
@@ -148,27 +119,6 @@ def extent(mask: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def build_model() -> ViTForImageClassification:
-    """Build the preset's architecture; the classifier over letters is not kept."""
-    config = ViTConfig(
-        image_size=IMAGE,
-        patch_size=2,
-        num_channels=1,
-        hidden_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=192,
-        layer_norm_eps=1e-6,
-    )
-    config.num_labels = len(CLASSES)
-    return ViTForImageClassification(config)
-
-
-def normalise(images: Tensor) -> Tensor:
-    """[0, 1] -> [-1, 1], as the preset does."""
-    return images * 2 - 1
-
-
 @torch.inference_mode()
 def accuracy(model: nn.Module, glyphs: Tensor, labels: Tensor, generator: torch.Generator) -> float:
     """Measure the accuracy on one distorted copy of every glyph."""
@@ -197,18 +147,13 @@ def main() -> None:
     generator = torch.Generator().manual_seed(arguments.seed)
     torch.manual_seed(arguments.seed)
 
-    seen: list[tuple[int, np.ndarray]] = []
-    unseen: list[tuple[int, np.ndarray]] = []
+    seen: list[Glyph] = []
+    unseen: list[Glyph] = []
     fonts = find_fonts()
     for font in fonts:
         held_out = any(name in font.name for name in HELD_OUT_FONTS)
-        (unseen if held_out else seen).extend(render(font))
-
-    def tensors(pairs: list[tuple[int, np.ndarray]]) -> tuple[Tensor, Tensor]:
-        images = torch.from_numpy(np.stack([image for _, image in pairs])).float() / 255
-        return images[:, None], torch.tensor([label for label, _ in pairs])
-
-    (glyphs, labels), (test_glyphs, test_labels) = tensors(seen), tensors(unseen)
+        (unseen if held_out else seen).extend(render(font, CLASSES, GLYPH, FIT))
+    (glyphs, labels), (test_glyphs, test_labels) = stacked(seen), stacked(unseen)
     log.info("%d fonts, %d glyphs, %d held out", len(fonts), len(glyphs), len(test_glyphs))
     if arguments.sheet:
         pick = torch.randint(len(glyphs), (400,), generator=generator)
@@ -217,48 +162,33 @@ def main() -> None:
         Image.fromarray((sheet * 255).byte().numpy()).resize((1000, 1000), 0).save(arguments.sheet)
         return
 
-    model = build_model()
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    rest = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=arguments.learning_rate)
-    warm_up = 500
+    model = small_vit(IMAGE, 2, len(CLASSES))
+    weight = evenly(labels)
 
-    def rate(step: int) -> float:
-        cosine = 0.5 * (1 + math.cos(math.pi * step / arguments.steps))
-        return min(1.0, (step + 1) / warm_up) * cosine
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    # A class with few fonts (Greek) is drawn half-way to as often as the others.
-    weight = labels.bincount(minlength=len(CLASSES)).float().rsqrt()[labels]
-    started = time.monotonic()
-    for step in range(arguments.steps):
-        model.train()
+    def loss_of_a_batch() -> Tensor:
         pick = torch.multinomial(
             weight, arguments.batch_size, replacement=True, generator=generator
         )
         logits = model(pixel_values=normalise(distort(glyphs[pick], generator))).logits
-        loss = F.cross_entropy(logits, labels[pick], label_smoothing=0.05)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 1000 == 999:
-            check = torch.Generator().manual_seed(1)
-            log.info(
-                "step %d, loss %.3f, accuracy on held-out fonts %.3f, %.0f s",
-                step + 1,
-                loss.item(),
-                accuracy(model, test_glyphs, test_labels, check),
-                time.monotonic() - started,
-            )
+        return F.cross_entropy(logits, labels[pick], label_smoothing=0.05)
+
+    def measured() -> float:
+        return accuracy(model, test_glyphs, test_labels, torch.Generator().manual_seed(1))
+
+    train(
+        model,
+        loss_of_a_batch,
+        generator,
+        steps=arguments.steps,
+        learning_rate=arguments.learning_rate,
+        report=lambda: f"accuracy on held-out fonts {measured():.3f}",
+    )
 
     from ravan_flwr.training.bundled import encode_backbone
 
     for parameter in model.parameters():
         parameter.data = parameter.data.half().float()
-    final = accuracy(model, test_glyphs, test_labels, torch.Generator().manual_seed(1))
+    final = measured()
     origin = {
         "script": "scripts/pretrain_digits_vit.py",
         "seed": arguments.seed,

@@ -275,6 +275,7 @@ def newsgroups(number: int, seed: int) -> datasets.Dataset:
 DATA = {
     ("cifar100-vit-b16", ""): ("cifar100", "cifar100"),
     ("svhn-vit-b16", ""): ("svhn", "cropped_digits"),
+    ("fashion-vit", ""): ("fashion_mnist", "fashion_mnist"),
     ("newsgroups-t5", ""): ("newsgroups", "default"),
     ("mrqa-t5", ""): ("mrqa", "plain_text"),
     **{("glue-llama", task): ("glue", task) for task in ("sst2", "mnli", "qnli", "qqp", "rte")},
@@ -282,7 +283,7 @@ DATA = {
 SOURCES = published("mrqa")["values"]["train"]["subset"]
 ARCHITECTURES = {
     "cifar100-vit-b16": "vit", "svhn-vit-b16": "vit", "newsgroups-t5": "t5", "mrqa-t5": "t5",
-    "glue-llama": "llama",
+    "glue-llama": "llama", "fashion-vit": "vit",
 }  # fmt: skip
 
 

@@ -72,6 +72,14 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
             above=0,
             may_change=True,
         ),
+        "until-metric": Key(
+            float,
+            0.0,
+            "end the run with the round whose evaluation reaches this value of the task's metric, "
+            "from below, or of a perplexity from above; 0: hold all rounds",
+            low=0,
+            may_change=True,
+        ),
         "budgets": Key(
             str,
             "full",

@@ -39,6 +39,7 @@ class Config:
     num_rounds: int
     clients_per_round: int
     max_bytes: float | None  # None: any number
+    until_metric: float  # 0: hold all rounds
     local_steps: int | None  # None: local_epochs say how many
     local_epochs: float | None  # None: local_steps are for all clients
     batch_size: int

@@ -30,6 +30,7 @@ from huggingface_hub.errors import (
 )
 from safetensors import safe_open
 
+from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.specs import DataSpec, ModelSpec
 
 log = logging.getLogger(__name__)
@@ -39,22 +40,49 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+def made_folder(name: str) -> Path:
+    """Say where a backbone lies that a script of `scripts/` makes on the user's machine."""
+    return Path.home() / "ravan-flwr" / "models" / name
+
+
 def model_folder(spec: ModelSpec) -> Path:
     """Find the files of a model: in a folder of the user's, or in one of the hub's cache."""
     folder = Path(spec.name)
-    if not folder.is_dir():
+    if not _is_folder(folder):
         cached = _snapshot(spec, local_files_only=True)
         folder = cached if cached is not None and not lacks(cached) else fetch_model(spec)
     if missing := lacks(folder):
         raise ValueError(
             f"model {spec.name}: {folder} has no {missing}, expected config.json and weights as "
-            "safetensors; save it with save_pretrained of transformers 5, or choose another model"
+            f"safetensors; {_how_to_make(folder)}, or choose another model"
         )
     return folder
 
 
+def _is_folder(path: Path) -> bool:
+    """Tell a folder from an id of the hub; ValueError for a path where no folder is."""
+    if path.is_absolute() and not path.is_dir():
+        raise ValueError(
+            f"model {path}: found no such folder, expected config.json and weights as safetensors "
+            f"there; {_how_to_make(path)}, or name another one, model=/path"
+        )
+    return path.is_dir()
+
+
+def _how_to_make(folder: Path) -> str:
+    if folder != made_folder(folder.name):
+        return "save it with save_pretrained of transformers 5"
+    script = f"pretrain_{folder.name.replace('-', '_')}"
+    return (
+        f"make it with `python -m scripts.{script}` in a checkout of ravan-flwr, or copy the "
+        "folder from a machine that has it, as each device needs the same"
+    )
+
+
 def fetch_model(spec: ModelSpec) -> Path:
     """Download what the cache lacks of a model."""
+    if _is_folder(Path(spec.name)):
+        return Path(spec.name)
     with telling("model", spec.name, spec.revision):
         folder = _snapshot(spec, local_files_only=False)
     assert folder is not None
@@ -64,7 +92,7 @@ def fetch_model(spec: ModelSpec) -> Path:
 def config_of(spec: ModelSpec) -> dict[str, Any]:
     """Read a model's config.json, without its weights if they are not there."""
     folder = Path(spec.name)
-    if not folder.is_dir():
+    if not _is_folder(folder):
         with telling("model", spec.name, spec.revision):
             folder = Path(
                 snapshot_download(
@@ -150,6 +178,8 @@ def load_data(spec: DataSpec) -> datasets.DatasetDict:
     from flwr_datasets import FederatedDataset  # noqa: PLC0415 (with matplotlib and seaborn)
 
     folder = Path(spec.name)
+    if is_idx(folder):
+        return idx_splits(folder)
     # A copy of the hub's repository has its subsets in README.md; any other folder, as folders.
     plain = folder.is_dir() and not (folder / "README.md").is_file()
     if plain and spec.subset and not (folder / spec.subset).is_dir():

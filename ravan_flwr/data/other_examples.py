@@ -8,6 +8,7 @@ import datasets
 from ravan_flwr.data.device_folder import TABLES
 from ravan_flwr.data.examples import with_roles_and_labels
 from ravan_flwr.data.hub import cache_of, telling
+from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.specs import DataSpec
 
 
@@ -17,6 +18,8 @@ def other_examples(spec: DataSpec) -> tuple[datasets.Dataset, str]:
     Of data with splits: those that the spec names as tests, or else `test`, or else all.
     """
     place = Path(spec.name)
+    if is_idx(place):
+        return with_roles_and_labels(idx_splits(place)["test"], spec, f"data {place}"), "test"
     source = _file(place) if place.is_file() else _repository(place, spec)
     where = f"data {spec.name}"
     with telling("data", spec.name, spec.revision):

@@ -12,6 +12,7 @@ from PIL import Image
 
 from ravan_flwr.data.examples import held_back, some_of
 from ravan_flwr.data.hub import every_split
+from ravan_flwr.data.idx import is_idx
 from ravan_flwr.data.labels import labels_of
 from ravan_flwr.data.values import check_bits
 from ravan_flwr.drafting.columns import Asked, find_columns
@@ -119,7 +120,13 @@ def _name(place: str) -> tuple[str, str]:
 
 
 def _check_kinds(folder: Path, where: str) -> None:
-    """Refuse tables of several kinds, of which only one would be read."""
+    """Refuse tables of several kinds, of which only one would be read, and what has no names."""
+    if is_idx(folder):
+        raise ValueError(
+            f"{where}: got IDX files, whose classes have numbers and no names, expected images in "
+            "a folder for each class, or a table; for these write a preset by hand, after "
+            "conf/fashion-vit.yaml, with your labels and your model"
+        )
     files = [file for file in folder.rglob("*") if file.stem != "metadata"]  # which images may have
     kinds = {file.suffix.lower() for file in files} & {".csv", ".jsonl", ".parquet"}
     if folder.is_dir() and len(kinds) > 1:

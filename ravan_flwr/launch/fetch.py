@@ -1,7 +1,6 @@
 """Download what a preset needs of the hub, for devices without a connection later."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import cast
 
 from ravan_flwr.config.keys import AUTO, KEYS
@@ -29,8 +28,7 @@ def _fetched(settings: Mapping[str, Scalar]) -> Iterator[str]:
         yield "nothing to fetch: its model and data come with the app"
         return
     if model.source == "hub":
-        if not Path(model.name).is_dir():
-            fetch_model(model)
+        fetch_model(model)
         yield f"model {model.name}: {model_folder(model)}"
     for data in (config.data for config in configs):
         splits = load_splits(data)

@@ -80,6 +80,11 @@ def _facts(run: RecordedRun, classes: Mapping[str, Any] | None) -> dict[str, str
         "time": minutes(sum(record["seconds"] for record in run.rounds)),
         "rejected replies": str(sum(len(record["rejected"]) for record in run.rounds)),
     }
+    if (until := run.config.get("until-metric")) and run.summary:
+        reached = run.summary.get("reached")
+        facts["until-metric"] = f"{until:g}, " + (
+            "not reached" if reached is None else f"reached in round {reached}"
+        )
     if run.summary:
         facts["trained parameters"] = f"{run.summary['trainable-parameters']:,}"
     return facts

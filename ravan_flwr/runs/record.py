@@ -58,6 +58,7 @@ RoundRecord = TypedDict(
         "collapsed": NotRequired[str],  # why its evaluation counts as a collapse
         "spread": NotRequired[dict[str, Spread]],  # of each metric over the clients (spread.py)
         "began-anew": NotRequired[list[int]],  # partitions that had lost their part of the model
+        "reached": NotRequired[float],  # the `until-metric` that its evaluation has reached
     },
 )
 
@@ -106,6 +107,8 @@ Summary = TypedDict(
         "spread": NotRequired[dict[str, Spread]],  # over the clients, of the last evaluation
         "began-anew": NotRequired[int],  # times that a client had lost its part of the model
         "head-norms": NotRequired[dict[str, list[float]]],  # by layer
+        "until-metric": NotRequired[float],  # of a run that was to end when it is reached
+        "reached": NotRequired[int],  # the first round whose evaluation has reached it
         "delivered": NotRequired[list[Delivered]],  # devices that have this result
         "not-delivered": NotRequired[list[Rejection]],  # devices that could not get it, and why
     },

@@ -94,6 +94,8 @@ def tell_the_end(summary: Summary, metric: str, directory: RunDirectory, page: P
     up, down = megabytes(summary["bytes-up"]), megabytes(summary["bytes-down"])
     sent = f"{trained} trainable parameters; up {up}, down {down}"
     log.info("done: %s after %s; %s", score, took, sent)
+    if "until-metric" in summary and "reached" not in summary:
+        log.warning("until-metric = %g was not reached", summary["until-metric"])
     for what, numbers in (
         ("its evaluation collapsed", summary["collapsed"]),
         ("no effect", summary["without-effect"]),

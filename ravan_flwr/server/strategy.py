@@ -33,6 +33,7 @@ from ravan_flwr.server.round import CalibrationRound, Run, TrainingRound
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status, Tell
+from ravan_flwr.server.target import Target
 
 log = getLogger(__name__)
 
@@ -78,10 +79,12 @@ class FederatedTuning(Strategy):
         dealt_out: Callable[[int], Sequence[int]] | None = None,
         tell: Tell | None = None,
         allowance: Allowance | None = None,
+        target: Target | None = None,
     ) -> None:
         self.config, self.method = config, method
         self.recorder, self.first_round, self._measured = recorder, first_round, measured or Asked()
         self._allowance = allowance or Allowance(None, 0, [])
+        self._target = target or Target(0.0, "", [])
         # Numbers of examples are checked where they count.
         counted = config.weighting == "examples" or config.evaluate_on == "clients"
         examples = ExampleCounts(dealt_out if counted else None, config.max_examples)
@@ -144,8 +147,7 @@ class FederatedTuning(Strategy):
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
         arrays = self._calibrate(grid, initial_arrays, timeout)
         for number in range(self.first_round, num_rounds + 1):
-            if self._allowance.is_spent:  # of `max-bytes`
-                log.info("max-bytes: no room for round %d; the run ends here", number)
+            if self._ends_before(number):
                 break
             last = number == num_rounds or self._allowance.is_last
             # 3. Open the round, and wait until enough members are connected.
@@ -179,6 +181,7 @@ class FederatedTuning(Strategy):
             record = round_.ledger.record(cast(Metrics, dict(metrics or {})))
             self.status.begin("saving", number)
             self._allowance.add(record)
+            self._target.add(record)
             self.recorder.round_done(record, self.state.tensors, self.state.memory)
             # 9. Recruit nodes that have come meanwhile.
             self.roster.recruit(grid)
@@ -254,6 +257,16 @@ class FederatedTuning(Strategy):
         self._allowance.add(record)
         self.state.derived = self.recorder.calibrated(record, fixed, self.state.tensors)
         return to_record(self.state.tensors)
+
+    def _ends_before(self, number: int) -> bool:
+        """Tell whether no further round is to be held, and log why."""
+        if self._target.round is not None:  # of `until-metric`
+            self._target.tell()
+        elif self._allowance.is_spent:  # of `max-bytes`
+            log.info("max-bytes: no room for round %d; the run ends here", number)
+        else:
+            return False
+        return True
 
     def _open_round(self, number: int) -> TrainingRound:
         """Open a training round; it becomes the round under way."""

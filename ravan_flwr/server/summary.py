@@ -7,6 +7,7 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord, Summary
 from ravan_flwr.runs.watch import merit
 from ravan_flwr.server.start import Start
+from ravan_flwr.server.target import Target
 from ravan_flwr.training.workbench import Workbench
 
 
@@ -46,6 +47,10 @@ def summary_of(
         summary["steps"] = sum(client["steps"] for client in trained)
     if spreads := [record["spread"] for record in records if record.get("spread")]:
         summary["spread"] = spreads[-1]
+    if config.until_metric:
+        summary["until-metric"] = config.until_metric
+        if (reached := Target.of(config, metric, records).round) is not None:
+            summary["reached"] = reached
     if bench.model.method.personal is not None:
         summary["began-anew"] = sum(len(record.get("began-anew", ())) for record in records)
     return summary

@@ -52,7 +52,7 @@ class Encoded:
         if isinstance(self.whole, dict):
             index = torch.from_numpy(chosen)
             return {name: tensor[index] for name, tensor in self.whole.items()}
-        return _tensors(self.whole, chosen)
+        return tensors_of(self.whole, chosen)
 
     def answers_of(self, rows: np.ndarray) -> list[Sequence[str]]:
         """List the right answers of these rows; none where a label is all there is."""
@@ -242,10 +242,10 @@ def encoded_as_it_is(encoded: datasets.Dataset) -> Encoded:
     """Take columns of numbers as encoded examples: in memory, or large ones from their file."""
     rows = np.arange(len(encoded))
     small = encoded.data.nbytes <= IN_MEMORY
-    return Encoded(_tensors(encoded, rows) if small else encoded, rows)
+    return Encoded(tensors_of(encoded, rows) if small else encoded, rows)
 
 
-def _tensors(encoded: datasets.Dataset, rows: np.ndarray) -> Batch:
+def tensors_of(encoded: datasets.Dataset, rows: np.ndarray) -> Batch:
     """Read some rows as tensors of the types that they have in the file, which no format keeps."""
     table = encoded.with_format("arrow")[rows]
     tensors = {}

@@ -27,6 +27,7 @@ from ravan_flwr.tasks.base import (
     Encoded,
     Shapes,
     encode_in_batches,
+    tensors_of,
 )
 from ravan_flwr.tasks.classification import Classification
 
@@ -72,12 +73,16 @@ class Vision(Classification):
         )
 
     def _as_they_are(self, examples: datasets.Dataset, labels: np.ndarray) -> Encoded:
-        sides = self._sides
-        if isinstance(examples.features["image"], datasets.Image):
-            images = np.stack([_array(image, sides) for image in examples["image"]])
+        sides, feature = self._sides, examples.features["image"]
+        if isinstance(feature, datasets.Image):
+            images = np.stack([_bytes(image, sides) for image in examples["image"]])
+        elif getattr(feature, "dtype", "") == "uint8":  # which NumPy's format would widen
+            rows = np.arange(len(examples))
+            images = tensors_of(examples.select_columns(["image"]), rows)["image"].numpy()
         else:
             images = examples.with_format("numpy", columns=["image"])[:]["image"]
-        pixels = _centred(images)
+        # Bytes stay bytes, a quarter of the memory, until a batch of them is computed with.
+        pixels = _as_tensor(images) if images.dtype == np.uint8 else _centred(images)
         if tuple(pixels.shape[1:]) != sides:
             raise ValueError(
                 f"images: got arrays of {tuple(pixels.shape[1:])}, expected {sides} (channels, "
@@ -127,7 +132,9 @@ class Vision(Classification):
 
     def logits(self, network: nn.Module, batch: Batch) -> Tensor:
         pixels = batch["pixel_values"]
-        if pixels.dtype == torch.uint8:  # as they left the processor
+        if pixels.dtype == torch.uint8 and self.reader is None:
+            pixels = (pixels.float() / 255 * 2).sub_(1)
+        elif pixels.dtype == torch.uint8:  # as they left the processor
             scale, shift = self._affine(pixels.device)
             pixels = torch.addcmul(shift, pixels.float(), scale)
         return cast(Tensor, network(pixel_values=pixels).logits)
@@ -153,8 +160,9 @@ def _rgb(image: Any) -> Any:
         check_bits(image.mode, "an image")
         return image.convert("RGB")
     array = np.asarray(image)
-    if array.dtype != np.uint8:
-        array = (array * 255).round().astype(np.uint8)
+    if array.dtype.kind == "f":
+        array = (array * 255).round()
+    array = array.astype(np.uint8)
     return np.repeat(array[..., None], 3, axis=-1) if array.ndim == 2 else array
 
 
@@ -183,18 +191,28 @@ def _unreadable(examples: datasets.Dataset, most: int = 10) -> str:
 
 def _centred(images: np.ndarray) -> Tensor:
     """Bring images in [0, 1] to (images, channels, height, width), in [-1, 1]."""
-    pixels = torch.from_numpy(images).float()
-    if pixels.ndim == 3:
-        pixels = pixels[:, None]
-    return (pixels * 2).sub_(1)  # one copy of all images less than `* 2 - 1` makes
+    return (_as_tensor(images).float() * 2).sub_(
+        1
+    )  # one copy of all images less than `* 2 - 1` makes
+
+
+def _as_tensor(images: np.ndarray) -> Tensor:
+    """Bring images to (images, channels, height, width)."""
+    pixels = torch.from_numpy(images)
+    return pixels[:, None] if pixels.ndim == 3 else pixels
 
 
 def _array(image: Any, sides: tuple[int, int, int]) -> np.ndarray:
     """Convert an image to (channels, height, width), in [0, 1]."""
+    return _bytes(image, sides).astype(np.float32) / 255
+
+
+def _bytes(image: Any, sides: tuple[int, int, int]) -> np.ndarray:
+    """Convert an image to (channels, height, width), in [0, 255]."""
     channels, height, width = sides
     check_bits(image.mode, "an image")
     image = image.convert("L" if channels == 1 else "RGB")
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BILINEAR)
-    array = np.asarray(image, dtype=np.float32) / 255
+    array = np.asarray(image)
     return np.moveaxis(array, -1, 0) if array.ndim == 3 else array[None]

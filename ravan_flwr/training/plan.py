@@ -146,6 +146,13 @@ def _fitting(config: Config, built: Skeleton, before: int) -> list[str]:
     return [f"max-bytes       {config.max_bytes:,.0f}: enough for {told} rounds"]
 
 
+def _until(config: Config) -> list[str]:
+    """Say what ends the run before its last round."""
+    if not config.until_metric:
+        return []
+    return [f"until-metric    {config.until_metric:g}: the round that reaches it is the last"]
+
+
 def _run(config: Config, built: Skeleton) -> list[str]:
     """Describe the bytes of a round and of the run, and what was assumed."""
     there = config.num_clients or number_of_clients(config)
@@ -176,6 +183,7 @@ def _run(config: Config, built: Skeleton) -> list[str]:
         f"                {all_down:,} down",
         *_side_by_side(config, built, there),
         *_fitting(config, built, calibrated * first + asked if first else 0),
+        *_until(config),
         "",
         f"Assumed: batches of {_batch(config)}, Adam. model: backbone and bases.",
         "trained: values, gradients, moments. kept: what autograd saves in a forward pass,",

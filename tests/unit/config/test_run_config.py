@@ -249,7 +249,8 @@ def test_what_makes_two_runs_the_same():
     elsewhere = names("deliver device output-dir processes report resume round-timeout tracking")
     assert set(NOT_OF_RESULT) == elsewhere
     assert set(FREE_ON_RESUME) == elsewhere | names(
-        "eval-every max-bytes max-share max-update-norm min-replies num-rounds straggler-grace"
+        "eval-every max-bytes max-share max-update-norm min-replies num-rounds straggler-grace "
+        "until-metric"
     )
     assert set(history._NOT_A_DIFFERENCE) == elsewhere | {"seed"}
     assert set(spec._NO_MATTER) == elsewhere | {"rank"}

@@ -1,0 +1,131 @@
+"""Read a folder of IDX files, the format of MNIST, Fashion-MNIST and their kin.
+
+Images and labels are files of their own, of the training and of the test:
+`train-images-idx3-ubyte`, `train-labels-idx1-ubyte`, and the same with `t10k`, each plain or
+gzipped. A file begins with two zeros, the type of its numbers (8: bytes), how many dimensions it
+has, and their sizes as four bytes each, the largest first. What a header says is checked before
+anything of that size is read, and no more is unpacked than it says.
+"""
+
+import gzip
+import math
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import datasets
+import numpy as np
+
+SPLITS = {"train": "train", "test": "t10k"}  # what the names of their files begin with
+DIMENSIONS = {"images": 3, "labels": 1}
+MOST_EXAMPLES, MOST_BYTES = 2**24, 2**31  # of one file
+_BYTES = 8  # the type
+_GZIPPED = b"\x1f\x8b"
+
+
+def is_idx(folder: Path) -> bool:
+    """Tell whether a folder has any of the files."""
+    return folder.is_dir() and any(
+        _found(folder, split, what) is not None for split in SPLITS for what in DIMENSIONS
+    )
+
+
+def idx_splits(folder: Path) -> datasets.DatasetDict:
+    """Read `train` and `test` with the columns `image` and `label`."""
+    files = {
+        (split, what): _file(folder, split, what) for split in SPLITS for what in DIMENSIONS
+    }  # all of them, before any is read
+    return datasets.DatasetDict(
+        {split: _examples(files[split, "images"], files[split, "labels"]) for split in SPLITS}
+    )
+
+
+def _found(folder: Path, split: str, what: str) -> Path | None:
+    """Find a file under the names that it goes by; a plain one first."""
+    begin, end = f"{SPLITS[split]}-{what}", f"idx{DIMENSIONS[what]}-ubyte"
+    names = [f"{begin}{dot}{end}{packed}" for packed in ("", ".gz") for dot in "-."]
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _file(folder: Path, split: str, what: str) -> Path:
+    path = _found(folder, split, what)
+    if path is None:
+        name = f"{SPLITS[split]}-{what}-idx{DIMENSIONS[what]}-ubyte"
+        raise ValueError(
+            f"data {folder}: it has IDX files, but neither {name} nor {name}.gz, expected images "
+            "and labels of train and t10k; add it (those of Fashion-MNIST: `apt-get install "
+            "dataset-fashion-mnist`, then data=/usr/share/datasets/fashion-mnist)"
+        )
+    return path
+
+
+def _examples(images_file: Path, labels_file: Path) -> datasets.Dataset:
+    with _opened(labels_file) as file:
+        (number,) = _sizes(labels_file, file, "labels")
+        labels = _content(labels_file, file, number)
+    with _opened(images_file) as file:
+        count, height, width = _sizes(images_file, file, "images")
+        if count != number:
+            raise ValueError(
+                f"data {images_file}: got {count:,} images, but {number:,} labels in "
+                f"{labels_file.name}, expected one for each; restore both files"
+            )
+        images = _content(images_file, file, count * height * width)
+    features = datasets.Features(
+        {"image": datasets.Array2D((height, width), "uint8"), "label": datasets.Value("int64")}
+    )
+    columns = {"image": images.reshape(count, height, width), "label": labels.astype(np.int64)}
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, unpacked if it is packed, whatever its name says; tell what is wrong with it."""
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == _GZIPPED
+            file.seek(0)
+            with gzip.open(file) if packed else file as content:
+                yield cast(BinaryIO, content)
+    except (OSError, EOFError, zlib.error) as error:  # of the disk, or of what was packed
+        raise ValueError(
+            f"data {path}: it cannot be read ({type(error).__name__}: {error}), expected an IDX "
+            "file, plain or gzipped; restore it"
+        ) from None
+
+
+def _sizes(path: Path, file: BinaryIO, what: str) -> tuple[int, ...]:
+    """Read the header: the sizes of the dimensions."""
+    dimensions = DIMENSIONS[what]
+    begin, magic = file.read(4), bytes([0, 0, _BYTES, dimensions])
+    if begin != magic:
+        raise ValueError(
+            f"data {path}: it begins with {begin.hex(' ') or 'nothing'}, expected "
+            f"{magic.hex(' ')}, an IDX file of {what} as bytes; restore it"
+        )
+    header = file.read(4 * dimensions)
+    if len(header) < 4 * dimensions:
+        raise ValueError(f"data {path}: it ends within its header; restore it")
+    sizes = struct.unpack(f">{dimensions}I", header)
+    if not all(sizes) or sizes[0] > MOST_EXAMPLES or math.prod(sizes) > MOST_BYTES:
+        told = " x ".join(f"{size:,}" for size in sizes)
+        raise ValueError(
+            f"data {path}: its header says {told}, expected 1 to {MOST_EXAMPLES:,} {what}, of "
+            f"{MOST_BYTES:,} bytes at most; restore it"
+        )
+    return sizes
+
+
+def _content(path: Path, file: BinaryIO, size: int) -> np.ndarray:
+    """Read what the header promised, and look whether it is all."""
+    content = file.read(size + 1)
+    if len(content) != size:
+        got = f"{len(content):,} bytes" if len(content) < size else "more"
+        raise ValueError(
+            f"data {path}: got {got} after its header, expected {size:,} by what that says; "
+            "restore it"
+        )
+    return np.frombuffer(content, np.uint8)

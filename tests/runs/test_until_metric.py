@@ -1,0 +1,106 @@
+"""A run ends in good order when its metric reaches a value, and not before."""
+
+import json
+from typing import Any
+
+import pytest
+
+from ravan_flwr import simulate
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.results.page import _facts
+from ravan_flwr.runs.history import RecordedRun
+from ravan_flwr.server.target import Target
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training.plan import plan_of
+
+QUICK: dict[str, Scalar] = {
+    "lora-rank": 2, "local-steps": 1, "batch-size": 8, "num-rounds": 3, "learning-rate": 1e-3,
+    "report": False, "tracking": "none", "clients-per-round": 2,
+}  # fmt: skip
+
+
+def rounds(run):
+    return [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
+
+
+def test_the_round_that_reaches_the_value_is_the_last(tmp_path, capsys):
+    """The value is one that an unbounded run measures in its second round, or passes sooner."""
+    settings = QUICK | {"output-dir": str(tmp_path)}
+    whole = simulate(settings, 4)
+    measured = [record["metrics"]["accuracy"] for record in rounds(whole)]
+    value = max(measured[:2])
+    first = next(n for n, got in enumerate(measured, 1) if got >= value)
+    run = simulate(settings | {"until-metric": value}, 4)
+    records = rounds(run)
+    assert [record["metrics"] for record in records] == [
+        record["metrics"] for record in rounds(whole)[:first]
+    ]
+    assert [record.get("reached") for record in records] == [None] * (first - 1) + [value]
+    assert run.summary["rounds"] == run.summary["reached"] == first
+    assert run.summary["until-metric"] == value
+    assert "reached" not in whole.summary.keys() | rounds(whole)[-1].keys()
+    assert (run.run_dir / "adapter" / "adapter_config.json").is_file()
+    told = (
+        f"until-metric = {value:g}: reached in round {first} (accuracy {value:.4f}); the run ends"
+    )
+    assert told in capsys.readouterr().out
+    facts = _facts(RecordedRun.read(run.run_dir), None)
+    assert facts["until-metric"] == f"{value:g}, reached in round {first}"
+
+    same = simulate(settings | {"until-metric": value, "resume": str(run.run_dir)}, 4)
+    assert same.summary["rounds"] == first
+    assert told in capsys.readouterr().out
+    more = simulate(settings | {"resume": str(run.run_dir)}, 4)  # and with no value, all rounds
+    assert more.summary["rounds"] == 3
+    assert "reached" not in more.summary
+
+
+def test_only_evaluations_count_and_what_is_not_reached_is_told(tmp_path, capsys):
+    settings = QUICK | {"until-metric": 1e-6, "eval-every": 2, "output-dir": str(tmp_path)}
+    assert simulate(settings, 4).summary["reached"] == 2
+    missed = simulate(settings | {"until-metric": 1, "num-rounds": 2}, 4)
+    assert missed.summary["rounds"] == 2
+    assert missed.summary["until-metric"] == 1
+    assert "reached" not in missed.summary
+    assert "warning: until-metric = 1 was not reached" in capsys.readouterr().out
+
+
+def test_a_perplexity_is_reached_from_above():
+    target = Target(20.0, "perplexity", [])
+    records: list[Any] = [
+        {"round": number, "metrics": {"perplexity": value} if value else {}}
+        for number, value in enumerate((25.0, 0.0, 20.0, 30.0), start=1)
+    ]
+    for record in records:
+        target.add(record)
+    assert target.round == 3
+    assert ["reached" in record for record in records] == [False, False, True, False]
+    assert Target(20.0, "perplexity", records).round == 3
+    assert Target(19.0, "perplexity", records).round is None
+    assert Target(0.0, "perplexity", records).round is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "told"),
+    [
+        ("accuracy", 85, "the metric is accuracy, expected a share, 1 at most; .* write 0.85?"),
+        ("f1", 1.01, "the metric is f1, expected a share"),
+        ("perplexity", 0.5, "the metric is perplexity, expected 1 or more"),
+    ],
+)
+def test_what_cannot_be_reached_is_refused(metric, value, told):
+    config = read_config({"until-metric": value})
+    with pytest.raises(ValueError, match=f"until-metric = {value:g}: {told}"):
+        Target.of(config, metric, [])
+
+
+def test_a_refused_value_leaves_no_directory(tmp_path):
+    with pytest.raises(ValueError, match="until-metric = 85: the metric is accuracy"):
+        simulate(QUICK | {"until-metric": 85.0, "output-dir": str(tmp_path)}, 4)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_value_below_nothing_is_refused_and_a_plan_says_it():
+    with pytest.raises(ValueError, match="until-metric = -1.0: expected a number at least 0"):
+        read_config({"until-metric": -1})
+    assert "until-metric    0.9: the round that reaches it" in plan_of({"until-metric": 0.9})

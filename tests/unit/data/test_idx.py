@@ -1,0 +1,212 @@
+"""IDX files: those that Debian has, read as their makers' own reader does, and damaged ones."""
+
+import gzip
+import runpy
+import struct
+import subprocess
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.data import idx
+from ravan_flwr.data.examples import label_numbers, load_splits
+from ravan_flwr.data.idx import idx_splits, is_idx
+from ravan_flwr.data.other_examples import other_examples
+from ravan_flwr.drafting.columns import Asked
+from ravan_flwr.drafting.data_seen import look_at_data
+from ravan_flwr.specs import Scalar
+from ravan_flwr.tasks.vision import Vision
+from ravan_flwr.training.workbench import Workbench
+from testing.tiny import save_model
+
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+READER = Path("/usr/share/doc/dataset-fashion-mnist/utils/mnist_reader.py")
+TRAIN, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+
+
+def idx_file(array, dimensions=None):
+    """The format as its makers describe it: 0 0 type dimensions, sizes, bytes."""
+    sizes = array.shape if dimensions is None else dimensions
+    return bytes([0, 0, 8, len(sizes)]) + struct.pack(f">{len(sizes)}I", *sizes) + array.tobytes()
+
+
+def digits(number, first=0):
+    """Real handwritten digits in the middle of 28 x 28 black pixels."""
+    images, labels = load_digits(return_X_y=True)
+    large = np.zeros((number, 28, 28), np.uint8)
+    small = images[first : first + number].reshape(-1, 8, 8) * 15
+    large[:, 2:26, 2:26] = small.repeat(3, 1).repeat(3, 2)
+    return large, labels[first : first + number].astype(np.uint8)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Forty digits to train on and ten to test on."""
+    for begin, number, first in (("train", 40, 0), ("t10k", 10, 40)):
+        images, labels = digits(number, first)
+        (tmp_path / f"{begin}-images-idx3-ubyte").write_bytes(idx_file(images))
+        (tmp_path / f"{begin}-labels-idx1-ubyte").write_bytes(idx_file(labels))
+    return tmp_path
+
+
+def spec_of(folder):
+    return read_config({"preset": "fashion-vit", "data": str(folder)}).data
+
+
+def encoded(splits, name="train"):
+    task = Vision(
+        read_config({"preset": "fashion-vit"}).data, 0, lambda: None,
+        lambda: {"image_size": 28, "num_channels": 1},
+    )  # fmt: skip
+    return task.encode(splits[name])
+
+
+def same(found, images, labels):
+    pixels = found.take(np.arange(len(images)))
+    assert np.array_equal(pixels["pixel_values"][:, 0].numpy(), images)
+    assert np.array_equal(pixels["labels"].numpy(), labels)
+
+
+@pytest.mark.skipif(not DEBIAN.is_dir(), reason="needs Debian's package dataset-fashion-mnist")
+def test_the_real_files_are_read_as_by_their_makers_reader():
+    splits = load_splits(spec_of(DEBIAN))
+    assert {name: len(split) for name, split in splits.items()} == {"train": 60_000, "test": 10_000}
+    for name in ("train", "test"):
+        numbers = label_numbers(splits[name], spec_of(DEBIAN).labels, name)
+        assert np.bincount(numbers).tolist() == [len(numbers) // 10] * 10
+    if not READER.is_file():
+        pytest.skip("the reader is in the package's documentation, which is not installed")
+    reader = runpy.run_path(str(READER))
+    images, labels = reader["load_mnist"](DEBIAN, kind="t10k")
+    same(encoded(splits, "test"), images.reshape(-1, 28, 28), labels)
+
+
+def test_files_are_read_plain_and_packed_whatever_their_names_say(folder):
+    images, labels = digits(40)
+    same(encoded(load_splits(spec_of(folder))), images, labels)
+    subprocess.run(["gzip", *folder.iterdir()], check=True)
+    assert {path.suffix for path in folder.iterdir()} == {".gz"}
+    same(encoded(load_splits(spec_of(folder))), images, labels)
+    for path in folder.iterdir():  # as some tools save them
+        path.rename(path.with_name(path.name.removesuffix(".gz").replace("-idx", ".idx")))
+    same(encoded(load_splits(spec_of(folder))), images, labels)
+
+
+def test_the_same_files_give_the_same_data_set(folder):
+    """The cache of what a model's processor made of them goes by the fingerprint."""
+    first, second = idx_splits(folder)["train"], idx_splits(folder)["train"]
+    assert first._fingerprint == second._fingerprint
+
+
+def test_another_folder_is_none_of_idx_files(tmp_path):
+    assert not is_idx(tmp_path)
+    assert not is_idx(tmp_path / "nowhere")
+    (tmp_path / "images-idx3-ubyte").write_bytes(b"")
+    assert not is_idx(tmp_path)
+
+
+def test_a_models_processor_makes_of_them_what_it_makes_of_pictures(folder, tmp_path):
+    model = save_model("vit", tmp_path / "model")
+    settings: dict[str, Scalar] = {
+        "preset": "svhn-vit-b16", "model": str(model), "data": str(folder),
+    }  # fmt: skip
+    bench = Workbench(read_config(settings))
+    found = bench.test_sets["test"].take(np.arange(10))
+    images, labels = digits(10, 40)
+    pictures = [Image.fromarray(image) for image in images]
+    expected = bench.task.inputs({"image": pictures})["pixel_values"]
+    assert np.array_equal(found["pixel_values"].numpy(), expected)
+    assert np.array_equal(found["labels"].numpy(), labels)
+
+
+def test_an_evaluation_takes_the_test_files(folder):
+    examples, split = other_examples(spec_of(folder))
+    assert split == "test"
+    assert len(examples) == 10
+
+
+def test_a_preset_for_them_is_not_drafted(folder):
+    with pytest.raises(ValueError, match="got IDX files, .*conf/fashion-vit.yaml"):
+        look_at_data(str(folder), "", Asked())
+
+
+IMAGES = digits(40)[0]
+GOOD = idx_file(IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        (TRAIN, b"", "it begins with nothing, expected 00 00 08 03"),
+        (TRAIN, b"\x89PNG\r\n", "it begins with 89 50 4e 47, expected 00 00 08 03"),
+        (TRAIN, idx_file(digits(40)[1]), "it begins with 00 00 08 01, expected 00 00 08 03"),
+        (TRAIN, b"\0\0\x0d\x03" + GOOD[4:], "it begins with 00 00 0d 03"),  # floats
+        (TRAIN, GOOD[:9], "it ends within its header"),
+        (TRAIN, GOOD[:-1], "got 31,359 bytes after its header, expected 31,360"),
+        (TRAIN, GOOD + b"\0", "got more after its header, expected 31,360"),
+        (TRAIN, idx_file(IMAGES, (40, 0, 28)), "its header says 40 x 0 x 28, expected 1 to"),
+        (TRAIN, idx_file(IMAGES, (2**32 - 1,) * 3), "its header says 4,294,967,295 x 4,294"),
+        (TRAIN, idx_file(IMAGES[:39]), "got 39 images, but 40 labels in train-labels"),
+        (LABELS, idx_file(digits(39)[1]), "got 40 images, but 39 labels in train-labels"),
+        (TRAIN, gzip.compress(GOOD)[:-9], r"it cannot be read \(EOFError"),
+        (TRAIN, gzip.compress(GOOD)[:40] + b"x" * 99, r"it cannot be read \(error: Error -3"),
+        (TRAIN, b"\x1f\x8bxxxxxxxxxx", r"it cannot be read \(BadGzipFile"),
+    ],
+)
+def test_a_damaged_file_is_named(name, content, told, folder):
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"data {folder}/train-.*-ubyte: {told}.*restore"):
+        load_splits(spec_of(folder))
+
+
+def test_no_more_is_unpacked_than_the_header_says(folder, monkeypatch):
+    """Some kilobytes may unpack to any number of zeros."""
+    bomb = zlib.compressobj(9, zlib.DEFLATED, 31)
+    packed = bomb.compress(GOOD) + b"".join(bomb.compress(bytes(2**20)) for _ in range(64))
+    (folder / TRAIN).write_bytes(packed + bomb.flush())
+    most: list[int] = []
+    read = gzip.GzipFile.read
+
+    def counted(self, size=-1):
+        most.append(size)
+        return read(self, size)
+
+    monkeypatch.setattr(gzip.GzipFile, "read", counted)
+    with pytest.raises(ValueError, match="got more after its header"):
+        load_splits(spec_of(folder))
+    assert 0 < max(most) <= len(GOOD)
+    assert min(most) > 0
+
+
+def test_a_header_that_promises_too_much_is_refused_before_it_is_read(folder, monkeypatch):
+    monkeypatch.setattr(idx, "MOST_BYTES", 30_000)
+    with pytest.raises(ValueError, match=r"its header says 40 x 28 x 28, expected .* 30,000 bytes"):
+        load_splits(spec_of(folder))
+
+
+@pytest.mark.parametrize("name", [TRAIN, LABELS, "t10k-images-idx3-ubyte"])
+def test_a_missing_file_is_named_with_what_to_install(name, folder):
+    (folder / name).unlink()
+    told = f"data {folder}: .* neither {name} nor {name}.gz.*apt-get install dataset-fashion-mnist"
+    with pytest.raises(ValueError, match=told):
+        load_splits(spec_of(folder))
+
+
+def test_a_label_that_is_no_class_is_told(folder):
+    labels = digits(40)[1]
+    labels[3] = 10
+    (folder / LABELS).write_bytes(idx_file(labels))
+    with pytest.raises(ValueError, match="unknown labels 10; expected numbers from 0 to 9"):
+        encoded(load_splits(spec_of(folder)))
+
+
+def test_images_of_another_size_than_the_models_are_told(folder):
+    images = digits(40)[0][:, ::2, ::2]
+    (folder / TRAIN).write_bytes(idx_file(np.ascontiguousarray(images)))
+    with pytest.raises(ValueError, match=r"got arrays of \(1, 14, 14\), expected \(1, 28, 28\)"):
+        encoded(load_splits(spec_of(folder)))

@@ -1,0 +1,62 @@
+"""Images without a processor are kept as bytes, and computed with as numbers from -1 to 1."""
+
+import datasets
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from ravan_flwr.specs import DataSpec
+from ravan_flwr.tasks.vision import Vision
+
+
+class Seen(nn.Module):
+    """Return what it is given, as a network returns its logits."""
+
+    def forward(self, pixel_values):
+        self.logits = pixel_values
+        return self
+
+
+def task(channels=1, side=16):
+    """A task whose model takes images of that size, without a processor."""
+    spec = DataSpec("x", columns=(("image", "image"), ("label", "label")), labels=("a", "b"))
+    sizes = {"image_size": side, "num_channels": channels}
+    return Vision(spec, 0, lambda: None, lambda: sizes)
+
+
+def examples(images, feature):
+    features = datasets.Features({"image": feature, "label": datasets.Value("int64")})
+    columns = {"image": images, "label": [0] * len(images)}
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+GREYS = np.arange(256, dtype=np.uint8).reshape(1, 16, 16)  # every byte once
+
+
+def logits_of(made, encoded):
+    return made.logits(Seen(), encoded.take(np.arange(len(encoded))))
+
+
+def test_every_byte_is_computed_with_as_its_share_of_255():
+    """By the formula in floats of four bytes, as pixels were kept before."""
+    expected = torch.from_numpy(GREYS.astype(np.float32) / 255) * 2 - 1
+    of_arrays = task().encode(examples(GREYS, datasets.Array2D((16, 16), "uint8")))
+    of_images = task().encode(examples([Image.fromarray(GREYS[0])], datasets.Image()))
+    for encoded in (of_arrays, of_images):
+        assert encoded.take(np.arange(1))["pixel_values"].dtype == torch.uint8
+        assert torch.equal(logits_of(task(), encoded)[0], expected)
+
+
+def test_a_prediction_sees_the_pixels_of_the_training():
+    colours = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
+    pictures, made = [Image.fromarray(one) for one in colours], task(channels=3)
+    seen = logits_of(made, made.encode(examples(pictures, datasets.Image())))
+    assert np.array_equal(seen.numpy(), made.inputs({"image": pictures})["pixel_values"])
+
+
+def test_arrays_of_numbers_up_to_one_are_kept_as_they_were():
+    shares = (GREYS / 255).astype(np.float32)
+    encoded = task().encode(examples(shares, datasets.Array2D((16, 16), "float32")))
+    assert encoded.take(np.arange(1))["pixel_values"].dtype == torch.float32
+    assert torch.equal(logits_of(task(), encoded)[0], torch.from_numpy(shares) * 2 - 1)
