@@ -92,9 +92,10 @@ def _clients(config: Config, built: Skeleton) -> list[str]:
 
 
 def _batch(config: Config) -> str:
-    """Say how many examples a step has, and how many at a time."""
-    part = config.micro_batch_size
-    return f"{config.batch_size}" + (f", {part} at a time" if part else "")
+    """Say how many examples a step has, and how many, or of how many tokens, at a time."""
+    part, tokens = config.micro_batch_size, config.micro_batch_tokens
+    told = [f"{config.batch_size}", *([f"{part} at a time"] if part else [])]
+    return ", ".join([*told, *([f"{tokens:,} tokens at a time"] if tokens else [])])
 
 
 def _part(method: Method, share: float) -> str:
