@@ -35,7 +35,7 @@ from ravan_flwr.training.batching import training_batches
 from ravan_flwr.training.local_steps import LocalSteps, train_locally
 from ravan_flwr.training.workbench import Workbench
 
-LENGTH, BATCH = 512, 16
+LENGTH, BATCH, END = 512, 16, "<|endoftext|>"
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {
         "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -97,13 +97,13 @@ def save(folder: Path, shape: str) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=8000, special_tokens=["<|endoftext|>"], show_progress=False,
+        vocab_size=8000, special_tokens=[END], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.decoder = decoders.ByteLevel()
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|endoftext|>"
+        tokenizer_object=tokenizer, eos_token=END
     ).save_pretrained(folder / "model")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

@@ -78,6 +78,7 @@ class Task(ABC):
     auto_class: ClassVar[str]
     pipeline: ClassVar[str]  # of transformers, for a trained model; "" where there is none
     peft_type: ClassVar[str | None] = None  # PEFT's name for what an adapter of the task does
+    masks: ClassVar[bool] = True  # attention is given a mask, where its examples may be padded
 
     def __init__(
         self,

@@ -55,6 +55,7 @@ class Causal(Task):
     auto_class = "AutoModelForCausalLM"
     pipeline = "text-generation"
     peft_type = "CAUSAL_LM"
+    masks = False  # padding is at the ends, where no token sees it
 
     def load_reader(self, folder: Path) -> Any:
         tokenizer = load_tokenizer(folder)

@@ -24,6 +24,7 @@ from ravan_flwr.methods.base import Method
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Task
 from ravan_flwr.tasks.packing import check_packing
+from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.kept_in import backbone_dtype, likely_device
 from ravan_flwr.training.local_steps import PRECISIONS
 from ravan_flwr.training.network import build_skeleton, checkpoint_gradients, pretrained_parameters
@@ -127,14 +128,16 @@ def step_memory(config: Config, share: float) -> StepMemory:
     trained = [*method.parameters(built.adapters), *built.classifier]
     added = _bytes([*network.parameters(), *network.buffers()]) - weights
     copies = _bytes(trained) - 4 * built.classifier_size if added else 0  # of some heads
-    at_a_time = examples_at_a_time(config)
+    at_a_time, task = examples_at_a_time(config), make_task(config)
+    with attention_of(config, network, task):
+        kept = kept_for_backward(network, task, at_a_time)
     return StepMemory(
         weights=weights - (_bytes(trained) - copies) - built.saved,
         trained=ADAM * _bytes(trained),
-        activations=kept_for_backward(network, make_task(config), at_a_time)
+        activations=kept
         + _cast_weights(config, network)
         + _computed_again(config, share)
-        + make_task(config).transient(network.config, at_a_time),
+        + task.transient(network.config, at_a_time),
     )
 
 

@@ -1,6 +1,7 @@
 """Texts side by side in a row: nothing differs from each text alone, but the padding."""
 
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -170,7 +171,7 @@ def test_parts_have_no_more_tokens_than_they_may(lengths, most, packing):
         number = len(laid.room) if packing else len(part)
         assert number * laid.length <= most
     if not packing:  # no two neighbours would have fitted together
-        for one, other in zip(parts, parts[1:], strict=False):
+        for one, other in pairwise(parts):
             assert (len(one) + 1) * counts[one].max() > most
             assert counts[one].min() >= counts[other].max()
 
