@@ -102,9 +102,9 @@ def save(folder: Path, shape: str) -> None:
     )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.decoder = decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END
-    ).save_pretrained(folder / "model")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(
+        folder / "model"
+    )
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         **SHAPES[shape], max_position_embeddings=2048, bos_token_id=0, eos_token_id=0,
