@@ -1,14 +1,14 @@
 """Measure what packing and a backbone in 16 bits bring to steps of a language model.
 
-    python -m benchmarks.language                         # five minutes of a core
+    python -m benchmarks.language                             # five minutes of a core
     python -m benchmarks.language --shape 1b --device cuda    # the same on a GPU
 
 The texts are docstrings of Python's standard library, each after a line with its length in words,
 of which the first 512 tokens are read; answers alone are learned. The network is a LLaMA with
 random weights, saved in bfloat16: a small one, or one of the shape of LLaMA-3.2-1B, with RAVAN's
-adapters. Steps are of 16 texts. The rows of a table take turns in one process; seconds are medians
-of a step, and ratios medians over the turns. Memory is the frozen model's, and on a GPU the most
-that a turn allocates.
+adapters. The rows of a table take turns in one process; seconds (on a CPU, of a processor) are
+medians of a step, and ratios medians over the turns. Memory is the frozen model's, and on a GPU the
+most that a turn allocates.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from ravan_flwr.training.batching import training_batches
 from ravan_flwr.training.local_steps import LocalSteps, train_locally
 from ravan_flwr.training.workbench import Workbench
 
-LENGTH, BATCH, END = 512, 16, "<|endoftext|>"
+LENGTH, END = 512, "<|endoftext|>"
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {
         "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -74,6 +74,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch", type=int, default=16, help="texts of a step")
     parser.add_argument("--steps", type=int, default=4, help="of a turn")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", type=Path)
@@ -82,7 +83,7 @@ def main(arguments: list[str]) -> int:
         folder = Path(name)
         save(folder, given.shape)
         tables = [measured(folder, table, given) for table in (PACKING, DTYPES)]
-        told = tokens_told(bench_of(folder, "float32", "float32", given.device), given.steps)
+        told = tokens_told(bench_of(folder, "float32", "float32", given.device), given)
     for rows in tables:
         show(rows, told if rows is tables[0] else "")
     if given.json:
@@ -125,7 +126,7 @@ def bench_of(folder: Path, kept_in: str, precision: str, device: str) -> Workben
     """Open the files as a run does."""
     settings: dict[str, Scalar] = {
         "preset": str(folder / "preset.yaml"), "backbone-dtype": kept_in, "precision": precision,
-        "lora-rank": 16, "learning-rate": 1e-4, "device": device, "batch-size": BATCH,
+        "lora-rank": 16, "learning-rate": 1e-4, "device": device,
     }  # fmt: skip
     bench = Workbench(read_config(settings))
     bench.model  # noqa: B018 (built before anything is timed)
@@ -137,9 +138,10 @@ def measured(
 ) -> list[Row]:
     """Time the rows of a table in turn, after one turn that does not count."""
     rows, works = [], []
+    clock = time.process_time if given.device == "cpu" else time.perf_counter
     for name, (kept_in, precision, packing) in table.items():
         bench = bench_of(folder, kept_in, precision, given.device)
-        steps = LocalSteps(given.steps, BATCH, 1e-4, precision, packing=packing)
+        steps = LocalSteps(given.steps, given.batch, 1e-4, precision, packing=packing)
         rows.append(Row(name, frozen_bytes(bench), []))
         works.append(work_of(bench, steps))
     for turn in range(given.repetitions + 1):
@@ -148,13 +150,13 @@ def measured(
                 torch.cuda.synchronize()
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
-            began = time.perf_counter()
+            began = clock()
             work()
             if given.device == "cuda":
                 torch.cuda.synchronize()
                 row.most = max(row.most, torch.cuda.max_memory_allocated() - before)
             if turn:
-                row.seconds.append((time.perf_counter() - began) / given.steps)
+                row.seconds.append((clock() - began) / given.steps)
     return rows
 
 
@@ -171,11 +173,11 @@ def frozen_bytes(bench: Workbench) -> int:
     return sum(p.numel() * p.element_size() for p in tensors.values())
 
 
-def tokens_told(bench: Workbench, steps: int) -> str:
+def tokens_told(bench: Workbench, given: argparse.Namespace) -> str:
     """Say how many tokens go through the network in both ways, and how many are none of padding."""
     examples = bench.partition(0, 1).train
-    order = training_batches(len(examples), BATCH, ClientRound(0, 1, 0).generator("batches"))
-    taken = [examples.take(next(order)) for _ in range(steps)]
+    order = training_batches(len(examples), given.batch, ClientRound(0, 1, 0).generator("batches"))
+    taken = [examples.take(next(order)) for _ in range(given.steps)]
     there = sum(int(batch["length"].sum()) for batch in taken)
 
     def through(lay_out: Callable[[Batch], Batch]) -> int:
