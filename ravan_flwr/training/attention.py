@@ -8,7 +8,7 @@ for a long text.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -55,15 +55,24 @@ class _Fused(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = dict(kwargs or {})
-        plain = given.get("dropout_p") and not self.drops
-        if func is not F.scaled_dot_product_attention or plain:
-            return func(*args, **given)
-        query, key, value = args[:3]
-        mask = given.get("attn_mask") if self.masks else None
+        attends = func is F.scaled_dot_product_attention
+        return (self._attend if attends else func)(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        **more: Any,
+    ) -> Tensor:
+        if dropout_p and not self.drops:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **more)
+        mask = attn_mask if self.masks else None
         if mask is not None and not mask.is_floating_point():
             mask = mask.to(query.dtype)
-        return _Kept.apply(query, key, value, mask)  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Kept.apply(query, key, value, mask))  # type: ignore[no-untyped-call]
 
 
 class _Kept(torch.autograd.Function):
