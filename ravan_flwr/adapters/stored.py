@@ -64,9 +64,11 @@ def keep_in(network: nn.Module, dtype: torch.dtype, apart: Collection[nn.Paramet
     for module in network.modules():
         if (scale := getattr(module, "scalar_embed_scale", None)) is not None:
             # Loaded in 16 bits it was rounded, which no weight of the files is.
-            module.embed_scale = torch.full_like(module.embed_scale, scale, dtype=torch.float32)
-        if id(getattr(module, "weight", None)) in kept:
-            module.__class__ = _stored_class(module)
+            rounded = cast(Tensor, module.embed_scale)
+            module.embed_scale = torch.full_like(rounded, scale, dtype=torch.float32)
+        made = _stored_class(module)
+        if made is not None and id(getattr(module, "weight", None)) in kept:
+            module.__class__ = made
 
 
 def _storable(network: nn.Module, apart: set[int]) -> Iterator[nn.Parameter]:
