@@ -27,6 +27,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.lengths import docstrings
+from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
@@ -111,7 +112,7 @@ def save(folder: Path, shape: str) -> None:
         **SHAPES[shape], max_position_embeddings=2048, bos_token_id=0, eos_token_id=0,
         dtype=torch.bfloat16, tie_word_embeddings=True,
     )  # fmt: skip
-    network = transformers.LlamaForCausalLM(config)
+    network: Any = transformers.LlamaForCausalLM(config)
     network.to(torch.bfloat16).save_pretrained(folder / "model")
     (folder / "data").mkdir()
     rows = [{"prompt": f"In {len(text.split())} words:\n", "completion": text} for text in texts]
@@ -128,7 +129,7 @@ def bench_of(folder: Path, kept_in: str, precision: str, device: str) -> Workben
         "preset": str(folder / "preset.yaml"), "backbone-dtype": kept_in, "precision": precision,
         "lora-rank": 16, "learning-rate": 1e-4, "device": device,
     }  # fmt: skip
-    bench = Workbench(read_config(settings))
+    bench = Workbench(read_config(own_preset(settings)))
     bench.model  # noqa: B018 (built before anything is timed)
     return bench
 

@@ -5,6 +5,7 @@ Each has `chat.jsonl`, a budget by its free memory, a warm worker, and a place f
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -86,11 +87,12 @@ def test_devices_with_texts_of_their_own_train_and_get_the_result(deployment):
         assert found.keys() == expected.keys()
         assert all(found[name].equal(tensor) for name, tensor in expected.items())
         reader = AutoTokenizer.from_pretrained(kept)
-        asked = reader.apply_chat_template(
+        asked: Any = reader.apply_chat_template(
             as_messages("os.getcwd", "")["messages"][:1], add_generation_prompt=True,
             return_tensors="pt", return_dict=False,
         )  # fmt: skip
-        answers = AutoModelForCausalLM.from_pretrained(kept)  # transformers finds the adapter
+        # transformers finds the adapter
+        answers: Any = AutoModelForCausalLM.from_pretrained(kept)
         assert answers.generate(asked, max_new_tokens=4, do_sample=False).shape[1] > asked.shape[1]
 
     # What a device has stays there.

@@ -235,8 +235,8 @@ def noted(one, method):
 def test_packing_and_parts_train_the_same_examples_to_the_same_end(options, tmp_path):
     """A step has as many examples as before; what a client sends differs by rounding alone."""
     settings, results = preset(tmp_path) | {"learning-rate": 1e-3}, []
-    for more in ({}, options):
-        config = read_config(own_preset(settings | more))
+    for given in (settings, settings | options):
+        config = read_config(own_preset(given))
         bench = Workbench(config)
         seen, shapes = noted(bench.task, "packed" if config.packing else "collate")
         examples, state = bench.partition(0, 2).train, bench.model.initial_state()

@@ -2,6 +2,7 @@
 
 import dataclasses
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ TALK = [
     for two in TURNS
 ] + MESSAGES[:1]  # a long one beside short ones
 # An architecture, and what its configuration says otherwise: windows shorter than the texts, too.
-KINDS = {
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in SPEAKERS},
     "mistral with a window": ("mistral", {"sliding_window": 5}),
     "gemma2 with a window": ("gemma2", {"sliding_window": 5}),
@@ -182,7 +183,7 @@ def test_a_text_longer_than_a_part_may_be_is_a_part_of_its_own():
 
 
 # With weights as large as trained ones, through which what is carried along shows.
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "initializer_range": 0.5,
 }  # fmt: skip
 CARRYING = {

@@ -22,7 +22,7 @@ def networks(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "model"
     save_speaker(kind, folder, hidden_size=width, initializer_range=0.3)
     read = transformers.AutoModelForCausalLM.from_pretrained
-    read(folder).to(torch.bfloat16).save_pretrained(folder)
+    read(folder, dtype=torch.bfloat16).save_pretrained(folder)
     settings = read(folder).config.to_dict()
     data = DataSpec("hub", "talks", columns=(("messages", "messages"),), target_length=8)
     task = Causal(data, 32, lambda: folder, lambda: settings)
