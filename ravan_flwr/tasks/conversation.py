@@ -115,9 +115,9 @@ def render(reader: Any, messages: Sequence[Message], *, opening: bool = False) -
             )
     except EndlessError:
         raise ValueError(
-            f"chat template: it takes more than {MOST:,} steps for {len(messages)} messages, "
-            "expected a template that ends; correct chat-template in the preset's data, or choose "
-            "another model"
+            f"chat template: it takes more than {MOST:,} steps for a conversation of "
+            f"{len(messages)}, expected a template that ends; correct chat-template in the "
+            "preset's data, or choose another model"
         ) from None
     except TemplateSyntaxError as error:
         raise ValueError(

@@ -38,7 +38,7 @@ def deployment(tmp_path_factory, python):
 
 def prepare(deployment):
     """Write the model, the server's examples and the preset; start devices with their own."""
-    folder, rows = deployment.folder, docstrings()
+    folder, rows = deployment.folder, [row for row in docstrings() if len(row[1]) < 90]
     save_speaker("llama", folder / "model", [told for _, told in rows], hidden_size=64,
                  intermediate_size=128, initializer_range=0.3)  # fmt: skip
     (folder / "server").mkdir()
