@@ -47,16 +47,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128_256,
     },
 }  # fmt: skip
-# What is compared with the first of each table: (backbone-dtype, precision, packing).
-PACKING = {
-    "a row a text": ("float32", "float32", False),
-    "packing": ("float32", "float32", True),
+# What is compared with the first of each table: backbone-dtype, precision, how steps are laid out.
+Way = tuple[str, str, dict[str, Any]]
+LAYOUTS: dict[str, Way] = {
+    "a row a text": ("float32", "float32", {}),
+    "packing=true": ("float32", "float32", {"packing": True}),
+    "micro-batch-tokens=1024": ("float32", "float32", {"micro_batch_tokens": 1024}),
+    "both": ("float32", "float32", {"packing": True, "micro_batch_tokens": 1024}),
 }
-DTYPES = {
-    "float32": ("float32", "float32", False),
-    "backbone-dtype=bfloat16": ("bfloat16", "float32", False),
-    "precision=bfloat16": ("float32", "bfloat16", False),
-    "both": ("bfloat16", "bfloat16", False),
+DTYPES: dict[str, Way] = {
+    "float32": ("float32", "float32", {}),
+    "backbone-dtype=bfloat16": ("bfloat16", "float32", {}),
+    "precision=bfloat16": ("float32", "bfloat16", {}),
+    "both": ("bfloat16", "bfloat16", {}),
 }
 
 
@@ -83,12 +86,12 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save(folder, given.shape)
-        tables = [measured(folder, table, given) for table in (PACKING, DTYPES)]
-        told = tokens_told(bench_of(folder, "float32", "float32", given.device), given)
-    for rows in tables:
-        show(rows, told if rows is tables[0] else "")
+        layouts = measured(folder, LAYOUTS, given)
+        show(layouts, tokens_told(bench_of(folder, "float32", "float32", given.device), given))
+        dtypes = measured(folder, DTYPES, given)
+        show(dtypes, "")
     if given.json:
-        made = [[vars(row) for row in rows] for rows in tables]
+        made = [[vars(row) for row in rows] for rows in (layouts, dtypes)]
         given.json.write_text(json.dumps(made, indent=2) + "\n")
     return 0
 
@@ -134,15 +137,13 @@ def bench_of(folder: Path, kept_in: str, precision: str, device: str) -> Workben
     return bench
 
 
-def measured(
-    folder: Path, table: dict[str, tuple[str, str, bool]], given: argparse.Namespace
-) -> list[Row]:
+def measured(folder: Path, table: dict[str, Way], given: argparse.Namespace) -> list[Row]:
     """Time the rows of a table in turn, after one turn that does not count."""
     rows, works = [], []
     clock = time.process_time if given.device == "cpu" else time.perf_counter
-    for name, (kept_in, precision, packing) in table.items():
+    for name, (kept_in, precision, layout) in table.items():
         bench = bench_of(folder, kept_in, precision, given.device)
-        steps = LocalSteps(given.steps, given.batch, 1e-4, precision, packing=packing)
+        steps = LocalSteps(given.steps, given.batch, 1e-4, precision, **layout)
         rows.append(Row(name, frozen_bytes(bench), []))
         works.append(work_of(bench, steps))
     for turn in range(given.repetitions + 1):
@@ -203,6 +204,7 @@ def show(rows: list[Row], told: str) -> None:
             f"| {f'{row.most / 1e6:.1f}' if row.most else ''} |"
         )
     sys.stdout.write("\n".join(lines) + "\n" + told + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
