@@ -8,7 +8,7 @@ memory. Linear layers and embeddings are kept so; normalisations, convolutions a
 """
 
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,13 @@ class StoredEmbedding(nn.Embedding):
         return super().forward(input).float()
 
 
+class StoredScaledEmbedding(StoredEmbedding):
+    """Do so for an embedding that is multiplied by a number, as Gemma's."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return super().forward(input) * cast(Tensor, self.embed_scale)
+
+
 class _Widened(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -55,8 +62,13 @@ def keep_in(network: nn.Module, dtype: torch.dtype, apart: Collection[nn.Paramet
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype if id(parameter) in kept else torch.float32)
     for module in network.modules():
-        if id(getattr(module, "weight", None)) in kept:
-            module.__class__ = _STORED[type(module)]
+        if (scale := getattr(module, "scalar_embed_scale", None)) is not None:
+            # Loaded in 16 bits it was rounded, which no weight of the files is.
+            rounded = cast(Tensor, module.embed_scale)
+            module.embed_scale = torch.full_like(rounded, scale, dtype=torch.float32)
+        made = _stored_class(module)
+        if made is not None and id(getattr(module, "weight", None)) in kept:
+            module.__class__ = made
 
 
 def _storable(network: nn.Module, apart: set[int]) -> Iterator[nn.Parameter]:
@@ -64,7 +76,8 @@ def _storable(network: nn.Module, apart: set[int]) -> Iterator[nn.Parameter]:
     whole = {id(parameter) for parameter in network.parameters()}
     held = tuple(getattr(network, "_keep_in_fp32_modules", None) or ())
     for name, module in network.named_modules():
-        can = type(module) in _STORED and not any(part in held for part in name.split("."))
+        can = _stored_class(module) is not None
+        can = can and not any(part in held for part in name.split("."))
         for parameter in module.parameters(recurse=False):
             if not can or parameter is not module.weight:
                 whole.discard(id(parameter))
@@ -77,6 +90,14 @@ _STORED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: StoredLinear,
     nn.Embedding: StoredEmbedding,
 }
+
+
+def _stored_class(module: nn.Module) -> type[nn.Module] | None:
+    """Find the class that does the same with a weight of 16 bits; None if there is none."""
+    scaled = isinstance(module, nn.Embedding) and hasattr(module, "scalar_embed_scale")
+    if scaled and len([*module.parameters(recurse=False)]) == 1:
+        return StoredScaledEmbedding
+    return _STORED.get(type(module))
 
 
 def autocasts(x: Tensor) -> bool:

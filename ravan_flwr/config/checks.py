@@ -49,6 +49,8 @@ def without_effect(run_config: Mapping[str, Scalar]) -> list[str]:
             idle.add(key)
     if values["learning-rate-schedule"] == "constant":
         idle.add("final-learning-rate")
+    if 1 in (values["batch-size"], values["micro-batch-size"]):
+        idle.add("packing")
     if values["init"] != "data-aware":
         idle.add("calibration-steps")
     return [f"{key}={values[key]}" for key in sorted(idle) if values[key] != KEYS[key].default]

@@ -139,6 +139,18 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
             low=1,
             high=65_536,
         ),
+        "micro-batch-tokens": Key(
+            int,
+            AUTO,
+            "tokens of a step at a time, padding included, as for micro-batch-size; auto: all",
+            low=1,
+            high=2**31 - 1,
+        ),
+        "packing": Key(
+            bool,
+            False,
+            "lay short texts of a language model's batch side by side, with less padding",
+        ),
         "batching": Key(
             str,
             "random",

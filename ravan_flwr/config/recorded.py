@@ -17,7 +17,9 @@ EARLIER: dict[str, Scalar] = {"evaluate-on": "server", "validation-share": 0.0}
 def recorded_config(content: Mapping[str, Any], where: str) -> Config:
     """Turn what a run's `config.json` holds into its `Config`; `Config.as_dict` is the inverse."""
     # What an earlier version had no key for was as the key's default.
-    later: dict[str, Any] = dict.fromkeys(("processes", "micro-batch-size", "max-bytes"))
+    later: dict[str, Any] = dict.fromkeys(
+        ("processes", "micro-batch-size", "micro-batch-tokens", "max-bytes")
+    )
     later |= {
         name: key.default
         for name, key in KEYS.items()

@@ -19,6 +19,7 @@ from ravan_flwr.config.preset_fields import RUN
 from ravan_flwr.config.presets import read_preset
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
+from ravan_flwr.tasks import TASKS
 
 HELD_BACK = 0.2  # of a client's examples, where each has a model of its own
 
@@ -44,6 +45,8 @@ class Config:
     local_epochs: float | None  # None: local_steps are for all clients
     batch_size: int
     micro_batch_size: int | None  # examples of a step at a time; None: all
+    micro_batch_tokens: int | None  # tokens of a step at a time; None: all
+    packing: bool
     batching: str
     learning_rate: float
     learning_rate_schedule: str
@@ -121,8 +124,8 @@ class Config:
 
 # What is known later, or has no limit.
 _NONE_IF_AUTO = (
-    "rank", "micro-batch-size", "max-bytes", "processes", "straggler-grace", "max-examples",
-    "max-update-norm",
+    "rank", "micro-batch-size", "micro-batch-tokens", "max-bytes", "processes", "straggler-grace",
+    "max-examples", "max-update-norm",
 )  # fmt: skip
 
 
@@ -148,7 +151,7 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
     _resolve_rates(values, preset)
     _resolve_clients(values)
     check_together(values)
-    _check_batching(values, preset)
+    _check_batching(values, preset, _max_length(values["max-length"], preset))
     data = preset.data_of(str(values["glue-task"]))
     resolved: dict[str, Any] = values | {
         "preset": preset.name,
@@ -223,11 +226,24 @@ def _resolve_clients(values: dict[str, Scalar]) -> None:
         values["validation-share"] = HELD_BACK if method.personalised else 0.0
 
 
-def _check_batching(values: Mapping[str, Scalar], preset: Preset) -> None:
-    if values["batching"] == "length" and not preset.max_length:
+def _check_batching(values: Mapping[str, Scalar], preset: Preset, max_length: int) -> None:
+    """Refuse ways to make batches of texts where there are none, or none that can go on."""
+    for key, without in (("batching", "random"), ("micro-batch-tokens", AUTO)):
+        if values[key] != without and not preset.max_length:
+            raise ValueError(
+                f"{key} = {values[key]!r}: {preset.path} has no texts, expected {without!r}, since "
+                "all its examples are of one size; leave it out"
+            )
+    if values["packing"] and not TASKS[preset.task].goes_on:
         raise ValueError(
-            f"batching = 'length': {preset.path} has no texts, expected 'random', since all its "
-            "examples are of one size; leave it out"
+            f"packing = true: {preset.path} has task {preset.task!r}, expected 'causal', whose "
+            "texts can lie side by side; leave it out"
+        )
+    tokens = values["micro-batch-tokens"]
+    if tokens != AUTO and int(tokens) < max_length:
+        raise ValueError(
+            f"micro-batch-tokens = {tokens}: got max-length = {max_length}, expected at least as "
+            "many, since a text may have that many; raise the one or lower the other"
         )
 
 

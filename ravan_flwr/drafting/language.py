@@ -21,6 +21,12 @@ def language_columns(examples: datasets.Dataset) -> dict[str, str]:
     for name in (*MESSAGES, *names):
         if name in names:
             return {"messages": name}
+    for name, one in examples.features.items():
+        if _keys(one) >= {"from", "value"}:
+            raise ValueError(
+                f"data.columns: column {name!r} has conversations of `from` and `value`, expected "
+                "`role` and `content`, with the roles user and assistant; rename them in the data"
+            )
     texts = [name for name, one in examples.features.items() if is_text(one)]
     answer = next((name for name in ANSWERS if name in texts), "")
     question = next((name for name in QUESTIONS if name in texts), "")
@@ -48,5 +54,10 @@ def is_text(feature: object) -> bool:
 
 def _is_conversation(feature: object) -> bool:
     """Tell whether a column has lists of messages with a role and a content."""
+    return _keys(feature) >= {"role", "content"}
+
+
+def _keys(feature: object) -> set[str]:
+    """List the keys of what a column has lists of; none where these are no objects."""
     inner = getattr(feature, "feature", None)
-    return isinstance(inner, dict) and {"role", "content"} <= inner.keys()
+    return set(inner) if isinstance(inner, dict) else set()

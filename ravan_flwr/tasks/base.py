@@ -78,6 +78,7 @@ class Task(ABC):
     auto_class: ClassVar[str]
     pipeline: ClassVar[str]  # of transformers, for a trained model; "" where there is none
     peft_type: ClassVar[str | None] = None  # PEFT's name for what an adapter of the task does
+    masks: ClassVar[bool] = True  # attention is given a mask, where its examples may be padded
 
     def __init__(
         self,
@@ -140,6 +141,10 @@ class Task(ABC):
     def collate(self, batch: Batch) -> Batch:
         """Bring a batch into the form in which it goes to the device."""
         return batch
+
+    def packed(self, batch: Batch) -> Batch:
+        """Do so with short texts side by side, where the task can."""
+        return self.collate(batch)
 
     @property
     def evaluation_batch(self) -> int:

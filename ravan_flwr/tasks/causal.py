@@ -32,6 +32,7 @@ from ravan_flwr.tasks.base import (
 )
 from ravan_flwr.tasks.forms import Form, form_of
 from ravan_flwr.tasks.left_out import tell_of_cut, tell_of_left_out, tell_of_unlearned
+from ravan_flwr.tasks.packing import packed
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.text import check_positions, describe, fixed_length, load_tokenizer
 from ravan_flwr.tasks.token_loss import block_bytes, check_logits, summed_loss
@@ -54,6 +55,7 @@ class Causal(Task):
     auto_class = "AutoModelForCausalLM"
     pipeline = "text-generation"
     peft_type = "CAUSAL_LM"
+    masks = False  # padding is at the ends, where no token sees it
 
     def load_reader(self, folder: Path) -> Any:
         tokenizer = load_tokenizer(folder)
@@ -175,10 +177,12 @@ class Causal(Task):
         ids = batch["input_ids"][:, :length].long()
         if "learned" not in batch:
             return _left_padded(ids, batch["length"])
-        follows = batch["learned"][:, :length].roll(-1, 1)  # a position counts if what follows does
-        follows[:, -1] = False
+        follows = _follows(batch)[:, :length]
         positions = follows.flatten().nonzero().squeeze(1)
         return {"input_ids": ids, "positions": positions, "targets": ids.flatten()[positions + 1]}
+
+    def packed(self, batch: Batch) -> Batch:
+        return packed(batch, _follows(batch)) or self.collate(batch)
 
     # What the network makes of them.
 
@@ -281,6 +285,13 @@ def _padded(rows: Sequence[Sequence[int | bool]], length: int) -> np.ndarray:
     for line, row in zip(table, rows, strict=True):
         line[: len(row)] = row
     return table
+
+
+def _follows(batch: Batch) -> Tensor:
+    """Say which positions count, (texts, tokens): those whose next token is learned."""
+    follows = batch["learned"].roll(-1, 1)
+    follows[:, -1] = False
+    return follows
 
 
 def _left_padded(ids: Tensor, lengths: Tensor) -> Batch:

@@ -1,8 +1,8 @@
 """Render conversations by a tokenizer's chat template, and find the assistant's turns in the text.
 
 A template is a program of Jinja in a model's folder, or in the preset. transformers runs it in
-Jinja's sandbox: it computes a text, and reaches neither files nor Python. Where a turn begins and
-ends is told by how the text is built, turn by turn:
+Jinja's sandbox: it computes a text, and reaches neither files nor Python; its steps are counted.
+Where a turn begins and ends is told by how the text is built, turn by turn:
 
     asked    the messages before the turn, with the opening of an answer: what a model is given
     told     the messages up to the turn and with it
@@ -22,6 +22,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.data.values import text_of
+from ravan_flwr.tasks.steps_of_template import MOST, EndlessError, counted
 
 ASSISTANT = "assistant"
 Message = dict[str, str]
@@ -106,9 +107,18 @@ def render(reader: Any, messages: Sequence[Message], *, opening: bool = False) -
     if not messages:
         return ""
     try:
-        text: str = reader.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=opening
-        )
+        with counted():
+            text: str = reader.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=opening,
+            )
+    except EndlessError:
+        raise ValueError(
+            f"chat template: it takes more than {MOST:,} steps for a conversation of "
+            f"{len(messages)}, expected a template that ends; correct chat-template in the "
+            "preset's data, or choose another model"
+        ) from None
     except TemplateSyntaxError as error:
         raise ValueError(
             f"chat template: line {error.lineno}: {error.message}; expected a template of Jinja; "

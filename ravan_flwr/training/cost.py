@@ -23,6 +23,8 @@ from ravan_flwr.messages.wire import num_bytes
 from ravan_flwr.methods.base import Method
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Task
+from ravan_flwr.tasks.packing import check_packing
+from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.kept_in import backbone_dtype, likely_device
 from ravan_flwr.training.local_steps import PRECISIONS
 from ravan_flwr.training.network import build_skeleton, checkpoint_gradients, pretrained_parameters
@@ -70,6 +72,8 @@ class Skeleton:
         network, lacking = skeleton.network.requires_grad_(False), skeleton.classifier
         if config.gradient_checkpointing:
             checkpoint_gradients(network, config.model.name)
+        if config.packing:
+            check_packing(network)
         layers = find_layers(network, skeleton.targets)
         pretrained = pretrained_parameters(network, lacking)
         # Which heads are chosen is all the same, and scores cannot be computed here.
@@ -124,15 +128,29 @@ def step_memory(config: Config, share: float) -> StepMemory:
     trained = [*method.parameters(built.adapters), *built.classifier]
     added = _bytes([*network.parameters(), *network.buffers()]) - weights
     copies = _bytes(trained) - 4 * built.classifier_size if added else 0  # of some heads
-    at_a_time = config.micro_batch_size or config.batch_size
+    at_a_time, task = examples_at_a_time(config), make_task(config)
+    with attention_of(config, network, task):
+        kept = kept_for_backward(network, task, at_a_time)
     return StepMemory(
         weights=weights - (_bytes(trained) - copies) - built.saved,
         trained=ADAM * _bytes(trained),
-        activations=kept_for_backward(network, make_task(config), at_a_time)
+        activations=kept
         + _cast_weights(config, network)
         + _computed_again(config, share)
-        + make_task(config).transient(network.config, at_a_time),
+        + task.transient(network.config, at_a_time),
     )
+
+
+def examples_at_a_time(config: Config) -> int:
+    """Count the longest examples that a step works on at a time.
+
+    Shorter ones may be more under `micro-batch-tokens`, but have no more tokens, and with packing
+    as many examples have no more rows.
+    """
+    number = config.micro_batch_size or config.batch_size
+    if config.micro_batch_tokens is None:
+        return number
+    return min(number, -(-config.micro_batch_tokens // config.max_length))
 
 
 def _cast_weights(config: Config, network: nn.Module) -> int:

@@ -6,7 +6,7 @@ kept for a backward pass.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ravan_flwr.config.run_config import Config
+from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.cost import Skeleton, step_memory
 from ravan_flwr.training.workbench import make_task
 
@@ -49,7 +50,8 @@ def evaluation_memory(config: Config) -> int:
     known = [*network.parameters(), *network.buffers()]
     # Answers that are generated keep keys and values; a forward pass over all of one is the most.
     keep = network.register_forward_pre_hook(_keep_keys_and_values, with_kwargs=True)
-    with torch.no_grad(), _MostAlive(known) as memory:
+    attention = attention_of(replace(config, packing=False), network, task)
+    with torch.no_grad(), attention, _MostAlive(known) as memory:
         batch = {name: torch.empty(s, dtype=d, device="meta") for name, (s, d) in shapes.items()}
         task.loss(network, batch)
     keep.remove()

@@ -1,9 +1,10 @@
 """Do a client's local work: some steps of Adam on its own examples, or an evaluation."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +16,12 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Encoded, Task
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.batching import evaluation_batches, in_parts, training_batches
+from ravan_flwr.training.batching import (
+    evaluation_batches,
+    in_parts,
+    parts_by_tokens,
+    training_batches,
+)
 from ravan_flwr.training.schedule import rate_in_round
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,6 +38,8 @@ class LocalSteps:
     proximal_mu: float = 0.0  # FedProx: mu / 2 |w - w at the start of the round|^2 on top
     batching: str = "random"
     micro_batch_size: int | None = None  # examples at a time; None: the whole batch
+    micro_batch_tokens: int | None = None  # tokens at a time, padding included; None: any number
+    packing: bool = False  # short texts side by side
     weight_decay: float = 0.0
     max_gradient_norm: float = 0.0  # 0: none
 
@@ -46,6 +54,8 @@ def steps_of(config: Config, number: int, examples: int) -> LocalSteps:
         proximal_mu=config.proximal_mu,
         batching=config.batching,
         micro_batch_size=config.micro_batch_size,
+        micro_batch_tokens=config.micro_batch_tokens,
+        packing=config.packing,
         weight_decay=config.weight_decay,
         max_gradient_norm=config.max_gradient_norm,
     )
@@ -130,11 +140,24 @@ class _Stepper:
     ) -> None:
         self.model, self.task, self.steps = model, task, steps
         self.device = model.device
-        lengths = task.lengths(examples) if steps.batching == "length" else None
-        random = work.generator("batches")
-        order = training_batches(len(examples), steps.batch_size, random, lengths)
-        parts, self.parts = in_parts(order, steps.micro_batch_size or steps.batch_size)
-        self.batches = _batches(examples, task, parts, self.device)
+        by_length, cut = steps.batching == "length", None
+        lengths = task.lengths(examples) if by_length or steps.micro_batch_tokens else None
+        if lengths is not None and steps.micro_batch_tokens:
+            cut = partial(
+                parts_by_tokens,
+                lengths=lengths,
+                most=steps.micro_batch_tokens,
+                packing=steps.packing,
+            )
+        order = training_batches(
+            len(examples),
+            steps.batch_size,
+            work.generator("batches"),
+            lengths if by_length else None,
+        )
+        parts, self.parts = in_parts(order, steps.micro_batch_size or steps.batch_size, cut)
+        lay_out = task.packed if steps.packing else task.collate
+        self.batches = _batches(examples, lay_out, parts, self.device)
         self.dtype = PRECISIONS[steps.precision]
         check_precision(steps.precision, self.device)
         scales = self.dtype is torch.float16
@@ -232,7 +255,8 @@ def measured_sums(
     sums: dict[str, float] = {}
     order = evaluation_batches(len(examples), batch_size, task.lengths(examples))
     with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
-        for rows, batch in zip(order, _batches(examples, task, iter(order), device), strict=True):
+        batches = _batches(examples, task.collate, iter(order), device)
+        for rows, batch in zip(order, batches, strict=True):
             answers = examples.answers_of(rows)
             for name, value in task.measure(model.network, batch, answers, tally).items():
                 sums[name] = sums.get(name, 0.0) + value
@@ -265,14 +289,17 @@ def evaluate_all(
 
 
 def _batches(
-    examples: Encoded, task: Task, order: Iterator[np.ndarray], device: torch.device
+    examples: Encoded,
+    lay_out: Callable[[Batch], Batch],
+    order: Iterator[np.ndarray],
+    device: torch.device,
 ) -> Iterator[Batch]:
     """Bring batches to the device; the next is read while an accelerator works on this one."""
 
     def read(rows: np.ndarray | None) -> Batch | None:
         if rows is None:
             return None
-        batch = task.collate(examples.take(rows))
+        batch = lay_out(examples.take(rows))
         return {k: t.pin_memory() for k, t in batch.items()} if device.type == "cuda" else batch
 
     if device.type == "cpu":

@@ -92,9 +92,10 @@ def _clients(config: Config, built: Skeleton) -> list[str]:
 
 
 def _batch(config: Config) -> str:
-    """Say how many examples a step has, and how many at a time."""
-    part = config.micro_batch_size
-    return f"{config.batch_size}" + (f", {part} at a time" if part else "")
+    """Say how many examples a step has, and how many, or of how many tokens, at a time."""
+    part, tokens = config.micro_batch_size, config.micro_batch_tokens
+    told = [f"{config.batch_size}", *([f"{part} at a time"] if part else [])]
+    return ", ".join([*told, *([f"{tokens:,} tokens at a time"] if tokens else [])])
 
 
 def _part(method: Method, share: float) -> str:
@@ -189,7 +190,8 @@ def _run(config: Config, built: Skeleton) -> list[str]:
         "trained: values, gradients, moments. kept: what autograd saves in a forward pass,",
         "in float32; with it, in a precision of 16 bits, autocast's copies of frozen weights,",
         "and with gradient checkpointing what one block computes again; of a language model's",
-        "logits as many as are computed at a time, every token counted. Gradients in flight and",
-        "the workspace of the backend come on top; so do the second copy of the adapted matrices",
-        "in FedEx-LoRA and FLoRA, and Adam's moments of them in Fed-SB's first round.",
+        "logits as many as are computed at a time, every token counted; of attention what the",
+        "device's kernel keeps. Gradients in flight and the workspace of the backend come on top;",
+        "so do the second copy of the adapted matrices in FedEx-LoRA and FLoRA, and Adam's moments",
+        "of them in Fed-SB's first round.",
     ]

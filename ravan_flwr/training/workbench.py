@@ -31,6 +31,7 @@ from ravan_flwr.methods.layer_form import layer_form
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.base import Encoded, Task
+from ravan_flwr.tasks.packing import check_packing
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.device import pick_device
@@ -124,6 +125,8 @@ class Workbench:
         device = pick_device(config.device)
         kept_in = backbone_dtype(config, device.type)
         backbone = build_network(config.model, self.task, config.seed, kept_in)
+        if config.packing:
+            check_packing(backbone.network)
         if config.quantize != "none":  # before the rest moves: whole, it may not fit the device
             dtype = PRECISIONS[config.precision] or torch.float32
             quantize(backbone.network, config.quantize, backbone.classifier, dtype, device)

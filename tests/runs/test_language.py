@@ -6,6 +6,7 @@ import json
 import logging
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -16,8 +17,10 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.results.report import write_report
+from ravan_flwr.seeding import ClientRound
 from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.footprint import footprint
+from ravan_flwr.training.local_steps import steps_of, train_locally
 from ravan_flwr.training.plan import plan_of
 from ravan_flwr.training.workbench import Workbench
 from testing.tiny import save_speaker
@@ -177,6 +180,80 @@ def test_the_logits_of_a_step_are_counted(spoken, monkeypatch):
     assert whole - blocks > 0.8 * 8 * 95 * vocabulary * 4
 
 
+@pytest.mark.parametrize("options", [{}, {"packing": True}, {"micro-batch-tokens": 200}])
+def test_what_a_step_keeps_is_what_the_plan_counts(options, tmp_path):
+    """Of texts that are all as long as they may be, every token of which is learned."""
+    rows = [(name, " ".join([told] * 40)) for name, told in docstrings()]
+    settings = preset(tmp_path, data="  loss-on: all\n", **options)
+    (tmp_path / "data" / "train.jsonl").write_text(lines(as_completion(*row) for row in rows))
+    bench = Workbench(read_config(own_preset(settings)))
+    examples, kept = bench.partition(0, 1).train, {}
+    one, model, at_a_time = bench.task, bench.model, 3 if "micro-batch-tokens" in options else 8
+    batch = one.collate(examples.take(np.arange(at_a_time)))
+    assert batch["input_ids"].shape == (at_a_time, 96)
+    with model.holding(model.initial_state()):
+        model.method.choose(model.adapters, 1.0, torch.Generator(), lambda: None)
+        there = {t.untyped_storage().data_ptr() for t in model.network.state_dict().values()}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in there:
+                kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+            return tensor
+
+        model.network.train()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = one.loss(model.network, batch)
+        measured = sum(size for size, _ in kept.values())
+        del loss
+    counted = step_memory(bench.config, 1.0).activations
+    # The plan counts keys as often as queries; packing has a mask on top.
+    assert measured <= counted < (1.5 if "packing" in options else 1.1) * measured
+
+
+def noted(one, method):
+    """Note which examples a task lays out by that method, and in what shape."""
+    seen: list[int] = []
+    shapes: list[tuple[int, ...]] = []
+    made = getattr(one, method)
+
+    def laid(batch):
+        seen.extend(batch["input_ids"].sum(1).tolist())
+        out = made(batch)
+        shapes.append(tuple(out["input_ids"].shape))
+        return out
+
+    setattr(one, method, laid)
+    return seen, shapes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"packing": True}, {"micro-batch-tokens": 200},
+     {"packing": True, "micro-batch-tokens": 200, "micro-batch-size": 5}],
+)  # fmt: skip
+def test_packing_and_parts_train_the_same_examples_to_the_same_end(options, tmp_path):
+    """A step has as many examples as before; what a client sends differs by rounding alone."""
+    settings, results = preset(tmp_path) | {"learning-rate": 1e-3}, []
+    for given in (settings, settings | options):
+        config = read_config(own_preset(given))
+        bench = Workbench(config)
+        seen, shapes = noted(bench.task, "packed" if config.packing else "collate")
+        examples, state = bench.partition(0, 2).train, bench.model.initial_state()
+        steps, work = steps_of(config, 1, len(examples)), ClientRound(0, 1, 0)
+        found = train_locally(bench.model, bench.task, examples, state, 1.0, steps, work)
+        results.append((found, sorted(seen), shapes))
+    (first, expected, plain), (second, trained, laid_out) = results
+    assert trained == expected
+    assert sum(r * w for r, w in laid_out) < sum(r * w for r, w in plain)
+    assert second.train_loss == pytest.approx(first.train_loss, rel=1e-4)
+    for name, tensor in first.upload.items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(second.upload[name], tensor, rtol=2e-2, atol=2e-4)
+    if "micro-batch-tokens" in options:
+        assert max(r * w for r, w in laid_out) <= 200
+
+
 def test_clients_evaluate_by_token(tmp_path):
     """The mean over clients is that over all their tokens, and follows from the loss."""
     settings = preset(
@@ -214,7 +291,8 @@ def test_a_device_brings_its_own_conversations(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [{"batching": "length"}, {"quantize": "4bit"}, {"gradient-checkpointing": True},
-     {"precision": "bfloat16"}, {"init": "data-aware"}],
+     {"precision": "bfloat16"}, {"init": "data-aware"}, {"packing": True, "init": "data-aware"},
+     {"packing": True, "gradient-checkpointing": True, "precision": "bfloat16"}],
 )  # fmt: skip
 def test_it_goes_with_everything_there_is(options, tmp_path):
     if "quantize" in options:

@@ -38,6 +38,8 @@ OTHERS = [
         ({"server-learning-rate": 0.1}, ["server-learning-rate=0.1"]),
         ({"server-learning-rate": 0.1, "server-optimizer": "adam"}, []),
         ({"partition": "iid", "partition-alpha": 0.5}, ["partition-alpha=0.5"]),
+        ({"packing": True, "micro-batch-size": 1}, ["packing=True"]),
+        ({"packing": True, "micro-batch-size": 2}, []),
         ({"partition": "dirichlet", "partition-alpha": 0.5}, []),
         ({"partition": "linear", "partition-by": "user"}, ["partition-by=user"]),
         ({"partition": "natural", "partition-by": "user"}, []),

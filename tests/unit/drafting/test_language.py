@@ -38,6 +38,13 @@ def test_columns_of_language_models_are_recognised(columns, expected):
     assert find_columns(datasets.Dataset.from_dict(columns), Asked(), "here") == expected
 
 
+def test_conversations_with_other_keys_are_told():
+    """As those of ShareGPT."""
+    talks = [[{"from": "human", "value": "ka"}, {"from": "gpt", "value": "ne"}]] * 2
+    with pytest.raises(ValueError, match="'conversations' has conversations of `from` and `value`"):
+        find_columns(datasets.Dataset.from_dict({"conversations": talks}), Asked(), "here")
+
+
 def test_what_is_classified_stays_what_it_was():
     pairs = {"question": TEXTS * 5, "answer": TEXTS * 5, "label": [0, 1] * 5}
     found = find_columns(datasets.Dataset.from_dict(pairs), Asked(text="question"), "here")

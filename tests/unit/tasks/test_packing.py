@@ -1,0 +1,239 @@
+"""Texts side by side in a row: nothing differs from each text alone, but the padding."""
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.tasks.causal import Causal
+from ravan_flwr.tasks.packing import Rows, check_packing, longest_first
+from ravan_flwr.tasks.token_loss import hidden_states
+from ravan_flwr.training.batching import parts_by_tokens
+from testing.tiny import SPEAKERS, save_speaker
+from tests.unit.tasks.test_causal import MESSAGES, TALKS, TEXTS, by_trl, gradients, talks
+
+TURNS = [[TEXTS[n], TEXTS[n + 1]] for n in range(0, 24, 2)]
+TALK = [
+    [{"role": role, "content": one} for role, one in zip(("user", "assistant"), two, strict=True)]
+    for two in TURNS
+] + MESSAGES[:1]  # a long one beside short ones
+# An architecture, and what its configuration says otherwise: windows shorter than the texts, too.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: (kind, {}) for kind in SPEAKERS},
+    "mistral with a window": ("mistral", {"sliding_window": 5}),
+    "gemma2 with a window": ("gemma2", {"sliding_window": 5}),
+    "phi3 with a window": ("phi3", {"sliding_window": 5}),
+    "qwen2 with a window": (
+        "qwen2", {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1,
+                  "layer_types": ["full_attention", "sliding_attention"]}
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made: dict[str, object] = {}
+
+    def of(name):
+        kind, changes = KINDS[name]
+        if name not in made:
+            where = tmp_path_factory.mktemp("models")
+            made[name] = save_speaker(kind, where, TEXTS, initializer_range=0.3, **changes)
+        return made[name]
+
+    return of
+
+
+def task(where, length=128, data=TALKS):
+    settings = transformers.AutoConfig.from_pretrained(where).to_dict()
+    return Causal(data, length, lambda: where, lambda: settings)
+
+
+def network_of(where):
+    return transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
+
+
+def loss_and_gradients(one, network, *batches):
+    """The mean over all learned tokens of these batches, and its gradients."""
+    network.zero_grad()
+    number = sum(one.size(batch) for batch in batches)
+    losses = [one.loss(network, batch) * (one.size(batch) / number) for batch in batches]
+    torch.stack(losses).sum().backward()
+    return float(sum(losses).detach()), gradients(network)
+
+
+def assert_same(found, expected):
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=2e-3, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_loss_and_gradients_are_those_of_each_text_alone(name, folder):
+    one, network = task(folder(name)), network_of(folder(name))
+    one.adjust(network)
+    check_packing(network)
+    encoded = one.encode(talks(TALK))
+    everything = np.arange(len(encoded))
+    batch = one.packed(encoded.take(everything))
+    assert batch["input_ids"].shape[0] < len(encoded)
+    assert batch["input_ids"].shape[1] == int(one.lengths(encoded).max())
+    found = loss_and_gradients(one, network, batch)
+    alone = [one.collate(encoded.take(np.array([row]))) for row in everything]  # a slow loop
+    assert_same(found, loss_and_gradients(one, network, *alone))
+    assert_same(found, loss_and_gradients(one, network, one.collate(encoded.take(everything))))
+
+
+@pytest.mark.parametrize("form", ["messages", "all tokens"])
+def test_it_is_trls_packing(form, folder, tmp_path):
+    where = folder("llama")
+    data = dataclasses.replace(TALKS, loss_on="all" if form == "all tokens" else "answers")
+    options = {"assistant_only_loss": True} if form == "messages" else {}
+    theirs, loss, grads = by_trl(where, talks(TALK), tmp_path, packing=True, **options)
+    assert theirs["position_ids"].shape[0] == 1  # one row of all texts
+    one, network = task(where, 96, data), network_of(where)
+    encoded = one.encode(talks(TALK))
+    batch = one.packed(encoded.take(np.arange(len(encoded))))
+    assert one.size(batch) == int((theirs["labels"] != -100).sum())
+    assert_same(loss_and_gradients(one, network, batch), (loss, grads))
+
+
+def test_no_text_sees_another(folder):
+    """Other tokens in all texts but one change no bit of what the network makes of that one."""
+    one, network = task(folder("llama")), network_of(folder("llama"))
+    encoded = one.encode(talks(TALK))
+    batch = one.packed(encoded.take(np.arange(len(encoded))))
+    ids, positions = batch["input_ids"], batch["position_ids"]
+    text = (positions == 0).cumsum(1)  # their numbers in each row
+    mine = text == 2
+    others = torch.where(mine, ids, (ids + 7) % 300)
+    with torch.inference_mode():
+        before, after = (
+            hidden_states(network, tokens, position_ids=positions)[mine] for tokens in (ids, others)
+        )
+    assert torch.equal(before, after)
+    assert mine.any()
+
+
+def test_texts_of_one_length_stay_below_each_other(folder):
+    """Nothing is gained there, and attention without a mask is quicker."""
+    one = task(folder("llama"))
+    encoded = one.encode(talks([TALK[0]] * 3))
+    rows = encoded.take(np.arange(3))
+    found, expected = one.packed(rows), one.collate(rows)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=30)
+
+
+@given(LENGTHS)
+def test_every_token_is_laid_out_once(lengths):
+    counts = np.array(lengths)
+    length = int(counts.max())
+    within = torch.arange(length) < torch.from_numpy(counts)[:, None]
+    ids = torch.where(within, torch.arange(1, 1 + within.numel()).view(within.shape), 0)
+    learned = within & (torch.arange(length) % 3 != 1)
+    one = Causal(TALKS, length, lambda: None)
+    rows = {"input_ids": ids, "learned": learned, "length": torch.from_numpy(counts)}
+    batch, plain = one.packed(rows), one.collate(rows)
+    tokens = batch["input_ids"].flatten()
+    assert sorted(tokens[tokens > 0].tolist()) == sorted(ids[within].tolist())
+    assert batch["input_ids"].shape[1] == length
+    assert len(batch["input_ids"]) <= len(lengths)
+    # Each position that counts is followed by its target, which are in the same order.
+    assert torch.equal(batch["targets"], plain["targets"])
+    assert torch.equal(tokens[batch["positions"] + 1], batch["targets"])
+    if "position_ids" in batch:
+        assert len(batch["input_ids"]) < len(lengths)
+        starts = tokens[(batch["position_ids"].flatten() == 0) & (tokens > 0)]
+        assert sorted(starts.tolist()) == sorted(ids[:, 0].tolist())
+
+
+@given(LENGTHS, st.integers(40, 200), st.booleans())
+def test_parts_have_no_more_tokens_than_they_may(lengths, most, packing):
+    counts = np.array(lengths)
+    rows = np.random.default_rng(0).permutation(len(counts))
+    parts = parts_by_tokens(rows, counts, most, packing=packing)
+    assert sorted(np.concatenate(parts)) == sorted(rows)
+    for part in parts:
+        laid = Rows(int(counts[part].max()))
+        for row in part[longest_first(counts[part])]:
+            laid.place(int(counts[row]))
+        number = len(laid.room) if packing else len(part)
+        assert number * laid.length <= most
+    if not packing:  # no two neighbours would have fitted together
+        for one, other in pairwise(parts):
+            assert (len(one) + 1) * counts[one].max() > most
+            assert counts[one].min() >= counts[other].max()
+
+
+def test_a_text_longer_than_a_part_may_be_is_a_part_of_its_own():
+    parts = parts_by_tokens(np.arange(3), np.array([5, 50, 5]), 10, packing=False)
+    assert [part.tolist() for part in parts] == [[1], [0, 2]]
+
+
+# With weights as large as trained ones, through which what is carried along shows.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "initializer_range": 0.5,
+}  # fmt: skip
+CARRYING = {
+    "mamba": lambda: transformers.MambaForCausalLM(
+        transformers.MambaConfig(**_SIZES, state_size=4)
+    ),
+    "recurrent_gemma": lambda: transformers.RecurrentGemmaForCausalLM(
+        transformers.RecurrentGemmaConfig(
+            **_SIZES, intermediate_size=24, num_attention_heads=2, lru_width=16
+        )
+    ),
+    "lfm2": lambda: transformers.Lfm2ForCausalLM(
+        transformers.Lfm2Config(
+            **_SIZES, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1,
+            layer_types=["conv", "full_attention"],
+        )
+    ),
+    "bloom": lambda: transformers.BloomForCausalLM(
+        transformers.BloomConfig(**_SIZES, n_head=2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CARRYING)
+def test_a_network_that_carries_something_along_a_row_is_refused(kind):
+    network = CARRYING[kind]().eval()
+    with pytest.raises(ValueError, match=f"packing = true: in {type(network).__name__} texts"):
+        check_packing(network)
+
+
+def test_what_only_its_numbers_betray_is_refused(folder):
+    network = network_of(folder("llama"))
+    forward = network.base_model.forward
+
+    def leaking(input_ids, position_ids=None, **options):
+        out = forward(input_ids=input_ids, position_ids=position_ids, **options)
+        out.last_hidden_state = out.last_hidden_state.cumsum(1)
+        return out
+
+    network.base_model.forward = leaking
+    with pytest.raises(ValueError, match="packing = true: in LlamaForCausalLM texts side by side"):
+        check_packing(network)
+
+
+def test_keys_that_do_not_go_with_the_preset_are_refused():
+    with pytest.raises(ValueError, match=r"packing = true: .*digits-vit.yaml has task 'vision'"):
+        read_config({"packing": True})
+    with pytest.raises(ValueError, match=r"packing = true: .*glue-llama.yaml has task 'text'"):
+        read_config({"preset": "glue-llama", "packing": True})
+    with pytest.raises(ValueError, match=r"micro-batch-tokens = 64: .*digits-vit.yaml has no text"):
+        read_config({"micro-batch-tokens": 64})
+    with pytest.raises(ValueError, match="micro-batch-tokens = 64: got max-length = 128"):
+        read_config({"preset": "glue-llama", "max-length": 128, "micro-batch-tokens": 64})

@@ -1,0 +1,55 @@
+"""A chat template that goes on for ever ends with an error; others are as they were."""
+
+import sys
+
+import datasets
+import pytest
+import transformers
+
+from ravan_flwr.specs import DataSpec
+from ravan_flwr.tasks.causal import Causal
+from ravan_flwr.tasks.conversation import render
+from ravan_flwr.tasks.steps_of_template import MOST
+from testing.tiny import CHAT, save_speaker
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+ENDLESS = {
+    "loops within loops": LOOP + CHAT,
+    "in a macro": f"{{% macro again() %}}{LOOP}{{% endmacro %}}{{{{ again() }}}}" + CHAT,
+    "for an answer alone": CHAT.replace("{%- generation %}", LOOP + "{%- generation %}"),
+}
+DATA = DataSpec("hub", "talks", columns=(("messages", "messages"),), target_length=8)
+TALK = [{"role": "user", "content": "ka"}, {"role": "assistant", "content": "ne"}]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    where = save_speaker("llama", tmp_path_factory.mktemp("models") / "llama")
+    settings = transformers.AutoConfig.from_pretrained(where).to_dict()
+    return lambda template: Causal(
+        DataSpec(**{**vars(DATA), "chat_template": template}), 64, lambda: where, lambda: settings
+    )
+
+
+@pytest.mark.parametrize("how", ENDLESS)
+def test_a_template_that_goes_on_and_on_is_refused(how, task):
+    examples, before = datasets.Dataset.from_dict({"messages": [TALK]}), sys.gettrace()
+    with pytest.raises(ValueError, match=rf"chat template: it takes more than {MOST:,} steps"):
+        task(ENDLESS[how]).encode(examples)
+    assert sys.gettrace() is before
+
+
+def test_a_long_conversation_takes_far_fewer_steps(task):
+    """A thousand turns are written, and whoever traced before traces after."""
+
+    def trace(_frame, _event, _value):
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        text = render(task("").reader, TALK * 1000)
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(before)
+    assert text.count("<|im_end|>") == 2000
