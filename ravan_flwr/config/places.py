@@ -19,13 +19,24 @@ def absolute_paths(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
     return values
 
 
-def chosen_model(spec: ModelSpec, name: str, targets: str) -> ModelSpec:
-    """Return the preset's model, or another one, with the layers to adapt."""
+def chosen_model(
+    spec: ModelSpec, others: Mapping[str, ModelSpec], name: str, targets: str
+) -> ModelSpec:
+    """Return the preset's model, one of its others, or any one, with the layers to adapt."""
     if name != AUTO:
-        spec = ModelSpec("hub", *_place("model", name))
+        spec = _known(others, name) or ModelSpec("hub", *_place("model", name))
     if targets != AUTO:
         spec = dataclasses.replace(spec, targets=targets_of(targets))
     return spec
+
+
+def _known(others: Mapping[str, ModelSpec], name: str) -> ModelSpec | None:
+    """Find a model that the preset names, by that name or by its place; None if it is another."""
+    if name in others:
+        return others[name]
+    places = {f"{one.name}@{one.revision}" if one.revision else one.name: one
+              for one in others.values()}  # fmt: skip
+    return places.get(name)
 
 
 def targets_of(text: str) -> tuple[str, ...]:
