@@ -139,7 +139,8 @@ def _read_budgets(budgets: Any) -> dict[str, int]:
         for rank in ranks.values():
             check_key("rank", rank)
         said[name] = ranks["lora-rank"]
-    lower = said.get("lower", max(1, said["higher"] // 2) if said else LORA_RANK["lower"])
+    half = max(1, said["higher"] // 2) if "higher" in said else LORA_RANK["lower"]
+    lower = said.get("lower", half)
     return {"lower": lower, "higher": said.get("higher", 2 * lower)}
 
 

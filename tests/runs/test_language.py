@@ -1,7 +1,5 @@
 """Language models in whole runs: real text is learned, results answer, devices bring their own."""
 
-import importlib
-import inspect
 import json
 import logging
 from typing import Any
@@ -21,60 +19,7 @@ from ravan_flwr.training.footprint import footprint
 from ravan_flwr.training.plan import plan_of
 from ravan_flwr.training.workbench import Workbench
 from testing.tiny import save_speaker
-
-MODULES = ("csv", "inspect", "json", "os", "random", "shutil", "statistics", "tarfile", "zipfile")
-QUICK = {
-    "num-rounds": 2, "local-steps": 12, "batch-size": 8, "lora-rank": 4, "learning-rate": 2e-2,
-    "targets": "q_proj,v_proj,o_proj,down_proj", "report": False, "tracking": "none",
-}  # fmt: skip
-
-
-def docstrings():
-    """Names of functions, and what their docstrings say of them first."""
-    found = {}
-    for module in MODULES:
-        for name, one in inspect.getmembers(importlib.import_module(module), inspect.isroutine):
-            told = (inspect.getdoc(one) or "").split("\n\n")[0]
-            if len(told) > 10:
-                found[told] = f"{module}.{name}"
-    return [(name, told) for told, name in sorted(found.items())]
-
-
-def lines(rows):
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def as_messages(name, told):
-    asked = {"role": "user", "content": f"What does {name} do?"}
-    return {"messages": [asked, {"role": "assistant", "content": told}]}
-
-
-def as_completion(name, told):
-    return {"prompt": f"{name}: ", "completion": told}
-
-
-def preset(folder, form=as_completion, data="", **options):
-    """Write data, model and preset; the model's layers are large enough to say something."""
-    rows = docstrings()
-    (folder / "data").mkdir(exist_ok=True)
-    (folder / "data" / "train.jsonl").write_text(lines(form(*row) for row in rows))
-    if not (folder / "model").is_dir():
-        save_speaker("llama", folder / "model", [told for _, told in rows], initializer_range=0.3)
-    columns = (
-        {"messages": "messages"}
-        if form is as_messages
-        else {"prompt": "prompt", "completion": "completion"}
-    )
-    (folder / "p.yaml").write_text(
-        f"task: causal\nmodel: {folder}/model\ndata:\n  name: {folder}/data\n  max-length: 96\n"
-        f"  target-length: 12\n  columns: {json.dumps(columns)}\n{data}"
-    )
-    return {
-        "preset": str(folder / "p.yaml"),
-        "output-dir": str(folder / "runs"),
-        **QUICK,
-        **options,
-    }
+from tests.docstrings import as_messages, docstrings, lines, preset
 
 
 @pytest.fixture(scope="module")
