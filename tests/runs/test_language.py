@@ -167,3 +167,33 @@ def test_it_goes_with_everything_there_is(options, tmp_path):
         save_speaker("llama", tmp_path / "model", rows, hidden_size=64, intermediate_size=128)
     run = simulate(preset(tmp_path, **options) | {"num-rounds": 1, "local-steps": 2}, 2)
     assert run.summary["metrics"]["final"]["perplexity"] > 1
+
+
+def test_questions_are_scored_at_each_evaluation(tmp_path):
+    """The share of right answers is the run's metric, and finds its best round."""
+    questions = [
+        {
+            "asked": f"What is {name}?",
+            "choices": [name.split(".")[0], "nonsense"],
+            "answer": "AB"[n % 2],
+        }
+        for n, (name, _) in enumerate(docstrings()[:20])
+    ]
+    (tmp_path / "q.jsonl").write_text(lines([*questions, questions[0] | {"answer": "Z"}]))
+    asked = '  questions: {name: q.jsonl, columns: {question: asked}, prompt: "{question}"}\n'
+    settings = preset(tmp_path, data=asked, **{"num-rounds": 3})
+    run = simulate(settings, 2)
+    rounds = [json.loads(line)["metrics"] for line in (run.run_dir / "rounds.jsonl").open()]
+    assert all(set(one) == {"loss", "perplexity", "accuracy"} for one in rounds)
+    assert all(round(one["accuracy"] * 20, 9).is_integer() for one in rounds)
+    assert run.summary["metric"] == "accuracy"
+    best = max(one["accuracy"] for one in rounds)
+    assert run.summary["metrics"]["best"]["accuracy"] == best
+    first = 1 + [one["accuracy"] for one in rounds].index(best)
+    kept = {int(path.stem.split("-")[-1]) for path in (run.run_dir / "checkpoints").glob("round-*")}
+    assert first in kept
+    page = write_report([run.run_dir], tmp_path / "report").read_text()
+    assert "accuracy, highest" in page
+    settings |= {"evaluate-on": "clients", "validation-share": 0.2, "num-rounds": 1}
+    (tmp_path / "q.jsonl").unlink()  # clients answer none
+    assert simulate(settings, 2).summary["metric"] == "perplexity"
