@@ -1,6 +1,7 @@
 """Let a model answer the same test examples at each evaluation, and keep what it writes."""
 
 import json
+import logging
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
@@ -13,6 +14,8 @@ from ravan_flwr.seeding import derive
 from ravan_flwr.tasks.base import Sample
 from ravan_flwr.training.asking import predictions
 from ravan_flwr.training.workbench import Workbench
+
+log = logging.getLogger(__name__)
 
 _AT_A_TIME = 8  # answers that are written together
 
@@ -32,7 +35,12 @@ class Samples:
         examples = bench.splits[next(iter(dict(bench.config.data.tests)))]
         random = np.random.default_rng(derive(bench.config.seed, "samples"))
         shuffled = examples.select(random.permutation(len(examples)))
-        return bench.task.samples(shuffled, bench.config.evaluate_samples)
+        found = bench.task.samples(shuffled, bench.config.evaluate_samples)
+        if not found:
+            log.warning(
+                "evaluate-samples: none of the %d test examples can be asked", len(examples)
+            )
+        return found
 
     def write(self, number: int) -> None:
         """Add the answers of the model as it is now, after that round."""
