@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,8 @@ def as_completion(name: str, told: str) -> dict[str, Any]:
 
 def preset(
     folder: Path,
-    form: Callable[[str, str], dict[str, Any]] = as_completion,
-    data: str = "",
+    form: Any = as_completion,
+    data: Any = "",
     **options: Any,
 ) -> dict[str, Any]:
     """Write data, model and preset; the model's layers are large enough to say something."""

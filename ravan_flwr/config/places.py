@@ -20,11 +20,11 @@ def absolute_paths(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
 
 
 def chosen_model(
-    spec: ModelSpec, others: Mapping[str, ModelSpec], name: str, targets: str
+    spec: ModelSpec, name: str, targets: str, others: Mapping[str, ModelSpec] | None = None
 ) -> ModelSpec:
     """Return the preset's model, one of its others, or any one, with the layers to adapt."""
     if name != AUTO:
-        spec = _known(others, name) or ModelSpec("hub", *_place("model", name))
+        spec = _known(others or {}, name) or ModelSpec("hub", *_place("model", name))
     if targets != AUTO:
         spec = dataclasses.replace(spec, targets=targets_of(targets))
     return spec

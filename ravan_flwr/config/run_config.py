@@ -158,7 +158,7 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
         "preset": preset.name,
         "task": preset.task,
         "model": chosen_model(
-            preset.model, preset.other_models, str(values["model"]), str(values["targets"])
+            preset.model, str(values["model"]), str(values["targets"]), preset.other_models
         ),
         "data": _divided_by(chosen_data(data, str(values["data"])), values["partition-by"]),
         "glue-task": data.subset if preset.glue_tasks else "",

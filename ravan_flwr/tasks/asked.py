@@ -72,11 +72,10 @@ def _position(value: Any, choices: Sequence[str]) -> int:
         raise UnreadableError("its answer is missing")
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise UnreadableError(f"its answer is a {type(value).__name__}, expected a number or text")
-    if isinstance(value, str):
-        value = _place_of(value.strip(), choices)
-    if not 0 <= value < len(choices):
+    place = _place_of(value.strip(), choices) if isinstance(value, str) else value
+    if not 0 <= place < len(choices):
         raise UnreadableError("its answer is out of range: no choice has that number or letter")
-    return value
+    return place
 
 
 def _place_of(text: str, choices: Sequence[str]) -> int:

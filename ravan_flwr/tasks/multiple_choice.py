@@ -150,7 +150,8 @@ class _Text:
 
 def _texts(questions: Sequence[Question]) -> list[_Text]:
     """List the different texts that are read, the longest first."""
-    texts, number = [], 0
+    texts: list[_Text] = []
+    number = 0
     for question in questions:
         here: dict[tuple[int, ...], _Text] = {}
         for choice in question.choices:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -115,8 +116,8 @@ def test_its_evaluation_reads_the_adapter_as_it_is(run):
     """What evaluation/general-nlp/eval.py and evaluation/finance/eval.py do, but for the 4 bits."""
     run_dir, base = run
     adapter = str(run_dir / "adapter")
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    model = PeftModel.from_pretrained(model, adapter, torch_dtype=torch.float32)
+    backbone = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model: Any = PeftModel.from_pretrained(backbone, adapter, torch_dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(base)
     question = "<|im_start|>question\nIs it good?<|im_end|>\n<|im_start|>answer\n"
     ids = tokenizer.encode(question, return_tensors="pt")

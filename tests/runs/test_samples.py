@@ -14,6 +14,7 @@ from ravan_flwr.live.serving import make_server
 from ravan_flwr.results.report import write_report
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.samples import MOST, compared, last_samples, samples_of
+from ravan_flwr.specs import Scalar
 from testing.tiny import save_data, save_model
 from tests.browser import CHROMIUM, Browser
 from tests.docstrings import as_completion, as_messages, docstrings, lines, preset
@@ -160,7 +161,7 @@ def test_conversations_are_asked_what_was_asked_last(tmp_path):
 
 
 def test_a_text_to_text_model_is_read_as_well(tmp_path):
-    settings = {
+    settings: dict[str, Scalar] = {
         "preset": "mrqa-t5", "model": str(save_model("t5", tmp_path / "model")),
         "data": str(save_data("mrqa-t5", tmp_path / "data")), "max-length": 24, "lora-rank": 2,
         "num-rounds": 1, "local-steps": 1, "eval-every": 1, "report": False, "tracking": "none",
