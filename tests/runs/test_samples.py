@@ -50,12 +50,13 @@ def test_the_same_examples_are_answered_before_training_and_after_each_evaluatio
     test = [json.loads(line) for line in (folder / "data" / "test.jsonl").open()][:-1]
     assert {one for one, _ in asked[0]} == {row["prompt"] for row in test}
     assert max(len(line["expected"]) for line in told) == MOST
-    assert by_round[0] != by_round[2]  # a person sees the model change
+    answered = [[line["answer"] for line in lines] for lines in by_round]
+    assert answered[0] != answered[2]  # a person sees the model change
     questions = tmp_path / "q.jsonl"
     questions.write_text(lines({"prompt": line["instruction"]} for line in by_round[2]))
     predict(run.run_dir, questions, tmp_path / "a.jsonl")
     answers = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").open()]
-    assert [line["answer"] for line in by_round[2]] == answers
+    assert answered[2] == answers
     assert read_config(own_preset(settings)).evaluate_samples == 9
 
 
