@@ -154,7 +154,7 @@ def test_a_language_model_learns_docstrings_under_flower(superlink, app, tmp_pat
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["rejected"] == 0
     assert summary["metrics"]["final"]["perplexity"] < 0.8 * before["perplexity"]
-    told = [json.loads(line) for line in (directory / "samples.jsonl").open()]
+    told = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
     assert [line["round"] for line in told] == [0, 0, 1, 1, 2, 2]
     assert "What the model writes" in (directory / "report" / "index.html").read_text()
 

@@ -183,7 +183,10 @@ def test_questions_are_scored_at_each_evaluation(tmp_path):
     asked = '  questions: {name: q.jsonl, columns: {question: asked}, prompt: "{question}"}\n'
     settings = preset(tmp_path, data=asked, **{"num-rounds": 3})
     run = simulate(settings, 2)
-    rounds = [json.loads(line)["metrics"] for line in (run.run_dir / "rounds.jsonl").open()]
+    rounds = [
+        json.loads(line)["metrics"]
+        for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()
+    ]
     assert all(set(one) == {"loss", "perplexity", "accuracy"} for one in rounds)
     assert all(round(one["accuracy"] * 20, 9).is_integer() for one in rounds)
     assert run.summary["metric"] == "accuracy"

@@ -47,7 +47,9 @@ def test_the_same_examples_are_answered_before_training_and_after_each_evaluatio
     by_round = [told[:8], told[8:16], told[16:]]
     asked = [[(line["instruction"], line["expected"]) for line in lines] for lines in by_round]
     assert asked[0] == asked[1] == asked[2]
-    test = [json.loads(line) for line in (folder / "data" / "test.jsonl").open()][:-1]
+    test = [json.loads(line) for line in (folder / "data" / "test.jsonl").read_text().splitlines()][
+        :-1
+    ]
     assert {one for one, _ in asked[0]} == {row["prompt"] for row in test}
     assert max(len(line["expected"]) for line in told) == MOST
     answered = [[line["answer"] for line in lines] for lines in by_round]
@@ -55,7 +57,7 @@ def test_the_same_examples_are_answered_before_training_and_after_each_evaluatio
     questions = tmp_path / "q.jsonl"
     questions.write_text(lines({"prompt": line["instruction"]} for line in by_round[2]))
     predict(run.run_dir, questions, tmp_path / "a.jsonl")
-    answers = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").open()]
+    answers = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert answered[2] == answers
     assert read_config(own_preset(settings)).evaluate_samples == 9
 
