@@ -177,6 +177,8 @@ def _hold_rounds(
     keeper = Keeper(directory, bench, progress, trackers, start, own_parts)
     strategy = _strategy(bench, config, keeper, start, allowance)
 
+    if config.evaluate_on == "server" and bench.questions is not None:  # read before training
+        log.info("%d multiple-choice questions are asked at each evaluation", len(bench.questions))
     samples = Samples(bench, directory) if config.evaluate_samples else None
     if samples and start.done is None and bench.model.method.calibration is None:
         with bench.model.holding(start.state):

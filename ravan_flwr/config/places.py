@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from ravan_flwr.config.key import nearest
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 
@@ -34,6 +35,11 @@ def _known(others: Mapping[str, ModelSpec], name: str) -> ModelSpec | None:
     """Find a model that the preset names, by that name or by its place; None if it is another."""
     if name in others:
         return others[name]
+    if "/" not in name and (near := nearest(name, others)) and not Path(name).is_dir():
+        raise ValueError(
+            f"model = {name!r}: did you mean {near!r}? Expected one of {', '.join(others)} of the "
+            "preset, an id of the hub such as org/name, or a folder; correct it"
+        )
     places = {f"{one.name}@{one.revision}" if one.revision else one.name: one
               for one in others.values()}  # fmt: skip
     return places.get(name)

@@ -95,8 +95,8 @@ def test_a_plan_needs_no_hub_and_a_run_says_what_it_needs(model, capsys):
     name = "mistralai/Mistral-7B-v0.3" if model == "auto" else "HuggingFaceTB/SmolLM2-135M-Instruct"
     with pytest.raises(ValueError, match=f"{name}.*fetch"):
         simulate({"preset": "general-nlp", "model": model, "quantize": "none"}, 2)
-    with pytest.raises(ValueError, match="model = './smal'|smal"):
-        read_config({"preset": "general-nlp", "model": "./smal"})
+    with pytest.raises(ValueError, match="model = 'smal': did you mean 'small'"):
+        read_config({"preset": "general-nlp", "model": "smal"})
 
 
 @pytest.fixture(scope="module", params=["ravan", "fedit"])

@@ -197,6 +197,10 @@ def test_questions_are_scored_at_each_evaluation(tmp_path):
     assert first in kept
     page = write_report([run.run_dir], tmp_path / "report").read_text()
     assert "accuracy, highest" in page
+    (tmp_path / "q.jsonl").write_text(lines([questions[0] | {"answer": "Z"}]))
+    with pytest.raises(ValueError, match="questions: none of 1 can be asked: 1: its answer is out"):
+        simulate(settings | {"seed": 1}, 2)
+    assert len(list((tmp_path / "runs").glob("*/rounds.jsonl"))) == 1  # told before a round is held
     settings |= {"evaluate-on": "clients", "validation-share": 0.2, "num-rounds": 1}
     (tmp_path / "q.jsonl").unlink()  # clients answer none
     assert simulate(settings, 2).summary["metric"] == "perplexity"

@@ -35,7 +35,10 @@ OF_THE_PAPER = sorted(set(REAL) - set(FLOWERTUNE))
 
 
 # What a model this small cannot have; and enough of FlowerTune's prompt.
-FEW_BITS_LESS = {"quantize": "none", "max-length": 96, "learning-rate": 1e-2}
+FEW_BITS_LESS = {
+    "quantize": "none", "max-length": 96, "learning-rate": 1e-2,
+    "learning-rate-schedule": "constant",  # of two rounds a cosine has one
+}  # fmt: skip
 
 
 def _model(preset, kind, folder):
@@ -182,11 +185,12 @@ def test_the_rounded_counts_are_those_of_the_paper():
 
 
 # Every method and every preset; `test_parameters_are_those_of_the_paper` counts for all pairs.
-@pytest.mark.parametrize(("method", "preset"), [*zip(METHODS, itertools.cycle(REAL), strict=False)])
+@pytest.mark.parametrize(
+    ("method", "preset"), [*zip(METHODS, itertools.cycle(OF_THE_PAPER), strict=False)]
+)
 def test_every_methods_plan_needs_neither_weights_nor_a_connection(preset, method):
     told = describe(read_config({"preset": preset, "method": method}))
     adapted = {"cifar100-vit-b16": 24, "svhn-vit-b16": 24, "glue-llama": 32}.get(preset, 48)
-    adapted = 64 if preset in FLOWERTUNE else adapted
     assert f"adapted         {adapted} matrices" in told
 
 
