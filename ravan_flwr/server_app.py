@@ -18,6 +18,7 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.results.card import measured, write_card
 from ravan_flwr.results.classes import write_classes
 from ravan_flwr.results.export import natural_form, write_result
+from ravan_flwr.results.samples import Samples
 from ravan_flwr.runs.console import Progress, show
 from ravan_flwr.runs.directory import RunDirectory, how_to_go_on, is_of_writing, not_written
 from ravan_flwr.runs.lock import locked
@@ -179,10 +180,19 @@ def _hold_rounds(
     keeper = Keeper(directory, bench, progress, trackers, start, own_parts)
     strategy = _strategy(bench, config, keeper, start, allowance, target)
 
+    if config.evaluate_on == "server" and bench.questions is not None:  # read before training
+        log.info("%d multiple-choice questions are asked at each evaluation", len(bench.questions))
+    samples = Samples(bench, directory) if config.evaluate_samples else None
+    if samples and start.done is None and bench.model.method.calibration is None:
+        with bench.model.holding(start.state):
+            samples.write(0)
+
     def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
         tally = Tally() if bench.task.classifies else None
         with bench.model.holding(from_record(arrays)):
             measured = MetricRecord(_finite(bench.evaluate(tally), number))
+            if samples:
+                samples.write(number)
         if tally is not None:
             write_classes(directory, number, tally, bench.task.data.labels)
         return measured

@@ -263,7 +263,14 @@ def _of_mrqa(columns: Columns, facts: Any, split: str) -> Columns:
     }
 
 
-ALIKE = {"newsgroups": _of_newsgroups, "mrqa": _of_mrqa}
+def _of_alpaca(columns: Columns, *_: Any) -> Columns:
+    return {"input": [one if place % 2 else "" for place, one in enumerate(columns["input"])]}
+
+
+ALIKE = {
+    "newsgroups": _of_newsgroups, "mrqa": _of_mrqa, "alpaca-gpt4": _of_alpaca,
+    "code-alpaca": _of_alpaca,
+}  # fmt: skip
 
 
 def newsgroups(number: int, seed: int) -> datasets.Dataset:
@@ -279,11 +286,16 @@ DATA = {
     ("newsgroups-t5", ""): ("newsgroups", "default"),
     ("mrqa-t5", ""): ("mrqa", "plain_text"),
     **{("glue-llama", task): ("glue", task) for task in ("sst2", "mnli", "qnli", "qqp", "rte")},
+    ("general-nlp", ""): ("alpaca-gpt4", "default"),
+    ("finance", ""): ("fingpt-sentiment", "default"),
+    ("medical", ""): ("medical-flashcards", "default"),
+    ("code", ""): ("code-alpaca", "default"),
 }
+FLOWERTUNE = ("general-nlp", "finance", "medical", "code")
 SOURCES = published("mrqa")["values"]["train"]["subset"]
 ARCHITECTURES = {
     "cifar100-vit-b16": "vit", "svhn-vit-b16": "vit", "newsgroups-t5": "t5", "mrqa-t5": "t5",
-    "glue-llama": "llama", "fashion-vit": "vit",
+    "glue-llama": "llama", "fashion-vit": "vit", **dict.fromkeys(FLOWERTUNE, "mistral"),
 }  # fmt: skip
 
 

@@ -37,8 +37,11 @@ def check_steps(values: Mapping[str, Scalar], where: str = "") -> None:
         )
 
 
-def without_effect(run_config: Mapping[str, Scalar]) -> list[str]:
-    """List the keys that were given and change nothing, each as `key=value`."""
+def without_effect(run_config: Mapping[str, Scalar], schedule: str = "constant") -> list[str]:
+    """List the keys that were given and change nothing, each as `key=value`.
+
+    `schedule` is what the preset says of learning-rate-schedule.
+    """
     values = {name: key.default for name, key in KEYS.items()} | dict(run_config)
     method = METHODS.get(str(values["method"]))
     idle = set(method.ignored) if method else set()
@@ -47,7 +50,8 @@ def without_effect(run_config: Mapping[str, Scalar]) -> list[str]:
     for key, kinds in OF_PARTITION.items():
         if values["partition"] not in (*kinds, AUTO):
             idle.add(key)
-    if values["learning-rate-schedule"] == "constant":
+    chosen = values["learning-rate-schedule"]
+    if (schedule if chosen == AUTO else chosen) == "constant":
         idle.add("final-learning-rate")
     if 1 in (values["batch-size"], values["micro-batch-size"]):
         idle.add("packing")

@@ -34,8 +34,8 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
         "model": Key(
             str,
             AUTO,
-            "model in place of the preset's: an id of the Hugging Face Hub, id@revision, or a "
-            "folder",
+            "model in place of the preset's: an id of the Hugging Face Hub, id@revision, a folder, "
+            "or the name of another one in the preset, such as small",
         ),
         "data": Key(
             str,
@@ -68,8 +68,10 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
         "max-bytes": Key(
             float,
             AUTO,
-            "bytes that a run may send, up and down: the last round that fits ends it; auto: any",
+            "bytes that a run may send, up and down: the last round that fits ends it; auto: the "
+            "preset's, or any",
             above=0,
+            from_preset=True,
             may_change=True,
         ),
         "until-metric": Key(
@@ -102,6 +104,15 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
             "auto: the clients' where each has a model of its own (fedsa-lora, local), or the "
             "server's",
             (AUTO, "server", "clients"),
+        ),
+        "evaluate-samples": Key(
+            int,
+            0,
+            "answers that the model writes at each evaluation, to the same few test examples, for "
+            "a person to read",
+            low=0,
+            high=50,
+            of_result=False,
         ),
         "validation-share": Key(
             float,
@@ -161,16 +172,19 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
         "learning-rate": Key(float, AUTO, "learning rate of the clients' Adam", above=0, high=10),
         "learning-rate-schedule": Key(
             str,
-            "constant",
+            AUTO,
             "learning rate by round: the same, or from learning-rate down to final-learning-rate",
             ("constant", "cosine"),
+            from_preset=True,
         ),
         "final-learning-rate": Key(
             float,
             AUTO,
-            "learning rate of the last round under a cosine; auto: a fiftieth of learning-rate",
+            "learning rate of the last round under a cosine; auto: the preset's, or a fiftieth of "
+            "learning-rate",
             low=0,
             high=10,
+            from_preset=True,
         ),
         "warm-up-rounds": Key(
             int, 0, "first rounds, in which the learning rate rises", low=0, high=1_000_000
@@ -204,12 +218,16 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
         ),
         "precision": Key(
             str,
-            "float32",
+            AUTO,
             "numbers in which training steps and evaluations are computed",
             ("float32", "bfloat16", "float16"),
+            from_preset=True,
         ),
         "gradient-checkpointing": Key(
-            bool, False, "keep few activations and compute the others twice, to save memory"
+            bool,
+            AUTO,
+            "keep few activations and compute the others twice, to save memory",
+            from_preset=True,
         ),
         "backbone-dtype": Key(
             str,
@@ -220,9 +238,11 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
         ),
         "quantize": Key(
             str,
-            "none",
-            "bits in which bitsandbytes keeps the frozen backbone, to save memory",
+            AUTO,
+            "bits in which bitsandbytes keeps the frozen backbone, to save memory; auto: the "
+            "preset's, or none of a method that changes the backbone",
             ("none", "8bit", "4bit"),
+            from_preset=True,
         ),
     },
     "adapters": {
@@ -255,7 +275,9 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
             "which of the preset's two parameter budgets, with its ranks and learning rates",
             ("lower", "higher"),
         ),
-        "lora-scale": Key(float, 1.0, "scale of a LoRA's update, alpha / r", above=0, high=1e3),
+        "lora-scale": Key(
+            float, AUTO, "scale of a LoRA's update, alpha / r", above=0, high=1e3, from_preset=True
+        ),
         "init": Key(
             str,
             AUTO,

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from ravan_flwr.config.key import nearest
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 
@@ -19,13 +20,29 @@ def absolute_paths(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
     return values
 
 
-def chosen_model(spec: ModelSpec, name: str, targets: str) -> ModelSpec:
-    """Return the preset's model, or another one, with the layers to adapt."""
+def chosen_model(
+    spec: ModelSpec, name: str, targets: str, others: Mapping[str, ModelSpec] | None = None
+) -> ModelSpec:
+    """Return the preset's model, one of its others, or any one, with the layers to adapt."""
     if name != AUTO:
-        spec = ModelSpec("hub", *_place("model", name))
+        spec = _known(others or {}, name) or ModelSpec("hub", *_place("model", name))
     if targets != AUTO:
         spec = dataclasses.replace(spec, targets=targets_of(targets))
     return spec
+
+
+def _known(others: Mapping[str, ModelSpec], name: str) -> ModelSpec | None:
+    """Find a model that the preset names, by that name or by its place; None if it is another."""
+    if name in others:
+        return others[name]
+    if "/" not in name and (near := nearest(name, others)) and not Path(name).is_dir():
+        raise ValueError(
+            f"model = {name!r}: did you mean {near!r}? Expected one of {', '.join(others)} of the "
+            "preset, an id of the hub such as org/name, or a folder; correct it"
+        )
+    places = {f"{one.name}@{one.revision}" if one.revision else one.name: one
+              for one in others.values()}  # fmt: skip
+    return places.get(name)
 
 
 def targets_of(text: str) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ class Preset:
     path: Path
     task: str
     model: ModelSpec
+    other_models: dict[str, ModelSpec]  # that the key `model` may name
     data: DataSpec
     glue_tasks: dict[str, DataSpec]  # none but in glue-llama, whose `data` is not used
     max_length: int  # tokens of a text; 0 where there is none

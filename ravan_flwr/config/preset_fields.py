@@ -20,6 +20,7 @@ from ravan_flwr.config.prompt_fields import (
     language_of,
     prompt_of,
 )
+from ravan_flwr.config.question_fields import questions_of
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 from ravan_flwr.tasks import TASKS, Kind
@@ -40,10 +41,17 @@ RUN: dict[str, Scalar] = {
     "init": "gram-schmidt",
     "classifier": "trained",
     "eval-every": 1,
+    "learning-rate-schedule": "constant",
+    "final-learning-rate": AUTO,  # a fiftieth of learning-rate
+    "precision": "float32",
+    "gradient-checkpointing": False,
+    "quantize": "none",
+    "lora-scale": 1.0,
+    "max-bytes": AUTO,  # any
 }
 LORA_RANK = {"lower": 8, "higher": 16}  # by parameter budget
 
-_OPTIONS = {"run", "parameter-budgets", "learning-rate"}
+_OPTIONS = {"run", "parameter-budgets", "learning-rate", "other-models"}
 _DATA = {
     "source",
     "name",
@@ -75,6 +83,7 @@ def checked_preset(path: Path, content: Any) -> Preset:
         path=path,
         task=content["task"],
         model=_read_model(_place(content["model"]), path.parent),
+        other_models=_read_others(_part(content, "other-models"), path.parent),
         data=data,
         glue_tasks=glue_tasks,
         max_length=_max_length(_place(content["data"]), kind),
@@ -130,7 +139,8 @@ def _read_budgets(budgets: Any) -> dict[str, int]:
         for rank in ranks.values():
             check_key("rank", rank)
         said[name] = ranks["lora-rank"]
-    lower = said.get("lower", max(1, said["higher"] // 2) if said else LORA_RANK["lower"])
+    half = max(1, said["higher"] // 2) if "higher" in said else LORA_RANK["lower"]
+    lower = said.get("lower", half)
     return {"lower": lower, "higher": said.get("higher", 2 * lower)}
 
 
@@ -172,21 +182,31 @@ def _leaves(rates: Mapping[str, Any], by: tuple[str, ...]) -> Iterator[Scalar]:
         yield from _leaves(found, tuple(other for other in by if other != key))
 
 
-def _read_model(content: Any, folder: Path) -> ModelSpec:
-    check_fields("model.", content, {"name"}, {"source", "revision", "shape", "targets"})
+def _read_model(content: Any, folder: Path, where: str = "model.") -> ModelSpec:
+    check_fields(where, content, {"name"}, {"source", "revision", "shape", "targets"})
     shape = _part(content, "shape")
     known = {str(name) for name in shape} if isinstance(shape, dict) else set()
-    check_fields("model.shape.", shape, {"model_type"} if known else set(), known)
+    check_fields(f"{where}shape.", shape, {"model_type"} if known else set(), known)
     if shape:
-        text_field("model.shape.", shape, "model_type")
-    source = _source("model.", content, ("bundled", "hub"))
+        text_field(f"{where}shape.", shape, "model_type")
+    source = _source(where, content, ("bundled", "hub"))
     return ModelSpec(
         source,
-        _name("model.", content, folder, source),
-        text_field("model.", content, "revision"),
+        _name(where, content, folder, source),
+        text_field(where, content, "revision"),
         tuple(shape.items()),
-        targets_of(targets) if (targets := text_field("model.", content, "targets")) else (),
+        targets_of(targets) if (targets := text_field(where, content, "targets")) else (),
     )
+
+
+def _read_others(content: Any, folder: Path) -> dict[str, ModelSpec]:
+    """Read the models that the key `model` may name in place of the preset's."""
+    known = {str(name) for name in content} if isinstance(content, dict) else set()
+    check_fields("other-models.", content, set(), known)
+    return {
+        name: _read_model(_place(one), folder, f"other-models.{name}.")
+        for name, one in content.items()
+    }
 
 
 def _read_data(content: Any, kind: Kind, folder: Path) -> tuple[DataSpec, dict[str, DataSpec]]:
@@ -200,6 +220,7 @@ def _read_data(content: Any, kind: Kind, folder: Path) -> tuple[DataSpec, dict[s
         target_length=_target_length(content, kind),
         test_share=_share(content.get("test-share", DataSpec.test_share)),
         **language_of(content, kind),
+        questions=questions_of(content.get("questions"), folder),
     )
     if "glue-tasks" not in content:
         return _with_columns(common, content, kind, "data."), {}

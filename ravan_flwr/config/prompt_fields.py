@@ -8,7 +8,7 @@ from ravan_flwr.config.fields import check_fields, text_field
 from ravan_flwr.config.key import check_choice
 from ravan_flwr.tasks import Kind
 
-OF_LANGUAGE_MODELS = ("chat-template", "overlong", "loss-on")
+OF_LANGUAGE_MODELS = ("chat-template", "overlong", "loss-on", "questions")
 _CHOICES = {"overlong": ("cut", "drop"), "loss-on": ("answers", "all")}
 
 
@@ -18,23 +18,25 @@ def prompt_of(content: Mapping[str, Any], kind: Kind) -> str:
     if prompt and not kind.prompt:
         raise ValueError("data.prompt: the model of this task takes no prompt; leave it out")
     given = [role for role in kind.roles if role not in ("label", "answers")]
-    _check_braces(prompt or kind.prompt, given, needed=bool(prompt))
+    check_braces(prompt or kind.prompt, given, needed=bool(prompt))
     return prompt or kind.prompt
 
 
-def _check_braces(prompt: str, given: Sequence[str], *, needed: bool = True) -> None:
+def check_braces(
+    prompt: str, given: Sequence[str], *, needed: bool = True, field: str = "data.prompt"
+) -> None:
     """Refuse a prompt with other things in braces than columns, or with none at all."""
     try:
         prompt.format(**dict.fromkeys(given, ""))
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         known = ", ".join(f"{{{role}}}" for role in given)
         raise ValueError(
-            f"data.prompt = {prompt!r}: {type(error).__name__}: {error}; expected braces around "
+            f"{field} = {prompt!r}: {type(error).__name__}: {error}; expected braces around "
             f"{known} alone; write others twice"
         ) from None
-    if needed and not any(field in given for _, field, *_ in Formatter().parse(prompt)):
+    if needed and not any(role in given for _, role, *_ in Formatter().parse(prompt)):
         raise ValueError(
-            f"data.prompt = {prompt!r}: it has no example in it, expected {{{given[0]}}} somewhere"
+            f"{field} = {prompt!r}: it has no example in it, expected {{{given[0]}}} somewhere"
         )
 
 
@@ -87,7 +89,7 @@ def _prompts(content: Mapping[str, Any], columns: Any) -> tuple[str, ...]:
             "completion; name one, as prompt: COLUMN"
         )
     for prompt in prompts:
-        _check_braces(prompt, given)
+        check_braces(prompt, given)
     used = {field for one in prompts for _, field, *_ in Formatter().parse(one)}
     if idle := [role for role in given if role not in used]:
         raise ValueError(

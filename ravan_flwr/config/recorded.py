@@ -6,12 +6,15 @@ from typing import Any
 
 from ravan_flwr.config.keys import AUTO, FREE_ON_RESUME, KEYS
 from ravan_flwr.config.run_config import Config, read_config
-from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
+from ravan_flwr.specs import DataSpec, ModelSpec, QuestionSpec, Scalar
 
 # These may change in a run that goes on, and are better what they were.
 WAITING = {"device", "round-timeout", "straggler-grace"}
 # What runs did before these keys were there, whose default is "auto" now.
-EARLIER: dict[str, Scalar] = {"evaluate-on": "server", "validation-share": 0.0}
+EARLIER: dict[str, Scalar] = {
+    "evaluate-on": "server", "validation-share": 0.0, "learning-rate-schedule": "constant",
+    "precision": "float32", "gradient-checkpointing": False, "quantize": "none", "lora-scale": 1.0,
+}  # fmt: skip
 
 
 def recorded_config(content: Mapping[str, Any], where: str) -> Config:
@@ -37,8 +40,14 @@ def recorded_config(content: Mapping[str, Any], where: str) -> Config:
             "of this version; use the version of ravan-flwr that made the run"
         )
     values["model"] = ModelSpec(**_snake(values["model"]))
-    values["data"] = DataSpec(**_snake(values["data"]))
+    values["data"] = _data_of(_snake(values["data"]))
     return Config(**values)
+
+
+def _data_of(data: dict[str, Any]) -> DataSpec:
+    if data["questions"]:
+        data["questions"] = QuestionSpec(**_snake(data["questions"]))
+    return DataSpec(**data)
 
 
 def settings_of(content: Mapping[str, Any], where: str) -> dict[str, Scalar]:
@@ -88,7 +97,7 @@ def _setting(key: str, value: Any, now: Any) -> dict[str, Scalar]:
 
 
 # What the first version did not say of the data.
-_LATER = ("test_share", "prompts", "chat_template", "overlong", "loss_on")
+_LATER = ("test_share", "prompts", "chat_template", "overlong", "loss_on", "questions")
 
 
 def in_todays_values(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,7 @@ class Config:
     budgets: str
     classifier: str
     eval_every: int
+    evaluate_samples: int  # answers to test examples that a person reads
     device: str
     processes: int | None  # None: as many as pay, where clients run in process
     precision: str
@@ -143,6 +144,8 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
         values.setdefault(key, spec.default)
     preset = read_preset(cast(str, values["preset"]))
     check_steps(values)
+    if values["quantize"] == AUTO and not METHODS[str(values["method"])].frozen_backbone:
+        values["quantize"] = "none"
     said = STEPS if any(values[key] != AUTO for key in STEPS) else ()
     for key in FROM_PRESET.difference(said):
         if values[key] == AUTO:
@@ -152,11 +155,14 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
     _resolve_clients(values)
     check_together(values)
     _check_batching(values, preset, _max_length(values["max-length"], preset))
+    _check_samples(values, preset)
     data = preset.data_of(str(values["glue-task"]))
     resolved: dict[str, Any] = values | {
         "preset": preset.name,
         "task": preset.task,
-        "model": chosen_model(preset.model, str(values["model"]), str(values["targets"])),
+        "model": chosen_model(
+            preset.model, str(values["model"]), str(values["targets"]), preset.other_models
+        ),
         "data": _divided_by(chosen_data(data, str(values["data"])), values["partition-by"]),
         "glue-task": data.subset if preset.glue_tasks else "",
         "num-clients": _num_clients(values, preset),
@@ -244,6 +250,24 @@ def _check_batching(values: Mapping[str, Scalar], preset: Preset, max_length: in
         raise ValueError(
             f"micro-batch-tokens = {tokens}: got max-length = {max_length}, expected at least as "
             "many, since a text may have that many; raise the one or lower the other"
+        )
+
+
+def _check_samples(values: Mapping[str, Scalar], preset: Preset) -> None:
+    """Refuse answers to read from a model that writes none, or where the server has no examples."""
+    number = values["evaluate-samples"]
+    if not number:
+        return
+    writing = [name for name, kind in TASKS.items() if kind.target_length]
+    if preset.task not in writing:
+        raise ValueError(
+            f"evaluate-samples = {number}: the task of {preset.path} is {preset.task!r}, which "
+            f"writes no text, expected one of {', '.join(writing)}; leave it out"
+        )
+    if values["evaluate-on"] == "clients":
+        raise ValueError(
+            f"evaluate-samples = {number}: got evaluate-on = 'clients', whose texts stay with "
+            "them, expected 'server', whose test examples are answered; leave one of them out"
         )
 
 

@@ -8,6 +8,7 @@ from ravan_flwr.config.presets import own_preset, read_preset
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.hub import NotHereError, fetch_model, model_folder
+from ravan_flwr.data.questions import load_questions
 from ravan_flwr.specs import Scalar
 
 
@@ -35,6 +36,10 @@ def _fetched(settings: Mapping[str, Scalar]) -> Iterator[str]:
         tests = sum(len(split) for name, split in splits.items() if name != "train")
         name = " ".join(filter(None, [data.name or data.source, data.subset]))
         yield f"data {name}: {len(splits['train'])} examples to train, {tests} to test"
+        if data.questions is not None:
+            asked = data.questions
+            name = " ".join(filter(None, [asked.name or data.name, asked.subset]))
+            yield f"questions {name}: {len(load_questions(data))}"
 
 
 def _of_every_task(settings: Mapping[str, Scalar]) -> list[Config]:

@@ -207,7 +207,7 @@ it again to go on.</p>
 {% if problem %}
 <section id="state" class="failed"><header><h1>{{ name }}</h1></header>
 <div class="state"><span class="word">cannot be shown</span>{{ problem }}</div></section>
-{% for part in ("facts", "pictures", "people", "rejected", "log", "settings") %}
+{% for part in ("facts", "pictures", "samples", "people", "rejected", "log", "settings") %}
 <section id="{{ part }}"></section>
 {% endfor %}
 {% else %}
@@ -235,6 +235,22 @@ it again to go on.</p>
 {{ heads_figure(heads) }}
 {% endif %}
 </div>
+{% endif %}
+</section>
+
+<section id="samples">
+{% if samples %}
+<h2>What the model writes</h2>
+<p class="note">The same test examples at each evaluation, which nobody trains on.</p>
+{% for one in samples %}
+<div class="sample"><p>{{ one.instruction }}</p>
+<table>
+{% for when, text in one.rows %}
+<tr{% if loop.first %} class="right"{% endif %}><th scope="row">{{ when }}</th>
+<td>{{ text }}</td></tr>
+{% endfor %}
+</table></div>
+{% endfor %}
 {% endif %}
 </section>
 

@@ -11,6 +11,7 @@ from ravan_flwr.live.plots import Plot, bar_plot, line_plot
 from ravan_flwr.live.state import now_of, rounds_of, seconds_left
 from ravan_flwr.runs.console import megabytes, minutes
 from ravan_flwr.runs.history import RecordedRun, common_metric
+from ravan_flwr.runs.samples import compared, last_samples
 from ravan_flwr.specs import LOWER_IS_BETTER
 
 MOST_REJECTED = 50  # the last ones
@@ -37,6 +38,7 @@ def view_of(seen: Seen) -> dict[str, Any]:
         "facts": _facts(run, seen),
         "plots": [plot for plot in _plots(run) if plot is not None],
         "heads": _heads(run),
+        "samples": compared(last_samples(seen.path, run.rounds)),
         "people": people_of(seen),
         "refused": seen.status["refused"] if seen.status else [],
         "rejected": rejected[-MOST_REJECTED:][::-1],

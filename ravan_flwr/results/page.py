@@ -12,6 +12,7 @@ from ravan_flwr.results.clients import in_words
 from ravan_flwr.results.template import CSS, PAGE
 from ravan_flwr.runs.console import megabytes, minutes
 from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
+from ravan_flwr.runs.samples import compared, samples_of
 from ravan_flwr.specs import LOWER_IS_BETTER
 
 # Names of clients and reasons for a rejection come from clients, who may lie: all is escaped that
@@ -22,7 +23,7 @@ _ENVIRONMENT = Environment(
 
 
 def page_of(
-    groups: Groups, compared: Sequence[Chart], of_runs: Sequence[tuple[RecordedRun, list[Chart]]]
+    groups: Groups, charts: Sequence[Chart], of_runs: Sequence[tuple[RecordedRun, list[Chart]]]
 ) -> str:
     """Lay out the pictures that compare, then what belongs to each run."""
     runs = [run for run, _ in of_runs]
@@ -30,7 +31,7 @@ def page_of(
     page = _ENVIRONMENT.from_string(PAGE).render(
         title=", ".join(dict.fromkeys(names)),
         style=Markup(CSS),  # noqa: S704 (a constant)
-        compared=list(compared),
+        compared=list(charts),
         comparison=_comparison(groups),
         runs=[_described(run, charts) for run, charts in of_runs],
     )
@@ -48,6 +49,7 @@ def _described(run: RecordedRun, charts: list[Chart]) -> dict[str, Any]:
         "charts": charts,
         "classes": class_table(classes) if classes else None,
         "without_classes": without_classes(config),
+        "samples": compared(samples_of(run.path, run.rounds)),
         "rejected": [
             (record["round"], one["client"], one["reason"])
             for record in run.rounds

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ravan_flwr.data.rows import IMAGES, Row, UnreadableError, rows_of
 from ravan_flwr.data.values import image_of
 from ravan_flwr.results.reopen import result_of
 from ravan_flwr.results.table_file import Cells, Sink, check_new, new_table
 from ravan_flwr.tasks.base import Columns
-from ravan_flwr.training.local_steps import PRECISIONS
+from ravan_flwr.training.asking import predictions
 from ravan_flwr.training.workbench import Workbench
 
 _NAMED = 20  # unreadable rows; the others are in the output alone
@@ -121,17 +120,8 @@ def _predict(bench: Workbench, batch: Sequence[_Encoded]) -> Iterator[Cells]:
     inputs = [one.inputs for one in batch if one.inputs is not None]
     if not inputs:
         return iter(())
-    model, task = bench.model, bench.task
     arrays = {name: np.concatenate([one[name] for one in inputs]) for name in inputs[0]}
-    tensors = task.collate({name: torch.from_numpy(array) for name, array in arrays.items()})
-    tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
-    model.network.eval()
-    dtype = PRECISIONS[bench.config.precision]
-    with (
-        torch.inference_mode(),
-        torch.autocast(model.device.type, dtype, enabled=dtype is not None),
-    ):
-        return iter(task.predict(model.network, tensors))
+    return iter(predictions(bench.model, bench.task, arrays, bench.config.precision))
 
 
 def _write(

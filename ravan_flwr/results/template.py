@@ -33,6 +33,11 @@ th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px soli
 th { color: var(--soft); font-weight: 500; }
 summary { cursor: pointer; padding: .5rem 0; } .warn { color: var(--warn); }
 .note { color: var(--soft); font-size: .92rem; max-width: 60rem; }
+.sample { border: 1px solid var(--line); border-radius: .5rem; padding: .6rem .8rem;
+  margin: 0 0 .8rem; } .sample p { margin: 0 0 .4rem; font-weight: 600; }
+.sample p, .sample td { white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate; }
+.sample p, .sample table { max-height: 22rem; overflow: auto; display: block; }
+.sample th { white-space: nowrap; } .sample .right td { color: var(--soft); }
 """
 
 PAGE = """\
@@ -86,8 +91,26 @@ PAGE = """\
 {% endif %}
 {% endmacro %}
 
+{% macro samples_of(samples) %}
+{% for one in samples %}
+<div class="sample"><p>{{ one.instruction }}</p>
+<table>
+{% for when, text in one.rows %}
+<tr{% if loop.first %} class="right"{% endif %}><th scope="row">{{ when }}</th>
+<td>{{ text }}</td></tr>
+{% endfor %}
+</table></div>
+{% endfor %}
+{% endmacro %}
+
 {% macro details_of(run) %}
 {{ classes_of(run) }}
+{% if run.samples %}
+<h2>What the model writes</h2>
+<p class="note">The same test examples, which nobody trains on, answered word by word with the most
+probable one, after some of the rounds. samples.jsonl has all answers.</p>
+{{ samples_of(run.samples) }}
+{% endif %}
 <h2>Rejected replies</h2>
 <p class="note">A reply is what a client sends back in a round. The server checks each one, and does
 not use a reply that is damaged, too late or out of bounds.</p>

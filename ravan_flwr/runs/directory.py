@@ -4,6 +4,7 @@ config.json        the resolved configuration
 rounds.jsonl       a line a round, on disk before the next round begins (record.py)
 summary.json       the end: method, parameters, metrics, bytes, seconds
 classes.json       the last evaluation on the server, class by class (results/classes.py)
+samples.jsonl      what a model wrote at each evaluation, if it was asked to (samples.py)
 checkpoints/       the global state after the last rounds, and the best (checkpoint.py)
 adapter/           the trained adapters, or merged/, the whole network (export.py)
 report/            a page and pictures (report.py)
@@ -96,10 +97,13 @@ class RunDirectory:
 
     def append_round(self, record: RoundRecord) -> None:
         """Add a line to `rounds.jsonl`, on disk when this returns."""
-        line = json.dumps(record, allow_nan=False) + "\n"
-        path = self.path / "rounds.jsonl"
+        self.append_lines("rounds.jsonl", [json.dumps(record, allow_nan=False)])
+
+    def append_lines(self, name: str, lines: Sequence[str]) -> None:
+        """Add lines to the file `name`, on disk when this returns."""
+        path = self.path / name
         with _naming(path), path.open("a", encoding="utf-8") as file:
-            file.write(line)
+            file.write("".join(f"{line}\n" for line in lines))
             file.flush()
             os.fsync(file.fileno())
 

@@ -38,7 +38,7 @@ def tell_of_the_rate(run_config: Mapping[str, Scalar], config: Config) -> None:
 
 def tell_what_has_no_effect(run_config: Mapping[str, Scalar], config: Config, grid: Grid) -> None:
     """Say in a line which of the settings change nothing."""
-    idle = without_effect(run_config)
+    idle = without_effect(run_config, config.learning_rate_schedule)
     if idle:
         log.warning("no effect with method=%s: %s", config.method, ", ".join(idle))
     if config.processes is not None and not in_process(grid):

@@ -59,6 +59,15 @@ class Encoded:
         return [self.answers[row] for row in self.rows[rows]] if self.answers else []
 
 
+@dataclass(frozen=True)
+class Sample:
+    """Hold a test example whose answer a person reads."""
+
+    asked: str
+    right: str
+    values: Mapping[str, Any]  # by role, what the model is given
+
+
 class Task(ABC):
     """Define one kind of learning problem, on one data set, for one model.
 
@@ -66,7 +75,7 @@ class Task(ABC):
     tokenizer, from the model's folder; None for a model that travels with the app.
     """
 
-    metric: ClassVar[str]  # the name of the metric by which runs are compared
+    metric: str  # the name of the metric by which runs are compared
     unit: ClassVar[str] = "examples"  # what metrics are means over: examples or tokens
     right: ClassVar[str] = "label"  # the role of the column that has the right answers
     # What `predict` says of an example, by name: texts, but for a `probability`.
@@ -204,6 +213,10 @@ class Task(ABC):
     @abstractmethod
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         """Encode a batch of examples without their labels; columns are named by role."""
+
+    def samples(self, examples: datasets.Dataset, most: int) -> list[Sample]:  # noqa: ARG002
+        """Take the first few examples that a person can compare answers with, if there is text."""
+        return []
 
     @abstractmethod
     def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:

@@ -10,6 +10,7 @@ divided once.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,10 +22,12 @@ from torch import Tensor, nn
 
 from ravan_flwr.data.columns import column_of
 from ravan_flwr.data.rows import UnreadableError
+from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.base import (
     Batch,
     Columns,
     Encoded,
+    Sample,
     Shapes,
     Task,
     encoded_as_it_is,
@@ -56,6 +59,11 @@ class Causal(Task):
     pipeline = "text-generation"
     peft_type = "CAUSAL_LM"
     masks = False  # padding is at the ends, where no token sees it
+
+    def __init__(self, data: DataSpec, *rest: Any, **more: Any) -> None:
+        super().__init__(data, *rest, **more)
+        if data.questions is not None:  # tasks/multiple_choice.py
+            self.metric = "accuracy"
 
     def load_reader(self, folder: Path) -> Any:
         tokenizer = load_tokenizer(folder)
@@ -242,6 +250,17 @@ class Causal(Task):
 
     def checked(self, role: str, value: Any) -> Any:
         return self.form.checked(role, value)
+
+    def samples(self, examples: datasets.Dataset, most: int) -> list[Sample]:
+        found: list[Sample] = []
+        for row in examples:
+            with suppress(UnreadableError):
+                one = self.form.sample(row)
+                question_tokens(self.reader, self.form.question(one.values), self.max_length)
+                found.append(one)
+            if len(found) == most:
+                break
+        return found
 
     @property
     def _new_tokens(self) -> int:

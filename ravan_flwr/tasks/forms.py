@@ -13,7 +13,9 @@ from typing import Any
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.data.values import text_of
 from ravan_flwr.specs import DataSpec
+from ravan_flwr.tasks.base import Sample
 from ravan_flwr.tasks.conversation import (
+    ASSISTANT,
     Written,
     conversation,
     end_of_turn,
@@ -39,6 +41,10 @@ class Form(ABC):
     @abstractmethod
     def question(self, row: Row) -> Written:
         """Write what is before the answer."""
+
+    @abstractmethod
+    def sample(self, row: Row) -> Sample:
+        """Say what is asked last, what is right, and what the model is given of it."""
 
     @abstractmethod
     def checked(self, role: str, value: Any) -> Any:
@@ -73,6 +79,15 @@ class Conversations(Form):
     def question(self, row: Row) -> Written:
         return question(self.reader, messages_of(row["messages"]))
 
+    def sample(self, row: Row) -> Sample:
+        messages = messages_of(row["messages"])
+        while messages and not (messages[-1]["role"] == ASSISTANT and messages[-1]["content"]):
+            messages.pop()
+        if len(messages) < 2:
+            raise UnreadableError("its conversation has no question and answer")
+        *given, right = messages
+        return Sample(given[-1]["content"], right["content"], {"messages": given})
+
     def checked(self, role: str, value: Any) -> Any:  # noqa: ARG002
         return messages_of(value)
 
@@ -96,6 +111,10 @@ class Completions(Form):
 
     def question(self, row: Row) -> Written:
         return Written(self._filled(row))
+
+    def sample(self, row: Row) -> Sample:
+        given = {role: row[role] for _, roles in self.prompts for role in roles}
+        return Sample(self._filled(row), text_of("completion", row["completion"]), given)
 
     def _filled(self, row: Row) -> str:
         def whole(roles: Sequence[str]) -> bool:

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, Task, encode_in_batches
+from ravan_flwr.tasks.base import (
+    Batch,
+    Columns,
+    Encoded,
+    Sample,
+    Shapes,
+    Task,
+    encode_in_batches,
+)
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.text import (
     describe,
@@ -152,6 +160,13 @@ class TextToText(Task):
         self, texts: Sequence[str], answers: Sequence[Sequence[str]], tally: Tally
     ) -> None:
         """Count which label was written for which, where the answers are labels."""
+
+    def samples(self, examples: datasets.Dataset, most: int) -> list[Sample]:
+        few = examples.select(range(min(most, len(examples))))
+        given = [role for role, _ in self.data.columns if role != self.right]
+        rows = [{role: row[role] for role in given} for row in few]
+        pairs = zip(rows, self.answers(few), strict=True)
+        return [Sample(self.data.prompt.format(**row), right[0], row) for row, right in pairs]
 
     def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
         return [(text,) for text in self._written(network, batch)]

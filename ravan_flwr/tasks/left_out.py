@@ -9,7 +9,12 @@ _NAMED = 5  # examples of each kind of problem
 _KINDS = 10
 
 
-def tell_of_left_out(problems: Sequence[str]) -> None:
+def tell_of_left_out(
+    problems: Sequence[str],
+    what: str = "examples",
+    done: str = "learned",
+    needed: str = "a question and an answer",
+) -> None:
     """Count the examples that are left out, by what is wrong with them; "" is nothing."""
     by_kind: dict[str, list[int]] = {}
     for number, problem in enumerate(problems, start=1):
@@ -21,11 +26,11 @@ def tell_of_left_out(problems: Sequence[str]) -> None:
     number = sum(map(len, by_kind.values()))
     if number == len(problems):
         raise ValueError(
-            f"examples: none of {number} can be learned: {told or 'there are none'}; "
-            "expected a question and an answer in each; correct them, or the preset's data"
+            f"{what}: none of {number} can be {done}: {told or 'there are none'}; "
+            f"expected {needed} in each; correct them, or the preset's data"
         )
     if number:
-        log.warning("examples: %d of %d are left out: %s", number, len(problems), told)
+        log.warning("%s: %d of %d are left out: %s", what, number, len(problems), told)
 
 
 def _listed(problem: str, numbers: Sequence[int]) -> str:
@@ -33,13 +38,14 @@ def _listed(problem: str, numbers: Sequence[int]) -> str:
     return f"{len(numbers)}: {problem} (example {shown})"
 
 
-def tell_of_cut(cut: int, number: int, max_length: int) -> None:
-    """Count the examples that are learned without their fronts."""
+def tell_of_cut(cut: int, number: int, max_length: int, what: str = "examples") -> None:
+    """Count the examples that are read without their fronts."""
     if cut:
         log.warning(
-            "examples: %d of %d have more tokens than max-length = %d and are cut from the front; "
+            "%s: %d of %d have more tokens than max-length = %d and are cut from the front; "
             "`overlong: drop` in the preset's data leaves them out, a larger max-length "
             "keeps them whole",
+            what,
             cut,
             number,
             max_length,

@@ -25,15 +25,18 @@ from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.hub import model_folder
 from ravan_flwr.data.labels import settled
 from ravan_flwr.data.partition import BY_COLUMN, Partition, deal_out
+from ravan_flwr.data.questions import load_questions
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.methods.layer_form import layer_form
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.base import Encoded, Task
+from ravan_flwr.tasks.multiple_choice import Questions, questions_of
 from ravan_flwr.tasks.packing import check_packing
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
+from ravan_flwr.training.asking import accuracy
 from ravan_flwr.training.device import pick_device
 from ravan_flwr.training.kept_in import backbone_dtype
 from ravan_flwr.training.local_steps import PRECISIONS, evaluate_all
@@ -60,8 +63,11 @@ def make_task(config: Config) -> Task:
     def folder() -> Path | None:
         return None if spec.source == "bundled" else model_folder(spec)
 
+    data = settle(config).data
+    if config.evaluate_on == "clients":  # which answer no questions
+        data = dataclasses.replace(data, questions=None)
     return get_task(config.task)(
-        settle(config).data, config.max_length, folder, lambda: CONFIGS[spec.source](spec)
+        data, config.max_length, folder, lambda: CONFIGS[spec.source](spec)
     )
 
 
@@ -162,6 +168,16 @@ class Workbench:
         names = dict(self.config.data.tests)
         return {name: self.task.encode(self.splits[name]) for name in names}
 
+    @cached_property
+    def questions(self) -> Questions | None:
+        """Read the multiple-choice questions that a language model is scored on, if there are."""
+        data, task = self.task.data, self.task
+        if data.questions is None:
+            return None
+        return questions_of(
+            load_questions(data), data.questions, task.reader, task.max_length, data.overlong
+        )
+
     def evaluate(
         self, tally: Tally | None = None, sets: Mapping[str, Encoded] | None = None
     ) -> dict[str, float]:
@@ -169,7 +185,10 @@ class Workbench:
         chosen = self.test_sets if sets is None else sets
         precision = self.config.precision
         size = self.task.evaluation_batch
-        return evaluate_all(self.model, self.task, chosen, size, precision, tally)
+        found = evaluate_all(self.model, self.task, chosen, size, precision, tally)
+        if sets is None and self.questions is not None:
+            found["accuracy"] = accuracy(self.model, self.questions, precision)
+        return found
 
     @cached_property
     def _shared(self) -> Encoded:

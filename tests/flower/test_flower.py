@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,15 +15,19 @@ from hypothesis import strategies as st
 
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
+from ravan_flwr.config.presets import own_preset
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.words import read_settings
 from ravan_flwr.launch.sharing import Sharing
 from ravan_flwr.launch.submit import as_toml, in_toml
 from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
+from ravan_flwr.training.workbench import Workbench
 from testing.checkout import copy_checkout
 from testing.deployment import PATIENCE, copy_app
 from tests import ROOT
+from tests.docstrings import preset
 from tests.flower.methods_in_turn import NODES
 
 FEDERATION = "num-supernodes=3 client-resources-num-cpus=1"
@@ -135,6 +140,23 @@ def test_flwr_run_does_what_simulate_does(superlink, app, tmp_path):
     for key in ("method", "rounds", "rejected", "bytes-up", "bytes-down", "rank"):
         assert got[key] == expected[key], key
     assert got["metrics"]["final"] == pytest.approx(expected["metrics"]["final"], abs=0.02)
+
+
+def test_a_language_model_learns_docstrings_under_flower(superlink, app, tmp_path):
+    settings = preset(tmp_path, **{"evaluate-samples": 2, "report": True})
+    shutil.copy(tmp_path / "p.yaml", app / "conf" / "docstrings.yaml")
+    start = Workbench(read_config(own_preset(settings)))
+    with start.model.holding(start.model.initial_state()):
+        before = start.evaluate()
+    words = in_toml(settings | {"preset": "docstrings", "output-dir": str(tmp_path / "flower")})
+    assert superlink.run(app, words, ONE_ACTOR) == "finished:completed"
+    (directory,) = (tmp_path / "flower").iterdir()
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["rejected"] == 0
+    assert summary["metrics"]["final"]["perplexity"] < 0.8 * before["perplexity"]
+    told = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in told] == [0, 0, 1, 1, 2, 2]
+    assert "What the model writes" in (directory / "report" / "index.html").read_text()
 
 
 def test_clients_with_a_share_of_a_gpu_and_no_warning_of_rays(superlink, app, tmp_path, capfd):

@@ -1,7 +1,5 @@
 """Language models in whole runs: real text is learned, results answer, devices bring their own."""
 
-import importlib
-import inspect
 import json
 import logging
 from typing import Any
@@ -24,60 +22,7 @@ from ravan_flwr.training.local_steps import steps_of, train_locally
 from ravan_flwr.training.plan import plan_of
 from ravan_flwr.training.workbench import Workbench
 from testing.tiny import save_speaker
-
-MODULES = ("csv", "inspect", "json", "os", "random", "shutil", "statistics", "tarfile", "zipfile")
-QUICK = {
-    "num-rounds": 2, "local-steps": 12, "batch-size": 8, "lora-rank": 4, "learning-rate": 2e-2,
-    "targets": "q_proj,v_proj,o_proj,down_proj", "report": False, "tracking": "none",
-}  # fmt: skip
-
-
-def docstrings():
-    """Names of functions, and what their docstrings say of them first."""
-    found = {}
-    for module in MODULES:
-        for name, one in inspect.getmembers(importlib.import_module(module), inspect.isroutine):
-            told = (inspect.getdoc(one) or "").split("\n\n")[0]
-            if len(told) > 10:
-                found[told] = f"{module}.{name}"
-    return [(name, told) for told, name in sorted(found.items())]
-
-
-def lines(rows):
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def as_messages(name, told):
-    asked = {"role": "user", "content": f"What does {name} do?"}
-    return {"messages": [asked, {"role": "assistant", "content": told}]}
-
-
-def as_completion(name, told):
-    return {"prompt": f"{name}: ", "completion": told}
-
-
-def preset(folder, form=as_completion, data="", **options):
-    """Write data, model and preset; the model's layers are large enough to say something."""
-    rows = docstrings()
-    (folder / "data").mkdir(exist_ok=True)
-    (folder / "data" / "train.jsonl").write_text(lines(form(*row) for row in rows))
-    if not (folder / "model").is_dir():
-        save_speaker("llama", folder / "model", [told for _, told in rows], initializer_range=0.3)
-    columns = (
-        {"messages": "messages"}
-        if form is as_messages
-        else {"prompt": "prompt", "completion": "completion"}
-    )
-    (folder / "p.yaml").write_text(
-        f"task: causal\nmodel: {folder}/model\ndata:\n  name: {folder}/data\n  max-length: 96\n"
-        f"  target-length: 12\n  columns: {json.dumps(columns)}\n{data}"
-    )
-    return {
-        "preset": str(folder / "p.yaml"),
-        "output-dir": str(folder / "runs"),
-        **QUICK,
-        **options,
-    }
+from tests.docstrings import as_messages, docstrings, lines, preset
 
 
 @pytest.fixture(scope="module")
@@ -300,3 +245,40 @@ def test_it_goes_with_everything_there_is(options, tmp_path):
         save_speaker("llama", tmp_path / "model", rows, hidden_size=64, intermediate_size=128)
     run = simulate(preset(tmp_path, **options) | {"num-rounds": 1, "local-steps": 2}, 2)
     assert run.summary["metrics"]["final"]["perplexity"] > 1
+
+
+def test_questions_are_scored_at_each_evaluation(tmp_path):
+    """The share of right answers is the run's metric, and finds its best round."""
+    questions = [
+        {
+            "asked": f"What is {name}?",
+            "choices": [name.split(".")[0], "nonsense"],
+            "answer": "AB"[n % 2],
+        }
+        for n, (name, _) in enumerate(docstrings()[:20])
+    ]
+    (tmp_path / "q.jsonl").write_text(lines([*questions, questions[0] | {"answer": "Z"}]))
+    asked = '  questions: {name: q.jsonl, columns: {question: asked}, prompt: "{question}"}\n'
+    settings = preset(tmp_path, data=asked, **{"num-rounds": 3})
+    run = simulate(settings, 2)
+    rounds = [
+        json.loads(line)["metrics"]
+        for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()
+    ]
+    assert all(set(one) == {"loss", "perplexity", "accuracy"} for one in rounds)
+    assert all(round(one["accuracy"] * 20, 9).is_integer() for one in rounds)
+    assert run.summary["metric"] == "accuracy"
+    best = max(one["accuracy"] for one in rounds)
+    assert run.summary["metrics"]["best"]["accuracy"] == best
+    first = 1 + [one["accuracy"] for one in rounds].index(best)
+    kept = {int(path.stem.split("-")[-1]) for path in (run.run_dir / "checkpoints").glob("round-*")}
+    assert first in kept
+    page = write_report([run.run_dir], tmp_path / "report").read_text()
+    assert "accuracy, highest" in page
+    (tmp_path / "q.jsonl").write_text(lines([questions[0] | {"answer": "Z"}]))
+    with pytest.raises(ValueError, match="questions: none of 1 can be asked: 1: its answer is out"):
+        simulate(settings | {"seed": 1}, 2)
+    assert len(list((tmp_path / "runs").glob("*/rounds.jsonl"))) == 1  # told before a round is held
+    settings |= {"evaluate-on": "clients", "validation-share": 0.2, "num-rounds": 1}
+    (tmp_path / "q.jsonl").unlink()  # clients answer none
+    assert simulate(settings, 2).summary["metric"] == "perplexity"

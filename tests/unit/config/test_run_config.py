@@ -246,7 +246,9 @@ def names(text):
 
 def test_what_makes_two_runs_the_same():
     """Resuming, grouping seeds and finding what a study has done follow the flags of the keys."""
-    elsewhere = names("deliver device output-dir processes report resume round-timeout tracking")
+    elsewhere = names(
+        "deliver device evaluate-samples output-dir processes report resume round-timeout tracking"
+    )
     assert set(NOT_OF_RESULT) == elsewhere
     assert set(FREE_ON_RESUME) == elsewhere | names(
         "eval-every max-bytes max-share max-update-norm min-replies num-rounds straggler-grace "
@@ -258,8 +260,10 @@ def test_what_makes_two_runs_the_same():
 
 def test_what_a_preset_says():
     assert set(FROM_PRESET) == names(
-        "batch-size classes-per-client classifier clients-per-round eval-every heads init "
-        "local-epochs local-steps num-rounds partition partition-alpha shards-per-client"
+        "batch-size classes-per-client classifier clients-per-round eval-every "
+        "final-learning-rate gradient-checkpointing heads init learning-rate-schedule "
+        "local-epochs local-steps lora-scale max-bytes num-rounds partition partition-alpha "
+        "precision quantize shards-per-client"
     )
     assert all(KEYS[name].default == "auto" for name in FROM_PRESET)
 

@@ -1,0 +1,74 @@
+"""Let a model answer the same test examples at each evaluation, and keep what it writes."""
+
+import json
+import logging
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import islice
+
+import numpy as np
+
+from ravan_flwr.runs.directory import RunDirectory, write_atomically
+from ravan_flwr.runs.samples import SAMPLES, SampleLine, cut, sample_lines
+from ravan_flwr.seeding import derive
+from ravan_flwr.tasks.base import Sample
+from ravan_flwr.training.asking import predictions
+from ravan_flwr.training.workbench import Workbench
+
+log = logging.getLogger(__name__)
+
+_AT_A_TIME = 8  # answers that are written together
+
+
+class Samples:
+    """Hold the test examples of a run that are answered."""
+
+    def __init__(self, bench: Workbench, directory: RunDirectory) -> None:
+        self._bench, self._directory = bench, directory
+        self._before = sample_lines(directory.path)  # of a run that goes on; checked at once
+        self._goes_on = False  # with lines of this process
+
+    @cached_property
+    def _chosen(self) -> list[Sample]:
+        """Choose examples of the first test set, as a function of the seed."""
+        bench = self._bench
+        examples = bench.splits[next(iter(dict(bench.config.data.tests)))]
+        random = np.random.default_rng(derive(bench.config.seed, "samples"))
+        shuffled = examples.select(random.permutation(len(examples)))
+        found = bench.task.samples(shuffled, bench.config.evaluate_samples)
+        if not found:
+            log.warning(
+                "evaluate-samples: none of the %d test examples can be asked", len(examples)
+            )
+        return found
+
+    def write(self, number: int) -> None:
+        """Add the answers of the model as it is now, after that round."""
+        if not self._goes_on:
+            kept = [line for line in self._before if line["round"] < number]
+            text = "".join(json.dumps(line) + "\n" for line in kept)
+            write_atomically(self._directory.path / SAMPLES, text.encode())
+            self._goes_on = True
+        lines: list[SampleLine] = [
+            {
+                "round": number,
+                "example": place,
+                "instruction": cut(sample.asked),
+                "expected": cut(sample.right),
+                "answer": cut(answer),
+            }
+            for place, (sample, answer) in enumerate(
+                zip(self._chosen, self._answers(), strict=True)
+            )
+        ]
+        self._directory.append_lines(SAMPLES, [json.dumps(line) for line in lines])
+
+    def _answers(self) -> Iterator[str]:
+        """Let the model write, a few answers at a time."""
+        bench, rest = self._bench, iter(self._chosen)
+        place = bench.task.says.index("text")
+        while few := list(islice(rest, _AT_A_TIME)):
+            columns = {role: [one.values[role] for one in few] for role in few[0].values}
+            inputs = bench.task.inputs(columns)
+            for said in predictions(bench.model, bench.task, inputs, bench.config.precision):
+                yield str(said[place])

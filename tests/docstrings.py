@@ -1,0 +1,71 @@
+"""The docstrings of the standard library, as questions and answers: text that every Python has."""
+
+import importlib
+import inspect
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ravan_flwr.specs import Scalar
+from testing.tiny import save_speaker
+
+MODULES = ("csv", "inspect", "json", "os", "random", "shutil", "statistics", "tarfile", "zipfile")
+QUICK: dict[str, Scalar] = {
+    "num-rounds": 2, "local-steps": 12, "batch-size": 8, "lora-rank": 4, "learning-rate": 2e-2,
+    "targets": "q_proj,v_proj,o_proj,down_proj", "report": False, "tracking": "none",
+}  # fmt: skip
+
+
+def docstrings() -> list[tuple[str, str]]:
+    """List names of functions, and what their docstrings say of them first."""
+    found = {}
+    for module in MODULES:
+        for name, one in inspect.getmembers(importlib.import_module(module), inspect.isroutine):
+            told = (inspect.getdoc(one) or "").split("\n\n")[0]
+            if len(told) > 10:
+                found[told] = f"{module}.{name}"
+    return [(name, told) for told, name in sorted(found.items())]
+
+
+def lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Write JSON lines."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def as_messages(name: str, told: str) -> dict[str, Any]:
+    asked = {"role": "user", "content": f"What does {name} do?"}
+    return {"messages": [asked, {"role": "assistant", "content": told}]}
+
+
+def as_completion(name: str, told: str) -> dict[str, Any]:
+    return {"prompt": f"{name}: ", "completion": told}
+
+
+def preset(
+    folder: Path,
+    form: Any = as_completion,
+    data: Any = "",
+    **options: Any,
+) -> dict[str, Any]:
+    """Write data, model and preset; the model's layers are large enough to say something."""
+    rows = docstrings()
+    (folder / "data").mkdir(exist_ok=True)
+    (folder / "data" / "train.jsonl").write_text(lines(form(*row) for row in rows))
+    if not (folder / "model").is_dir():
+        save_speaker("llama", folder / "model", [told for _, told in rows], initializer_range=0.3)
+    columns = (
+        {"messages": "messages"}
+        if form is as_messages
+        else {"prompt": "prompt", "completion": "completion"}
+    )
+    (folder / "p.yaml").write_text(
+        f"task: causal\nmodel: {folder}/model\ndata:\n  name: {folder}/data\n  max-length: 96\n"
+        f"  target-length: 12\n  columns: {json.dumps(columns)}\n{data}"
+    )
+    return {
+        "preset": str(folder / "p.yaml"),
+        "output-dir": str(folder / "runs"),
+        **QUICK,
+        **options,
+    }
