@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ravan_flwr.launch.superlink import processes_of
 from testing.deployment import Deployment
 from testing.tiny import save_speaker
-from tests.runs.test_language import as_messages, docstrings, lines
+from tests.docstrings import as_messages, docstrings, lines
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="finds processes in /proc"

@@ -22,7 +22,7 @@ from ravan_flwr.training.local_steps import steps_of, train_locally
 from ravan_flwr.training.plan import plan_of
 from ravan_flwr.training.workbench import Workbench
 from testing.tiny import save_speaker
-from tests.docstrings import as_messages, docstrings, lines, preset
+from tests.docstrings import as_completion, as_messages, docstrings, lines, preset
 
 
 @pytest.fixture(scope="module")
