@@ -37,6 +37,7 @@ from ravan_flwr.server.notices import (
     tell_the_end,
     tell_what_has_no_effect,
 )
+from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.replies import Asked
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.start import (
@@ -151,8 +152,11 @@ def _run(
     """Hold the rounds, save what comes out of them, and tell it."""
     if start.done is None:
         directory.write_json("config.json", config.as_dict())
-    final, strategy = _hold_rounds(grid, bench, config, directory, start)
+    privacy = PrivacyBudget.of(config, directory, start)
+    final, strategy = _hold_rounds(grid, bench, config, directory, start, privacy)
     summary = summary_of(bench, config, start.records, len(strategy.roster.members))
+    if privacy is not None:
+        summary.update(cast(Summary, privacy.told()))
     if (processes := processes_of(grid)) is not None:
         summary["processes"] = processes
     carry_over(directory, start, summary)
@@ -164,7 +168,12 @@ def _run(
 
 
 def _hold_rounds(
-    grid: Grid, bench: Workbench, config: Config, directory: RunDirectory, start: Start
+    grid: Grid,
+    bench: Workbench,
+    config: Config,
+    directory: RunDirectory,
+    start: Start,
+    privacy: PrivacyBudget | None,
 ) -> tuple[Tensors, FederatedTuning]:
     """Let the strategy run its rounds; return the last state, and the strategy."""
     allowance = Allowance.of(config, start.records)
@@ -174,7 +183,7 @@ def _hold_rounds(
     here = in_process(grid) and bench.model.method.personal is not None
     own_parts = cast(InProcess, grid).own_parts if here else None
     keeper = Keeper(directory, bench, progress, trackers, start, own_parts)
-    strategy = _strategy(bench, config, keeper, start, allowance)
+    strategy = _strategy(bench, config, keeper, start, allowance, privacy)
 
     def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
         tally = Tally() if bench.task.classifies else None
@@ -201,7 +210,12 @@ def _hold_rounds(
 
 
 def _strategy(
-    bench: Workbench, config: Config, keeper: Keeper, start: Start, allowance: Allowance
+    bench: Workbench,
+    config: Config,
+    keeper: Keeper,
+    start: Start,
+    allowance: Allowance,
+    privacy: PrivacyBudget | None,
 ) -> FederatedTuning:
     """Make the strategy of a run that begins there."""
     model, records = bench.model, start.records
@@ -221,6 +235,7 @@ def _strategy(
         dealt_out=bench.dealt_out,
         tell=partial(write_status, keeper.directory.path),
         allowance=allowance,
+        privacy=privacy,
     )
 
 

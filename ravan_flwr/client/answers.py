@@ -199,12 +199,12 @@ def _trained(client: _Client, result: LocalResult) -> RecordDict:
     metrics = MetricRecord(
         {
             "round": client.round,
-            "train-loss": result.train_loss,
-            "num-examples": len(client.trained_on),
             "derived": client.bench.model.derived,
             "seconds": time.perf_counter() - client.started,
         }
     )
+    if client.config.privacy == "none":
+        metrics |= {"train-loss": result.train_loss, "num-examples": len(client.trained_on)}
     return RecordDict({"arrays": to_record(upload), "metrics": metrics})
 
 

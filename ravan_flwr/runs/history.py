@@ -86,7 +86,7 @@ class RecordedRun:
 
     def train_loss(self) -> tuple[list[float], list[float]]:
         """Return the rounds and the clients' mean loss in each."""
-        records = [record for record in self.rounds if record["round"]]
+        records = [r for r in self.rounds if r["round"] and "train-loss" in r]
         return [r["round"] for r in records], [r["train-loss"] for r in records]
 
     def heads_trained(self, known: int = 0) -> list[list[int]]:

@@ -21,7 +21,7 @@ ClientRecord = TypedDict(
         "selected": list[list[int]],  # the heads in the reply, by layer
         "examples": int,
         "steps": int,  # of the optimiser; in a calibration, batches
-        "train-loss": float,
+        "train-loss": NotRequired[float],  # not told in a private run
         "seconds": float,
         "bytes-up": int,
         "bytes-down": int,
@@ -36,11 +36,23 @@ class Rejection(TypedDict):
     reason: str
 
 
+Spent = TypedDict(
+    "Spent",
+    {
+        "epsilon": float,  # of all rounds so far
+        "delta": float,
+        "noise-multiplier": float,
+        "clip-norm": NotRequired[float],  # of this round
+        "noise-cohort": NotRequired[int],  # clients a round of the federation that epsilon is of
+    },
+)
+
+
 RoundRecord = TypedDict(
     "RoundRecord",
     {
         "round": int,  # 0 is the calibration round
-        "train-loss": float,
+        "train-loss": NotRequired[float],  # not told in a private run
         "metrics": Metrics,  # empty where nothing was evaluated
         "clients": list[ClientRecord],
         "rejected": list[Rejection],
@@ -57,6 +69,7 @@ RoundRecord = TypedDict(
         "refused": NotRequired[str],  # why the round has no effect
         "collapsed": NotRequired[str],  # why its evaluation counts as a collapse
         "spread": NotRequired[dict[str, Spread]],  # of each metric over the clients (spread.py)
+        "privacy": NotRequired[Spent],  # of a private run
         "began-anew": NotRequired[list[int]],  # partitions that had lost their part of the model
     },
 )
@@ -104,6 +117,10 @@ Summary = TypedDict(
         "finished": str,
         "processes": NotRequired[int],  # in which clients computed, of a run in process
         "spread": NotRequired[dict[str, Spread]],  # over the clients, of the last evaluation
+        "epsilon": NotRequired[float],  # that a private run has spent, with this delta
+        "delta": NotRequired[float],
+        "noise-multiplier": NotRequired[float],
+        "noise-cohort": NotRequired[int],
         "began-anew": NotRequired[int],  # times that a client had lost its part of the model
         "head-norms": NotRequired[dict[str, list[float]]],  # by layer
         "delivered": NotRequired[list[Delivered]],  # devices that have this result
@@ -137,6 +154,8 @@ def wrong_in(record: RoundRecord, needed: Sequence[str] = NEEDED_TO_GO_ON) -> st
     """Say which of the needed values is not as a run writes it; empty if all are."""
     kinds = get_type_hints(RoundRecord)
     for key in needed:
+        if key == "train-loss" and "privacy" in record:
+            continue
         value = record.get(key)
         allowed = _allowed(kinds[key])
         if not isinstance(value, allowed) or isinstance(value, bool):
