@@ -29,6 +29,7 @@ from ravan_flwr.methods.tensors import Tensors
 from ravan_flwr.privacy.noise import gaussian
 
 QUANTILE, RATE = 0.5, 0.2  # of an adaptive clip norm
+FIRST_NORM = 0.1  # of a clip norm that adapts, before the first round
 BITS_SHARE = 20  # the noise of the bits is this part of the expected clients, as in the paper
 _BELOW = 1 - 2.0**-40  # so that rounding takes no clipped change above the norm
 

@@ -150,12 +150,15 @@ def check_line(line: bytes, before: int | None) -> RoundRecord:
     return cast(RoundRecord, record)
 
 
+def needed_in(record: RoundRecord, needed: Sequence[str]) -> list[str]:
+    """List what is needed of a record: of a private run no loss is told."""
+    return [key for key in needed if key != "train-loss" or "privacy" not in record]
+
+
 def wrong_in(record: RoundRecord, needed: Sequence[str] = NEEDED_TO_GO_ON) -> str:
     """Say which of the needed values is not as a run writes it; empty if all are."""
     kinds = get_type_hints(RoundRecord)
-    for key in needed:
-        if key == "train-loss" and "privacy" in record:
-            continue
+    for key in needed_in(record, needed):
         value = record.get(key)
         allowed = _allowed(kinds[key])
         if not isinstance(value, allowed) or isinstance(value, bool):

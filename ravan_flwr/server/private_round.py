@@ -6,7 +6,7 @@ waits for each client as long as for any other, so that none decides whether ano
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from logging import getLogger
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from ravan_flwr.messages.member import Member
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
 from ravan_flwr.methods.tensors import check_form, sum_of_squares
+from ravan_flwr.privacy.expected import expected_clients
 from ravan_flwr.privacy.mechanism import ClippedSum, Noise
 from ravan_flwr.privacy.noise import happens
 from ravan_flwr.server.privacy_budget import PrivacyBudget
@@ -28,7 +29,6 @@ from ravan_flwr.server.sampling import Sampler
 log = getLogger(__name__)
 
 CLIP_NORM = "privacy/clip-norm"  # in the server's memory
-FIRST_NORM = 0.1  # of a clip norm that adapts
 
 
 class PrivateSums:
@@ -112,7 +112,8 @@ class PrivateRound(TrainingRound):
     def private_sums(self) -> PrivateSums:
         """Return the sums, which open empty when the first reply is there."""
         state = self.run.state.tensors
-        expected = expected_clients(self.method, state, self.members, self.budget.rate)
+        shares = Counter(member.share for member in self.members)
+        expected = expected_clients(self.method, state, shares, self.budget.rate)
         return PrivateSums(self.method, state, self.norm, expected)
 
     def close(self) -> None:
@@ -129,17 +130,3 @@ class PrivateRound(TrainingRound):
             log.warning("round %d has no effect, the state stays: %s", self.number, error)
         self.norm = sums.clipped.next_norm(self.noise)
         del self.private_sums
-
-
-def expected_clients(
-    method: Method, state: Tensors, members: Sequence[Member], rate: float
-) -> dict[str, Tensor]:
-    """Count how many clients are expected to train each number of the state."""
-    own = {name: tensor for name, tensor in state.items() if name != CLASSIFIER}
-    total = {name: torch.zeros([1] * tensor.ndim).double() for name, tensor in own.items()}
-    for share, number in Counter(member.share for member in members).items():
-        for name, chance in method.coverage(own, share).items():
-            total[name] = total[name] + rate * number * chance.double()
-    if CLASSIFIER in state:
-        total[CLASSIFIER] = torch.full([1], rate * len(members), dtype=torch.float64)
-    return total

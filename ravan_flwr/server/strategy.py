@@ -19,6 +19,7 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.wire import encode
 from ravan_flwr.methods.base import Method, Tensors
+from ravan_flwr.privacy.mechanism import FIRST_NORM
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics, RoundRecord
 from ravan_flwr.seeding import generator
@@ -29,7 +30,7 @@ from ravan_flwr.server.examples import ExampleCounts
 from ravan_flwr.server.inbox import in_process
 from ravan_flwr.server.mailbox import Mailbox
 from ravan_flwr.server.privacy_budget import PrivacyBudget
-from ravan_flwr.server.private_round import CLIP_NORM, FIRST_NORM, PrivateRound
+from ravan_flwr.server.private_round import CLIP_NORM, PrivateRound
 from ravan_flwr.server.replies import Asked
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.round import CalibrationRound, Run, TrainingRound
