@@ -177,7 +177,7 @@ def _privacy(config: Config, built: Skeleton, there: int) -> list[str]:
     ]
     if config.noise_cohort:
         told.append(
-            f"                as {config.noise_cohort:,} clients a round would have: a study"
+            f"                a study: as {config.noise_cohort:,} clients a round would have"
         )
     if config.epsilon is not None and spent > config.epsilon:
         held = range(1, rounds + 1)

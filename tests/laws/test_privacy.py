@@ -34,8 +34,8 @@ NOISELESS = 1e-30
 def uploads_of(method, adapters, state, shares=SHARES):
     """What clients send, the classifier included; they move far."""
     found = []
-    for number, share in enumerate(shares):
-        share = share if method.can_train(share) else 1.0
+    able = (share if method.can_train(share) else 1.0 for share in shares)
+    for number, share in enumerate(able):
         upload = train_client(method, adapters, state, share, 100 + number)
         random = generator(number, "classifier")
         found.append((upload | {CLASSIFIER: torch.randn(7, generator=random)}, share))
