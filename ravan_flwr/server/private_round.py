@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from logging import getLogger
+from typing import cast
 
 import torch
 from flwr.app import Message
@@ -21,6 +22,7 @@ from ravan_flwr.methods.tensors import check_form, sum_of_squares
 from ravan_flwr.privacy.expected import expected_clients
 from ravan_flwr.privacy.mechanism import ClippedSum, Noise
 from ravan_flwr.privacy.noise import happens
+from ravan_flwr.runs.record import Spent
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.replies import Reply
 from ravan_flwr.server.round import Run, TrainingRound
@@ -122,7 +124,7 @@ class PrivateRound(TrainingRound):
         sums = self.private_sums
         if not sums.count:
             log.warning("round %d: no change came, and noise alone is added", self.number)
-        self.ledger.private = {**self.budget.told(), "clip-norm": self.norm}
+        self.ledger.private = cast(Spent, self.budget.told() | {"clip-norm": self.norm})
         try:
             self.run.state.take(sums.close(self.noise), self.method.held)
         except ValueError as error:
