@@ -78,13 +78,13 @@ def _rows(config: dict[str, Any], summary: Summary, directory: RunDirectory) -> 
     return rows
 
 
-def privacy_of(summary: Summary) -> str:
+def privacy_of(spent: Mapping[str, Any]) -> str:
     """Say what a private run promises each of its clients, or would promise those of a larger."""
-    told = f"epsilon {summary['epsilon']:.3f}, delta {summary['delta']:g} for each client, "
-    told += f"noise multiplier {summary['noise-multiplier']:.4g}"
-    if "noise-cohort" in summary:
+    told = f"epsilon {spent['epsilon']:.3f}, delta {spent['delta']:g} for each client, "
+    told += f"noise multiplier {spent['noise-multiplier']:.4g}"
+    if "noise-cohort" in spent:
         told += (
-            f"; a study: that is of a federation with {summary['noise-cohort']} clients a round, "
+            f"; a study: that is of a federation with {spent['noise-cohort']} clients a round, "
             "and those of this run are not protected by it"
         )
     return told

@@ -6,6 +6,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from ravan_flwr.results.card import privacy_of
 from ravan_flwr.results.charts import Chart
 from ravan_flwr.results.classes import class_table, classes_of, without_classes
 from ravan_flwr.results.clients import in_words
@@ -80,6 +81,8 @@ def _facts(run: RecordedRun, classes: Mapping[str, Any] | None) -> dict[str, str
         "time": minutes(sum(record["seconds"] for record in run.rounds)),
         "rejected replies": str(sum(len(record["rejected"]) for record in run.rounds)),
     }
+    if (spent := run.rounds[-1].get("privacy")) is not None:
+        facts["privacy"] = privacy_of(spent)
     if run.summary:
         facts["trained parameters"] = f"{run.summary['trainable-parameters']:,}"
     return facts

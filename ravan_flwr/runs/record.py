@@ -134,6 +134,7 @@ NEEDED_BY_A_REPORT = (
     "train-loss", "seconds",
 )  # fmt: skip
 NEEDED_TO_GO_ON = (*NEEDED_BY_A_REPORT, "left-out")
+_SPENT = ("epsilon", "delta", "noise-multiplier")
 _OF_EACH = {"clients": {"partition-id"}, "rejected": {"client", "reason"}}
 
 
@@ -167,11 +168,20 @@ def wrong_in(record: RoundRecord, needed: Sequence[str] = NEEDED_TO_GO_ON) -> st
     for name, value in record["metrics"].items():
         if not isinstance(value, int | float) or isinstance(value, bool):
             return f"{name} = {value!r} among its metrics, expected a number"
+    if "privacy" in record and not _is_spent(record["privacy"]):
+        return f"privacy = {record['privacy']!r}, expected an object with {sorted(_SPENT)}, numbers"
     for key, fields in _OF_EACH.items():
         for one in cast(Sequence[object], record[key]):  # type: ignore[literal-required]
             if not isinstance(one, dict) or not one.keys() >= fields:
                 return f"{one!r} among its {key}, expected an object with {sorted(fields)}"
     return ""
+
+
+def _is_spent(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    numbers = [value.get(key) for key in (*_SPENT, *(value.keys() & {"noise-cohort"}))]
+    return all(isinstance(one, int | float) and not isinstance(one, bool) for one in numbers)
 
 
 def _allowed(annotation: Any) -> tuple[type, ...]:

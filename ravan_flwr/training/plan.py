@@ -171,7 +171,8 @@ def _privacy(config: Config, built: Skeleton, there: int) -> list[str]:
     told = [
         f"privacy         epsilon {spent:.3f} after {rounds} rounds, delta {config.delta:g}, "
         f"noise multiplier {z:.4g},",
-        f"                each of {there} clients in a round with probability {rate:.4g}",
+        f"                each of {there} clients in a round with probability {rate:.4g}; above",
+        "                are the bytes of as many as are expected: rounds have more and fewer",
         f"                noise of norm {size:.4g} on a mean of changes that are clipped to "
         f"{norm:g}" + ("" if config.clip_norm else " at first"),
     ]
