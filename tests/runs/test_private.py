@@ -5,6 +5,7 @@ import json
 import pytest
 
 from ravan_flwr import simulate
+from ravan_flwr.live.page import LivePage
 from ravan_flwr.privacy.account import epsilon_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.plan import plan_of
@@ -29,7 +30,10 @@ def test_a_private_run_tells_what_it_spends_and_goes_on_counting(tmp_path, capsy
     assert run.summary["delta"] == 1e-5
     card = (run.run_dir / "adapter" / "README.md").read_text()
     assert f"epsilon {run.summary['epsilon']:.3f}" in card
-    assert (run.run_dir / "report" / "index.html").is_file()
+    page = (run.run_dir / "report" / "index.html").read_text()
+    assert f"epsilon {run.summary['epsilon']:.3f}" in page
+    assert "Training loss by round" not in page
+    assert f"{run.summary['epsilon']:.3f}" in LivePage(run.run_dir).get().decode()
     # Nothing is left of epsilon, so that it goes back, and what was released stays released.
     again = simulate(settings | {"resume": f"{run.run_dir}@2", "num-rounds": 9}, 4)
     assert "epsilon: no room for round 3" in capsys.readouterr().out
