@@ -36,7 +36,7 @@ def gaussian(shape: Sequence[int], scale: float) -> Tensor:
 
 def happens(probability: float) -> bool:
     """Tell, independently of all else, whether something of that probability happens."""
-    return secrets.randbits(_BITS) < probability * 2**_BITS
+    return secrets.randbits(_BITS) < probability * float(1 << _BITS)
 
 
 def _normals(number: int) -> NDArray[np.float64]:
