@@ -1,6 +1,7 @@
 """A private run, whole and in process: what it tells, what it keeps, how it goes on."""
 
 import json
+import re
 
 import pytest
 
@@ -46,6 +47,9 @@ def test_a_private_run_tells_what_it_spends_and_goes_on_counting(tmp_path, capsy
 
 def test_a_plan_tells_what_a_run_will_spend():
     told = plan_of(QUICK, 4)
-    assert "epsilon 8.000 after 3 rounds" in told
-    assert "noise" in told
+    assert re.search(r"epsilon (7\.99\d|8\.000) after 3 rounds, delta 1e-05", told)
+    assert "noise of norm" in told
+    few = plan_of(QUICK | {"epsilon": 4.0, "noise-multiplier": 1.5, "num-rounds": 50}, 4)
+    fit = int(re.search(r"epsilon = 4 ends it after (\d+) rounds", few)[1])  # type: ignore[index]
+    assert epsilon_of(1.5, 0.5, 1e-5, fit) <= 4.0 < epsilon_of(1.5, 0.5, 1e-5, fit + 1)
     assert "privacy" not in plan_of(QUICK | {"privacy": "none", "epsilon": "auto"}, 4)
