@@ -50,8 +50,9 @@ class PrivacyBudget:
             return None
         before = None
         if start.done is not None:
-            before = directory.read_json(NAME)
-            if wrong := _wrong_in(before, start.done, config.delta):
+            there = (directory.path / NAME).is_file()
+            before = directory.read_json(NAME) if there else {}
+            if wrong := _wrong_in(before, start.done, config.delta) if there else "it is missing":
                 raise ValueError(
                     f"{directory.path / NAME}: {wrong}, expected the account of the run that goes "
                     "on; restore the file, since without it nobody knows what was spent"

@@ -41,7 +41,7 @@ def test_a_private_run_tells_what_it_spends_and_goes_on_counting(tmp_path, capsy
     assert again.summary["rounds"] == 2
     assert again.summary["epsilon"] == run.summary["epsilon"]
     (run.run_dir / "privacy.json").unlink()
-    with pytest.raises(ValueError, match=r"privacy\.json"):
+    with pytest.raises(ValueError, match=r"privacy\.json: it is missing"):
         simulate(settings | {"resume": str(run.run_dir), "num-rounds": 9}, 4)
 
 

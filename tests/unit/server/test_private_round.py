@@ -1,5 +1,6 @@
 """Private rounds over hand-made nodes: cohorts, the account ahead of releases, what is not told."""
 
+import json
 import math
 from typing import Any
 
@@ -189,13 +190,13 @@ ACCOUNT = {"noise-multiplier": 1.0, "sampling-rate": 0.5, "delta": 1e-5, "releas
         ({"delta": 1e-6}, "delta = 1e-06"),
     ],
 )
-def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp_path, monkeypatch):
+def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp_path):
     config = read_config({"privacy": "client", "noise-multiplier": 1.0})
     directory, start = RunDirectory(tmp_path), Start({}, done=3)
-    monkeypatch.setattr(directory, "read_json", lambda _: ACCOUNT | changes)
+    (tmp_path / NAME).write_text(json.dumps(ACCOUNT | changes))
     with pytest.raises(ValueError, match=told):
         PrivacyBudget.of(config, directory, start)
-    monkeypatch.setattr(directory, "read_json", lambda _: ACCOUNT)
+    (tmp_path / NAME).write_text(json.dumps(ACCOUNT))
     budget = PrivacyBudget.of(config, directory, start)
     assert budget is not None
     assert budget.releases == 5
@@ -203,6 +204,9 @@ def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp
 
 def test_a_run_that_goes_on_needs_its_account(tmp_path):
     config = read_config({"privacy": "client", "noise-multiplier": 1.0})
-    with pytest.raises(ValueError, match=NAME):
+    with pytest.raises(ValueError, match=f"{NAME}: it is missing, expected the account"):
+        PrivacyBudget.of(config, RunDirectory(tmp_path), Start({}, done=1))
+    (tmp_path / NAME).write_text("{")
+    with pytest.raises(ValueError, match=f"{NAME} is damaged"):
         PrivacyBudget.of(config, RunDirectory(tmp_path), Start({}, done=1))
     assert PrivacyBudget.of(read_config({}), RunDirectory(tmp_path), Start({}, done=1)) is None
