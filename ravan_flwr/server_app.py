@@ -38,6 +38,7 @@ from ravan_flwr.server.notices import (
     tell_the_end,
     tell_what_has_no_effect,
 )
+from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.replies import Asked
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.start import (
@@ -154,8 +155,11 @@ def _run(
     """Hold the rounds, save what comes out of them, and tell it."""
     if start.done is None:
         directory.write_json("config.json", config.as_dict())
-    final, strategy = _hold_rounds(grid, bench, config, directory, start)
+    privacy = PrivacyBudget.of(config, directory, start)
+    final, strategy = _hold_rounds(grid, bench, config, directory, start, privacy)
     summary = summary_of(bench, config, start.records, len(strategy.roster.members))
+    if privacy is not None:
+        summary.update(cast(Summary, privacy.told()))
     if (processes := processes_of(grid)) is not None:
         summary["processes"] = processes
     carry_over(directory, start, summary)
@@ -167,7 +171,12 @@ def _run(
 
 
 def _hold_rounds(
-    grid: Grid, bench: Workbench, config: Config, directory: RunDirectory, start: Start
+    grid: Grid,
+    bench: Workbench,
+    config: Config,
+    directory: RunDirectory,
+    start: Start,
+    privacy: PrivacyBudget | None,
 ) -> tuple[Tensors, FederatedTuning]:
     """Let the strategy run its rounds; return the last state, and the strategy."""
     metric = bench.task.metric
@@ -178,7 +187,7 @@ def _hold_rounds(
     here = in_process(grid) and bench.model.method.personal is not None
     own_parts = cast(InProcess, grid).own_parts if here else None
     keeper = Keeper(directory, bench, progress, trackers, start, own_parts)
-    strategy = _strategy(bench, config, keeper, start, allowance, target)
+    strategy = _strategy(bench, config, keeper, start, allowance, target, privacy)
 
     if config.evaluate_on == "server" and bench.questions is not None:  # read before training
         log.info("%d multiple-choice questions are asked at each evaluation", len(bench.questions))
@@ -220,6 +229,7 @@ def _strategy(
     start: Start,
     allowance: Allowance,
     target: Target,
+    privacy: PrivacyBudget | None,
 ) -> FederatedTuning:
     """Make the strategy of a run that begins there."""
     model, records = bench.model, start.records
@@ -240,6 +250,7 @@ def _strategy(
         tell=partial(write_status, keeper.directory.path),
         allowance=allowance,
         target=target,
+        privacy=privacy,
     )
 
 

@@ -196,15 +196,14 @@ def _calibrate(client: _Client) -> RecordDict:
 
 def _trained(client: _Client, result: LocalResult) -> RecordDict:
     upload = encode(result.upload, client.wire, client.turn.generator("wire up"))
-    metrics = MetricRecord(
-        {
-            "round": client.round,
-            "train-loss": result.train_loss,
-            "num-examples": len(client.trained_on),
-            "derived": client.bench.model.derived,
-            "seconds": time.perf_counter() - client.started,
-        }
-    )
+    told: dict[str, Any] = {
+        "round": client.round,
+        "derived": client.bench.model.derived,
+        "seconds": time.perf_counter() - client.started,
+    }
+    if client.config.privacy == "none":
+        told |= {"train-loss": result.train_loss, "num-examples": len(client.trained_on)}
+    metrics = MetricRecord(told)
     return RecordDict({"arrays": to_record(upload), "metrics": metrics})
 
 

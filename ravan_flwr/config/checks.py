@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from ravan_flwr.config.keys import AUTO, KEYS
+from ravan_flwr.config.private import OF_PRIVACY, check_private
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 
@@ -25,6 +26,7 @@ def check_together(values: Mapping[str, Scalar]) -> None:
     _check_form(values)
     _check_evaluation(values)
     _check_steps(values)
+    check_private(values)
 
 
 def check_steps(values: Mapping[str, Scalar], where: str = "") -> None:
@@ -55,6 +57,8 @@ def without_effect(run_config: Mapping[str, Scalar], schedule: str = "constant")
         idle.add("final-learning-rate")
     if 1 in (values["batch-size"], values["micro-batch-size"]):
         idle.add("packing")
+    if values["privacy"] == "none":
+        idle |= set(OF_PRIVACY)
     if values["init"] != "data-aware":
         idle.add("calibration-steps")
     return [f"{key}={values[key]}" for key in sorted(idle) if values[key] != KEYS[key].default]

@@ -367,6 +367,46 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
             float, 0.9, "beta of momentum, or beta 1 of adam, on the server", low=0, high=0.9999
         ),
     },
+    "privacy": {
+        "privacy": Key(
+            str,
+            "none",
+            "client: differential privacy for each client, against all who see the model",
+            ("none", "client"),
+        ),
+        "epsilon": Key(
+            float,
+            AUTO,
+            "privacy that a run may spend, after which it ends; without noise-multiplier the noise "
+            "follows from it; auto: any",
+            above=0,
+            high=1e4,
+        ),
+        "noise-multiplier": Key(
+            float,
+            AUTO,
+            "noise on the sum of clipped changes, by clip-norm; auto: by epsilon",
+            low=0.1,
+            high=1000,
+        ),
+        "delta": Key(float, 1e-5, "delta that goes with epsilon", above=0, high=0.1),
+        "clip-norm": Key(
+            float,
+            AUTO,
+            "norm to which a client's change is clipped; auto: 0.1 at first, then half of the "
+            "changes are within it",
+            above=0,
+            high=1e6,
+        ),
+        "noise-cohort": Key(
+            int,
+            AUTO,
+            "for studies alone: the noise of as many clients a round, of which fewer are "
+            "simulated; auto: of those there are",
+            low=1,
+            high=100_000_000,
+        ),
+    },
     "slow, silent and faulty clients": {
         "round-timeout": Key(
             float, 3600.0, "seconds to wait for the replies of a round", above=0, of_result=False

@@ -103,6 +103,12 @@ class Config:
     robust: str
     max_update_norm: float | None  # None: a multiple of what is usual
     max_share: float
+    privacy: str
+    epsilon: float | None  # None: no limit
+    noise_multiplier: float | None  # None: by epsilon
+    delta: float
+    clip_norm: float | None  # None: it adapts
+    noise_cohort: int | None  # None: of the clients that there are
 
     def steps_of(self, examples: int) -> int:
         """Count the optimiser steps of a client with so many examples, in each round.
@@ -126,7 +132,7 @@ class Config:
 # What is known later, or has no limit.
 _NONE_IF_AUTO = (
     "rank", "micro-batch-size", "micro-batch-tokens", "max-bytes", "processes", "straggler-grace",
-    "max-examples", "max-update-norm",
+    "max-examples", "max-update-norm", "epsilon", "noise-multiplier", "clip-norm", "noise-cohort",
 )  # fmt: skip
 
 

@@ -10,7 +10,13 @@ from ravan_flwr.runs import log_file, status
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.lock import NAME as LOCK
 from ravan_flwr.runs.lock import Holder, holder_of
-from ravan_flwr.runs.record import NEEDED_BY_A_REPORT, RoundRecord, check_line, wrong_in
+from ravan_flwr.runs.record import (
+    NEEDED_BY_A_REPORT,
+    RoundRecord,
+    check_line,
+    needed_in,
+    wrong_in,
+)
 from ravan_flwr.runs.status import RunStatus, read_status
 
 _WATCHED = (
@@ -104,7 +110,7 @@ class _Rounds:
         before = self._records[-1]["round"] if self._records else None
         try:
             record = check_line(line, before)
-            if lacking := sorted(set(NEEDED_BY_A_REPORT) - record.keys()):
+            if lacking := sorted(set(needed_in(record, NEEDED_BY_A_REPORT)) - record.keys()):
                 raise ValueError(f"it lacks {', '.join(lacking)}")
             if problem := wrong_in(record, NEEDED_BY_A_REPORT):
                 raise ValueError(f"it has {problem}")

@@ -71,6 +71,8 @@ def _facts(run: RecordedRun, seen: Seen) -> dict[str, str]:
         "rounds": f"{run.rounds[-1]['round'] if run.rounds else 0} of {rounds_of(seen) or '?'}",
         "time": minutes(sum(record["seconds"] for record in run.rounds)),
     }
+    if run.rounds and (spent := run.rounds[-1].get("privacy")) is not None:
+        facts["epsilon so far"] = f"{spent['epsilon']:.3f}"
     left = seconds_left(seen)
     if left is not None:
         facts["time left, about"] = minutes(left)

@@ -23,6 +23,9 @@ class Listed:
     averages: bool = True
     # Does it leave the pretrained weights alone? Then `quantize` may be set.
     frozen_backbone: bool = True
+    # Is the next state the last one and the mean of what clients change in it, and does nothing
+    # else depend on their data? Then `privacy` may be set.
+    sums_changes: bool = False
     # Does a part of the model stay with each client (personal.py)? Then clients evaluate it.
     personalised: bool = False
     # Does every client train in every round?
@@ -43,21 +46,26 @@ class Listed:
 _OF_HEADS = ("heads", "init", "scaling", "scoring", "selection", "calibration-steps")
 
 METHODS = {
-    "ravan": Listed("ravan_flwr.methods.ravan", 3e-3, has_heads=True, ignores=("lora-scale",)),
+    "ravan": Listed(
+        "ravan_flwr.methods.ravan", 3e-3, sums_changes=True, has_heads=True, ignores=("lora-scale",)
+    ),
     "full": Listed(
         "ravan_flwr.methods.full",
         1e-4,
         frozen_backbone=False,
+        sums_changes=True,
         ignores=("layer-form", "rank", "lora-scale", "init-scale"),
     ),
-    "fedit": Listed("ravan_flwr.methods.fedit", ignores=("layer-form",)),
+    "fedit": Listed("ravan_flwr.methods.fedit", sums_changes=True, ignores=("layer-form",)),
     "fedex-lora": Listed(
         "ravan_flwr.methods.fedex_lora",
         averages=False,
         frozen_backbone=False,
         ignores=("layer-form",),
     ),
-    "ffa-lora": Listed("ravan_flwr.methods.ffa_lora", 3e-3, ignores=("layer-form",)),
+    "ffa-lora": Listed(
+        "ravan_flwr.methods.ffa_lora", 3e-3, sums_changes=True, ignores=("layer-form",)
+    ),
     # Its first round trains the pretrained weights.
     "fed-sb": Listed(
         "ravan_flwr.methods.fed_sb",

@@ -184,6 +184,13 @@ class Method(ABC, Generic[Adapter]):
         """Find what a checked upload's tensors were when sent: changes count from there."""
         return {name: sent[name] for name in upload}
 
+    def coverage(self, state: Mapping[str, Tensor], share: float) -> Tensors:  # noqa: ARG002
+        """Tell how likely a client with that share trains each number of the state.
+
+        Of a method that sums changes; each tensor broadcasts to that of the state.
+        """
+        return {name: torch.ones([1] * tensor.ndim) for name, tensor in state.items()}
+
     def open_round(self, state: Tensors) -> Round:
         """Begin running sums."""
         return Means(state)

@@ -27,7 +27,7 @@ from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.data_aware import DataAwareBases
 from ravan_flwr.methods.head_means import HeadMeans, pack_bits, unpack_bits
 from ravan_flwr.methods.multihead import MultiHeadMethod
-from ravan_flwr.methods.selection import best_heads, score_heads
+from ravan_flwr.methods.selection import best_heads, chances, score_heads
 from ravan_flwr.methods.tensors import check_form, check_names, check_tensor
 
 log = logging.getLogger(__name__)
@@ -131,6 +131,13 @@ class Ravan(MultiHeadMethod):
     def start_of(self, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
         H = sent["H"].flatten(0, 1)
         return {"H": H[unpack_bits(upload["heads"], len(H))]}
+
+    def coverage(self, state: Mapping[str, Tensor], share: float) -> Tensors:
+        number = affordable(share, self.heads)
+        norms = state["H"].double().norm(dim=(2, 3))
+        if self.settings.scoring == "random":
+            norms.zero_()  # no head comes before another
+        return {"H": chances(norms, number)[:, :, None, None]}
 
     def open_round(self, state: Tensors) -> "HeadMeans":
         return HeadMeans(state["H"])

@@ -86,6 +86,14 @@ def best_heads(scores: Tensor, number: int, selection: str, random: torch.Genera
     return [[i % heads for i in chosen if i // heads == layer] for layer in range(layers)]
 
 
+def chances(scores: Tensor, number: int) -> Tensor:
+    """Tell how likely each head is among the `number` best of its layer: ties break at random."""
+    least = scores.sort(dim=1, descending=True).values[:, number - 1, None]
+    above, tied = scores > least, scores == least
+    left = number - above.sum(1, keepdim=True)
+    return torch.where(above, 1.0, torch.where(tied, left / tied.sum(1, keepdim=True), 0.0))
+
+
 def _top(scores: Tensor, number: int, random: torch.Generator) -> list[int]:
     """Find the positions of the highest scores, ascending; ties are broken by `random`."""
     order = torch.randperm(len(scores), generator=random)

@@ -62,7 +62,7 @@ def _rows(config: dict[str, Any], summary: Summary, directory: RunDirectory) -> 
     if METHODS[config["method"]].everyone:
         clients = summary["num-clients"]
     heads = f", {config['heads']} heads" if METHODS[config["method"]].has_heads else ""
-    return {
+    rows: dict[str, object] = {
         "backbone": f"{config['model']['name']} ({config['model']['source']})",
         "data": f"{config['data']['source']}, {summary['num-clients']} clients, {partition}",
         "method": method + heads,
@@ -73,6 +73,21 @@ def _rows(config: dict[str, Any], summary: Summary, directory: RunDirectory) -> 
         "result": ", ".join(f"{k} {v:.4f}" for k, v in final.items()) or "not evaluated",
         "seed": summary["seed"],
     }
+    if "epsilon" in summary:
+        rows["privacy"] = privacy_of(summary)
+    return rows
+
+
+def privacy_of(spent: Mapping[str, Any]) -> str:
+    """Say what a private run promises each of its clients, or would promise those of a larger."""
+    told = f"epsilon {spent['epsilon']:.3f}, delta {spent['delta']:g} for each client, "
+    told += f"noise multiplier {spent['noise-multiplier']:.4g}"
+    if "noise-cohort" in spent:
+        told += (
+            f"; a study: that is of a federation with {spent['noise-cohort']} clients a round, "
+            "and those of this run are not protected by it"
+        )
+    return told
 
 
 def _work(config: Mapping[str, Any]) -> str:

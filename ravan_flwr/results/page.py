@@ -6,6 +6,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from ravan_flwr.results.card import privacy_of
 from ravan_flwr.results.charts import Chart
 from ravan_flwr.results.classes import class_table, classes_of, without_classes
 from ravan_flwr.results.clients import in_words
@@ -87,6 +88,8 @@ def _facts(run: RecordedRun, classes: Mapping[str, Any] | None) -> dict[str, str
         facts["until-metric"] = f"{until:g}, " + (
             "not reached" if reached is None else f"reached in round {reached}"
         )
+    if (spent := run.rounds[-1].get("privacy")) is not None:
+        facts["privacy"] = privacy_of(spent)
     if run.summary:
         facts["trained parameters"] = f"{run.summary['trainable-parameters']:,}"
     return facts

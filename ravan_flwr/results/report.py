@@ -34,6 +34,8 @@ def comparison_charts(groups: Groups) -> list[Chart]:
     for name in dict.fromkeys((common_metric(runs), "loss")):
         if any(name in run.metrics for run in runs):
             charts += _measured(name, groups)
+    if not any(run.train_loss()[0] for run in runs):
+        return charts  # of private runs, whose clients tell none
     train_loss = lines(
         "train-loss",
         "Training loss by round",

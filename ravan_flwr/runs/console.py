@@ -88,7 +88,7 @@ class Progress:
         self._spent += record["bytes-up"] + record["bytes-down"]
         clients = record["clients"]
         log.info(
-            f"calibration  loss {record['train-loss']:.4f}  {count(len(clients), 'client')}  "
+            f"calibration  {_loss(record)}{count(len(clients), 'client')}  "
             f"{_sent(clients)}  {record['seconds']:.1f} s"
         )
 
@@ -103,8 +103,8 @@ class Progress:
         anew = f"  began anew {len(record['began-anew'])}" if "began-anew" in record else ""
         rejected = f"  rejected {len(record['rejected'])}" if record["rejected"] else ""
         log.info(
-            f"round {number:{len(str(self.last))}d}/{self.last}  loss {record['train-loss']:.4f}  "
-            f"{self.metric} {score}  {_amounts(clients)}{_sent(clients)}  "
+            f"round {number:{len(str(self.last))}d}/{self.last}  {_loss(record)}"
+            f"{self.metric} {score}  {_spent(record)}{_amounts(clients)}{_sent(clients)}  "
             f"{self._share()}{record['seconds']:.1f} s  left {minutes(left)}{rejected}{anew}"
         )
         self._bar.update(1)
@@ -116,6 +116,19 @@ class Progress:
     def close(self) -> None:
         """Take the bar away."""
         self._bar.close()
+
+
+def _loss(record: RoundRecord) -> str:
+    """Write the clients' mean loss, if they told it."""
+    return f"loss {record['train-loss']:.4f}  " if "train-loss" in record else ""
+
+
+def _spent(record: RoundRecord) -> str:
+    """Write what a private run has spent so far, and for how many clients a round that holds."""
+    if (spent := record.get("privacy")) is None:
+        return ""
+    of = f" of {spent['noise-cohort']} a round" if "noise-cohort" in spent else ""
+    return f"epsilon {spent['epsilon']:.3f}{of}  "
 
 
 def _sent(clients: list[ClientRecord]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from ravan_flwr.config.keys import AUTO, KEYS, NOT_OF_RESULT
 from ravan_flwr.config.recorded import EARLIER
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.runs.record import NEEDED_BY_A_REPORT, RoundRecord, Summary, wrong_in
+from ravan_flwr.runs.record import NEEDED_BY_A_REPORT, RoundRecord, Summary, needed_in, wrong_in
 
 # Runs that differ in these alone are seeds of one thing.
 _NOT_A_DIFFERENCE = NOT_OF_RESULT | {"seed"}
@@ -38,7 +38,7 @@ class RecordedRun:
         directory = RunDirectory.open(path, asked)
         rounds = directory.read_rounds()
         for record in rounds:
-            if lacking := sorted(set(NEEDED_BY_A_REPORT) - record.keys()):
+            if lacking := sorted(set(needed_in(record, NEEDED_BY_A_REPORT)) - record.keys()):
                 raise ValueError(
                     f"{asked}: {path} lacks {lacking} in round {record['round']}, expected the "
                     "records of this version; use the one that made the run"
@@ -86,7 +86,7 @@ class RecordedRun:
 
     def train_loss(self) -> tuple[list[float], list[float]]:
         """Return the rounds and the clients' mean loss in each."""
-        records = [record for record in self.rounds if record["round"]]
+        records = [r for r in self.rounds if r["round"] and "train-loss" in r]
         return [r["round"] for r in records], [r["train-loss"] for r in records]
 
     def heads_trained(self, known: int = 0) -> list[list[int]]:

@@ -21,7 +21,7 @@ ClientRecord = TypedDict(
         "selected": list[list[int]],  # the heads in the reply, by layer
         "examples": int,
         "steps": int,  # of the optimiser; in a calibration, batches
-        "train-loss": float,
+        "train-loss": NotRequired[float],  # not told in a private run
         "seconds": float,
         "bytes-up": int,
         "bytes-down": int,
@@ -36,11 +36,23 @@ class Rejection(TypedDict):
     reason: str
 
 
+Spent = TypedDict(
+    "Spent",
+    {
+        "epsilon": float,  # of all rounds so far
+        "delta": float,
+        "noise-multiplier": float,
+        "clip-norm": NotRequired[float],  # of this round
+        "noise-cohort": NotRequired[int],  # clients a round of the federation that epsilon is of
+    },
+)
+
+
 RoundRecord = TypedDict(
     "RoundRecord",
     {
         "round": int,  # 0 is the calibration round
-        "train-loss": float,
+        "train-loss": NotRequired[float],  # not told in a private run
         "metrics": Metrics,  # empty where nothing was evaluated
         "clients": list[ClientRecord],
         "rejected": list[Rejection],
@@ -57,6 +69,7 @@ RoundRecord = TypedDict(
         "refused": NotRequired[str],  # why the round has no effect
         "collapsed": NotRequired[str],  # why its evaluation counts as a collapse
         "spread": NotRequired[dict[str, Spread]],  # of each metric over the clients (spread.py)
+        "privacy": NotRequired[Spent],  # of a private run
         "began-anew": NotRequired[list[int]],  # partitions that had lost their part of the model
         "reached": NotRequired[float],  # the `until-metric` that its evaluation has reached
     },
@@ -105,6 +118,10 @@ Summary = TypedDict(
         "finished": str,
         "processes": NotRequired[int],  # in which clients computed, of a run in process
         "spread": NotRequired[dict[str, Spread]],  # over the clients, of the last evaluation
+        "epsilon": NotRequired[float],  # that a private run has spent, with this delta
+        "delta": NotRequired[float],
+        "noise-multiplier": NotRequired[float],
+        "noise-cohort": NotRequired[int],
         "began-anew": NotRequired[int],  # times that a client had lost its part of the model
         "head-norms": NotRequired[dict[str, list[float]]],  # by layer
         "until-metric": NotRequired[float],  # of a run that was to end when it is reached
@@ -120,6 +137,7 @@ NEEDED_BY_A_REPORT = (
     "train-loss", "seconds",
 )  # fmt: skip
 NEEDED_TO_GO_ON = (*NEEDED_BY_A_REPORT, "left-out")
+_SPENT = ("epsilon", "delta", "noise-multiplier")
 _OF_EACH = {"clients": {"partition-id"}, "rejected": {"client", "reason"}}
 
 
@@ -136,10 +154,15 @@ def check_line(line: bytes, before: int | None) -> RoundRecord:
     return cast(RoundRecord, record)
 
 
+def needed_in(record: RoundRecord, needed: Sequence[str]) -> list[str]:
+    """List what is needed of a record: of a private run no loss is told."""
+    return [key for key in needed if key != "train-loss" or "privacy" not in record]
+
+
 def wrong_in(record: RoundRecord, needed: Sequence[str] = NEEDED_TO_GO_ON) -> str:
     """Say which of the needed values is not as a run writes it; empty if all are."""
     kinds = get_type_hints(RoundRecord)
-    for key in needed:
+    for key in needed_in(record, needed):
         value = record.get(key)
         allowed = _allowed(kinds[key])
         if not isinstance(value, allowed) or isinstance(value, bool):
@@ -148,11 +171,20 @@ def wrong_in(record: RoundRecord, needed: Sequence[str] = NEEDED_TO_GO_ON) -> st
     for name, value in record["metrics"].items():
         if not isinstance(value, int | float) or isinstance(value, bool):
             return f"{name} = {value!r} among its metrics, expected a number"
+    if "privacy" in record and not _is_spent(record["privacy"]):
+        return f"privacy = {record['privacy']!r}, expected an object with {sorted(_SPENT)}, numbers"
     for key, fields in _OF_EACH.items():
         for one in cast(Sequence[object], record[key]):  # type: ignore[literal-required]
             if not isinstance(one, dict) or not one.keys() >= fields:
                 return f"{one!r} among its {key}, expected an object with {sorted(fields)}"
     return ""
+
+
+def _is_spent(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    numbers = [value.get(key) for key in (*_SPENT, *(value.keys() & {"noise-cohort"}))]
+    return all(isinstance(one, int | float) and not isinstance(one, bool) for one in numbers)
 
 
 def _allowed(annotation: Any) -> tuple[type, ...]:

@@ -138,9 +138,12 @@ def _close(tracker: Tracker) -> None:
 
 def numbers_of(record: RoundRecord) -> dict[str, float]:
     """Pick the numbers out of a round's record, under the names that trackers show."""
+    evaluation = {f"evaluation/{name}": value for name, value in record["metrics"].items()}
+    if (spent := record.get("privacy")) is not None:  # what its account does not cover stays here
+        return {"epsilon": spent["epsilon"], **evaluation}
     return {
         "train-loss": record["train-loss"],
-        **{f"evaluation/{name}": value for name, value in record["metrics"].items()},
+        **evaluation,
         "bytes/up": record["bytes-up"],
         "bytes/down": record["bytes-down"],
         "clients": len(record["clients"]),

@@ -66,11 +66,16 @@ def hand_out(
         log.warning("who has the result is not in summary.json: %s", error)
 
 
+# What tells who took part in a private run, or how many, and is not covered by its account.
+OF_COHORTS = {"bytes-up", "bytes-down", "rejected", "steps", "seconds"}
+
+
 def make_parcel(
     directory: RunDirectory, state: Tensors, summary: Summary, shown: Metrics | None = None
 ) -> Parcel:
     """Describe a run's result; ValueError if its name cannot be that of a device's folder."""
-    told = {k: v for k, v in summary.items() if k not in ("delivered", "not-delivered")}
+    left_out = {"delivered", "not-delivered"} | (OF_COHORTS if "epsilon" in summary else set())
+    told = {k: v for k, v in summary.items() if k not in left_out}
     if shown is not None:
         told["metrics"] = {**summary["metrics"], "final": shown}
     # A run keeps its first round whatever becomes of it, and its seconds are nobody else's.

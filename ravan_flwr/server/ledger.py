@@ -9,7 +9,7 @@ from logging import getLogger
 
 from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.plain_text import listed, plain
-from ravan_flwr.runs.record import ClientRecord, Metrics, Rejection, RoundRecord
+from ravan_flwr.runs.record import ClientRecord, Metrics, Rejection, RoundRecord, Spent
 from ravan_flwr.runs.spread import Spread
 from ravan_flwr.server.replies import Reply
 
@@ -34,6 +34,7 @@ class Ledger:
     spare: list[int] = field(default_factory=list)  # replies that were not needed any more
     began_anew: list[int] = field(default_factory=list)  # had lost their part of the model
     spread: dict[str, Spread] = field(default_factory=dict)  # of an evaluation, over the clients
+    private: Spent | None = None  # what a private run has spent, this round included
     refused: str = ""  # why the round has no effect, if it has none
     bytes_up: int = 0  # of all replies, also those that were rejected, and of evaluations
     bytes_down: int = 0  # of all messages
@@ -54,20 +55,20 @@ class Ledger:
     def use(self, reply: Reply, heads: list[list[int]]) -> None:
         """Note that a reply was used, and the heads in it, by layer."""
         member, mean = reply.member, sum(map(len, heads)) / max(1, len(heads))
-        self.clients.append(
-            {
-                "partition-id": member.partition_id,
-                "share": member.share,
-                "heads": int(mean) if mean.is_integer() else mean,
-                "selected": heads,
-                "examples": member.examples,
-                "steps": reply.steps,
-                "train-loss": reply.trained.loss,
-                "seconds": round(reply.trained.seconds, 4),
-                "bytes-up": reply.bytes_up,
-                "bytes-down": reply.bytes_down,
-            }
-        )
+        client: ClientRecord = {
+            "partition-id": member.partition_id,
+            "share": member.share,
+            "heads": int(mean) if mean.is_integer() else mean,
+            "selected": heads,
+            "examples": member.examples,
+            "steps": reply.steps,
+            "seconds": round(reply.trained.seconds, 4),
+            "bytes-up": reply.bytes_up,
+            "bytes-down": reply.bytes_down,
+        }
+        if reply.trained.loss is not None:
+            client["train-loss"] = reply.trained.loss
+        self.clients.append(client)
 
     def lost(self, member: Member) -> None:
         """Note that a client had lost its part of the model, and began with a new one."""
@@ -88,16 +89,15 @@ class Ledger:
             log.warning("more are rejected: the record of round %d lists them all", self.number)
 
     @property
-    def train_loss(self) -> float:
-        """Return the clients' mean loss, whatever the order in which they replied."""
-        losses = [client["train-loss"] for client in self._sorted()]
-        return mean_of(losses, [1.0] * len(losses))
+    def train_loss(self) -> float | None:
+        """Return the clients' mean loss, whatever the order of their replies; None if not told."""
+        losses = [client["train-loss"] for client in self._sorted() if "train-loss" in client]
+        return mean_of(losses, [1.0] * len(losses)) if losses else None
 
     def record(self, metrics: Metrics) -> RoundRecord:
         """Make the round's line of `rounds.jsonl`."""
         record: RoundRecord = {
             "round": self.number,
-            "train-loss": self.train_loss,
             "metrics": dict(metrics),
             "clients": self._sorted(),
             "rejected": self.rejected,
@@ -110,6 +110,10 @@ class Ledger:
             "seconds": round(time.perf_counter() - self.started, 4),
             "phases": {phase: round(seconds, 4) for phase, seconds in self.phases.items()},
         }
+        if (loss := self.train_loss) is not None:
+            record["train-loss"] = loss
+        if self.private is not None:
+            record["privacy"] = self.private
         if (more := len(self.left_out) - LISTED) > 0:
             record["more-left-out"] = more
         if (more := len(self.resting) - LISTED) > 0:

@@ -33,7 +33,7 @@ class Trained:
     """Hold the content of a reply to a training message."""
 
     upload: Tensors  # over the message's own bytes: to be read only
-    loss: float
+    loss: float | None  # of a private run
     seconds: float
     anew: bool = False  # the client had no part of the model of its own, and began with a new one
 
@@ -81,17 +81,19 @@ def read_trained(
     most: int | None = None,
     *,
     personal: bool = False,
+    with_loss: bool = True,
 ) -> Trained:
     """Read a training reply of that round, of a node with the server's bases.
 
     The method checks its tensors. `most` is how many numbers it can have on a wire that is decoded.
     Where clients have parts of their own (`personal`), a reply says whether it began without one.
+    Clients of a private run tell no loss, and one that is there is not read.
     """
     with telling():
         content = content_of(reply)
         metrics = _metrics_of(content, round_number)
         check_derived(metrics.get("derived"), derived, member.versions)
-        loss = within(metrics, "train-loss", -MOST_LOSS, MOST_LOSS)
+        loss = within(metrics, "train-loss", -MOST_LOSS, MOST_LOSS) if with_loss else None
         seconds = within(metrics, "seconds", 0, MOST_SECONDS)
         anew = personal and within(metrics, "began-anew", 0, 1) > 0
         return Trained(decode(view_record(_arrays_of(content)), wire, most), loss, seconds, anew)

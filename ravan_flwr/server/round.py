@@ -42,6 +42,7 @@ from ravan_flwr.server.replies import (
 )
 from ravan_flwr.server.robust import FEWEST
 from ravan_flwr.server.roster import Roster
+from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status
 
@@ -81,14 +82,18 @@ class Round(ABC):
         self, grid: Grid, messages: list[Message], timeout: float, enough: float = math.inf
     ) -> Iterator[Message]:
         """Send the messages and yield the replies; stop waiting when `enough` were used."""
-        config, self.exchange = self.run.config, self._open_exchange()
-        # Clients that share this machine are none slower than the others.
-        grace = math.inf if in_process(grid) else config.straggler_grace
+        self.exchange, grace = self._open_exchange(), self.grace(grid)
+        least = self.run.config.min_replies
 
         def patience(asked: int) -> Patience:
-            return Patience(timeout, asked, config.min_replies, grace, enough)
+            return Patience(timeout, asked, least, grace, enough)
 
         return self.exchange.replies(grid, messages, patience)
+
+    def grace(self, grid: Grid) -> float | None:
+        """Return the seconds for stragglers; None: by how long the first half took."""
+        # Clients that share this machine are none slower than the others.
+        return math.inf if in_process(grid) else self.run.config.straggler_grace
 
     def fold(self, replies: Iterable[Message]) -> None:
         """Check training replies as they arrive, and add them to the sums."""
@@ -157,10 +162,11 @@ class Round(ABC):
         """Read a training reply of this round, of a node with the server's bases."""
         wire = wire_of_round(self.run.config.wire, self.number)
         most = self._most_numbers(member.share)
-        personal = self.run.method.personal is not None
         return read_trained(
-            message, member, self.number, self.run.state.derived, wire, most, personal=personal
-        )
+            message, member, self.number, self.run.state.derived, wire, most,
+            personal=self.run.method.personal is not None,
+            with_loss=self.run.config.privacy == "none",
+        )  # fmt: skip
 
     def _most_numbers(self, share: float) -> int:
         """Return how many numbers an upload of a client with that share has, at most."""
@@ -190,6 +196,10 @@ class TrainingRound(Round):
     def sums(self) -> Aggregate:
         """Return the sums, which open empty when the first reply is there."""
         return self.run.state.open_sums(self.method)
+
+    def choose(self, sampler: Sampler, grid: Grid) -> list[Member]:
+        """Sample the clients that train in the round."""
+        return sampler.sample(grid, self.ledger)
 
     def add(self, reply: Reply) -> list[list[int]]:
         upload, member = reply.trained.upload, reply.member

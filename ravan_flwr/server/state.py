@@ -50,7 +50,10 @@ class ServerState:
 
     def advance(self, sums: Aggregate) -> None:
         """Take the next state; ValueError, and no change, if honest replies cannot have made it."""
-        mean, held = sums.close(), sums.method.held
+        self.take(sums.close(), sums.method.held)
+
+    def take(self, mean: Tensors, held: tuple[str, ...] = ()) -> None:
+        """Take the optimiser's step to a mean; ValueError if the wire has no room for it."""
         old, new = ({k: v for k, v in s.items() if k not in held} for s in (self.tensors, mean))
         moved, moments = self._optimizer.step(old, new, self._moments)
         state = mean | moved

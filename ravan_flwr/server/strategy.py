@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from logging import getLogger
 from typing import Protocol, cast
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -18,6 +19,7 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.wire import encode
 from ravan_flwr.methods.base import Method, Tensors
+from ravan_flwr.privacy.mechanism import FIRST_NORM
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics, RoundRecord
 from ravan_flwr.seeding import generator
@@ -27,6 +29,8 @@ from ravan_flwr.server.envelope import guard
 from ravan_flwr.server.examples import ExampleCounts
 from ravan_flwr.server.inbox import in_process
 from ravan_flwr.server.mailbox import Mailbox
+from ravan_flwr.server.privacy_budget import PrivacyBudget
+from ravan_flwr.server.private_round import CLIP_NORM, PrivateRound
 from ravan_flwr.server.replies import Asked
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.round import CalibrationRound, Run, TrainingRound
@@ -58,7 +62,7 @@ class FederatedTuning(Strategy):
     those that have `trained` before.
     `measured` names the metrics that a client must report of an evaluation. `dealt_out` returns
     the numbers of examples that clients train on, when so many of them share the data. `tell` is
-    called with what the run does whenever that changes.
+    called with what the run does whenever that changes. `privacy` is what a private run may spend.
     """
 
     def __init__(
@@ -80,11 +84,13 @@ class FederatedTuning(Strategy):
         tell: Tell | None = None,
         allowance: Allowance | None = None,
         target: Target | None = None,
+        privacy: PrivacyBudget | None = None,
     ) -> None:
         self.config, self.method = config, method
         self.recorder, self.first_round, self._measured = recorder, first_round, measured or Asked()
-        self._allowance = allowance or Allowance(None, 0, [])
+        self._allowance, self._privacy = allowance or Allowance(None, 0, []), privacy
         self._target = target or Target(0.0, "", [])
+        self._clip_norm = config.clip_norm or float((memory or {}).get(CLIP_NORM, FIRST_NORM))
         # Numbers of examples are checked where they count.
         counted = config.weighting == "examples" or config.evaluate_on == "clients"
         examples = ExampleCounts(dealt_out if counted else None, config.max_examples)
@@ -144,12 +150,16 @@ class FederatedTuning(Strategy):
         self.status.begin("recruiting", self.first_round - 1, num_rounds)
         self.roster.recruit(grid, wait=True)
         self.summary()
+        if self._privacy is not None:
+            clients = max(self.roster.partitions, len(self.roster.members))
+            self._privacy.begin(clients, num_rounds)
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
         arrays = self._calibrate(grid, initial_arrays, timeout)
         for number in range(self.first_round, num_rounds + 1):
             if self._ends_before(number):
                 break
             last = number == num_rounds or self._allowance.is_last
+            last = last or (self._privacy is not None and self._privacy.is_last)
             # 3. Open the round, and wait until enough members are connected.
             round_ = self._open_round(number)
             self._sampler.wait(grid, round_.ledger, timeout)
@@ -182,7 +192,7 @@ class FederatedTuning(Strategy):
             self.status.begin("saving", number)
             self._allowance.add(record)
             self._target.add(record)
-            self.recorder.round_done(record, self.state.tensors, self.state.memory)
+            self.recorder.round_done(record, self.state.tensors, self._memory)
             # 9. Recruit nodes that have come meanwhile.
             self.roster.recruit(grid)
         return result
@@ -197,7 +207,7 @@ class FederatedTuning(Strategy):
         self.state.tensors = from_record(arrays)
         method = self.method.in_round(server_round)
         broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
-        for member in self._sampler.sample(grid, round_.ledger):
+        for member in round_.choose(self._sampler, grid):
             share = member.share if self.method.parts else 1.0
             if share not in broadcasts:
                 sent = outgoing(method, self.state.tensors, share)
@@ -213,8 +223,11 @@ class FederatedTuning(Strategy):
         if not round_.has_enough:
             return None, None
         round_.close()
-        loss = MetricRecord({"train-loss": round_.ledger.train_loss})
-        return to_record(self.state.tensors), loss
+        if isinstance(round_, PrivateRound):
+            self._clip_norm = round_.norm
+        loss = round_.ledger.train_loss
+        told = MetricRecord({} if loss is None else {"train-loss": loss})
+        return to_record(self.state.tensors), told
 
     # Evaluation on the clients' own validation parts.
 
@@ -264,14 +277,27 @@ class FederatedTuning(Strategy):
             self._target.tell()
         elif self._allowance.is_spent:  # of `max-bytes`
             log.info("max-bytes: no room for round %d; the run ends here", number)
+        elif self._privacy is not None and self._privacy.is_spent:
+            log.info("epsilon: no room for round %d; the run ends here", number)
         else:
             return False
         return True
 
     def _open_round(self, number: int) -> TrainingRound:
         """Open a training round; it becomes the round under way."""
-        self._round = TrainingRound(number, self._run)
+        if self._privacy is not None:
+            self._round = PrivateRound(number, self._run, self._privacy, self._clip_norm)
+        else:
+            self._round = TrainingRound(number, self._run)
         return self._round
+
+    @property
+    def _memory(self) -> Tensors:
+        """Collect what a run that goes on needs beside the tensors."""
+        if self._privacy is None:
+            return self.state.memory
+        norm = torch.tensor([self._clip_norm], dtype=torch.float64)
+        return self.state.memory | {CLIP_NORM: norm}
 
     def _round_of(self, number: int) -> TrainingRound:
         """Return the round under way, or open one of that number."""

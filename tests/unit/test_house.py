@@ -9,7 +9,9 @@ from scripts import draw_house
 from scripts.draw_house import PACKAGE, PAGE, arrows, floors, imported, page_with, picture, rooms
 
 # The mathematics, and all that it needs: usable without Flower.
-WITHOUT_FLOWER = ["adapters", "config", "data", "methods", "seeding", "specs", "tasks", "training"]
+WITHOUT_FLOWER = [
+    "adapters", "config", "data", "methods", "privacy", "seeding", "specs", "tasks", "training",
+]  # fmt: skip
 
 
 def modules_within(path, seen):

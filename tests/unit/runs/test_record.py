@@ -10,13 +10,18 @@ from ravan_flwr.runs.record import (
     ClientRecord,
     Rejection,
     RoundRecord,
+    Spent,
     wrong_in,
 )
+from ravan_flwr.runs.tracking import numbers_of
 from ravan_flwr.server.ledger import Ledger
 from ravan_flwr.server.replies import Reply, Trained
 from tests.hand_made import member
 
-OPTIONAL = {"refused", "collapsed", "spread", "began-anew", "more-left-out", "more-resting"}
+OPTIONAL = {
+    "refused", "collapsed", "spread", "began-anew", "more-left-out", "more-resting", "privacy",
+}  # fmt: skip
+SPENT: Spent = {"epsilon": 2.5, "delta": 1e-5, "noise-multiplier": 1.0, "clip-norm": 0.1}
 
 
 @pytest.fixture
@@ -38,6 +43,27 @@ def test_the_ledger_writes_every_key(ledger):
 
 def test_a_run_can_go_on_from_what_the_ledger_writes(ledger):
     assert wrong_in(ledger.record({"accuracy": 1})) == ""
+
+
+def test_a_private_round_has_its_account_and_no_loss():
+    ledger = Ledger(1, 4, private=SPENT)
+    ledger.use(Reply(member(), Trained({}, None, 0.5), 7, 8, 3), [[0]])
+    record = ledger.record({})
+    assert record["privacy"] == SPENT
+    assert "train-loss" not in record
+    assert "train-loss" not in record["clients"][0]
+    assert wrong_in(record, NEEDED_BY_A_REPORT) == wrong_in(record) == ""
+    assert numbers_of(record) == {"epsilon": 2.5}
+
+
+@pytest.mark.parametrize(
+    "spent",
+    [None, 3, [], {"epsilon": 1}, SPENT | {"epsilon": "<b>"}, SPENT | {"noise-cohort": "9"}],
+    ids=str,
+)
+def test_an_account_that_no_run_writes_is_refused(ledger, spent):
+    record = ledger.record({}) | {"privacy": spent}
+    assert wrong_in(record).startswith("privacy = ")
 
 
 @pytest.mark.parametrize("key", NEEDED_TO_GO_ON)

@@ -169,6 +169,17 @@ def parcel_of(directory):
     return delivering.make_parcel(directory, STATE, directory.read_summary())
 
 
+def test_devices_are_not_told_how_many_took_part_in_a_private_run(directory):
+    public = parcel_of(directory).told
+    directory.write_json("summary.json", public | {"epsilon": 3.0, "delta": 1e-5})
+    private = parcel_of(directory).told
+    assert delivering.OF_COHORTS & private.keys() == set()
+    assert private == {k: v for k, v in public.items() if k not in delivering.OF_COHORTS} | {
+        "epsilon": 3.0,
+        "delta": 1e-5,
+    }
+
+
 # Nodes that mean harm: those of training messages that say nothing of training, and others.
 
 BEFORE = [

@@ -1,0 +1,37 @@
+"""Count how many clients are expected to train each number of the state, before a round."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ravan_flwr.methods.base import CLASSIFIER, Method
+
+
+def expected_clients(
+    method: Method, state: Mapping[str, Tensor], clients: Mapping[float, float], rate: float
+) -> dict[str, Tensor]:
+    """Count them for each tensor, to which the counts broadcast.
+
+    `clients` has how many there are by share of the budget, and each takes part with that rate.
+    """
+    own = {name: tensor for name, tensor in state.items() if name != CLASSIFIER}
+    total = {name: torch.zeros([1] * t.ndim, dtype=torch.float64) for name, t in own.items()}
+    for share, number in clients.items():
+        for name, chance in method.coverage(own, share).items():
+            total[name] = total[name] + rate * number * chance.double()
+    if CLASSIFIER in state:
+        total[CLASSIFIER] = torch.full([1], rate * sum(clients.values()), dtype=torch.float64)
+    return total
+
+
+def noise_norm(
+    state: Mapping[str, Tensor], expected: Mapping[str, Tensor], deviation: float
+) -> float:
+    """Return the norm that noise has in the next state, where that is its size in the sum."""
+    squares = 0.0
+    for name, tensor in state.items():
+        counts = expected[name][expected[name] > 0]
+        each = tensor.numel() / max(1, expected[name].numel())  # numbers to which a count belongs
+        squares += each * float(counts.pow(-2).sum())
+    return float(deviation * squares**0.5)

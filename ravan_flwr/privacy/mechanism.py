@@ -1,0 +1,113 @@
+"""Release the mean of clients' changes privately: clip each, sum, add noise, divide by constants.
+
+With S the state, C the clip norm, z the noise multiplier, and x_u what client u changes in all
+tensors together, zero where it trained nothing,
+
+    S + (sum over u of x_u min(1, C / |x_u|)  +  N(0, z^2 C^2 I)) / m
+
+m has a number for every coordinate: how many clients are *expected* to train it. It is fixed before
+the round. A mean over those that did train it would have another sensitivity: one client more or
+less changes the divisor, and so what all others sent. For the same reason a reply that is missing
+counts as zero and nothing is divided by fewer. Where m is zero, which nobody could have chosen, the
+state stays as it is, without noise.
+
+The clip norm may adapt (Andrew et al., 2021): each client adds one bit, whether its change was
+within C, less a half. Their noised sum, by the expected clients, is the share of changes within C,
+and C moves by exp(-0.2 (share - 0.5)). Changes with noise z1 C and bits with noise b, of
+sensitivity 1/2, are together one Gaussian mechanism of multiplier z where
+1 / z^2 = 1 / z1^2 + 1 / (2 b)^2: so z1 is a little larger than z, and z is what is accounted for.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ravan_flwr.methods.tensors import Tensors
+from ravan_flwr.privacy.noise import gaussian
+
+QUANTILE, RATE = 0.5, 0.2  # of an adaptive clip norm
+FIRST_NORM = 0.1  # of a clip norm that adapts, before the first round
+BITS_SHARE = 20  # the noise of the bits is this part of the expected clients, as in the paper
+_BELOW = 1 - 2.0**-40  # so that rounding takes no clipped change above the norm
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Say how much noise a round needs.
+
+    `clients` is how many are expected to train in it. With a `cohort` the noise is that of a mean
+    over so many: a simulation with few clients then shows what many would get, and its account is
+    theirs.
+    """
+
+    multiplier: float
+    clients: float
+    adaptive: bool = False
+    cohort: int | None = None
+
+    @property
+    def scale(self) -> float:
+        """Return by what a cohort that is only thought of makes the noise smaller."""
+        return self.clients / self.cohort if self.cohort else 1.0
+
+    @property
+    def of_bits(self) -> float:
+        """Return the standard deviation of the noise on the sum of the bits."""
+        return self.scale * self._bits
+
+    @property
+    def of_changes(self) -> float:
+        """Return that of the noise on the sum of the changes, by the clip norm."""
+        if not self.adaptive:
+            return self.scale * self.multiplier
+        part = self.multiplier / (2 * self._bits)
+        return self.scale * self.multiplier / math.sqrt(1 - part * part)
+
+    @property
+    def _bits(self) -> float:
+        # Of few clients a twentieth would leave no noise to the changes.
+        return max((self.cohort or self.clients) / BITS_SHARE, self.multiplier)
+
+
+class ClippedSum:
+    """Keep the sum of clipped changes from a state; no client moves it by more than the norm."""
+
+    def __init__(self, state: Mapping[str, Tensor], norm: float) -> None:
+        self.state, self.norm = dict(state), norm
+        self.sum = {k: torch.zeros_like(t, dtype=torch.float64) for k, t in self.state.items()}
+        self.count = 0
+        self._bits = 0.0
+
+    def add(self, filled: Mapping[str, Tensor]) -> None:
+        """Add a client's tensors, in the shapes of the state, NaN where it trained nothing."""
+        changes = {
+            name: (filled[name].double() - old.double()).nan_to_num(0.0)
+            for name, old in self.state.items()
+        }
+        norm = math.hypot(*(float(change.norm()) for change in changes.values()))
+        factor = min(1.0, _BELOW * self.norm / norm) if norm else 1.0
+        for name, change in changes.items():
+            self.sum[name].add_(change, alpha=factor)
+        self.count += 1
+        self._bits += 0.5 if norm <= self.norm else -0.5
+
+    def release(self, noise: Noise, expected: Mapping[str, Tensor]) -> Tensors:
+        """Make the next state; `expected` has the clients by coordinate, or broadcasts to that."""
+        return {name: self._release(name, noise, expected[name]) for name in self.state}
+
+    def next_norm(self, noise: Noise) -> float:
+        """Make the next round's clip norm, which is released as well."""
+        if not noise.adaptive:
+            return self.norm
+        bits = self._bits + float(gaussian([1], noise.of_bits))
+        share = min(1.0, max(0.0, bits / noise.clients + 0.5))
+        return self.norm * math.exp(-RATE * (share - QUANTILE))
+
+    def _release(self, name: str, noise: Noise, expected: Tensor) -> Tensor:
+        old = self.state[name]
+        noised = self.sum[name] + gaussian(old.shape, noise.of_changes * self.norm)
+        step = noised / expected.double()
+        return torch.where(expected > 0, old.double() + step, old.double()).float()

@@ -1,0 +1,154 @@
+"""Keep a private run's account on disk, and ahead of what it accounts for (`privacy=client`).
+
+`privacy.json` says how many releases there may have been, and what they spend. It is written before
+the noise of a round is drawn: a run that is stopped in between has counted a release that never
+was, never the other way round. A run that goes on goes on counting, also one that goes back to an
+earlier round, since what was released stays released.
+
+The sampling rate is fixed when the run begins, by the clients that there are then.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from logging import getLogger
+from typing import Any
+
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.privacy.account import epsilon_of, multiplier_for
+from ravan_flwr.privacy.mechanism import Noise
+from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.server.start import Start
+
+log = getLogger(__name__)
+
+NAME = "privacy.json"
+_NUMBERS = ("noise-multiplier", "sampling-rate", "delta")
+
+
+class PrivacyBudget:
+    """Say what a run has spent, and whether a further release is within its epsilon.
+
+    `before` is what the file said when a run went on, and `write` writes it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        write: Callable[[dict[str, Any]], None],
+        before: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config, self._write = config, write
+        self.delta, self._limit = config.delta, config.epsilon
+        self.releases = int(before["releases"]) if before else 0
+        self.rate = float(before["sampling-rate"]) if before else 0.0  # 0: not known yet
+        self.multiplier = float(before["noise-multiplier"]) if before else 0.0
+
+    @classmethod
+    def of(cls, config: Config, directory: RunDirectory, start: Start) -> "PrivacyBudget | None":
+        """Open a run's account; None if the run is not private."""
+        if config.privacy == "none":
+            return None
+        before = None
+        if start.done is not None:
+            there = (directory.path / NAME).is_file()
+            before = directory.read_json(NAME) if there else {}
+            if wrong := _wrong_in(before, start.done, config.delta) if there else "it is missing":
+                raise ValueError(
+                    f"{directory.path / NAME}: {wrong}, expected the account of the run that goes "
+                    "on; restore the file, since without it nobody knows what was spent"
+                )
+
+        def write(told: dict[str, Any]) -> None:
+            directory.write_json(NAME, told)
+
+        return cls(config, write, before)
+
+    def begin(self, clients: int, rounds: int) -> None:
+        """Fix the sampling rate and the noise of a new run; tell what the run will spend."""
+        if not self.rate:
+            self.rate = min(1.0, self.config.clients_per_round / clients)
+            self.multiplier = self.config.noise_multiplier or multiplier_for(
+                self._limit or 0.0, self.rate, self.delta, rounds
+            )
+        if self.is_spent and not self.releases:
+            raise ValueError(
+                f"epsilon = {self._limit:g}: one round takes {self._epsilon(1):.4g} with "
+                f"noise-multiplier = {self.multiplier:g}, expected room for one at least; raise "
+                "the one or the other"
+            )
+        self._introduce(clients, rounds)
+
+    @property
+    def epsilon(self) -> float:
+        """Return what the releases so far have spent."""
+        return self._epsilon(self.releases)
+
+    @property
+    def is_spent(self) -> bool:
+        """Tell whether no further release is within the limit."""
+        return self._limit is not None and self._epsilon(self.releases + 1) > self._limit
+
+    @property
+    def is_last(self) -> bool:
+        """Tell whether the round that begins is the last within the limit."""
+        return self._limit is not None and self._epsilon(self.releases + 2) > self._limit
+
+    def noise(self, members: int) -> Noise:
+        """Say how much noise a round needs that draws from so many members."""
+        config = self.config
+        adaptive = config.clip_norm is None
+        return Noise(self.multiplier, self.rate * members, adaptive, config.noise_cohort)
+
+    def spend(self) -> None:
+        """Count one release more, on disk when this returns."""
+        self.releases += 1
+        self._write(self.told() | {"releases": self.releases, "sampling-rate": self.rate})
+
+    def told(self) -> dict[str, Any]:
+        """Say what was spent, as the records and the summary have it."""
+        told: dict[str, Any] = {
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "noise-multiplier": self.multiplier,
+        }
+        if self.config.noise_cohort is not None:
+            told["noise-cohort"] = self.config.noise_cohort
+        return told
+
+    def _epsilon(self, releases: int) -> float:
+        return epsilon_of(self.multiplier, self.rate, self.delta, releases)
+
+    def _introduce(self, clients: int, rounds: int) -> None:
+        """Log what protects the clients, and what would be spent to the end."""
+        to_come = max(0, rounds - self.releases)
+        log.info(
+            "privacy=client: noise multiplier %.4g, each of %d clients in a round with probability "
+            "%.4g; epsilon %.3f so far, %.3f after %d more rounds, delta %g",
+            *(self.multiplier, clients, self.rate, self.epsilon),
+            *(self._epsilon(self.releases + to_come), to_come, self.delta),
+        )
+        if self.delta * clients >= 1:
+            log.warning(
+                "delta=%g with %d clients: one of them may be given away whole; set it below %.1g",
+                *(self.delta, clients, 1 / clients),
+            )
+        if self.config.noise_cohort is not None:
+            log.warning(
+                "noise-cohort=%d: a study; epsilon is what a federation with as many clients a "
+                "round would have, and the clients of this run are not protected by it",
+                self.config.noise_cohort,
+            )
+
+
+def _wrong_in(before: Mapping[str, Any], done: int, delta: float) -> str:
+    """Say which value of the file is not as a run writes it; empty if all are."""
+    for key in _NUMBERS:
+        value = before.get(key)
+        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            return f"{key} = {value!r}"
+    if before["sampling-rate"] > 1 or before["delta"] != delta:
+        return f"sampling-rate = {before['sampling-rate']}, delta = {before['delta']}"
+    releases = before.get("releases")
+    if type(releases) is not int or releases < done:
+        return f"releases = {releases!r} after {done} rounds"
+    return ""

@@ -1,0 +1,134 @@
+"""Hold a round of `privacy=client`: a drawn cohort, clipped changes, noise, and the account first.
+
+Which clients train is drawn from the system's entropy, one by one, from all members: those that
+are away or silent are drawn as well and count as zero, and nothing is divided by fewer. The round
+waits for each client as long as for any other, so that none decides whether another counts.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from logging import getLogger
+from typing import cast
+
+import torch
+from flwr.app import Message
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from ravan_flwr.messages.member import Member
+from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
+from ravan_flwr.methods.tensors import check_form, sum_of_squares
+from ravan_flwr.privacy.expected import expected_clients
+from ravan_flwr.privacy.mechanism import ClippedSum, Noise
+from ravan_flwr.privacy.noise import happens
+from ravan_flwr.runs.record import Spent
+from ravan_flwr.server.privacy_budget import PrivacyBudget
+from ravan_flwr.server.replies import Reply
+from ravan_flwr.server.round import Run, TrainingRound
+from ravan_flwr.server.sampling import Sampler
+
+log = getLogger(__name__)
+
+CLIP_NORM = "privacy/clip-norm"  # in the server's memory
+
+
+class PrivateSums:
+    """Check uploads, and keep the sum of their clipped changes; what closes has noise in it."""
+
+    def __init__(
+        self, method: Method, state: Tensors, norm: float, expected: Mapping[str, Tensor]
+    ) -> None:
+        self.method, self.expected = method, expected
+        self.clipped = ClippedSum(state, norm)
+
+    @property
+    def count(self) -> int:
+        """Return how many uploads were accepted."""
+        return self.clipped.count
+
+    def offer(self, upload: Mapping[str, Tensor], share: float) -> None:
+        """Add an upload of a client with that share; ValueError if it is not sound.
+
+        Nothing is compared with other clients' uploads.
+        """
+        state = self.clipped.state
+        own = {name: tensor for name, tensor in upload.items() if name != CLASSIFIER}
+        classifier = {name: tensor for name, tensor in state.items() if name == CLASSIFIER}
+        self.method.check(own, share)
+        for name, tensor in classifier.items():
+            check_form(upload, name, tensor.shape, torch.float32)
+        for name, tensor in upload.items():
+            sum_of_squares(tensor, name)  # refuses what is not finite
+        filled = self.method.filled(own, {k: v for k, v in state.items() if k != CLASSIFIER})
+        self.clipped.add(filled | {name: upload[name] for name in classifier})
+
+    def close(self, noise: Noise) -> Tensors:
+        """Return the next state, noise included."""
+        return self.clipped.release(noise, self.expected)
+
+
+class PrivateRound(TrainingRound):
+    """Hold a training round within the run's privacy budget."""
+
+    def __init__(self, number: int, run: Run, budget: PrivacyBudget, norm: float) -> None:
+        super().__init__(number, run)
+        self.budget, self.norm = budget, norm
+        self.least = 0  # a cohort may be empty; then noise alone is released
+        everyone = run.roster.members.values()
+        able = (member for member in everyone if self.method.can_train(member.share))
+        self.members = sorted(able, key=lambda member: member.partition_id)
+        self.noise = budget.noise(len(self.members))
+
+    def choose(self, sampler: Sampler, grid: Grid) -> list[Member]:
+        """Draw the cohort, and return those of it that can be asked."""
+        sampler.able(grid, self.ledger)  # notes who is left out
+        here = {member.node_id for member in self.run.roster.present(grid)}
+        asked = []
+        for member in (member for member in self.members if happens(self.budget.rate)):
+            if member.node_id not in here:
+                self.ledger.reject(member, "it is not connected; its change counts as zero")
+            elif self.run.roster.nodes[member.node_id].rests(self.kind, self.number):
+                self.ledger.resting.append(member.partition_id)
+            else:
+                asked.append(member)
+        return asked
+
+    def send(
+        self, grid: Grid, messages: list[Message], timeout: float, enough: float = 0.0
+    ) -> Iterator[Message]:
+        """Send the messages and yield all replies: no number of them is enough."""
+        del enough
+        return super().send(grid, messages, timeout)
+
+    def grace(self, grid: Grid) -> float | None:
+        del grid
+        return float("inf")
+
+    def add(self, reply: Reply) -> list[list[int]]:
+        upload = reply.trained.upload
+        self.private_sums.offer(upload, reply.member.share)
+        return self.method.heads_in(upload)
+
+    @cached_property
+    def private_sums(self) -> PrivateSums:
+        """Return the sums, which open empty when the first reply is there."""
+        state = self.run.state.tensors
+        shares = Counter(member.share for member in self.members)
+        expected = expected_clients(self.method, state, shares, self.budget.rate)
+        return PrivateSums(self.method, state, self.norm, expected)
+
+    def close(self) -> None:
+        """Spend what the release takes, then make the next state."""
+        self.budget.spend()
+        sums = self.private_sums
+        if not sums.count:
+            log.warning("round %d: no change came, and noise alone is added", self.number)
+        self.ledger.private = cast(Spent, self.budget.told() | {"clip-norm": self.norm})
+        try:
+            self.run.state.take(sums.close(self.noise), self.method.held)
+        except ValueError as error:
+            self.ledger.refused = str(error)
+            log.warning("round %d has no effect, the state stays: %s", self.number, error)
+        self.norm = sums.clipped.next_norm(self.noise)
+        del self.private_sums

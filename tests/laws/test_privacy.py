@@ -1,0 +1,292 @@
+"""Laws of client-level privacy: what one client can change, how much noise, what is accounted for.
+
+The audit plants a client whose change is as large as can be, and lets an enemy who knows everything
+else tell from what is released whether it took part: no better than the account allows, where the
+mechanism is right, and much better where it is broken.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import dp_accounting
+import pytest
+import torch
+from dp_accounting import rdp
+from scipy.stats import beta, kstest
+
+from ravan_flwr.methods import METHODS
+from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.privacy import mechanism
+from ravan_flwr.privacy.account import epsilon_of, multiplier_for
+from ravan_flwr.privacy.expected import expected_clients, noise_norm
+from ravan_flwr.privacy.mechanism import ClippedSum, Noise
+from ravan_flwr.privacy.noise import gaussian, happens
+from ravan_flwr.seeding import generator
+from ravan_flwr.server.private_round import PrivateSums
+from tests.methods import aggregate, build, some_state, train_client
+
+PRIVATE = [name for name, method in METHODS.items() if method.sums_changes]
+SHARES = (1.0, 0.4, 0.7, 1.0, 0.34)
+NOISELESS = 1e-30
+
+
+def uploads_of(method, adapters, state, shares=SHARES):
+    """What clients send, the classifier included; they move far."""
+    found = []
+    able = (share if method.can_train(share) else 1.0 for share in shares)
+    for number, share in enumerate(able):
+        upload = train_client(method, adapters, state, share, 100 + number)
+        random = generator(number, "classifier")
+        found.append((upload | {CLASSIFIER: torch.randn(7, generator=random)}, share))
+    return found
+
+
+def sums_of(method, state, uploads, norm):
+    """The sums of these uploads, for a cohort that has all of them for sure."""
+    shares = Counter(share for _, share in uploads)
+    sums = PrivateSums(method, state, norm, expected_clients(method, state, shares, 1.0))
+    for upload, share in uploads:
+        sums.offer(upload, share)
+    return sums
+
+
+@pytest.mark.parametrize("changes", [{}, {"scoring": "weight"}, {"selection": "global"}], ids=str)
+@pytest.mark.parametrize("name", PRIVATE)
+@pytest.mark.parametrize("norm", [1e-3, 0.5, 40.0])
+def test_no_client_changes_the_sum_by_more_than_the_clip_norm(name, norm, changes):
+    method, adapters = build(name, **changes if METHODS[name].has_heads else {})
+    state = some_state(method, adapters) | {CLASSIFIER: torch.ones(7)}
+    uploads = uploads_of(method, adapters, state)
+    whole = sums_of(method, state, uploads, norm).clipped.sum
+    for one in range(len(uploads)):
+        without = sums_of(method, state, uploads[:one] + uploads[one + 1 :], norm).clipped.sum
+        moved = math.hypot(*(float((whole[k] - without[k]).norm()) for k in whole))
+        assert 0 < moved <= norm * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_without_noise_and_clipping_it_is_the_plain_mean(name):
+    method, adapters = build(name)
+    state = some_state(method, adapters)
+    uploads = [
+        ({k: v for k, v in upload.items() if k != CLASSIFIER}, 1.0)
+        for upload, _ in uploads_of(method, adapters, state, (1.0, 1.0, 1.0))
+    ]
+    got = sums_of(method, state, uploads, 1e9).close(Noise(NOISELESS, 3))
+    expected = aggregate(method, state, uploads)
+    for key in expected:
+        torch.testing.assert_close(got[key], expected[key])
+
+
+@pytest.mark.parametrize("scoring", ["random", "weight"])
+def test_heads_are_trained_as_often_as_is_expected(scoring):
+    method, adapters = build("ravan", scoring=scoring)
+    state = some_state(method, adapters)
+    if scoring == "weight":
+        state["H"][0, 1] = state["H"][0, 2]  # a tie, which is broken at random
+    number, counts = 400, torch.zeros(2, 3)
+    for seed in range(number):
+        method.load(adapters, state)
+        method.choose(adapters, 0.4, generator(seed, "choose"), lambda: None)
+        for row, adapter in zip(counts, adapters, strict=True):
+            row[adapter.trained_heads()] += 1
+    expected = method.coverage(state, 0.4)["H"].flatten(1)
+    assert torch.allclose(counts / number, expected.float(), atol=0.1)
+    assert expected.sum(1).tolist() == pytest.approx([1, 1])
+
+
+def test_heads_that_nobody_can_choose_stay_and_all_others_get_noise():
+    method, adapters = build("ravan", scoring="weight")
+    state = some_state(method, adapters)
+    new = sums_of(method, state, uploads_of(method, adapters, state, (0.4,)), 1.0)
+    moved = (new.close(Noise(1.0, 1))["H"] != state["H"]).flatten(2).all(2)
+    assert torch.equal(moved, method.coverage(state, 0.4)["H"].flatten(1) > 0)
+    method, adapters = build("ravan")
+    state = method.initial_state(adapters)
+    alone = PrivateSums(method, state, 1.0, expected_clients(method, state, {0.4: 1}, 0.1))
+    assert (alone.close(Noise(1.0, 0.1))["H"] != 0).all()
+
+
+def test_a_change_that_is_not_finite_is_refused_and_leaves_no_trace():
+    method, adapters = build("ravan")
+    state = method.initial_state(adapters)
+    upload = train_client(method, adapters, state, 1.0, 1)
+    for value in (math.nan, math.inf):
+        sums = sums_of(method, state, [], 1.0)
+        with pytest.raises(ValueError, match="not finite"):
+            sums.offer(upload | {"H": torch.full_like(upload["H"], value)}, 1.0)
+        assert sums.count == 0
+        assert not sums.clipped.sum["H"].any()
+
+
+# Noise.
+
+
+def test_noise_is_normal_and_of_the_promised_size():
+    drawn = gaussian([200, 300], 2.5).flatten()
+    assert drawn.dtype == torch.float64
+    assert float(drawn.std()) == pytest.approx(2.5, rel=0.02)
+    assert kstest((drawn / 2.5).numpy(), "norm").pvalue > 1e-6
+    assert gaussian([3], 1.0).shape == (3,)
+    assert abs(float(drawn[:-1] @ drawn[1:]) / float(drawn @ drawn)) < 0.03
+
+
+@pytest.mark.parametrize(("cohort", "scale"), [(None, 1.0), (500, 0.1)])
+def test_what_is_released_has_the_noise_of_the_multiplier(cohort, scale):
+    state = {"H": torch.zeros(20_000)}
+    sums = ClippedSum(state, 0.25)
+    sums.add({"H": torch.full([20_000], torch.nan)})
+    new = sums.release(Noise(2.0, 50, cohort=cohort), {"H": torch.full([1], 50.0)})
+    assert float(new["H"].std()) == pytest.approx(scale * 2.0 * 0.25 / 50, rel=0.03)
+
+
+def test_a_plan_knows_the_norm_of_the_noise():
+    state = {"H": torch.zeros(4, 5, 30, 30), "b": torch.zeros(2000)}
+    expected = {"H": torch.rand(4, 5, 1, 1).double() + 0.5, "b": torch.full([1], 3.0).double()}
+    new = ClippedSum(state, 0.7).release(Noise(1.5, 3), expected)
+    norm = math.hypot(*(float(tensor.norm()) for tensor in new.values()))
+    assert norm == pytest.approx(noise_norm(state, expected, 1.5 * 0.7), rel=0.05)
+
+
+def test_noise_is_fresh_whatever_the_seed():
+    state, drawn = {"H": torch.zeros(4)}, []
+    for _ in range(3):
+        torch.manual_seed(0)
+        drawn.append(ClippedSum(state, 1.0).release(Noise(1.0, 1), {"H": torch.ones(1)})["H"])
+    assert not any(torch.equal(drawn[i], drawn[j]) for i in range(3) for j in range(i))
+
+
+def test_a_cohort_is_drawn_with_its_rate():
+    assert all(happens(1.0) for _ in range(100))
+    assert not any(happens(0.0) for _ in range(100))
+    assert sum(happens(0.15) for _ in range(4000)) == pytest.approx(600, abs=120)
+
+
+# A clip norm that adapts.
+
+
+@pytest.mark.parametrize("clients", [3.0, 1000.0])
+@pytest.mark.parametrize("multiplier", [0.3, 1.0, 8.0])
+def test_bits_and_changes_together_are_one_mechanism_of_the_multiplier(clients, multiplier):
+    noise = Noise(multiplier, clients, adaptive=True)
+    together = noise.of_changes**-2 + (2 * noise.of_bits) ** -2
+    assert together == pytest.approx(multiplier**-2)
+    assert multiplier <= noise.of_changes <= 1.2 * multiplier
+
+
+def test_the_clip_norm_moves_towards_the_median_change():
+    norm, state = 0.1, {"H": torch.zeros(4)}
+    for _ in range(60):
+        sums = ClippedSum(state, norm)
+        for size in (1.0, 2.0, 3.0, 4.0) * 25:
+            sums.add({"H": torch.tensor([size, 0.0, 0.0, 0.0])})
+        norm = sums.next_norm(Noise(0.5, 100, adaptive=True))
+    assert 1.5 < norm < 3.5
+    assert ClippedSum(state, norm).next_norm(Noise(0.5, 100)) == norm
+
+
+# The account.
+
+
+@pytest.mark.parametrize(("z", "q", "n"), [(1.0, 0.15, 10), (0.7, 0.05, 200), (5.0, 1.0, 20)])
+def test_the_account_is_what_the_library_says(z, q, n):
+    event = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(z))
+    direct = dp_accounting.pld.PLDAccountant().compose(event, n).get_epsilon(1e-5)
+    renyi = rdp.RdpAccountant().compose(event, n).get_epsilon(1e-5)
+    got = epsilon_of(z, q, 1e-5, n)
+    assert direct <= got * (1 + 1e-9)
+    assert got == pytest.approx(direct, rel=2e-3)
+    assert got <= renyi
+
+
+def test_sampling_is_worth_what_the_literature_says():
+    """Abadi et al. (2016): q = 0.01, noise 4, 10,000 steps, delta 1e-5 is epsilon 1.26 or less."""
+    assert 0.8 < epsilon_of(4.0, 0.01, 1e-5, 10_000) <= 1.26
+    assert epsilon_of(1.0, 0.15, 1e-5, 0) == 0.0
+
+
+def test_noise_is_calibrated_to_just_within_epsilon():
+    z = multiplier_for(2.0, 0.1, 1e-5, 30)
+    assert 1.98 < epsilon_of(z, 0.1, 1e-5, 30) <= 2.0
+    with pytest.raises(ValueError, match=r"epsilon = 1e-09: 5 releases .* even with a noise"):
+        multiplier_for(1e-9, 0.5, 1e-5, 5)
+
+
+# The audit.
+
+TRIALS, Z, DELTA = 400, 3.0, 1e-5
+State = dict[str, torch.Tensor]
+Mechanism = Callable[[list[State]], State]
+OLD = {"H": torch.zeros(2, 3)}  # two heads
+OTHERS = [{"H": torch.tensor([[0.9, 0.0, 0.0], [math.nan] * 3])} for _ in range(3)]
+CANARY = {"H": torch.tensor([[math.nan] * 3, [30.0, 0.0, 0.0]])}
+
+
+def released(clients, norm=1.0, counts=None):
+    sums = ClippedSum(OLD, norm)
+    for client in clients:
+        sums.add(client)
+    expected = torch.tensor([[3.0], [1.0]]) if counts is None else counts
+    return sums.release(Noise(Z, 4), {"H": expected})
+
+
+def unclipped(clients):
+    sums = ClippedSum(OLD, 1e6)
+    for client in clients:
+        sums.add(client)
+    sums.norm = 1.0  # of the noise
+    return sums.release(Noise(Z, 4), {"H": torch.tensor([[3.0], [1.0]])})
+
+
+def with_realised_counts(clients):
+    counts = sum((~torch.isnan(client["H"][:, :1])).double() for client in clients)
+    return released(clients, counts=counts)
+
+
+def seen(new):
+    """What the enemy looks at: where the canary alone would move something."""
+    return float(new["H"][1, 0])
+
+
+def lower_bound(mechanism: Mechanism, of: Callable[[State], float] = seen) -> float:
+    """The largest epsilon that one release certainly has, by thresholds found on other trials."""
+    with_it, without = (
+        torch.tensor([of(mechanism(clients)) for _ in range(2 * TRIALS)])
+        for clients in ([*OTHERS, CANARY], OTHERS)
+    )
+    best = 0.0
+    middle = sorted({*with_it[:TRIALS].quantile(torch.linspace(0, 1, 9)).tolist(), 1e-9})
+    scores = {}
+    for threshold in middle:
+        hits, false = (int((x[:TRIALS] > threshold).sum()) for x in (with_it, without))
+        scores[threshold] = hits / (false + 3)
+    threshold = max(scores, key=lambda key: scores[key])
+    hits, false = (int((x[TRIALS:] > threshold).sum()) for x in (with_it, without))
+    least = beta.ppf(0.001, hits, TRIALS - hits + 1) if hits else 0.0
+    most = beta.ppf(0.999, false + 1, TRIALS - false) if false < TRIALS else 1.0
+    if least > DELTA:
+        best = max(0.0, math.log((least - DELTA) / most))
+    return best
+
+
+CLAIMED = epsilon_of(Z, 1.0, DELTA, 1)
+
+
+def test_an_enemy_learns_no_more_than_is_accounted_for():
+    assert 1.0 < CLAIMED < 2.0
+    assert lower_bound(released) < CLAIMED
+
+
+@pytest.mark.parametrize("broken", [unclipped, with_realised_counts])
+def test_a_broken_mechanism_is_caught(broken):
+    assert lower_bound(broken) > CLAIMED
+
+
+def test_noise_from_the_seed_is_caught(monkeypatch):
+    def seeded(shape, scale):
+        return scale * torch.randn(shape, generator=generator(0, "noise"), dtype=torch.float64)
+
+    monkeypatch.setattr(mechanism, "gaussian", seeded)
+    noise = released([])
+    assert lower_bound(released, lambda new: seen(new) - seen(noise)) > CLAIMED

@@ -1,0 +1,56 @@
+"""What breaks a private run's account is refused by name, before anything is loaded."""
+
+import pytest
+
+from ravan_flwr.config.checks import without_effect
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.methods import METHODS
+from ravan_flwr.specs import Scalar
+
+PRIVATE: dict[str, Scalar] = {"privacy": "client", "epsilon": 8.0}
+REFUSED: dict[str, tuple[dict[str, Scalar], str]] = {
+    "no noise": ({"epsilon": "auto"}, "got neither epsilon nor noise-multiplier"),
+    "gradient scores": ({"scoring": "gradient"}, "got scoring = 'gradient', expected 'random'"),
+    "global weights": (
+        {"scoring": "weight", "selection": "global"},
+        "got selection = 'global', expected 'layer'",
+    ),
+    "bases of data": ({"init": "data-aware"}, "got init = 'data-aware', expected another"),
+    "weights": ({"weighting": "examples"}, "got weighting = 'examples', expected 'uniform'"),
+    "robust": ({"robust": "median"}, "got robust = 'median', expected 'none'"),
+    "a limit": ({"max-update-norm": 1.0}, "got max-update-norm = 1.0, expected 'auto'"),
+    "reserves": ({"over-sample": 1.5}, "got over-sample = 1.5, expected 1.0"),
+    "stragglers": ({"straggler-grace": 3.0}, "got straggler-grace = 3.0, expected 'auto'"),
+    "a least": ({"min-replies": 2}, "got min-replies = 2, expected 1"),
+    "bytes": ({"max-bytes": 1e12}, "got max-bytes = .*, expected 'auto'"),
+    "on clients": (
+        {"evaluate-on": "clients", "validation-share": 0.1},
+        "got evaluate-on = 'clients', expected 'server'",
+    ),
+    "a small cohort": ({"noise-cohort": 2}, "noise-cohort = 2: got clients-per-round = 10"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_breaks_the_account_is_refused_by_name(case):
+    changes, told = REFUSED[case]
+    with pytest.raises(ValueError, match=told):
+        read_config(PRIVATE | {"clients-per-round": 10} | changes)
+
+
+@pytest.mark.parametrize("name", [name for name, m in METHODS.items() if not m.sums_changes])
+def test_methods_that_use_more_than_the_sum_of_changes_are_refused(name):
+    with pytest.raises(ValueError, match=rf"got method = {name!r}, expected one of ravan, full"):
+        read_config(PRIVATE | {"method": name})
+
+
+@pytest.mark.parametrize("name", [name for name, m in METHODS.items() if m.sums_changes])
+def test_methods_that_sum_changes_are_taken(name):
+    config = read_config(PRIVATE | {"method": name, "clip-norm": 0.3, "noise-cohort": 5000})
+    assert (config.privacy, config.epsilon, config.clip_norm) == ("client", 8.0, 0.3)
+    assert (config.noise_multiplier, config.noise_cohort, config.delta) == (None, 5000, 1e-5)
+
+
+def test_keys_of_privacy_change_nothing_without_it():
+    assert without_effect({"epsilon": 8.0, "clip-norm": 0.5}) == ["clip-norm=0.5", "epsilon=8.0"]
+    assert without_effect(PRIVATE) == []

@@ -1,0 +1,212 @@
+"""Private rounds over hand-made nodes: cohorts, the account ahead of releases, what is not told."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Error, Message
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.messages.arrays import from_record, to_record
+from ravan_flwr.privacy import mechanism
+from ravan_flwr.privacy.account import epsilon_of
+from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.server import private_round
+from ravan_flwr.server.privacy_budget import NAME, PrivacyBudget
+from ravan_flwr.server.private_round import CLIP_NORM
+from ravan_flwr.server.start import Start
+from ravan_flwr.server.strategy import FederatedTuning
+from tests.hand_made import DERIVED, Nodes, Notes, Silent, impatient
+
+__all__ = ["impatient"]
+
+
+def hold(nodes, rounds=2, memory=None, before=None, timeout=5.0, **settings):
+    """Run rounds; the notes, the budget, and what the account's file said each time."""
+    given: dict[str, Any] = {
+        "privacy": "client", "noise_multiplier": 1.0, "clip_norm": 0.5, "clients_per_round": 2,
+    }  # fmt: skip
+    given |= settings
+    config = read_config({k.replace("_", "-"): v for k, v in given.items()})
+    notes, files = Notes(), []
+    budget = PrivacyBudget(config, lambda told: files.append((len(notes.states), told)), before)
+    strategy = FederatedTuning(
+        config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
+        recorder=notes, privacy=budget, memory=memory,
+    )  # fmt: skip
+    state = to_record(nodes.method.initial_state(nodes.adapters))
+    result = strategy.start(
+        nodes, state, num_rounds=rounds, timeout=timeout, evaluate_fn=lambda *_: None
+    )
+    return notes, budget, files, result
+
+
+@pytest.fixture
+def without_noise(monkeypatch):
+    monkeypatch.setattr(mechanism, "gaussian", lambda shape, _: torch.zeros(shape).double())
+
+
+@pytest.fixture
+def everyone(monkeypatch):
+    monkeypatch.setattr(private_round, "happens", lambda _: True)
+
+
+def test_the_account_is_on_disk_before_each_release():
+    notes, budget, files, _ = hold(Nodes(), rounds=3)
+    assert [(done, told["releases"]) for done, told in files] == [(0, 1), (1, 2), (2, 3)]
+    for number, record in enumerate(notes.records, start=1):
+        spent = epsilon_of(1.0, 0.5, 1e-5, number)
+        assert record["privacy"]["epsilon"] == files[number - 1][1]["epsilon"] == spent
+        assert record["privacy"]["clip-norm"] == 0.5
+        assert "noise-cohort" not in record["privacy"]
+    assert budget.rate == 0.5
+
+
+def test_an_account_that_cannot_be_written_releases_nothing():
+    nodes = Nodes()
+    config = read_config({"privacy": "client", "noise-multiplier": 1.0})
+
+    def full(_):
+        raise OSError(28, "no space")
+
+    notes = Notes()
+    strategy = FederatedTuning(
+        config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
+        recorder=notes, privacy=PrivacyBudget(config, full),
+    )  # fmt: skip
+    with pytest.raises(OSError, match="no space"):
+        strategy.start(nodes, to_record(nodes.method.initial_state(nodes.adapters)), num_rounds=1)
+    assert not notes.states
+    assert not strategy.state.tensors["H"].any()
+
+
+def test_losses_and_numbers_of_examples_are_not_recorded():
+    notes, _, _, result = hold(Nodes(), rounds=1, clients_per_round=4)
+    (record,) = notes.records
+    assert "train-loss" not in record
+    assert len(record["clients"]) == 4
+    assert not any("train-loss" in client for client in record["clients"])
+    assert dict(result.train_metrics_clientapp[1]) == {}
+
+
+def test_cohorts_are_drawn_afresh_and_an_empty_one_adds_noise_alone(monkeypatch):
+    sizes = [len(r["clients"]) for r in hold(Nodes(), rounds=24)[0].records]
+    assert len(set(sizes)) > 1
+    monkeypatch.setattr(private_round, "happens", lambda _: False)
+    notes, *_ = hold(Nodes(), rounds=2)
+    assert [record["clients"] for record in notes.records] == [[], []]
+    assert (notes.states[0]["H"] != 0).all()
+
+
+def test_who_is_drawn_does_not_follow_from_the_seed():
+    nodes = [Nodes(), Nodes()]
+    for one in nodes:
+        hold(one, rounds=40, seed=0)
+    assert sorted(nodes[0].trained) != sorted(nodes[1].trained)
+
+
+@pytest.mark.usefixtures("without_noise", "everyone")
+def test_replies_that_are_missing_count_as_zero():
+    """Two of four are expected; the sum is divided by two, however many replied."""
+    whole = hold(Nodes(), rounds=1)[0].states[0]["H"]
+    each = []
+    for only in range(4):
+        fails = {n for n in range(4) if n != only}
+        nodes = Nodes(
+            behave=lambda p, m, fails=fails: (
+                Message(Error(2, "it failed"), reply_to=m)
+                if m.metadata.message_type == "train" and p in fails
+                else None
+            )
+        )
+        notes, *_ = hold(nodes, rounds=1)
+        assert len(notes.records[0]["rejected"]) == 3
+        moved = notes.states[0]["H"]
+        assert float(moved.norm()) == pytest.approx(0.5 / 2, rel=1e-5)
+        each.append(moved)
+    torch.testing.assert_close(sum(each), whole)
+
+
+@pytest.mark.usefixtures("without_noise", "everyone")
+def test_a_silent_client_counts_as_zero_and_shuts_nobody_out():
+    notes, *_ = hold(Silent(2), rounds=1)
+    assert [client["partition-id"] for client in notes.records[0]["clients"]] == [0, 1, 3]
+    others = Nodes(behave=lambda p, m: None)
+    assert 0 < float(notes.states[0]["H"].norm()) <= 3 * 0.5 / 2 + 1e-6
+    assert others.members
+
+
+@pytest.mark.usefixtures("everyone")
+def test_the_run_ends_before_the_next_round_would_exceed_epsilon():
+    limit = epsilon_of(1.0, 0.5, 1e-5, 3) + 1e-6
+    notes, budget, _, result = hold(Nodes(), rounds=9, epsilon=limit)
+    assert [record["round"] for record in notes.records] == [1, 2, 3]
+    assert budget.epsilon <= limit < epsilon_of(1.0, 0.5, 1e-5, 4)
+    assert budget.is_spent
+    assert torch.equal(from_record(result.arrays)["H"], notes.states[-1]["H"])
+    with pytest.raises(ValueError, match=r"epsilon = 0.1: one round takes .* room for one"):
+        hold(Nodes(), rounds=9, epsilon=0.1)
+
+
+def test_noise_follows_from_epsilon_and_the_rounds():
+    _, budget, _, _ = hold(Nodes(), rounds=4, epsilon=8.0, noise_multiplier="auto")
+    assert 7.9 < budget.epsilon <= 8.0
+    assert budget.releases == 4
+
+
+def test_a_cohort_that_is_thought_of_is_named_in_every_record():
+    notes, budget, files, _ = hold(Nodes(), rounds=2, noise_cohort=500)
+    assert [record["privacy"]["noise-cohort"] for record in notes.records] == [500, 500]
+    assert files[-1][1]["noise-cohort"] == budget.told()["noise-cohort"] == 500
+
+
+def test_a_clip_norm_that_adapts_is_kept_for_a_run_that_goes_on():
+    notes, budget, files, _ = hold(Nodes(), rounds=2, clip_norm="auto")
+    norms = [record["privacy"]["clip-norm"] for record in notes.records]
+    assert norms[0] == 0.1
+    assert norms[1] != 0.1
+    kept = float(notes.memory[CLIP_NORM])
+    before = files[-1][1]
+    more, after, _, _ = hold(Nodes(), 1, memory=notes.memory, before=before, clip_norm="auto")
+    assert more.records[0]["privacy"]["clip-norm"] == kept != norms[1]
+    assert (budget.releases, after.releases) == (2, 3)
+    assert after.multiplier == budget.multiplier
+
+
+ACCOUNT = {"noise-multiplier": 1.0, "sampling-rate": 0.5, "delta": 1e-5, "releases": 5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"releases": 2}, "releases = 2 after 3 rounds"),
+        ({"releases": 5.5}, "releases = 5.5"),
+        ({"releases": True}, "releases = True"),
+        ({"noise-multiplier": math.inf}, "noise-multiplier = inf"),
+        ({"noise-multiplier": "1"}, "noise-multiplier = '1'"),
+        ({"sampling-rate": 1.5}, "sampling-rate = 1.5"),
+        ({"delta": 1e-6}, "delta = 1e-06"),
+    ],
+)
+def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp_path):
+    config = read_config({"privacy": "client", "noise-multiplier": 1.0})
+    directory, start = RunDirectory(tmp_path), Start({}, done=3)
+    (tmp_path / NAME).write_text(json.dumps(ACCOUNT | changes))
+    with pytest.raises(ValueError, match=told):
+        PrivacyBudget.of(config, directory, start)
+    (tmp_path / NAME).write_text(json.dumps(ACCOUNT))
+    budget = PrivacyBudget.of(config, directory, start)
+    assert budget is not None
+    assert budget.releases == 5
+
+
+def test_a_run_that_goes_on_needs_its_account(tmp_path):
+    config = read_config({"privacy": "client", "noise-multiplier": 1.0})
+    with pytest.raises(ValueError, match=f"{NAME}: it is missing, expected the account"):
+        PrivacyBudget.of(config, RunDirectory(tmp_path), Start({}, done=1))
+    (tmp_path / NAME).write_text("{")
+    with pytest.raises(ValueError, match=f"{NAME} is damaged"):
+        PrivacyBudget.of(config, RunDirectory(tmp_path), Start({}, done=1))
+    assert PrivacyBudget.of(read_config({}), RunDirectory(tmp_path), Start({}, done=1)) is None
