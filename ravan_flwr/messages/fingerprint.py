@@ -4,10 +4,13 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
+# Rooms of commands, which neither server nor clients import: they are not in the app bundle.
+BESIDE_THE_APPS = ("cli", "drafting", "studies")
+
 
 @cache
 def code_fingerprint() -> str:
-    """Hash this package's own files, wherever it was imported from, once in a process.
+    """Hash the files of the two apps, wherever they were imported from, once in a process.
 
     A SuperNode has the server's files from the app bundle, but Ray's actors in a simulation
     import from the working directory of the SuperLink first, which may be another checkout.
@@ -18,6 +21,9 @@ def code_fingerprint() -> str:
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        digest.update(path.relative_to(package).as_posix().encode())
+        name = path.relative_to(package)
+        if name.parts[0] in BESIDE_THE_APPS:
+            continue
+        digest.update(name.as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -21,6 +21,7 @@ from ravan_flwr.config.words import read_settings
 from ravan_flwr.launch.sharing import Sharing
 from ravan_flwr.launch.submit import as_toml, in_toml
 from ravan_flwr.launch.superlink import LocalSuperLink
+from ravan_flwr.messages.fingerprint import BESIDE_THE_APPS
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.workbench import Workbench
@@ -66,6 +67,9 @@ def test_the_bundle_can_be_published(bundle):
     }
     assert presets | backbones | {"LICENSE", "pyproject.toml", "ravan_flwr/server_app.py"} <= names
     carried = {name.split("/")[0] for name in names}
+    rooms = {name.split("/")[1] for name in names if name.startswith("ravan_flwr/")}
+    there = {path.name for path in (ROOT / "ravan_flwr").iterdir() if any(path.glob("*.py"))}
+    assert there - rooms == set(BESIDE_THE_APPS)
     assert carried == {".info", "LICENSE", "README.md", "conf", "pyproject.toml", "ravan_flwr"}
 
 

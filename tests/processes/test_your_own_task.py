@@ -87,7 +87,7 @@ def test_the_page_lists_the_defaults_that_are_used():
     rows = [line for line in table.splitlines() if line.startswith("|")]
     for key, value in RUN.items():
         row = next(row for row in rows if f"run.{key}`" in row.split("|")[1])
-        assert str(value) in row, key
+        assert (str(value).lower() if isinstance(value, bool) else str(value)) in row, key
     for budget, rank in LORA_RANK.items():
         assert f"`{budget}: {{lora-rank: {rank}}}`" in table
     row = next(line for line in table.splitlines() if line.startswith("| `learning-rate`"))

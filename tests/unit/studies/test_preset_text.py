@@ -5,6 +5,7 @@ import yaml
 
 from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.studies.preset_text import as_written, with_rate
+from testing.tiny import FLOWERTUNE
 
 NOTES = ["accuracy 0.9", "tried 0.001 0.003"]
 
@@ -68,10 +69,22 @@ def test_what_cannot_be_edited_is_refused(text, told):
         with_rate(text, "ravan", 3e-3, NOTES)
 
 
-@pytest.mark.parametrize("path", sorted(conf_folder().glob("*.yaml")), ids=lambda path: path.stem)
+PRESETS = sorted(conf_folder().glob("*.yaml"))
+PLAIN = [path for path in PRESETS if path.stem in ("fashion-vit", *FLOWERTUNE)]  # a rate a method
+
+
+@pytest.mark.parametrize("path", sorted({*PRESETS} - {*PLAIN}), ids=lambda path: path.stem)
 def test_the_presets_of_the_paper_keep_every_number(path):
     with pytest.raises(ValueError, match="keeps its numbers"):
         with_rate(path.read_text(), "ravan", 3e-3, NOTES)
+
+
+@pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.stem)
+def test_other_presets_of_the_app_take_a_rate(path):
+    before = yaml.safe_load(path.read_text())
+    after = yaml.safe_load(with_rate(path.read_text(), "ravan", 7e-3, NOTES))
+    assert after.pop("learning-rate") == before.pop("learning-rate") | {"ravan": 7e-3}
+    assert after == before
 
 
 @pytest.mark.parametrize("rate", [1.0, 10.0, 3e-3, 1.7e-4, 1e-12, 1 / 3, 5e-324])
