@@ -21,6 +21,8 @@ import venv
 import zipfile
 from pathlib import Path
 
+from ravan_flwr.messages.fingerprint import BESIDE_THE_APPS
+
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 PACKAGE = "ravan_flwr"
@@ -108,6 +110,12 @@ def package_files(root: Path) -> set[str]:
     }
 
 
+def of_apps(files: set[str]) -> set[str]:
+    """Keep what server and clients need: neither the rooms of commands, nor files of studies."""
+    commands = (*(f"{PACKAGE}/{room}/" for room in BESIDE_THE_APPS), "conf/studies/")
+    return {name for name in files - {TYPED} if not name.startswith(commands)}
+
+
 def build(source: Path, folder: Path) -> tuple[Path, Path, Path]:
     """Build the sdist, the wheel and the app bundle of a tree into a folder."""
     run(sys.executable, "-m", "hatchling", "build", "-d", folder, cwd=source)
@@ -137,7 +145,7 @@ def check_contents(root: Path, sdist: Path, wheel: Path, bundle: Path) -> None:
     packed = {f"{PACKAGE}/{name}" if name.startswith("conf/") else name for name in files}
     for package, found, expected in (
         (wheel, {name for name in members(wheel) if not info.match(name)}, packed),
-        (bundle, set(members(bundle)), files - {TYPED} | beside | {".info/CONTENT"}),
+        (bundle, set(members(bundle)), of_apps(files) | beside | {".info/CONTENT"}),
         (sdist, set(members(sdist)) & (files | beside), files | beside),
     ):
         if wrong := found ^ expected:
