@@ -26,11 +26,11 @@ from ravan_flwr.runs.log_file import logging_to
 from ravan_flwr.runs.record import Summary
 from ravan_flwr.runs.status import drop_status, write_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
-from ravan_flwr.server.allowance import Allowance
 from ravan_flwr.server.delivery import Delivery, hand_out
 from ravan_flwr.server.envelope import guard
 from ravan_flwr.server.inbox import in_process, processes_of, simulating
 from ravan_flwr.server.keeper import Keeper
+from ravan_flwr.server.limits import Limit, limits_of
 from ravan_flwr.server.mailbox import Mailbox
 from ravan_flwr.server.notices import (
     check_simulation,
@@ -52,7 +52,6 @@ from ravan_flwr.server.start import (
 from ravan_flwr.server.status import Status
 from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.server.summary import carry_over, summary_of
-from ravan_flwr.server.target import Target
 from ravan_flwr.specs import RESULT_FOLDERS
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.workbench import Workbench, get_workbench
@@ -90,25 +89,27 @@ def main(grid: Grid, context: Context) -> None:
         if simulating(grid):
             check_simulation(grid, bench, config)
         resolved = dataclasses.replace(bench.config, rank=bench.model.method.rank)
-        Target.of(resolved, bench.task.metric, [])  # refused, if at all, before anything is written
-        if earlier is not None:
-            start = go_on(earlier, back_to, resolved, bench)
-            if in_process(grid) and start.own_parts is not None:
-                cast(InProcess, grid).give_own_parts(start.own_parts)
-            if back_to is None and is_to_be_delivered(earlier, resolved, start):
-                context.state[RESULT] = ConfigRecord({"run-dir": str(earlier.path)})
-                _deliver_again(grid, bench, resolved, earlier, start)
-            else:
-                tell_if_all_are_done(start.done or 0, config.num_rounds, earlier.path)
-                _run_here(grid, context, bench, resolved, earlier, start)
+        # What is refused is refused before anything is written.
+        if earlier is None:
+            start = Start(bench.model.initial_state())
         else:
-            Allowance.of(resolved, [])  # refused, if at all, before there is a directory
+            start = go_on(earlier, back_to, resolved, bench)
+        limits = limits_of(resolved, bench.task.metric, start)
+        if earlier is None:
             name = f"{config.preset}-{config.method}-seed{config.seed}"
             directory = RunDirectory.create(parent, name)
             stack.enter_context(locked(directory.path, "output-dir"))
             stack.enter_context(logging_to(directory.path))
-            start = Start(bench.model.initial_state())
-            _run_here(grid, context, bench, resolved, directory, start)
+        else:
+            directory = earlier
+            if in_process(grid) and start.own_parts is not None:
+                cast(InProcess, grid).give_own_parts(start.own_parts)
+            if back_to is None and is_to_be_delivered(directory, resolved, start):
+                context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
+                _deliver_again(grid, bench, resolved, directory, start)
+                return
+            tell_if_all_are_done(start.done or 0, config.num_rounds, directory.path)
+        _run_here(grid, context, bench, resolved, directory, start, limits)
 
 
 def _run_here(
@@ -118,6 +119,7 @@ def _run_here(
     config: Config,
     directory: RunDirectory,
     start: Start,
+    limits: list[Limit],
 ) -> None:
     """Run, and say where; a run that fails says why in its directory."""
     context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
@@ -125,7 +127,7 @@ def _run_here(
     tell_of_the_rate(context.run_config, config)
     tell_what_has_no_effect(context.run_config, config, grid)
     try:
-        _run(grid, bench, config, directory, start)
+        _run(grid, bench, config, directory, start, limits)
     except OSError as error:
         if not is_of_writing(error, directory.path):
             _note_failure(directory, error)
@@ -150,13 +152,18 @@ def _note_failure(directory: RunDirectory, error: Exception) -> None:
 
 
 def _run(
-    grid: Grid, bench: Workbench, config: Config, directory: RunDirectory, start: Start
+    grid: Grid,
+    bench: Workbench,
+    config: Config,
+    directory: RunDirectory,
+    start: Start,
+    limits: list[Limit],
 ) -> None:
     """Hold the rounds, save what comes out of them, and tell it."""
     if start.done is None:
         directory.write_json("config.json", config.as_dict())
     privacy = PrivacyBudget.of(config, directory, start)
-    final, strategy = _hold_rounds(grid, bench, config, directory, start, privacy)
+    final, strategy = _hold_rounds(grid, bench, config, directory, start, limits, privacy)
     summary = summary_of(bench, config, start.records, len(strategy.roster.members))
     if privacy is not None:
         summary.update(cast(Summary, privacy.told()))
@@ -176,18 +183,17 @@ def _hold_rounds(
     config: Config,
     directory: RunDirectory,
     start: Start,
+    limits: list[Limit],
     privacy: PrivacyBudget | None,
 ) -> tuple[Tensors, FederatedTuning]:
     """Let the strategy run its rounds; return the last state, and the strategy."""
     metric = bench.task.metric
-    allowance = Allowance.of(config, start.records)
-    target, spent = Target.of(config, metric, start.records), allowance.spent
-    progress = Progress(start.first, config.num_rounds, metric, config.max_bytes, spent)
+    progress = Progress(start.first, config.num_rounds, metric, config.max_bytes, start.bytes)
     trackers = Trackers(config.tracking, directory.path, config.as_dict())
     here = in_process(grid) and bench.model.method.personal is not None
     own_parts = cast(InProcess, grid).own_parts if here else None
     keeper = Keeper(directory, bench, progress, trackers, start, own_parts)
-    strategy = _strategy(bench, config, keeper, start, allowance, target, privacy)
+    strategy = _strategy(bench, config, keeper, start, limits, privacy)
 
     if config.evaluate_on == "server" and bench.questions is not None:  # read before training
         log.info("%d multiple-choice questions are asked at each evaluation", len(bench.questions))
@@ -227,8 +233,7 @@ def _strategy(
     config: Config,
     keeper: Keeper,
     start: Start,
-    allowance: Allowance,
-    target: Target,
+    limits: list[Limit],
     privacy: PrivacyBudget | None,
 ) -> FederatedTuning:
     """Make the strategy of a run that begins there."""
@@ -248,8 +253,7 @@ def _strategy(
         measured=Asked.of(bench.task),
         dealt_out=bench.dealt_out,
         tell=partial(write_status, keeper.directory.path),
-        allowance=allowance,
-        target=target,
+        limits=limits,
         privacy=privacy,
     )
 

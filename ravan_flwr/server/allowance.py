@@ -6,10 +6,13 @@ by its size in the plan.
 """
 
 from collections.abc import Iterable
+from logging import getLogger
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.training.plan import bytes_of_round
+
+log = getLogger(__name__)
 
 
 class Allowance:
@@ -49,3 +52,7 @@ class Allowance:
     def is_last(self) -> bool:
         """Tell whether the round that begins is the last that fits."""
         return self.most is not None and self.spent + 2 * self._largest > self.most
+
+    def tell(self, number: int) -> None:
+        """Log why that round is not held."""
+        log.info("max-bytes: no room for round %d; the run ends here", number)

@@ -17,6 +17,7 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.privacy.account import epsilon_of, multiplier_for
 from ravan_flwr.privacy.mechanism import Noise
 from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.server.start import Start
 
 log = getLogger(__name__)
@@ -92,6 +93,13 @@ class PrivacyBudget:
     def is_last(self) -> bool:
         """Tell whether the round that begins is the last within the limit."""
         return self._limit is not None and self._epsilon(self.releases + 2) > self._limit
+
+    def add(self, record: RoundRecord) -> None:
+        """Count nothing: `spend` has, before the round's release."""
+
+    def tell(self, number: int) -> None:
+        """Log why that round is not held."""
+        log.info("epsilon: no room for round %d; the run ends here", number)
 
     def noise(self, members: int) -> Noise:
         """Say how much noise a round needs that draws from so many members."""

@@ -34,6 +34,11 @@ class Start:
         return {client["partition-id"] for clients in rounds for client in clients}
 
     @property
+    def bytes(self) -> int:
+        """Count what was sent in earlier rounds, both ways."""
+        return sum(record["bytes-up"] + record["bytes-down"] for record in self.records)
+
+    @property
     def first(self) -> int:
         """Number the next round."""
         return (self.done or 0) + 1

@@ -24,10 +24,10 @@ from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics, RoundRecord
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
-from ravan_flwr.server.allowance import Allowance
 from ravan_flwr.server.envelope import guard
 from ravan_flwr.server.examples import ExampleCounts
 from ravan_flwr.server.inbox import in_process
+from ravan_flwr.server.limits import Limit
 from ravan_flwr.server.mailbox import Mailbox
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.private_round import CLIP_NORM, PrivateRound
@@ -37,7 +37,6 @@ from ravan_flwr.server.round import CalibrationRound, Run, TrainingRound
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status, Tell
-from ravan_flwr.server.target import Target
 
 log = getLogger(__name__)
 
@@ -62,7 +61,8 @@ class FederatedTuning(Strategy):
     those that have `trained` before.
     `measured` names the metrics that a client must report of an evaluation. `dealt_out` returns
     the numbers of examples that clients train on, when so many of them share the data. `tell` is
-    called with what the run does whenever that changes. `privacy` is what a private run may spend.
+    called with what the run does whenever that changes. `limits` may end the run before its last
+    round; so may `privacy`, which is what a private run may spend.
     """
 
     def __init__(
@@ -82,14 +82,13 @@ class FederatedTuning(Strategy):
         measured: Asked | None = None,
         dealt_out: Callable[[int], Sequence[int]] | None = None,
         tell: Tell | None = None,
-        allowance: Allowance | None = None,
-        target: Target | None = None,
+        limits: Iterable[Limit] = (),
         privacy: PrivacyBudget | None = None,
     ) -> None:
         self.config, self.method = config, method
         self.recorder, self.first_round, self._measured = recorder, first_round, measured or Asked()
-        self._allowance, self._privacy = allowance or Allowance(None, 0, []), privacy
-        self._target = target or Target(0.0, "", [])
+        self._privacy = privacy
+        self._limits = [*limits, *([] if privacy is None else [privacy])]
         self._clip_norm = config.clip_norm or float((memory or {}).get(CLIP_NORM, FIRST_NORM))
         # Numbers of examples are checked where they count.
         counted = config.weighting == "examples" or config.evaluate_on == "clients"
@@ -158,8 +157,7 @@ class FederatedTuning(Strategy):
         for number in range(self.first_round, num_rounds + 1):
             if self._ends_before(number):
                 break
-            last = number == num_rounds or self._allowance.is_last
-            last = last or (self._privacy is not None and self._privacy.is_last)
+            last = number == num_rounds or any(limit.is_last for limit in self._limits)
             # 3. Open the round, and wait until enough members are connected.
             round_ = self._open_round(number)
             self._sampler.wait(grid, round_.ledger, timeout)
@@ -190,8 +188,8 @@ class FederatedTuning(Strategy):
             # 8. Record: the round's line, then the checkpoint, both on disk before the next round.
             record = round_.ledger.record(cast(Metrics, dict(metrics or {})))
             self.status.begin("saving", number)
-            self._allowance.add(record)
-            self._target.add(record)
+            for limit in self._limits:
+                limit.add(record)
             self.recorder.round_done(record, self.state.tensors, self._memory)
             # 9. Recruit nodes that have come meanwhile.
             self.roster.recruit(grid)
@@ -267,21 +265,18 @@ class FederatedTuning(Strategy):
         if not round_.has_enough:
             raise round_.too_few()
         fixed, record = round_.close(), round_.ledger.record({})
-        self._allowance.add(record)
+        for limit in self._limits:
+            limit.add(record)
         self.state.derived = self.recorder.calibrated(record, fixed, self.state.tensors)
         return to_record(self.state.tensors)
 
     def _ends_before(self, number: int) -> bool:
         """Tell whether no further round is to be held, and log why."""
-        if self._target.round is not None:  # of `until-metric`
-            self._target.tell()
-        elif self._allowance.is_spent:  # of `max-bytes`
-            log.info("max-bytes: no room for round %d; the run ends here", number)
-        elif self._privacy is not None and self._privacy.is_spent:
-            log.info("epsilon: no room for round %d; the run ends here", number)
-        else:
-            return False
-        return True
+        for limit in self._limits:
+            if limit.is_spent:
+                limit.tell(number)
+                return True
+        return False
 
     def _open_round(self, number: int) -> TrainingRound:
         """Open a training round; it becomes the round under way."""

@@ -53,7 +53,17 @@ class Target:
             self.round, self._measured = record["round"], metrics[self.metric]
         return True
 
-    def tell(self) -> None:
+    @property
+    def is_spent(self) -> bool:
+        """Tell whether the value is reached."""
+        return self.round is not None
+
+    @property
+    def is_last(self) -> bool:
+        """Tell that no round is known to reach the value before it is evaluated."""
+        return False
+
+    def tell(self, number: int) -> None:  # noqa: ARG002 (a Limit's)
         """Log that the run ends."""
         log.info(
             "until-metric = %g: reached in round %d (%s %.4f); the run ends here; for more rounds "
