@@ -5,6 +5,7 @@
 The run is the default one, of `make run`. The terminal is drawn by rich, the page by a browser.
 """
 
+import io
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from scripts.draw_house import ROOT
 
-WIDTH, HEIGHT = 1240, 1130  # of the report's first screen
+WIDTH, HEIGHT = 1240, 1290  # of the report's first screen
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -28,9 +29,10 @@ def main() -> None:
         sys.exit(f"error: found none of {', '.join(BROWSERS)}, expected one to draw the report")
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "ravan_flwr", "run", f"output-dir={folder}"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        subprocess.run(command, cwd=ROOT, check=True)
         (run,) = Path(folder).iterdir()
-        draw_terminal(done.stdout.replace(folder, "runs"), ROOT / "docs" / "run.svg")
+        printed = (run / "log.txt").read_text(encoding="utf-8").replace(folder, "runs")
+        draw_terminal(printed, ROOT / "docs" / "run.svg")
         page, picture = run / "report" / "index.html", ROOT / "docs" / "report.png"
         subprocess.run(
             [browser, "--headless", "--no-sandbox", "--hide-scrollbars",
@@ -40,15 +42,16 @@ def main() -> None:
 
 
 def draw_terminal(printed: str, path: Path) -> None:
-    """Draw what a command printed, as a terminal would show it."""
-    console = Console(record=True, width=120, file=tempfile.TemporaryFile("w"))
-    console.print(Text("$ make run", style="bold"))
-    for line in printed.splitlines():
-        is_end = line.startswith("done:")
-        text = Text(re.sub(r"\s+$", "", line), style="bold green" if is_end else "")
+    """Draw what a command printed, as a terminal would show it, in fonts that are there."""
+    console = Console(record=True, width=118, file=io.StringIO())
+    console.print(Text("$ make run\n…", style="bold"))
+    for dated in printed.splitlines():
+        line = re.sub(r"^\S+ \S+ [A-Z]+ +", "", dated)
+        text = Text(line, style="bold green" if line.startswith("done:") else "")
         text.highlight_regex(r"accuracy [\d.]+", "cyan")
         console.print(text)
-    console.save_svg(str(path), title="make run")
+    drawn = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="make run"), flags=re.S)
+    path.write_text(drawn.replace("Fira Code", "Menlo"), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from typing import Any
 import datasets
 
 from ravan_flwr.data.examples import by_role
-from ravan_flwr.data.hub import cache_of, telling
+from ravan_flwr.data.hub import cache_of
+from ravan_flwr.data.hub_errors import telling
 from ravan_flwr.specs import DataSpec
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import datasets
 import numpy as np
 
-from ravan_flwr.data.hub import load_data, no_bars
+from ravan_flwr.data.hub import load_data
+from ravan_flwr.data.hub_errors import no_bars
 from ravan_flwr.specs import DataSpec
 
 log = logging.getLogger(__name__)

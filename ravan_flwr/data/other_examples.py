@@ -7,7 +7,8 @@ import datasets
 
 from ravan_flwr.data.device_folder import TABLES
 from ravan_flwr.data.examples import with_roles_and_labels
-from ravan_flwr.data.hub import cache_of, telling
+from ravan_flwr.data.hub import cache_of
+from ravan_flwr.data.hub_errors import telling
 from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.specs import DataSpec
 

@@ -11,7 +11,7 @@ import numpy as np
 from ravan_flwr.adapters.attach import find_layers
 from ravan_flwr.config.places import chosen_model
 from ravan_flwr.data.examples import by_role
-from ravan_flwr.data.hub import config_of, lacks, model_folder
+from ravan_flwr.data.model_folder import config_of, lacks, model_folder
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.drafting.data_seen import DataSeen
 from ravan_flwr.specs import ModelSpec

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ravan_flwr.data.hub import read_json
+from ravan_flwr.data.model_folder import read_json
 from ravan_flwr.methods import METHODS
 from ravan_flwr.results.card_code import about, code_of
 from ravan_flwr.results.classes import classes_of

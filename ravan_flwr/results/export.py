@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ravan_flwr.data.hub import no_bars
+from ravan_flwr.data.hub_errors import no_bars
 from ravan_flwr.results.card import write_card
 from ravan_flwr.results.reader import write_reader
 from ravan_flwr.results.reopen import result_of

@@ -12,7 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ravan_flwr.data.hub import no_bars, read_json
+from ravan_flwr.data.hub_errors import no_bars
+from ravan_flwr.data.model_folder import read_json
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.training.workbench import Workbench
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from ravan_flwr.data.hub import no_bars
+from ravan_flwr.data.hub_errors import no_bars
 from ravan_flwr.data.values import text_of
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.tally import Tally

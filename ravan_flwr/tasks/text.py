@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from ravan_flwr.data.examples import label_numbers
-from ravan_flwr.data.hub import reading
+from ravan_flwr.data.model_folder import reading
 from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, encode_in_batches
 from ravan_flwr.tasks.classification import Classification
 

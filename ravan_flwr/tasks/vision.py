@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoImageProcessor
 
 from ravan_flwr.data.examples import label_numbers
-from ravan_flwr.data.hub import reading
+from ravan_flwr.data.model_folder import reading
 from ravan_flwr.data.values import check_bits
 from ravan_flwr.tasks.base import (
     Batch,

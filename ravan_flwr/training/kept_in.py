@@ -4,7 +4,7 @@ import torch
 
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.data.hub import NotHereError
+from ravan_flwr.data.hub_errors import NotHereError
 from ravan_flwr.methods import METHODS
 from ravan_flwr.training.network import stored_dtype
 

@@ -17,11 +17,11 @@ from transformers.models.auto import modeling_auto
 
 from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.adapters.stored import keep_in
-from ravan_flwr.data.hub import (
+from ravan_flwr.data.hub_errors import no_bars
+from ravan_flwr.data.model_folder import (
     check_weights,
     config_of,
     model_folder,
-    no_bars,
     read_json,
     reading,
     weight_files,

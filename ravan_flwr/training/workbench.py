@@ -22,8 +22,8 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.data.columns import check_column, column_of
 from ravan_flwr.data.device_folder import own_examples
 from ravan_flwr.data.examples import load_splits
-from ravan_flwr.data.hub import model_folder
 from ravan_flwr.data.labels import settled
+from ravan_flwr.data.model_folder import model_folder
 from ravan_flwr.data.partition import BY_COLUMN, Partition, deal_out
 from ravan_flwr.data.questions import load_questions
 from ravan_flwr.methods import get_method

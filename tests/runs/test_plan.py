@@ -8,7 +8,7 @@ import pytest
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.data import hub
+from ravan_flwr.data import model_folder
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import network
@@ -37,7 +37,7 @@ def test_a_plan_of_a_preset_asks_no_hub(preset, monkeypatch, capsys):
     def ask(*_, **__):
         raise AssertionError("the hub was asked")
 
-    for module, name in ((hub, "snapshot_download"), (network, "config_of")):
+    for module, name in ((model_folder, "snapshot_download"), (network, "config_of")):
         monkeypatch.setattr(module, name, ask)
     monkeypatch.setitem(network.CONFIGS, "hub", ask)
     main(["plan", f"preset={preset}"])

@@ -7,7 +7,7 @@ import torch
 
 from ravan_flwr.config import presets
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.data.hub import made_folder, model_folder
+from ravan_flwr.data.model_folder import made_folder, model_folder
 from ravan_flwr.launch.fetch import fetch
 from ravan_flwr.training.network import build_network, build_skeleton
 from ravan_flwr.training.workbench import make_task
