@@ -14,7 +14,7 @@ CSS = """\
 body { margin: 0 auto; max-width: 76rem; padding: 1.2rem; background: var(--paper);
   color: var(--ink); font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; margin: 0 0 1rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr));
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(7.4rem, 1fr));
   gap: .6rem; margin: 0 0 1.2rem; }
 .facts div { background: var(--card); border: 1px solid var(--line); border-radius: .5rem;
   padding: .5rem .8rem; }
