@@ -6,6 +6,7 @@ from typing import Any
 
 import datasets
 
+from ravan_flwr.data.encoding import check_encoding
 from ravan_flwr.data.examples import by_role
 from ravan_flwr.data.hub import cache_of
 from ravan_flwr.data.hub_errors import telling
@@ -60,6 +61,7 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
             ) from None
     if not len(examples):
         raise ValueError(f"{where}: got no example, expected some; fill it")
+    check_encoding(examples, where)
     return by_role(examples, spec, where)
 
 

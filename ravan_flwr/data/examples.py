@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import datasets
 import numpy as np
 
+from ravan_flwr.data.encoding import check_encoding
 from ravan_flwr.data.hub import load_data
 from ravan_flwr.data.hub_errors import no_bars
 from ravan_flwr.specs import DataSpec
@@ -16,6 +17,8 @@ log = logging.getLogger(__name__)
 def load_splits(spec: DataSpec) -> datasets.DatasetDict:
     """Load `train` and the server's test splits, the same on every machine, columns by role."""
     splits, data = SOURCES[spec.source](spec), f"data {spec.name or spec.source}"
+    for name, split in splits.items():
+        check_encoding(split, f"{data}, {name}")
     if not any(name in splits for name, _ in spec.tests):
         splits = _hold_back(splits, spec, data)
     differing: dict[int, str] = {}

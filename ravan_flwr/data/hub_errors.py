@@ -65,6 +65,10 @@ def telling(what: str, name: str, revision: str = "") -> Iterator[None]:
             f"{at}: it is not in the cache, and the hub cannot be reached ({_short(error)})",
             f"name a folder, {what}=/path",
         ) from None
+    except StopIteration:  # of `datasets`, over JSON lines without a line
+        raise ValueError(
+            f"{at}: a file of it is empty, expected examples in each; fill it, or take it out"
+        ) from None
     except (DatasetsError, FileNotFoundError, pa.ArrowInvalid, UnicodeDecodeError) as error:
         cause = error.__cause__ or error
         if Path(name).is_dir():

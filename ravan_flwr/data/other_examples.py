@@ -6,6 +6,7 @@ from typing import Any
 import datasets
 
 from ravan_flwr.data.device_folder import TABLES
+from ravan_flwr.data.encoding import check_encoding
 from ravan_flwr.data.examples import with_roles_and_labels
 from ravan_flwr.data.hub import cache_of
 from ravan_flwr.data.hub_errors import telling
@@ -40,6 +41,7 @@ def other_examples(spec: DataSpec) -> tuple[datasets.Dataset, str]:
                 f"{where}: it cannot be read ({told}), expected images in a folder for each label, "
                 "parquet, CSV or JSON lines; correct the files"
             ) from None
+    check_encoding(examples, where)
     told = "all examples" if len(there) == 1 and chosen == ["train"] else " and ".join(chosen)
     return with_roles_and_labels(examples, spec, where), told
 

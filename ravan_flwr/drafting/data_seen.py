@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 from PIL import Image
 
+from ravan_flwr.data.encoding import check_encoding
 from ravan_flwr.data.examples import held_back, some_of
 from ravan_flwr.data.hub import every_split
 from ravan_flwr.data.idx import is_idx
@@ -70,6 +71,8 @@ def look_at_data(place: str, subset: str, asked: Asked) -> DataSeen:
     where = f"data {place}"
     _check_kinds(Path(name), where)
     splits = every_split(name, subset, revision)
+    for split_name, split in splits.items():
+        check_encoding(split, f"{where}, {split_name}")
     train_name = "train" if "train" in splits else _only_split(splits, where)
     train = splits[train_name]
     columns = find_columns(train, asked, where)

@@ -27,6 +27,7 @@ def language_columns(examples: datasets.Dataset) -> dict[str, str]:
                 f"data.columns: column {name!r} has conversations of `from` and `value`, expected "
                 "`role` and `content`, with the roles user and assistant; rename them in the data"
             )
+    _refuse_other_conversations(examples)
     texts = [name for name, one in examples.features.items() if is_text(one)]
     answer = next((name for name in ANSWERS if name in texts), "")
     question = next((name for name in QUESTIONS if name in texts), "")
@@ -38,6 +39,22 @@ def language_columns(examples: datasets.Dataset) -> dict[str, str]:
     if answer and question and (question == "prompt" or len(examples.column_names) == 2):
         return {"prompt": question, "completion": answer}
     return {}
+
+
+def _refuse_other_conversations(examples: datasets.Dataset) -> None:
+    """Refuse a column that is called as one of conversations, and holds something else."""
+    for name in MESSAGES:
+        feature = examples.features.get(name)
+        first = next(iter(examples[name][:1]), None) if is_text(feature) else None
+        in_quotes = isinstance(first, str) and first.lstrip().startswith(("[", "{"))
+        plain = feature is None or isinstance(feature, datasets.Value | datasets.ClassLabel)
+        if in_quotes or not plain:
+            got = "JSON in quotes" if in_quotes else "something else in some row, at least"
+            raise ValueError(
+                f"data.columns: column {name!r} has {got}, expected a list of messages in each "
+                'row, such as [{"role": "user", "content": "..."}, {"role": "assistant", '
+                '"content": "..."}]; correct the data, or name the columns with --text and --label'
+            )
 
 
 def prompts_for(columns: dict[str, str]) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from ravan_flwr.data.values import text_of
 from ravan_flwr.tasks.steps_of_template import MOST, EndlessError, counted
 
 ASSISTANT = "assistant"
+MOST_MESSAGES = 1_000  # the template writes a conversation anew for each of its turns
 Message = dict[str, str]
 
 
@@ -45,6 +46,8 @@ def messages_of(value: Any) -> list[Message]:
     """
     if not isinstance(value, list) or not value:
         raise UnreadableError("its messages are no list of role and content")
+    if len(value) > MOST_MESSAGES:
+        raise UnreadableError(f"its conversation has more than {MOST_MESSAGES:,} messages")
     checked = []
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -126,8 +129,12 @@ def render(reader: Any, messages: Sequence[Message], *, opening: bool = False) -
         ) from None
     except TemplateError as error:
         raise UnreadableError(f"the chat template refuses it: {error}") from None
-    except MemoryError:
-        raise
+    except MemoryError as error:
+        raise ValueError(
+            f"chat template: memory ran out while it wrote a conversation of {len(messages)}; "
+            "correct chat-template in the preset's data, or choose another model; if it is as it "
+            "should be, end other programs"
+        ) from error
     except Exception as error:  # noqa: BLE001 (a template computes what it likes)
         told = f"{type(error).__name__}: {error}"
         raise UnreadableError(f"the chat template cannot write it: {told}") from None

@@ -43,6 +43,13 @@ def test_tables(kind, rows, tmp_path):
     assert alone["label"][:] == rows["label"]
 
 
+def test_texts_that_are_no_utf8_are_named(tmp_path):
+    told = json.dumps({"sentence": "caf\u00e9", "label": "positive"}, ensure_ascii=False)
+    (tmp_path / "a.jsonl").write_bytes(f"{told}\n".encode("latin1") * 3)
+    with pytest.raises(ValueError, match="column 'sentence' has texts that are no UTF-8"):
+        own_examples(str(tmp_path), spec())
+
+
 def test_a_folder_of_images(tmp_path):
     for number, label in enumerate(["7", "0", "7"]):
         (tmp_path / label).mkdir(exist_ok=True)

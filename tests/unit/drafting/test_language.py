@@ -45,12 +45,28 @@ def test_conversations_with_other_keys_are_told():
         find_columns(datasets.Dataset.from_dict({"conversations": talks}), Asked(), "here")
 
 
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        (TALK[0], "something else in some row"),  # one message, and no list
+        (["ka", "ne"], "something else in some row"),
+        (json.dumps(TALK), "JSON in quotes"),
+    ],
+)
+def test_a_column_of_conversations_that_holds_none_is_told(value, got):
+    examples = datasets.Dataset.from_dict({"messages": [value] * 2})
+    with pytest.raises(ValueError, match=f"'messages' has {got}.*expected a list of messages"):
+        find_columns(examples, Asked(), "here")
+
+
 def test_what_is_classified_stays_what_it_was():
     pairs = {"question": TEXTS * 5, "answer": TEXTS * 5, "label": [0, 1] * 5}
     found = find_columns(datasets.Dataset.from_dict(pairs), Asked(text="question"), "here")
     assert found == {"text": "question", "label": "label"}
     few = {"text": texts(20), "label": ["a", "b"] * 10}
     assert find_columns(datasets.Dataset.from_dict(few), Asked(), "here")["label"] == "label"
+    spoken = {"dialogue": texts(20), "label": ["a", "b"] * 10}
+    assert find_columns(datasets.Dataset.from_dict(spoken), Asked(), "here")["text"] == "dialogue"
 
 
 def drafted(tmp_path, monkeypatch, rows):
@@ -109,3 +125,17 @@ def test_examples_that_cannot_be_learned_are_counted(tmp_path, monkeypatch):
     assert (
         "WARNING: 20 of 60 examples cannot be learned; the first: its conversation has no" in said
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "a file of it is empty"),
+        ('{"prompt": "caf\u00e9: ", "completion": "ka"}\n'.encode("latin1") * 9, "no UTF-8"),
+    ],
+    ids=["empty", "latin-1"],
+)
+def test_files_that_hold_no_texts_are_named(content, told, tmp_path):
+    (tmp_path / "train.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{tmp_path}.*{told}"):
+        list(new_preset("mine", str(tmp_path), str(tmp_path / "model")))

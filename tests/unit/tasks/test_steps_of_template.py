@@ -1,14 +1,16 @@
 """A chat template that goes on for ever ends with an error; others are as they were."""
 
+import resource
 import sys
 
 import datasets
+import psutil
 import pytest
 import transformers
 
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.causal import Causal
-from ravan_flwr.tasks.conversation import render
+from ravan_flwr.tasks.conversation import MOST_MESSAGES, messages_of, render
 from ravan_flwr.tasks.steps_of_template import MOST
 from testing.tiny import CHAT, save_speaker
 
@@ -37,6 +39,28 @@ def test_a_template_that_goes_on_and_on_is_refused(how, task):
     with pytest.raises(ValueError, match=rf"chat template: it takes more than {MOST:,} steps"):
         task(ENDLESS[how]).encode(examples)
     assert sys.gettrace() is before
+
+
+def test_a_template_that_takes_all_memory_is_named(task):
+    twice = "{% set ns.x = ns.x + ns.x %}"
+    template = "{% set ns = namespace(x='ka') %}{% for _ in range(64) %}" + twice + "{% endfor %}"
+    reader, limits = task(template + CHAT).reader, resource.getrlimit(resource.RLIMIT_AS)
+    used = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, limits[1]))
+    try:
+        with pytest.raises(ValueError, match="chat template: memory ran out while it wrote"):
+            render(reader, TALK)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def test_a_conversation_of_too_many_messages_is_left_out_and_counted(task, caplog):
+    most = TALK * (MOST_MESSAGES // 2)
+    talks = [TALK, [*most, TALK[0]], TALK * 50_000]
+    with caplog.at_level("WARNING"):
+        assert len(task("").encode(datasets.Dataset.from_dict({"messages": talks}))) == 1
+    assert "2 of 3 are left out: 2: its conversation has more than 1,000 messages" in caplog.text
+    assert len(messages_of(most)) == MOST_MESSAGES
 
 
 def test_a_long_conversation_takes_far_fewer_steps(task):
