@@ -14,7 +14,7 @@ help:
 	@echo "make test      all tests; WORKERS=0 in one process"
 	@echo "make quick     the tests of single parts and of the laws"
 	@echo "make e2e       only the tests of a deployment: SuperLink, fence (needs nginx), SuperNodes, signals"
-	@echo "make bench     speed and memory against peers, about 25 minutes; CHECK=--check fails on a missed bar"
+	@echo "make bench     speed and memory against peers, about a quarter of an hour; CHECK=--check fails on a missed bar"
 	@echo "make gpu       the tests that need a GPU, and what a client's round takes on it"
 	@echo "make check     lint, types and tests: what CI runs"
 	@echo "make release   sdist, wheel and app bundle into dist/, each tried in a new environment"

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from ravan_flwr.cli.parts import Commands
@@ -58,7 +59,7 @@ def _add_spectrum(commands: Commands) -> None:
     )
     spectrum.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
     spectrum.add_argument(
-        "--output", type=Path, default=Path("spectrum"), help="folder (default: spectrum)"
+        "--output", type=Path, help="folder (default: spectrum/ in the run, or here for several)"
     )
     spectrum.add_argument("--top", type=int, default=64, help="values to show (default: 64)")
     spectrum.set_defaults(command=_spectrum)
@@ -146,9 +147,13 @@ def _report(parsed: argparse.Namespace) -> None:
     from ravan_flwr.runs.console import show  # noqa: PLC0415
 
     show()
-    default = parsed.runs[0] / "report" if len(parsed.runs) == 1 else Path("report")
-    page = write_report(parsed.runs, parsed.output or default)
+    page = write_report(parsed.runs, parsed.output or _beside(parsed.runs, "report"))
     sys.stdout.write(f"report: {page.absolute()}\n")
+
+
+def _beside(runs: Sequence[Path], name: str) -> Path:
+    """Choose the folder for what is written of runs: in the run, or here for several."""
+    return runs[0] / name if len(runs) == 1 else Path(name)
 
 
 def _watch(parsed: argparse.Namespace) -> None:
@@ -167,7 +172,8 @@ def _spectrum(parsed: argparse.Namespace) -> None:
 
     if parsed.top < 1:
         raise ValueError(f"--top {parsed.top}: expected a whole number at least 1, such as 64")
-    for path in write_spectra(parsed.runs, parsed.output, parsed.top):
+    folder = parsed.output or _beside(parsed.runs, "spectrum")
+    for path in write_spectra(parsed.runs, folder, parsed.top):
         sys.stdout.write(f"wrote {path.absolute()}\n")
 
 

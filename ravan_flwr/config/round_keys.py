@@ -13,8 +13,8 @@ ROUNDS: dict[str, Key] = {
     "max-bytes": Key(
         float,
         AUTO,
-        "bytes that a run may send, up and down: the last round that fits ends it; auto: the "
-        "preset's, or any",
+        "bytes that a run's rounds may send, up and down: the last round that fits ends it; what "
+        "deliver=true sends afterwards comes on top; auto: the preset's, or any",
         above=0,
         from_preset=True,
         may_change=True,

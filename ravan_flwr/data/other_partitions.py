@@ -105,10 +105,11 @@ def deal_by_size(
     sizes = _sizes(kind, number, clients)
     if sizes[0] < 1:
         most = bisect_left(range(1, clients), 1, key=lambda n: _sizes(kind, number, n)[0] < 1)
+        without = np.count_nonzero(sizes < 1)
+        who = "client 0" if without == 1 else f"clients 0 to {without - 1}"
         raise ValueError(
-            f"partition = {kind!r}: {np.count_nonzero(sizes < 1)} of {clients} clients get none of "
-            f"{number:,} examples (clients 0 to {np.count_nonzero(sizes < 1) - 1}), expected at "
-            f"least one each; use at most {most} clients"
+            f"partition = {kind!r}: {without} of {clients} clients get none of "
+            f"{number:,} examples ({who}), expected at least one each; use at most {most} clients"
         )
     return [np.sort(rows) for rows in np.split(random.permutation(number), sizes.cumsum()[:-1])]
 

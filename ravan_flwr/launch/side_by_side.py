@@ -47,6 +47,7 @@ class SideBySide:
         self._run_config, self._config = run_config, read_config(run_config)
         self._num_clients = num_clients
         self._at_a_time = at_work(self._config, num_clients)
+        self._cores = usable_cores()  # a wrong number is told before the run has a directory
         self._ready = False
         self._most, self._threads = 1, 1
         self._ahead: dict[str, Job] = {}  # what will be asked for, while no worker is there
@@ -66,9 +67,9 @@ class SideBySide:
         on_cpu, given = model.device.type == "cpu", config.processes
         most = most_workers(config, self._num_clients, model.threads, on_cpu=on_cpu)
         self._most, self._threads = most.number, most.threads
-        wanted, cores = most.number * most.threads, usable_cores()
-        if on_cpu and most.number > 1 and most.threads > 1 and wanted > cores:
-            log.warning(CROWDED, count(wanted, "thread"), count(cores, "core"))
+        wanted = most.number * most.threads
+        if on_cpu and most.number > 1 and most.threads > 1 and wanted > self._cores:
+            log.warning(CROWDED, count(wanted, "thread"), count(self._cores, "core"))
         if self._most == 1 or (given is None and self._work < LEAST_WORK):
             return
         try:

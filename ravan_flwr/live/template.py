@@ -4,6 +4,8 @@ A Python module and no file of its own, like that of a report (`results/template
 it shares.
 """
 
+from ravan_flwr.results.template import SAMPLES
+
 CSS = """\
 :root { --c0: #0072b2; --c1: #c85200; --c2: #008a63; --good: #00734f; --bad: #b3261e; }
 @media (prefers-color-scheme: dark) {
@@ -119,7 +121,9 @@ setInterval(tick, 1000);
 setTimeout(go, 2000);
 """
 
-PAGE = """\
+PAGE = (
+    SAMPLES
+    + """\
 {% macro ago(at) %}
 <time data-at="{{ at }}">{{ minutes([at_now - at, 0] | max) }}</time>
 {%- endmacro %}
@@ -242,15 +246,7 @@ it again to go on.</p>
 {% if samples %}
 <h2>What the model writes</h2>
 <p class="note">The same test examples at each evaluation, which nobody trains on.</p>
-{% for one in samples %}
-<div class="sample"><p>{{ one.instruction }}</p>
-<table>
-{% for when, text in one.rows %}
-<tr{% if loop.first %} class="right"{% endif %}><th scope="row">{{ when }}</th>
-<td>{{ text }}</td></tr>
-{% endfor %}
-</table></div>
-{% endfor %}
+{{ samples_of(samples) }}
 {% endif %}
 </section>
 
@@ -346,3 +342,4 @@ of bounds. {% if rejections > rejected | length %}The last {{ rejected | length 
 </body>
 </html>
 """
+)

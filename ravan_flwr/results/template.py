@@ -40,7 +40,24 @@ summary { cursor: pointer; padding: .5rem 0; } .warn { color: var(--warn); }
 .sample th { white-space: nowrap; } .sample .right td { color: var(--soft); }
 """
 
-PAGE = """\
+# What a model has written; the live page has it, too.
+SAMPLES = """\
+{% macro samples_of(samples) %}
+{% for one in samples %}
+<div class="sample"><p>{{ one.instruction }}</p>
+<table>
+{% for when, text in one.rows %}
+<tr{% if loop.first %} class="right"{% endif %}><th scope="row">{{ when }}</th>
+<td>{{ text }}</td></tr>
+{% endfor %}
+</table></div>
+{% endfor %}
+{% endmacro %}
+"""
+
+PAGE = (
+    SAMPLES
+    + """\
 {% macro table(heads, rows) %}
 <div class="wide"><table>
   {% if heads %}
@@ -89,18 +106,6 @@ PAGE = """\
 <h2>Class by class</h2>
 <p class="note">{{ run.without_classes }}</p>
 {% endif %}
-{% endmacro %}
-
-{% macro samples_of(samples) %}
-{% for one in samples %}
-<div class="sample"><p>{{ one.instruction }}</p>
-<table>
-{% for when, text in one.rows %}
-<tr{% if loop.first %} class="right"{% endif %}><th scope="row">{{ when }}</th>
-<td>{{ text }}</td></tr>
-{% endfor %}
-</table></div>
-{% endfor %}
 {% endmacro %}
 
 {% macro details_of(run) %}
@@ -158,3 +163,4 @@ pictures: the line is their mean, the band goes from the least to the greatest.<
 </body>
 </html>
 """
+)

@@ -1,8 +1,9 @@
 """Keep a run within its bytes (`max-bytes`): the round that no other fits after is the last.
 
 Counted is what a round's record counts: every message and every reply, of training and of
-evaluations. How much the next round takes is known by the largest so far, or, before there is one,
-by its size in the plan.
+evaluations. What devices are sent at the end (`deliver=true`) is not, since nobody knows before
+how many will take it. How much the next round takes is known by the largest so far, or, before
+there is one, by its size in the plan.
 """
 
 from collections.abc import Iterable

@@ -79,7 +79,8 @@ def _tell_who_has_nothing_to_train_on(dealt: Sequence[int], config: Config) -> N
         f"validation-share = {config.validation_share}: {number} of {len(dealt)} clients would "
         "have no example left to train on, since each holds back one at least"
     )
-    advice = "use fewer clients, or a partition that is more even, such as iid"
+    more_even = "" if config.partition == "iid" else ", or a partition that is more even, as iid"
+    advice = f"use fewer clients{more_even}"
     if number == len(dealt) or METHODS[config.method].pools:
         raise ValueError(f"{told}; {advice}")
     log.warning("%s; they take no part; %s", told, advice)

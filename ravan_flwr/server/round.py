@@ -61,6 +61,12 @@ class Run:
     status: Status
     trained: set[int]  # partitions of which a reply was used: they have what stays with a client
 
+    def steps(self, member: Member) -> int:
+        """Count the steps of a client with as many examples: none where nothing is trained."""
+        if not self.method.trainable_parameters() and CLASSIFIER not in self.state.tensors:
+            return 0
+        return self.config.local_steps or self.config.steps_of(self.roster.examples(member))
+
 
 class Round(ABC):
     """Own the ledger, the messages and the sums of one round."""
@@ -175,9 +181,8 @@ class Round(ABC):
         return sum(map(math.prod, shapes)) + (0 if classifier is None else classifier.numel())
 
     def steps(self, member: Member) -> int:
-        """Count the steps that the settings give to a client with as many examples."""
-        config, roster = self.run.config, self.run.roster
-        return config.local_steps or config.steps_of(roster.examples(member))
+        """Count the steps that a client takes in this round."""
+        return self.run.steps(member)
 
     def _weight(self, member: Member) -> float:
         """Return a reply's weight in a mean."""

@@ -109,18 +109,17 @@ class FederatedTuning(Strategy):
     def summary(self) -> None:
         """Log what is about to run."""
         log.info(
-            "%s%s, %d trained parameters beside the classifier (%.1f %% of a LoRA of rank %d); "
-            "%s a round, %s of %d",
+            "%s%s, %d trained parameters%s (%.1f %% of a LoRA of rank %d); %s a round, %s of %d",
             self.config.method, f", rank {self.method.rank}" if self.method.rank else "",
             self.method.trainable_parameters(),
+            " beside the classifier" if self.config.classifier == "trained" else "",
             100 * self.method.trainable_parameters() / self.method.budget, self.config.lora_rank,
             count(self._a_round, "client"), self._work(), self.config.batch_size,
         )  # fmt: skip
 
     def _work(self) -> str:
         """Say how many steps the clients take in a round."""
-        members = self.roster.members.values()
-        steps = sorted(self.config.steps_of(self.roster.examples(member)) for member in members)
+        steps = sorted(map(self._run.steps, self.roster.members.values()))
         low, high = (steps[0], steps[-1]) if steps else (0, 0)
         return (f"{low} to " if low < high else "") + count(high, "local step")
 

@@ -37,12 +37,7 @@ def encode_backbone(
 
 def read_backbone(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read (configuration, float32 weights) from a backbone file, whose checksum must hold."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if content.get("format") != FORMAT:
-        raise ValueError(
-            f"backbone file {path}: got format {content.get('format')!r}, expected {FORMAT!r}; "
-            "use the file that came with this version of ravan-flwr"
-        )
+    content = _content(path)
     weights = _unpacked(content["safetensors"])
     digest = hashlib.sha256(weights).hexdigest()
     if digest != content["sha256"]:
@@ -52,6 +47,23 @@ def read_backbone(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     halves = safetensors.torch.load(weights)
     return content["config"], {name: tensor.float() for name, tensor in halves.items()}
+
+
+def read_backbone_config(path: Path) -> dict[str, Any]:
+    """Read the configuration alone: to unpack the weights takes a hundred times as long."""
+    config: dict[str, Any] = _content(path)["config"]
+    return config
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Read what is in a backbone file, with the weights still packed."""
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if content.get("format") != FORMAT:
+        raise ValueError(
+            f"backbone file {path}: got format {content.get('format')!r}, expected {FORMAT!r}; "
+            "use the file that came with this version of ravan-flwr"
+        )
+    return content
 
 
 def _unpacked(text: str) -> bytes:

@@ -29,7 +29,7 @@ from ravan_flwr.data.model_folder import (
 from ravan_flwr.seeding import generator
 from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks.base import Task
-from ravan_flwr.training.bundled import bundled_file, read_backbone
+from ravan_flwr.training.bundled import bundled_file, read_backbone, read_backbone_config
 from ravan_flwr.training.digests import file_digest
 
 
@@ -221,7 +221,7 @@ LOADERS = {"bundled": _bundled, "hub": _from_folder}
 
 
 CONFIGS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
-    "bundled": lambda spec: read_backbone(bundled_file(spec.name))[0],
+    "bundled": lambda spec: read_backbone_config(bundled_file(spec.name)),
     "hub": config_of,
 }
 

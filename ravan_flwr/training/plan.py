@@ -60,8 +60,8 @@ def _sizes(config: Config, built: Skeleton) -> list[str]:
         f"adapted         {len(layers)} matrices of {shapes} (out x in)",
         f"                {layers[0].name} ... {layers[-1].name}",
         f"rank            {method.rank or 'any'}" + (f", {config.heads} heads" if bound else ""),
-        f"trained         {adapters + built.classifier_size:,} parameters, {adapters:,} of them "
-        "beside the classifier",
+        f"trained         {adapters + built.classifier_size:,} parameters"
+        + (f", {adapters:,} of them beside the classifier" if built.classifier_size else ""),
         f"                a LoRA of rank {config.lora_rank} has {method.budget:,}; this is "
         f"{100 * adapters / method.budget:.1f} % of that",
     ]
@@ -109,8 +109,10 @@ def _part(method: Method, share: float) -> str:
     return "all" if method.parts is None else f"{affordable(share, method.parts)}/{method.parts}"
 
 
-def _work(config: Config) -> str:
+def _work(config: Config, built: Skeleton) -> str:
     """Say how many steps a client takes in a round."""
+    if not built.method.trainable_parameters() and not built.classifier_size:
+        return "no step of a client, since nothing is trained"
     if config.local_epochs is None:
         return f"{config.local_steps} steps of a client"
     passes = f"{config.local_epochs:g} pass{'es' * (config.local_epochs != 1)}"
@@ -220,7 +222,7 @@ def _run(config: Config, built: Skeleton) -> list[str]:
         *(told if first else []),
         f"a round         {clients} of {there} clients: at most {up:,} bytes up,",
         f"                {down:,} down",
-        f"                {_work(config)}",
+        f"                {_work(config, built)}",
         f"the run         {rounds} rounds: at most {all_up:,} bytes up,",
         f"                {all_down:,} down",
         *_side_by_side(config, built, there),

@@ -7,10 +7,12 @@ times; on a quiet machine the second thread makes the first 1.3 times as quick, 
 times (docs/performance.md). So: one thread for small networks, one less than there are cores for
 others. A process that is told its cores, as a study tells its runs, has a thread for each of them
 and no more. The load of the moment plays no part, since the last bits of a result depend on the
-number of threads. Whoever sets `OMP_NUM_THREADS` or `MKL_NUM_THREADS` has that number.
+number of threads. Whoever sets `OMP_NUM_THREADS` or `MKL_NUM_THREADS` has that number; what is no
+number there is passed over, as the libraries do.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,12 +21,13 @@ import torch
 from ravan_flwr.specs import THREAD_NUMBERS
 from ravan_flwr.training.cores import CORES, usable_cores
 
+_NUMBER = re.compile(r"\s*\+?0*[1-9][0-9]*\s*(,.*)?")  # OpenMP takes a list, too: one by nesting
 SMALL = 20_000_000  # pretrained parameters times examples in a step's batch
 
 
 def suitable_threads(size: int, batch_size: int) -> int | None:
     """Count the threads for a network of so many parameters; None where a number was set."""
-    if any(os.environ.get(name) for name in THREAD_NUMBERS):
+    if any(_NUMBER.fullmatch(os.environ.get(name, "")) for name in THREAD_NUMBERS):
         return None
     if size * batch_size <= SMALL:
         return 1

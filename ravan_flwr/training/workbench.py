@@ -239,8 +239,8 @@ class Workbench:
             rows = random.permutation(rows)
         if kept >= len(rows):
             raise ValueError(
-                f"validation-share = {config.validation_share}: partition {partition_id} has "
-                f"{len(rows)} example{'s' * (len(rows) != 1)}, and none would be left to train on; "
-                "lower it, or use fewer clients"
+                f"validation-share = {config.validation_share}: a client with {len(rows)} "
+                f"example{'s' * (len(rows) != 1)} would have none left to train on, since it holds "
+                f"back {kept}; " + ("lower it, or " if number > 1 else "") + "use fewer clients"
             )
         return rows[kept:], rows[:kept]

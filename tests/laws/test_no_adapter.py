@@ -54,6 +54,7 @@ def test_with_a_frozen_classifier_a_run_measures_the_network_as_it_is(tmp_path):
     other = run(tmp_path, classifier="frozen", **{"learning-rate": 1.0, "num-rounds": 1})
     assert one.summary["metrics"]["final"] == other.summary["metrics"]["final"]
     assert one.summary["bytes-up"] < 1000
+    assert (one.summary["steps"], one.summary["trainable-parameters"]) == (0, 0)
 
 
 def test_it_comes_near_a_logistic_regression_on_the_same_features(tmp_path):

@@ -23,6 +23,7 @@ from ravan_flwr.training.plan import plan_of
 from ravan_flwr.training.workbench import Workbench
 from testing.tiny import save_speaker
 from tests.docstrings import as_completion, as_messages, docstrings, lines, preset
+from tests.memory import saved_for_backward
 
 
 @pytest.fixture(scope="module")
@@ -132,22 +133,14 @@ def test_what_a_step_keeps_is_what_the_plan_counts(options, tmp_path):
     settings = preset(tmp_path, data="  loss-on: all\n", **options)
     (tmp_path / "data" / "train.jsonl").write_text(lines(as_completion(*row) for row in rows))
     bench = Workbench(read_config(own_preset(settings)))
-    examples, kept = bench.partition(0, 1).train, {}
+    examples = bench.partition(0, 1).train
     one, model, at_a_time = bench.task, bench.model, 3 if "micro-batch-tokens" in options else 8
     batch = one.collate(examples.take(np.arange(at_a_time)))
     assert batch["input_ids"].shape == (at_a_time, 96)
     with model.holding(model.initial_state()):
         model.method.choose(model.adapters, 1.0, torch.Generator(), lambda: None)
-        there = {t.untyped_storage().data_ptr() for t in model.network.state_dict().values()}
-
-        def pack(tensor):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in there:
-                kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-            return tensor
-
         model.network.train()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_for_backward(model.network) as kept:
             loss = one.loss(model.network, batch)
         measured = sum(size for size, _ in kept.values())
         del loss

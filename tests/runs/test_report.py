@@ -7,6 +7,7 @@ import shutil
 import struct
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -332,6 +333,16 @@ def test_runs_of_versions_with_other_settings_are_compared(runs, tmp_path):
     assert list(group_runs([earlier, now])) == ["rank None", "rank 13"]
     with pytest.raises(ValueError, match=r"config.json lacks method, expected the settings"):
         changed("void", method="GONE")
+
+
+@pytest.mark.parametrize(("names", "folder"), [(["a"], "a/spectrum"), (["a", "b"], "spectrum")])
+def test_spectra_of_one_run_lie_in_it(names, folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "ravan_flwr.results.spectrum.write_spectra", lambda *given: asked.append(given) or []
+    )
+    main(["spectrum", *names])
+    assert asked == [([Path(name) for name in names], Path(folder), 64)]
 
 
 def test_spectra_are_the_singular_values_of_the_delta_weights(runs, tmp_path):

@@ -14,7 +14,7 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.limit import ChangeLimit
 from ravan_flwr.specs import ModelSpec
-from ravan_flwr.training.bundled import encode_backbone, read_backbone
+from ravan_flwr.training.bundled import encode_backbone, read_backbone, read_backbone_config
 from ravan_flwr.training.device import pick_device
 from ravan_flwr.training.local_steps import (
     LocalSteps,
@@ -239,6 +239,19 @@ def test_a_model_that_is_not_bundled_lists_those_that_are():
         build_network(ModelSpec("bundled", "x"), bench().task, 0)
 
 
+def test_a_workbench_unpacks_its_backbone_once(monkeypatch):
+    read = []
+
+    def reading(path):
+        read.append(path)
+        return read_backbone(path)
+
+    monkeypatch.setattr("ravan_flwr.training.network.read_backbone", reading)
+    made = bench()
+    assert made.model.network.config.model_type == made.task.model_config["model_type"]
+    assert len(read) == 1
+
+
 def test_backbone_files_round_trip_and_are_checked(tmp_path):
     path = tmp_path / "x.json"
     weights = {"w": torch.tensor([[1.5, -2.25]])}
@@ -246,6 +259,7 @@ def test_backbone_files_round_trip_and_are_checked(tmp_path):
     config, read = read_backbone(path)
     assert config == {"model_type": "vit"}
     assert same(read, weights)
+    assert read_backbone_config(path) == config
 
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"sha256": "0" * 64}))

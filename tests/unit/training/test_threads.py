@@ -44,9 +44,18 @@ def test_a_run_beside_others_has_a_thread_for_each_core_that_is_left_to_it(
 
 @pytest.mark.usefixtures("four")
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
-def test_a_number_of_the_users_is_kept(monkeypatch, name):
-    monkeypatch.setenv(name, "7")
+@pytest.mark.parametrize("number", ["7", " 7 ", "4,2"])
+def test_a_number_of_the_users_is_kept(monkeypatch, name, number):
+    monkeypatch.setenv(name, number)
     assert suitable_threads(86_000_000, 8) is None
+
+
+@pytest.mark.usefixtures("four")
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+@pytest.mark.parametrize("text", ["abc", "0", "-2", "1.5", ""])
+def test_what_is_no_number_of_threads_sets_none(monkeypatch, name, text):
+    monkeypatch.setenv(name, text)
+    assert suitable_threads(86_000_000, 8) == 3
 
 
 def test_there_is_always_one(monkeypatch):
