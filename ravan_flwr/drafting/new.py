@@ -3,9 +3,11 @@
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ravan_flwr.config.presets import PresetPath, conf_folder, read_preset
+from ravan_flwr.data.hub import NotHereError
 from ravan_flwr.drafting.columns import Asked
 from ravan_flwr.drafting.data_seen import DataSeen, look_at_data
 from ravan_flwr.drafting.model_seen import COVERED, ModelSeen, look_at_model
@@ -18,9 +20,11 @@ def new_preset(
 ) -> Iterator[str]:  # fmt: skip
     """Write `conf/NAME.yaml`, and yield lines that say what was seen and what to do next."""
     path = _path(name)
-    seen = look_at_data(data, subset, asked or Asked())
+    with _telling_of("--data", data):
+        seen = look_at_data(data, subset, asked or Asked())
     yield from _told_of_data(seen)
-    fitting = look_at_model(model, seen, targets)
+    with _telling_of("--model", model):
+        fitting = look_at_model(model, seen, targets)
     yield from _told_of_model(fitting)
     short = name if path.parent == conf_folder() else os.path.relpath(path)
     _write(name, path, preset_text(name, seen, fitting, short))
@@ -28,6 +32,18 @@ def new_preset(
     yield f"next   ravan-flwr plan preset={short}"
     yield f"       ravan-flwr tune preset={short} method=ravan"
     yield f"       ravan-flwr simulate preset={short}"
+
+
+@contextmanager
+def _telling_of(option: str, place: str) -> Iterator[None]:
+    """Say of what is neither a folder nor at hand what to do, as long as there is no preset."""
+    try:
+        yield
+    except NotHereError as error:
+        raise ValueError(
+            f"{error.problem}; expected a folder, of which there is none of that name here, or an "
+            f"id of the hub and a connection; correct {option} {place}"
+        ) from None
 
 
 def _path(name: str) -> Path:
