@@ -338,9 +338,12 @@ def test_runs_of_versions_with_other_settings_are_compared(runs, tmp_path):
 @pytest.mark.parametrize(("names", "folder"), [(["a"], "a/spectrum"), (["a", "b"], "spectrum")])
 def test_spectra_of_one_run_lie_in_it(names, folder, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        "ravan_flwr.results.spectrum.write_spectra", lambda *given: asked.append(given) or []
-    )
+
+    def written(*given):
+        asked.append(given)
+        return []
+
+    monkeypatch.setattr("ravan_flwr.results.spectrum.write_spectra", written)
     main(["spectrum", *names])
     assert asked == [([Path(name) for name in names], Path(folder), 64)]
 
