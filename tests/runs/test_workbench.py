@@ -1,6 +1,9 @@
-"""A run in one process has its device to itself."""
+"""A run in one process has its device to itself; who holds back all is told."""
 
 import json
+
+import numpy as np
+import pytest
 
 from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
@@ -19,3 +22,21 @@ def test_one_process_has_its_device_to_itself(tmp_path):
     assert not get_workbench(read_config(settings)).model.shares_device
     assert Workbench(read_config(settings)).model.shares_device
     assert json.loads((run.run_dir / "summary.json").read_text())["rejected"] == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "share", "advice"), [(1, 0.1, "; use fewer"), (2, 0.9, "; lower it, or use fewer")]
+)
+def test_a_client_that_holds_back_all_it_has_is_told(number, share, advice, monkeypatch):
+    """In the same words for all of them, which are counted where many are told."""
+    bench = Workbench(read_config({"validation-share": share}))
+    monkeypatch.setattr(bench, "_rows", lambda _: [np.arange(number)] * 2)
+    told = (
+        rf"a client with {number} examples? would have none .* holds back {number}{advice} clients"
+    )
+    reasons = set()
+    for partition in range(2):
+        with pytest.raises(ValueError, match=told) as raised:
+            bench.partition(partition, 2)
+        reasons.add(str(raised.value))
+    assert len(reasons) == 1
