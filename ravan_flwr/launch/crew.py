@@ -28,6 +28,10 @@ ENDED = (
 )
 
 
+class NobodyLeftError(RuntimeError):
+    """Say that the last worker has ended, and no other can be started."""
+
+
 @dataclass(frozen=True, eq=False)
 class Job:
     """Hold a message, whose client it is for, and until when its reply is of use."""
@@ -98,6 +102,11 @@ class Crew:
         job.context.state = answer.state
         return Message(answer.content, reply_to=job.message)
 
+    def left_over(self, job: Job) -> Message | None:
+        """Return a reply that nobody has been given yet, if there is one."""
+        answer = self._done.pop(job.id, None)
+        return None if answer is None else Message(answer.content, reply_to=job.message)
+
     def _hand_out(self, asked: Job | None = None) -> None:
         """Give every free worker something to do, as long as not too many replies wait."""
         while self._idle and self._ahead:
@@ -156,7 +165,7 @@ class Crew:
         except OSError as error:
             log.warning("a process of clients ended, and no other can be started: %s", error)
             if not len(self):
-                raise RuntimeError(
+                raise NobodyLeftError(
                     f"no process is left for the clients: {error}; make room for more, or set "
                     "processes=1"
                 ) from error

@@ -17,7 +17,7 @@ import torch
 from flwr.app import Message, MessageType
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.launch.crew import Crew, Job
+from ravan_flwr.launch.crew import Crew, Job, NobodyLeftError
 from ravan_flwr.launch.worker_process import reply_of
 from ravan_flwr.launch.worker_starts import Anew, Forking, Starter
 from ravan_flwr.runs.console import count
@@ -130,7 +130,14 @@ class SideBySide:
     def answer(self, job: Job) -> Message | None:
         """Return a client's reply; None if it did not come in time, which only workers can miss."""
         if self._crew is not None and _is_local_work(job):
-            return self._crew.answer(job)
+            try:
+                return self._crew.answer(job)
+            except NobodyLeftError as error:
+                log.warning(ALONE, error)
+                ended = self._crew.left_over(job)
+                self.close()
+                if ended is not None:  # what ends a worker is not let into the server's process
+                    return ended
         began = time.perf_counter()
         reply = reply_of(job.message, job.context)
         if self._starter is not None and _is_local_work(job):

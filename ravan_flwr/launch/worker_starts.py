@@ -67,9 +67,12 @@ class Forking:
     def start(self) -> Worker:
         """Ask for one more fork."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._ours, [b"start"], [theirs.fileno()])
-        answer = self._ours.recv(64)
+        try:
+            with theirs:
+                socket.send_fds(self._ours, [b"start"], [theirs.fileno()])
+            answer = self._ours.recv(64)
+        except ConnectionError:  # that process has ended
+            answer = b""
         if not answer.isdigit():
             ours.close()
             raise OSError(answer.decode() or "the process that forks workers has ended")

@@ -181,6 +181,29 @@ def test_a_worker_that_is_killed_costs_its_clients_reply(tmp_path, monkeypatch):
     assert second == []
 
 
+def test_with_no_worker_left_clients_go_on_one_after_the_other(tmp_path, monkeypatch, capsys):
+    """Somebody ends all processes but the server's: at most the clients at work are lost."""
+    train, server = answers._ANSWERS["train"], os.getpid()
+
+    def trained(client):
+        if os.getpid() != server:
+            parent = psutil.Process(os.getppid())
+            for one in (*parent.children(), parent):
+                if one.pid != os.getpid():
+                    one.kill()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train(client)
+
+    monkeypatch.setitem(answers._ANSWERS, "train", trained)
+    first, second = rejected(run(tmp_path, 2, **{"clients-per-round": 6}))
+    assert len(first) <= 2
+    assert all("ended before it answered" in reason for _, reason in first)
+    assert second == []
+    told = capsys.readouterr().out
+    assert "clients work one after the other" in told
+    assert "the process that forks workers has ended" in told
+
+
 def test_an_error_is_told_as_with_one_process(tmp_path, monkeypatch):
     def fail():
         answers.log.warning("about to fail in %s", "a worker")

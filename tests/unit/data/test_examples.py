@@ -114,5 +114,5 @@ def test_a_validation_part_is_held_back_from_training():
     assert sorted([*part.train.rows, *part.validation.rows]) == sorted(whole.train.rows)
     assert np.array_equal(part.validation.rows, bench.partition(3, 20).validation.rows)
     config = read_config({"validation-share": 0.2, "partition": "iid"})
-    with pytest.raises(ValueError, match="validation-share = 0.2: partition 5 has 1 example, "):
+    with pytest.raises(ValueError, match="validation-share = 0.2: a client with 1 example "):
         Workbench(config).partition(5, 1438)

@@ -180,6 +180,10 @@ def test_no_worker_left_stops_the_run_and_says_what_to_do(jobs, caplog):
     with pytest.raises(RuntimeError, match="no process is left .* no memory; .* processes=1"):
         crew.answer(jobs[0])
     assert "no other can be started: no memory" in caplog.text
+    ended = crew.left_over(jobs[0])
+    assert ended is not None
+    assert ended.has_error()
+    assert crew.left_over(jobs[1]) is None
 
 
 def test_arrays_that_a_client_changed_in_place_travel(jobs):
