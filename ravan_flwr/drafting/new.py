@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ravan_flwr.config.presets import PresetPath, conf_folder, read_preset
-from ravan_flwr.data.hub import NotHereError
+from ravan_flwr.data.hub_errors import NotHereError
 from ravan_flwr.drafting.columns import Asked
 from ravan_flwr.drafting.data_seen import DataSeen, look_at_data
 from ravan_flwr.drafting.model_seen import COVERED, ModelSeen, look_at_model
