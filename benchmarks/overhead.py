@@ -76,7 +76,7 @@ def rounds_of(settings: dict[str, Scalar], clients: int, folder: Path) -> list[R
         return outer
 
     places: list[tuple[Any, str, Callable[..., Any]]] = [
-        (training._Stepper, "train", timed(training._Stepper.train, seconds, "training")),
+        (training.Stepper, "train", timed(training.Stepper.train, seconds, "training")),
         (Workbench, "evaluate", timed(Workbench.evaluate, seconds, "evaluation")),
         (Keeper, "round_done", ending(Keeper.round_done)),
     ]

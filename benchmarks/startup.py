@@ -52,7 +52,7 @@ def clocked(home, name, phase):
 clocked(workbench, "build_network", "backbone")
 clocked(model.AdaptedModel, "__init__", "bases and adapters")
 clocked(workbench, "load_splits", "data")
-step = training._Stepper.backward
+step = training.Stepper.backward
 def first(self):
     start = time.time()
     step(self)
@@ -61,7 +61,7 @@ def first(self):
     sys.stdout.write("\\n" + json.dumps(phases))
     sys.stdout.flush()
     os._exit(0)
-training._Stepper.backward = first
+training.Stepper.backward = first
 simulation.simulate({"report": False, "tracking": "none", "output-dir": sys.argv[1]}, 20)
 """
 

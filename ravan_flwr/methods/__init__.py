@@ -26,6 +26,10 @@ class Listed:
     # Is the next state the last one and the mean of what clients change in it, and does nothing
     # else depend on their data? Then `privacy` may be set.
     sums_changes: bool = False
+    # Is all that a client trains made of layers whose gradients are known by example
+    # (adapters/by_example.py), and does nothing else that it sends depend on its examples? Then
+    # `privacy=example` may be set.
+    by_example: bool = False
     # Does a part of the model stay with each client (personal.py)? Then clients evaluate it.
     personalised: bool = False
     # Does every client train in every round?
@@ -47,7 +51,12 @@ _OF_HEADS = ("heads", "init", "scaling", "scoring", "selection", "calibration-st
 
 METHODS = {
     "ravan": Listed(
-        "ravan_flwr.methods.ravan", 3e-3, sums_changes=True, has_heads=True, ignores=("lora-scale",)
+        "ravan_flwr.methods.ravan",
+        3e-3,
+        sums_changes=True,
+        has_heads=True,
+        by_example=True,
+        ignores=("lora-scale",),
     ),
     "full": Listed(
         "ravan_flwr.methods.full",
@@ -56,15 +65,22 @@ METHODS = {
         sums_changes=True,
         ignores=("layer-form", "rank", "lora-scale", "init-scale"),
     ),
-    "fedit": Listed("ravan_flwr.methods.fedit", sums_changes=True, ignores=("layer-form",)),
+    "fedit": Listed(
+        "ravan_flwr.methods.fedit", sums_changes=True, by_example=True, ignores=("layer-form",)
+    ),
     "fedex-lora": Listed(
         "ravan_flwr.methods.fedex_lora",
         averages=False,
         frozen_backbone=False,
+        by_example=True,
         ignores=("layer-form",),
     ),
     "ffa-lora": Listed(
-        "ravan_flwr.methods.ffa_lora", 3e-3, sums_changes=True, ignores=("layer-form",)
+        "ravan_flwr.methods.ffa_lora",
+        3e-3,
+        sums_changes=True,
+        by_example=True,
+        ignores=("layer-form",),
     ),
     # Its first round trains the pretrained weights.
     "fed-sb": Listed(
@@ -73,26 +89,45 @@ METHODS = {
         frozen_backbone=False,
         ignores=("lora-scale", "init-scale"),
     ),
-    "hetlora": Listed("ravan_flwr.methods.hetlora", averages=False, ignores=("layer-form",)),
-    "flexlora": Listed("ravan_flwr.methods.flexlora", averages=False, ignores=("layer-form",)),
+    "hetlora": Listed(
+        "ravan_flwr.methods.hetlora", averages=False, by_example=True, ignores=("layer-form",)
+    ),
+    "flexlora": Listed(
+        "ravan_flwr.methods.flexlora", averages=False, by_example=True, ignores=("layer-form",)
+    ),
     # Its A has orthonormal rows from the first round on.
     "fedsvd": Listed(
-        "ravan_flwr.methods.fedsvd", 3e-3, averages=False, ignores=("layer-form", "init-scale")
+        "ravan_flwr.methods.fedsvd",
+        3e-3,
+        averages=False,
+        by_example=True,
+        ignores=("layer-form", "init-scale"),
     ),
-    "raflora": Listed("ravan_flwr.methods.raflora", averages=False, ignores=("layer-form",)),
+    "raflora": Listed(
+        "ravan_flwr.methods.raflora", averages=False, by_example=True, ignores=("layer-form",)
+    ),
     "flora": Listed(
-        "ravan_flwr.methods.flora", averages=False, frozen_backbone=False, ignores=("layer-form",)
+        "ravan_flwr.methods.flora",
+        averages=False,
+        frozen_backbone=False,
+        by_example=True,
+        ignores=("layer-form",),
     ),
-    "fedrot-lora": Listed("ravan_flwr.methods.fedrot_lora", ignores=("layer-form",)),
-    "fed-plora": Listed("ravan_flwr.methods.fed_plora", ignores=("layer-form",)),
-    "rolora": Listed("ravan_flwr.methods.rolora", ignores=("layer-form",)),
-    "lora-fair": Listed("ravan_flwr.methods.lora_fair", averages=False, ignores=("layer-form",)),
+    "fedrot-lora": Listed(
+        "ravan_flwr.methods.fedrot_lora", by_example=True, ignores=("layer-form",)
+    ),
+    "fed-plora": Listed("ravan_flwr.methods.fed_plora", by_example=True, ignores=("layer-form",)),
+    "rolora": Listed("ravan_flwr.methods.rolora", by_example=True, ignores=("layer-form",)),
+    "lora-fair": Listed(
+        "ravan_flwr.methods.lora_fair", averages=False, by_example=True, ignores=("layer-form",)
+    ),
     "fedsa-lora": Listed(
         "ravan_flwr.methods.fedsa_lora", personalised=True, ignores=("layer-form",)
     ),
     # The references: no adapter, each client alone, and one that has all examples.
     "none": Listed(
         "ravan_flwr.methods.no_adapter",
+        by_example=True,
         ignores=("layer-form", "rank", "lora-scale", "init-scale"),
     ),
     "local": Listed(

@@ -6,22 +6,37 @@ and rounded up: what comes out is an upper bound, and tighter than Renyi's.
 """
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 INTERVAL = 1e-3  # of the grid: a tenth of it changes the fourth digit, and takes ten times as long
 LEAST, MOST = 0.1, 1000.0  # noise multipliers
 CLOSE = 1e-4  # of a multiplier that is looked for
 
 
-@lru_cache(maxsize=1024)
+class Releases(NamedTuple):
+    """Count releases of one kind."""
+
+    multiplier: float  # of the noise
+    rate: float  # of the draw
+    number: int
+
+
 def epsilon_of(multiplier: float, rate: float, delta: float, releases: int) -> float:
     """Return the epsilon of so many releases at that delta; 0 of none."""
-    if not releases:
+    return epsilon_of_all((Releases(multiplier, rate, releases),), delta)
+
+
+@lru_cache(maxsize=4096)
+def epsilon_of_all(releases: tuple[Releases, ...], delta: float) -> float:
+    """Return the epsilon of releases of several kinds together."""
+    made = [one for one in releases if one.number]
+    if not made:
         return 0.0
     library = _library()
     account = library.pld.PLDAccountant(value_discretization_interval=INTERVAL)
-    gaussian = library.GaussianDpEvent(multiplier)
-    account.compose(library.PoissonSampledDpEvent(rate, gaussian), releases)
+    for one in made:
+        gaussian = library.GaussianDpEvent(one.multiplier)
+        account.compose(library.PoissonSampledDpEvent(one.rate, gaussian), one.number)
     return float(account.get_epsilon(delta))
 
 
@@ -53,7 +68,7 @@ def _library() -> Any:
         import dp_accounting.pld  # noqa: PLC0415
     except ImportError:
         raise ValueError(
-            "privacy = 'client': the library dp-accounting is not installed, which accounts for "
+            "privacy: the library dp-accounting is not installed, which accounts for "
             "what a run tells; pip install 'ravan-flwr[privacy]'"
         ) from None
     return dp_accounting

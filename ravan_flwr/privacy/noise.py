@@ -39,6 +39,12 @@ def happens(probability: float) -> bool:
     return secrets.randbits(_BITS) < probability * float(1 << _BITS)
 
 
+def drawn(number: int, probability: float) -> NDArray[np.int64]:
+    """Draw from so many, each by itself with that probability; return which."""
+    bits = np.frombuffer(os.urandom(8 * number), dtype=np.uint64) >> np.uint64(64 - _BITS)
+    return np.flatnonzero(bits < np.uint64(math.ceil(probability * float(1 << _BITS))))
+
+
 def _normals(number: int) -> NDArray[np.float64]:
     """Draw standard normal numbers, two of each pair of uniform ones (Box and Muller, 1958)."""
     pairs = -(-number // 2)

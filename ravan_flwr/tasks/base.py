@@ -168,6 +168,10 @@ class Task(ABC):
         """Return over how many things `loss` is the mean: examples."""
         return len(next(iter(batch.values())))
 
+    def sizes(self, batch: Batch) -> Tensor:
+        """Count how many of these things belong to each example."""
+        return torch.ones(len(next(iter(batch.values()))))
+
     @abstractmethod
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
         """Compute the mean loss over the batch."""

@@ -221,6 +221,11 @@ class Causal(Task):
     def size(self, batch: Batch) -> int:
         return len(batch["targets"])
 
+    def sizes(self, batch: Batch) -> Tensor:
+        texts, length = batch["input_ids"].shape
+        of_each = torch.bincount(batch["positions"] // length, minlength=texts)
+        return of_each.float()
+
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
         return summed_loss(network, **batch) / len(batch["targets"])
 

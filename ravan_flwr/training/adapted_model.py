@@ -47,6 +47,7 @@ class AdaptedModel:
                 "language-model head; expected 'frozen'; set it"
             )
         self._drawn_classifier = self._flat_classifier()
+        self.has_examples_apart = False  # not known yet: private steps find out
         self._fixed_hash = ""  # of the method's fixed tensors, once it has them
         self.seed_fingerprint = self.derived = self._derived_fingerprint()
         self._state_at_rest = self.initial_state()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ravan_flwr.privacy.noise import drawn
 from ravan_flwr.tasks.packing import Rows, longest_first
 
 POOL = 8  # batches: with more there is less padding, and less chance in who meets whom
@@ -42,6 +43,15 @@ def training_batches(
                 yield from _alike(pool, batch_size, random, lengths)
 
 
+def poisson_batches(number: int, rate: float) -> Iterator[np.ndarray]:
+    """Draw each row by itself with that rate, from the system's entropy, for batch after batch.
+
+    Batches have different sizes, and may be empty. Who knew a seed would know who is in them.
+    """
+    while True:
+        yield drawn(number, rate)
+
+
 def in_parts(
     batches: Iterator[np.ndarray],
     size: int,
@@ -53,6 +63,8 @@ def in_parts(
     """
 
     def parts_of(rows: np.ndarray) -> list[np.ndarray]:
+        if not len(rows):  # as a Poisson draw may be
+            return []
         parts = np.array_split(rows, -(-len(rows) // size))
         return [one for part in parts for one in cut(part)] if cut else parts
 

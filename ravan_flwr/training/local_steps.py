@@ -84,8 +84,8 @@ def train_locally(
 
     `own` is the part of the model that has stayed with the client, if one has.
     """
-    stepper = _Stepper(model, task, examples, steps, work)
-    with model.holding(broadcast, own), _dropout_of(work, model.device):
+    stepper = Stepper(model, task, examples, steps, work)
+    with model.holding(broadcast, own), dropout_from(work.derive("dropout"), model.device):
         random = work.generator("heads")
         method = model.method.in_round(work.round)
         method.choose(model.adapters, share, random, stepper.backward)
@@ -102,20 +102,20 @@ def calibrate_locally(
     work: ClientRound,
 ) -> LocalResult:
     """Do one client's part of a calibration round."""
-    stepper = _Stepper(model, task, examples, steps, work)
-    with model.holding(broadcast), _dropout_of(work, model.device):
+    stepper = Stepper(model, task, examples, steps, work)
+    with model.holding(broadcast), dropout_from(work.derive("dropout"), model.device):
         upload = model.calibration.run(model.adapters, stepper)
     return LocalResult(upload, {}, stepper.mean_loss())
 
 
 @contextmanager
-def _dropout_of(work: ClientRound, device: torch.device) -> Iterator[None]:
-    """Seed PyTorch's own generators, from which dropout draws, as a function of the work."""
+def dropout_from(number: int, device: torch.device) -> Iterator[None]:
+    """Seed PyTorch's own generators, from which dropout draws, by this number."""
     devices = [device.index or 0] if device.type == "cuda" else []
     # On a CPU not by torch.manual_seed, which notes the stack for a GPU to come.
     seed = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
     with torch.random.fork_rng(devices):
-        seed(work.derive("dropout") % 2**63)
+        seed(number % 2**63)
         yield
 
 
@@ -127,7 +127,7 @@ def check_precision(precision: str, device: torch.device) -> None:
         )
 
 
-class _Stepper:
+class Stepper:
     """Run forward, backward and Adam over a client's batches, in the precision asked for."""
 
     def __init__(
@@ -149,12 +149,7 @@ class _Stepper:
                 most=steps.micro_batch_tokens,
                 packing=steps.packing,
             )
-        order = training_batches(
-            len(examples),
-            steps.batch_size,
-            work.generator("batches"),
-            lengths if by_length else None,
-        )
+        order = self.order_of(len(examples), lengths if by_length else None, work)
         parts, self.parts = in_parts(order, steps.micro_batch_size or steps.batch_size, cut)
         lay_out = task.packed if steps.packing else task.collate
         self.batches = _batches(examples, lay_out, parts, self.device)
@@ -164,6 +159,13 @@ class _Stepper:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scales)
         self.losses: list[Tensor] = []
         model.network.train()
+
+    def order_of(
+        self, number: int, lengths: np.ndarray | None, work: ClientRound
+    ) -> Iterator[np.ndarray]:
+        """Choose the rows of each step's batch, without end."""
+        random = work.generator("batches")
+        return training_batches(number, self.steps.batch_size, random, lengths)
 
     def train(self, parameters: Sequence[Tensor]) -> None:
         """Take a round's steps on these parameters; the optimiser's state starts anew."""
@@ -211,12 +213,16 @@ class _Stepper:
 
     def _backward(self, batch: Batch, share: float = 1.0) -> Tensor:
         """Add the gradients of a part of a step, which has that share of the whole's mean."""
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
-            loss = self.task.loss(self.model.network, batch)
+        loss = self.loss_of(batch)
         loss = loss if share == 1.0 else loss * share
         if loss.requires_grad:
             self.scaler.scale(loss).backward()
         return loss.detach().float()
+
+    def loss_of(self, batch: Batch) -> Tensor:
+        """Compute the mean loss of a part, in the precision asked for."""
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+            return self.task.loss(self.model.network, batch)
 
 
 def _pull_back(parameters: Sequence[Tensor], anchors: list[Tensor], mu: float) -> None:

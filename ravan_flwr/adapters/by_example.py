@@ -1,0 +1,97 @@
+"""Compute the gradients of each example's own loss in a layer, without a loop over examples.
+
+One backward pass over a batch has all that is needed: a layer's inputs x_t and the gradients g_t of
+its outputs, of which an example's tokens t depend on that example alone. Summed over these tokens,
+
+    y = W x + b                     dW = sum_t g_t x_t^T,             db = sum_t g_t
+    y = W x + scale B A x           dB = scale sum_t g_t (A x_t)^T
+                                    dA = scale sum_t (B^T g_t) x_t^T
+    y = W x + sum_i s_i B_i H_i A_i x
+        G_i = sum_t (B_i^T g_t) (A_i x_t)^T,    dH_i = s_i G_i,    ds_i = <H_i, G_i>
+
+So an example's gradient of a core takes what the layer's factors are multiplied with anyway, and
+has r^2 numbers. It is the same in whatever form the layer was computed. All of it is in float32.
+
+`RULES` says for which layers this is known. One that is not among them cannot be trained with
+privacy of each example.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ravan_flwr.adapters.lora import LoRALinear
+from ravan_flwr.adapters.multihead import MultiHeadLinear
+from ravan_flwr.adapters.stored import StoredLinear
+
+Wanted = Callable[[Tensor], bool]  # tells of a parameter whether it is trained
+Found = Iterator[tuple[nn.Parameter, Tensor]]  # with its gradients, (examples, *shape)
+
+
+class Rule(NamedTuple):
+    """Say which parameters of a layer it finds gradients of, and find them.
+
+    x is (examples, tokens, in), the gradient of the output (examples, tokens, out).
+    """
+
+    parameters: Callable[[Any], list[nn.Parameter]]
+    gradients: Callable[[Any, Tensor, Tensor, Wanted], Found]
+
+
+def rule_of(layer: nn.Module) -> Rule | None:
+    """Find the rule for a layer; None if there is none."""
+    if isinstance(layer, nn.Linear) and type(layer) not in (nn.Linear, StoredLinear):
+        return None  # it may compute anything
+    return next((rule for kind, rule in RULES.items() if isinstance(layer, kind)), None)
+
+
+def _of_linear(layer: nn.Linear) -> list[nn.Parameter]:
+    return [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+
+
+def _linear(layer: nn.Linear, x: Tensor, g: Tensor, wanted: Wanted) -> Found:
+    if wanted(layer.weight):
+        yield layer.weight, g.mT @ x
+    if layer.bias is not None and wanted(layer.bias):
+        yield layer.bias, g.sum(1)
+
+
+def _of_lora(layer: LoRALinear) -> list[nn.Parameter]:
+    return [layer.B, layer.A]
+
+
+def _lora(layer: LoRALinear, x: Tensor, g: Tensor, wanted: Wanted) -> Found:
+    B, A, scaled = layer.B.detach().float(), layer.A.detach().float(), layer.scale * g
+    if wanted(layer.B):
+        yield layer.B, scaled.mT @ (x @ A.mT)
+    if wanted(layer.A):
+        yield layer.A, (scaled @ B).mT @ x
+
+
+def _of_heads(layer: MultiHeadLinear) -> list[nn.Parameter]:
+    trained = layer.subset or layer
+    return [trained.H, trained.s]
+
+
+def _heads(layer: MultiHeadLinear, x: Tensor, g: Tensor, wanted: Wanted) -> Found:
+    trained = layer.subset or layer
+    A, B = layer.A.float(), layer.B.float()
+    if layer.subset is not None:
+        A, B = A[layer.subset.index], B[layer.subset.index]
+    sides = *x.shape[:2], len(A), layer.rank
+    u = (x @ A.flatten(0, 1).mT).view(sides)  # A_i x of the trained heads
+    v = (g @ B.transpose(0, 1).flatten(1)).view(sides)  # B_i^T g
+    G = torch.einsum("ntka,ntkb->nkab", v, u)
+    if wanted(trained.s):
+        yield trained.s, torch.einsum("nkab,kab->nk", G, trained.H.detach())
+    if wanted(trained.H):
+        yield trained.H, trained.s.detach()[:, None, None] * G
+
+
+RULES: dict[type[nn.Module], Rule] = {
+    MultiHeadLinear: Rule(_of_heads, _heads),
+    LoRALinear: Rule(_of_lora, _lora),
+    nn.Linear: Rule(_of_linear, _linear),
+}
