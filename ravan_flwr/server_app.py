@@ -15,6 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.privacy.example_gradients import check_trained
 from ravan_flwr.results.card import measured, write_card
 from ravan_flwr.results.classes import write_classes
 from ravan_flwr.results.export import natural_form, write_result
@@ -28,6 +29,7 @@ from ravan_flwr.runs.status import drop_status, write_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.server.delivery import Delivery, hand_out
 from ravan_flwr.server.envelope import guard
+from ravan_flwr.server.example_budget import ExampleBudget
 from ravan_flwr.server.inbox import in_process, processes_of, simulating
 from ravan_flwr.server.keeper import Keeper
 from ravan_flwr.server.limits import Limit, limits_of
@@ -90,6 +92,8 @@ def main(grid: Grid, context: Context) -> None:
             check_simulation(grid, bench, config)
         resolved = dataclasses.replace(bench.config, rank=bench.model.method.rank)
         # What is refused is refused before anything is written.
+        if config.privacy == "example":
+            check_trained(bench.model.network, bench.model.parameters())
         if earlier is None:
             start = Start(bench.model.initial_state())
         else:
@@ -162,7 +166,8 @@ def _run(
     """Hold the rounds, save what comes out of them, and tell it."""
     if start.done is None:
         directory.write_json("config.json", config.as_dict())
-    privacy = PrivacyBudget.of(config, directory, start)
+    account = PrivacyBudget.of(config, directory, start)
+    privacy = account or ExampleBudget.of(config, directory, start)
     final, strategy = _hold_rounds(grid, bench, config, directory, start, limits, privacy)
     summary = summary_of(bench, config, start.records, len(strategy.roster.members))
     if privacy is not None:
@@ -184,7 +189,7 @@ def _hold_rounds(
     directory: RunDirectory,
     start: Start,
     limits: list[Limit],
-    privacy: PrivacyBudget | None,
+    privacy: PrivacyBudget | ExampleBudget | None,
 ) -> tuple[Tensors, FederatedTuning]:
     """Let the strategy run its rounds; return the last state, and the strategy."""
     metric = bench.task.metric
@@ -234,7 +239,7 @@ def _strategy(
     keeper: Keeper,
     start: Start,
     limits: list[Limit],
-    privacy: PrivacyBudget | None,
+    privacy: PrivacyBudget | ExampleBudget | None,
 ) -> FederatedTuning:
     """Make the strategy of a run that begins there."""
     model, records = bench.model, start.records

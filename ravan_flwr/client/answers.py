@@ -16,6 +16,7 @@ import torch
 import transformers
 from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 
+from ravan_flwr.client.example_account import SpentError, take_part
 from ravan_flwr.client.own_part import find_own, keep_own, run_mark
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.node_config import read_node
@@ -40,6 +41,7 @@ from ravan_flwr.training.local_steps import (
     steps_of,
     train_locally,
 )
+from ravan_flwr.training.private_steps import sampling_rate, train_privately
 from ravan_flwr.training.workbench import Examples, Workbench, get_workbench
 
 log = getLogger(__name__)
@@ -180,12 +182,32 @@ def _train(client: _Client) -> RecordDict:
     client.take_fixed()
     # The share that this node named when it was asked: free memory may have changed since.
     share = cast(float, client.content.config_records["config"]["share"])
+    if client.config.privacy == "example":
+        return _train_privately(client, share)
     own = client.find_own()
     result = train_locally(*client.work, share, client.steps, client.turn, own)
     reply = _trained(client, result)
     if result.own:
         keep_own(client.context.state, result.own, client.mark)
         reply.metric_records["metrics"]["began-anew"] = int(own is None)
+    return reply
+
+
+def _train_privately(client: _Client, share: float) -> RecordDict:
+    """Train with private steps, once they are accounted for; or say that no room is left."""
+    message = client.content.config_records["config"]
+    rate = sampling_rate(client.config.batch_size, len(client.trained_on))
+    try:
+        noise, recounted = take_part(
+            client.context.state, client.mark, client.config, rate, message
+        )
+    except SpentError as error:
+        log.info("this client trains no further: %s", error)
+        refused = ConfigRecord({"round": client.round, "reason": str(error)})
+        return RecordDict({"refused": refused})
+    result = train_privately(*client.work, share, client.steps, client.turn, noise)
+    reply = _trained(client, result)
+    reply.metric_records["metrics"]["recounted"] = int(recounted)
     return reply
 
 

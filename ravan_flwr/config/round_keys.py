@@ -104,8 +104,9 @@ PRIVACY: dict[str, Key] = {
     "privacy": Key(
         str,
         "none",
-        "client: differential privacy for each client, against all who see the model",
-        ("none", "client"),
+        "client: differential privacy for each client, against all who see the model; example: "
+        "for each example of a client, against the server as well",
+        ("none", "client", "example"),
     ),
     "epsilon": Key(
         float,
@@ -118,7 +119,8 @@ PRIVACY: dict[str, Key] = {
     "noise-multiplier": Key(
         float,
         AUTO,
-        "noise on the sum of clipped changes, by clip-norm; auto: by epsilon",
+        "noise on the sum of clipped changes, or of clipped gradients, by clip-norm; auto: by "
+        "epsilon",
         low=0.1,
         high=1000,
     ),
@@ -126,8 +128,8 @@ PRIVACY: dict[str, Key] = {
     "clip-norm": Key(
         float,
         AUTO,
-        "norm to which a client's change is clipped; auto: 0.1 at first, then half of the "
-        "changes are within it",
+        "norm to which a client's change, or an example's gradient, is clipped; auto: of changes "
+        "0.1 at first, then half of them are within it, and of gradients 1",
         above=0,
         high=1e6,
     ),

@@ -21,6 +21,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 from ravan_flwr.tasks import TASKS
 
+CLIP_OF_GRADIENTS = 1.0  # under privacy=example, where none is set
 HELD_BACK = 0.2  # of a client's examples, where each has a model of its own
 
 
@@ -159,6 +160,8 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
     _resolve_ranks(values, preset)
     _resolve_rates(values, preset)
     _resolve_clients(values)
+    if values["privacy"] == "example" and values["clip-norm"] == AUTO:
+        values["clip-norm"] = CLIP_OF_GRADIENTS
     check_together(values)
     _check_batching(values, preset, _max_length(values["max-length"], preset))
     _check_samples(values, preset)

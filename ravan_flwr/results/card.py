@@ -79,8 +79,11 @@ def _rows(config: dict[str, Any], summary: Summary, directory: RunDirectory) -> 
 
 
 def privacy_of(spent: Mapping[str, Any]) -> str:
-    """Say what a private run promises each of its clients, or would promise those of a larger."""
-    told = f"epsilon {spent['epsilon']:.3f}, delta {spent['delta']:g} for each client, "
+    """Say what a private run promises, and whom: its clients, their examples, or a larger run's."""
+    whom = "each client"
+    if spent.get("unit") == "example":
+        whom = "each example of a client, the largest of all clients'"
+    told = f"epsilon {spent['epsilon']:.3f}, delta {spent['delta']:g} for {whom}, "
     told += f"noise multiplier {spent['noise-multiplier']:.4g}"
     if "noise-cohort" in spent:
         told += (

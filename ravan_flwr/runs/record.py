@@ -39,6 +39,7 @@ class Rejection(TypedDict):
 Spent = TypedDict(
     "Spent",
     {
+        "unit": NotRequired[str],  # example: epsilon is that of a client's examples, the largest
         "epsilon": float,  # of all rounds so far
         "delta": float,
         "noise-multiplier": float,
@@ -70,6 +71,8 @@ RoundRecord = TypedDict(
         "collapsed": NotRequired[str],  # why its evaluation counts as a collapse
         "spread": NotRequired[dict[str, Spread]],  # of each metric over the clients (spread.py)
         "privacy": NotRequired[Spent],  # of a private run
+        "spent": NotRequired[list[int]],  # partitions that have nothing left of their epsilon
+        "recounted": NotRequired[list[int]],  # partitions whose own account lacked rounds
         "began-anew": NotRequired[list[int]],  # partitions that had lost their part of the model
         "reached": NotRequired[float],  # the `until-metric` that its evaluation has reached
     },
@@ -118,6 +121,7 @@ Summary = TypedDict(
         "finished": str,
         "processes": NotRequired[int],  # in which clients computed, of a run in process
         "spread": NotRequired[dict[str, Spread]],  # over the clients, of the last evaluation
+        "unit": NotRequired[str],  # that epsilon is of: example, or none of a client's
         "epsilon": NotRequired[float],  # that a private run has spent, with this delta
         "delta": NotRequired[float],
         "noise-multiplier": NotRequired[float],

@@ -33,6 +33,8 @@ class Ledger:
     resting: list[int] = field(default_factory=list)  # were silent before, and were not asked
     spare: list[int] = field(default_factory=list)  # replies that were not needed any more
     began_anew: list[int] = field(default_factory=list)  # had lost their part of the model
+    spent: list[int] = field(default_factory=list)  # have nothing left of their epsilon
+    recounted: list[int] = field(default_factory=list)  # had lost a part of their account
     spread: dict[str, Spread] = field(default_factory=dict)  # of an evaluation, over the clients
     private: Spent | None = None  # what a private run has spent, this round included
     refused: str = ""  # why the round has no effect, if it has none
@@ -122,6 +124,10 @@ class Ledger:
             record["refused"] = self.refused
         if self.spread:
             record["spread"] = self.spread
+        if self.spent:
+            record["spent"] = self.spent[:LISTED]
+        if self.recounted:
+            record["recounted"] = sorted(self.recounted)
         if self.began_anew:
             record["began-anew"] = sorted(self.began_anew)
         return record

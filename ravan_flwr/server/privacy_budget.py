@@ -18,6 +18,7 @@ from ravan_flwr.privacy.account import epsilon_of, multiplier_for
 from ravan_flwr.privacy.mechanism import Noise
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
+from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.start import Start
 
 log = getLogger(__name__)
@@ -46,8 +47,8 @@ class PrivacyBudget:
 
     @classmethod
     def of(cls, config: Config, directory: RunDirectory, start: Start) -> "PrivacyBudget | None":
-        """Open a run's account; None if the run is not private."""
-        if config.privacy == "none":
+        """Open a run's account; None if it is not one with privacy of clients."""
+        if config.privacy != "client":
             return None
         before = None
         if start.done is not None:
@@ -64,8 +65,9 @@ class PrivacyBudget:
 
         return cls(config, write, before)
 
-    def begin(self, clients: int, rounds: int) -> None:
+    def begin(self, roster: Roster, rounds: int) -> None:
         """Fix the sampling rate and the noise of a new run; tell what the run will spend."""
+        clients = max(roster.partitions, len(roster.members))
         if not self.rate:
             self.rate = min(1.0, self.config.clients_per_round / clients)
             self.multiplier = self.config.noise_multiplier or multiplier_for(

@@ -99,6 +99,17 @@ def read_trained(
         return Trained(decode(view_record(_arrays_of(content)), wire, most), loss, seconds, anew)
 
 
+def refusal_in(reply: Message, round_number: int) -> str:
+    """Read why a client trains no further, in a reply of that round; "" if it has trained."""
+    with telling():
+        refused = content_of(reply).config_records.get("refused")
+        if refused is None:
+            return ""
+        if refused.get("round") != round_number:
+            raise ValueError(f"reply is of round {shown(refused.get('round'))}")
+        return str(refused.get("reason") or "it gives no reason")
+
+
 def read_evaluated(reply: Message, round_number: int, asked: Asked, most: float) -> Evaluated:
     """Read a reply to an evaluation of that round, of at most so many examples."""
     with telling():

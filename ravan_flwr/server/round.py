@@ -45,6 +45,7 @@ from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status
+from ravan_flwr.specs import Scalar
 
 log = getLogger(__name__)
 
@@ -205,6 +206,10 @@ class TrainingRound(Round):
     def choose(self, sampler: Sampler, grid: Grid) -> list[Member]:
         """Sample the clients that train in the round."""
         return sampler.sample(grid, self.ledger)
+
+    def settings(self, member: Member) -> dict[str, Scalar]:  # noqa: ARG002
+        """Return what a client's message says beside what all messages say."""
+        return {}
 
     def add(self, reply: Reply) -> list[list[int]]:
         upload, member = reply.trained.upload, reply.member

@@ -6,7 +6,7 @@ Simulated node ids are random, so nothing may depend on them: a round's clients 
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from logging import getLogger
 
 import torch
@@ -45,10 +45,19 @@ class Sampler:
         self.config, self.method, self.roster = config, method, roster
         self._left_out: list[int] = []  # in the round before, to log a change once
 
-    def sample(self, grid: Grid, ledger: Ledger) -> list[Member]:
-        """Draw the clients of the ledger's round, then those in reserve (`over-sample`)."""
+    def sample(
+        self,
+        grid: Grid,
+        ledger: Ledger,
+        among: Callable[[Sequence[Member]], list[Member]] | None = None,
+    ) -> list[Member]:
+        """Draw the clients of the ledger's round, then those in reserve (`over-sample`).
+
+        `among` picks those that may be drawn.
+        """
         config = self.config
         able = self.able(grid, ledger)
+        able = able if among is None else among(able)
         members = self.roster.rested(able, MessageType.TRAIN, ledger.number, config.min_replies)
         awake = {member.node_id for member in members}
         ledger.resting = [m.partition_id for m in able if m.node_id not in awake]

@@ -25,6 +25,8 @@ from ravan_flwr.runs.record import Metrics, RoundRecord
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
 from ravan_flwr.server.envelope import guard
+from ravan_flwr.server.example_budget import ExampleBudget
+from ravan_flwr.server.example_round import ExampleRound
 from ravan_flwr.server.examples import ExampleCounts
 from ravan_flwr.server.inbox import in_process
 from ravan_flwr.server.limits import Limit
@@ -83,7 +85,7 @@ class FederatedTuning(Strategy):
         dealt_out: Callable[[int], Sequence[int]] | None = None,
         tell: Tell | None = None,
         limits: Iterable[Limit] = (),
-        privacy: PrivacyBudget | None = None,
+        privacy: PrivacyBudget | ExampleBudget | None = None,
     ) -> None:
         self.config, self.method = config, method
         self.recorder, self.first_round, self._measured = recorder, first_round, measured or Asked()
@@ -149,8 +151,7 @@ class FederatedTuning(Strategy):
         self.roster.recruit(grid, wait=True)
         self.summary()
         if self._privacy is not None:
-            clients = max(self.roster.partitions, len(self.roster.members))
-            self._privacy.begin(clients, num_rounds)
+            self._privacy.begin(self.roster, num_rounds)
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
         arrays = self._calibrate(grid, initial_arrays, timeout)
         for number in range(self.first_round, num_rounds + 1):
@@ -209,7 +210,8 @@ class FederatedTuning(Strategy):
             if share not in broadcasts:
                 sent = outgoing(method, self.state.tensors, share)
                 broadcasts[share] = self._encoded(sent, server_round)
-            yield self.mail.message(member, round_.kind, server_round, broadcasts[share], config)
+            settings = ConfigRecord({**config, **round_.settings(member)})
+            yield self.mail.message(member, round_.kind, server_round, broadcasts[share], settings)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -279,8 +281,10 @@ class FederatedTuning(Strategy):
 
     def _open_round(self, number: int) -> TrainingRound:
         """Open a training round; it becomes the round under way."""
-        if self._privacy is not None:
+        if isinstance(self._privacy, PrivacyBudget):
             self._round = PrivateRound(number, self._run, self._privacy, self._clip_norm)
+        elif self._privacy is not None:
+            self._round = ExampleRound(number, self._run, self._privacy)
         else:
             self._round = TrainingRound(number, self._run)
         return self._round
@@ -288,7 +292,7 @@ class FederatedTuning(Strategy):
     @property
     def _memory(self) -> Tensors:
         """Collect what a run that goes on needs beside the tensors."""
-        if self._privacy is None:
+        if not isinstance(self._privacy, PrivacyBudget):
             return self.state.memory
         norm = torch.tensor([self._clip_norm], dtype=torch.float64)
         return self.state.memory | {CLIP_NORM: norm}
