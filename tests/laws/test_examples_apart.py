@@ -1,23 +1,25 @@
 """Laws of gradients by example: those of the loop over examples, in every layer and every form.
 
 The oracle computes the gradient of one example's loss after the other, in float64, by autograd.
+Opacus is another one, where it is installed (`pip install --no-deps opacus opt_einsum`).
 """
 
 import copy
-import math
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ravan_flwr.adapters.by_example import RULES
 from ravan_flwr.methods import METHODS
 from ravan_flwr.privacy.example_gradients import ExampleGradients, check_apart, check_trained
+from ravan_flwr.privacy.example_mechanism import ClippedExamples, StepNoise, joint_norms
 from ravan_flwr.seeding import generator
-from tests.methods import aggregate, build_whole, some_state
+from tests.methods import build_whole, some_state
 
 BY_EXAMPLE = [name for name, method in METHODS.items() if method.by_example]
+# Whose layers are the same, though their rounds are not private.
+OF_SUCH_LAYERS = [*BY_EXAMPLE, "fed-sb", "fedsa-lora", "local"]
 EXAMPLES, TOKENS = 5, 4
 
 
@@ -27,7 +29,7 @@ class Together(nn.Module):
     def __init__(self, network):
         super().__init__()
         self.network = network
-        self.head = nn.Linear(network.v.base.out_features if hasattr(network.v, "base") else 4, 3)
+        self.head = nn.Linear(4, 3)
 
     def forward(self, x):
         q = torch.tanh(self.network.q(x))
@@ -37,10 +39,9 @@ class Together(nn.Module):
 
 def adapted(name, share=1.0, **changes):
     """A model in the middle of a run, a client of that share, what it trains, and its examples."""
-    method, adapters, network = build_whole(name, **changes if METHODS[name].has_heads else {})
+    method, adapters, network = build_whole(name, **changes)
     torch.manual_seed(3)
     model = Together(network)
-    model.head.requires_grad_(True)
     state = some_state(method, adapters)
     share = share if method.can_train(share) else 1.0
     method.load(adapters, method.broadcast(state, share))
@@ -63,10 +64,8 @@ def loop(model, parameters, x, y):
     each = []
     for one in range(len(x)):
         loss = F.cross_entropy(exact(x[one : one + 1].double()), y[one : one + 1])
-        found = torch.autograd.grad(loss, mine, allow_unused=True)
-        each.append(
-            [torch.zeros_like(p) if g is None else g for p, g in zip(mine, found, strict=True)]
-        )
+        pairs = zip(mine, torch.autograd.grad(loss, mine, allow_unused=True), strict=True)
+        each.append([torch.zeros_like(p) if g is None else g for p, g in pairs])
     return [torch.stack(gradients) for gradients in zip(*each, strict=True)]
 
 
@@ -75,12 +74,163 @@ def fast(model, parameters, x, y):
     return ExampleGradients(model, parameters).of(lambda: F.cross_entropy(model(x), y), sizes)
 
 
+def close(got, expected, **how):
+    how = how or {"rtol": 1e-4, "atol": 1e-6}
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), **how)
+
+
 @pytest.mark.parametrize("form", ["merged", "factored"])
 @pytest.mark.parametrize("share", [1.0, 0.4])
-@pytest.mark.parametrize("name", BY_EXAMPLE)
+@pytest.mark.parametrize("name", OF_SUCH_LAYERS)
 def test_gradients_by_example_are_those_of_the_loop(name, share, form):
     model, parameters, x, y = adapted(name, share, layer_form=form)
     expected = loop(model, parameters, x, y)
-    for got, right in zip(fast(model, parameters, x, y), expected, strict=True):
-        torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-6)
+    close(fast(model, parameters, x, y), expected)
+    assert all(gradients.flatten(1).any(1).all() for gradients in expected if gradients.any())
     assert any(gradients.any() for gradients in expected)
+
+
+@pytest.mark.parametrize("changes", [{"scaling": "constant"}, {"lora_scale": 0.3}], ids=str)
+@pytest.mark.parametrize("name", ["ravan", "fedit"])
+def test_so_they_are_with_other_scales(name, changes):
+    model, parameters, x, y = adapted(name, **changes)
+    close(fast(model, parameters, x, y), loop(model, parameters, x, y))
+
+
+@pytest.mark.parametrize("name", BY_EXAMPLE)
+def test_their_mean_is_the_gradient_of_a_plain_step(name):
+    model, parameters, x, y = adapted(name, 0.7)
+    found = fast(model, parameters, x, y)
+    assert all(p.requires_grad and p.grad is None for p in parameters)
+    F.cross_entropy(model(x), y).backward()
+    plain = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    close([gradients.mean(0) for gradients in found], plain)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", BY_EXAMPLE)
+def test_they_are_those_of_opacus(name):
+    opacus = pytest.importorskip("opacus")
+    model, parameters, x, y = adapted(name, layer_form="factored")
+    found = fast(model, parameters, x, y)
+    other = copy.deepcopy(model)
+    frozen = {n for n, p in model.named_parameters() if id(p) not in set(map(id, parameters))}
+    names = {id(p): n for n, p in model.named_parameters()}
+    own = dict(other.named_parameters())
+    for n in frozen:
+        own[n].requires_grad_(False)
+    sampled = opacus.GradSampleModule(other, batch_first=True, loss_reduction="mean", strict=False)
+    F.cross_entropy(sampled(x), y).backward()
+    close(found, [own[names[id(p)]].grad_sample for p in parameters])
+
+
+@pytest.mark.parametrize("name", ["ravan", "fedit"])
+def test_in_bfloat16_they_are_as_near_as_its_digits(name):
+    model, parameters, x, y = adapted(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fast(model, parameters, x, y)
+    assert all(gradients.dtype == torch.float32 for gradients in found)
+    expected = loop(model, parameters, x, y)
+    size = float(joint_norms(expected).max())
+    assert joint_norms([f.double() - e for f, e in zip(found, expected, strict=True)]).max() < (
+        0.05 * size
+    )
+
+
+@pytest.mark.parametrize("name", BY_EXAMPLE)
+@pytest.mark.parametrize("norm", [1e-3, 0.3, 1e6])
+def test_one_example_more_moves_the_sum_by_the_clip_norm_at_most(name, norm):
+    """Neighbours: every example taken away in turn, over all that is trained together."""
+    model, parameters, x, y = adapted(name, 0.7)
+
+    def summed(rows):
+        clipped = ClippedExamples(parameters, StepNoise(1.0, norm))
+        clipped.add(fast(model, parameters, x[rows], y[rows]))
+        return [total.clone() for total in clipped.sums]
+
+    whole = summed(list(range(EXAMPLES)))
+    norms = joint_norms(loop(model, parameters, x, y))
+    for one in range(EXAMPLES):
+        without = summed([row for row in range(EXAMPLES) if row != one])
+        pairs = zip(whole, without, strict=True)
+        moved = joint_norms([(a - b)[None] for a, b in pairs]).item()
+        assert 0 < moved <= norm * (1 + 1e-6)
+        assert moved == pytest.approx(min(norm, float(norms[one])), rel=1e-3)
+
+
+@pytest.mark.parametrize("parts", [[5], [2, 3], [1, 1, 1, 1, 1]])
+def test_the_sum_is_the_same_in_whatever_parts(parts):
+    model, parameters, x, y = adapted("ravan", 0.4)
+    clipped = ClippedExamples(parameters, StepNoise(1.0, 0.5))
+    for rows in torch.arange(EXAMPLES).split(parts):
+        clipped.add(fast(model, parameters, x[rows], y[rows]))
+    exact = ClippedExamples(parameters, StepNoise(1.0, 0.5))
+    exact.add(loop(model, parameters, x, y))
+    close(clipped.sums, exact.sums)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("layer", "told"),
+    [
+        (nn.LayerNorm(3), "what is trained has a LayerNorm, 3, of which no rule"),
+        (nn.Conv1d(3, 3, 1), "what is trained has a Conv1d, 3"),
+        (nn.Bilinear(3, 3, 3), "what is trained has a Bilinear, 3"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_rule_is_refused_by_name(layer, told):
+    network = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), layer)
+    check_trained(network, list(network[0].parameters()))
+    with pytest.raises(ValueError, match=told):
+        check_trained(network, list(network.parameters()))
+
+
+def test_a_linear_layer_that_computes_something_else_has_no_rule():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    network = nn.Sequential(Doubled(3, 3))
+    with pytest.raises(ValueError, match="what is trained has a Doubled, 0"):
+        check_trained(network, list(network.parameters()))
+
+
+def test_a_normalisation_over_the_batch_is_refused_though_it_is_frozen():
+    network = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="the model has a BatchNorm1d, 1, which mixes"):
+        check_trained(network, list(network[0].parameters()))
+
+
+class Mixes(nn.Module):
+    """Subtract the mean of the batch."""
+
+    def forward(self, x):
+        return x - x.mean(0, keepdim=True)
+
+
+@pytest.mark.parametrize(("between", "fails"), [(nn.Tanh(), False), (Mixes(), True)])
+def test_examples_that_depend_on_each_other_are_found(between, fails):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 3), between, nn.Linear(3, 2))
+    parameters = list(network.parameters())
+    x, y = torch.randn(2, 3), torch.tensor([0, 1])
+    alone, together = (fast(network, parameters, x[:n], y[:n]) for n in (1, 2))
+    if fails:
+        with pytest.raises(ValueError, match="depends on the other examples of its batch"):
+            check_apart(alone, together)
+    else:
+        check_apart(alone, together)
+
+
+def test_a_layer_that_is_used_twice_counts_twice():
+    torch.manual_seed(0)
+    linear = nn.Linear(3, 3)
+    network = nn.Sequential(linear, nn.Tanh(), linear)
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    parameters = list(linear.parameters())
+    close(fast(network, parameters, x, y), loop(network, parameters, x, y))

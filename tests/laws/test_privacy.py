@@ -7,7 +7,7 @@ mechanism is right, and much better where it is broken.
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import dp_accounting
 import pytest
@@ -249,11 +249,16 @@ def seen(new):
     return float(new["H"][1, 0])
 
 
-def lower_bound(mechanism: Mechanism, of: Callable[[State], float] = seen) -> float:
+def lower_bound(
+    mechanism: Mechanism,
+    of: Callable[[State], float] = seen,
+    others: Sequence[State] = OTHERS,
+    canary: State = CANARY,
+) -> float:
     """The largest epsilon that one release certainly has, by thresholds found on other trials."""
     with_it, without = (
         torch.tensor([of(mechanism(clients)) for _ in range(2 * TRIALS)])
-        for clients in ([*OTHERS, CANARY], OTHERS)
+        for clients in ([*others, canary], others)
     )
     best = 0.0
     middle = sorted({*with_it[:TRIALS].quantile(torch.linspace(0, 1, 9)).tolist(), 1e-9})
