@@ -121,6 +121,9 @@ def test_they_are_those_of_opacus(name):
     own = dict(other.named_parameters())
     for n in frozen:
         own[n].requires_grad_(False)
+    for module in other.modules():  # Opacus knows no layer with buffers
+        module.__dict__.update(module._buffers)
+        module._buffers.clear()
     sampled = opacus.GradSampleModule(other, batch_first=True, loss_reduction="mean", strict=False)
     F.cross_entropy(sampled(x), y).backward()
     close(found, [own[names[id(p)]].grad_sample for p in parameters])
