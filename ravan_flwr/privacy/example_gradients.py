@@ -21,6 +21,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ravan_flwr.adapters.by_example import RULES, Rule, rule_of
 
+Take = Callable[[nn.Module, Rule, Tensor, Tensor], None]  # with input and gradient of a layer
+
 _CLOSE = 1e-3  # of an example's gradient by itself, how far off it may be in company
 
 
@@ -58,10 +60,12 @@ class ExampleGradients:
         ]
 
     @contextmanager
-    def tapped(self, take: Callable[[nn.Module, Rule, Tensor, Tensor], None]) -> Iterator[None]:
-        """Let each layer hand over its input and, when it comes, the gradient of its output."""
+    def tapped(
+        self, take: Take | None = None, read: Callable[[Tensor], object] | None = None
+    ) -> Iterator[None]:
+        """Let each layer hand over what it reads, and that with the gradient of its output."""
         before = [parameter.requires_grad for parameter in self.parameters]
-        taps = [self._tap(layer, rule, take) for layer, rule in self._layers]
+        taps = [self._tap(layer, rule, take, read) for layer, rule in self._layers]
         try:
             for parameter in self.parameters:
                 parameter.requires_grad_(False)
@@ -76,18 +80,22 @@ class ExampleGradients:
         self,
         layer: nn.Module,
         rule: Rule,
-        take: Callable[[nn.Module, Rule, Tensor, Tensor], None],
+        take: Take | None,
+        read: Callable[[Tensor], object] | None,
     ) -> torch.utils.hooks.RemovableHandle:
         def tap(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if not output.requires_grad:  # nothing before it is trained, and nothing in it now
                 output.requires_grad_()
             x = inputs[0].detach()
-            # Of what gradient checkpointing computes again this is never called.
-            output.register_hook(lambda g: take(layer, rule, x, g))
+            if read is not None:
+                read(x)
+            if take is not None:
+                # Of what gradient checkpointing computes again this is never called.
+                output.register_hook(lambda g: take(layer, rule, x, g))
 
         return layer.register_forward_hook(tap)
 
-    def _collector(self, weights: Tensor) -> Callable[[nn.Module, Rule, Tensor, Tensor], None]:
+    def _collector(self, weights: Tensor) -> Take:
         def collect(layer: nn.Module, rule: Rule, x: Tensor, g: Tensor) -> None:
             number = len(weights)
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):

@@ -8,6 +8,7 @@ the memory of a step is counted, not guessed, for every number of heads.
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -21,6 +22,7 @@ from ravan_flwr.adapters.quantize import BITS, quantizable
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.wire import num_bytes
 from ravan_flwr.methods.base import Method
+from ravan_flwr.privacy.example_gradients import ExampleGradients
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Task
 from ravan_flwr.tasks.packing import check_packing
@@ -130,11 +132,13 @@ def step_memory(config: Config, share: float) -> StepMemory:
     copies = _bytes(trained) - 4 * built.classifier_size if added else 0  # of some heads
     at_a_time, task = examples_at_a_time(config), make_task(config)
     with attention_of(config, network, task):
-        kept = kept_for_backward(network, task, at_a_time)
+        by_example = ExampleGradients(network, trained) if config.privacy == "example" else None
+        kept = kept_for_backward(network, task, at_a_time, by_example)
     return StepMemory(
         weights=weights - (_bytes(trained) - copies) - built.saved,
         trained=ADAM * _bytes(trained),
         activations=kept
+        + (_kept_by_example(trained, at_a_time) if by_example else 0)
         + _cast_weights(config, network)
         + _computed_again(config, share)
         + task.transient(network.config, at_a_time),
@@ -198,8 +202,25 @@ def saved_by_quantizing(network: nn.Module, classifier: Sequence[nn.Parameter], 
     return round(sum(w.numel() * (w.element_size() - BITS[how] / 8) for w in weights))
 
 
-def kept_for_backward(network: PreTrainedModel, task: Task, batch_size: int) -> int:
-    """Count the bytes that autograd saves in a forward pass, each storage once."""
+def _kept_by_example(trained: Sequence[Tensor], examples: int) -> int:
+    """Count the gradients of so many examples, and the sums of what clipping leaves of them.
+
+    In float64, as are the sums, there is one parameter's at a time, beside a copy of it.
+    """
+    numbers = [parameter.numel() for parameter in trained]
+    return 4 * examples * sum(numbers) + 8 * sum(numbers) + 12 * examples * max(numbers, default=0)
+
+
+def kept_for_backward(
+    network: PreTrainedModel,
+    task: Task,
+    batch_size: int,
+    by_example: ExampleGradients | None = None,
+) -> int:
+    """Count the bytes that autograd saves in a forward pass, each storage once.
+
+    Of gradients by example it is also what adapted layers read, but nothing for their parameters.
+    """
     shapes = task.shapes(network.config, batch_size)
     batch = {name: torch.empty(s, dtype=d, device="meta") for name, (s, d) in shapes.items()}
     there = {_storage(tensor) for tensor in [*network.parameters(), *network.buffers()]}
@@ -211,7 +232,10 @@ def kept_for_backward(network: PreTrainedModel, task: Task, batch_size: int) -> 
         return tensor
 
     network.train()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with ExitStack() as stack:
+        if by_example is not None:
+            stack.enter_context(by_example.tapped(read=pack))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         loss = task.loss(network, batch)
     del loss  # until here the saved tensors live, so that no two share an address
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

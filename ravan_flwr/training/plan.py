@@ -1,23 +1,18 @@
 """Describe what a run will cost, for people, before anything runs."""
 
 import math
-from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
-from ravan_flwr.methods.base import CLASSIFIER, Method
-from ravan_flwr.methods.budgets import BUDGETS, SHARES, affordable
-from ravan_flwr.privacy.account import epsilon_of, multiplier_for
-from ravan_flwr.privacy.expected import expected_clients, noise_norm
-from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise
+from ravan_flwr.methods.base import Method
+from ravan_flwr.methods.budgets import SHARES, affordable
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, step_memory
 from ravan_flwr.training.kept_in import likely_device
+from ravan_flwr.training.plan_privacy import privacy_told
 from ravan_flwr.training.threads import suitable_threads
 from ravan_flwr.training.workbench import make_task, settle
 from ravan_flwr.training.workers import most_workers
@@ -162,39 +157,14 @@ def _until(config: Config) -> list[str]:
     return [f"until-metric    {config.until_metric:g}: the round that reaches it is the last"]
 
 
-def _privacy(config: Config, built: Skeleton, there: int) -> list[str]:
-    """Say what a private run will spend, and how large its noise is beside what it is added to."""
-    if config.privacy == "none":
+def _of_examples(config: Config) -> list[str]:
+    """Say what of the memory is for private steps."""
+    if config.privacy != "example":
         return []
-    rate, rounds = min(1.0, config.clients_per_round / there), config.num_rounds
-    z = config.noise_multiplier or multiplier_for(config.epsilon or 0, rate, config.delta, rounds)
-    state = dict(built.method.initial_state(built.adapters))
-    if built.classifier_size:
-        state[CLASSIFIER] = torch.empty(built.classifier_size, device="meta")
-    parts = zip(SHARES, BUDGETS[config.budgets], strict=True)
-    clients = {share: part * there for share, part in parts if built.method.can_train(share)}
-    expected = expected_clients(built.method, state, clients, rate)
-    norm = config.clip_norm or FIRST_NORM
-    noise = Noise(z, rate * there, config.clip_norm is None, config.noise_cohort)
-    size = noise_norm(state, expected, noise.of_changes * norm)
-    spent = epsilon_of(z, rate, config.delta, rounds)
-    told = [
-        f"privacy         epsilon {spent:.3f} after {rounds} rounds, delta {config.delta:g}, "
-        f"noise multiplier {z:.4g},",
-        f"                each of {there} clients in a round with probability {rate:.4g}; above",
-        "                are the bytes of as many as are expected: rounds have more and fewer",
-        f"                noise of norm {size:.4g} on a mean of changes that are clipped to "
-        f"{norm:g}" + ("" if config.clip_norm else " at first"),
+    return [
+        "With privacy=example kept has the gradients of each example that is worked on at a time,",
+        "in place of one for all, what adapted layers read, and the sums in float64.",
     ]
-    if config.noise_cohort:
-        told.append(
-            f"                a study: as {config.noise_cohort:,} clients a round would have"
-        )
-    if config.epsilon is not None and spent > config.epsilon:
-        held = range(1, rounds + 1)
-        fit = bisect(held, config.epsilon, key=lambda n: epsilon_of(z, rate, config.delta, n))
-        told.append(f"                epsilon = {config.epsilon:g} ends it after {fit} rounds")
-    return told
 
 
 def _run(config: Config, built: Skeleton) -> list[str]:
@@ -228,7 +198,7 @@ def _run(config: Config, built: Skeleton) -> list[str]:
         *_side_by_side(config, built, there),
         *_fitting(config, built, calibrated * first + asked if first else 0),
         *_until(config),
-        *_privacy(config, built, there),
+        *privacy_told(config, built, there),
         "",
         f"Assumed: batches of {_batch(config)}, Adam. model: backbone and bases.",
         "trained: values, gradients, moments. kept: what autograd saves in a forward pass,",
@@ -238,4 +208,5 @@ def _run(config: Config, built: Skeleton) -> list[str]:
         "device's kernel keeps. Gradients in flight and the workspace of the backend come on top;",
         "so do the second copy of the adapted matrices in FedEx-LoRA and FLoRA, and Adam's moments",
         "of them in Fed-SB's first round.",
+        *_of_examples(config),
     ]

@@ -19,6 +19,7 @@ from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
+from ravan_flwr.privacy.example_gradients import ExampleGradients, check_trained
 from ravan_flwr.results.export import merged_network
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.local_steps import evaluate
@@ -101,6 +102,37 @@ def test_a_model_trains_and_comes_home(kind, method, settings, tmp_path):
         # As it is called in training: PEFT's wrapper has no other methods of its own.
         theirs = loss_of(loaded.base_model.model, bench)
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_by_example_are_those_of_one_after_the_other(kind, settings):
+    """Also where windows, a decoder or several linear layers of a classifier are in between."""
+    given = settings(kind) | {"privacy": "example", "epsilon": 8.0, "method": "fedit"}
+    trained = {} if kind == "t5" else {"classifier": "trained"}
+    bench = Workbench(read_config(given | trained))
+    (examples, *_) = bench.test_sets.values()
+    with bench.model.holding(bench.model.initial_state()):
+        network, parameters = bench.model.network.eval(), bench.model.parameters()
+        check_trained(network, parameters)
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(0.1)
+        by_example = ExampleGradients(network, parameters)
+
+        def gradients(rows):
+            batch = bench.task.collate(examples.take(np.array(rows)))
+            sizes = bench.task.sizes(batch)
+            return by_example.of(lambda: bench.task.loss(network, batch), sizes)
+
+        together = gradients([0, 1, 2])
+        for row in range(3):
+            for whole, alone in zip(together, gradients([row]), strict=True):
+                torch.testing.assert_close(whole[row], alone[0], rtol=1e-3, atol=1e-5)
+            network.zero_grad()
+            bench.task.loss(network, bench.task.collate(examples.take(np.array([row])))).backward()
+            for parameter, whole in zip(parameters, together, strict=True):
+                plain = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                torch.testing.assert_close(whole[row], plain, rtol=1e-3, atol=1e-5)
 
 
 def test_a_merged_model_is_one_to_go_on_from(settings, tmp_path):

@@ -51,6 +51,52 @@ def test_methods_that_sum_changes_are_taken(name):
     assert (config.noise_multiplier, config.noise_cohort, config.delta) == (None, 5000, 1e-5)
 
 
+EXAMPLE: dict[str, Scalar] = {"privacy": "example", "epsilon": 8.0}
+REFUSED_OF_EXAMPLES: dict[str, tuple[dict[str, Scalar], str]] = {
+    "no noise": ({"epsilon": "auto"}, "got neither epsilon nor noise-multiplier"),
+    "gradient scores": ({"scoring": "gradient"}, "got scoring = 'gradient', expected 'random'"),
+    "bases of data": ({"init": "data-aware"}, "got init = 'data-aware', expected another"),
+    "passes": ({"local-epochs": 2.0}, "got local-epochs = 2.0, expected 'auto', since batches"),
+    "lengths": (
+        {"preset": "finance", "batching": "length"},
+        "got batching = 'length', expected 'random'",
+    ),
+    "packing": ({"preset": "finance", "packing": True}, "got packing = True, expected False"),
+    "half": ({"precision": "float16"}, "got precision = 'float16', expected 'float32' or"),
+    "a cohort": ({"noise-cohort": 500}, "got noise-cohort = 500, expected 'auto'"),
+    "on clients": (
+        {"evaluate-on": "clients", "validation-share": 0.1},
+        "got evaluate-on = 'clients', expected 'server'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_OF_EXAMPLES)
+def test_what_breaks_the_account_of_examples_is_refused_by_name(case):
+    changes, told = REFUSED_OF_EXAMPLES[case]
+    with pytest.raises(ValueError, match=f"privacy = 'example': {told}"):
+        read_config(EXAMPLE | changes)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_are_taken_whose_gradients_by_example_are_known(name):
+    if METHODS[name].by_example:
+        config = read_config(EXAMPLE | {"method": name})
+        assert (config.privacy, config.clip_norm, config.noise_multiplier) == ("example", 1.0, None)
+    else:
+        with pytest.raises(ValueError, match=rf"got method = {name!r}, expected one of ravan, fed"):
+            read_config(EXAMPLE | {"method": name})
+
+
+def test_what_works_on_noised_uploads_goes_with_private_examples():
+    for changes in (
+        {"robust": "median", "clients-per-round": 3}, {"weighting": "examples"},
+        {"over-sample": 1.5}, {"straggler-grace": 3.0}, {"max-bytes": 1e12}, {"min-replies": 2},
+        {"scoring": "weight", "selection": "global"}, {"precision": "bfloat16"}, {"clip-norm": 0.2},
+    ):  # fmt: skip
+        read_config(EXAMPLE | changes)
+
+
 def test_keys_of_privacy_change_nothing_without_it():
     assert without_effect({"epsilon": 8.0, "clip-norm": 0.5}) == ["clip-norm=0.5", "epsilon=8.0"]
     assert without_effect(PRIVATE) == []

@@ -1,0 +1,108 @@
+"""Say what a private run will spend, and how large its noise is, before anything runs."""
+
+import math
+from bisect import bisect
+
+import torch
+
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.data.examples import load_splits
+from ravan_flwr.data.partition import deal_out
+from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.methods.budgets import BUDGETS, SHARES
+from ravan_flwr.privacy.account import epsilon_of, multiplier_for
+from ravan_flwr.privacy.example_gradients import check_trained
+from ravan_flwr.privacy.example_mechanism import StepNoise, step_noise_norm
+from ravan_flwr.privacy.expected import expected_clients, noise_norm
+from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise
+from ravan_flwr.training.cost import Skeleton
+from ravan_flwr.training.private_steps import sampling_rate
+from ravan_flwr.training.workbench import column_for, held_back, partition_of
+
+
+def privacy_told(config: Config, built: Skeleton, there: int) -> list[str]:
+    """Tell it in lines of a plan; of a run that is not private there are none."""
+    if config.privacy == "none":
+        return []
+    of = _of_clients if config.privacy == "client" else _of_examples
+    return of(config, built, there)
+
+
+def _of_clients(config: Config, built: Skeleton, there: int) -> list[str]:
+    rate, rounds = min(1.0, config.clients_per_round / there), config.num_rounds
+    z = config.noise_multiplier or multiplier_for(config.epsilon or 0, rate, config.delta, rounds)
+    state = dict(built.method.initial_state(built.adapters))
+    if built.classifier_size:
+        state[CLASSIFIER] = torch.empty(built.classifier_size, device="meta")
+    parts = zip(SHARES, BUDGETS[config.budgets], strict=True)
+    clients = {share: part * there for share, part in parts if built.method.can_train(share)}
+    expected = expected_clients(built.method, state, clients, rate)
+    norm = config.clip_norm or FIRST_NORM
+    noise = Noise(z, rate * there, config.clip_norm is None, config.noise_cohort)
+    size = noise_norm(state, expected, noise.of_changes * norm)
+    spent = epsilon_of(z, rate, config.delta, rounds)
+    told = [
+        f"privacy         epsilon {spent:.3f} after {rounds} rounds, delta {config.delta:g}, "
+        f"noise multiplier {z:.4g},",
+        f"                each of {there} clients in a round with probability {rate:.4g}; above",
+        "                are the bytes of as many as are expected: rounds have more and fewer",
+        f"                noise of norm {size:.4g} on a mean of changes that are clipped to "
+        f"{norm:g}" + ("" if config.clip_norm else " at first"),
+    ]
+    if config.noise_cohort:
+        told.append(
+            f"                a study: as {config.noise_cohort:,} clients a round would have"
+        )
+    return [*told, *_ends(config, spent, z, rate, 1, "ends it")]
+
+
+def _of_examples(config: Config, built: Skeleton, there: int) -> list[str]:
+    """Tell it of the client with the fewest examples, whose are drawn most often."""
+    trained = [*built.largest_round().parameters(built.adapters), *built.classifier]
+    check_trained(built.network, trained)
+    fewest = min(_dealt_out(config, there))
+    rate, rounds = sampling_rate(config.batch_size, fewest), config.num_rounds
+    steps = config.local_steps or 0
+    z = config.noise_multiplier or multiplier_for(
+        config.epsilon or 0, rate, config.delta, rounds * steps
+    )
+    noise = StepNoise(z, config.clip_norm or 0)
+    numbers = sum(parameter.numel() for parameter in trained)
+    size = step_noise_norm(numbers, noise, rate * fewest)
+    spent, usual = epsilon_of(z, rate, config.delta, rounds * steps), _usual_rounds(config, there)
+    then = epsilon_of(z, rate, config.delta, usual * steps)
+    return [
+        f"privacy         of each example, at the client with the fewest ({fewest}): epsilon "
+        f"{spent:.3f} if it trains in",
+        f"                all {rounds} rounds, {then:.3f} in {usual}, as many as are usual; delta "
+        f"{config.delta:g}, noise",
+        f"                multiplier {z:.4g}, each example in a step with probability {rate:.4g}",
+        f"                a step's gradient has noise of norm {size:.4g} on a mean of gradients "
+        "that",
+        f"                are clipped to {noise.norm:g}",
+        *_ends(config, spent, z, rate, steps, "leaves such a client nothing"),
+    ]
+
+
+def _dealt_out(config: Config, there: int) -> list[int]:
+    """Count what each client trains on, by the data itself."""
+    train = load_splits(config.data)["train"]
+    how = partition_of(config, there, config.seed)
+    rows = deal_out(train, how, column_for(config, train))
+    counts = [len(mine) - held_back(config, len(mine)) for mine in rows]
+    return [count for count in counts if count]
+
+
+def _usual_rounds(config: Config, there: int) -> int:
+    """Count the rounds in which a client trains, in the mean."""
+    return math.ceil(config.num_rounds * min(1.0, config.clients_per_round / there) - 1e-9)
+
+
+def _ends(config: Config, spent: float, z: float, rate: float, steps: int, what: str) -> list[str]:
+    """Say after how many rounds epsilon is spent, if it is before the last."""
+    limit = config.epsilon
+    if limit is None or spent <= limit:
+        return []
+    held = range(1, config.num_rounds + 1)
+    fit = bisect(held, limit, key=lambda n: epsilon_of(z, rate, config.delta, n * steps))
+    return [f"                epsilon = {limit:g} {what} after {fit} rounds"]

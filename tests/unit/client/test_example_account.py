@@ -1,0 +1,183 @@
+"""A client's account of its examples: counted before it trains, believed where it says most."""
+
+import dp_accounting
+import pytest
+from flwr.app import Array, ConfigRecord, Context, RecordDict
+
+from ravan_flwr.client import answers
+from ravan_flwr.client.example_account import ACCOUNT, ExampleAccount, SpentError, take_part
+from ravan_flwr.client.own_part import run_mark
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.messages.arrays import to_record
+from ravan_flwr.privacy.account import Releases, epsilon_of
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training.workbench import get_workbench
+
+PRIVATE: dict[str, Scalar] = {
+    "privacy": "example", "noise-multiplier": 2.0, "local-steps": 5, "tracking": "none",
+    "partition": "iid",
+}  # fmt: skip
+EACH = Releases(2.0, 0.4, 5)
+
+
+def take(state, earlier=0, rate=0.4, mark="m", **settings):
+    given = PRIVATE | {k.replace("_", "-"): v for k, v in settings.items()}
+    message = {"noise-multiplier": 2.0, "earlier-rounds": earlier}
+    return take_part(state, mark, read_config(given), rate, message)
+
+
+def test_each_round_counts_its_steps():
+    state = RecordDict()
+    for number in (1, 2, 3):
+        noise, missing = take(state, earlier=number - 1)
+        assert (noise.multiplier, noise.norm, missing) == (2.0, 1.0, False)
+        account = ExampleAccount.find(state, "m")
+        assert account == ExampleAccount(number, (EACH._replace(number=5 * number),))
+
+
+def test_other_numbers_of_examples_are_another_kind_of_release():
+    state = RecordDict()
+    take(state)
+    take(state, earlier=1, rate=0.5)
+    take(state, earlier=2)
+    kinds = ExampleAccount.find(state, "m").releases
+    assert kinds == (EACH._replace(number=10), Releases(2.0, 0.5, 5))
+
+
+def test_a_round_that_would_exceed_epsilon_is_refused_and_not_counted():
+    """The third does: the account is that of a direct call of the library."""
+    event = dp_accounting.PoissonSampledDpEvent(0.4, dp_accounting.GaussianDpEvent(2.0))
+    two, three = (
+        dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-3)
+        .compose(event, 5 * rounds)
+        .get_epsilon(1e-5)
+        for rounds in (2, 3)
+    )
+    limit, state = (two + three) / 2, RecordDict()
+    take(state, epsilon=limit)
+    take(state, epsilon=limit, earlier=1)
+    with pytest.raises(SpentError, match=f"have spent {two:.4g}, and one more .* to {three:.4g}"):
+        take(state, epsilon=limit, earlier=2)
+    assert ExampleAccount.find(state, "m").rounds == 2
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        lambda state: state.pop(ACCOUNT),
+        lambda state: state.update({ACCOUNT: ConfigRecord({"run": "another", "rounds": 9})}),
+        lambda state: state[ACCOUNT].update({"rounds": -1}),
+        lambda state: state[ACCOUNT].update({"rates": [0.4, 0.4]}),
+        lambda state: state[ACCOUNT].update({"rates": ["a"]}),
+        lambda state: state[ACCOUNT].pop("numbers"),
+        lambda state: state.update({ACCOUNT: to_record({})}),
+    ],
+)
+def test_an_account_that_is_lost_or_damaged_is_made_of_what_the_server_asked(lost):
+    state = RecordDict()
+    take(state)
+    take(state, earlier=1)
+    lost(state)
+    _, missing = take(state, earlier=2)
+    assert missing
+    assert ExampleAccount.find(state, "m") == ExampleAccount(3, (EACH._replace(number=15),))
+
+
+def test_a_server_that_says_too_little_is_not_believed():
+    state = RecordDict()
+    for _ in range(4):
+        _, missing = take(state, earlier=0)
+        assert not missing
+    assert ExampleAccount.find(state, "m").rounds == 4
+    take(state, earlier=7)  # nor one that is ahead, as where a round's account was not stored
+    assert ExampleAccount.find(state, "m").rounds == 8
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ({"noise-multiplier": 2.0}, "earlier-rounds = None"),
+        ({"noise-multiplier": 2.0, "earlier-rounds": -1}, "earlier-rounds = -1"),
+        ({"earlier-rounds": 0}, "noise-multiplier = None"),
+        ({"noise-multiplier": 0.0, "earlier-rounds": 0}, "noise-multiplier = 0.0 .* 0.1 or more"),
+        ({"noise-multiplier": float("nan"), "earlier-rounds": 0}, "noise-multiplier = nan"),
+    ],
+)
+def test_messages_of_no_such_server_are_refused(message, told):
+    config = read_config(PRIVATE | {"noise-multiplier": "auto", "epsilon": 8.0})
+    state = RecordDict()
+    with pytest.raises(ValueError, match=told):
+        take_part(state, "m", config, 0.4, message)
+    assert ACCOUNT not in state
+
+
+def test_a_noise_that_is_set_is_not_the_servers_to_choose():
+    noise, _ = take_part(
+        RecordDict(), "m", read_config(PRIVATE), 0.4,
+        {"noise-multiplier": 0.2, "earlier-rounds": 0},
+    )  # fmt: skip
+    assert noise.multiplier == 2.0
+
+
+# As a whole answer.
+
+
+@pytest.fixture
+def asked():
+    """Ask a client of the digits to train, in the way that a message does."""
+    run_config = PRIVATE | {"epsilon": 8.0, "local-steps": 2, "lora-rank": 1}
+    bench = get_workbench(read_config(run_config))
+    context = Context(
+        run_id=1, node_id=1, node_config={"partition-id": 0, "num-partitions": 20},
+        state=RecordDict(), run_config=run_config,
+    )  # fmt: skip
+
+    def ask(earlier=0):
+        settings = {
+            "round": 1, "share": 1.0, "noise-multiplier": 2.0, "earlier-rounds": earlier
+        }  # fmt: skip
+        content = RecordDict(
+            {"arrays": to_record(bench.model.initial_state()), "config": ConfigRecord(settings)}
+        )
+        return answers.answer("train", content, context)
+
+    return ask, context, bench
+
+
+def rounds_in(context):
+    mark = run_mark(read_config(context.run_config), context.run_id)
+    return ExampleAccount.find(context.state, mark).rounds
+
+
+def test_a_round_is_in_the_nodes_state_before_its_training_begins(asked, monkeypatch):
+    ask, context, _ = asked
+
+    def fails(*_):
+        assert rounds_in(context) == 1
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(answers, "train_privately", fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        ask()
+    assert rounds_in(context) == 1
+
+
+def test_a_reply_tells_no_loss_and_no_number_of_examples(asked):
+    ask, context, bench = asked
+    reply = ask()
+    assert set(reply.metric_records["metrics"]) == {"round", "derived", "seconds", "recounted"}
+    assert set(reply.array_records["arrays"]) == set(bench.model.upload(bench.model.method))
+    assert all(isinstance(array, Array) for array in reply.array_records["arrays"].values())
+    assert rounds_in(context) == 1
+    assert ask(earlier=4).metric_records["metrics"]["recounted"] == 1
+    assert rounds_in(context) == 5
+
+
+def test_a_client_without_room_says_so_in_a_reply_of_its_own(asked):
+    ask, _, _ = asked
+    assert epsilon_of(2.0, 32 / 72, 1e-5, 2 * 40) > 8.0
+    reply = ask(earlier=200)
+    assert not reply.array_records
+    refused = reply.config_records["refused"]
+    assert refused["round"] == 1
+    assert "epsilon = 8: after 200 rounds its examples have spent" in str(refused["reason"])

@@ -1,0 +1,200 @@
+"""Private steps on real digits: Poisson batches, parts, what is drawn anew and what is refused."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.privacy import example_mechanism
+from ravan_flwr.privacy.example_mechanism import StepNoise
+from ravan_flwr.seeding import ClientRound
+from ravan_flwr.training import batching, private_steps
+from ravan_flwr.training.local_steps import steps_of, train_locally
+from ravan_flwr.training.private_steps import PrivateStepper, sampling_rate, train_privately
+from ravan_flwr.training.workbench import Workbench
+
+QUIET = StepNoise(1e-9, 1e9)  # neither noise nor clipping
+WORK = ClientRound(0, 1, 3)
+
+
+def bench_of(**settings):
+    given = {"method": "ravan", "partition": "iid", "local-steps": 2, "lora-rank": 1}
+    return Workbench(read_config(given | {k.replace("_", "-"): v for k, v in settings.items()}))
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return bench_of()
+
+
+def trained(bench, noise, rows=64, **settings):
+    """What a client uploads, of so many examples."""
+    config = bench.config if not settings else bench_of(**settings).config
+    examples = bench.partition(3, 20).train.select(np.arange(rows))
+    steps = steps_of(config, 1, len(examples))
+    state = bench.model.initial_state()
+    result = train_privately(bench.model, bench.task, examples, state, 1.0, steps, WORK, noise)
+    return result.upload
+
+
+def gradients_of_step(bench, noise, **settings):
+    """The gradient that one step has put into the parameters."""
+    config = bench_of(**settings).config if settings else bench.config
+    examples = bench.partition(3, 20).train.select(np.arange(48))
+    stepper = PrivateStepper(
+        bench.model, bench.task, examples, steps_of(config, 1, 48), WORK, noise
+    )
+    with bench.model.holding(bench.model.initial_state()):
+        parameters = bench.model.parameters()
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(0.01)
+        stepper.train(parameters[:0])  # takes none
+        stepper.steps = steps_of(read_config({"local-steps": 1}), 1, 48)
+        stepper.train(parameters)
+        return [parameter.grad.clone() for parameter in parameters]
+
+
+@pytest.fixture
+def all_drawn(monkeypatch):
+    monkeypatch.setattr(batching, "drawn", lambda number, _: np.arange(number))
+
+
+def test_without_noise_and_clipping_a_step_is_the_plain_one_on_whom_it_drew(bench, all_drawn):
+    """All are drawn where `batch-size` of them were expected: the mean times all by expected."""
+    of_48 = gradients_of_step(bench, QUIET, batch_size=32)
+    of_all = gradients_of_step(bench, QUIET, batch_size=48)
+    for expected_32, expected_48 in zip(of_48, of_all, strict=True):
+        torch.testing.assert_close(expected_32, expected_48 * 48 / 32, rtol=1e-4, atol=1e-7)
+    examples = bench.partition(3, 20).train.select(np.arange(48))
+    with bench.model.holding(bench.model.initial_state()):
+        parameters = bench.model.parameters()
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(0.01)
+        bench.model.network.train()
+        bench.task.loss(bench.model.network, examples.take(np.arange(48))).backward()
+        plain = [parameter.grad.clone() for parameter in parameters]
+    for got, right in zip(of_all, plain, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{"micro_batch_size": 5}, {"micro_batch_size": 1}], ids=str)
+def test_a_draw_that_is_too_large_is_worked_on_in_parts(bench, all_drawn, changes):
+    noise = StepNoise(1e-9, 0.5)
+    whole = gradients_of_step(bench, noise)
+    parts = gradients_of_step(bench, noise, **changes)
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-7)
+
+
+def test_gradient_checkpointing_changes_nothing(bench, all_drawn):
+    noise = StepNoise(1e-9, 0.5)
+    other = bench_of(gradient_checkpointing=True)
+    pairs = zip(gradients_of_step(bench, noise), gradients_of_step(other, noise), strict=True)
+    for one, again in pairs:
+        torch.testing.assert_close(one, again, rtol=1e-4, atol=1e-7)
+
+
+def test_an_empty_draw_is_a_step_of_noise_alone(bench, monkeypatch):
+    monkeypatch.setattr(batching, "drawn", lambda *_: np.arange(0))
+    noise = StepNoise(3.0, 0.5)
+    gradient = torch.cat([g.flatten() for g in gradients_of_step(bench, noise)])
+    assert float(gradient.std()) == pytest.approx(3.0 * 0.5 / 32, rel=0.1)
+    for still in gradients_of_step(bench, QUIET):
+        assert still.abs().max() < 1e-6 * QUIET.norm
+
+
+def test_the_gradient_is_no_larger_than_clipping_allows(bench, all_drawn):
+    gradients = gradients_of_step(bench, StepNoise(1e-9, 0.5))
+    norm = math.hypot(*(float(gradient.norm()) for gradient in gradients))
+    assert 0.01 < norm <= 0.5 * 48 / 32
+
+
+def test_two_equal_rounds_differ_and_plain_ones_do_not(bench):
+    noise = StepNoise(1.0, 1.0)
+    first, second = trained(bench, noise), trained(bench, noise)
+    assert not torch.equal(first["H"], second["H"])
+    examples = bench.partition(3, 20).train
+    plain = [
+        train_locally(
+            bench.model, bench.task, examples, bench.model.initial_state(), 1.0,
+            steps_of(bench.config, 1, len(examples)), WORK,
+        ).upload["H"]
+        for _ in range(2)
+    ]  # fmt: skip
+    assert torch.equal(*plain)
+
+
+def test_who_is_drawn_does_not_follow_from_the_seed(bench):
+    examples = bench.partition(3, 20).train
+    steps = steps_of(bench.config, 1, len(examples))
+    orders = []
+    for _ in range(2):
+        stepper = PrivateStepper(bench.model, bench.task, examples, steps, WORK, QUIET)
+        order = stepper.order_of(len(examples), None, WORK)
+        orders.append([next(order).tolist() for _ in range(20)])
+    assert orders[0] != orders[1]
+    assert len({len(rows) for rows in orders[0]}) > 3  # Poisson: of different sizes
+    assert stepper.rate == 32 / len(examples)
+
+
+def test_noise_comes_from_no_seed(bench, monkeypatch):
+    """With draws that are alike, all that two rounds differ by is noise."""
+    monkeypatch.setattr(batching, "drawn", lambda number, _: np.arange(number))
+    one, other = trained(bench, StepNoise(1.0, 1.0)), trained(bench, StepNoise(1.0, 1.0))
+    assert not torch.equal(one["H"], other["H"])
+    monkeypatch.setattr(example_mechanism, "gaussian", lambda shape, _: torch.zeros(shape).double())
+    one, other = trained(bench, StepNoise(1.0, 1.0)), trained(bench, StepNoise(1.0, 1.0))
+    assert torch.equal(one["H"], other["H"])
+
+
+def test_dropout_is_drawn_afresh(bench, monkeypatch):
+    seeds = []
+    real = private_steps.dropout_from
+    monkeypatch.setattr(
+        private_steps, "dropout_from", lambda n, device: seeds.append(n) or real(n, device)
+    )
+    trained(bench, QUIET, rows=4)
+    trained(bench, QUIET, rows=4)
+    assert seeds[0] != seeds[1]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 20])
+def test_a_client_with_few_examples_has_them_all_in_every_batch(bench, rows):
+    assert sampling_rate(32, rows) == 1.0
+    upload = trained(bench, StepNoise(1.0, 1.0), rows=rows)
+    assert upload["H"].isfinite().all()
+    assert upload["H"].any()
+
+
+def test_the_model_is_as_it_was_and_trained_in_some_heads_alone(bench):
+    before = {name: p.detach().clone() for name, p in bench.model.network.named_parameters()}
+    flags = {name: p.requires_grad for name, p in bench.model.network.named_parameters()}
+    examples = bench.partition(3, 20).train
+    result = train_privately(
+        bench.model, bench.task, examples, bench.model.initial_state(), 0.5,
+        steps_of(bench.config, 1, len(examples)), WORK, StepNoise(1.0, 1.0),
+    )  # fmt: skip
+    assert len(result.upload["H"]) == len(bench.model.layers) * 2
+    assert math.isnan(result.train_loss)
+    for name, p in bench.model.network.named_parameters():
+        assert torch.equal(p, before[name])
+        assert p.requires_grad == flags[name]
+        assert p.grad is None
+
+
+def test_examples_that_mix_are_refused_before_anything_is_trained(monkeypatch):
+    bench = bench_of()
+    whole = bench.task.logits
+    monkeypatch.setattr(
+        type(bench.task), "logits", lambda self, network, batch: _mixed(whole(network, batch))
+    )
+    with pytest.raises(ValueError, match="depends on the other examples of its batch"):
+        trained(bench, QUIET)
+
+
+def _mixed(logits):
+    return logits - logits.mean(0, keepdim=True)
