@@ -15,7 +15,7 @@ from ravan_flwr.training.local_steps import steps_of, train_locally
 from ravan_flwr.training.private_steps import PrivateStepper, sampling_rate, train_privately
 from ravan_flwr.training.workbench import Workbench
 
-QUIET = StepNoise(1e-9, 1e9)  # neither noise nor clipping
+QUIET = StepNoise(1e-12, 1e6)  # neither noise nor clipping
 WORK = ClientRound(0, 1, 3)
 
 
@@ -104,7 +104,7 @@ def test_an_empty_draw_is_a_step_of_noise_alone(bench, monkeypatch):
     gradient = torch.cat([g.flatten() for g in gradients_of_step(bench, noise)])
     assert float(gradient.std()) == pytest.approx(3.0 * 0.5 / 32, rel=0.1)
     for still in gradients_of_step(bench, QUIET):
-        assert still.abs().max() < 1e-6 * QUIET.norm
+        assert still.abs().max() < 1e-5
 
 
 def test_the_gradient_is_no_larger_than_clipping_allows(bench, all_drawn):

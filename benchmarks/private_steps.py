@@ -1,0 +1,84 @@
+"""Measure what privacy of each example costs a client's steps: private ones beside plain ones.
+
+    python -m benchmarks.private_steps            # a minute of a core
+
+A client of the digits trains `--steps` steps of 32 examples, in turn without and with private steps,
+one thread each. Seconds are of the processor, by step; ratios are medians over the turns. Poisson
+draws have as many examples in the mean. The last column is a loop over the examples of a batch.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.privacy.example_mechanism import StepNoise
+from ravan_flwr.seeding import ClientRound
+from ravan_flwr.training.local_steps import steps_of, train_locally
+from ravan_flwr.training.private_steps import train_privately
+from ravan_flwr.training.workbench import Workbench
+
+METHODS = ("ravan", "fedit", "ffa-lora")
+EXAMPLES = 256  # of the client, of which 32 are expected in a step
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repetitions", type=int, default=7)
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    sys.stdout.write("| method | plain step, ms | private, ms | x plain | one by one, x plain |\n")
+    sys.stdout.write("| --- | --- | --- | --- | --- |\n")
+    for method in METHODS:
+        turns = measured(method, given.steps, given.repetitions)
+        plain, private = (statistics.median(turn[way] for turn in turns) for way in (0, 1))
+        ratios = [statistics.median(turn[way] / turn[0] for turn in turns) for way in (1, 2)]
+        sys.stdout.write(
+            f"| {method} | {1e3 * plain:.1f} | {1e3 * private:.1f} | {ratios[0]:.2f} "
+            f"| {ratios[1]:.1f} |\n"
+        )
+        sys.stdout.flush()
+    return 0
+
+
+def measured(method: str, steps: int, repetitions: int) -> list[list[float]]:
+    """Return seconds of a step for each turn: plain, private, one example after the other."""
+    settings = {"method": method, "partition": "iid", "local-steps": steps}
+    config = read_config(settings)
+    bench = Workbench(config)
+    examples = bench.partition(0, 2).train.select(np.arange(EXAMPLES))
+    state, work = bench.model.initial_state(), ClientRound(0, 1, 0)
+    told, noise = steps_of(config, 1, EXAMPLES), StepNoise(1.0, 1.0)
+    apart = steps_of(read_config(settings | {"micro-batch-size": 1}), 1, EXAMPLES)
+
+    def plain() -> object:
+        return train_locally(bench.model, bench.task, examples, state, 1.0, told, work)
+
+    def private() -> object:
+        return train_privately(bench.model, bench.task, examples, state, 1.0, told, work, noise)
+
+    def loop() -> object:
+        return train_privately(bench.model, bench.task, examples, state, 1.0, apart, work, noise)
+
+    ways = (plain, private, loop)
+    for way in ways:
+        way()
+    return [[seconds(way) / steps for way in ways] for _ in range(repetitions)]
+
+
+def seconds(way: Callable[[], object]) -> float:
+    """Measure the processor's seconds of one turn."""
+    began = time.process_time()
+    way()
+    return time.process_time() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
