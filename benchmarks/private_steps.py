@@ -2,8 +2,8 @@
 
     python -m benchmarks.private_steps            # a minute of a core
 
-A client of the digits trains `--steps` steps of 32 examples, in turn without and with private steps,
-one thread each. Seconds are of the processor, by step; ratios are medians over the turns. Poisson
+A client of the digits trains `--steps` steps of 32 examples, in turn by plain and by private ones,
+with one thread. Seconds are of the processor, by step; ratios are medians over the turns. Poisson
 draws have as many examples in the mean. The last column is a loop over the examples of a batch.
 """
 
