@@ -25,12 +25,12 @@ STEPS = 5
 
 
 class Devices(Nodes):
-    """Four clients of 10, 20, 30 and 40 examples, which reply as private ones do."""
+    """Four clients of 10, 20, 30 and 40 examples, or of others; they reply as private ones do."""
 
-    def __init__(self, behave=None, **changes):
+    def __init__(self, behave=None, examples=(10, 20, 30, 40), **changes):
         super().__init__(behave=behave, **changes)
         for node_id, node in self.members.items():
-            more = {**vars(node), "examples": 10 * (1 + node.partition_id)}
+            more = {**vars(node), "examples": examples[node.partition_id]}
             self.members[node_id] = type(node)(**more)
         self.asked: list[tuple[int, int, dict[str, Any]]] = []
         self.recounted: set[int] = set()
@@ -67,7 +67,7 @@ def hold(nodes, rounds=2, before=None, write=None, **settings):
     """Run rounds; the notes, the budget, and what the account's file said each time."""
     given: dict[str, Any] = {
         "privacy": "example", "noise_multiplier": 2.0, "clients_per_round": 4,
-        "local_steps": STEPS, "batch_size": 5, "max_update_norm": 1e6,
+        "local_steps": STEPS, "batch_size": 5, "max_update_norm": 1e12,
     }  # fmt: skip
     config = read_config({k.replace("_", "-"): v for k, v in (given | settings).items()})
     notes, files = Notes(), []
@@ -155,14 +155,16 @@ def test_noise_follows_from_epsilon_the_rounds_and_the_fewest_examples():
 def test_clients_with_nothing_left_are_left_alone_until_too_few_have():
     """The smallest has room for two rounds, the others for more; in the end nobody has."""
     limit = (epsilon(10, 2) + epsilon(10, 3)) / 2
-    rooms = [max(n for n in range(1, 99) if epsilon(10 * k, n) <= limit) for k in range(1, 5)]
-    assert rooms[0] == 2 < rooms[1]
-    nodes = Devices()
+    examples = (10, 12, 14, 16)
+    rooms = [next(n for n in range(9) if epsilon(some, n + 1) > limit) for some in examples]
+    assert rooms == sorted(rooms)
+    assert rooms[0] == 2 < rooms[-1]
+    nodes = Devices(examples=examples)
     notes, budget, _, result = hold(nodes, rounds=99, epsilon=limit)
     for p, room in enumerate(rooms):
         assert sum(one == p for _, one, _ in nodes.asked) == room
     assert notes.records[1].get("spent") is None
-    assert notes.records[2]["spent"] == [0]
+    assert notes.records[2]["spent"] == [p for p, room in enumerate(rooms) if room == 2]
     assert len(notes.records) == max(rooms)
     assert budget.is_spent
     assert budget.epsilon <= limit

@@ -67,7 +67,7 @@ def test_without_noise_and_clipping_a_step_is_the_plain_one_on_whom_it_drew(benc
     of_48 = gradients_of_step(bench, QUIET, batch_size=32)
     of_all = gradients_of_step(bench, QUIET, batch_size=48)
     for expected_32, expected_48 in zip(of_48, of_all, strict=True):
-        torch.testing.assert_close(expected_32, expected_48 * 48 / 32, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(expected_32, expected_48 * 48 / 32, rtol=1e-3, atol=1e-6)
     examples = bench.partition(3, 20).train.select(np.arange(48))
     with bench.model.holding(bench.model.initial_state()):
         parameters = bench.model.parameters()
