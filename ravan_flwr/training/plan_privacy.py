@@ -58,7 +58,9 @@ def _of_clients(config: Config, built: Skeleton, there: int) -> list[str]:
 
 def _of_examples(config: Config, built: Skeleton, there: int) -> list[str]:
     """Tell it of the client with the fewest examples, whose are drawn most often."""
-    trained = [*built.largest_round().parameters(built.adapters), *built.classifier]
+    method, adapters = built.largest_round(), built.adapters
+    method.load(adapters, method.broadcast(method.initial_state(adapters), 1.0))  # what is trained
+    trained = [*method.parameters(adapters), *built.classifier]
     check_trained(built.network, trained)
     fewest = min(_dealt_out(config, there))
     rate, rounds = sampling_rate(config.batch_size, fewest), config.num_rounds

@@ -68,6 +68,8 @@ def test_a_plan_tells_what_examples_will_spend():
     assert re.search(r"all 20 rounds, \d\.\d+ in 10, as many as are usual; delta 1e-05", told)
     assert re.search(r"each example in a step with probability 0\.1783", told)
     assert "noise of norm" in told
+    nothing = plan_of(PRIVATE | {"method": "none", "classifier": "frozen"}, CLIENTS)
+    assert "gradient has noise of norm 0 on" in nothing
     few = plan_of(PRIVATE | {"epsilon": 4.0, "noise-multiplier": 1.0, "num-rounds": 50}, CLIENTS)
     fit = int(re.search(r"epsilon = 4 leaves such a client nothing after (\d+)", few)[1])  # type: ignore[index]
     rate = 64 / 359
