@@ -27,7 +27,7 @@ from ravan_flwr.adapters.multihead import MultiHeadLinear
 from ravan_flwr.adapters.stored import StoredLinear
 
 Wanted = Callable[[Tensor], bool]  # tells of a parameter whether it is trained
-Found = Iterator[tuple[nn.Parameter, Tensor]]  # with its gradients, (examples, *shape)
+Found = Iterator[tuple[Tensor, Tensor]]  # with its gradients, (examples, *shape)
 
 
 class Rule(NamedTuple):
@@ -36,7 +36,7 @@ class Rule(NamedTuple):
     x is (examples, tokens, in), the gradient of the output (examples, tokens, out).
     """
 
-    parameters: Callable[[Any], list[nn.Parameter]]
+    parameters: Callable[[Any], list[Tensor]]
     gradients: Callable[[Any, Tensor, Tensor, Wanted], Found]
 
 
@@ -47,7 +47,7 @@ def rule_of(layer: nn.Module) -> Rule | None:
     return next((rule for kind, rule in RULES.items() if isinstance(layer, kind)), None)
 
 
-def _of_linear(layer: nn.Linear) -> list[nn.Parameter]:
+def _of_linear(layer: nn.Linear) -> list[Tensor]:
     return [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
 
 
@@ -58,7 +58,7 @@ def _linear(layer: nn.Linear, x: Tensor, g: Tensor, wanted: Wanted) -> Found:
         yield layer.bias, g.sum(1)
 
 
-def _of_lora(layer: LoRALinear) -> list[nn.Parameter]:
+def _of_lora(layer: LoRALinear) -> list[Tensor]:
     return [layer.B, layer.A]
 
 
@@ -70,7 +70,7 @@ def _lora(layer: LoRALinear, x: Tensor, g: Tensor, wanted: Wanted) -> Found:
         yield layer.A, (scaled @ B).mT @ x
 
 
-def _of_heads(layer: MultiHeadLinear) -> list[nn.Parameter]:
+def _of_heads(layer: MultiHeadLinear) -> list[Tensor]:
     trained = layer.subset or layer
     return [trained.H, trained.s]
 

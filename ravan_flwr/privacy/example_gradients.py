@@ -52,7 +52,7 @@ class ExampleGradients:
         self._found = [None] * len(self.parameters)
         weights = torch.where(sizes > 0, sizes.sum() / sizes.clamp(min=1), 0.0)
         with self.tapped(self._collector(weights)):
-            loss().backward()  # type: ignore[no-untyped-call]
+            loss().backward()
         found, self._found = self._found, []
         return [
             parameter.new_zeros(len(sizes), *parameter.shape) if gradients is None else gradients
@@ -106,7 +106,7 @@ class ExampleGradients:
 
         return collect
 
-    def _add(self, parameter: nn.Parameter, gradients: Tensor) -> None:
+    def _add(self, parameter: Tensor, gradients: Tensor) -> None:
         """Keep gradients; of a layer that is used twice both count."""
         place = self._place[id(parameter)]
         there = self._found[place]
