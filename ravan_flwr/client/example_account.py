@@ -21,6 +21,7 @@ from ravan_flwr.privacy.example_mechanism import StepNoise
 log = getLogger(__name__)
 
 ACCOUNT = "privacy-account"  # the record
+MOST_ROUNDS = 1_000_000  # that a run has
 
 
 class SpentError(ValueError):
@@ -127,10 +128,10 @@ def _check(config: Config, account: ExampleAccount, after: ExampleAccount) -> No
 
 def _earlier_in(message: Mapping[str, Any]) -> int:
     told = message.get("earlier-rounds")
-    if type(told) is not int or told < 0:
+    if type(told) is not int or not 0 <= told <= MOST_ROUNDS:
         raise ValueError(
-            f"earlier-rounds = {told!r} in the message: expected a number of rounds; start server "
-            "and clients with one version"
+            f"earlier-rounds = {told!r} in the message: expected a number of rounds, {MOST_ROUNDS} "
+            "at most; start server and clients with one version"
         )
     return told
 

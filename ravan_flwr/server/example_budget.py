@@ -214,7 +214,7 @@ def _wrong_in(before: Mapping[str, Any], delta: float) -> str:
     if not isinstance(asked, dict):
         return f"asked = {asked!r}"
     for partition, one in asked.items():
-        if not (partition.isdigit() and _is_asked(one)):
+        if not (partition.isdecimal() and _is_asked(one)):
             return f"asked has {one!r} of partition {partition!r}"
     return ""
 

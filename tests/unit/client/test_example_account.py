@@ -98,6 +98,7 @@ def test_a_server_that_says_too_little_is_not_believed():
     [
         ({"noise-multiplier": 2.0}, "earlier-rounds = None"),
         ({"noise-multiplier": 2.0, "earlier-rounds": -1}, "earlier-rounds = -1"),
+        ({"noise-multiplier": 2.0, "earlier-rounds": 10**7}, "a number of rounds, 1000000 at most"),
         ({"earlier-rounds": 0}, "noise-multiplier = None"),
         ({"noise-multiplier": 0.0, "earlier-rounds": 0}, "noise-multiplier = 0.0 .* 0.1 or more"),
         ({"noise-multiplier": float("nan"), "earlier-rounds": 0}, "noise-multiplier = nan"),
