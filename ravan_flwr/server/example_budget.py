@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.member import Member
 from ravan_flwr.privacy.account import epsilon_of, multiplier_for
+from ravan_flwr.runs.console import count
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.server.privacy_budget import NAME
@@ -159,8 +160,8 @@ class ExampleBudget:
     def tell(self, number: int) -> None:
         """Log why that round is not held."""
         log.info(
-            "epsilon: fewer than %d clients have room for round %d; the run ends here",
-            *(max(1, self.config.min_replies), number),
+            "epsilon: round %d needs %s with room for it, and fewer have any; the run ends here",
+            *(number, count(max(1, self.config.min_replies), "client")),
         )
 
     def _too_few_after(self, rounds: int) -> bool:
