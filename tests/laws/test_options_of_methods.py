@@ -33,7 +33,7 @@ def test_a_row_says_nothing_else_that_an_option_could_hang_on():
     marks = {field.name for field in dataclasses.fields(Listed) if field.type in (bool, "bool")}
     of_options = {mark for _, mark, _ in OPTIONS.values()}
     # Evaluation, sampling, heads and privacy: test_personal.py, test_ravan.py, test_private.py.
-    others = {"personalised", "everyone", "pools", "has_heads", "sums_changes"}
+    others = {"personalised", "everyone", "pools", "has_heads", "sums_changes", "by_example"}
     assert marks - of_options == others
 
 

@@ -20,7 +20,7 @@ from tests.hand_made import member
 
 OPTIONAL = {
     "refused", "collapsed", "spread", "began-anew", "more-left-out", "more-resting", "privacy",
-    "reached",
+    "reached", "spent", "recounted",
 }  # fmt: skip
 SPENT: Spent = {"epsilon": 2.5, "delta": 1e-5, "noise-multiplier": 1.0, "clip-norm": 0.1}
 
@@ -40,6 +40,13 @@ def test_the_ledger_writes_every_key(ledger):
     assert [one.keys() for one in record["rejected"]] == [get_type_hints(Rejection).keys()]
     ledger.refused = "not finite"
     assert ledger.record({}).keys() == record.keys() | {"refused"}
+
+
+def test_private_clients_without_room_or_account_are_named(ledger):
+    ledger.spent, ledger.recounted = [2, 3], [1, 0]
+    record = ledger.record({}) | {"privacy": SPENT | {"unit": "example"}}
+    assert (record["spent"], record["recounted"]) == ([2, 3], [0, 1])
+    assert wrong_in(record) == ""
 
 
 def test_a_run_can_go_on_from_what_the_ledger_writes(ledger):
