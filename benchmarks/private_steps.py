@@ -19,6 +19,7 @@ import torch
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.privacy.example_mechanism import StepNoise
 from ravan_flwr.seeding import ClientRound
+from ravan_flwr.specs import Scalar
 from ravan_flwr.training.local_steps import steps_of, train_locally
 from ravan_flwr.training.private_steps import train_privately
 from ravan_flwr.training.workbench import Workbench
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
 
 def measured(method: str, steps: int, repetitions: int) -> list[list[float]]:
     """Return seconds of a step for each turn: plain, private, one example after the other."""
-    settings = {"method": method, "partition": "iid", "local-steps": steps}
+    settings: dict[str, Scalar] = {"method": method, "partition": "iid", "local-steps": steps}
     config = read_config(settings)
     bench = Workbench(config)
     examples = bench.partition(0, 2).train.select(np.arange(EXAMPLES))

@@ -7,7 +7,7 @@ mechanism is right, and much better where it is broken.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import dp_accounting
 import pytest
@@ -252,7 +252,7 @@ def seen(new):
 def lower_bound(
     mechanism: Mechanism,
     of: Callable[[State], float] = seen,
-    others: Sequence[State] = OTHERS,
+    others: list[State] = OTHERS,
     canary: State = CANARY,
 ) -> float:
     """The largest epsilon that one release certainly has, by thresholds found on other trials."""

@@ -89,11 +89,12 @@ def test_methods_are_taken_whose_gradients_by_example_are_known(name):
 
 
 def test_what_works_on_noised_uploads_goes_with_private_examples():
-    for changes in (
+    allowed: tuple[dict[str, Scalar], ...] = (
         {"robust": "median", "clients-per-round": 3}, {"weighting": "examples"},
         {"over-sample": 1.5}, {"straggler-grace": 3.0}, {"max-bytes": 1e12}, {"min-replies": 2},
         {"scoring": "weight", "selection": "global"}, {"precision": "bfloat16"}, {"clip-norm": 0.2},
-    ):  # fmt: skip
+    )  # fmt: skip
+    for changes in allowed:
         read_config(EXAMPLE | changes)
 
 

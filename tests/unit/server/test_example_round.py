@@ -184,10 +184,13 @@ def test_the_last_round_is_known_where_all_are_asked():
     nodes = Devices()
     seen = []
     real = ExampleBudget.is_last.fget  # type: ignore[attr-defined]
+
+    def noted(self):
+        seen.append(real(self))
+        return seen[-1]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            ExampleBudget, "is_last", property(lambda self: seen.append(real(self)) or seen[-1])
-        )
+        patch.setattr(ExampleBudget, "is_last", property(noted))
         hold(nodes, rounds=99, epsilon=limit, min_replies=4)
     assert seen == [False, True]
 
@@ -237,7 +240,12 @@ def test_few_accounts_are_worked_out_however_many_clients_there_are(monkeypatch)
     for p in range(1000):
         budget.asked[p] = example_budget.Asked(0.01 + 0.0005 * p, 1 + p % 3)
     counted = []
-    monkeypatch.setattr(example_budget, "epsilon_of", lambda *args: counted.append(args) or 1.0)
+
+    def noted(*of):
+        counted.append(of)
+        return 1.0
+
+    monkeypatch.setattr(example_budget, "epsilon_of", noted)
     assert budget.epsilon == 1.0
     assert len(counted) <= 3
 

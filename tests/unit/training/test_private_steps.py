@@ -10,8 +10,9 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.privacy import example_mechanism
 from ravan_flwr.privacy.example_mechanism import StepNoise
 from ravan_flwr.seeding import ClientRound
+from ravan_flwr.specs import Scalar
 from ravan_flwr.training import batching, private_steps
-from ravan_flwr.training.local_steps import steps_of, train_locally
+from ravan_flwr.training.local_steps import dropout_from, steps_of, train_locally
 from ravan_flwr.training.private_steps import PrivateStepper, sampling_rate, train_privately
 from ravan_flwr.training.workbench import Workbench
 
@@ -20,7 +21,12 @@ WORK = ClientRound(0, 1, 3)
 
 
 def bench_of(**settings):
-    given = {"method": "ravan", "partition": "iid", "local-steps": 2, "lora-rank": 1}
+    given: dict[str, Scalar] = {
+        "method": "ravan",
+        "partition": "iid",
+        "local-steps": 2,
+        "lora-rank": 1,
+    }
     return Workbench(read_config(given | {k.replace("_", "-"): v for k, v in settings.items()}))
 
 
@@ -153,10 +159,12 @@ def test_noise_comes_from_no_seed(bench, monkeypatch):
 
 def test_dropout_is_drawn_afresh(bench, monkeypatch):
     seeds = []
-    real = private_steps.dropout_from
-    monkeypatch.setattr(
-        private_steps, "dropout_from", lambda n, device: seeds.append(n) or real(n, device)
-    )
+
+    def noted(number, device):
+        seeds.append(number)
+        return dropout_from(number, device)
+
+    monkeypatch.setattr(private_steps, "dropout_from", noted)
     trained(bench, QUIET, rows=4)
     trained(bench, QUIET, rows=4)
     assert seeds[0] != seeds[1]
