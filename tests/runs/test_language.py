@@ -14,12 +14,15 @@ from ravan_flwr import evaluate, predict, result_of, simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.privacy.example_gradients import ExampleGradients
+from ravan_flwr.privacy.example_mechanism import StepNoise
 from ravan_flwr.results.report import write_report
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.footprint import footprint
 from ravan_flwr.training.local_steps import steps_of, train_locally
 from ravan_flwr.training.plan import plan_of
+from ravan_flwr.training.private_steps import train_privately
 from ravan_flwr.training.workbench import Workbench
 from testing.tiny import save_speaker
 from tests.docstrings import as_completion, as_messages, docstrings, lines, preset
@@ -190,6 +193,45 @@ def test_packing_and_parts_train_the_same_examples_to_the_same_end(options, tmp_
             torch.testing.assert_close(second.upload[name], tensor, rtol=2e-2, atol=2e-4)
     if "micro-batch-tokens" in options:
         assert max(r * w for r, w in laid_out) <= 200
+
+
+@pytest.mark.parametrize("block", [2**27, 2**14])
+def test_gradients_of_single_texts_are_by_their_own_tokens(block, tmp_path, monkeypatch):
+    """However long the others of the batch are, and in however many blocks logits are computed."""
+    monkeypatch.setattr("ravan_flwr.tasks.token_loss.BLOCK", block)
+    bench = Workbench(read_config(own_preset(preset(tmp_path))))
+    task, examples = bench.task, bench.partition(0, 1).train
+    with bench.model.holding(bench.model.initial_state()):
+        network, parameters = bench.model.network.train(), bench.model.parameters()
+        by_example = ExampleGradients(network, parameters)
+
+        def gradients(rows):
+            batch = task.collate(examples.take(np.array(rows)))
+            sizes = task.sizes(batch)
+            assert float(sizes.sum()) == task.size(batch)
+            return sizes, by_example.of(lambda: task.loss(network, batch), sizes)
+
+        sizes, together = gradients([0, 1, 2, 3])
+        assert len(set(sizes.tolist())) > 1
+        for row in range(4):
+            network.zero_grad()
+            task.loss(network, task.collate(examples.take(np.array([row])))).backward()
+            for parameter, whole in zip(parameters, together, strict=True):
+                torch.testing.assert_close(whole[row], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_a_private_client_trains_on_texts_in_parts_by_tokens(tmp_path):
+    settings = preset(tmp_path) | {"micro-batch-tokens": 200, "privacy": "example", "epsilon": 8.0}
+    config = read_config(own_preset(settings))
+    bench = Workbench(config)
+    seen, shapes = noted(bench.task, "collate")
+    examples, state = bench.partition(0, 2).train, bench.model.initial_state()
+    steps, work = steps_of(config, 1, len(examples)), ClientRound(0, 1, 0)
+    noise = StepNoise(1.0, 1.0)
+    found = train_privately(bench.model, bench.task, examples, state, 1.0, steps, work, noise)
+    assert all(tensor.float().isfinite().all() for tensor in found.upload.values())
+    assert seen
+    assert max(rows * width for rows, width in shapes) <= 200
 
 
 def test_clients_evaluate_by_token(tmp_path):
