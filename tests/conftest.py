@@ -13,6 +13,10 @@ os.environ["RAVAN_FLWR_CORES"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["RAY_ADDRESS"] = "local"  # and no cluster that this machine happens to be part of
+# Compiled modules are kept, whatever the person's shell says: each process of the tests would
+# compile all tests, or the whole package, anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import hypothesis
 import pytest
@@ -41,6 +45,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     PyTorch takes another kind of device only before the first backward pass of a process.
     """
     items.sort(key=lambda item: item.path.stem != "test_accelerator")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let files that wait and files that compute run side by side."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from tests.two_queues import TwoQueues
+
+    return TwoQueues(config, log)
 
 
 ALONE = "RAVAN_FLWR_TEST_ALONE"  # in the environment of a test that has a process of its own
