@@ -1,10 +1,12 @@
 """Settings for every test: no network, one thread, examples that are the same every time."""
 
 import functools
+import gc
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,17 @@ os.environ["RAVAN_FLWR_CORES"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["RAY_ADDRESS"] = "local"  # and no cluster that this machine happens to be part of
-# Compiled modules are kept, whatever the person's shell says: each process of the tests would
-# compile all tests, or the whole package, anew.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 
 import hypothesis
 import pytest
 
 from testing import ROOT
 from tests.fork_server import LIBRARIES, WITHOUT_HUB, ForkServer, Python
+
+# Compiled modules are kept, whatever the person's shell says: each process of the tests would
+# compile all tests, or the whole package, anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Under nohup, or in the background of a script, these are ignored, and so by what tests start.
 for number, handler in (
@@ -37,6 +40,17 @@ for number, handler in (
 hypothesis.settings.register_profile("quick", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("thorough" if os.environ.get("CI") else "quick")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage among what is imported, neither now nor while the tests run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

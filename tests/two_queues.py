@@ -23,9 +23,8 @@ class TwoQueues(LoadFileScheduling):
     """Give each worker the next file of its kind, or else the next of all."""
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        patient = (
-            self._number(node) % 2 == 1
-        )  # the first computes: its first file wants to be first
+        # The first one computes: the first file of all (tests/conftest.py) is to be its first.
+        patient = self._number(node) % 2 == 1
         for path in self.workqueue:
             if waits(path) == patient:
                 self.workqueue.move_to_end(path, last=False)
