@@ -19,7 +19,7 @@ def waits(path: str) -> bool:
     return path.startswith(WAITING)
 
 
-class TwoQueues(LoadFileScheduling):
+class TwoQueues(LoadFileScheduling):  # type: ignore[misc] # it has no types
     """Give each worker the next file of its kind, or else the next of all."""
 
     def _assign_work_unit(self, node: WorkerController) -> None:
