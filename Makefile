@@ -27,8 +27,8 @@ run: $(INSTALLED)
 simulate: $(INSTALLED)
 	@$(BIN)/ravan-flwr simulate $(ARGS)
 
-# By file, in this order: fixtures are a file's, and those come first that mostly wait for processes,
-# beside which the others compute. So there are more workers than the two cores that CI has.
+# By file: fixtures are a file's. Every second worker begins with files that mostly wait for processes
+# (tests/two_queues.py), beside which the others compute: more workers than the two cores that CI has.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)

@@ -1,10 +1,12 @@
 """Settings for every test: no network, one thread, examples that are the same every time."""
 
 import functools
+import gc
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,11 @@ import pytest
 
 from testing import ROOT
 from tests.fork_server import LIBRARIES, WITHOUT_HUB, ForkServer, Python
+
+# Compiled modules are kept, whatever the person's shell says: each process of the tests would
+# compile all tests, or the whole package, anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Under nohup, or in the background of a script, these are ignored, and so by what tests start.
 for number, handler in (
@@ -35,12 +42,33 @@ hypothesis.settings.register_profile("thorough", derandomize=True, deadline=None
 hypothesis.settings.load_profile("thorough" if os.environ.get("CI") else "quick")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage among what is imported, neither now nor while the tests run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests on the pretended accelerator first.
 
     PyTorch takes another kind of device only before the first backward pass of a process.
     """
     items.sort(key=lambda item: item.path.stem != "test_accelerator")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let files that wait and files that compute run side by side."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from tests.two_queues import TwoQueues
+
+    return TwoQueues(config, log)
 
 
 ALONE = "RAVAN_FLWR_TEST_ALONE"  # in the environment of a test that has a process of its own

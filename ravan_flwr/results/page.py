@@ -24,23 +24,25 @@ _ENVIRONMENT = Environment(
 
 
 def page_of(
-    groups: Groups, charts: Sequence[Chart], of_runs: Sequence[tuple[RecordedRun, list[Chart]]]
+    runs: Sequence[RecordedRun],
+    groups: Groups,
+    charts: Sequence[Chart],
+    belonging: Sequence[Mapping[str, Any]],
 ) -> str:
     """Lay out the pictures that compare, then what belongs to each run."""
-    runs = [run for run, _ in of_runs]
     names = (f"{run.config['method']} on {run.config['preset']}" for run in runs)
     page = _ENVIRONMENT.from_string(PAGE).render(
         title=", ".join(dict.fromkeys(names)),
         style=Markup(CSS),  # noqa: S704 (a constant)
         compared=list(charts),
         comparison=_comparison(groups),
-        runs=[_described(run, charts) for run, charts in of_runs],
+        runs=list(belonging),
     )
     return page.lstrip()
 
 
-def _described(run: RecordedRun, charts: list[Chart]) -> dict[str, Any]:
-    """Collect what the page says of one run."""
+def described(run: RecordedRun, charts: Sequence[Chart]) -> dict[str, Any]:
+    """Collect what the page says of one run, from files that may be damaged."""
     config, classes = run.config, classes_of(run.path, run.rounds)
     return {
         "name": f"{config['method']}, seed {config['seed']}: {run.path.name}",

@@ -13,7 +13,7 @@ from ravan_flwr.results.charts import Chart, Series, bars, heat, lines, stacks
 from ravan_flwr.results.classes import classes_of
 from ravan_flwr.results.clients import clients_chart
 from ravan_flwr.results.confusion import confusion
-from ravan_flwr.results.page import page_of
+from ravan_flwr.results.page import described, page_of
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.runs.history import (
     Groups,
@@ -256,6 +256,7 @@ def write_report(paths: Sequence[Path | str], folder: Path | str) -> Path:
         (run, run_charts(run, f"run{number}-" if len(runs) > 1 else ""))
         for number, run in enumerate(runs, start=1)
     ]
+    belonging = [described(run, charts) for run, charts in of_runs]  # before anything is drawn
     for chart in compared:
         write_atomically(folder / f"{chart.name}.png", chart.png(origin(runs)))
     for run, charts in of_runs:
@@ -265,6 +266,6 @@ def write_report(paths: Sequence[Path | str], folder: Path | str) -> Path:
                 write_atomically(folder / f"{chart.name}.csv", chart.numbers)
     page = folder / "index.html"
     # JSON can hold halves of characters, which are no text in UTF-8.
-    text = page_of(groups, compared, of_runs).encode(errors="backslashreplace")
+    text = page_of(runs, groups, compared, belonging).encode(errors="backslashreplace")
     write_atomically(page, text)
     return page

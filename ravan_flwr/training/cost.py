@@ -140,7 +140,7 @@ def step_memory(config: Config, share: float) -> StepMemory:
         activations=kept
         + (_kept_by_example(trained, at_a_time) if by_example else 0)
         + _cast_weights(config, network)
-        + _computed_again(config, share)
+        + _computed_again(config, share, network)
         + task.transient(network.config, at_a_time),
     )
 
@@ -185,13 +185,12 @@ def _checkpoints(config: Config, network: nn.Module) -> int:
     )
 
 
-def _computed_again(config: Config, share: float) -> int:
+def _computed_again(config: Config, share: float, network: nn.Module) -> int:
     """Count the activations of one block, which checkpointing computes again where needed."""
     if not config.gradient_checkpointing:
         return 0
     whole = replace(config, gradient_checkpointing=False, precision="float32")
-    blocks = _checkpoints(config, Skeleton.build(config).network)
-    return step_memory(whole, share).activations // blocks
+    return step_memory(whole, share).activations // _checkpoints(config, network)
 
 
 def saved_by_quantizing(network: nn.Module, classifier: Sequence[nn.Parameter], how: str) -> int:

@@ -10,6 +10,7 @@ import tempfile
 import pytest
 
 from ravan_flwr.launch.cluster import find_cluster
+from testing.deployment import copy_app
 from tests import ROOT
 
 
@@ -38,16 +39,18 @@ def test_a_run_uses_both_nodes_of_a_cluster(folder, python, tmp_path):
         assert find_cluster(environment) == found
 
         words = ["num-clients=4", "clients-per-round=4", "num-rounds=2", "local-steps=2"]
-        words += ["report=false", "tracking=none", f"output-dir={tmp_path}"]
+        words += ["report=false", "tracking=none", f"output-dir={tmp_path / 'runs'}"]
         done = python.run(
-            ["-m", "ravan_flwr", "run", *words], environment=os.environ | {"RAY_ADDRESS": address}
+            ["-m", "ravan_flwr", "run", *words],
+            environment=os.environ | {"RAY_ADDRESS": address},
+            folder=copy_app(tmp_path / "app"),
         )
         two_nodes.stdin.close()
         seen = json.loads(two_nodes.stdout.readline())
 
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert f"the Ray cluster at {address}: 2 machines, 2 CPUs, 0 GPUs" in done.stdout
-    (run,) = tmp_path.iterdir()
+    (run,) = (tmp_path / "runs").iterdir()
     for line in (run / "rounds.jsonl").read_text().splitlines():
         record = json.loads(line)
         assert record["rejected"] == []

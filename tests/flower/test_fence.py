@@ -36,6 +36,14 @@ INNER = "/v1/control/list-runs"
 PROTOBUF = {"Content-Type": "application/protobuf", "Accept": "application/protobuf"}
 
 
+def start_node(deployment, number, scripts):
+    """Start one of two nodes with Flower's commands of that folder."""
+    deployment.start_node(
+        number, f"partition-id={number} num-partitions=2 warm-worker=true",
+        PATH=os.pathsep.join([str(scripts), os.environ["PATH"]]),
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory, python):
     folder = tmp_path_factory.mktemp("fence")
@@ -43,10 +51,7 @@ def deployment(tmp_path_factory, python):
         # Node 0 and all that it starts are Flower's commands as they are, and no forks.
         for number, scripts in enumerate((SCRIPTS, python.scripts)):
             running.register(number)
-            running.start_node(
-                number, f"partition-id={number} num-partitions=2 warm-worker=true",
-                PATH=os.pathsep.join([str(scripts), os.environ["PATH"]]),
-            )  # fmt: skip
+            start_node(running, number, scripts)
         running.write_config("device", running.address)  # a device that wants to be the operator
         yield running
     assert running.left_running == []
@@ -298,8 +303,11 @@ def test_the_health_check_compares_the_clocks(deployment, ahead, told):
         assert abs(int(seconds) - abs(ahead)) <= 10  # a busy machine asks, and is answered, later
 
 
-def test_the_superlink_outlives_a_serverapp_that_memory_killed(deployment):
+def test_the_superlink_outlives_a_serverapp_that_memory_killed(deployment, python):
     """What the kernel does to the largest process when a unit's memory is used up."""
+    deployment.stop_node(0)  # which would import everything for each of many messages
+    start_node(deployment, 0, python.scripts)
+    assert deployment.wait_for_node(0)
     run = deployment.run(f"num-rounds=50 {SHORT}")
     wait_for(lambda: len(run.rounds) >= 1, "a round")
     apps = [

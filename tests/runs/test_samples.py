@@ -77,7 +77,8 @@ def test_the_report_shows_them_and_runs_nothing(spoken, tmp_path):
     for text in ("{}\n", "[1]\n", '{"round": 1.5}\n', "x\n"):
         (bare / "samples.jsonl").write_text(text)
         with pytest.raises(ValueError, match=r"samples.jsonl is damaged: line 1: .*take it away"):
-            write_report([bare], tmp_path / "r")
+            write_report([bare], tmp_path / "damaged")
+    assert not (tmp_path / "damaged").exists()  # it is told before anything is drawn
     (bare / "samples.jsonl").write_text(json.dumps(written(run.run_dir)[0]))  # cut off
     write_report([bare], tmp_path / "r")
 

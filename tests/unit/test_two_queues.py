@@ -1,0 +1,71 @@
+"""Files that wait and files that compute run side by side, and every test is run once."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from tests.two_queues import TwoQueues, waits
+
+FILES = [
+    "tests/runs/test_accelerator.py", "tests/flower/test_a.py", "tests/flower/test_b.py",
+    "tests/processes/test_c.py", "tests/laws/test_d.py", "tests/unit/test_e.py",
+]  # fmt: skip
+TESTS = [f"{path}::test_{number}" for path in FILES for number in range(4)]
+
+
+class Worker:
+    """A worker of pytest-xdist that writes down what it is told to run."""
+
+    def __init__(self, number):
+        self.gateway = SimpleNamespace(id=f"gw{number}")
+        self.shutting_down = False
+        self.told: list[int] = []
+
+    def send_runtest_some(self, indices):
+        self.told += indices
+
+    def shutdown(self):
+        self.shutting_down = True
+
+    @property
+    def files(self):
+        return list(dict.fromkeys(TESTS[index].split("::")[0] for index in self.told))
+
+
+def started(number):
+    """So many workers, which have been given their first files."""
+    options = {"tx": ["popen"] * number}
+    config: Any = SimpleNamespace(
+        getvalue=options.get, option=SimpleNamespace(loadscopereorder=False)
+    )
+    queues, workers = TwoQueues(config), [Worker(n) for n in range(number)]
+    for worker in workers:
+        queues.add_node(cast(Any, worker))
+    for worker in workers:
+        queues.add_node_collection(cast(Any, worker), TESTS)
+    queues.schedule()
+    return queues, workers
+
+
+def test_every_second_worker_begins_with_files_that_wait():
+    _, (first, second, third) = started(3)
+    assert first.files[0] == FILES[0]
+    assert second.files == [FILES[1]]
+    assert third.files == [FILES[4]]
+
+
+def test_all_is_run_once_and_workers_go_on_with_the_other_kind():
+    for number in (1, 2, 3):
+        queues, workers = started(number)
+        done: list[int] = []
+        for _ in range(len(TESTS)):
+            for worker in workers:
+                if left := [index for index in worker.told if index not in done]:
+                    done.append(left[0])
+                    queues.mark_test_complete(cast(Any, worker), left[0])
+        assert sorted(done) == list(range(len(TESTS)))
+        kinds = [[waits(path) for path in worker.files] for worker in workers]
+        assert all(len(set(kind)) <= 2 for kind in kinds)
+        assert kinds[0] == sorted(kinds[0])  # those that compute first
+        if number > 1:
+            assert kinds[1] == sorted(kinds[1], reverse=True)
+        assert all(worker.shutting_down for worker in workers)
