@@ -1,11 +1,12 @@
 """Laws of gradients by example: those of the loop over examples, in every layer and every form.
 
 The oracle computes the gradient of one example's loss after the other, in float64, by autograd.
-Opacus is another one, where it is installed (`pip install --no-deps opacus opt_einsum`).
+Opacus is another one.
 """
 
 import copy
 
+import opacus
 import pytest
 import torch
 from torch import nn
@@ -112,7 +113,6 @@ def test_their_mean_is_the_gradient_of_a_plain_step(name):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", BY_EXAMPLE)
 def test_they_are_those_of_opacus(name):
-    opacus = pytest.importorskip("opacus")
     model, parameters, x, y = adapted(name, layer_form="factored")
     found = fast(model, parameters, x, y)
     other = copy.deepcopy(model)
