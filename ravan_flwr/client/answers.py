@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import flwr
+import numpy as np
 import psutil
 import torch
 import transformers
 from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 
 from ravan_flwr.client.own_part import find_own, keep_own, run_mark
+from ravan_flwr.client.secure_part import SecurePart, node_keys, pieces_in
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.node_config import read_node
 from ravan_flwr.config.run_config import read_config
@@ -24,6 +26,7 @@ from ravan_flwr.messages.arrays import FIXED, from_record, to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.parcel import kept, not_kept, read_parcel
+from ravan_flwr.messages.pieces import read_pieces, to_pieces
 from ravan_flwr.messages.wire import decode, encode, wire_of_round
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Tensors
@@ -40,13 +43,14 @@ from ravan_flwr.training.local_steps import (
     steps_of,
     train_locally,
 )
+from ravan_flwr.training.masked import by_tensor, check_parts, to_numbers
 from ravan_flwr.training.workbench import Examples, Workbench, get_workbench
 
 log = getLogger(__name__)
 
 
 def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
-    """Answer a message: `query`, `train`, `calibrate`, `evaluate` or `deliver`."""
+    """Answer a message: `query`, `train`, `masked`, `calibrate`, `evaluate` or `deliver`."""
     return _ANSWERS[kind](_Client(content, context))
 
 
@@ -157,6 +161,8 @@ class _Client:
 
 def _query(client: _Client) -> RecordDict:
     bench, node = client.bench, client.node
+    if client.config.secure_aggregation:
+        node_keys(node).public()  # refused, if at all, before a round
     member = Member(
         node_id=client.context.node_id,
         partition_id=node.partition_id,
@@ -187,6 +193,28 @@ def _train(client: _Client) -> RecordDict:
         keep_own(client.context.state, result.own, client.mark)
         reply.metric_records["metrics"]["began-anew"] = int(own is None)
     return reply
+
+
+def _masked(client: _Client) -> RecordDict:
+    """Train the rows that the schedule of a secure round says, and mask how they changed."""
+    parts = read_pieces(pieces_in(client.content), ("here", "sealed", "marks"))
+    with SecurePart(client.context, client.node) as secure:
+        schedule, rows = secure.take_shares(client.round, parts)
+    sent, method = client.broadcast, client.bench.model.method
+    check_parts(method, sent, schedule)
+    chosen, steps = by_tensor(schedule, rows), client.steps
+    result = train_locally(*client.work, client.share, steps, client.turn, rows=chosen)
+    random = np.random.default_rng(client.turn.derive("rounding"))
+    numbers = to_numbers(method, sent, result.upload, schedule, rows, random)
+    with SecurePart(client.context, client.node) as secure:
+        masked = secure.mask(client.round, numbers)
+    told = {
+        "round": client.round,
+        "derived": client.bench.model.derived,
+        "seconds": time.perf_counter() - client.started,
+    }
+    arrays = to_pieces({"masked": masked})
+    return RecordDict({"arrays": arrays, "metrics": MetricRecord(cast(Any, told))})
 
 
 def _calibrate(client: _Client) -> RecordDict:
@@ -266,6 +294,7 @@ def _without_paths(error: Exception) -> str:
 _ANSWERS: dict[str, Callable[[_Client], RecordDict]] = {
     "query": _query,
     "train": _train,
+    "masked": _masked,
     "calibrate": _calibrate,
     "evaluate": _evaluate,
     "deliver": _deliver,

@@ -6,6 +6,7 @@ run at a time in processes of their own (side_by_side.py), with the same results
 """
 
 import math
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -30,6 +31,7 @@ from ravan_flwr.launch.side_by_side import SideBySide
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.secure.node_keys import make_keys
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.workbench import get_workbench
@@ -85,11 +87,17 @@ class InProcessGrid(Grid):
         self.clients: SideBySide | None = None  # None: one after the other
         self._timeout = float(run_config.get("round-timeout", KEYS["round-timeout"].default))
         self._until = math.inf  # when the messages that were pushed last are of no use any more
+        self._keys = _keys_of(run_config, num_clients)
+        secure = {} if self._keys is None else {"secure-keys": self._keys.name}
         self._contexts = {
             node_id: Context(
                 run_id=1,
                 node_id=node_id,
-                node_config={"partition-id": node_id - 1, "num-partitions": num_clients},
+                node_config={
+                    "partition-id": node_id - 1,
+                    "num-partitions": num_clients,
+                    **secure,
+                },
                 state=RecordDict(),
                 run_config=dict(run_config),
             )
@@ -195,6 +203,18 @@ class InProcessGrid(Grid):
         pushed = list(self.push_messages(messages))
         self.expect(pushed)
         return [reply for message_id in pushed for reply in self.pull_messages([message_id])]
+
+
+def _keys_of(
+    run_config: Mapping[str, Scalar], number: int
+) -> tempfile.TemporaryDirectory[str] | None:
+    """Make keys for clients that mask what they upload, for as long as there is a grid."""
+    if not run_config.get("secure-aggregation"):
+        return None
+    folder = tempfile.TemporaryDirectory(prefix="ravan-flwr-keys-")
+    for partition in range(number):
+        make_keys(Path(folder.name), partition)
+    return folder
 
 
 def _about(message: Message) -> tuple[int, str]:

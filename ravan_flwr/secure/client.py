@@ -40,6 +40,14 @@ class Keys(Protocol):
         """Raise ValueError unless that client has signed the text."""
 
 
+class DistrustError(ValueError):
+    """Tell that some clients' keys of a round are not theirs, as far as this one knows."""
+
+    def __init__(self, partitions: Sequence[int], why: str) -> None:
+        super().__init__(why)
+        self.partitions = tuple(partitions)
+
+
 # What is signed and hashed, the same on both sides.
 
 
@@ -145,16 +153,21 @@ class SecureClient:
 
     def _check_roll(self, schedule: Schedule, roll: bytes) -> None:
         """Check that each client has signed its keys, and that this one's are what it made."""
-        seen = set()
+        seen: set[bytes] = set()
+        distrusted: dict[int, str] = {}
         entries = cut(roll, [ENTRY] * len(schedule.partitions))
         for partition, entry in zip(schedule.partitions, entries, strict=True):
             public, signature = entry[:-SIGNATURE], entry[-SIGNATURE:]
-            self.keys.check(
-                partition, signature, signed_keys(self.run, schedule.round, partition, public)
-            )
+            text = signed_keys(self.run, schedule.round, partition, public)
+            try:
+                self.keys.check(partition, signature, text)
+            except ValueError as error:
+                distrusted[partition] = str(error)
             seen |= {public[: agreement.KEY], public[agreement.KEY :]}
             if partition == self.partition and public != self._public():
                 raise ValueError("got other keys of this client, expected those that it made")
+        if distrusted:
+            raise DistrustError(list(distrusted), next(iter(distrusted.values())))
         if len(seen) != 2 * len(schedule.partitions):
             raise ValueError("got one key of two clients, expected each to have its own")
 

@@ -89,6 +89,13 @@ class Schedule:
         number = int(groups.max(initial=-1)) + 1
         return [self.trained[:, groups == group].any(1) for group in range(number)]
 
+    def spans(self) -> Iterator[tuple[Part, slice]]:
+        """Name each part, with where its rows are among all."""
+        start = 0
+        for part in self.parts:
+            yield part, slice(start, start + part.rows)
+            start += part.rows
+
     def groups_of(self, place: int) -> list[int]:
         """List the groups that a client is in."""
         return [group for group, members in enumerate(self.members) if members[place]]

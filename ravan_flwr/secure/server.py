@@ -4,7 +4,7 @@ Whatever a client sends is checked here before it is used; ValueError says what 
 and costs that client alone. What cannot be told from honest numbers is said in docs/privacy.md.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ from ravan_flwr.secure.client import (
 from ravan_flwr.secure.fixed_point import WIDTH, from_bytes, mean_of
 from ravan_flwr.secure.masks import Vector, own_key, pair_key
 from ravan_flwr.secure.node_keys import SIGNATURE, is_signed
-from ravan_flwr.secure.schedule import Bits, Part, Schedule, cut, pack
+from ravan_flwr.secure.schedule import Bits, Schedule, cut, pack
 
 
 @dataclass(frozen=True)
@@ -241,21 +241,14 @@ class SecureServer:
             if not self.schedule.may_open(group, self.here, self.alive):
                 counts[np.array(self.schedule.group_of) == group] = 0
         means, of_parts = {}, {}
-        for part, rows in self._rows_of_parts():
+        for part, rows in self.schedule.spans():
             mean = np.zeros((part.rows, part.size))
-            for at in rows:
-                if counts[at]:
-                    mean[at - rows.start] = mean_of(
-                        self._total.row(at), int(counts[at]), part.bound
-                    )
-            means[part.name], of_parts[part.name] = mean, counts[rows.start : rows.stop]
+            for row, count in enumerate(counts[rows]):
+                if count:
+                    total = self._total.row(rows.start + row)
+                    mean[row] = mean_of(total, int(count), part.bound)
+            means[part.name], of_parts[part.name] = mean, counts[rows]
         return means, of_parts
-
-    def _rows_of_parts(self) -> Iterator[tuple[Part, range]]:
-        start = 0
-        for part in self.schedule.parts:
-            yield part, range(start, start + part.rows)
-            start += part.rows
 
     def _check_enough(self, number: int, what: str) -> None:
         if number < self.schedule.threshold:

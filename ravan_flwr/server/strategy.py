@@ -35,6 +35,7 @@ from ravan_flwr.server.replies import Asked
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.round import CalibrationRound, Run, TrainingRound
 from ravan_flwr.server.sampling import Sampler
+from ravan_flwr.server.secure_round import SecureRound
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status, Tell
 
@@ -207,9 +208,11 @@ class FederatedTuning(Strategy):
         for member in round_.choose(self._sampler, grid):
             share = member.share if self.method.parts else 1.0
             if share not in broadcasts:
-                sent = outgoing(method, self.state.tensors, share)
-                broadcasts[share] = self._encoded(sent, server_round)
-            yield self.mail.message(member, round_.kind, server_round, broadcasts[share], config)
+                tensors = outgoing(method, self.state.tensors, share)
+                broadcasts[share] = self._encoded(tensors, server_round)
+            sent = broadcasts[share]
+            message = self.mail.message(member, round_.kind, server_round, sent, config)
+            yield round_.addressed(message, member)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -281,6 +284,8 @@ class FederatedTuning(Strategy):
         """Open a training round; it becomes the round under way."""
         if self._privacy is not None:
             self._round = PrivateRound(number, self._run, self._privacy, self._clip_norm)
+        elif self.config.secure_aggregation:
+            self._round = SecureRound(number, self._run)
         else:
             self._round = TrainingRound(number, self._run)
         return self._round
