@@ -204,9 +204,11 @@ class Method(ABC, Generic[Adapter]):
         random: torch.Generator,  # noqa: ARG002
     ) -> Tensors:
         """Choose the rows that such a client trains, as `choose` would, without its data."""
-        return {name: torch.ones(number, dtype=torch.bool) for name, number in self.rows(state).items()}
+        return {name: torch.ones(rows).bool() for name, rows in self.rows(state).items()}
 
-    def train_rows(self, adapters: Sequence[Adapter], rows: Mapping[str, Tensor], share: float) -> None:
+    def train_rows(
+        self, adapters: Sequence[Adapter], rows: Mapping[str, Tensor], share: float
+    ) -> None:
         """Make these rows trainable, in place of `choose`; ValueError if the share cannot pay."""
 
     def heads_of(self, rows: Mapping[str, Tensor]) -> list[list[int]]:  # noqa: ARG002

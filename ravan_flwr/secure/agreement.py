@@ -32,7 +32,7 @@ def shared_secret(private: bytes, public: bytes) -> bytes:
     try:
         return key.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
-        raise ValueError("got a public key of low order, expected one that is made as ours") from None
+        raise ValueError("got a public key of low order, expected another") from None
 
 
 def derive(secret: bytes, salt: bytes, info: bytes, length: int = KEY) -> bytes:
@@ -41,7 +41,7 @@ def derive(secret: bytes, salt: bytes, info: bytes, length: int = KEY) -> bytes:
 
 
 def keystream(key: bytes, nonce: bytes, length: int) -> bytes:
-    """Make that many bytes of the stream, from its block 0; a pair of key and nonce is used once."""
+    """Make that many bytes of the stream from its block 0; no key and nonce are used twice."""
     start = bytes(4) + nonce  # the number of the first block, then the nonce
     return Cipher(algorithms.ChaCha20(key, start), None).encryptor().update(bytes(length))
 

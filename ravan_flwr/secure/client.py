@@ -328,7 +328,7 @@ def _bundle(schedule: Schedule, dealer: int) -> int:
 
 
 def wanted(schedule: Schedule, here: bytes, alive: bytes) -> list[tuple[int, Sequence[int]]]:
-    """List whose shares are told, by place, and which of the bundle: 0 is that of the pairs' key."""
+    """List whose shares are told, by place, and which of a bundle: 0 is of the pairs' key."""
     number = len(schedule.partitions)
     asked, sent = unpack(here, number), unpack(alive, number)
     opens = {g for g in range(len(schedule.members)) if schedule.may_open(g, asked, sent)}

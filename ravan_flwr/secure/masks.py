@@ -18,7 +18,7 @@ from ravan_flwr.secure.schedule import Bits, Schedule
 
 
 def pair_key(secret: bytes, statement: bytes, one: int, other: int) -> bytes:
-    """Derive the key of two clients' masks from their shared secret; their order does not matter."""
+    """Derive the key of two clients' masks, in either order, from their shared secret."""
     low, high = sorted((one, other))
     return derive(secret, statement, b"ravan-flwr secure pair" + struct.pack("<QQ", low, high))
 

@@ -30,7 +30,7 @@ Bits = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Part:
-    """Name one tensor, in how many rows of which size it is masked, and the bound of its changes."""
+    """Name one tensor, in how many rows of which size it is masked, and its changes' bound."""
 
     name: str
     rows: int
@@ -130,7 +130,7 @@ def threshold_of(clients: int) -> int:
 def make_schedule(
     run: int, round_: int, minimum: int, parts: Sequence[Part], wanted: Mapping[int, Bits]
 ) -> Schedule:
-    """Make the schedule of what clients would train, by partition; ValueError if they are too few."""
+    """Make the schedule of what clients would train, by partition; ValueError for too few."""
     if not minimum <= len(wanted) <= MOST_CLIENTS:
         raise ValueError(
             f"got {len(wanted)} clients that are ready, expected at least {minimum} "

@@ -232,7 +232,9 @@ class SecureServer:
             return shamir.join(shares, self.schedule.threshold)
         except ValueError as error:
             partition = self.schedule.partitions[dealer]
-            raise ValueError(f"the masks of partition {partition} cannot be told: {error}") from None
+            raise ValueError(
+                f"the masks of partition {partition} cannot be told: {error}"
+            ) from None
 
     def _means(self) -> tuple[dict[str, NDArray[np.float64]], dict[str, NDArray[np.int64]]]:
         assert self._total is not None

@@ -23,7 +23,7 @@ def split(secret: bytes, threshold: int, number: int) -> list[bytes]:
 
 
 def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
-    """Compute the secret from the shares of some places; ValueError if they are too few or wrong."""
+    """Compute the secret from the shares of some places; ValueError for too few, or wrong ones."""
     if len(shares) < threshold:
         raise ValueError(f"got {len(shares)} shares, expected at least {threshold}")
     places = sorted(shares)[:threshold]

@@ -100,9 +100,7 @@ def read_trained(
         return Trained(decode(view_record(_arrays_of(content)), wire, most), loss, seconds, anew)
 
 
-def read_phase(
-    reply: Message, round_number: int, names: Collection[str]
-) -> Mapping[str, bytes]:
+def read_phase(reply: Message, round_number: int, names: Collection[str]) -> Mapping[str, bytes]:
     """Read what a client answers in a phase of a secure round; or whom it does not trust."""
     with telling():
         content = content_of(reply)

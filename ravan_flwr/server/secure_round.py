@@ -59,7 +59,9 @@ class SecureRound(TrainingRound):
         greetings: dict[int, Greeting] = {}
 
         def greet(partition: int, parts: Parts) -> None:
-            greetings[partition] = read_greeting(self.grid.run.run_id, self.number, partition, parts)
+            greetings[partition] = read_greeting(
+                self.grid.run.run_id, self.number, partition, parts
+            )
 
         self._ask("keys", drawn, {}, ("keys", "node"), greet)
         ready = [member for member in drawn if member.partition_id in greetings]
@@ -107,9 +109,7 @@ class SecureRound(TrainingRound):
         derived = self.run.state.derived
         data, seconds = read_masked(message, member, self.number, derived)
         self.secure.take_masked(member.partition_id, data)
-        reply = Reply(
-            member, Trained({}, None, seconds), len(data), bytes_down, self.steps(member)
-        )
+        reply = Reply(member, Trained({}, None, seconds), len(data), bytes_down, self.steps(member))
         rows = by_tensor(self.secure.schedule, self.secure.rows_of(member.partition_id))
         self.ledger.use(reply, heads=self.method.heads_of(rows))
 
@@ -166,7 +166,7 @@ class SecureRound(TrainingRound):
         names: Sequence[str],
         take: Callable[[int, Parts], None],
     ) -> None:
-        """Ask clients the same, and take what each answers; an answer that is no good costs itself."""
+        """Ask clients the same, and take what each answers; what is no good costs its client."""
         pieces = to_pieces(parts)
         messages = [self._message(kind, member, pieces) for member in members]
 

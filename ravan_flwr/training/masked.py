@@ -22,9 +22,10 @@ def parts_of(method: Method, state: Mapping[str, Tensor], steps: float) -> tuple
     """List what is summed up; `steps` is the learning rate times the most steps of a client."""
     rows, parts = _rows(method, state), []
     for name in sorted(state):
-        largest = float(state[name].abs().max()) if state[name].numel() else 0.0
         size = state[name].numel() // rows[name]
         if size:
+            # A plan has shapes only, and no bound.
+            largest = 0.0 if state[name].is_meta else float(state[name].abs().max())
             parts.append(Part(name, rows[name], size, bound_of(steps, largest)))
     return (*parts, Part(CUT_OFF, 1, 1, 1.0))
 
@@ -41,10 +42,7 @@ def rows_wanted(
 
 def by_tensor(schedule: Schedule, rows: Bits) -> Tensors:
     """Cut the rows of all parts into those of each tensor."""
-    return {
-        part.name: torch.from_numpy(rows[places].copy())
-        for part, places in schedule.spans()
-    }
+    return {part.name: torch.from_numpy(rows[places].copy()) for part, places in schedule.spans()}
 
 
 def check_parts(method: Method, state: Mapping[str, Tensor], schedule: Schedule) -> None:
