@@ -87,7 +87,7 @@ class Schedule:
         """Tell for each group which clients train a row of it."""
         groups = np.array(self.group_of)
         number = int(groups.max(initial=-1)) + 1
-        return [self.trained[:, groups == group].any(1) for group in range(number)]
+        return [np.any(self.trained[:, groups == g], axis=1) for g in range(number)]
 
     def spans(self) -> Iterator[tuple[Part, slice]]:
         """Name each part, with where its rows are among all."""
@@ -103,7 +103,8 @@ class Schedule:
     def masked(self, here: Bits) -> Bits:
         """Tell who masks which rows, of those who are here: too few of a row leave it out."""
         trained = self.trained & here[:, None]
-        return trained & (trained.sum(0) >= self.minimum)
+        enough: Bits = trained & (trained.sum(0) >= self.minimum)
+        return enough
 
     def may_open(self, group: int, here: Bits, alive: Bits) -> bool:
         """Tell whether a group is unmasked: enough of its trainers have sent their numbers."""

@@ -114,7 +114,7 @@ class SecureServer:
         self.here = np.array([place in self.dealt for place in range(self.number)])
         self._check_enough(int(self.here.sum()), "have shared their secrets")
         self._masked = self.schedule.masked(self.here)
-        self._total = Vector(self.schedule, self._masked.any(0))
+        self._total = Vector(self.schedule, np.any(self._masked, axis=0))
 
     def to_mask(self, partition: int) -> dict[str, bytes]:
         """Tell a client who is here, with the shares that they have for it."""
