@@ -9,8 +9,8 @@ import math
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,10 @@ def simulate(config: Mapping[str, Scalar], num_clients: int | None = None) -> Si
     context = Context(
         run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=run_config
     )
-    grid = InProcessGrid(run_config, num_clients)
-    with closing(SideBySide(run_config, num_clients)) as grid.clients:
-        server_app.app(grid, context)
+    with keys_of_clients(run_config, num_clients) as keys:
+        grid = InProcessGrid(run_config, num_clients, keys)
+        with closing(SideBySide(run_config, num_clients)) as grid.clients:
+            server_app.app(grid, context)
     run_dir = Path(str(context.state.config_records[server_app.RESULT]["run-dir"]))
     return Simulation(run_dir, RunDirectory(run_dir).read_json("summary.json"))
 
@@ -79,7 +80,9 @@ class InProcessGrid(Grid):
 
     in_process = True  # clients run when they are asked for their replies
 
-    def __init__(self, run_config: Mapping[str, Scalar], num_clients: int) -> None:
+    def __init__(
+        self, run_config: Mapping[str, Scalar], num_clients: int, keys: Path | None = None
+    ) -> None:
         identify()
         self._run = replace(Run.create_empty(1), primary_task_type=TaskType.SIMULATION)
         self._waiting: dict[str, Message] = {}
@@ -87,8 +90,7 @@ class InProcessGrid(Grid):
         self.clients: SideBySide | None = None  # None: one after the other
         self._timeout = float(run_config.get("round-timeout", KEYS["round-timeout"].default))
         self._until = math.inf  # when the messages that were pushed last are of no use any more
-        self._keys = _keys_of(run_config, num_clients)
-        secure = {} if self._keys is None else {"secure-keys": self._keys.name}
+        secure = {} if keys is None else {"secure-keys": str(keys)}
         self._contexts = {
             node_id: Context(
                 run_id=1,
@@ -205,16 +207,16 @@ class InProcessGrid(Grid):
         return [reply for message_id in pushed for reply in self.pull_messages([message_id])]
 
 
-def _keys_of(
-    run_config: Mapping[str, Scalar], number: int
-) -> tempfile.TemporaryDirectory[str] | None:
-    """Make keys for clients that mask what they upload, for as long as there is a grid."""
+@contextmanager
+def keys_of_clients(run_config: Mapping[str, Scalar], number: int) -> Iterator[Path | None]:
+    """Lend a folder of keys to clients that mask what they upload; None to others."""
     if not run_config.get("secure-aggregation"):
-        return None
-    folder = tempfile.TemporaryDirectory(prefix="ravan-flwr-keys-")
-    for partition in range(number):
-        make_keys(Path(folder.name), partition)
-    return folder
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="ravan-flwr-keys-") as folder:
+        for partition in range(number):
+            make_keys(Path(folder), partition)
+        yield Path(folder)
 
 
 def _about(message: Message) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from logging import getLogger
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from ravan_flwr.messages.member import Member
@@ -90,13 +90,11 @@ class SecureRound(TrainingRound):
         for member in members:
             votes = self._accused[member.partition_id]
             if votes > len(members) - threshold_of(len(members)):
-                self.run.roster.nodes[member.node_id].was_silent(self.kind_of_silence, self.number)
+                self.run.roster.nodes[member.node_id].rest(MessageType.TRAIN, self.number)
                 log.warning(
                     "partition %d rests: %d of %d clients do not know its key",
                     member.partition_id, votes, len(members),
                 )  # fmt: skip
-
-    kind_of_silence = TrainingRound.kind
 
     # Training.
 

@@ -107,7 +107,8 @@ class Skeleton:
             if self.method.can_train(share):
                 random = generator(config.seed, "heads", 1, partition)
                 wanted[partition] = rows_wanted(self.method, state, share, random)
-        parts = parts_of(self.method, state, 1e-3)
+        # A bound is told in as many digits as it has: none has more than this one.
+        parts = [replace(part, bound=1e-5 / 3) for part in parts_of(self.method, state, 1.0)]
         return make_schedule(2**63, config.num_rounds, config.secure_minimum, parts, wanted)
 
     @property
