@@ -109,6 +109,11 @@ class _Client:
         return float(budget)
 
     @property
+    def granted(self) -> float:
+        """Read the share that this node named when it was asked: free memory may have changed."""
+        return cast(float, self.content.config_records["config"]["share"])
+
+    @property
     def steps(self) -> LocalSteps:
         return steps_of(self.config, self.round, len(self.examples.train))
 
@@ -184,10 +189,8 @@ def _query(client: _Client) -> RecordDict:
 
 def _train(client: _Client) -> RecordDict:
     client.take_fixed()
-    # The share that this node named when it was asked: free memory may have changed since.
-    share = cast(float, client.content.config_records["config"]["share"])
     own = client.find_own()
-    result = train_locally(*client.work, share, client.steps, client.turn, own)
+    result = train_locally(*client.work, client.granted, client.steps, client.turn, own)
     reply = _trained(client, result)
     if result.own:
         keep_own(client.context.state, result.own, client.mark)
@@ -203,7 +206,7 @@ def _masked(client: _Client) -> RecordDict:
     sent, method = client.broadcast, client.bench.model.method
     check_parts(method, sent, schedule)
     chosen, steps = by_tensor(schedule, rows), client.steps
-    result = train_locally(*client.work, client.share, steps, client.turn, rows=chosen)
+    result = train_locally(*client.work, client.granted, steps, client.turn, rows=chosen)
     random = np.random.default_rng(client.turn.derive("rounding"))
     numbers = to_numbers(method, sent, result.upload, schedule, rows, random)
     with SecurePart(client.context, client.node) as secure:

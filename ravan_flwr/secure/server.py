@@ -58,12 +58,28 @@ class Opened:
     counts: dict[str, NDArray[np.int64]]  # by part, (rows,)
 
 
+class DealerError(ValueError):
+    """Tell that a client has not shared its secrets with the others as it should have."""
+
+    def __init__(self, partition: int) -> None:
+        super().__init__(f"partition {partition} has shared something else than its secrets")
+        self.partition = partition
+
+
 def read_greeting(run: int, round_: int, partition: int, parts: Parts) -> Greeting:
-    """Read a client's keys; ValueError unless they are signed by the key that it names."""
+    """Read a client's keys; ValueError unless they are signed by the key that it names.
+
+    Keys with which the others would refuse the whole round are refused here.
+    """
     entry, node = _of_length(parts, "keys", ENTRY), _of_length(parts, "node", agreement.KEY)
     public, signature = entry[:-SIGNATURE], entry[-SIGNATURE:]
     if not is_signed(node, signature, signed_keys(run, round_, partition, public)):
         raise ValueError("its keys of the round are not signed by the key that it names")
+    sealing, pairs = cut(public, [agreement.KEY] * 2)
+    for key in (sealing, pairs):
+        agreement.shared_secret(agreement.new_key(), key)  # refuses those of low order
+    if sealing == pairs:
+        raise ValueError("its two keys of the round are one, expected two")
     return Greeting(entry, node)
 
 
@@ -81,6 +97,7 @@ class SecureServer:
         self.signatures: dict[int, bytes] = {}
         self._masked: Bits = np.zeros((0, 0), bool)
         self._total: Vector | None = None
+        self._told: set[int] = set()  # who has told its shares
         self._shares: dict[tuple[int, int], dict[int, bytes]] = {}  # by dealer, index: by holder
 
     @property
@@ -180,6 +197,7 @@ class SecureServer:
                         "that it was given"
                     )
                 kept.append((dealer, index, share))
+        self._told.add(holder)
         for dealer, index, share in kept:
             self._shares.setdefault((dealer, index), {})[holder] = share
 
@@ -208,7 +226,7 @@ class SecureServer:
         group = self.schedule.groups_of(place)[index - 1]
         seed = self._joined(place, index)
         if seed_mark(self.statement, partition, group, seed) != self.dealt[place].seeds[index - 1]:
-            raise ValueError(_false_dealer(partition))
+            raise DealerError(partition)
         rows = self._masked[place] & (np.array(self.schedule.group_of) == group)
         self._total.mask(own_key(seed, self.statement, partition, group), rows, add=False)
 
@@ -218,7 +236,7 @@ class SecureServer:
         dropped = self.schedule.partitions[place]
         private = self._joined(place, 0)
         if agreement.public_of(private) != self.greetings[dropped].pairs:
-            raise ValueError(_false_dealer(dropped))
+            raise DealerError(dropped)
         for at in np.flatnonzero(self.alive):
             rows, other = self._masked[at] & self._masked[place], self.schedule.partitions[at]
             if rows.any():
@@ -258,10 +276,6 @@ class SecureServer:
                 f"{number} of {self.number} clients {what}, expected at least "
                 f"{self.schedule.threshold}, two thirds"
             )
-
-
-def _false_dealer(partition: int) -> str:
-    return f"partition {partition} has shared something else than its secrets"
 
 
 def _of_length(parts: Parts, name: str, length: int) -> bytes:

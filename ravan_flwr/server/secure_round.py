@@ -19,9 +19,9 @@ from ravan_flwr.messages.pieces import DISTRUSTS, PIECES, to_pieces
 from ravan_flwr.runs.record import Masked
 from ravan_flwr.secure.client import Parts
 from ravan_flwr.secure.schedule import Schedule, make_schedule, threshold_of
-from ravan_flwr.secure.server import Greeting, SecureServer, read_greeting
+from ravan_flwr.secure.server import DealerError, Greeting, SecureServer, read_greeting
 from ravan_flwr.seeding import generator
-from ravan_flwr.server.replies import Reply, Trained, read_masked, read_phase
+from ravan_flwr.server.replies import Reply, Trained, read_masked, read_phase, telling
 from ravan_flwr.server.round import Run, TrainingRound
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.training.masked import CUT_OFF, by_tensor, moved, parts_of, rows_wanted
@@ -57,11 +57,13 @@ class SecureRound(TrainingRound):
 
     def _prepare(self, drawn: Sequence[Member]) -> list[Member]:
         greetings: dict[int, Greeting] = {}
+        run = self.grid.run.run_id
 
         def greet(partition: int, parts: Parts) -> None:
-            greetings[partition] = read_greeting(
-                self.grid.run.run_id, self.number, partition, parts
-            )
+            greeting = read_greeting(run, self.number, partition, parts)
+            if greeting.pairs in {other.pairs for other in greetings.values()}:
+                raise ValueError("its keys of the round are another client's")
+            greetings[partition] = greeting
 
         self._ask("keys", drawn, {}, ("keys", "node"), greet)
         ready = [member for member in drawn if member.partition_id in greetings]
@@ -90,11 +92,17 @@ class SecureRound(TrainingRound):
         for member in members:
             votes = self._accused[member.partition_id]
             if votes > len(members) - threshold_of(len(members)):
-                self.run.roster.nodes[member.node_id].rest(MessageType.TRAIN, self.number)
+                self._leave_out(member.partition_id)
                 log.warning(
                     "partition %d rests: %d of %d clients do not know its key",
                     member.partition_id, votes, len(members),
                 )  # fmt: skip
+
+    def _leave_out(self, partition: int) -> None:
+        """Let a client rest: with it, the rounds to come would have no effect either."""
+        for member in self.run.roster.members.values():
+            if member.partition_id == partition:
+                self.run.roster.nodes[member.node_id].rest(MessageType.TRAIN, self.number)
 
     # Training.
 
@@ -122,6 +130,9 @@ class SecureRound(TrainingRound):
         if not self.why:
             try:
                 self._unmask()
+            except DealerError as error:
+                self.why = f"{error}; it rests"
+                self._leave_out(error.partition)
             except ValueError as error:
                 self.why = str(error)
         self.ledger.secure = self.told
@@ -195,7 +206,8 @@ class SecureRound(TrainingRound):
 
 def _partitions(data: bytes) -> set[int]:
     """Read whom a client accuses; ValueError if that is no list of partitions."""
-    named = json.loads(data)
+    with telling():
+        named = json.loads(data)
     if not isinstance(named, list) or not all(type(one) is int for one in named):
         raise ValueError("its list of clients cannot be read, expected partitions")
     return set(named)

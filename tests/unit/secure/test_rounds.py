@@ -8,11 +8,11 @@ import pytest
 from scipy import stats
 
 from ravan_flwr.secure import masks, shamir
-from ravan_flwr.secure.client import DistrustError, SecureClient
+from ravan_flwr.secure.client import DistrustError, SecureClient, signed_keys
 from ravan_flwr.secure.fixed_point import LEVELS, from_bytes, step_of, to_steps
 from ravan_flwr.secure.node_keys import SIGNATURE, NodeKeys, make_keys
 from ravan_flwr.secure.schedule import make_schedule, pack, threshold_of
-from ravan_flwr.secure.server import SecureServer, read_greeting
+from ravan_flwr.secure.server import DealerError, SecureServer, read_greeting
 from tests.unit.secure.rounds import PARTS, PHASES, ROUND, RUN, Held
 
 N = 7
@@ -320,6 +320,16 @@ def test_signatures_of_another_run_round_or_client_are_false(folder):
         read_greeting(RUN, ROUND, 2, parts | {"keys": b"abc"})
 
 
+def test_keys_that_the_others_would_refuse_cost_their_client(folder):
+    """Of low order, or one for both purposes: signed as it should be, and refused at once."""
+    keys = NodeKeys(folder, 2)
+    good = SecureClient({}, RUN, 2, keys).make_keys(ROUND)["keys"][:32]
+    for public, told in ((good + bytes(32), "low order"), (good + good, "are one, expected two")):
+        signature = keys.sign(signed_keys(RUN, ROUND, 2, public))
+        with pytest.raises(ValueError, match=told):
+            read_greeting(RUN, ROUND, 2, {"keys": public + signature, "node": keys.public()})
+
+
 def announced(held, **changes):
     """A schedule that differs from what the server should have said."""
     schedule = held.server.schedule
@@ -421,6 +431,22 @@ def test_who_deals_false_shares_is_named(folder):
     held.unmask()
     with pytest.raises(ValueError, match="partition 2 has shared something else"):
         held.server.open()
+
+
+def test_who_gives_most_of_the_others_nonsense_is_named(folder):
+    held = until(folder, "keys")
+    for partition in range(N):
+        dealt = held.clients[partition].deal(ROUND, held.server.announce())
+        if partition == 2:
+            dealt["sealed"] = bytes(len(dealt["sealed"]))
+        held.server.take_dealt(partition, dealt)
+    held.server.close_dealing()
+    held.mask()
+    held.agree()
+    held.unmask()
+    with pytest.raises(DealerError, match="partition 2") as caught:
+        held.server.open()
+    assert caught.value.partition == 2
 
 
 def test_sealed_nonsense_is_left_out_and_others_have_theirs(folder):
