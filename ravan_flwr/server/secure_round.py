@@ -181,7 +181,7 @@ class SecureRound(TrainingRound):
 
         def read(message: Message, member: Member, _: int) -> None:
             found = read_phase(message, self.number, names)
-            if DISTRUSTS in found:
+            if kind == "shares" and DISTRUSTS in found:
                 self._accused.update(_partitions(found[DISTRUSTS]))
                 raise ValueError("it does not know the keys of others, and takes no part")
             take(member.partition_id, found)
