@@ -250,9 +250,11 @@ class SecureServer:
             return shamir.join(shares, self.schedule.threshold)
         except ValueError as error:
             partition = self.schedule.partitions[dealer]
-            raise ValueError(
-                f"the masks of partition {partition} cannot be told: {error}"
-            ) from None
+            # More than a third say that they were given none: more than may work together.
+            if len(self._told) - len(shares) > self.number - self.schedule.threshold:
+                raise DealerError(partition) from None
+            whose = f"partition {partition}"
+            raise ValueError(f"the masks of {whose} cannot be told: {error}") from None
 
     def _means(self) -> tuple[dict[str, NDArray[np.float64]], dict[str, NDArray[np.int64]]]:
         assert self._total is not None

@@ -449,6 +449,19 @@ def test_who_gives_most_of_the_others_nonsense_is_named(folder):
     assert caught.value.partition == 2
 
 
+def test_who_says_that_it_was_given_nothing_blames_nobody(folder):
+    """With two gone, one that tells no share is one too few, and no dealer's fault."""
+    held = until(folder, "agree")
+    told = held.server.close_list()
+    for partition in range(5):
+        shares = held.clients[partition].unmask(ROUND, told)["shares"]
+        if partition == 1:
+            shares = shamir.NONE * (len(shares) // shamir.SHARE)
+        held.server.take_shares(partition, {"shares": shares})
+    with pytest.raises(ValueError, match="cannot be told: got 4 shares, expected at least 5"):
+        held.server.open()
+
+
 def test_sealed_nonsense_is_left_out_and_others_have_theirs(folder):
     held = until(folder, "keys")
     for partition in range(N):
