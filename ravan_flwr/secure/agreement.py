@@ -4,6 +4,8 @@ X25519 (RFC 7748), HKDF with SHA-256 (RFC 5869), ChaCha20 and Poly1305 (RFC 8439
 library `cryptography`. The tests compare each function with its RFC's published vectors.
 """
 
+from collections.abc import Callable
+
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
@@ -40,10 +42,11 @@ def derive(secret: bytes, salt: bytes, info: bytes, length: int = KEY) -> bytes:
     return HKDF(SHA256(), length, salt, info).derive(secret)
 
 
-def keystream(key: bytes, nonce: bytes, length: int) -> bytes:
-    """Make that many bytes of the stream from its block 0; no key and nonce are used twice."""
+def keystream(key: bytes, nonce: bytes) -> Callable[[int], bytes]:
+    """Make a stream from its block 0, piece by piece; no key and nonce are used twice."""
     start = bytes(4) + nonce  # the number of the first block, then the nonce
-    return Cipher(algorithms.ChaCha20(key, start), None).encryptor().update(bytes(length))
+    encryptor = Cipher(algorithms.ChaCha20(key, start), None).encryptor()
+    return lambda length: encryptor.update(bytes(length))
 
 
 def seal(key: bytes, text: bytes, bound: bytes, nonce: bytes = bytes(NONCE)) -> bytes:

@@ -16,6 +16,8 @@ from ravan_flwr.secure.agreement import derive, keystream
 from ravan_flwr.secure.fixed_point import MASK, WIDTH, Numbers, from_bytes
 from ravan_flwr.secure.schedule import Bits, Schedule
 
+_BLOCK = 2**18  # numbers at a time
+
 
 def pair_key(secret: bytes, statement: bytes, one: int, other: int) -> bytes:
     """Derive the key of two clients' masks, in either order, from their shared secret."""
@@ -31,7 +33,10 @@ def own_key(seed: bytes, statement: bytes, partition: int, group: int) -> bytes:
 
 def stream_of(key: bytes, place: tuple[int, int], size: int) -> Numbers:
     """Make the masks of one row, by (part, row): uniform numbers below 2^24."""
-    return from_bytes(keystream(key, struct.pack("<IQ", *place), WIDTH * size))
+    more, found = keystream(key, struct.pack("<IQ", *place)), np.empty(size, np.uint32)
+    for part in np.array_split(found, -(-size // _BLOCK)):
+        part[:] = from_bytes(more(WIDTH * len(part)))
+    return found
 
 
 class Vector:

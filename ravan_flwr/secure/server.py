@@ -4,7 +4,7 @@ Whatever a client sends is checked here before it is used; ValueError says what 
 and costs that client alone. What cannot be told from honest numbers is said in docs/privacy.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,6 +97,7 @@ class SecureServer:
         self.signatures: dict[int, bytes] = {}
         self._masked: Bits = np.zeros((0, 0), bool)
         self._total: Vector | None = None
+        self._asked: list[tuple[int, Sequence[int]]] = []  # whose shares, and which
         self._told: set[int] = set()  # who has told its shares
         self._shares: dict[tuple[int, int], dict[int, bytes]] = {}  # by dealer, index: by holder
 
@@ -179,14 +180,15 @@ class SecureServer:
         self._check_enough(len(self.signatures), "have signed who is there")
         signers = np.array([place in self.signatures for place in range(self.number)])
         told = b"".join(self.signatures[place] for place in sorted(self.signatures))
+        self._asked = wanted(self.schedule, pack(self.here), pack(self.alive))
         return {"signers": pack(signers), "signatures": told}
 
     def take_shares(self, partition: int, parts: Parts) -> None:
         """Take the shares that a client tells; one that is not as marked refuses them all."""
         holder, kept = self.place(partition), []
-        asked = wanted(self.schedule, pack(self.here), pack(self.alive))
-        shares = cut(parts["shares"], [shamir.SHARE] * sum(len(i) for _, i in asked))
-        for dealer, indices in asked:
+        number = sum(len(indices) for _, indices in self._asked)
+        shares = cut(parts["shares"], [shamir.SHARE] * number)
+        for dealer, indices in self._asked:
             for index in indices:
                 share = next(shares)
                 if share == shamir.NONE:  # what the dealer gave it was not as marked
@@ -212,7 +214,7 @@ class SecureServer:
     def open(self) -> Opened:
         """Take off all masks that are left; ValueError, which says who, if that cannot be."""
         assert self._total is not None
-        for place, indices in wanted(self.schedule, pack(self.here), pack(self.alive)):
+        for place, indices in self._asked:
             if not self.alive[place]:
                 self._take_off_pairs(place)
             for index in indices if self.alive[place] else ():

@@ -178,6 +178,13 @@ def test_no_stream_is_used_twice(folder, monkeypatch):
     assert len(seen) == 2 * pairs + own
 
 
+def test_a_long_stream_is_made_in_pieces(monkeypatch):
+    whole = masks.stream_of(bytes(32), (1, 2), 1000)
+    monkeypatch.setattr(masks, "_BLOCK", 64)
+    assert masks.stream_of(bytes(32), (1, 2), 1000).tolist() == whole.tolist()
+    assert (masks.stream_of(bytes(32), (2, 1), 1000) != whole).any()
+
+
 def test_two_rounds_with_the_same_changes_have_other_masks(folder):
     first, second = Held(folder, 4), Held(folder, 4)
     for held in (first, second):
