@@ -6,10 +6,13 @@ that Flower starts for a message, before anything else.
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+
+from ravan_flwr.launch.superlink import processes_of
 
 _CUSTOMIZE = """
 import sys
@@ -44,14 +47,9 @@ def install(plan: Plan) -> None:
 
 
 def _kill_the_machine() -> None:
-    """Kill the SuperNode, whose session all of its processes are in."""
-    session = os.getsid(0)
-    for path in Path("/proc").glob("[0-9]*"):
-        pid = int(path.name)
-        try:
-            ours = os.getsid(pid) == session and pid != os.getpid()
-        except OSError:
-            continue
-        if ours:
-            os.kill(pid, signal.SIGKILL)
+    """Kill the SuperNode and all that it has started; this process goes last."""
+    for pid in processes_of(Path(os.environ["FLWR_HOME"])):
+        if pid != os.getpid():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
