@@ -42,6 +42,7 @@ class SecureRound(TrainingRound):
         self.why = ""  # it has no effect
         self.told: Masked = {"clients": 0}
         self._accused: Counter[int] = Counter()  # by partition
+        self._needed = run.config.min_replies  # good replies of a phase
 
     # Before training: keys and shares.
 
@@ -68,7 +69,9 @@ class SecureRound(TrainingRound):
         self._ask("keys", drawn, {}, ("keys", "node"), greet)
         ready = [member for member in drawn if member.partition_id in greetings]
         self.secure = SecureServer(self._schedule(ready), greetings)
-        self.told = {"clients": len(ready), "threshold": self.secure.schedule.threshold}
+        threshold = self.secure.schedule.threshold
+        self.told = {"clients": len(ready), "threshold": threshold}
+        self._needed = max(threshold, self._needed)
         names = ("sealed", "marks", "seeds")
         self._ask("shares", ready, self.secure.announce(), names, self.secure.take_dealt)
         self._leave_out_accused(ready)
@@ -120,8 +123,8 @@ class SecureRound(TrainingRound):
         self.ledger.use(reply, heads=self.method.heads_of(rows))
 
     def quorum(self, asked: int) -> int:
-        """Give stragglers their grace from the reply on that makes two thirds."""
-        return max(super().quorum(asked), threshold_of(asked))
+        """Give stragglers their grace from as many replies on as the phase needs."""
+        return min(asked, self._needed)
 
     # After training: agreement, and unmasking.
 
@@ -145,6 +148,7 @@ class SecureRound(TrainingRound):
         sent = secure.close_masked()
         if len(members) < self.run.config.min_replies:
             raise ValueError(self.ledger.why_too_few_came(self.run.config.min_replies))
+        self._needed = secure.schedule.threshold
         alive = [m for m in self.run.roster.members.values() if m.partition_id in members]
         self._ask("agree", alive, sent, ("signature",), secure.take_signature)
         agreed = [m for m in alive if self._place(m) in secure.signatures]

@@ -2,8 +2,8 @@
 
 Six SuperNodes, each with keys that `ravan-flwr secure-keys` made. In round 1 one dies with its
 shares and one with its masked numbers, in round 2 one with its keys and one with the shares by
-which the sum is unmasked. Then two are left: the last round has no effect, and the run ends in good
-order. That a client fails with its signature is tested in process (tests/runs/test_secure.py).
+which the sum is unmasked. Both rounds close with the others. That a client fails with its
+signature, and that too many fail, is tested in process (tests/runs/test_secure.py).
 """
 
 import os
@@ -27,7 +27,7 @@ NODES = 6
 PLAN = {5: (1, "shares"), 4: (1, "masked"), 3: (2, "keys"), 2: (2, "unmask")}
 GRACE = 6.0
 SHORT = (
-    "num-rounds=3 local-steps=2 clients-per-round=6 report=false tracking='none' eval-every=3 "
+    "num-rounds=2 local-steps=2 clients-per-round=6 report=false tracking='none' eval-every=2 "
     f"secure-aggregation=true straggler-grace={GRACE} round-timeout=120.0"
 )
 
@@ -68,14 +68,13 @@ def run(tmp_path_factory, python):
 
 
 def test_rounds_close_with_those_who_are_left(run):
-    first, second, last = run.rounds
+    first, second = run.rounds
     assert [c["partition-id"] for c in first["clients"]] == [0, 1, 2, 3]
     assert first["secure"]["dropped"] == [4]
     assert [c["partition-id"] for c in second["clients"]] == [0, 1, 2]
     for record in (first, second):
         assert "refused" not in record
         assert record["secure"]["untrained"] == 0
-    assert "got 2 clients that are ready, expected at least 3" in last["refused"]
 
 
 def test_every_death_is_told(run):
@@ -84,9 +83,8 @@ def test_every_death_is_told(run):
         assert f"partition {partition}" in rejected, (partition, number)
 
 
-def test_the_state_moves_where_a_round_had_an_effect(run):
+def test_the_state_moves_in_both(run):
     paths = sorted((run.directory / "checkpoints").glob("round-*.safetensors"))
-    states = [load_file(path)["H"] for path in paths]
-    assert states[-1].any()
-    assert torch.equal(states[-1], states[-2])  # of the last round
-    assert not torch.equal(states[-2], states[-3])
+    first, second = (load_file(path)["H"] for path in paths)
+    assert first.any()
+    assert not torch.equal(first, second)
