@@ -3,6 +3,8 @@
 import json
 import re
 from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,12 +14,14 @@ from safetensors.torch import load_file
 
 from ravan_flwr import simulate
 from ravan_flwr.client import answers
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process, side_by_side, worker_process
 from ravan_flwr.messages.pieces import DISTRUSTS, to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.secure.fixed_point import step_of
 from ravan_flwr.secure.node_keys import make_keys
 from ravan_flwr.server import secure_round
+from ravan_flwr.server.notices import check_simulation
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.plan import plan_of
 
@@ -332,3 +336,11 @@ def test_trackers_get_the_numbers_of_a_secure_round(tmp_path):
     run = simulate(QUICK | {"output-dir": str(tmp_path), "report": True}, 6)
     page = (run.run_dir / "report" / "index.html").read_text()
     assert "Training loss by round" not in page
+
+
+def test_flowers_own_simulation_is_refused_since_its_nodes_have_no_keys():
+    config = read_config(QUICK | {"processes": "auto"})
+    grid = cast(Any, SimpleNamespace(get_node_ids=lambda: [1, 2, 3]))
+    bench = cast(Any, SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu"))))
+    with pytest.raises(ValueError, match=r"whose nodes have no secure-keys, expected devices"):
+        check_simulation(grid, bench, config)
