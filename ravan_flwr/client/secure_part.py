@@ -13,7 +13,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDic
 
 from ravan_flwr.config.node_config import Node
 from ravan_flwr.messages.pieces import DISTRUSTS, PIECES, read_pieces, to_pieces
-from ravan_flwr.secure.client import DistrustError, Parts, SecureClient, State
+from ravan_flwr.secure.agreed import Parts
+from ravan_flwr.secure.client import DistrustError, SecureClient, State
 from ravan_flwr.secure.node_keys import NodeKeys
 
 log = getLogger(__name__)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ravan_flwr.secure import agreement, shamir
-from ravan_flwr.secure.client import (
+from ravan_flwr.secure.agreed import (
     ENTRY,
     MARK,
     Parts,

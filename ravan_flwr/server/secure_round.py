@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.pieces import DISTRUSTS, PIECES, to_pieces
 from ravan_flwr.runs.record import Masked
-from ravan_flwr.secure.client import Parts
+from ravan_flwr.secure.agreed import Parts
 from ravan_flwr.secure.schedule import Schedule, make_schedule, threshold_of
 from ravan_flwr.secure.server import DealerError, Greeting, SecureServer, read_greeting
 from ravan_flwr.seeding import generator

@@ -8,7 +8,8 @@ import pytest
 from scipy import stats
 
 from ravan_flwr.secure import masks, shamir
-from ravan_flwr.secure.client import DistrustError, SecureClient, signed_keys
+from ravan_flwr.secure.agreed import signed_keys
+from ravan_flwr.secure.client import DistrustError, SecureClient
 from ravan_flwr.secure.fixed_point import LEVELS, from_bytes, step_of, to_steps
 from ravan_flwr.secure.node_keys import SIGNATURE, NodeKeys, make_keys
 from ravan_flwr.secure.schedule import make_schedule, pack, threshold_of
