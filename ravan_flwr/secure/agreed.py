@@ -1,4 +1,4 @@
-"""Compute what both halves of a round must agree on: what is signed, hashed, and told at the end."""
+"""Compute what both halves of a round agree on: what is signed, hashed, and told at the end."""
 
 import hashlib
 import struct
