@@ -23,6 +23,7 @@ from ravan_flwr.secure.node_keys import make_keys
 from ravan_flwr.server import secure_round
 from ravan_flwr.server.notices import check_simulation
 from ravan_flwr.specs import Scalar
+from ravan_flwr.training import masked
 from ravan_flwr.training.plan import plan_of
 
 QUICK: dict[str, Scalar] = {
@@ -46,7 +47,7 @@ def uploads(monkeypatch):
     """What clients would have sent as it is, by round: each state sent, and each upload."""
     seen = defaultdict(list)
 
-    def noted(method, sent, upload, schedule, rows, random, made=answers.to_numbers):
+    def noted(method, sent, upload, schedule, rows, random, made=masked.to_numbers):
         own = {k: v for k, v in sent.items() if k != CLASSIFIER}
         trained = {k: v for k, v in upload.items() if k != CLASSIFIER}
         whole = method.filled(trained, own) | {CLASSIFIER: upload[CLASSIFIER]}
@@ -312,22 +313,24 @@ def test_accusations_that_are_no_list_are_refused(data):
 # What is told.
 
 
+def bytes_in(told):
+    """What a plan says that a round of all six sends, up and down."""
+    found = re.search(r"6 of 6 clients: at most ([\d,]+) bytes up,\s+([\d,]+) down", told)
+    assert found is not None
+    return [int(number.replace(",", "")) for number in found.groups()]
+
+
 def test_a_plan_counts_the_bytes(tmp_path):
     """Of a round in which nobody fails: run ids and bounds have a few digits more or less."""
-    settings = QUICK | {"budgets": "uniform"}
-    run = simulate(settings | {"output-dir": str(tmp_path)}, 6)
-    (record,) = records_of(run)
-    told = plan_of(settings, 6)
+    (record,) = records_of(simulate(QUICK | {"output-dir": str(tmp_path / "whole")}, 6))
+    told = plan_of(QUICK, 6)
     assert "each is asked 5 times" in told
-    up = int(re.search(r"6 of 6 clients: at most ([\d,]+) bytes up", told)[1].replace(",", ""))
-    whole = simulate(QUICK | {"output-dir": str(tmp_path / "whole")}, 6)
-    (record_whole,) = records_of(whole)
-    plan = plan_of(QUICK, 6)
-    exact = int(re.search(r"at most ([\d,]+) bytes up", plan)[1].replace(",", ""))
-    down = int(re.search(r"([\d,]+) down\n", plan)[1].replace(",", ""))
-    assert record_whole["bytes-up"] == exact
-    assert 0 <= down - record_whole["bytes-down"] < 6 * 100
-    assert record["bytes-up"] <= up
+    up, down = bytes_in(told)
+    assert record["bytes-up"] == up
+    assert 0 <= down - record["bytes-down"] < 6 * 100
+    mixed = QUICK | {"budgets": "uniform"}
+    (record,) = records_of(simulate(mixed | {"output-dir": str(tmp_path / "mixed")}, 6))
+    assert record["bytes-up"] <= bytes_in(plan_of(mixed, 6))[0]
 
 
 def test_trackers_get_the_numbers_of_a_secure_round(tmp_path):

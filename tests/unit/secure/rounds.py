@@ -1,5 +1,7 @@
 """Hold a secure round with both halves in one process, where some clients fail in some phase."""
 
+from typing import Any
+
 import numpy as np
 
 from ravan_flwr.secure.client import SecureClient
@@ -24,7 +26,7 @@ class Held:
             partition: SecureClient({}, RUN, partition, NodeKeys(folder, partition))
             for partition in range(number)
         }
-        self.changes: dict[int, list[np.ndarray | None]] = {}
+        self.changes: dict[int, list[Any]] = {}  # None of rows that it does not train
         self.sent: dict[int, bytes] = {}
 
     def there(self, phase):

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,6 +123,7 @@ def test_the_server_alone_cannot_unmask(folder):
     with pytest.raises(ValueError, match="masks of partition 0 cannot be told: got 4 shares"):
         held.server.open()
     # The sum as it is has nothing of the changes: any number is as likely.
+    assert held.server._total is not None
     total = held.server._total.numbers
     assert stats.kstest(total / 2**24, "uniform").pvalue > 1e-3
 
@@ -154,6 +156,7 @@ def test_masked_uploads_are_uniform_and_cancel(folder, monkeypatch):
     data = np.frombuffer(b"".join(held.sent.values()), np.uint8)
     assert stats.chisquare(np.bincount(data, minlength=256)).pvalue > 1e-3
     # Without the clients' own masks, those of pairs cancel: what is left is exactly the sum.
+    assert held.server._total is not None
     assert (held.server._total.numbers == N * LEVELS).all()
     # Unmasked, the same bytes are far from uniform.
     plain = np.tile(np.frombuffer(LEVELS.to_bytes(3, "little"), np.uint8), 100)
@@ -191,7 +194,7 @@ def test_two_rounds_with_the_same_changes_have_other_masks(folder):
     for held in (first, second):
         held.hold()
     assert first.sent[0] != second.sent[0]
-    assert first.changes[0][0].tolist() == second.changes[0][0].tolist()
+    assert np.array_equal(first.changes[0][0], second.changes[0][0])
 
 
 # What a client refuses.
@@ -341,7 +344,7 @@ def test_keys_that_the_others_would_refuse_cost_their_client(folder):
 def announced(held, **changes):
     """A schedule that differs from what the server should have said."""
     schedule = held.server.schedule
-    given = {
+    given: dict[str, Any] = {
         "run": RUN, "round_": ROUND, "minimum": 3, "parts": PARTS,
         "wanted": {p: schedule.trained[p] for p in range(N)},
     }  # fmt: skip
