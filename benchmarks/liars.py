@@ -98,10 +98,8 @@ class LyingGrid(InProcessGrid):
     budgets = "full"
     claims_whole = False
 
-    def __init__(
-        self, run_config: Mapping[str, Scalar], num_clients: int, keys: Path | None = None
-    ) -> None:
-        super().__init__(run_config, num_clients, keys)
+    def __init__(self, run_config: Mapping[str, Scalar], num_clients: int) -> None:
+        super().__init__(run_config, num_clients)
         self._firsts: dict[int, Tensors] = {}
         for node_id, context in self._contexts.items():
             whole = self._lies(node_id) and self.claims_whole

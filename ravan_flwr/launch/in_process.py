@@ -68,7 +68,9 @@ def simulate(config: Mapping[str, Scalar], num_clients: int | None = None) -> Si
         run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=run_config
     )
     with keys_of_clients(run_config, num_clients) as keys:
-        grid = InProcessGrid(run_config, num_clients, keys)
+        grid = InProcessGrid(run_config, num_clients)
+        if keys is not None:
+            grid.give_keys(keys)
         with closing(SideBySide(run_config, num_clients)) as grid.clients:
             server_app.app(grid, context)
     run_dir = Path(str(context.state.config_records[server_app.RESULT]["run-dir"]))
@@ -80,9 +82,7 @@ class InProcessGrid(Grid):
 
     in_process = True  # clients run when they are asked for their replies
 
-    def __init__(
-        self, run_config: Mapping[str, Scalar], num_clients: int, keys: Path | None = None
-    ) -> None:
+    def __init__(self, run_config: Mapping[str, Scalar], num_clients: int) -> None:
         identify()
         self._run = replace(Run.create_empty(1), primary_task_type=TaskType.SIMULATION)
         self._waiting: dict[str, Message] = {}
@@ -90,16 +90,11 @@ class InProcessGrid(Grid):
         self.clients: SideBySide | None = None  # None: one after the other
         self._timeout = float(run_config.get("round-timeout", KEYS["round-timeout"].default))
         self._until = math.inf  # when the messages that were pushed last are of no use any more
-        secure = {} if keys is None else {"secure-keys": str(keys)}
         self._contexts = {
             node_id: Context(
                 run_id=1,
                 node_id=node_id,
-                node_config={
-                    "partition-id": node_id - 1,
-                    "num-partitions": num_clients,
-                    **secure,
-                },
+                node_config={"partition-id": node_id - 1, "num-partitions": num_clients},
                 state=RecordDict(),
                 run_config=dict(run_config),
             )
@@ -110,6 +105,11 @@ class InProcessGrid(Grid):
     def processes(self) -> int:
         """Count the processes in which clients compute."""
         return 1 if self.clients is None else self.clients.processes
+
+    def give_keys(self, folder: Path) -> None:
+        """Let all clients have the keys of a folder, by which they know each other."""
+        for context in self._contexts.values():
+            context.node_config["secure-keys"] = str(folder)
 
     def own_parts(self) -> dict[int, Tensors]:
         """Collect the parts of the model that clients have of their own, by partition."""

@@ -253,17 +253,16 @@ def test_nonsense_in_place_of_masked_numbers_ends_its_round_alone(tmp_path, monk
 
 def test_a_client_that_nobody_knows_rests_and_the_others_go_on(tmp_path, monkeypatch):
     """Its key is not the one that the others have: they say so, and it is left out."""
-    made = in_process.InProcessGrid.__init__
 
-    def init(grid, run_config, number, keys):
-        made(grid, run_config, number, keys)
+    def give_keys(grid, keys, given=in_process.InProcessGrid.give_keys):
+        given(grid, keys)
         make_keys(tmp_path / "own", 2)
         for path in keys.glob("*.pub"):
             if path.name != "partition-2.pub":
                 (tmp_path / "own" / path.name).write_bytes(path.read_bytes())
         grid._contexts[3].node_config["secure-keys"] = str(tmp_path / "own")
 
-    monkeypatch.setattr(in_process.InProcessGrid, "__init__", init)
+    monkeypatch.setattr(in_process.InProcessGrid, "give_keys", give_keys)
     run = simulate(QUICK | {"output-dir": str(tmp_path / "run"), "num-rounds": 3}, 6)
     records = records_of(run)
     assert "clients have shared their secrets" in records[0]["refused"]

@@ -4,7 +4,7 @@ from contextlib import suppress
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from sympy import nextprime  # type: ignore[import-untyped]  # it has no types
+from sympy import nextprime
 
 from ravan_flwr.secure import agreement, shamir
 from ravan_flwr.secure.node_keys import is_signed
