@@ -488,6 +488,22 @@ def test_sealed_nonsense_is_left_out_and_others_have_theirs(folder):
     check_sums(held, held.server.open())
 
 
+def test_who_marks_its_shares_falsely_makes_no_liar_of_who_holds_them(folder):
+    """Their holder would tell a share that is not as marked, and be refused: it tells none."""
+    held = until(folder, "keys")
+    for partition in range(N):
+        dealt = held.clients[partition].deal(ROUND, held.server.announce())
+        if partition == 2:
+            dealt["marks"] = bytes(16) + dealt["marks"][16:]
+        held.server.take_dealt(partition, dealt)
+    held.server.close_dealing()
+    held.mask()
+    held.agree()
+    assert held.clients[0].state["held"]["2"] == ""
+    held.unmask()
+    check_sums(held, held.server.open())
+
+
 def test_numbers_that_are_not_masked_as_agreed_are_found_out(folder):
     held = until(folder, "shares")
     held.fails = {4: "masked"}
