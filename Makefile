@@ -41,7 +41,7 @@ quick: $(INSTALLED)
 
 e2e: $(INSTALLED)
 	$(BIN)/python -m pytest -v tests/flower/test_deployment.py tests/flower/test_deployment_faults.py \
-		tests/flower/test_fence.py tests/processes/test_signals.py $(ARGS)
+		tests/flower/test_fence.py tests/flower/test_secure.py tests/processes/test_signals.py $(ARGS)
 
 bench: $(INSTALLED)
 	@mkdir -p bench; failed=0; \

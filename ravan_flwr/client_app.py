@@ -11,6 +11,7 @@ from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
 
 app = ClientApp()
+_LIGHT = ("keys", "shares", "agree", "unmask")  # phases of a secure round without training
 
 
 @app.query()
@@ -31,6 +32,36 @@ def calibrate(message: Message, context: Context) -> Message:
     return _answer("calibrate", message, context)
 
 
+@app.train("keys")
+def keys(message: Message, context: Context) -> Message:
+    """Make fresh keys for a secure round, and sign them."""
+    return _answer("keys", message, context)
+
+
+@app.train("shares")
+def shares(message: Message, context: Context) -> Message:
+    """Check who takes part in a secure round, and share this node's secrets with them."""
+    return _answer("shares", message, context)
+
+
+@app.train("masked")
+def masked(message: Message, context: Context) -> Message:
+    """Train as `train` does, and mask what is sent."""
+    return _answer("masked", message, context)
+
+
+@app.train("agree")
+def agree(message: Message, context: Context) -> Message:
+    """Sign who has sent masked numbers."""
+    return _answer("agree", message, context)
+
+
+@app.train("unmask")
+def unmask(message: Message, context: Context) -> Message:
+    """Tell the shares by which the sum is unmasked, once."""
+    return _answer("unmask", message, context)
+
+
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Evaluate the global model on the examples that this node holds back."""
@@ -46,6 +77,10 @@ def deliver(message: Message, context: Context) -> Message:
 def _answer(kind: str, message: Message, context: Context) -> Message:
     node = read_node(context.node_config)
     content = message.content if message.has_content() else RecordDict()
+    if kind in _LIGHT:
+        from ravan_flwr.client.secure_part import answer_phase  # noqa: PLC0415
+
+        return Message(answer_phase(kind, content, context, node), reply_to=message)
     if node.warm_worker:
         from ravan_flwr.client import worker  # noqa: PLC0415 (POSIX alone has what it needs)
 

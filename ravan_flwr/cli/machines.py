@@ -11,9 +11,10 @@ from ravan_flwr.config.words import read_settings
 
 
 def add(commands: Commands) -> None:
-    """Offer `fetch` and `keys`."""
+    """Offer `fetch`, `keys` and `secure-keys`."""
     _add_fetch(commands)
     _add_keys(commands)
+    _add_secure_keys(commands)
 
 
 def _add_fetch(commands: Commands) -> None:
@@ -61,6 +62,43 @@ def _add_keys(commands: Commands) -> None:
         help="how many SuperNodes there are, those that have keys already included",
     )
     keys.set_defaults(command=_keys)
+
+
+def _add_secure_keys(commands: Commands) -> None:
+    keys = commands.add_parser(
+        "secure-keys",
+        help="make a device's keys for secure aggregation",
+        description="Make the key by which a device signs in secure rounds, and the public one "
+        "that all other devices need, on the device itself: whoever has a private key can speak "
+        "for its device. Files that are there are never overwritten.",
+    )
+    keys.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="the folder that secure-keys=FOLDER names"
+    )
+    keys.add_argument(
+        "--partition-id",
+        type=int,
+        required=True,
+        metavar="N",
+        help="the device's partition-id, as in its node config",
+    )
+    keys.set_defaults(command=_secure_keys)
+
+
+def _secure_keys(parsed: argparse.Namespace) -> None:
+    from ravan_flwr.secure.node_keys import make_keys  # noqa: PLC0415
+
+    folder, number = parsed.folder.absolute(), parsed.partition_id
+    if number < 0:
+        raise ValueError(f"--partition-id {number}: expected a whole number at least 0, such as 3")
+    public = make_keys(folder, number)
+    sys.stdout.write(
+        f"made {public}\n"
+        f"{public.name}  goes into this folder of every other device, by a way that the server "
+        "has no part in\n"
+        f"{public.with_suffix('.key').name}  stays here\n"
+        f'node config  secure-keys="{folder}"\n'
+    )
 
 
 def _fetch(parsed: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import flwr
+import numpy as np
 import psutil
 import torch
 import transformers
@@ -18,6 +19,7 @@ from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 
 from ravan_flwr.client.example_account import SpentError, take_part
 from ravan_flwr.client.own_part import find_own, keep_own, run_mark
+from ravan_flwr.client.secure_part import SecurePart, node_keys, pieces_in
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.node_config import read_node
 from ravan_flwr.config.run_config import read_config
@@ -25,6 +27,7 @@ from ravan_flwr.messages.arrays import FIXED, from_record, to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.parcel import kept, not_kept, read_parcel
+from ravan_flwr.messages.pieces import read_pieces, to_pieces
 from ravan_flwr.messages.wire import decode, encode, wire_of_round
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Tensors
@@ -41,6 +44,7 @@ from ravan_flwr.training.local_steps import (
     steps_of,
     train_locally,
 )
+from ravan_flwr.training.masked import by_tensor, check_parts, to_numbers
 from ravan_flwr.training.private_steps import sampling_rate, train_privately
 from ravan_flwr.training.workbench import Examples, Workbench, get_workbench
 
@@ -48,7 +52,7 @@ log = getLogger(__name__)
 
 
 def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
-    """Answer a message: `query`, `train`, `calibrate`, `evaluate` or `deliver`."""
+    """Answer a message: `query`, `train`, `masked`, `calibrate`, `evaluate` or `deliver`."""
     return _ANSWERS[kind](_Client(content, context))
 
 
@@ -107,6 +111,11 @@ class _Client:
         return float(budget)
 
     @property
+    def granted(self) -> float:
+        """Read the share that this node named when it was asked: free memory may have changed."""
+        return cast(float, self.content.config_records["config"]["share"])
+
+    @property
     def steps(self) -> LocalSteps:
         return steps_of(self.config, self.round, len(self.examples.train))
 
@@ -159,6 +168,8 @@ class _Client:
 
 def _query(client: _Client) -> RecordDict:
     bench, node = client.bench, client.node
+    if client.config.secure_aggregation:
+        node_keys(node).public()  # refused, if at all, before a round
     member = Member(
         node_id=client.context.node_id,
         partition_id=node.partition_id,
@@ -180,12 +191,10 @@ def _query(client: _Client) -> RecordDict:
 
 def _train(client: _Client) -> RecordDict:
     client.take_fixed()
-    # The share that this node named when it was asked: free memory may have changed since.
-    share = cast(float, client.content.config_records["config"]["share"])
     if client.config.privacy == "example":
-        return _train_privately(client, share)
+        return _train_privately(client)
     own = client.find_own()
-    result = train_locally(*client.work, share, client.steps, client.turn, own)
+    result = train_locally(*client.work, client.granted, client.steps, client.turn, own)
     reply = _trained(client, result)
     if result.own:
         keep_own(client.context.state, result.own, client.mark)
@@ -193,7 +202,7 @@ def _train(client: _Client) -> RecordDict:
     return reply
 
 
-def _train_privately(client: _Client, share: float) -> RecordDict:
+def _train_privately(client: _Client) -> RecordDict:
     """Train with private steps, once they are accounted for; or say that no room is left."""
     message = client.content.config_records["config"]
     rate = sampling_rate(client.config.batch_size, len(client.trained_on))
@@ -205,10 +214,32 @@ def _train_privately(client: _Client, share: float) -> RecordDict:
         log.info("this client trains no further: %s", error)
         refused = ConfigRecord({"round": client.round, "reason": str(error)})
         return RecordDict({"refused": refused})
-    result = train_privately(*client.work, share, client.steps, client.turn, noise)
+    result = train_privately(*client.work, client.granted, client.steps, client.turn, noise)
     reply = _trained(client, result)
     reply.metric_records["metrics"]["recounted"] = int(recounted)
     return reply
+
+
+def _masked(client: _Client) -> RecordDict:
+    """Train the rows that the schedule of a secure round says, and mask how they changed."""
+    parts = read_pieces(pieces_in(client.content), ("here", "sealed", "marks"))
+    with SecurePart(client.context, client.node) as secure:
+        schedule, rows = secure.take_shares(client.round, parts)
+    sent, method = client.broadcast, client.bench.model.method
+    check_parts(method, sent, schedule)
+    chosen, steps = by_tensor(schedule, rows), client.steps
+    result = train_locally(*client.work, client.granted, steps, client.turn, rows=chosen)
+    random = np.random.default_rng(client.turn.derive("rounding"))
+    numbers = to_numbers(method, sent, result.upload, schedule, rows, random)
+    with SecurePart(client.context, client.node) as secure:
+        masked = secure.mask(client.round, numbers)
+    told = {
+        "round": client.round,
+        "derived": client.bench.model.derived,
+        "seconds": time.perf_counter() - client.started,
+    }
+    arrays = to_pieces({"masked": masked})
+    return RecordDict({"arrays": arrays, "metrics": MetricRecord(cast(Any, told))})
 
 
 def _calibrate(client: _Client) -> RecordDict:
@@ -288,6 +319,7 @@ def _without_paths(error: Exception) -> str:
 _ANSWERS: dict[str, Callable[[_Client], RecordDict]] = {
     "query": _query,
     "train": _train,
+    "masked": _masked,
     "calibrate": _calibrate,
     "evaluate": _evaluate,
     "deliver": _deliver,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from ravan_flwr.config.keys import AUTO, KEYS
 from ravan_flwr.config.private import OF_PRIVACY, check_private
+from ravan_flwr.config.secure import check_secure
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 
@@ -22,6 +23,7 @@ def check_together(values: Mapping[str, Scalar]) -> None:
     """Raise ValueError if values that are right by themselves contradict each other."""
     _check_method(values)
     _check_pooled(values)
+    check_secure(values)
     _check_replies(values)
     _check_form(values)
     _check_evaluation(values)
@@ -59,6 +61,8 @@ def without_effect(run_config: Mapping[str, Scalar], schedule: str = "constant")
         idle.add("packing")
     if values["privacy"] == "none":
         idle |= set(OF_PRIVACY)
+    if not values["secure-aggregation"]:
+        idle.add("secure-minimum")
     if values["init"] != "data-aware":
         idle.add("calibration-steps")
     return [f"{key}={values[key]}" for key in sorted(idle) if values[key] != KEYS[key].default]

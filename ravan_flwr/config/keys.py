@@ -8,7 +8,7 @@ takes the preset's value, or where presets have none what its help says.
 from ravan_flwr.config.adapter_keys import ADAPTERS
 from ravan_flwr.config.key import AUTO, Key, check_choice, did_you_mean
 from ravan_flwr.config.partition_keys import PARTITION_KEYS
-from ravan_flwr.config.round_keys import AGGREGATION, FAULTS, PRIVACY, ROUNDS
+from ravan_flwr.config.round_keys import AGGREGATION, FAULTS, PRIVACY, ROUNDS, SECURE
 from ravan_flwr.config.training_keys import TRAINING
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
@@ -65,7 +65,7 @@ KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
     "training on a client": TRAINING,
     "adapters": ADAPTERS,
     "messages and aggregation": AGGREGATION,
-    "privacy": PRIVACY,
+    "privacy": PRIVACY | SECURE,
     "slow, silent and faulty clients": FAULTS,
     "what a run writes": {
         "output-dir": Key(

@@ -29,6 +29,7 @@ class Node:
     warm_worker: bool = False
     result_path: str | None = None  # where it keeps results that are delivered; None: it wants none
     result_form: str | None = None  # the folder that it keeps; None: the one that the server writes
+    secure_keys: str | None = None  # its key and everybody's public ones, for secure-aggregation
 
 
 def read_node(settings: Mapping[str, Scalar]) -> Node:
@@ -58,6 +59,7 @@ def read_node(settings: Mapping[str, Scalar]) -> Node:
         warm_worker=warm,
         result_path=_absolute_folder(settings, "result-path"),
         result_form=_result_form(settings.get("result-form")),
+        secure_keys=_absolute_folder(settings, "secure-keys"),
     )
 
 

@@ -143,6 +143,22 @@ PRIVACY: dict[str, Key] = {
     ),
 }
 
+SECURE: dict[str, Key] = {
+    "secure-aggregation": Key(
+        bool,
+        False,
+        "clients mask what they upload, and the server sees sums alone; devices need secure-keys",
+    ),
+    "secure-minimum": Key(
+        int,
+        3,
+        "clients that a head needs in a round, and whose numbers a sum has at least; with fewer "
+        "it is not trained",
+        low=3,
+        high=256,
+    ),
+}
+
 FAULTS: dict[str, Key] = {
     "round-timeout": Key(
         float, 3600.0, "seconds to wait for the replies of a round", above=0, of_result=False

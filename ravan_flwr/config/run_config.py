@@ -110,6 +110,8 @@ class Config:
     delta: float
     clip_norm: float | None  # None: it adapts
     noise_cohort: int | None  # None: of the clients that there are
+    secure_aggregation: bool
+    secure_minimum: int
 
     def steps_of(self, examples: int) -> int:
         """Count the optimiser steps of a client with so many examples, in each round.
@@ -163,6 +165,8 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
     if values["privacy"] == "example" and values["clip-norm"] == AUTO:
         values["clip-norm"] = CLIP_OF_GRADIENTS
     check_together(values)
+    if values["secure-aggregation"]:  # a sum of fewer is not unmasked
+        values["min-replies"] = max(int(values["min-replies"]), int(values["secure-minimum"]))
     _check_batching(values, preset, _max_length(values["max-length"], preset))
     _check_samples(values, preset)
     data = preset.data_of(str(values["glue-task"]))

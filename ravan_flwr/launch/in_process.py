@@ -6,10 +6,11 @@ run at a time in processes of their own (side_by_side.py), with the same results
 """
 
 import math
+import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from ravan_flwr.launch.side_by_side import SideBySide
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.secure.node_keys import make_keys
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.workbench import get_workbench
@@ -65,9 +67,12 @@ def simulate(config: Mapping[str, Scalar], num_clients: int | None = None) -> Si
     context = Context(
         run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=run_config
     )
-    grid = InProcessGrid(run_config, num_clients)
-    with closing(SideBySide(run_config, num_clients)) as grid.clients:
-        server_app.app(grid, context)
+    with keys_of_clients(run_config, num_clients) as keys:
+        grid = InProcessGrid(run_config, num_clients)
+        if keys is not None:
+            grid.give_keys(keys)
+        with closing(SideBySide(run_config, num_clients)) as grid.clients:
+            server_app.app(grid, context)
     run_dir = Path(str(context.state.config_records[server_app.RESULT]["run-dir"]))
     return Simulation(run_dir, RunDirectory(run_dir).read_json("summary.json"))
 
@@ -100,6 +105,11 @@ class InProcessGrid(Grid):
     def processes(self) -> int:
         """Count the processes in which clients compute."""
         return 1 if self.clients is None else self.clients.processes
+
+    def give_keys(self, folder: Path) -> None:
+        """Let all clients have the keys of a folder, by which they know each other."""
+        for context in self._contexts.values():
+            context.node_config["secure-keys"] = str(folder)
 
     def own_parts(self) -> dict[int, Tensors]:
         """Collect the parts of the model that clients have of their own, by partition."""
@@ -195,6 +205,18 @@ class InProcessGrid(Grid):
         pushed = list(self.push_messages(messages))
         self.expect(pushed)
         return [reply for message_id in pushed for reply in self.pull_messages([message_id])]
+
+
+@contextmanager
+def keys_of_clients(run_config: Mapping[str, Scalar], number: int) -> Iterator[Path | None]:
+    """Lend a folder of keys to clients that mask what they upload; None to others."""
+    if not run_config.get("secure-aggregation"):
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="ravan-flwr-keys-") as folder:
+        for partition in range(number):
+            make_keys(Path(folder), partition)
+        yield Path(folder)
 
 
 def _about(message: Message) -> tuple[int, str]:

@@ -191,6 +191,30 @@ class Method(ABC, Generic[Adapter]):
         """
         return {name: torch.ones([1] * tensor.ndim) for name, tensor in state.items()}
 
+    # Of a method that sums changes, for secure rounds: rows are what is summed up by itself.
+
+    def rows(self, state: Mapping[str, Tensor]) -> dict[str, int]:
+        """Count the rows of each tensor: what a client may train without the rest of it."""
+        return dict.fromkeys(state, 1)
+
+    def rows_trained(
+        self,
+        state: Mapping[str, Tensor],
+        share: float,  # noqa: ARG002 (of a method that is trained in part)
+        random: torch.Generator,  # noqa: ARG002
+    ) -> Tensors:
+        """Choose the rows that such a client trains, as `choose` would, without its data."""
+        return {name: torch.ones(rows).bool() for name, rows in self.rows(state).items()}
+
+    def train_rows(
+        self, adapters: Sequence[Adapter], rows: Mapping[str, Tensor], share: float
+    ) -> None:
+        """Make these rows trainable, in place of `choose`; ValueError if the share cannot pay."""
+
+    def heads_of(self, rows: Mapping[str, Tensor]) -> list[list[int]]:  # noqa: ARG002
+        """List the heads of each layer that these rows are; a LoRA has the one head 0."""
+        return [[0] for _ in self.layers]
+
     def open_round(self, state: Tensors) -> Round:
         """Begin running sums."""
         return Means(state)

@@ -139,6 +139,44 @@ class Ravan(MultiHeadMethod):
             norms.zero_()  # no head comes before another
         return {"H": chances(norms, number)[:, :, None, None]}
 
+    def rows(self, state: Mapping[str, Tensor]) -> dict[str, int]:  # noqa: ARG002
+        return {"H": len(self.layers) * self.heads}
+
+    def rows_trained(
+        self, state: Mapping[str, Tensor], share: float, random: torch.Generator
+    ) -> Tensors:
+        number = affordable(share, self.heads)
+        if number == self.heads:
+            return super().rows_trained(state, share, random)
+        if self.settings.scoring == "random":
+            scores = torch.rand(len(self.layers), self.heads, generator=random)
+        else:
+            scores = state["H"].norm(dim=(2, 3))
+        chosen = best_heads(scores, number, self.settings.selection, random)
+        rows = torch.zeros(len(self.layers), self.heads, dtype=torch.bool)
+        for row, heads in zip(rows, chosen, strict=True):
+            row[heads] = True
+        return {"H": rows.flatten()}
+
+    def train_rows(
+        self, adapters: Sequence[MultiHeadLinear], rows: Mapping[str, Tensor], share: float
+    ) -> None:
+        chosen = rows["H"].view(len(self.layers), self.heads)
+        most = affordable(share, self.heads) * len(self.layers)
+        if int(chosen.sum()) > most:
+            raise ValueError(
+                f"asked to train {int(chosen.sum())} heads, expected {most} at most with a budget "
+                f"of {share:g}"
+            )
+        for adapter, heads in zip(adapters, self.heads_of(rows), strict=True):
+            if len(heads) < self.heads:
+                adapter.train_heads(heads)
+        self._hold_scales(adapters)
+
+    def heads_of(self, rows: Mapping[str, Tensor]) -> list[list[int]]:
+        chosen = rows["H"].view(len(self.layers), self.heads)
+        return [row.nonzero().flatten().tolist() for row in chosen]
+
     def open_round(self, state: Tensors) -> "HeadMeans":
         return HeadMeans(state["H"])
 
@@ -166,6 +204,9 @@ class Ravan(MultiHeadMethod):
             chosen = best_heads(scores, number, self.settings.selection, random)
             for adapter, heads in zip(adapters, chosen, strict=True):
                 adapter.train_heads(heads)
+        self._hold_scales(adapters)
+
+    def _hold_scales(self, adapters: Sequence[MultiHeadLinear]) -> None:
         if self.settings.scaling == "constant":
             for adapter in adapters:
                 (adapter.subset or adapter).s.requires_grad_(False)

@@ -21,7 +21,7 @@ ClientRecord = TypedDict(
         "selected": list[list[int]],  # the heads in the reply, by layer
         "examples": int,
         "steps": int,  # of the optimiser; in a calibration, batches
-        "train-loss": NotRequired[float],  # not told in a private run
+        "train-loss": NotRequired[float],  # not told in private and in secure runs
         "seconds": float,
         "bytes-up": int,
         "bytes-down": int,
@@ -49,11 +49,23 @@ Spent = TypedDict(
 )
 
 
+Masked = TypedDict(
+    "Masked",
+    {
+        "clients": int,  # that had keys for the round
+        "threshold": NotRequired[int],  # of them that it takes to unmask
+        "dropped": NotRequired[list[int]],  # partitions that shared secrets, but sent no numbers
+        "untrained": NotRequired[int],  # heads, or tensors, that too few trained
+        "cut-off": NotRequired[float],  # share of the numbers that were beyond their bounds
+    },
+)
+
+
 RoundRecord = TypedDict(
     "RoundRecord",
     {
         "round": int,  # 0 is the calibration round
-        "train-loss": NotRequired[float],  # not told in a private run
+        "train-loss": NotRequired[float],  # not told in private and in secure runs
         "metrics": Metrics,  # empty where nothing was evaluated
         "clients": list[ClientRecord],
         "rejected": list[Rejection],
@@ -73,6 +85,7 @@ RoundRecord = TypedDict(
         "privacy": NotRequired[Spent],  # of a private run
         "spent": NotRequired[list[int]],  # partitions that have nothing left of their epsilon
         "recounted": NotRequired[list[int]],  # partitions whose own account lacked rounds
+        "secure": NotRequired[Masked],  # of a run with secure aggregation
         "began-anew": NotRequired[list[int]],  # partitions that had lost their part of the model
         "reached": NotRequired[float],  # the `until-metric` that its evaluation has reached
     },
@@ -159,8 +172,9 @@ def check_line(line: bytes, before: int | None) -> RoundRecord:
 
 
 def needed_in(record: RoundRecord, needed: Sequence[str]) -> list[str]:
-    """List what is needed of a record: of a private run no loss is told."""
-    return [key for key in needed if key != "train-loss" or "privacy" not in record]
+    """List what is needed of a record: private and secure runs tell no loss."""
+    without = "privacy" in record or "secure" in record
+    return [key for key in needed if key != "train-loss" or not without]
 
 
 def wrong_in(record: RoundRecord, needed: Sequence[str] = NEEDED_TO_GO_ON) -> str:

@@ -142,7 +142,7 @@ def numbers_of(record: RoundRecord) -> dict[str, float]:
     if (spent := record.get("privacy")) is not None:  # what its account does not cover stays here
         return {"epsilon": spent["epsilon"], **evaluation}
     return {
-        "train-loss": record["train-loss"],
+        **({"train-loss": record["train-loss"]} if "train-loss" in record else {}),
         **evaluation,
         "bytes/up": record["bytes-up"],
         "bytes/down": record["bytes-down"],

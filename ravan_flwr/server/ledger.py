@@ -9,7 +9,7 @@ from logging import getLogger
 
 from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.plain_text import listed, plain
-from ravan_flwr.runs.record import ClientRecord, Metrics, Rejection, RoundRecord, Spent
+from ravan_flwr.runs.record import ClientRecord, Masked, Metrics, Rejection, RoundRecord, Spent
 from ravan_flwr.runs.spread import Spread
 from ravan_flwr.server.replies import Reply
 
@@ -37,6 +37,7 @@ class Ledger:
     recounted: list[int] = field(default_factory=list)  # had lost a part of their account
     spread: dict[str, Spread] = field(default_factory=dict)  # of an evaluation, over the clients
     private: Spent | None = None  # what a private run has spent, this round included
+    secure: Masked | None = None  # how a round went in which uploads were masked
     refused: str = ""  # why the round has no effect, if it has none
     bytes_up: int = 0  # of all replies, also those that were rejected, and of evaluations
     bytes_down: int = 0  # of all messages
@@ -116,6 +117,8 @@ class Ledger:
             record["train-loss"] = loss
         if self.private is not None:
             record["privacy"] = self.private
+        if self.secure is not None:
+            record["secure"] = self.secure
         if (more := len(self.left_out) - LISTED) > 0:
             record["more-left-out"] = more
         if (more := len(self.resting) - LISTED) > 0:

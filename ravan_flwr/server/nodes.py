@@ -6,6 +6,8 @@ from flwr.app import MessageType
 
 from ravan_flwr.messages.member import Member
 
+LONG = 64  # rounds
+
 
 @dataclass
 class Node:
@@ -45,6 +47,10 @@ class Node:
         """Ask it less often: after the k-th silence in a row it sits out 2^(k-1) - 1 rounds."""
         self.silent[kind] = self.silent.get(kind, 0) + 1
         self.asleep[kind] = round_number + 2 ** min(self.silent[kind] - 1, 6)
+
+    def rest(self, kind: str, round_number: int) -> None:
+        """Leave it out of many rounds: with it they would have no effect."""
+        self.asleep[kind] = round_number + LONG
 
     def answered(self, kind: str) -> None:
         """Note that it replied: from now on it may be asked for this in every round."""

@@ -61,6 +61,11 @@ def tell_what_has_no_effect(run_config: Mapping[str, Scalar], config: Config, gr
 def check_simulation(grid: Grid, bench: Workbench, config: Config) -> None:
     """Refuse at once, and once, what every simulated client would refuse by itself."""
     check_precision(config.precision, bench.model.device)
+    if config.secure_aggregation and not in_process(grid):
+        raise ValueError(
+            "secure-aggregation = true: got Flower's simulation, whose nodes have no secure-keys, "
+            "expected devices that have some, or `ravan-flwr simulate`, which makes them"
+        )
     number = len(list(grid.get_node_ids()))
     if not number:
         return

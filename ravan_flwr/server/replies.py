@@ -6,7 +6,7 @@ more memory on top of the reply than four times its bytes.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 
 from ravan_flwr.messages.arrays import view_record
 from ravan_flwr.messages.member import Member, check_derived
+from ravan_flwr.messages.pieces import DISTRUSTS, read_pieces
 from ravan_flwr.messages.plain_text import plain, shown
 from ravan_flwr.messages.wire import decode
 from ravan_flwr.methods.base import Tensors
@@ -108,6 +109,27 @@ def refusal_in(reply: Message, round_number: int) -> str:
         if refused.get("round") != round_number:
             raise ValueError(f"reply is of round {shown(refused.get('round'))}")
         return str(refused.get("reason") or "it gives no reason")
+
+
+def read_phase(reply: Message, round_number: int, names: Collection[str]) -> Mapping[str, bytes]:
+    """Read what a client answers in a phase of a secure round; or whom it does not trust."""
+    with telling():
+        content = content_of(reply)
+        _metrics_of(content, round_number)
+        arrays = _arrays_of(content)
+        return read_pieces(arrays, (DISTRUSTS,) if DISTRUSTS in arrays else names)
+
+
+def read_masked(
+    reply: Message, member: Member, round_number: int, derived: Sequence[float]
+) -> tuple[bytes, float]:
+    """Read a client's masked numbers, and its seconds; its bases must be the server's."""
+    with telling():
+        content = content_of(reply)
+        metrics = _metrics_of(content, round_number)
+        check_derived(metrics.get("derived"), derived, member.versions)
+        seconds = within(metrics, "seconds", 0, MOST_SECONDS)
+        return read_pieces(_arrays_of(content), ("masked",))["masked"], seconds
 
 
 def read_evaluated(reply: Message, round_number: int, asked: Asked, most: float) -> Evaluated:

@@ -37,6 +37,7 @@ from ravan_flwr.server.replies import Asked
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.round import CalibrationRound, Run, TrainingRound
 from ravan_flwr.server.sampling import Sampler
+from ravan_flwr.server.secure_round import SecureRound
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status, Tell
 
@@ -208,10 +209,11 @@ class FederatedTuning(Strategy):
         for member in round_.choose(self._sampler, grid):
             share = member.share if self.method.parts else 1.0
             if share not in broadcasts:
-                sent = outgoing(method, self.state.tensors, share)
-                broadcasts[share] = self._encoded(sent, server_round)
-            settings = ConfigRecord({**config, **round_.settings(member)})
-            yield self.mail.message(member, round_.kind, server_round, broadcasts[share], settings)
+                tensors = outgoing(method, self.state.tensors, share)
+                broadcasts[share] = self._encoded(tensors, server_round)
+            sent, settings = broadcasts[share], ConfigRecord({**config, **round_.settings(member)})
+            message = self.mail.message(member, round_.kind, server_round, sent, settings)
+            yield round_.addressed(message, member)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -285,6 +287,8 @@ class FederatedTuning(Strategy):
             self._round = PrivateRound(number, self._run, self._privacy, self._clip_norm)
         elif self._privacy is not None:
             self._round = ExampleRound(number, self._run, self._privacy)
+        elif self.config.secure_aggregation:
+            self._round = SecureRound(number, self._run)
         else:
             self._round = TrainingRound(number, self._run)
         return self._round

@@ -21,14 +21,18 @@ from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.adapters.quantize import BITS, quantizable
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.wire import num_bytes
-from ravan_flwr.methods.base import Method
+from ravan_flwr.methods.base import CLASSIFIER, Method
+from ravan_flwr.methods.budgets import budget_share
 from ravan_flwr.privacy.example_gradients import ExampleGradients
+from ravan_flwr.secure.schedule import Schedule, make_schedule
+from ravan_flwr.secure.sizes import Bytes, masked_bytes, most_around
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Task
 from ravan_flwr.tasks.packing import check_packing
 from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.kept_in import backbone_dtype, likely_device
 from ravan_flwr.training.local_steps import PRECISIONS
+from ravan_flwr.training.masked import parts_of, rows_wanted
 from ravan_flwr.training.network import build_skeleton, checkpoint_gradients, pretrained_parameters
 from ravan_flwr.training.workbench import make_method, make_task, settle
 
@@ -65,6 +69,7 @@ class Skeleton:
     size: int  # how many pretrained parameters
     saved: int  # bytes, by keeping the backbone in few bits
     wire: str
+    around: Bytes | None = None  # of a secure round, beside what is trained
 
     @classmethod
     def build(cls, config: Config) -> "Skeleton":
@@ -86,7 +91,27 @@ class Skeleton:
         classifier = lacking if config.classifier == "trained" else []
         for parameter in classifier:
             parameter.requires_grad_(True)
-        return cls(network, method, layers, adapters, classifier, skeleton.size, saved, config.wire)
+        built = cls(
+            network, method, layers, adapters, classifier, skeleton.size, saved, config.wire
+        )
+        if not config.secure_aggregation:
+            return built
+        return replace(built, around=most_around(built._schedule(config)))
+
+    def _schedule(self, config: Config) -> Schedule:
+        """Draw who would train what in a secure round of clients with the run's budgets."""
+        state = dict(self.method.initial_state(self.adapters))
+        if self.classifier:
+            state[CLASSIFIER] = torch.empty(self.classifier_size, device="meta")
+        wanted = {}
+        for partition in range(config.clients_per_round):
+            share = budget_share(config.budgets, config.seed, partition)
+            if self.method.can_train(share):
+                random = generator(config.seed, "heads", 1, partition)
+                wanted[partition] = rows_wanted(self.method, state, share, random)
+        # A bound is told in as many digits as it has: none has more than this one.
+        parts = [replace(part, bound=1e-5 / 3) for part in parts_of(self.method, state, 1.0)]
+        return make_schedule(2**63, config.num_rounds, config.secure_minimum, parts, wanted)
 
     @property
     def classifier_size(self) -> int:
@@ -105,13 +130,17 @@ class Skeleton:
     def bytes_up(self, share: float) -> int:
         method = self.largest_round()
         shapes = list(method.upload_shapes(share).values())
+        if self.around is not None:
+            numbers = sum(map(math.prod, shapes)) + self.classifier_sent
+            return masked_bytes(numbers) + self.around.up
         return self._coded(method.upload_bytes(share), shapes)
 
     def bytes_down(self, share: float) -> int:
         initial = self.method.initial_state(self.adapters)
         sent = self.method.broadcast(initial, share).values()
         shapes = [tuple(tensor.shape) for tensor in sent if tensor.dtype == torch.float32]
-        return self._coded(self.method.broadcast_bytes(initial, share), shapes)
+        around = 0 if self.around is None else self.around.down
+        return self._coded(self.method.broadcast_bytes(initial, share), shapes) + around
 
     def _coded(self, number: int, shapes: Sequence[tuple[int, ...]]) -> int:
         """Count the bytes on the wire, the classifier's included; most are in these shapes."""

@@ -79,16 +79,20 @@ def train_locally(
     steps: LocalSteps,
     work: ClientRound,
     own: Tensors | None = None,
+    rows: Tensors | None = None,
 ) -> LocalResult:
     """Do one client's round: load, choose, train, collect; the model is then as it was.
 
-    `own` is the part of the model that has stayed with the client, if one has.
+    `own` is the part of the model that has stayed with the client, if one has. In a secure round
+    it is said beforehand which `rows` are trained.
     """
     stepper = Stepper(model, task, examples, steps, work)
     with model.holding(broadcast, own), dropout_from(work.derive("dropout"), model.device):
-        random = work.generator("heads")
         method = model.method.in_round(work.round)
-        method.choose(model.adapters, share, random, stepper.backward)
+        if rows is None:
+            method.choose(model.adapters, share, work.generator("heads"), stepper.backward)
+        else:
+            method.train_rows(model.adapters, rows, share)
         stepper.train(model.parameters())
         return LocalResult(model.upload(method), model.own_part(), stepper.mean_loss())
 

@@ -157,6 +157,18 @@ def _until(config: Config) -> list[str]:
     return [f"until-metric    {config.until_metric:g}: the round that reaches it is the last"]
 
 
+def _secure(config: Config, built: Skeleton) -> list[str]:
+    """Say what of the bytes is there because uploads are masked."""
+    if built.around is None:
+        return []
+    up, down, most = built.around.up, built.around.down, config.clients_per_round
+    return [
+        "secure          3 bytes a number up. Keys, shares and signatures of a client take",
+        f"                {up:,} bytes up and {down:,} down of a round of {most}; each is asked 5 "
+        "times",
+    ]
+
+
 def _of_examples(config: Config) -> list[str]:
     """Say what of the memory is for private steps."""
     if config.privacy != "example":
@@ -199,6 +211,7 @@ def _run(config: Config, built: Skeleton) -> list[str]:
         *_fitting(config, built, calibrated * first + asked if first else 0),
         *_until(config),
         *privacy_told(config, built, there),
+        *_secure(config, built),
         "",
         f"Assumed: batches of {_batch(config)}, Adam. model: backbone and bases.",
         "trained: values, gradients, moments. kept: what autograd saves in a forward pass,",

@@ -18,6 +18,15 @@ def test_without_a_gpu_the_command_imports_no_torch(tmp_path):
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
+def test_phases_of_a_secure_round_without_training_import_no_torch():
+    """Each of the four is a process of its own on a device."""
+    code = (
+        "import sys, ravan_flwr.client_app, ravan_flwr.client.secure_part\n"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'datasets')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 IMPORTS = """
 import json, sys
 import ravan_flwr.client.answers

@@ -10,7 +10,8 @@ from scripts.draw_house import PACKAGE, PAGE, arrows, floors, imported, page_wit
 
 # The mathematics, and all that it needs: usable without Flower.
 WITHOUT_FLOWER = [
-    "adapters", "config", "data", "methods", "privacy", "seeding", "specs", "tasks", "training",
+    "adapters", "config", "data", "methods", "privacy", "secure", "seeding", "specs", "tasks",
+    "training",
 ]  # fmt: skip
 
 

@@ -15,10 +15,11 @@ def test_a_node_config_is_read():
     told = OWN | {
         "data-path": "/data", "budget": 1, "device": "cuda:1", "cache-dir": "/cache",
         "warm-worker": True, "sensor": "left", "result-path": "/results", "result-form": "merged",
+        "secure-keys": "/secrets",
     }  # fmt: skip
     assert read_node(told) == Node(
         0, 2, "/data", 1.0, "cuda:1", "/cache", warm_worker=True, result_path="/results",
-        result_form="merged",
+        result_form="merged", secure_keys="/secrets",
     )  # fmt: skip
     assert read_node(OWN | {"budget": "auto"}).budget == "auto"
 
@@ -44,6 +45,8 @@ def test_the_yes_and_no_of_run_keys_are_read_here_as_well(value, read):
         ({"result-path": "results"}, "result-path is 'results', expected the absolute path of a"),
         ({"result-path": True}, "result-path is True, expected the path of a folder as text"),
         ({"result-form": "peft"}, "result-form is 'peft', expected one of adapter, merged"),
+        ({"secure-keys": "keys"}, "secure-keys is 'keys', expected the absolute path of a folder"),
+        ({"secure_keys": "/keys"}, "got secure_keys, expected secure-keys perhaps"),
         ({"results-path": "/results"}, "got results-path, expected result-path perhaps"),
         ({"buget": 0.5}, "got buget, expected budget perhaps"),
         ({"data_path": "/data"}, "got data_path, expected data-path perhaps"),

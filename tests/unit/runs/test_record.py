@@ -8,6 +8,7 @@ from ravan_flwr.runs.record import (
     NEEDED_BY_A_REPORT,
     NEEDED_TO_GO_ON,
     ClientRecord,
+    Masked,
     Rejection,
     RoundRecord,
     Spent,
@@ -20,7 +21,7 @@ from tests.hand_made import member
 
 OPTIONAL = {
     "refused", "collapsed", "spread", "began-anew", "more-left-out", "more-resting", "privacy",
-    "reached", "spent", "recounted",
+    "reached", "spent", "recounted", "secure",
 }  # fmt: skip
 SPENT: Spent = {"epsilon": 2.5, "delta": 1e-5, "noise-multiplier": 1.0, "clip-norm": 0.1}
 
@@ -62,6 +63,18 @@ def test_a_private_round_has_its_account_and_no_loss():
     assert "train-loss" not in record["clients"][0]
     assert wrong_in(record, NEEDED_BY_A_REPORT) == wrong_in(record) == ""
     assert numbers_of(record) == {"epsilon": 2.5}
+
+
+def test_a_secure_round_tells_how_it_went_and_no_loss():
+    told: Masked = {"clients": 5, "threshold": 4, "dropped": [2], "untrained": 0, "cut-off": 0.0}
+    ledger = Ledger(1, 4, secure=told)
+    ledger.use(Reply(member(), Trained({}, None, 0.5), 7, 8, 3), [[0]])
+    record = ledger.record({})
+    assert record["secure"] == told
+    assert "train-loss" not in record
+    assert wrong_in(record, NEEDED_BY_A_REPORT) == wrong_in(record) == ""
+    assert "train-loss" not in numbers_of(record)
+    assert numbers_of(record)["clients"] == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+"""Answer the phases of a secure round in which nothing is trained, and keep what is between them.
+
+Like client_app.py this imports no torch. A phase begins with the client's state in its node's, as
+one text, and ends with that. The server never sees a node's state.
+"""
+
+import json
+from collections.abc import Callable
+from logging import getLogger
+from pathlib import Path
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+
+from ravan_flwr.config.node_config import Node
+from ravan_flwr.messages.pieces import DISTRUSTS, PIECES, read_pieces, to_pieces
+from ravan_flwr.secure.agreed import Parts
+from ravan_flwr.secure.client import DistrustError, SecureClient, State
+from ravan_flwr.secure.node_keys import NodeKeys
+
+log = getLogger(__name__)
+
+SECURE = "secure-round"  # the record in a node's state
+
+# By kind of message: what it brings, and what answers it.
+PHASES: dict[str, tuple[tuple[str, ...], Callable[[SecureClient, int, Parts], Parts]]] = {
+    "keys": ((), lambda client, number, _: client.make_keys(number)),
+    "shares": (("schedule", "roll"), SecureClient.deal),
+    "agree": (("alive",), SecureClient.agree),
+    "unmask": (("signers", "signatures"), SecureClient.unmask),
+}
+
+
+def answer_phase(kind: str, content: RecordDict, context: Context, node: Node) -> RecordDict:
+    """Answer a message of one of these phases."""
+    names, phase = PHASES[kind]
+    number = round_of(content)
+    parts = read_pieces(pieces_in(content), names)
+    try:
+        with SecurePart(context, node) as client:
+            told = phase(client, number, parts)
+    except DistrustError as error:
+        log.warning("this node takes no part in round %d: %s", number, error)
+        told = {DISTRUSTS: json.dumps(error.partitions).encode()}
+    return RecordDict({"arrays": to_pieces(told), "metrics": MetricRecord({"round": number})})
+
+
+def pieces_in(content: RecordDict) -> ArrayRecord:
+    """Find the pieces of a message."""
+    return content.array_records.get(PIECES, ArrayRecord())
+
+
+def round_of(content: RecordDict) -> int:
+    """Read the number of the round from a message."""
+    number = content.config_records["config"]["round"]
+    if type(number) is not int:
+        raise ValueError(f"got round {number!r}, expected a whole number")
+    return number
+
+
+def node_keys(node: Node) -> NodeKeys:
+    """Find this node's keys; ValueError if it has none: then it cannot take part."""
+    if node.secure_keys is None:
+        raise ValueError(
+            "secure-aggregation = true: this node has no secure-keys in its node config, expected "
+            "the folder that `ravan-flwr secure-keys` made; set it, or secure-aggregation=false"
+        )
+    return NodeKeys(Path(node.secure_keys), node.partition_id)
+
+
+class SecurePart:
+    """Lend the client of a secure round for one phase; afterwards its state is kept.
+
+    Also after an error: a phase that failed is over.
+    """
+
+    def __init__(self, context: Context, node: Node) -> None:
+        self._context = context
+        kept = context.state.config_records.get(SECURE, ConfigRecord())
+        self._state: State = json.loads(str(kept.get("state", "{}")))
+        keys = node_keys(node)
+        self._client = SecureClient(self._state, context.run_id, node.partition_id, keys)
+
+    def __enter__(self) -> SecureClient:
+        return self._client
+
+    def __exit__(self, *_: object) -> None:
+        self._context.state[SECURE] = ConfigRecord({"state": json.dumps(self._state)})

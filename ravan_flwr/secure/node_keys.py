@@ -1,0 +1,144 @@
+"""Keep the keys by which clients know each other: made on a device, and given to all others.
+
+A folder has the device's own `partition-N.key`, and of every client, its own too, a
+`partition-M.pub`. Nobody else can speak for a client, also not the server: what a client says of
+its keys of a round is signed (Ed25519, RFC 8032).
+"""
+
+import os
+import secrets
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+    load_pem_public_key,
+)
+
+SIGNATURE = 64  # bytes
+_LARGEST = 4096  # bytes of a file
+
+
+class NodeKeys:
+    """Sign as one client, and check what others have signed, by the keys of a folder."""
+
+    def __init__(self, folder: Path, partition: int) -> None:
+        self.folder, self.partition = folder, partition
+        self._own: Ed25519PrivateKey | None = None
+
+    @property
+    def own(self) -> Ed25519PrivateKey:
+        """Read this client's own key."""
+        if self._own is None:
+            self._own = _private(self.folder / _name(self.partition, "key"))
+        return self._own
+
+    def public(self) -> bytes:
+        """Return this client's public key, which the others must have; ValueError if not so."""
+        public = self.own.public_key().public_bytes_raw()
+        if self.public_of(self.partition) != public:
+            raise ValueError(
+                f"{_name(self.partition, 'pub')} is not of {_name(self.partition, 'key')}, "
+                "expected a pair; make both again with `ravan-flwr secure-keys`"
+            )
+        return public
+
+    def sign(self, text: bytes) -> bytes:
+        """Sign a text as this client."""
+        return self.own.sign(text)
+
+    def public_of(self, partition: int) -> bytes:
+        """Read a client's public key; ValueError if it is not known here."""
+        return _public(self.folder / _name(partition, "pub")).public_bytes_raw()
+
+    def check(self, partition: int, signature: bytes, text: bytes) -> None:
+        """Raise ValueError unless that client has signed the text."""
+        if not is_signed(self.public_of(partition), signature, text):
+            raise ValueError(
+                f"partition {partition}: its signature is not by {_name(partition, 'pub')}, "
+                "expected that client's own; somebody speaks for it, or its file is not of today"
+            )
+
+
+def is_signed(public: bytes, signature: bytes, text: bytes) -> bool:
+    """Tell whether the holder of a key has signed the text."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, text)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def make_keys(folder: Path, partition: int) -> Path:
+    """Make a client's pair of keys in a folder; return the public one's file.
+
+    ValueError if there is one: the others have it.
+    """
+    private, public = (folder / _name(partition, kind) for kind in ("key", "pub"))
+    for path in (private, public):
+        if path.exists() or path.is_symlink():
+            raise ValueError(
+                f"{path} is there already, expected a client without keys: the other devices have "
+                "its public key; remove both files to make new ones"
+            )
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    key = Ed25519PrivateKey.generate()
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    open_to_all = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    _write(private, secret, 0o600)
+    _write(public, open_to_all, 0o644)
+    return public
+
+
+def _name(partition: int, kind: str) -> str:
+    return f"partition-{partition}.{kind}"
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    """Write a file whole or not at all."""
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    new.rename(path)
+
+
+def _private(path: Path) -> Ed25519PrivateKey:
+    try:
+        key = load_pem_private_key(_read(path), None)
+    except (TypeError, ValueError) as error:
+        raise ValueError(_damaged(path, "private", error)) from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ValueError(_damaged(path, "private", "another kind of key"))
+    return key
+
+
+def _public(path: Path) -> Ed25519PublicKey:
+    try:
+        key = load_pem_public_key(_read(path))
+    except (TypeError, ValueError) as error:
+        raise ValueError(_damaged(path, "public", error)) from None
+    if not isinstance(key, Ed25519PublicKey):
+        raise ValueError(_damaged(path, "public", "another kind of key"))
+    return key
+
+
+def _read(path: Path) -> bytes:
+    """Read a file; ValueError that names it, without the folder, which the server is not told."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_LARGEST)
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror})") from None
+
+
+def _damaged(path: Path, kind: str, why: object) -> str:
+    return (
+        f"secure-keys: {path.name}: {str(why)[:100]}; expected an Ed25519 {kind} key in PEM, as "
+        "`ravan-flwr secure-keys` makes it; put the file there"
+    )

@@ -1,0 +1,288 @@
+"""Hold the server's half of a secure round: pass on, sum up masked numbers, take masks off.
+
+Whatever a client sends is checked here before it is used; ValueError says what is wrong with it,
+and costs that client alone. What cannot be told from honest numbers is said in docs/privacy.md.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ravan_flwr.secure import agreement, shamir
+from ravan_flwr.secure.agreed import (
+    ENTRY,
+    MARK,
+    Parts,
+    mark_of,
+    seed_mark,
+    signed_keys,
+    signed_list,
+    statement_of,
+    wanted,
+)
+from ravan_flwr.secure.fixed_point import WIDTH, from_bytes, mean_of
+from ravan_flwr.secure.masks import Vector, own_key, pair_key
+from ravan_flwr.secure.node_keys import SIGNATURE, is_signed
+from ravan_flwr.secure.schedule import Bits, Schedule, cut, pack
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """Hold what a client says first: its keys of the round, signed, and who signs."""
+
+    entry: bytes
+    node: bytes
+
+    @property
+    def pairs(self) -> bytes:
+        """Return the public key of its pairs."""
+        return self.entry[agreement.KEY : 2 * agreement.KEY]
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Hold a client's shares for all others, and the marks of them."""
+
+    sealed: list[bytes]  # by holder
+    marks: list[bytes]  # by holder, of its whole bundle
+    seeds: list[bytes]  # marks of its seeds, by group
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Hold what came of a round: for each row the mean change, and of how many clients."""
+
+    means: dict[str, NDArray[np.float64]]  # by part, (rows, size); zero where no client counts
+    counts: dict[str, NDArray[np.int64]]  # by part, (rows,)
+
+
+class DealerError(ValueError):
+    """Tell that a client has not shared its secrets with the others as it should have."""
+
+    def __init__(self, partition: int) -> None:
+        super().__init__(f"partition {partition} has shared something else than its secrets")
+        self.partition = partition
+
+
+def read_greeting(run: int, round_: int, partition: int, parts: Parts) -> Greeting:
+    """Read a client's keys; ValueError unless they are signed by the key that it names.
+
+    Keys with which the others would refuse the whole round are refused here.
+    """
+    entry, node = _of_length(parts, "keys", ENTRY), _of_length(parts, "node", agreement.KEY)
+    public, signature = entry[:-SIGNATURE], entry[-SIGNATURE:]
+    if not is_signed(node, signature, signed_keys(run, round_, partition, public)):
+        raise ValueError("its keys of the round are not signed by the key that it names")
+    sealing, pairs = cut(public, [agreement.KEY] * 2)
+    for key in (sealing, pairs):
+        agreement.shared_secret(agreement.new_key(), key)  # refuses those of low order
+    if sealing == pairs:
+        raise ValueError("its two keys of the round are one, expected two")
+    return Greeting(entry, node)
+
+
+class SecureServer:
+    """Lead a round of these clients, from their schedule to the sum."""
+
+    def __init__(self, schedule: Schedule, greetings: Mapping[int, Greeting]) -> None:
+        self.schedule, self.greetings = schedule, greetings
+        self.data = schedule.to_bytes()
+        self.roll = b"".join(greetings[p].entry for p in schedule.partitions)
+        self.statement = statement_of(self.data, self.roll)
+        self.dealt: dict[int, Dealt] = {}  # by place, as all below
+        self.here: Bits = np.zeros(0, bool)
+        self.alive: Bits = np.zeros(self.number, bool)
+        self.signatures: dict[int, bytes] = {}
+        self._masked: Bits = np.zeros((0, 0), bool)
+        self._total: Vector | None = None
+        self._asked: list[tuple[int, Sequence[int]]] = []  # whose shares, and which
+        self._told: set[int] = set()  # who has told its shares
+        self._shares: dict[tuple[int, int], dict[int, bytes]] = {}  # by dealer, index: by holder
+
+    @property
+    def number(self) -> int:
+        """Count the clients of the schedule."""
+        return len(self.schedule.partitions)
+
+    def place(self, partition: int) -> int:
+        """Find a client's place in the schedule."""
+        return self.schedule.partitions.index(partition)
+
+    # Phase 2: shares.
+
+    def announce(self) -> dict[str, bytes]:
+        """Tell schedule and roll, to all the same."""
+        return {"schedule": self.data, "roll": self.roll}
+
+    def take_dealt(self, partition: int, parts: Parts) -> None:
+        """Take a client's shares for the others."""
+        place = self.place(partition)
+        groups = len(self.schedule.groups_of(place))
+        each = (1 + groups) * shamir.SHARE + agreement.TAG
+        sealed = list(cut(parts["sealed"], [each] * self.number))
+        marks = list(cut(parts["marks"], [(1 + groups) * MARK] * self.number))
+        self.dealt[place] = Dealt(sealed, marks, list(cut(parts["seeds"], [MARK] * groups)))
+
+    # Phase 3: the masked numbers.
+
+    def close_dealing(self) -> None:
+        """Go on with those who have shared; ValueError if they are too few."""
+        self.here = np.array([place in self.dealt for place in range(self.number)])
+        self._check_enough(int(self.here.sum()), "have shared their secrets")
+        self._masked = self.schedule.masked(self.here)
+        self._total = Vector(self.schedule, np.any(self._masked, axis=0))
+
+    def to_mask(self, partition: int) -> dict[str, bytes]:
+        """Tell a client who is here, with the shares that they have for it."""
+        place = self.place(partition)
+        others = [dealt for dealer, dealt in sorted(self.dealt.items()) if dealer != place]
+        return {
+            "here": pack(self.here),
+            "sealed": b"".join(dealt.sealed[place] for dealt in others),
+            "marks": b"".join(dealt.marks[place] for dealt in others),
+        }
+
+    def rows_of(self, partition: int) -> Bits:
+        """Tell which rows a client trains."""
+        return np.asarray(self._masked[self.place(partition)])
+
+    def take_masked(self, partition: int, data: bytes) -> None:
+        """Add a client's masked numbers to the sum."""
+        place = self.place(partition)
+        assert self._total is not None
+        expected = WIDTH * int(self.schedule.sizes[self._masked[place]].sum())
+        if len(data) != expected:
+            raise ValueError(f"got {len(data)} bytes of masked numbers, expected {expected}")
+        self._total.add(Vector(self.schedule, self._masked[place], from_bytes(data)))
+        self.alive[place] = True
+
+    # Phase 4: agree on who has sent numbers.
+
+    def close_masked(self) -> dict[str, bytes]:
+        """Tell who has sent numbers; ValueError if they are too few."""
+        self._check_enough(int(self.alive.sum()), "have sent their numbers")
+        return {"alive": pack(self.alive)}
+
+    def take_signature(self, partition: int, parts: Parts) -> None:
+        """Take a client's signature of that list."""
+        signature = _of_length(parts, "signature", SIGNATURE)
+        text = signed_list(self.statement, pack(self.here), pack(self.alive))
+        if not is_signed(self.greetings[partition].node, signature, text):
+            raise ValueError("its signature is not of the list of those who have sent numbers")
+        self.signatures[self.place(partition)] = signature
+
+    # Phase 5: unmask.
+
+    def close_list(self) -> dict[str, bytes]:
+        """Tell the signatures; ValueError if they are too few."""
+        self._check_enough(len(self.signatures), "have signed who is there")
+        signers = np.array([place in self.signatures for place in range(self.number)])
+        told = b"".join(self.signatures[place] for place in sorted(self.signatures))
+        self._asked = wanted(self.schedule, pack(self.here), pack(self.alive))
+        return {"signers": pack(signers), "signatures": told}
+
+    def take_shares(self, partition: int, parts: Parts) -> None:
+        """Take the shares that a client tells; one that is not as marked refuses them all."""
+        holder, kept = self.place(partition), []
+        number = sum(len(indices) for _, indices in self._asked)
+        shares = cut(parts["shares"], [shamir.SHARE] * number)
+        for dealer, indices in self._asked:
+            for index in indices:
+                share = next(shares)
+                if share == shamir.NONE:  # what the dealer gave it was not as marked
+                    continue
+                if not self._is_marked(dealer, holder, index, share):
+                    raise ValueError(
+                        f"its share of partition {self.schedule.partitions[dealer]} is not the one "
+                        "that it was given"
+                    )
+                kept.append((dealer, index, share))
+        self._told.add(holder)
+        for dealer, index, share in kept:
+            self._shares.setdefault((dealer, index), {})[holder] = share
+
+    def _is_marked(self, dealer: int, holder: int, index: int, share: bytes) -> bool:
+        partitions = self.schedule.partitions
+        mark = mark_of(self.statement, partitions[dealer], partitions[holder], index, share)
+        marks = self.dealt[dealer].marks[holder]
+        return marks[MARK * index : MARK * (index + 1)] == mark
+
+    # The sum.
+
+    def open(self) -> Opened:
+        """Take off all masks that are left; ValueError, which says who, if that cannot be."""
+        assert self._total is not None
+        for place, indices in self._asked:
+            if not self.alive[place]:
+                self._take_off_pairs(place)
+            for index in indices if self.alive[place] else ():
+                self._take_off_own(place, index)
+        return Opened(*self._means())
+
+    def _take_off_own(self, place: int, index: int) -> None:
+        """Take off a client's own masks of a group of rows."""
+        assert self._total is not None
+        partition = self.schedule.partitions[place]
+        group = self.schedule.groups_of(place)[index - 1]
+        seed = self._joined(place, index)
+        if seed_mark(self.statement, partition, group, seed) != self.dealt[place].seeds[index - 1]:
+            raise DealerError(partition)
+        rows = self._masked[place] & (np.array(self.schedule.group_of) == group)
+        self._total.mask(own_key(seed, self.statement, partition, group), rows, add=False)
+
+    def _take_off_pairs(self, place: int) -> None:
+        """Take off the masks that others have added for a client that sent no numbers."""
+        assert self._total is not None
+        dropped = self.schedule.partitions[place]
+        private = self._joined(place, 0)
+        if agreement.public_of(private) != self.greetings[dropped].pairs:
+            raise DealerError(dropped)
+        for at in np.flatnonzero(self.alive):
+            rows, other = self._masked[at] & self._masked[place], self.schedule.partitions[at]
+            if rows.any():
+                secret = agreement.shared_secret(private, self.greetings[other].pairs)
+                key = pair_key(secret, self.statement, other, dropped)
+                self._total.mask(key, rows, add=other > dropped)
+
+    def _joined(self, dealer: int, index: int) -> bytes:
+        shares = self._shares.get((dealer, index), {})
+        try:
+            return shamir.join(shares, self.schedule.threshold)
+        except ValueError as error:
+            partition = self.schedule.partitions[dealer]
+            # More than a third say that they were given none: more than may work together.
+            if len(self._told) - len(shares) > self.number - self.schedule.threshold:
+                raise DealerError(partition) from None
+            whose = f"partition {partition}"
+            raise ValueError(f"the masks of {whose} cannot be told: {error}") from None
+
+    def _means(self) -> tuple[dict[str, NDArray[np.float64]], dict[str, NDArray[np.int64]]]:
+        assert self._total is not None
+        counts = (self._masked & self.alive[:, None]).sum(0)
+        for group in range(len(self.schedule.members)):
+            if not self.schedule.may_open(group, self.here, self.alive):
+                counts[np.array(self.schedule.group_of) == group] = 0
+        means, of_parts = {}, {}
+        for part, rows in self.schedule.spans():
+            mean = np.zeros((part.rows, part.size))
+            for row, count in enumerate(counts[rows]):
+                if count:
+                    total = self._total.row(rows.start + row)
+                    mean[row] = mean_of(total, int(count), part.bound)
+            means[part.name], of_parts[part.name] = mean, counts[rows]
+        return means, of_parts
+
+    def _check_enough(self, number: int, what: str) -> None:
+        if number < self.schedule.threshold:
+            raise ValueError(
+                f"{number} of {self.number} clients {what}, expected at least "
+                f"{self.schedule.threshold}, two thirds"
+            )
+
+
+def _of_length(parts: Parts, name: str, length: int) -> bytes:
+    if len(parts[name]) != length:
+        raise ValueError(f"{name} has {len(parts[name])} bytes, expected {length}")
+    return parts[name]

@@ -1,0 +1,217 @@
+"""Hold a round of `secure-aggregation=true`: the server sees sums over clients, and no upload.
+
+Five times clients are asked: for fresh keys, for shares of their secrets, for what they trained,
+masked, for their signature of who has sent that, and for the shares by which the sum is unmasked.
+Who fails in a phase is left out of those that follow. With fewer than two thirds of the clients, or
+with masks that cannot be taken off, the round has no effect, says why, and the next one goes on.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from logging import getLogger
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.pieces import DISTRUSTS, PIECES, to_pieces
+from ravan_flwr.runs.record import Masked
+from ravan_flwr.secure.agreed import Parts
+from ravan_flwr.secure.schedule import Schedule, make_schedule, threshold_of
+from ravan_flwr.secure.server import DealerError, Greeting, SecureServer, read_greeting
+from ravan_flwr.seeding import generator
+from ravan_flwr.server.replies import Reply, Trained, read_masked, read_phase, telling
+from ravan_flwr.server.round import Run, TrainingRound
+from ravan_flwr.server.sampling import Sampler
+from ravan_flwr.training.masked import CUT_OFF, by_tensor, moved, parts_of, rows_wanted
+
+log = getLogger(__name__)
+
+OFTEN = 1e-3  # share of numbers that are cut off, above which a round says so
+
+
+class SecureRound(TrainingRound):
+    """Hold a training round in which uploads are masked."""
+
+    kind = "train.masked"
+
+    def __init__(self, number: int, run: Run) -> None:
+        super().__init__(number, run)
+        self.least = 0  # a round that has too few is without effect, and the run goes on
+        self.why = ""  # it has no effect
+        self.told: Masked = {"clients": 0}
+        self._accused: Counter[int] = Counter()  # by partition
+        self._needed = run.config.min_replies  # good replies of a phase
+
+    # Before training: keys and shares.
+
+    def choose(self, sampler: Sampler, grid: Grid) -> list[Member]:
+        """Sample clients as in any round; return those that have shared their secrets."""
+        self.grid = grid
+        drawn = sampler.sample(grid, self.ledger)
+        try:
+            return self._prepare(drawn)
+        except ValueError as error:
+            self.why = str(error)
+            return []
+
+    def _prepare(self, drawn: Sequence[Member]) -> list[Member]:
+        greetings: dict[int, Greeting] = {}
+        run = self.grid.run.run_id
+
+        def greet(partition: int, parts: Parts) -> None:
+            greeting = read_greeting(run, self.number, partition, parts)
+            if greeting.pairs in {other.pairs for other in greetings.values()}:
+                raise ValueError("its keys of the round are another client's")
+            greetings[partition] = greeting
+
+        self._ask("keys", drawn, {}, ("keys", "node"), greet)
+        ready = [member for member in drawn if member.partition_id in greetings]
+        self.secure = SecureServer(self._schedule(ready), greetings)
+        threshold = self.secure.schedule.threshold
+        self.told = {"clients": len(ready), "threshold": threshold}
+        self._needed = max(threshold, self._needed)
+        names = ("sealed", "marks", "seeds")
+        self._ask("shares", ready, self.secure.announce(), names, self.secure.take_dealt)
+        self._leave_out_accused(ready)
+        self.secure.close_dealing()
+        return [member for member in ready if self.secure.here[self._place(member)]]
+
+    def _schedule(self, members: Sequence[Member]) -> Schedule:
+        """Say who trains what: as each would have chosen, less what too few have chosen."""
+        config, state = self.run.config, self.run.state.tensors
+        wanted = {}
+        for member in members:
+            random = generator(config.seed, "heads", self.number, member.partition_id)
+            wanted[member.partition_id] = rows_wanted(self.method, state, member.share, random)
+        steps = config.learning_rate * max(map(self.steps, members), default=0)
+        parts = parts_of(self.method, state, steps)
+        run = self.grid.run.run_id
+        return make_schedule(run, self.number, config.secure_minimum, parts, wanted)
+
+    def _leave_out_accused(self, members: Sequence[Member]) -> None:
+        """Let a client rest whose keys more than a third of the others say are not its own."""
+        for member in members:
+            votes = self._accused[member.partition_id]
+            if votes > len(members) - threshold_of(len(members)):
+                self._leave_out(member.partition_id)
+                log.warning(
+                    "partition %d rests: %d of %d clients do not know its key",
+                    member.partition_id, votes, len(members),
+                )  # fmt: skip
+
+    def _leave_out(self, partition: int) -> None:
+        """Let a client rest: with it, the rounds to come would have no effect either."""
+        for member in self.run.roster.members.values():
+            if member.partition_id == partition:
+                self.run.roster.nodes[member.node_id].rest(MessageType.TRAIN, self.number)
+
+    # Training.
+
+    def addressed(self, message: Message, member: Member) -> Message:
+        """Add what a client needs to mask: who is here, and their shares for it."""
+        message.content[PIECES] = to_pieces(self.secure.to_mask(member.partition_id))
+        return message
+
+    def _take_trained(self, message: Message, member: Member, bytes_down: int) -> None:
+        derived = self.run.state.derived
+        data, seconds = read_masked(message, member, self.number, derived)
+        self.secure.take_masked(member.partition_id, data)
+        reply = Reply(member, Trained({}, None, seconds), len(data), bytes_down, self.steps(member))
+        rows = by_tensor(self.secure.schedule, self.secure.rows_of(member.partition_id))
+        self.ledger.use(reply, heads=self.method.heads_of(rows))
+
+    def quorum(self, asked: int) -> int:
+        """Give stragglers their grace from as many replies on as the phase needs."""
+        return min(asked, self._needed)
+
+    # After training: agreement, and unmasking.
+
+    def close(self) -> None:
+        """Unmask the sum and take the next state; if that cannot be, say why and keep the old."""
+        if not self.why:
+            try:
+                self._unmask()
+            except DealerError as error:
+                self.why = f"{error}; it rests"
+                self._leave_out(error.partition)
+            except ValueError as error:
+                self.why = str(error)
+        self.ledger.secure = self.told
+        if self.why:
+            self.ledger.refused = self.why
+            log.warning("round %d has no effect, the state stays: %s", self.number, self.why)
+
+    def _unmask(self) -> None:
+        secure, members = self.secure, [c["partition-id"] for c in self.ledger.clients]
+        sent = secure.close_masked()
+        if len(members) < self.run.config.min_replies:
+            raise ValueError(self.ledger.why_too_few_came(self.run.config.min_replies))
+        self._needed = secure.schedule.threshold
+        alive = [m for m in self.run.roster.members.values() if m.partition_id in members]
+        self._ask("agree", alive, sent, ("signature",), secure.take_signature)
+        agreed = [m for m in alive if self._place(m) in secure.signatures]
+        self._ask("unmask", agreed, secure.close_list(), ("shares",), secure.take_shares)
+        opened = secure.open()
+        here = zip(secure.schedule.partitions, secure.here & ~secure.alive, strict=True)
+        untrained = sum(int((counts == 0).sum()) for counts in opened.counts.values())
+        cut_off = float(opened.means[CUT_OFF].max(initial=0.0))
+        self.told |= {
+            "dropped": [partition for partition, dropped in here if dropped],
+            "untrained": untrained,
+            "cut-off": max(0.0, round(cut_off, 6)),
+        }
+        if cut_off > OFTEN:
+            log.warning(
+                "round %d: %.2g %% of the numbers were beyond their bounds and cut off; lower "
+                "learning-rate", self.number, 100 * cut_off,
+            )  # fmt: skip
+        self.run.state.take(moved(self.run.state.tensors, opened.means), self.method.held)
+
+    # All phases.
+
+    def _ask(
+        self,
+        kind: str,
+        members: Sequence[Member],
+        parts: Parts,
+        names: Sequence[str],
+        take: Callable[[int, Parts], None],
+    ) -> None:
+        """Ask clients the same, and take what each answers; what is no good costs its client."""
+        pieces = to_pieces(parts)
+        messages = [self._message(kind, member, pieces) for member in members]
+
+        def read(message: Message, member: Member, _: int) -> None:
+            found = read_phase(message, self.number, names)
+            if kind == "shares" and DISTRUSTS in found:
+                self._accused.update(_partitions(found[DISTRUSTS]))
+                raise ValueError("it does not know the keys of others, and takes no part")
+            take(member.partition_id, found)
+
+        self._take(self.send(self.grid, messages, self.run.config.round_timeout), read)
+
+    def send(
+        self, grid: Grid, messages: list[Message], timeout: float, enough: float = 0.0
+    ) -> Iterator[Message]:
+        """Send the messages and yield all replies: no number of them is enough."""
+        del enough
+        return super().send(grid, messages, timeout)
+
+    def _message(self, kind: str, member: Member, pieces: ArrayRecord) -> Message:
+        settings = ConfigRecord({"round": self.number})
+        content = RecordDict({PIECES: pieces, "config": settings})
+        return Message(content, member.node_id, f"train.{kind}", group_id=str(self.number))
+
+    def _place(self, member: Member) -> int:
+        return self.secure.place(member.partition_id)
+
+
+def _partitions(data: bytes) -> set[int]:
+    """Read whom a client accuses; ValueError if that is no list of partitions."""
+    with telling():
+        named = json.loads(data)
+    if not isinstance(named, list) or not all(type(one) is int for one in named):
+        raise ValueError("its list of clients cannot be read, expected partitions")
+    return set(named)

@@ -1,0 +1,95 @@
+"""Bring what a client trained into the rows and whole numbers of a secure round, and back.
+
+Summed up are changes: of RAVAN's heads s_i H_i less H_i, of other tensors their difference. So is
+the share of its numbers that a client had to cut off at their bounds, as a part of its own.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
+from ravan_flwr.secure.fixed_point import Numbers, bound_of, to_steps
+from ravan_flwr.secure.schedule import Bits, Part, Schedule
+
+CUT_OFF = "/cut-off"  # no tensor has this name
+
+
+def parts_of(method: Method, state: Mapping[str, Tensor], steps: float) -> tuple[Part, ...]:
+    """List what is summed up; `steps` is the learning rate times the most steps of a client."""
+    rows, parts = _rows(method, state), []
+    for name in sorted(state):
+        size = state[name].numel() // rows[name]
+        if size:
+            # A plan has shapes only, and no bound.
+            largest = 0.0 if state[name].is_meta else float(state[name].abs().max())
+            parts.append(Part(name, rows[name], size, bound_of(steps, largest)))
+    return (*parts, Part(CUT_OFF, 1, 1, 1.0))
+
+
+def rows_wanted(
+    method: Method, state: Mapping[str, Tensor], share: float, random: torch.Generator
+) -> Bits:
+    """Tell which rows of all parts a client with that share would train."""
+    own = {name: tensor for name, tensor in state.items() if name != CLASSIFIER}
+    trained = method.rows_trained(own, share, random) | {CLASSIFIER: torch.ones(1).bool()}
+    bits = [trained[name].numpy() for name in sorted(state) if state[name].numel()]
+    return np.concatenate([*bits, [True]])
+
+
+def by_tensor(schedule: Schedule, rows: Bits) -> Tensors:
+    """Cut the rows of all parts into those of each tensor."""
+    return {part.name: torch.from_numpy(rows[places].copy()) for part, places in schedule.spans()}
+
+
+def check_parts(method: Method, state: Mapping[str, Tensor], schedule: Schedule) -> None:
+    """Raise ValueError unless a schedule is about this model; bounds are the server's to say."""
+    expected = [(part.name, part.rows, part.size) for part in parts_of(method, state, 1.0)]
+    got = [(part.name, part.rows, part.size) for part in schedule.parts]
+    if got != expected:
+        raise ValueError(f"got a schedule of {str(got)[:200]}, expected {str(expected)[:200]}")
+
+
+def to_numbers(
+    method: Method,
+    sent: Mapping[str, Tensor],
+    upload: Mapping[str, Tensor],
+    schedule: Schedule,
+    rows: Bits,
+    random: np.random.Generator,
+) -> Numbers:
+    """Round a client's changes to whole numbers, row after row as the schedule has them."""
+    own = {name: tensor for name, tensor in sent.items() if name != CLASSIFIER}
+    trained = {name: tensor for name, tensor in upload.items() if name != CLASSIFIER}
+    filled = method.filled(trained, own)
+    if CLASSIFIER in sent:
+        filled[CLASSIFIER] = upload[CLASSIFIER]
+    found, beyond, total = [], 0, 0
+    for part, places in schedule.spans():
+        if part.name == CUT_OFF:
+            continue
+        change = (filled[part.name].double() - sent[part.name].double()).view(part.rows, -1)
+        chosen = change.numpy()[rows[places]].reshape(-1)
+        steps, cut = to_steps(chosen, part.bound, random)
+        found.append(steps)
+        beyond, total = beyond + cut, total + len(steps)
+    share = np.array([beyond / max(1, total)])
+    return np.concatenate([*found, to_steps(share, 1.0, random)[0]])
+
+
+def moved(state: Mapping[str, Tensor], means: Mapping[str, NDArray[np.float64]]) -> Tensors:
+    """Add the mean changes to a state."""
+    return {
+        name: (old.double() + torch.from_numpy(means[name]).view_as(old)).float()
+        if name in means
+        else old
+        for name, old in state.items()
+    }
+
+
+def _rows(method: Method, state: Mapping[str, Tensor]) -> dict[str, int]:
+    own = {name: tensor for name, tensor in state.items() if name != CLASSIFIER}
+    return method.rows(own) | {CLASSIFIER: 1}

@@ -1,0 +1,55 @@
+"""Let a machine die in a phase of a secure round: its SuperNode and all that belongs to it.
+
+As faulty_client.py: a node whose PYTHONPATH has `write`'s folder runs this module in each process
+that Flower starts for a message, before anything else.
+"""
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from ravan_flwr.launch.superlink import processes_of
+
+_CUSTOMIZE = """
+import sys
+if any("flwr-clientapp" in word for word in sys.orig_argv):
+    from tests.flower import dying_client
+    dying_client.install({plan!r})
+"""
+
+Plan = dict[int, tuple[int, str]]  # by partition: the round, and the kind of message
+
+
+def write(folder: Path, plan: Plan) -> None:
+    """Make the folder: who dies, and when."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(_CUSTOMIZE.format(plan=plan))
+
+
+def install(plan: Plan) -> None:
+    """Die when the message comes, after what it asks was done and before anybody hears of it."""
+    answer = ClientApp.__call__
+
+    def answer_or_die(self: ClientApp, message: Message, context: Context) -> Message:
+        reply = answer(self, message, context)
+        kind = message.metadata.message_type.partition(".")[2]
+        if kind:
+            number = int(str(message.content.config_records["config"]["round"]))
+            if plan.get(int(str(context.node_config["partition-id"]))) == (number, kind):
+                _kill_the_machine()
+        return reply
+
+    ClientApp.__call__ = answer_or_die  # type: ignore[method-assign]
+
+
+def _kill_the_machine() -> None:
+    """Kill the SuperNode and all that it has started; this process goes last."""
+    for pid in processes_of(Path(os.environ["FLWR_HOME"])):
+        if pid != os.getpid():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

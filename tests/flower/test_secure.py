@@ -1,0 +1,90 @@
+"""Secure rounds on Flower's deployment runtime: machines die in their phases.
+
+Six SuperNodes, each with keys that `ravan-flwr secure-keys` made. In round 1 one dies with its
+shares and one with its masked numbers, in round 2 one with its keys and one with the shares by
+which the sum is unmasked. Both rounds close with the others. That a client fails with its
+signature, and that too many fail, is tested in process (tests/runs/test_secure.py).
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ravan_flwr.cli import main
+from testing.deployment import Deployment
+from tests import ROOT
+from tests.flower import dying_client
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="finds processes in /proc"
+)
+
+NODES = 6
+PLAN = {5: (1, "shares"), 4: (1, "masked"), 3: (2, "keys"), 2: (2, "unmask")}
+GRACE = 6.0
+SHORT = (
+    "num-rounds=2 local-steps=2 clients-per-round=6 report=false tracking='none' eval-every=2 "
+    f"secure-aggregation=true straggler-grace={GRACE} round-timeout=120.0"
+)
+
+
+def make_keys(folder):
+    """Each device makes its own, and gets the public ones of all others."""
+    for number in range(NODES):
+        main(["secure-keys", str(folder / f"node-{number}"), "--partition-id", str(number)])
+    for path in list(folder.glob("*/*.pub")):
+        for number in range(NODES):
+            place = folder / f"node-{number}" / path.name
+            if place != path:
+                shutil.copy(path, place)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, python):
+    folder = tmp_path_factory.mktemp("secure")
+    secrets = make_keys(folder / "secrets")
+    dying_client.write(folder / "dying", PLAN)
+    paths = os.pathsep.join([str(folder / "dying"), str(ROOT)])
+    with Deployment(folder, nodes=NODES, scripts=python.scripts) as deployment:
+        for number in range(NODES):
+            deployment.register(number)
+            warm = " warm-worker=true" * (number == 0)
+            deployment.start_node(
+                number,
+                f"partition-id={number} num-partitions={NODES}{warm} "
+                f'secure-keys="{secrets}/node-{number}"',
+                PYTHONPATH=paths,
+            )
+        assert all(deployment.wait_for_node(number) for number in range(NODES))
+        run = deployment.run(SHORT)
+        assert run.wait() == "finished:completed", run.log[-3000:]
+        yield run
+    assert deployment.left_running == []
+
+
+def test_rounds_close_with_those_who_are_left(run):
+    first, second = run.rounds
+    assert [c["partition-id"] for c in first["clients"]] == [0, 1, 2, 3]
+    assert first["secure"]["dropped"] == [4]
+    assert [c["partition-id"] for c in second["clients"]] == [0, 1, 2]
+    for record in (first, second):
+        assert "refused" not in record
+        assert record["secure"]["untrained"] == 0
+
+
+def test_every_death_is_told(run):
+    for partition, (number, _) in PLAN.items():
+        rejected = [one["client"] for one in run.rounds[number - 1]["rejected"]]
+        assert f"partition {partition}" in rejected, (partition, number)
+
+
+def test_the_state_moves_in_both(run):
+    paths = sorted((run.directory / "checkpoints").glob("round-*.safetensors"))
+    first, second = (load_file(path)["H"] for path in paths)
+    assert first.any()
+    assert not torch.equal(first, second)

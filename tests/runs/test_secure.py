@@ -1,0 +1,348 @@
+"""Secure rounds as messages between server and clients, in process: sums, faults, hostile nodes."""
+
+import json
+import re
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Error, Message
+from safetensors.torch import load_file
+
+from ravan_flwr import simulate
+from ravan_flwr.client import answers
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.launch import in_process, side_by_side, worker_process
+from ravan_flwr.messages.pieces import DISTRUSTS, to_pieces
+from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.secure.fixed_point import step_of
+from ravan_flwr.secure.node_keys import make_keys
+from ravan_flwr.server import secure_round
+from ravan_flwr.server.notices import check_simulation
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training import masked
+from ravan_flwr.training.plan import plan_of
+
+QUICK: dict[str, Scalar] = {
+    "lora-rank": 2, "local-steps": 1, "batch-size": 8, "num-rounds": 1, "eval-every": 1,
+    "report": False, "tracking": "none", "clients-per-round": 6, "processes": 1,
+    "secure-aggregation": True,
+}  # fmt: skip
+PHASES = ["keys", "shares", "masked", "agree", "unmask"]
+
+
+def records_of(run):
+    return [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
+
+
+def state_of(run, number):
+    return load_file(run.run_dir / "checkpoints" / f"round-{number:06}.safetensors")
+
+
+@pytest.fixture
+def uploads(monkeypatch):
+    """What clients would have sent as it is, by round: each state sent, and each upload."""
+    seen = defaultdict(list)
+
+    def noted(method, sent, upload, schedule, rows, random, made=masked.to_numbers):
+        own = {k: v for k, v in sent.items() if k != CLASSIFIER}
+        trained = {k: v for k, v in upload.items() if k != CLASSIFIER}
+        whole = method.filled(trained, own) | {CLASSIFIER: upload[CLASSIFIER]}
+        seen[schedule.round].append((sent, whole, schedule))
+        return made(method, sent, upload, schedule, rows, random)
+
+    monkeypatch.setattr(answers, "to_numbers", noted)
+    return seen
+
+
+def misbehave(monkeypatch, behave):
+    """`behave(partition, round, phase, message)` returns a reply in place of the client's own."""
+
+    def reply(message, context, honest=worker_process.reply_of):
+        kind = message.metadata.message_type.partition(".")[2]
+        number = message.content["config"]["round"] if kind else 0
+        partition = int(context.node_config["partition-id"])
+        return behave(partition, number, kind, message, lambda: honest(message, context))
+
+    monkeypatch.setattr(side_by_side, "reply_of", reply)
+
+
+def failing(*faults):
+    """Fail as a client whose process ended: (partition, round, phase)."""
+
+    def behave(partition, number, kind, message, honest):
+        if (partition, number, kind) in faults:
+            return Message(Error(2, "on fire"), reply_to=message)
+        return honest()
+
+    return behave
+
+
+def check_against_plain(uploads, state, alive):
+    """Each tensor of the state is the plain mean of those alive, or as it was sent."""
+    sent, _, schedule = uploads[0]
+    bounds = {part.name: part.bound for part in schedule.parts}
+    for name, old in sent.items():
+        rows = max(1, next(part.rows for part in schedule.parts if part.name == name))
+        tensors = [uploads[i][1][name].double().reshape(rows, -1) for i in alive]
+        stacked, before = torch.stack(tensors), old.double().reshape(rows, -1)
+        trained = ~stacked.isnan().any(2)
+        for row in range(rows):
+            chosen = stacked[trained[:, row], row]
+            mean = chosen.mean(0) if len(chosen) >= 3 else before[row]
+            got = state[name].double().reshape(rows, -1)[row]
+            error = float((got - mean).abs().max())
+            rounding = 1e-7 * float(mean.abs().max())  # of float32
+            assert error <= step_of(bounds[name]) + rounding, (name, row)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "ravan"},
+        {"method": "ravan", "budgets": "uniform"},
+        {"method": "ravan", "budgets": "skewed-right", "scoring": "weight"},
+        {"method": "ravan", "budgets": "uniform", "selection": "global", "scaling": "constant"},
+        {"method": "full"},
+        {"method": "fedit"},
+        {"method": "ffa-lora"},
+    ],
+)
+def test_the_next_state_is_the_plain_one_to_the_rounding(tmp_path, uploads, settings):
+    run = simulate(QUICK | settings | {"output-dir": str(tmp_path), "num-rounds": 2}, 8)
+    for record in records_of(run):
+        assert "refused" not in record
+        assert record["rejected"] == []
+        assert record["secure"]["cut-off"] == 0
+        assert "train-loss" not in record
+        assert not any("train-loss" in client for client in record["clients"])
+        number = record["round"]
+        assert len(record["clients"]) == len(uploads[number]) == 6
+        check_against_plain(uploads[number], state_of(run, number), range(6))
+
+
+def test_a_whole_budget_gives_what_a_plain_run_gives(tmp_path):
+    """The same clients, heads and batches: only the rounding differs."""
+    states = []
+    for secure in (True, False):
+        folder = str(tmp_path / str(secure))
+        run = simulate(QUICK | {"secure-aggregation": secure, "output-dir": folder}, 6)
+        states.append(state_of(run, 1))
+    for name in ("H", CLASSIFIER):
+        plain = states[1][name]
+        torch.testing.assert_close(states[0][name], plain, rtol=0, atol=1e-5)
+        assert not torch.equal(plain, torch.zeros_like(plain))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_client_that_fails_costs_itself(tmp_path, monkeypatch, uploads, phase):
+    misbehave(monkeypatch, failing((1, 1, phase), (4, 1, phase)))
+    run = simulate(QUICK | {"budgets": "uniform", "output-dir": str(tmp_path)}, 6)
+    (record,) = records_of(run)
+    assert "refused" not in record
+    assert [one["client"] for one in record["rejected"]] == ["partition 1", "partition 4"]
+    assert "on fire" in record["rejected"][0]["reason"]
+    sent = phase in ("agree", "unmask")
+    left = [0, 1, 2, 3, 4, 5] if sent else [0, 2, 3, 5]
+    assert [client["partition-id"] for client in record["clients"]] == left
+    assert record["secure"]["dropped"] == ([] if sent else [1, 4] if phase == "masked" else [])
+    # Who fails in `masked` was not asked to the end, so that all that was noted is alive.
+    check_against_plain(uploads[1], state_of(run, 1), range(len(left)))
+
+
+@pytest.mark.parametrize("phase", ["shares", "masked", "agree", "unmask"])
+def test_a_round_that_too_many_leave_is_without_effect_and_the_next_goes_on(
+    tmp_path, monkeypatch, phase
+):
+    misbehave(monkeypatch, failing(*((p, 1, phase) for p in (0, 2, 5))))
+    run = simulate(QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}, 6)
+    first, second = records_of(run)
+    assert re.search(r"3 of 6 clients|got 3 shares", first["refused"])
+    assert "refused" not in second
+    assert not state_of(run, 1)["H"].any()
+    assert state_of(run, 2)["H"].any()
+    assert run.summary["without-effect"] == [1]
+
+
+def test_fewer_clients_than_the_minimum_train_nothing(tmp_path, monkeypatch):
+    misbehave(monkeypatch, failing(*((p, 1, "keys") for p in range(4))))
+    run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
+    (record,) = records_of(run)
+    assert "got 2 clients that are ready, expected at least 3" in record["refused"]
+
+
+def test_a_run_that_goes_on_ends_with_the_same_bits(tmp_path):
+    settings = QUICK | {"budgets": "uniform", "num-rounds": 2}
+    whole = simulate(settings | {"output-dir": str(tmp_path / "whole")}, 6)
+    first = simulate(settings | {"num-rounds": 1, "output-dir": str(tmp_path / "parts")}, 6)
+    again = simulate(settings | {"resume": str(first.run_dir)}, 6)
+    for name, tensor in state_of(whole, 2).items():
+        assert torch.equal(state_of(again, 2)[name], tensor)
+
+
+def test_clients_side_by_side_give_the_same_bits(tmp_path):
+    settings = QUICK | {"budgets": "uniform"}
+    runs = [
+        simulate(settings | {"processes": n, "output-dir": str(tmp_path / str(n))}, 6)
+        for n in (1, 2)
+    ]
+    for name, tensor in state_of(runs[0], 1).items():
+        assert torch.equal(state_of(runs[1], 1)[name], tensor)
+
+
+# Hostile nodes.
+
+FALSE = {
+    "keys": {"keys": bytes(128), "node": bytes([1]) * 32},
+    "shares": {"sealed": b"", "marks": b"", "seeds": b""},
+    "masked": {"masked": b"abc"},
+    "agree": {"signature": bytes(64)},
+    "unmask": {"shares": bytes(33)},
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("how", ["false", "names", "types", "nothing", "round"])
+def test_a_hostile_answer_costs_its_client(tmp_path, monkeypatch, phase, how):
+    def behave(partition, _, kind, message, honest):
+        reply = honest()
+        if (partition, kind) != (3, phase):
+            return reply
+        content = reply.content
+        if how == "false":
+            content["arrays"] = to_pieces(FALSE[phase])
+        elif how == "names":
+            content["arrays"] = to_pieces({"/etc/passwd": b"", "\x1b[2K": b""})
+        elif how == "types":
+            for array in content["arrays"].values():
+                array.stype = "numpy.ndarray"
+        elif how == "nothing":
+            del content["arrays"]
+        else:
+            content["metrics"]["round"] = 99
+        return reply
+
+    misbehave(monkeypatch, behave)
+    run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
+    (record,) = records_of(run)
+    assert "refused" not in record
+    (rejected,) = record["rejected"]
+    assert rejected["client"] == "partition 3"
+    assert rejected["reason"].isprintable()
+    assert state_of(run, 1)["H"].any()
+
+
+def test_nonsense_in_place_of_masked_numbers_ends_its_round_alone(tmp_path, monkeypatch):
+    def behave(partition, number, kind, message, honest):
+        reply = honest()
+        if (partition, number, kind) == (3, 1, "masked"):
+            data = next(iter(reply.content["arrays"].values())).data
+            random = np.random.default_rng(0).bytes(len(data))
+            reply.content["arrays"] = to_pieces({"masked": random})
+        return reply
+
+    misbehave(monkeypatch, behave)
+    run = simulate(QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}, 6)
+    first, second = records_of(run)
+    assert "somebody sent what is not masked as agreed" in first["refused"]
+    assert "refused" not in second
+
+
+def test_a_client_that_nobody_knows_rests_and_the_others_go_on(tmp_path, monkeypatch):
+    """Its key is not the one that the others have: they say so, and it is left out."""
+
+    def give_keys(grid, keys, given=in_process.InProcessGrid.give_keys):
+        given(grid, keys)
+        make_keys(tmp_path / "own", 2)
+        for path in keys.glob("*.pub"):
+            if path.name != "partition-2.pub":
+                (tmp_path / "own" / path.name).write_bytes(path.read_bytes())
+        grid._contexts[3].node_config["secure-keys"] = str(tmp_path / "own")
+
+    monkeypatch.setattr(in_process.InProcessGrid, "give_keys", give_keys)
+    run = simulate(QUICK | {"output-dir": str(tmp_path / "run"), "num-rounds": 3}, 6)
+    records = records_of(run)
+    assert "clients have shared their secrets" in records[0]["refused"]
+    assert len(records[0]["rejected"]) == 5
+    assert "does not know the keys of others" in records[0]["rejected"][0]["reason"]
+    effective = [r for r in records if "refused" not in r]
+    assert effective
+    assert all(2 not in [c["partition-id"] for c in r["clients"]] for r in effective)
+
+
+def test_who_shares_nonsense_ends_a_round_and_rests(tmp_path, monkeypatch):
+    def behave(partition, _, kind, message, honest):
+        reply = honest()
+        if (partition, kind) == (3, "shares"):
+            sent = {name: a.data for name, a in reply.content["arrays"].items()}
+            reply.content["arrays"] = to_pieces(sent | {"sealed": bytes(len(sent["sealed"]))})
+        return reply
+
+    misbehave(monkeypatch, behave)
+    run = simulate(QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}, 6)
+    first, second = records_of(run)
+    assert "partition 3 has shared something else than its secrets; it rests" in first["refused"]
+    assert "refused" not in second
+    assert second["resting"] == [3]
+
+
+def test_one_client_cannot_accuse_another(tmp_path, monkeypatch):
+    def behave(partition, _, kind, message, honest):
+        reply = honest()
+        if (partition, kind) == (5, "shares"):
+            reply.content["arrays"] = to_pieces({DISTRUSTS: b"[0, 1, 2]"})
+        return reply
+
+    misbehave(monkeypatch, behave)
+    run = simulate(QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}, 6)
+    for record in records_of(run):
+        assert "refused" not in record
+        assert [c["partition-id"] for c in record["clients"]] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("data", [b"{", b"[true]", b'"x"', b"[" * 100_000])
+def test_accusations_that_are_no_list_are_refused(data):
+    with pytest.raises(ValueError, match="cannot be (read|used)|Expecting"):
+        secure_round._partitions(data)
+
+
+# What is told.
+
+
+def bytes_in(told):
+    """What a plan says that a round of all six sends, up and down."""
+    found = re.search(r"6 of 6 clients: at most ([\d,]+) bytes up,\s+([\d,]+) down", told)
+    assert found is not None
+    return [int(number.replace(",", "")) for number in found.groups()]
+
+
+def test_a_plan_counts_the_bytes(tmp_path):
+    """Of a round in which nobody fails: run ids and bounds have a few digits more or less."""
+    (record,) = records_of(simulate(QUICK | {"output-dir": str(tmp_path / "whole")}, 6))
+    told = plan_of(QUICK, 6)
+    assert "each is asked 5 times" in told
+    up, down = bytes_in(told)
+    assert record["bytes-up"] == up
+    assert 0 <= down - record["bytes-down"] < 6 * 100
+    mixed = QUICK | {"budgets": "uniform"}
+    (record,) = records_of(simulate(mixed | {"output-dir": str(tmp_path / "mixed")}, 6))
+    assert record["bytes-up"] <= bytes_in(plan_of(mixed, 6))[0]
+
+
+def test_trackers_get_the_numbers_of_a_secure_round(tmp_path):
+    run = simulate(QUICK | {"output-dir": str(tmp_path), "tracking": "tensorboard"}, 6)
+    assert list((run.run_dir / "tensorboard").iterdir())
+    run = simulate(QUICK | {"output-dir": str(tmp_path), "report": True}, 6)
+    page = (run.run_dir / "report" / "index.html").read_text()
+    assert "Training loss by round" not in page
+
+
+def test_flowers_own_simulation_is_refused_since_its_nodes_have_no_keys():
+    config = read_config(QUICK | {"processes": "auto"})
+    grid = cast(Any, SimpleNamespace(get_node_ids=lambda: [1, 2, 3]))
+    bench = cast(Any, SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu"))))
+    with pytest.raises(ValueError, match=r"whose nodes have no secure-keys, expected devices"):
+        check_simulation(grid, bench, config)

@@ -1,0 +1,65 @@
+"""What does not go with masked uploads is refused by name, before anything is loaded."""
+
+import pytest
+
+from ravan_flwr.config.checks import without_effect
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.methods import METHODS
+from ravan_flwr.specs import Scalar
+
+SECURE: dict[str, Scalar] = {"secure-aggregation": True, "clients-per-round": 10}
+REFUSED: dict[str, tuple[dict[str, Scalar], str]] = {
+    "noise of the server": (
+        {"privacy": "client", "epsilon": 8.0}, "got privacy = 'client', expected 'none'",
+    ),
+    "gradient scores": ({"scoring": "gradient"}, "got scoring = 'gradient', expected 'random'"),
+    "global weights": (
+        {"scoring": "weight", "selection": "global"},
+        "got selection = 'global', expected 'layer'",
+    ),
+    "bases of data": ({"init": "data-aware"}, "got init = 'data-aware', expected another"),
+    "weights": ({"weighting": "examples"}, "got weighting = 'examples', expected 'uniform'"),
+    "robust": ({"robust": "median"}, "got robust = 'median', expected 'none'"),
+    "a limit": ({"max-update-norm": 1.0}, "got max-update-norm = 1.0, expected 'auto'"),
+    "reserves": ({"over-sample": 1.5}, "got over-sample = 1.5, expected 1.0"),
+    "a wire": ({"wire": "int8"}, "got wire = 'int8', expected 'float32'"),
+    "on clients": (
+        {"evaluate-on": "clients", "validation-share": 0.1},
+        "got evaluate-on = 'clients', expected 'server'",
+    ),
+    "two clients": ({"clients-per-round": 2}, "got clients-per-round = 2, expected 3"),
+    "many clients": ({"clients-per-round": 257}, "expected 3 .secure-minimum. to 256"),
+    "a high minimum": ({"secure-minimum": 11}, "got clients-per-round = 10, expected 11"),
+    "a low minimum": ({"secure-minimum": 2}, "secure-minimum = 2: expected a whole number at le"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_tells_more_than_sums_is_refused_by_name(case):
+    changes, told = REFUSED[case]
+    with pytest.raises(ValueError, match=told):
+        read_config(SECURE | changes)
+
+
+@pytest.mark.parametrize("name", [name for name, m in METHODS.items() if not m.sums_changes])
+def test_methods_that_need_more_than_sums_are_refused(name):
+    """Those in which all or one take part are refused by the number of clients, some others too."""
+    with pytest.raises(ValueError, match=rf"secure-aggregation = true: got method = {name!r}|256"):
+        read_config(SECURE | {"method": name, "evaluate-on": "server"})
+
+
+@pytest.mark.parametrize("name", [name for name, m in METHODS.items() if m.sums_changes])
+def test_methods_that_sum_changes_are_taken(name):
+    config = read_config(SECURE | {"method": name})
+    assert (config.secure_aggregation, config.secure_minimum, config.min_replies) == (True, 3, 3)
+
+
+def test_a_sum_of_fewer_is_not_used():
+    assert read_config(SECURE | {"secure-minimum": 5}).min_replies == 5
+    assert read_config(SECURE | {"min-replies": 7}).min_replies == 7
+    assert read_config({}).min_replies == 1
+
+
+def test_the_minimum_changes_nothing_without_it():
+    assert without_effect({"secure-minimum": 4}) == ["secure-minimum=4"]
+    assert without_effect(SECURE | {"secure-minimum": 4}) == []

@@ -1,0 +1,91 @@
+"""Hold a secure round with both halves in one process, where some clients fail in some phase."""
+
+from typing import Any
+
+import numpy as np
+
+from ravan_flwr.secure.client import SecureClient
+from ravan_flwr.secure.fixed_point import to_steps
+from ravan_flwr.secure.node_keys import NodeKeys
+from ravan_flwr.secure.schedule import Part, make_schedule
+from ravan_flwr.secure.server import SecureServer, read_greeting
+
+RUN, ROUND = 7, 3
+PHASES = ("keys", "shares", "masked", "agree", "unmask")
+PARTS = (Part("H", 6, 40, 0.5), Part("classifier", 1, 30, 0.1))
+
+
+class Held:
+    """A round of so many clients; `fails` says in which phase a client is gone."""
+
+    def __init__(self, folder, number, rows=None, fails=None, minimum=3, seed=0):
+        self.random = np.random.default_rng(seed)
+        rows = np.ones((number, 7), bool) if rows is None else rows
+        self.rows, self.fails, self.minimum = rows, fails or {}, minimum
+        self.clients = {
+            partition: SecureClient({}, RUN, partition, NodeKeys(folder, partition))
+            for partition in range(number)
+        }
+        self.changes: dict[int, list[Any]] = {}  # None of rows that it does not train
+        self.sent: dict[int, bytes] = {}
+
+    def there(self, phase):
+        """Who has not failed before the end of a phase."""
+        at = PHASES.index(phase)
+        return [
+            p
+            for p in self.clients
+            if PHASES.index(self.fails.get(p, "unmask")) > at or p not in self.fails
+        ]
+
+    def meet(self):
+        self.greetings = {
+            p: read_greeting(RUN, ROUND, p, self.clients[p].make_keys(ROUND))
+            for p in self.there("keys")
+        }
+        wanted = {p: self.rows[p] for p in self.greetings}
+        schedule = make_schedule(RUN, ROUND, self.minimum, PARTS, wanted)
+        self.server = SecureServer(schedule, self.greetings)
+
+    def share(self):
+        for p in self.there("shares"):
+            self.server.take_dealt(p, self.clients[p].deal(ROUND, self.server.announce()))
+        self.server.close_dealing()
+
+    def mask(self, late=()):
+        for p in self.there("shares"):
+            schedule, rows = self.clients[p].take_shares(ROUND, self.server.to_mask(p))
+            numbers = []
+            self.changes[p] = []
+            for row, size, bound in zip(rows, schedule.sizes, schedule.bounds, strict=True):
+                change = self.random.uniform(-bound, bound, int(size)) if row else None
+                self.changes[p].append(change)
+                if change is not None:
+                    numbers.append(to_steps(change, bound, self.random)[0])
+            self.sent[p] = self.clients[p].mask(ROUND, np.concatenate(numbers))
+            if p in self.there("masked"):
+                self.server.take_masked(p, self.sent[p])
+
+    def agree(self):
+        told = self.server.close_masked()
+        for p in self.there("agree"):
+            self.server.take_signature(p, self.clients[p].agree(ROUND, told))
+
+    def unmask(self):
+        told = self.server.close_list()
+        for p in self.there("unmask"):
+            self.server.take_shares(p, self.clients[p].unmask(ROUND, told))
+
+    def hold(self):
+        self.meet()
+        self.share()
+        self.mask()
+        self.agree()
+        self.unmask()
+        return self.server.open()
+
+    def true_means(self, row):
+        """The plain mean of those whose numbers came, and how many they are."""
+        alive = self.there("masked")
+        found = [self.changes[p][row] for p in alive if self.changes[p][row] is not None]
+        return (np.mean(found, axis=0) if found else None), len(found)

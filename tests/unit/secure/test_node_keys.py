@@ -1,0 +1,71 @@
+"""Keys of devices: private, never overwritten, and errors that name a file and no folder."""
+
+import stat
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from ravan_flwr.cli import main
+from ravan_flwr.client.secure_part import node_keys
+from ravan_flwr.config.node_config import Node
+from ravan_flwr.secure.node_keys import NodeKeys, make_keys
+
+
+def test_a_device_makes_its_keys(tmp_path, capsys):
+    folder = tmp_path / "secure"
+    main(["secure-keys", str(folder), "--partition-id", "3"])
+    out = capsys.readouterr().out
+    assert f"made {folder}/partition-3.pub\n" in out
+    assert f'node config  secure-keys="{folder}"\n' in out
+    assert sorted(path.name for path in folder.iterdir()) == ["partition-3.key", "partition-3.pub"]
+    assert stat.S_IMODE((folder / "partition-3.key").stat().st_mode) == 0o600
+    keys = NodeKeys(folder, 3)
+    keys.check(3, keys.sign(b"text"), b"text")
+    with pytest.raises(ValueError, match="its signature is not by"):
+        keys.check(3, keys.sign(b"text"), b"another")
+
+
+def test_keys_are_never_overwritten(tmp_path, capsys):
+    make_keys(tmp_path, 3)
+    before = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
+    with pytest.raises(SystemExit):
+        main(["secure-keys", str(tmp_path), "--partition-id", "3"])
+    assert "partition-3.key is there already" in capsys.readouterr().err
+    (tmp_path / "partition-4.pub").symlink_to("/nowhere")
+    with pytest.raises(ValueError, match=r"partition-4\.pub is there already"):
+        make_keys(tmp_path, 4)
+    assert [path.read_bytes() for path in sorted(tmp_path.glob("partition-3.*"))] == before
+    with pytest.raises(SystemExit):
+        main(["secure-keys", str(tmp_path), "--partition-id", "-1"])
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense", b"\xff" * 9000, None])
+def test_files_that_are_no_keys_are_named(tmp_path, data):
+    make_keys(tmp_path, 0)
+    curve = ec.generate_private_key(ec.SECP256R1()).public_key()
+    other = curve.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    (tmp_path / "partition-1.pub").write_bytes(other if data is None else data)
+    with pytest.raises(
+        ValueError, match=r"secure-keys: partition-1\.pub: .*Ed25519 public"
+    ) as told:
+        NodeKeys(tmp_path, 0).public_of(1)
+    assert str(tmp_path) not in str(told.value)
+    (tmp_path / "partition-0.key").write_bytes(other if data is None else data)
+    with pytest.raises(ValueError, match=r"secure-keys: partition-0\.key: .*Ed25519 private"):
+        NodeKeys(tmp_path, 0).public()
+
+
+def test_a_pair_that_is_none_is_refused(tmp_path):
+    make_keys(tmp_path, 0)
+    make_keys(tmp_path, 1)
+    (tmp_path / "partition-1.pub").replace(tmp_path / "partition-0.pub")
+    with pytest.raises(ValueError, match=r"partition-0\.pub is not of partition-0\.key"):
+        NodeKeys(tmp_path, 0).public()
+
+
+def test_a_device_without_keys_cannot_take_part(tmp_path):
+    with pytest.raises(ValueError, match="no secure-keys in its node config"):
+        node_keys(Node(0, 3))
+    with pytest.raises(ValueError, match=r"partition-0\.key: it cannot be read"):
+        node_keys(Node(0, 3, secure_keys=str(tmp_path))).public()
