@@ -33,7 +33,7 @@ def test_the_example_is_a_file_and_a_row(python, tmp_path):
 
     settings = ["method=lora-xs", "learning-rate=1e-2", "classifier=frozen", "num-clients=3"]
     plan = run("ravan_flwr", "plan", *settings).stdout
-    assert "5,832 of them beside the classifier" in plan
+    assert "trained         5,832 parameters" in plan
     short = ["num-rounds=2", "local-steps=10", "output-dir=out"]
     run("ravan_flwr", "simulate", *settings, *short)
     (directory,) = (tmp_path / "out").iterdir()
