@@ -1,7 +1,8 @@
 """Hold the server's half of a secure round: pass on, sum up masked numbers, take masks off.
 
 Whatever a client sends is checked here before it is used; ValueError says what is wrong with it,
-and costs that client alone. What cannot be told from honest numbers is said in docs/secure-aggregation.md.
+and costs that client alone. docs/secure-aggregation.md says what cannot be told from honest
+numbers.
 """
 
 from collections.abc import Mapping, Sequence
