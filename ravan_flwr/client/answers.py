@@ -44,7 +44,7 @@ from ravan_flwr.training.local_steps import (
     steps_of,
     train_locally,
 )
-from ravan_flwr.training.masked import by_tensor, check_parts, to_numbers
+from ravan_flwr.training.masked import by_tensor, check_given, check_parts, to_numbers
 from ravan_flwr.training.private_steps import sampling_rate, train_privately
 from ravan_flwr.training.workbench import Examples, Workbench, get_workbench
 
@@ -227,6 +227,7 @@ def _masked(client: _Client) -> RecordDict:
         schedule, rows = secure.take_shares(client.round, parts)
     sent, method = client.broadcast, client.bench.model.method
     check_parts(method, sent, schedule)
+    check_given(replace(client.bench.config, rank=method.rank), sent, schedule)
     chosen, steps = by_tensor(schedule, rows), client.steps
     result = train_locally(*client.work, client.granted, steps, client.turn, rows=chosen)
     random = np.random.default_rng(client.turn.derive("rounding"))

@@ -1,6 +1,6 @@
 """Refuse settings under which sums cannot be masked, or would tell more than sums.
 
-docs/privacy.md has a reason for each in more words.
+docs/secure-aggregation.md has a reason for each in more words.
 """
 
 from collections.abc import Mapping

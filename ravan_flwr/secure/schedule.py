@@ -24,6 +24,7 @@ LEAST = 3  # trainers of a row: of two each would know the other's change from t
 MOST_ROWS = 2**20
 MOST_NUMBERS = 2**33  # of one row
 MOST_PARTS = 64
+GIVEN = 64  # digits of the hash of what all clients are given
 
 Bits = NDArray[np.bool_]
 
@@ -48,6 +49,7 @@ class Schedule:
     parts: tuple[Part, ...]
     partitions: tuple[int, ...]  # the clients, ascending
     trained: Bits
+    given: str = ""  # hash of the settings and the state with which all of them train
 
     @property
     def threshold(self) -> int:
@@ -118,7 +120,7 @@ class Schedule:
         trained = [np.packbits(row).tobytes().hex() for row in self.trained]
         whole = {
             "run": self.run, "round": self.round, "minimum": self.minimum, "parts": parts,
-            "partitions": list(self.partitions), "trained": trained,
+            "partitions": list(self.partitions), "trained": trained, "given": self.given,
         }  # fmt: skip
         return json.dumps(whole, separators=(",", ":")).encode()
 
@@ -129,7 +131,12 @@ def threshold_of(clients: int) -> int:
 
 
 def make_schedule(
-    run: int, round_: int, minimum: int, parts: Sequence[Part], wanted: Mapping[int, Bits]
+    run: int,
+    round_: int,
+    minimum: int,
+    parts: Sequence[Part],
+    wanted: Mapping[int, Bits],
+    given: str = "",
 ) -> Schedule:
     """Make the schedule of what clients would train, by partition; ValueError for too few."""
     if not minimum <= len(wanted) <= MOST_CLIENTS:
@@ -140,7 +147,7 @@ def make_schedule(
     partitions = tuple(sorted(wanted))
     trained = np.stack([wanted[partition] for partition in partitions])
     trained = trained & (trained.sum(0) >= minimum)
-    return Schedule(run, round_, minimum, tuple(parts), partitions, trained)
+    return Schedule(run, round_, minimum, tuple(parts), partitions, trained, given)
 
 
 def read_schedule(data: bytes) -> Schedule:
@@ -177,6 +184,7 @@ def _read(told: Any) -> Schedule:
         parts=parts,
         partitions=partitions,
         trained=np.array(trained, bool).reshape(len(partitions), rows),
+        given=str(told["given"])[:GIVEN],
     )
 
 

@@ -1,7 +1,8 @@
 """Hold the server's half of a secure round: pass on, sum up masked numbers, take masks off.
 
 Whatever a client sends is checked here before it is used; ValueError says what is wrong with it,
-and costs that client alone. What cannot be told from honest numbers is said in docs/secure-aggregation.md.
+and costs that client alone. What cannot be told from honest numbers is said in
+docs/secure-aggregation.md.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,9 +37,14 @@ class Greeting:
     node: bytes
 
     @property
+    def keys(self) -> tuple[bytes, bytes]:
+        """Return the public keys for sealing and of its pairs."""
+        return self.entry[: agreement.KEY], self.entry[agreement.KEY : 2 * agreement.KEY]
+
+    @property
     def pairs(self) -> bytes:
         """Return the public key of its pairs."""
-        return self.entry[agreement.KEY : 2 * agreement.KEY]
+        return self.keys[1]
 
 
 @dataclass(frozen=True)
@@ -251,9 +257,10 @@ class SecureServer:
         try:
             return shamir.join(shares, self.schedule.threshold)
         except ValueError as error:
-            partition = self.schedule.partitions[dealer]
-            # More than a third say that they were given none: more than may work together.
-            if len(self._told) - len(shares) > self.number - self.schedule.threshold:
+            partition, threshold = self.schedule.partitions[dealer], self.schedule.threshold
+            # There are enough, each as its dealer marked it, and they are of no secret. Or more
+            # than a third say that they were given none: more than may work together.
+            if len(shares) >= threshold or len(self._told) - len(shares) > self.number - threshold:
                 raise DealerError(partition) from None
             whose = f"partition {partition}"
             raise ValueError(f"the masks of {whose} cannot be told: {error}") from None

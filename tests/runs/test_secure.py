@@ -3,6 +3,8 @@
 import json
 import re
 from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,10 +18,13 @@ from ravan_flwr import simulate
 from ravan_flwr.client import answers
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process, side_by_side, worker_process
+from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.pieces import DISTRUSTS, to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.secure import agreement
+from ravan_flwr.secure.agreed import signed_keys
 from ravan_flwr.secure.fixed_point import step_of
-from ravan_flwr.secure.node_keys import make_keys
+from ravan_flwr.secure.node_keys import NodeKeys, make_keys
 from ravan_flwr.server import secure_round
 from ravan_flwr.server.notices import check_simulation
 from ravan_flwr.specs import Scalar
@@ -233,6 +238,61 @@ def test_a_hostile_answer_costs_its_client(tmp_path, monkeypatch, phase, how):
     assert rejected["client"] == "partition 3"
     assert rejected["reason"].isprintable()
     assert state_of(run, 1)["H"].any()
+
+
+def test_a_client_that_is_given_another_state_masks_nothing(tmp_path, monkeypatch):
+    """Else a server could send the others what moves nothing, and see one client's change."""
+
+    def behave(partition, number, kind, message, honest):
+        if kind == "masked" and partition != 3:
+            sent = from_record(message.content["arrays"])
+            message.content["arrays"] = to_record({k: t + 1 for k, t in sent.items()})
+        return honest()
+
+    misbehave(monkeypatch, behave)
+    run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
+    (record,) = records_of(run)
+    assert "1 of 6 clients have sent their numbers" in record["refused"]
+    assert [client["partition-id"] for client in record["clients"]] == [3]
+    for rejected in record["rejected"]:
+        assert "not those of the schedule" in rejected["reason"]
+
+
+@pytest.mark.parametrize("changes", [{"learning-rate": 1e-9}, {"seed": 1}, {"num-rounds": 9}])
+def test_a_client_that_is_given_other_settings_masks_nothing(tmp_path, monkeypatch, changes):
+    def reply(message, context, honest=worker_process.reply_of):
+        if message.metadata.message_type == "train.masked" and message.metadata.dst_node_id == 4:
+            context = replace(context, run_config=dict(context.run_config) | changes)
+        return honest(message, context)
+
+    monkeypatch.setattr(side_by_side, "reply_of", reply)
+    run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
+    (record,) = records_of(run)
+    assert "refused" not in record
+    (rejected,) = record["rejected"]
+    assert rejected["client"] == "partition 3"
+    assert "not those of the schedule" in rejected["reason"]
+
+
+def test_two_clients_of_one_key_cost_themselves(tmp_path, monkeypatch):
+    """The others would refuse the whole round."""
+    sealing = agreement.public_of(agreement.new_key())
+
+    def reply(message, context, honest=worker_process.reply_of):
+        answer, partition = honest(message, context), int(context.node_config["partition-id"])
+        if message.metadata.message_type == "train.keys" and partition in (2, 4):
+            keys = NodeKeys(Path(str(context.node_config["secure-keys"])), partition)
+            public = sealing + agreement.public_of(agreement.new_key())
+            signature = keys.sign(signed_keys(context.run_id, 1, partition, public))
+            told = {"keys": public + signature, "node": keys.public()}
+            answer.content["arrays"] = to_pieces(told)
+        return answer
+
+    monkeypatch.setattr(side_by_side, "reply_of", reply)
+    run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
+    (record,) = records_of(run)
+    assert "refused" not in record
+    assert "its keys of the round are another client's" in record["rejected"][0]["reason"]
 
 
 def test_nonsense_in_place_of_masked_numbers_ends_its_round_alone(tmp_path, monkeypatch):
