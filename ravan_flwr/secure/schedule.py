@@ -88,8 +88,11 @@ class Schedule:
     def members(self) -> list[Bits]:
         """Tell for each group which clients train a row of it."""
         groups = np.array(self.group_of)
-        number = int(groups.max(initial=-1)) + 1
-        return [np.any(self.trained[:, groups == g], axis=1) for g in range(number)]
+        found = np.zeros((int(groups.max(initial=-1)) + 1, len(self.partitions)), bool)
+        for group, trainers in zip(groups, self.trained.T, strict=True):
+            if group >= 0:
+                found[group] |= trainers
+        return list(found)
 
     def spans(self) -> Iterator[tuple[Part, slice]]:
         """Name each part, with where its rows are among all."""
@@ -108,11 +111,12 @@ class Schedule:
         enough: Bits = trained & (trained.sum(0) >= self.minimum)
         return enough
 
-    def may_open(self, group: int, here: Bits, alive: Bits) -> bool:
-        """Tell whether a group is unmasked: enough of its trainers have sent their numbers."""
-        rows = self.masked(here)[:, np.array(self.group_of) == group]
-        left = (rows & alive[:, None]).sum(0)[rows.any(0)]
-        return bool(left.size) and bool((left >= self.minimum).all())
+    def opened(self, here: Bits, alive: Bits) -> set[int]:
+        """List the groups that are unmasked: of each row enough trainers have sent numbers."""
+        masked, groups = self.masked(here), np.array(self.group_of)
+        left, asked = (masked & alive[:, None]).sum(0), masked.any(0)
+        few = asked & (left < self.minimum)
+        return set(groups[asked].tolist()) - set(groups[few].tolist())
 
     def to_bytes(self) -> bytes:
         """Write it; `read_schedule` is the inverse."""

@@ -268,9 +268,8 @@ class SecureServer:
     def _means(self) -> tuple[dict[str, NDArray[np.float64]], dict[str, NDArray[np.int64]]]:
         assert self._total is not None
         counts = (self._masked & self.alive[:, None]).sum(0)
-        for group in range(len(self.schedule.members)):
-            if not self.schedule.may_open(group, self.here, self.alive):
-                counts[np.array(self.schedule.group_of) == group] = 0
+        opened = self.schedule.opened(self.here, self.alive)
+        counts[~np.isin(self.schedule.group_of, list(opened))] = 0
         means, of_parts = {}, {}
         for part, rows in self.schedule.spans():
             mean = np.zeros((part.rows, part.size))
