@@ -18,6 +18,8 @@ from ravan_flwr import simulate
 from ravan_flwr.client import answers
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process, side_by_side, worker_process
+from ravan_flwr.live.following import FollowedRun
+from ravan_flwr.live.view import view_of
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.pieces import DISTRUSTS, to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
@@ -390,6 +392,16 @@ def test_a_plan_counts_the_bytes(tmp_path):
     mixed = QUICK | {"budgets": "uniform"}
     (record,) = records_of(simulate(mixed | {"output-dir": str(tmp_path / "mixed")}, 6))
     assert record["bytes-up"] <= bytes_in(plan_of(mixed, 6))[0]
+
+
+def test_log_card_and_pages_say_that_uploads_were_masked(tmp_path):
+    run = simulate(QUICK | {"output-dir": str(tmp_path), "report": True}, 6)
+    masked = "the server sees sums over at least 3 clients, head by head"
+    assert f"secure-aggregation: {masked}" in (run.run_dir / "log.txt").read_text()
+    (card,) = run.run_dir.glob("*/README.md")
+    for page in (card, run.run_dir / "report" / "index.html"):
+        assert f"masked: {masked}" in page.read_text()
+    assert view_of(FollowedRun(run.run_dir).read())["facts"]["uploads"] == f"masked: {masked}"
 
 
 def test_trackers_get_the_numbers_of_a_secure_round(tmp_path):
