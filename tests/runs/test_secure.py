@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -177,6 +178,16 @@ def test_a_round_that_too_many_leave_is_without_effect_and_the_next_goes_on(
 def test_fewer_clients_than_the_minimum_train_nothing(tmp_path, monkeypatch):
     misbehave(monkeypatch, failing(*((p, 1, "keys") for p in range(4))))
     run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
+    (record,) = records_of(run)
+    assert "got 2 clients that are ready, expected at least 3" in record["refused"]
+
+
+def test_where_too_few_can_afford_the_method_nobody_is_waited_for(tmp_path):
+    """Two of eight: in one process there are no others to come."""
+    settings = QUICK | {"budgets": "uniform", "method": "full", "round-timeout": 120.0}
+    began = time.monotonic()
+    run = simulate(settings | {"output-dir": str(tmp_path)}, 8)
+    assert time.monotonic() - began < 60
     (record,) = records_of(run)
     assert "got 2 clients that are ready, expected at least 3" in record["refused"]
 
