@@ -77,6 +77,10 @@ def deliver(message: Message, context: Context) -> Message:
 def _answer(kind: str, message: Message, context: Context) -> Message:
     node = read_node(context.node_config)
     content = message.content if message.has_content() else RecordDict()
+    if kind in (*_LIGHT, "masked", "train"):
+        from ravan_flwr.client.once import only_once  # noqa: PLC0415
+
+        only_once(kind, content, context, node.partition_id)
     if kind in _LIGHT:
         from ravan_flwr.client.secure_part import answer_phase  # noqa: PLC0415
 

@@ -22,7 +22,7 @@ from ravan_flwr.client.own_part import find_own, keep_own, run_mark
 from ravan_flwr.client.secure_part import SecurePart, node_keys, pieces_in
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.node_config import read_node
-from ravan_flwr.config.run_config import read_config
+from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.messages.arrays import FIXED, from_record, to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.member import Member
@@ -44,7 +44,7 @@ from ravan_flwr.training.local_steps import (
     steps_of,
     train_locally,
 )
-from ravan_flwr.training.masked import by_tensor, check_parts, to_numbers
+from ravan_flwr.training.masked import by_tensor, check_given, check_parts, to_numbers
 from ravan_flwr.training.private_steps import sampling_rate, train_privately
 from ravan_flwr.training.workbench import Examples, Workbench, get_workbench
 
@@ -53,7 +53,24 @@ log = getLogger(__name__)
 
 def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
     """Answer a message: `query`, `train`, `masked`, `calibrate`, `evaluate` or `deliver`."""
-    return _ANSWERS[kind](_Client(content, context))
+    client = _Client(content, context)
+    _check_kind(kind, client.config)
+    return _ANSWERS[kind](client)
+
+
+def _check_kind(kind: str, config: Config) -> None:
+    """Refuse what a run of these settings does not ask: a server that does asks for too much."""
+    if config.secure_aggregation:
+        why, able = "secure-aggregation = true", ("masked",)
+    elif config.privacy == "example":
+        why, able = "privacy = 'example'", ("train",)
+    else:
+        why, able = "secure-aggregation = false", ("train", "calibrate", "evaluate")
+    if kind not in ("query", "deliver", *able):
+        raise ValueError(
+            f"{why}: got a message that asks to {kind!r}, expected {' or '.join(able)}; the server "
+            "does not do as the run's settings say"
+        )
 
 
 def forget() -> None:
@@ -227,6 +244,7 @@ def _masked(client: _Client) -> RecordDict:
         schedule, rows = secure.take_shares(client.round, parts)
     sent, method = client.broadcast, client.bench.model.method
     check_parts(method, sent, schedule)
+    check_given(replace(client.bench.config, rank=method.rank), sent, schedule)
     chosen, steps = by_tensor(schedule, rows), client.steps
     result = train_locally(*client.work, client.granted, steps, client.turn, rows=chosen)
     random = np.random.default_rng(client.turn.derive("rounding"))

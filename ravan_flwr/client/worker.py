@@ -55,7 +55,7 @@ _started: list[subprocess.Popen[bytes]] = []  # they outlive this process, and a
 def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
     """Ask the worker, which is started if there is none. Changes the context's state."""
     owner = os.getppid()  # starts the client processes, and ends with the SuperNode
-    with _connected(_folder() / f"{owner}.sock", owner) as connection:
+    with _connected(private_folder() / f"{owner}.sock", owner) as connection:
         try:
             send_records(
                 connection,
@@ -133,7 +133,7 @@ def _who() -> bytes:
     return f"{code_fingerprint()} {Path(__file__).resolve().parents[1]}".encode()
 
 
-def _folder() -> Path:
+def private_folder() -> Path:
     """Find the folder where this user's workers have their sockets, and where nobody else can.
 
     All client processes of a SuperNode find the same one: that of the session, then one with the

@@ -1,6 +1,6 @@
 """Refuse settings under which sums cannot be masked, or would tell more than sums.
 
-docs/privacy.md has a reason for each in more words.
+docs/secure-aggregation.md has a reason for each in more words.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ MOST_CLIENTS = 256  # in a round: the sum of so many numbers of 16 bits has 24
 
 # Key, the only value that a run takes with it, and why.
 _ONLY: tuple[tuple[str, Scalar, str], ...] = (
-    ("privacy", "none", "the server could not clip what is masked, and nobody would add the noise"),
+    ("privacy", "none", "private steps are not masked yet, and what is masked cannot be clipped"),
     ("weighting", "uniform", "a weight that the server names could make a sum that of one client"),
     ("robust", "none", "it compares uploads, of which the server sees none"),
     ("max-update-norm", AUTO, "the server cannot see how far a reply moves what was sent"),

@@ -9,7 +9,7 @@ from ravan_flwr.live.following import Seen
 from ravan_flwr.live.people import people_of
 from ravan_flwr.live.plots import Plot, bar_plot, line_plot
 from ravan_flwr.live.state import now_of, rounds_of, seconds_left
-from ravan_flwr.runs.console import megabytes, minutes
+from ravan_flwr.runs.console import megabytes, minutes, uploads_seen
 from ravan_flwr.runs.history import RecordedRun, common_metric
 from ravan_flwr.runs.samples import compared, last_samples
 from ravan_flwr.specs import LOWER_IS_BETTER
@@ -73,6 +73,8 @@ def _facts(run: RecordedRun, seen: Seen) -> dict[str, str]:
     }
     if run.rounds and (spent := run.rounds[-1].get("privacy")) is not None:
         facts["epsilon so far"] = f"{spent['epsilon']:.3f}"
+    if masked := uploads_seen(run.config):
+        facts["uploads"] = masked
     left = seconds_left(seen)
     if left is not None:
         facts["time left, about"] = minutes(left)

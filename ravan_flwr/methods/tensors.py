@@ -17,13 +17,18 @@ Tensors = dict[str, Tensor]
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """Hash the names, dtypes, shapes and bytes of tensors; their order does not matter."""
+    return whole_checksum(tensors)[:16]
+
+
+def whole_checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Hash tensors to so many digits that nobody finds others with the same."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         flat = tensor.detach().cpu().contiguous()
         dtype = str(flat.dtype).removeprefix("torch.")
         digest.update(f"{name} {dtype} {tuple(flat.shape)}".encode())
         digest.update(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.results.card_code import about, code_of
 from ravan_flwr.results.classes import classes_of
 from ravan_flwr.results.reader import PROCESSOR
+from ravan_flwr.runs.console import uploads_seen
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
 from ravan_flwr.runs.record import Metrics, Summary
 from ravan_flwr.tasks import get_task
@@ -75,6 +76,8 @@ def _rows(config: dict[str, Any], summary: Summary, directory: RunDirectory) -> 
     }
     if "epsilon" in summary:
         rows["privacy"] = privacy_of(summary)
+    if seen := uploads_seen(config):
+        rows["uploads"] = seen
     return rows
 
 

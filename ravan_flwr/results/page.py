@@ -11,7 +11,7 @@ from ravan_flwr.results.charts import Chart
 from ravan_flwr.results.classes import class_table, classes_of, without_classes
 from ravan_flwr.results.clients import in_words
 from ravan_flwr.results.template import CSS, PAGE
-from ravan_flwr.runs.console import megabytes, minutes
+from ravan_flwr.runs.console import megabytes, minutes, uploads_seen
 from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
 from ravan_flwr.runs.samples import compared, samples_of
 from ravan_flwr.specs import LOWER_IS_BETTER
@@ -92,6 +92,8 @@ def _facts(run: RecordedRun, classes: Mapping[str, Any] | None) -> dict[str, str
         )
     if (spent := run.rounds[-1].get("privacy")) is not None:
         facts["privacy"] = privacy_of(spent)
+    if seen := uploads_seen(run.config):
+        facts["uploads"] = seen
     if run.summary:
         facts["trained parameters"] = f"{run.summary['trainable-parameters']:,}"
     return facts

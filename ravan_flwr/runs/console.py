@@ -7,7 +7,8 @@ keeps them out of the way of a progress bar where there is one.
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tqdm import tqdm
 
@@ -176,3 +177,11 @@ def minutes(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def uploads_seen(config: Mapping[str, Any]) -> str:
+    """Say what a server with secure aggregation sees of uploads; "" of a run without."""
+    if not config.get("secure-aggregation"):
+        return ""
+    least = config["secure-minimum"]
+    return f"masked: the server sees sums over at least {least} clients, head by head"

@@ -1,7 +1,7 @@
 """Sum up what clients train so that nobody sees what one of them adds (Bonawitz et al., 2017).
 
-Pure: no file here knows of Flower, of messages or of models. docs/privacy.md says who is protected
-from whom. A round has five phases, and each client and the server hold one half:
+Pure: no file here knows of Flower, of messages or of models. docs/secure-aggregation.md says who is
+protected from whom. A round has five phases, and each client and the server hold one half:
 
     client (client.py)                     server (server.py)
     fresh keys, signed       ----------->  who is there

@@ -54,7 +54,7 @@ def wanted(schedule: Schedule, here: bytes, alive: bytes) -> list[tuple[int, Seq
     """List whose shares are told, by place, and which of a bundle: 0 is of the pairs' key."""
     number = len(schedule.partitions)
     asked, sent = unpack(here, number), unpack(alive, number)
-    opens = {g for g in range(len(schedule.members)) if schedule.may_open(g, asked, sent)}
+    opens = schedule.opened(asked, sent)
     found: list[tuple[int, Sequence[int]]] = []
     for place in map(int, np.flatnonzero(asked)):
         groups = enumerate(schedule.groups_of(place), start=1)

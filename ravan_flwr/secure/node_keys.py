@@ -9,7 +9,7 @@ import os
 import secrets
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -86,12 +86,18 @@ def make_keys(folder: Path, partition: int) -> Path:
                 f"{path} is there already, expected a client without keys: the other devices have "
                 "its public key; remove both files to make new ones"
             )
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = Ed25519PrivateKey.generate()
     secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     open_to_all = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    _write(private, secret, 0o600)
-    _write(public, open_to_all, 0o644)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write(private, secret, 0o600)
+        _write(public, open_to_all, 0o644)
+    except OSError as error:
+        raise ValueError(
+            f"{folder}: keys cannot be written there ({error.strerror}), expected a folder that is "
+            "new or this user's; name another one"
+        ) from None
     return public
 
 
@@ -111,7 +117,7 @@ def _write(path: Path, data: bytes, mode: int) -> None:
 def _private(path: Path) -> Ed25519PrivateKey:
     try:
         key = load_pem_private_key(_read(path), None)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, UnsupportedAlgorithm) as error:
         raise ValueError(_damaged(path, "private", error)) from None
     if not isinstance(key, Ed25519PrivateKey):
         raise ValueError(_damaged(path, "private", "another kind of key"))
@@ -121,7 +127,7 @@ def _private(path: Path) -> Ed25519PrivateKey:
 def _public(path: Path) -> Ed25519PublicKey:
     try:
         key = load_pem_public_key(_read(path))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, UnsupportedAlgorithm) as error:
         raise ValueError(_damaged(path, "public", error)) from None
     if not isinstance(key, Ed25519PublicKey):
         raise ValueError(_damaged(path, "public", "another kind of key"))

@@ -24,6 +24,7 @@ LEAST = 3  # trainers of a row: of two each would know the other's change from t
 MOST_ROWS = 2**20
 MOST_NUMBERS = 2**33  # of one row
 MOST_PARTS = 64
+GIVEN = 64  # digits of the hash of what all clients are given
 
 Bits = NDArray[np.bool_]
 
@@ -48,6 +49,7 @@ class Schedule:
     parts: tuple[Part, ...]
     partitions: tuple[int, ...]  # the clients, ascending
     trained: Bits
+    given: str = ""  # hash of the settings and the state with which all of them train
 
     @property
     def threshold(self) -> int:
@@ -86,8 +88,11 @@ class Schedule:
     def members(self) -> list[Bits]:
         """Tell for each group which clients train a row of it."""
         groups = np.array(self.group_of)
-        number = int(groups.max(initial=-1)) + 1
-        return [np.any(self.trained[:, groups == g], axis=1) for g in range(number)]
+        found = np.zeros((int(groups.max(initial=-1)) + 1, len(self.partitions)), bool)
+        for group, trainers in zip(groups, self.trained.T, strict=True):
+            if group >= 0:
+                found[group] |= trainers
+        return list(found)
 
     def spans(self) -> Iterator[tuple[Part, slice]]:
         """Name each part, with where its rows are among all."""
@@ -106,11 +111,12 @@ class Schedule:
         enough: Bits = trained & (trained.sum(0) >= self.minimum)
         return enough
 
-    def may_open(self, group: int, here: Bits, alive: Bits) -> bool:
-        """Tell whether a group is unmasked: enough of its trainers have sent their numbers."""
-        rows = self.masked(here)[:, np.array(self.group_of) == group]
-        left = (rows & alive[:, None]).sum(0)[rows.any(0)]
-        return bool(left.size) and bool((left >= self.minimum).all())
+    def opened(self, here: Bits, alive: Bits) -> set[int]:
+        """List the groups that are unmasked: of each row enough trainers have sent numbers."""
+        masked, groups = self.masked(here), np.array(self.group_of)
+        left, asked = (masked & alive[:, None]).sum(0), masked.any(0)
+        few = asked & (left < self.minimum)
+        return set(groups[asked].tolist()) - set(groups[few].tolist())
 
     def to_bytes(self) -> bytes:
         """Write it; `read_schedule` is the inverse."""
@@ -118,7 +124,7 @@ class Schedule:
         trained = [np.packbits(row).tobytes().hex() for row in self.trained]
         whole = {
             "run": self.run, "round": self.round, "minimum": self.minimum, "parts": parts,
-            "partitions": list(self.partitions), "trained": trained,
+            "partitions": list(self.partitions), "trained": trained, "given": self.given,
         }  # fmt: skip
         return json.dumps(whole, separators=(",", ":")).encode()
 
@@ -129,7 +135,12 @@ def threshold_of(clients: int) -> int:
 
 
 def make_schedule(
-    run: int, round_: int, minimum: int, parts: Sequence[Part], wanted: Mapping[int, Bits]
+    run: int,
+    round_: int,
+    minimum: int,
+    parts: Sequence[Part],
+    wanted: Mapping[int, Bits],
+    given: str = "",
 ) -> Schedule:
     """Make the schedule of what clients would train, by partition; ValueError for too few."""
     if not minimum <= len(wanted) <= MOST_CLIENTS:
@@ -140,7 +151,7 @@ def make_schedule(
     partitions = tuple(sorted(wanted))
     trained = np.stack([wanted[partition] for partition in partitions])
     trained = trained & (trained.sum(0) >= minimum)
-    return Schedule(run, round_, minimum, tuple(parts), partitions, trained)
+    return Schedule(run, round_, minimum, tuple(parts), partitions, trained, given)
 
 
 def read_schedule(data: bytes) -> Schedule:
@@ -177,6 +188,7 @@ def _read(told: Any) -> Schedule:
         parts=parts,
         partitions=partitions,
         trained=np.array(trained, bool).reshape(len(partitions), rows),
+        given=str(told["given"])[:GIVEN],
     )
 
 

@@ -37,9 +37,14 @@ class Greeting:
     node: bytes
 
     @property
+    def keys(self) -> tuple[bytes, bytes]:
+        """Return the public keys for sealing and of its pairs."""
+        return self.entry[: agreement.KEY], self.entry[agreement.KEY : 2 * agreement.KEY]
+
+    @property
     def pairs(self) -> bytes:
         """Return the public key of its pairs."""
-        return self.entry[agreement.KEY : 2 * agreement.KEY]
+        return self.keys[1]
 
 
 @dataclass(frozen=True)
@@ -252,9 +257,10 @@ class SecureServer:
         try:
             return shamir.join(shares, self.schedule.threshold)
         except ValueError as error:
-            partition = self.schedule.partitions[dealer]
-            # More than a third say that they were given none: more than may work together.
-            if len(self._told) - len(shares) > self.number - self.schedule.threshold:
+            partition, threshold = self.schedule.partitions[dealer], self.schedule.threshold
+            # There are enough, each as its dealer marked it, and they are of no secret. Or more
+            # than a third say that they were given none: more than may work together.
+            if len(shares) >= threshold or len(self._told) - len(shares) > self.number - threshold:
                 raise DealerError(partition) from None
             whose = f"partition {partition}"
             raise ValueError(f"the masks of {whose} cannot be told: {error}") from None
@@ -262,9 +268,8 @@ class SecureServer:
     def _means(self) -> tuple[dict[str, NDArray[np.float64]], dict[str, NDArray[np.int64]]]:
         assert self._total is not None
         counts = (self._masked & self.alive[:, None]).sum(0)
-        for group in range(len(self.schedule.members)):
-            if not self.schedule.may_open(group, self.here, self.alive):
-                counts[np.array(self.schedule.group_of) == group] = 0
+        opened = self.schedule.opened(self.here, self.alive)
+        counts[~np.isin(self.schedule.group_of, list(opened))] = 0
         means, of_parts = {}, {}
         for part, rows in self.schedule.spans():
             mean = np.zeros((part.rows, part.size))

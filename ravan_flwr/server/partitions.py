@@ -82,7 +82,8 @@ class Partitions:
         if now < least:
             raise ValueError(
                 f"min-replies = {least}: the nodes have num-partitions = {now}, and a round gets "
-                "no more replies than that; lower min-replies, or start more clients"
+                "no more replies than that; start more clients, or lower min-replies (with "
+                "secure-aggregation=true it is secure-minimum at least)"
             )
 
 

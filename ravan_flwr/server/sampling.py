@@ -19,6 +19,7 @@ from ravan_flwr.messages.plain_text import listed
 from ravan_flwr.methods.base import Method
 from ravan_flwr.runs.console import count
 from ravan_flwr.seeding import generator
+from ravan_flwr.server.inbox import in_process
 from ravan_flwr.server.ledger import Ledger
 from ravan_flwr.server.roster import Roster
 
@@ -83,7 +84,7 @@ class Sampler:
         """Wait until as many members can train as a round needs, or the time is up."""
         deadline = time.monotonic() + timeout
         while len(self.able(grid, ledger)) < self.config.min_replies:
-            if time.monotonic() >= deadline:
+            if in_process(grid) or time.monotonic() >= deadline:  # there nobody comes later
                 break
             time.sleep(0.2)
             self.roster.recruit(grid)

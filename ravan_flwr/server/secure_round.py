@@ -21,10 +21,18 @@ from ravan_flwr.secure.agreed import Parts
 from ravan_flwr.secure.schedule import Schedule, make_schedule, threshold_of
 from ravan_flwr.secure.server import DealerError, Greeting, SecureServer, read_greeting
 from ravan_flwr.seeding import generator
+from ravan_flwr.server.aggregation import outgoing
 from ravan_flwr.server.replies import Reply, Trained, read_masked, read_phase, telling
 from ravan_flwr.server.round import Run, TrainingRound
 from ravan_flwr.server.sampling import Sampler
-from ravan_flwr.training.masked import CUT_OFF, by_tensor, moved, parts_of, rows_wanted
+from ravan_flwr.training.masked import (
+    CUT_OFF,
+    by_tensor,
+    given_to_all,
+    moved,
+    parts_of,
+    rows_wanted,
+)
 
 log = getLogger(__name__)
 
@@ -62,7 +70,7 @@ class SecureRound(TrainingRound):
 
         def greet(partition: int, parts: Parts) -> None:
             greeting = read_greeting(run, self.number, partition, parts)
-            if greeting.pairs in {other.pairs for other in greetings.values()}:
+            if any(set(greeting.keys) & set(other.keys) for other in greetings.values()):
                 raise ValueError("its keys of the round are another client's")
             greetings[partition] = greeting
 
@@ -88,7 +96,8 @@ class SecureRound(TrainingRound):
         steps = config.learning_rate * max(map(self.steps, members), default=0)
         parts = parts_of(self.method, state, steps)
         run = self.grid.run.run_id
-        return make_schedule(run, self.number, config.secure_minimum, parts, wanted)
+        given = given_to_all(config, outgoing(self.method, state, 1.0))  # no share has another
+        return make_schedule(run, self.number, config.secure_minimum, parts, wanted, given)
 
     def _leave_out_accused(self, members: Sequence[Member]) -> None:
         """Let a client rest whose keys more than a third of the others say are not its own."""

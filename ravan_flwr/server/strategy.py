@@ -120,6 +120,13 @@ class FederatedTuning(Strategy):
             count(self._a_round, "client"), self._work(), self.config.batch_size,
         )  # fmt: skip
 
+        if self.config.secure_aggregation:
+            log.info(
+                "secure-aggregation: the server sees sums over at least %d clients, head by head; "
+                "what fewer train stays as it is",
+                self.config.secure_minimum,
+            )
+
     def _work(self) -> str:
         """Say how many steps the clients take in a round."""
         steps = sorted(map(self._run.steps, self.roster.members.values()))

@@ -24,7 +24,7 @@ from ravan_flwr.messages.wire import num_bytes
 from ravan_flwr.methods.base import CLASSIFIER, Method
 from ravan_flwr.methods.budgets import budget_share
 from ravan_flwr.privacy.example_gradients import ExampleGradients
-from ravan_flwr.secure.schedule import Schedule, make_schedule
+from ravan_flwr.secure.schedule import GIVEN, Schedule, make_schedule
 from ravan_flwr.secure.sizes import Bytes, masked_bytes, most_around
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Task
@@ -111,7 +111,8 @@ class Skeleton:
                 wanted[partition] = rows_wanted(self.method, state, share, random)
         # A bound is told in as many digits as it has: none has more than this one.
         parts = [replace(part, bound=1e-5 / 3) for part in parts_of(self.method, state, 1.0)]
-        return make_schedule(2**63, config.num_rounds, config.secure_minimum, parts, wanted)
+        given = GIVEN * "0"
+        return make_schedule(2**63, config.num_rounds, config.secure_minimum, parts, wanted, given)
 
     @property
     def classifier_size(self) -> int:

@@ -4,6 +4,8 @@ Summed up are changes: of RAVAN's heads s_i H_i less H_i, of other tensors their
 the share of its numbers that a client had to cut off at their bounds, as a part of its own.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping
 
 import numpy as np
@@ -11,7 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ravan_flwr.config.keys import NOT_OF_RESULT
+from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
+from ravan_flwr.methods.tensors import whole_checksum
 from ravan_flwr.secure.fixed_point import Numbers, bound_of, to_steps
 from ravan_flwr.secure.schedule import Bits, Part, Schedule
 
@@ -43,6 +48,26 @@ def rows_wanted(
 def by_tensor(schedule: Schedule, rows: Bits) -> Tensors:
     """Cut the rows of all parts into those of each tensor."""
     return {part.name: torch.from_numpy(rows[places].copy()) for part, places in schedule.spans()}
+
+
+def given_to_all(config: Config, state: Mapping[str, Tensor]) -> str:
+    """Hash the settings and the state with which a client of a secure round trains.
+
+    They must be the same for all. If a server sent the others a state, or a learning rate, with
+    which nothing moves, the sum would be one client's change (Pasquini et al., 2022).
+    """
+    settings = {k: v for k, v in config.as_dict().items() if k not in NOT_OF_RESULT}
+    text = json.dumps([settings, whole_checksum(state)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_given(config: Config, state: Mapping[str, Tensor], schedule: Schedule) -> None:
+    """Raise ValueError unless this client has what the schedule says that all of them have."""
+    if schedule.given != given_to_all(config, state):
+        raise ValueError(
+            "got settings or a state that are not those of the schedule, expected what all clients "
+            "of the round are given; start server and clients with one version and one run config"
+        )
 
 
 def check_parts(method: Method, state: Mapping[str, Tensor], schedule: Schedule) -> None:

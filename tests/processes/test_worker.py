@@ -259,7 +259,7 @@ def test_a_socket_needs_a_short_path(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 80)))
     (tmp_path / ("x" * 80)).mkdir()
     with pytest.raises(RuntimeError, match="set a shorter XDG_RUNTIME_DIR or TMPDIR"):
-        worker._folder()
+        worker.private_folder()
 
 
 def test_a_worker_that_died_is_replaced(owner):
@@ -281,23 +281,23 @@ def test_an_idle_worker_ends(new_owner, home, python):
 
 
 def test_nobody_else_can_open_the_socket(home):
-    folder = worker._folder()
+    folder = worker.private_folder()
     assert folder.parent == home
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert worker._folder() == folder
+    assert worker.private_folder() == folder
 
 
 def test_a_session_has_a_folder_of_its_own(home, monkeypatch):
     session = home / "session"
     session.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
-    assert worker._folder() == session / "ravan-flwr"
+    assert worker.private_folder() == session / "ravan-flwr"
     assert (session / "ravan-flwr").stat().st_mode & 0o777 == 0o700
     # Another user's, as `sudo` leaves it, or none at all: as without.
     session.chmod(0o755)
-    assert worker._folder().parent == home
+    assert worker.private_folder().parent == home
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nonexistent/1000")
-    assert worker._folder().parent == home
+    assert worker.private_folder().parent == home
 
 
 @pytest.mark.parametrize("kind", ["wide", "link", "file", "another user's"])
@@ -316,11 +316,11 @@ def test_a_folder_that_was_there_before_does_not_switch_it_off(kind, new_owner, 
             pytest.skip("only root can give a folder away")
         else:
             os.chown(before, 65534, 65534)
-    folder = worker._folder()
+    folder = worker.private_folder()
     assert f"{before}: somebody else made it" in caplog.text
     assert folder != before
     assert (folder.parent, folder.stat().st_mode & 0o777) == (home, 0o700)
-    assert worker._folder() == folder  # all of a SuperNode's processes meet there
+    assert worker.private_folder() == folder  # all of a SuperNode's processes meet there
     if kind == "wide":
         assert worker.ask("query", RecordDict(), context())
         assert len(workers(new_owner.pid)) == 1

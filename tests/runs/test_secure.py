@@ -2,7 +2,10 @@
 
 import json
 import re
+import time
 from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,10 +19,15 @@ from ravan_flwr import simulate
 from ravan_flwr.client import answers
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process, side_by_side, worker_process
+from ravan_flwr.live.following import FollowedRun
+from ravan_flwr.live.view import view_of
+from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.pieces import DISTRUSTS, to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.secure import agreement
+from ravan_flwr.secure.agreed import signed_keys
 from ravan_flwr.secure.fixed_point import step_of
-from ravan_flwr.secure.node_keys import make_keys
+from ravan_flwr.secure.node_keys import NodeKeys, make_keys
 from ravan_flwr.server import secure_round
 from ravan_flwr.server.notices import check_simulation
 from ravan_flwr.specs import Scalar
@@ -174,6 +182,16 @@ def test_fewer_clients_than_the_minimum_train_nothing(tmp_path, monkeypatch):
     assert "got 2 clients that are ready, expected at least 3" in record["refused"]
 
 
+def test_where_too_few_can_afford_the_method_nobody_is_waited_for(tmp_path):
+    """Two of eight: in one process there are no others to come."""
+    settings = QUICK | {"budgets": "uniform", "method": "full", "round-timeout": 120.0}
+    began = time.monotonic()
+    run = simulate(settings | {"output-dir": str(tmp_path)}, 8)
+    assert time.monotonic() - began < 60
+    (record,) = records_of(run)
+    assert "got 2 clients that are ready, expected at least 3" in record["refused"]
+
+
 def test_a_run_that_goes_on_ends_with_the_same_bits(tmp_path):
     settings = QUICK | {"budgets": "uniform", "num-rounds": 2}
     whole = simulate(settings | {"output-dir": str(tmp_path / "whole")}, 6)
@@ -233,6 +251,61 @@ def test_a_hostile_answer_costs_its_client(tmp_path, monkeypatch, phase, how):
     assert rejected["client"] == "partition 3"
     assert rejected["reason"].isprintable()
     assert state_of(run, 1)["H"].any()
+
+
+def test_a_client_that_is_given_another_state_masks_nothing(tmp_path, monkeypatch):
+    """Else a server could send the others what moves nothing, and see one client's change."""
+
+    def behave(partition, number, kind, message, honest):
+        if kind == "masked" and partition != 3:
+            sent = from_record(message.content["arrays"])
+            message.content["arrays"] = to_record({k: t + 1 for k, t in sent.items()})
+        return honest()
+
+    misbehave(monkeypatch, behave)
+    run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
+    (record,) = records_of(run)
+    assert "1 of 6 clients have sent their numbers" in record["refused"]
+    assert [client["partition-id"] for client in record["clients"]] == [3]
+    for rejected in record["rejected"]:
+        assert "not those of the schedule" in rejected["reason"]
+
+
+@pytest.mark.parametrize("changes", [{"learning-rate": 1e-9}, {"seed": 1}, {"num-rounds": 9}])
+def test_a_client_that_is_given_other_settings_masks_nothing(tmp_path, monkeypatch, changes):
+    def reply(message, context, honest=worker_process.reply_of):
+        if message.metadata.message_type == "train.masked" and message.metadata.dst_node_id == 4:
+            context = replace(context, run_config=dict(context.run_config) | changes)
+        return honest(message, context)
+
+    monkeypatch.setattr(side_by_side, "reply_of", reply)
+    run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
+    (record,) = records_of(run)
+    assert "refused" not in record
+    (rejected,) = record["rejected"]
+    assert rejected["client"] == "partition 3"
+    assert "not those of the schedule" in rejected["reason"]
+
+
+def test_two_clients_of_one_key_cost_themselves(tmp_path, monkeypatch):
+    """The others would refuse the whole round."""
+    sealing = agreement.public_of(agreement.new_key())
+
+    def reply(message, context, honest=worker_process.reply_of):
+        answer, partition = honest(message, context), int(context.node_config["partition-id"])
+        if message.metadata.message_type == "train.keys" and partition in (2, 4):
+            keys = NodeKeys(Path(str(context.node_config["secure-keys"])), partition)
+            public = sealing + agreement.public_of(agreement.new_key())
+            signature = keys.sign(signed_keys(context.run_id, 1, partition, public))
+            told = {"keys": public + signature, "node": keys.public()}
+            answer.content["arrays"] = to_pieces(told)
+        return answer
+
+    monkeypatch.setattr(side_by_side, "reply_of", reply)
+    run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
+    (record,) = records_of(run)
+    assert "refused" not in record
+    assert "its keys of the round are another client's" in record["rejected"][0]["reason"]
 
 
 def test_nonsense_in_place_of_masked_numbers_ends_its_round_alone(tmp_path, monkeypatch):
@@ -330,6 +403,16 @@ def test_a_plan_counts_the_bytes(tmp_path):
     mixed = QUICK | {"budgets": "uniform"}
     (record,) = records_of(simulate(mixed | {"output-dir": str(tmp_path / "mixed")}, 6))
     assert record["bytes-up"] <= bytes_in(plan_of(mixed, 6))[0]
+
+
+def test_log_card_and_pages_say_that_uploads_were_masked(tmp_path):
+    run = simulate(QUICK | {"output-dir": str(tmp_path), "report": True}, 6)
+    masked = "the server sees sums over at least 3 clients, head by head"
+    assert f"secure-aggregation: {masked}" in (run.run_dir / "log.txt").read_text()
+    (card,) = run.run_dir.glob("*/README.md")
+    for page in (card, run.run_dir / "report" / "index.html"):
+        assert f"masked: {masked}" in page.read_text()
+    assert view_of(FollowedRun(run.run_dir).read())["facts"]["uploads"] == f"masked: {masked}"
 
 
 def test_trackers_get_the_numbers_of_a_secure_round(tmp_path):

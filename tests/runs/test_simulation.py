@@ -380,13 +380,22 @@ def test_what_every_client_would_refuse_is_refused_once_and_before_anything(
 
 def test_settings_without_effect_are_told_in_a_line_each(tmp_path, capsys):
     words = ["num-clients=2", "num-rounds=1", "local-steps=1", "method=fedit", "heads=8"]
+    words += ["epsilon=8", "delta=1e-6", "secure-minimum=4"]  # without what they are about
     main(["simulate", f"output-dir={tmp_path}", "clients-per-round=30", *words])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "warning: no effect with method=fedit: heads=8"
+    assert lines[1] == (
+        "warning: no effect, and nobody is protected: delta=1e-06, epsilon=8; expected "
+        "privacy=client or privacy=example beside it"
+    )
     assert lines[2] == (
+        "warning: no effect, and nobody is protected: secure-minimum=4; expected "
+        "secure-aggregation=true beside it"
+    )
+    assert lines[3] == "warning: no effect with method=fedit: heads=8"
+    assert lines[4] == (
         "warning: clients-per-round=30: there are 2 clients, and every round asks all of them"
     )
-    assert sum("warning" in line for line in lines) == 2
+    assert sum("warning" in line for line in lines) == 4
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):

@@ -40,7 +40,24 @@ def test_keys_are_never_overwritten(tmp_path, capsys):
         main(["secure-keys", str(tmp_path), "--partition-id", "-1"])
 
 
-@pytest.mark.parametrize("data", [b"", b"nonsense", b"\xff" * 9000, None])
+def test_where_no_folder_can_be_there_are_no_keys(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(SystemExit):
+            main(["secure-keys", str(folder), "--partition-id", "3"])
+        error = capsys.readouterr().err
+        assert f"{folder}: keys cannot be written there" in error
+        assert "expected a folder that is new or this user's" in error
+
+
+# An algorithm that no library knows: 1.2.3.4.
+UNKNOWN = b"""-----BEGIN PUBLIC KEY-----
+MA0wBQYDKgMEAwQAAQID
+-----END PUBLIC KEY-----
+"""
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense", b"\xff" * 9000, UNKNOWN, None])
 def test_files_that_are_no_keys_are_named(tmp_path, data):
     make_keys(tmp_path, 0)
     curve = ec.generate_private_key(ec.SECP256R1()).public_key()

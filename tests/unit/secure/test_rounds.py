@@ -444,6 +444,30 @@ def test_who_deals_false_shares_is_named(folder):
         held.server.open()
 
 
+@pytest.mark.parametrize("constant", [shamir.PRIME - 1, None])
+def test_who_deals_shares_of_no_secret_is_named(folder, monkeypatch, constant):
+    """As marked, but of a number above all secrets; or no numbers below the prime at all."""
+
+    def none(secret, threshold, number):
+        if constant is None:
+            return [b"\xfe" * shamir.SHARE] * number
+        return [shamir.value_at([constant], x + 1).to_bytes(shamir.SHARE) for x in range(number)]
+
+    held = until(folder, "keys")
+    for partition in range(N):
+        with monkeypatch.context() as patch:
+            if partition == 2:
+                patch.setattr(shamir, "split", none)
+            dealt = held.clients[partition].deal(ROUND, held.server.announce())
+        held.server.take_dealt(partition, dealt)
+    held.server.close_dealing()
+    held.mask()
+    held.agree()
+    held.unmask()
+    with pytest.raises(DealerError, match="partition 2"):
+        held.server.open()
+
+
 def test_who_gives_most_of_the_others_nonsense_is_named(folder):
     held = until(folder, "keys")
     for partition in range(N):
@@ -605,5 +629,5 @@ def test_groups_are_as_few_as_safety_allows(folder):
     assert schedule.group_of == [0] + [1] * 6
     for gone in itertools.combinations(range(12), 4):
         alive = np.array([p not in gone for p in range(12)])
-        assert schedule.may_open(1, np.ones(12, bool), alive)
-        assert schedule.may_open(0, np.ones(12, bool), alive) == (alive[:5].sum() >= 3)
+        opened = schedule.opened(np.ones(12, bool), alive)
+        assert opened == ({0, 1} if alive[:5].sum() >= 3 else {1})

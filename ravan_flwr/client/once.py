@@ -1,0 +1,82 @@
+"""Let a device answer what may be asked once only once, however many processes are asked at a time.
+
+Flower starts a process for every message, at once. Each has the node's state as it was when it
+began, and the state of the one that ends last is kept. So a server that asks twice at the same time
+would get signatures of two lists, or two private rounds that the account has as one. What stands
+against it is a number that only goes up, in a file that only this user can write.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+_ACCOUNT = "privacy-account"  # as example_account.py names it, which needs torch
+# In the order of a round.
+_PHASES = ("keys", "shares", "masked", "agree", "unmask")
+_NONE = 1  # task ids up to this are of no process that a SuperNode started
+
+
+def only_once(kind: str, content: RecordDict, context: Context, partition: int) -> None:
+    """Raise ValueError if a process of this node was asked this, or something later, before."""
+    step = _step_of(kind, content, context)
+    if step is None or not _is_on_a_device():
+        return
+    name, number = step
+    _step_up(f"{context.run_id}-{partition}-{name}", number)
+
+
+def _step_of(kind: str, content: RecordDict, context: Context) -> tuple[str, int] | None:
+    """Number what is asked; None if it may be asked again."""
+    if kind in _PHASES:
+        return "secure", len(_PHASES) * _whole(content, "round") + _PHASES.index(kind)
+    if kind == "train" and context.run_config.get("privacy") == "example":
+        earlier = _whole(content, "earlier-rounds")
+        return "private", max(_whole(context.state, "rounds", _ACCOUNT), earlier) + 1
+    return None
+
+
+def _step_up(name: str, number: int) -> None:
+    """Note a number that is larger than all before it."""
+    import fcntl  # noqa: PLC0415 (POSIX alone has it, and devices alone need it)
+
+    folder = _folder()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        file.seek(0)
+        lines = file.read().splitlines()
+        last = int(lines[-1]) if lines else -1
+        if number <= last:
+            raise ValueError(
+                "asked at the same time for what this node does once, or again for what it has "
+                "done, expected one message after the other"
+            )
+        file.write(b"%d\n" % number)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _folder() -> Path:
+    """Find a folder of this user alone."""
+    from ravan_flwr.client.worker import private_folder  # noqa: PLC0415 (POSIX alone has it)
+
+    return private_folder() / "once"
+
+
+def _whole(records: RecordDict, name: str, record: str = "config") -> int:
+    """Read a number of a record; 0 of one that whoever answers will refuse."""
+    found: Mapping[str, object] = records.config_records.get(record, ConfigRecord())
+    value = found.get(name)
+    return value if type(value) is int and 0 <= value < 2**53 else 0
+
+
+def _is_on_a_device() -> bool:
+    """Tell whether a SuperNode has started this process: in others messages take turns."""
+    try:
+        return TaskIdentity.task_id > _NONE
+    except RuntimeError:  # Flower has said nothing
+        return False

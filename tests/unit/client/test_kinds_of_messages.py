@@ -1,0 +1,35 @@
+"""A client answers what a run of its settings asks: else a server could go round its protection."""
+
+import pytest
+from flwr.app import Context, RecordDict
+
+from ravan_flwr.client import answers
+
+SECURE = {"secure-aggregation": True}
+BY_EXAMPLE = {"privacy": "example", "epsilon": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        # An upload without a mask, and measurements of one client.
+        (SECURE, "train"),
+        (SECURE, "calibrate"),
+        (SECURE, "evaluate"),
+        # What is made of examples without noise; masks hide an upload, but not a sum.
+        (BY_EXAMPLE, "calibrate"),
+        (BY_EXAMPLE, "evaluate"),
+        (BY_EXAMPLE, "masked"),
+        ({}, "masked"),
+        ({"privacy": "client", "epsilon": 8.0}, "masked"),
+    ],
+)
+def test_a_message_that_such_a_run_does_not_send_is_refused(settings, kind, monkeypatch):
+    monkeypatch.setattr(answers, "get_workbench", None)  # nothing is loaded for it
+    node = {"partition-id": 0, "num-partitions": 5}
+    context = Context(
+        run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config=settings
+    )
+    with pytest.raises(ValueError, match=f"got a message that asks to {kind!r}, expected"):
+        answers.answer(kind, RecordDict(), context)
+    assert not context.state

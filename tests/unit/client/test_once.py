@@ -1,0 +1,61 @@
+"""What a node may be asked once is answered once, also by processes that begin at the same time."""
+
+import pytest
+from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from ravan_flwr.client import once, worker
+from ravan_flwr.client.example_account import ACCOUNT
+
+
+@pytest.fixture
+def ask(tmp_path, monkeypatch):
+    """Ask a node whose state is that of before, as processes do that begin together."""
+    monkeypatch.setattr(once, "_folder", lambda: tmp_path / "once")
+    monkeypatch.setattr(TaskIdentity, "_task_id", 77)
+
+    def asked(kind, partition=0, run=5, rounds=0, **settings):
+        state = RecordDict({ACCOUNT: ConfigRecord({"rounds": rounds})})
+        context = Context(
+            run_id=run, node_id=1, node_config={}, state=state, run_config={"privacy": "example"}
+        )
+        content = RecordDict({"config": ConfigRecord(settings)})
+        once.only_once(kind, content, context, partition)
+
+    return asked
+
+
+def test_a_phase_is_answered_once_and_in_order(ask):
+    for number in (1, 2):
+        for kind in ("keys", "shares", "masked", "agree", "unmask"):
+            ask(kind, round=number)
+            with pytest.raises(ValueError, match="what this node does once"):
+                ask(kind, round=number)
+    with pytest.raises(ValueError, match="what this node does once"):
+        ask("agree", round=2)
+    ask("agree", round=2, run=6)
+    ask("agree", round=2, partition=1)
+
+
+def test_two_private_rounds_that_begin_together_are_one(ask):
+    ask("train", **{"earlier-rounds": 0})
+    with pytest.raises(ValueError, match="asked at the same time"):
+        ask("train", **{"earlier-rounds": 0})
+    ask("train", rounds=1, **{"earlier-rounds": 1})
+    ask("train", rounds=0, **{"earlier-rounds": 2})  # its state was lost
+    ask("train", rounds=9, **{"earlier-rounds": 0})
+
+
+def test_where_messages_take_turns_nothing_is_written(ask, tmp_path, monkeypatch):
+    monkeypatch.setattr(TaskIdentity, "_task_id", 0)
+    for _ in range(2):
+        ask("agree", round=1)
+    monkeypatch.setattr(TaskIdentity, "_task_id", None)
+    ask("agree", round=1)
+    monkeypatch.setattr(TaskIdentity, "_task_id", 77)
+    ask("query")
+    assert not list(tmp_path.iterdir())
+
+
+def test_its_folder_is_the_users_alone():
+    assert worker._is_ours(once._folder().parent)
