@@ -60,12 +60,12 @@ def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
 
 def _check_kind(kind: str, config: Config) -> None:
     """Refuse what a run of these settings does not ask: a server that does asks for too much."""
+    able = ["train", "calibrate", "evaluate"]
+    why = "secure-aggregation = false"
     if config.secure_aggregation:
-        why, able = "secure-aggregation = true", ("masked",)
+        why, able = "secure-aggregation = true", ["masked"]
     elif config.privacy == "example":
-        why, able = "privacy = 'example'", ("train",)
-    else:
-        why, able = "secure-aggregation = false", ("train", "calibrate", "evaluate")
+        why, able = "privacy = 'example'", ["train"]
     if kind not in ("query", "deliver", *able):
         raise ValueError(
             f"{why}: got a message that asks to {kind!r}, expected {' or '.join(able)}; the server "

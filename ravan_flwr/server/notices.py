@@ -44,11 +44,11 @@ def tell_what_has_no_effect(run_config: Mapping[str, Scalar], config: Config, gr
         (OF_PRIVACY, "privacy=client or privacy=example"),
         (("secure-minimum",), "secure-aggregation=true"),
     ):
-        if given := [one for one in idle if one.partition("=")[0] in keys]:
-            idle = [one for one in idle if one not in given]
+        if alone := [one for one in idle if one.partition("=")[0] in keys]:
+            idle = [one for one in idle if one not in alone]
             log.warning(
                 "no effect, and nobody is protected: %s; expected %s beside it",
-                ", ".join(given), protected_by,
+                ", ".join(alone), protected_by,
             )  # fmt: skip
     if idle:
         log.warning("no effect with method=%s: %s", config.method, ", ".join(idle))

@@ -84,7 +84,9 @@ class Sampler:
         """Wait until as many members can train as a round needs, or the time is up."""
         deadline = time.monotonic() + timeout
         while len(self.able(grid, ledger)) < self.config.min_replies:
-            if in_process(grid) or time.monotonic() >= deadline:  # there nobody comes later
+            all_here = len(self.roster.present(grid)) == len(self.roster.members)
+            # In one process nobody comes later who is not away.
+            if (in_process(grid) and all_here) or time.monotonic() >= deadline:
                 break
             time.sleep(0.2)
             self.roster.recruit(grid)
