@@ -12,6 +12,7 @@ examples stays within epsilon, were it to train in every round.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from logging import getLogger
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from ravan_flwr.privacy.account import epsilon_of, multiplier_for
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
-from ravan_flwr.server.privacy_budget import NAME
+from ravan_flwr.server.privacy_budget import NAME, read_account
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.start import Start
 from ravan_flwr.training.private_steps import sampling_rate
@@ -66,20 +67,8 @@ class ExampleBudget:
         """Open a run's account; None if it is not one with privacy of examples."""
         if config.privacy != "example":
             return None
-        before = None
-        if start.done is not None:
-            there = (directory.path / NAME).is_file()
-            before = directory.read_json(NAME) if there else {}
-            if wrong := _wrong_in(before, config.delta) if there else "it is missing":
-                raise ValueError(
-                    f"{directory.path / NAME}: {wrong}, expected the account of the run that goes "
-                    "on; restore the file, since without it nobody knows what was spent"
-                )
-
-        def write(told: dict[str, Any]) -> None:
-            directory.write_json(NAME, told)
-
-        return cls(config, write, before)
+        before = read_account(directory, start, lambda told, _: _wrong_in(told, config.delta))
+        return cls(config, partial(directory.write_json, NAME), before)
 
     def begin(self, roster: Roster, rounds: int) -> None:
         """Fix the noise of a new run; tell what the run may spend."""

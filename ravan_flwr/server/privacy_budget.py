@@ -10,6 +10,7 @@ The sampling rate is fixed when the run begins, by the clients that there are th
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from logging import getLogger
 from typing import Any
 
@@ -50,20 +51,10 @@ class PrivacyBudget:
         """Open a run's account; None if it is not one with privacy of clients."""
         if config.privacy != "client":
             return None
-        before = None
-        if start.done is not None:
-            there = (directory.path / NAME).is_file()
-            before = directory.read_json(NAME) if there else {}
-            if wrong := _wrong_in(before, start.done, config.delta) if there else "it is missing":
-                raise ValueError(
-                    f"{directory.path / NAME}: {wrong}, expected the account of the run that goes "
-                    "on; restore the file, since without it nobody knows what was spent"
-                )
-
-        def write(told: dict[str, Any]) -> None:
-            directory.write_json(NAME, told)
-
-        return cls(config, write, before)
+        before = read_account(
+            directory, start, lambda told, done: _wrong_in(told, done, config.delta)
+        )
+        return cls(config, partial(directory.write_json, NAME), before)
 
     def begin(self, roster: Roster, rounds: int) -> None:
         """Fix the sampling rate and the noise of a new run; tell what the run will spend."""
@@ -148,6 +139,25 @@ class PrivacyBudget:
                 "round would have, and the clients of this run are not protected by it",
                 self.config.noise_cohort,
             )
+
+
+def read_account(
+    directory: RunDirectory, start: Start, wrong_in: Callable[[Mapping[str, Any], int], str]
+) -> Mapping[str, Any] | None:
+    """Read the account of a run that goes on, None of a new one; ValueError for a damaged one.
+
+    `wrong_in` says what is wrong with it after so many rounds.
+    """
+    if start.done is None:
+        return None
+    there = (directory.path / NAME).is_file()
+    before = directory.read_json(NAME) if there else {}
+    if wrong := wrong_in(before, start.done) if there else "it is missing":
+        raise ValueError(
+            f"{directory.path / NAME}: {wrong}, expected the account of the run that goes "
+            "on; restore the file, since without it nobody knows what was spent"
+        )
+    return before
 
 
 def _wrong_in(before: Mapping[str, Any], done: int, delta: float) -> str:
