@@ -44,7 +44,14 @@ from ravan_flwr.training.local_steps import (
     steps_of,
     train_locally,
 )
-from ravan_flwr.training.masked import by_tensor, check_given, check_parts, to_numbers
+from ravan_flwr.training.masked import (
+    by_tensor,
+    check_given,
+    check_parts,
+    parts_of,
+    to_numbers,
+)
+from ravan_flwr.training.noised import noise_in, noised_parts, to_noised
 from ravan_flwr.training.private_steps import sampling_rate, train_privately
 from ravan_flwr.training.workbench import Examples, Workbench, get_workbench
 
@@ -243,12 +250,18 @@ def _masked(client: _Client) -> RecordDict:
     with SecurePart(client.context, client.node) as secure:
         schedule, rows = secure.take_shares(client.round, parts)
     sent, method = client.broadcast, client.bench.model.method
-    check_parts(method, sent, schedule)
     check_given(replace(client.bench.config, rank=method.rank), sent, schedule)
-    chosen, steps = by_tensor(schedule, rows), client.steps
-    result = train_locally(*client.work, client.granted, steps, client.turn, rows=chosen)
     random = np.random.default_rng(client.turn.derive("rounding"))
-    numbers = to_numbers(method, sent, result.upload, schedule, rows, random)
+    work, steps = client.work, client.steps
+    if client.config.privacy == "client":
+        check_parts(noised_parts(method, sent, noise_in(client.config, schedule)), schedule)
+        result = train_locally(*work, client.granted, steps, client.turn)
+        numbers = to_noised(method, sent, result.upload, schedule, random)
+    else:
+        check_parts(parts_of(method, sent, 1.0), schedule)
+        chosen = by_tensor(schedule, rows)
+        result = train_locally(*work, client.granted, steps, client.turn, rows=chosen)
+        numbers = to_numbers(method, sent, result.upload, schedule, rows, random)
     with SecurePart(client.context, client.node) as secure:
         masked = secure.mask(client.round, numbers)
     told = {

@@ -13,7 +13,6 @@ MOST_CLIENTS = 256  # in a round: the sum of so many numbers of 16 bits has 24
 
 # Key, the only value that a run takes with it, and why.
 _ONLY: tuple[tuple[str, Scalar, str], ...] = (
-    ("privacy", "none", "private steps are not masked yet, and what is masked cannot be clipped"),
     ("weighting", "uniform", "a weight that the server names could make a sum that of one client"),
     ("robust", "none", "it compares uploads, of which the server sees none"),
     ("max-update-norm", AUTO, "the server cannot see how far a reply moves what was sent"),
@@ -30,6 +29,7 @@ def check_secure(values: Mapping[str, Scalar]) -> None:
     for key, only, why in _ONLY:
         if values[key] != only:
             raise _refused(key, values[key], repr(only), why)
+    _check_private(values)
     _check_method(values)
     clients, least = int(values["clients-per-round"]), int(values["secure-minimum"])
     if not least <= clients <= MOST_CLIENTS:
@@ -37,6 +37,16 @@ def check_secure(values: Mapping[str, Scalar]) -> None:
         raise _refused(
             "clients-per-round", clients, f"{least} (secure-minimum) to {MOST_CLIENTS}", why
         )
+
+
+def _check_private(values: Mapping[str, Scalar]) -> None:
+    """Refuse noise that clients do not add in shares."""
+    if values["privacy"] == "example":
+        why = "private steps are not masked yet"
+        raise _refused("privacy", "example", "'none' or 'client'", why)
+    if values["privacy"] == "client" and values["noise-cohort"] != AUTO:
+        why = "clients add the noise that protects themselves, and no other federation's"
+        raise _refused("noise-cohort", values["noise-cohort"], repr(AUTO), why)
 
 
 def _check_method(values: Mapping[str, Scalar]) -> None:

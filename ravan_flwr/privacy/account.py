@@ -5,6 +5,7 @@ Its privacy loss is composed as a distribution (PLD; Koskela et al., Doroshenko 
 and rounded up: what comes out is an upper bound, and tighter than Renyi's.
 """
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -38,6 +39,16 @@ def epsilon_of_all(releases: tuple[Releases, ...], delta: float) -> float:
         gaussian = library.GaussianDpEvent(one.multiplier)
         account.compose(library.PoissonSampledDpEvent(one.rate, gaussian), one.number)
     return float(account.get_epsilon(delta))
+
+
+def epsilon_seen(inverse_squares: float, delta: float) -> float:
+    """Return the epsilon of Gaussian mechanisms that no draw hides; 0 of none.
+
+    Several are one, whose 1 / z^2 is the sum of theirs.
+    """
+    if not inverse_squares:
+        return 0.0
+    return epsilon_of(1 / math.sqrt(inverse_squares), 1.0, delta, 1)
 
 
 def multiplier_for(epsilon: float, rate: float, delta: float, releases: int) -> float:

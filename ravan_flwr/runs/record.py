@@ -45,6 +45,7 @@ Spent = TypedDict(
         "noise-multiplier": float,
         "clip-norm": NotRequired[float],  # of this round
         "noise-cohort": NotRequired[int],  # clients a round of the federation that epsilon is of
+        "epsilon-to-server": NotRequired[float],  # of the client that the server knows most of
     },
 )
 
@@ -139,6 +140,7 @@ Summary = TypedDict(
         "delta": NotRequired[float],
         "noise-multiplier": NotRequired[float],
         "noise-cohort": NotRequired[int],
+        "epsilon-to-server": NotRequired[float],  # with secure aggregation, for any client
         "began-anew": NotRequired[int],  # times that a client had lost its part of the model
         "head-norms": NotRequired[dict[str, list[float]]],  # by layer
         "until-metric": NotRequired[float],  # of a run that was to end when it is reached
@@ -155,6 +157,7 @@ NEEDED_BY_A_REPORT = (
 )  # fmt: skip
 NEEDED_TO_GO_ON = (*NEEDED_BY_A_REPORT, "left-out")
 _SPENT = ("epsilon", "delta", "noise-multiplier")
+_MAYBE = {"noise-cohort", "epsilon-to-server"}
 _OF_EACH = {"clients": {"partition-id"}, "rejected": {"client", "reason"}}
 
 
@@ -201,7 +204,9 @@ def wrong_in(record: RoundRecord, needed: Sequence[str] = NEEDED_TO_GO_ON) -> st
 def _is_spent(value: object) -> bool:
     if not isinstance(value, dict):
         return False
-    numbers = [value.get(key) for key in (*_SPENT, *(value.keys() & {"noise-cohort"}))]
+    numbers = [
+        value.get(key) for key in (*_SPENT, *(value.keys() & {"noise-cohort", "epsilon-to-server"}))
+    ]
     return all(isinstance(one, int | float) and not isinstance(one, bool) for one in numbers)
 
 

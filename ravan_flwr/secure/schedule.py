@@ -6,6 +6,9 @@ with fewer trainers than the minimum is trained by nobody: the sum of one is tha
 Masks are made row by row. A client's own mask comes from one secret for each *group* of rows,
 since a group is unmasked whole or not at all. Rows of which so many clients may fail as the
 threshold allows and enough are still left are one group; every other set of trainers is another.
+
+Where clients add noise, each sends every row, also those that it does not train: which rows it
+trains is in its change alone, and the noise of a row is that of all.
 """
 
 import json
@@ -19,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ravan_flwr.secure.fixed_point import MOST_CLIENTS
+from ravan_flwr.secure.noised import NoiseShares
 
 LEAST = 3  # trainers of a row: of two each would know the other's change from the sum
 MOST_ROWS = 2**20
@@ -50,6 +54,7 @@ class Schedule:
     partitions: tuple[int, ...]  # the clients, ascending
     trained: Bits
     given: str = ""  # hash of the settings and the state with which all of them train
+    noise: NoiseShares | None = None  # of which each client adds a share
 
     @property
     def threshold(self) -> int:
@@ -121,10 +126,12 @@ class Schedule:
     def to_bytes(self) -> bytes:
         """Write it; `read_schedule` is the inverse."""
         parts = [[part.name, part.rows, part.size, part.bound] for part in self.parts]
+        noise = self.noise and [self.noise.norm, self.noise.multiplier, self.noise.bits]
         trained = [np.packbits(row).tobytes().hex() for row in self.trained]
         whole = {
             "run": self.run, "round": self.round, "minimum": self.minimum, "parts": parts,
             "partitions": list(self.partitions), "trained": trained, "given": self.given,
+            "noise": noise,
         }  # fmt: skip
         return json.dumps(whole, separators=(",", ":")).encode()
 
@@ -141,6 +148,7 @@ def make_schedule(
     parts: Sequence[Part],
     wanted: Mapping[int, Bits],
     given: str = "",
+    noise: NoiseShares | None = None,
 ) -> Schedule:
     """Make the schedule of what clients would train, by partition; ValueError for too few."""
     if not minimum <= len(wanted) <= MOST_CLIENTS:
@@ -151,7 +159,7 @@ def make_schedule(
     partitions = tuple(sorted(wanted))
     trained = np.stack([wanted[partition] for partition in partitions])
     trained = trained & (trained.sum(0) >= minimum)
-    return Schedule(run, round_, minimum, tuple(parts), partitions, trained, given)
+    return Schedule(run, round_, minimum, tuple(parts), partitions, trained, given, noise)
 
 
 def read_schedule(data: bytes) -> Schedule:
@@ -168,6 +176,8 @@ def read_schedule(data: bytes) -> Schedule:
             f"got a part that {int(few[0])} clients train, expected {schedule.minimum} at least or "
             "none"
         )
+    if schedule.noise is not None and not schedule.trained.all():
+        raise ValueError("got a part that some do not send, expected noise of all in each")
     return schedule
 
 
@@ -189,6 +199,7 @@ def _read(told: Any) -> Schedule:
         partitions=partitions,
         trained=np.array(trained, bool).reshape(len(partitions), rows),
         given=str(told["given"])[:GIVEN],
+        noise=None if told["noise"] is None else _noise(*told["noise"]),
     )
 
 
@@ -208,6 +219,14 @@ def _part(name: Any, rows: Any, size: Any, bound: Any) -> Part:
     if not 0 < bound < math.inf:
         raise ValueError(f"got the bound {bound} of {name}, expected a finite one above 0")
     return Part(name, _whole(rows, 1, MOST_ROWS), _whole(size, 1, MOST_NUMBERS), float(bound))
+
+
+def _noise(*values: Any) -> NoiseShares:
+    if any(type(value) not in (int, float) for value in values):
+        raise TypeError("a number of the noise")
+    noise = NoiseShares(*map(float, values))
+    noise.check()
+    return noise
 
 
 def _whole(value: Any, low: int, high: int) -> int:

@@ -23,9 +23,10 @@ from ravan_flwr.secure.agreed import (
     statement_of,
     wanted,
 )
-from ravan_flwr.secure.fixed_point import WIDTH, from_bytes, mean_of
+from ravan_flwr.secure.fixed_point import WIDTH, Numbers, from_bytes, mean_of
 from ravan_flwr.secure.masks import Vector, own_key, pair_key
 from ravan_flwr.secure.node_keys import SIGNATURE, is_signed
+from ravan_flwr.secure.noised import signed
 from ravan_flwr.secure.schedule import Bits, Schedule, cut, pack
 
 
@@ -58,7 +59,10 @@ class Dealt:
 
 @dataclass(frozen=True)
 class Opened:
-    """Hold what came of a round: for each row the mean change, and of how many clients."""
+    """Hold what came of a round: for each row the mean change, and of how many clients.
+
+    Where clients have added noise it is the sum in place of the mean.
+    """
 
     means: dict[str, NDArray[np.float64]]  # by part, (rows, size); zero where no client counts
     counts: dict[str, NDArray[np.int64]]  # by part, (rows,)
@@ -276,9 +280,15 @@ class SecureServer:
             for row, count in enumerate(counts[rows]):
                 if count:
                     total = self._total.row(rows.start + row)
-                    mean[row] = mean_of(total, int(count), part.bound)
+                    mean[row] = self._read(total, int(count), part.bound)
             means[part.name], of_parts[part.name] = mean, counts[rows]
         return means, of_parts
+
+    def _read(self, total: Numbers, clients: int, bound: float) -> NDArray[np.float64]:
+        noise = self.schedule.noise
+        if noise is None:
+            return mean_of(total, clients, bound)
+        return signed(total) * noise.step(self.number)
 
     def _check_enough(self, number: int, what: str) -> None:
         if number < self.schedule.threshold:

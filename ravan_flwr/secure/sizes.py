@@ -15,11 +15,12 @@ class Bytes:
 
     up: int
     down: int
+    whole: int | None = None  # numbers that each sends, where what it trains does not say that
 
 
 def masked_bytes(numbers: int) -> int:
-    """Count the bytes of so many masked numbers, and of the one that says how many were cut off."""
-    return WIDTH * (numbers + 1)
+    """Count the bytes of so many masked numbers."""
+    return WIDTH * numbers
 
 
 def around(schedule: Schedule, place: int) -> Bytes:
@@ -40,4 +41,5 @@ def around(schedule: Schedule, place: int) -> Bytes:
 def most_around(schedule: Schedule) -> Bytes:
     """Count the most of any client."""
     each = [around(schedule, place) for place in range(len(schedule.partitions))]
-    return Bytes(max(one.up for one in each), max(one.down for one in each))
+    whole = int(schedule.sizes.sum()) if schedule.noise else None
+    return Bytes(max(one.up for one in each), max(one.down for one in each), whole)

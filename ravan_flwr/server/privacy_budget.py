@@ -6,19 +6,25 @@ was, never the other way round. A run that goes on goes on counting, also one th
 earlier round, since what was released stays released.
 
 The sampling rate is fixed when the run begins, by the clients that there are then.
+
+With secure aggregation there is a second account: what the server may learn of each client, which
+knows who takes part and sees sums before it has added the rest of the noise. There no draw hides
+anybody, so that what counts is how often a client took part, and with how much noise.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from logging import getLogger
 from typing import Any
 
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.privacy.account import epsilon_of, multiplier_for
+from ravan_flwr.privacy.account import epsilon_of, epsilon_seen, multiplier_for
+from ravan_flwr.privacy.cohorts import chance_to_decide
 from ravan_flwr.privacy.mechanism import Noise
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
+from ravan_flwr.secure.fixed_point import MOST_CLIENTS
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.start import Start
 
@@ -26,6 +32,7 @@ log = getLogger(__name__)
 
 NAME = "privacy.json"
 _NUMBERS = ("noise-multiplier", "sampling-rate", "delta")
+_SLACK = 1e-6  # of delta: what the sizes of cohorts may add to it, which is not counted
 
 
 class PrivacyBudget:
@@ -45,15 +52,15 @@ class PrivacyBudget:
         self.releases = int(before["releases"]) if before else 0
         self.rate = float(before["sampling-rate"]) if before else 0.0  # 0: not known yet
         self.multiplier = float(before["noise-multiplier"]) if before else 0.0
+        seen = before.get("to-server", {}) if before else {}
+        self.seen = {int(partition): float(sum_) for partition, sum_ in seen.items()}
 
     @classmethod
     def of(cls, config: Config, directory: RunDirectory, start: Start) -> "PrivacyBudget | None":
         """Open a run's account; None if it is not one with privacy of clients."""
         if config.privacy != "client":
             return None
-        before = read_account(
-            directory, start, lambda told, done: _wrong_in(told, done, config.delta)
-        )
+        before = read_account(directory, start, lambda told, done: _wrong_in(told, done, config))
         return cls(config, partial(directory.write_json, NAME), before)
 
     def begin(self, roster: Roster, rounds: int) -> None:
@@ -70,7 +77,23 @@ class PrivacyBudget:
                 f"noise-multiplier = {self.multiplier:g}, expected room for one at least; raise "
                 "the one or the other"
             )
+        if self.config.secure_aggregation and (why := self.why_not_masked(len(roster.members))):
+            raise ValueError(why)
         self._introduce(clients, rounds)
+
+    def why_not_masked(self, members: int) -> str:
+        """Say why a cohort of so many members must not be masked; "" if it may be."""
+        config = self.config
+        chance = chance_to_decide(members - 1, self.rate, config.secure_minimum, MOST_CLIENTS)
+        if chance * config.num_rounds <= _SLACK * self.delta:
+            return ""
+        return (
+            f"secure-aggregation = true with privacy = 'client': {members} clients that are drawn "
+            f"with probability {self.rate:.3g} are sometimes fewer than {config.secure_minimum} "
+            f"(secure-minimum) or more than {MOST_CLIENTS}, and one client would decide whether "
+            "all are summed up; expected clients-per-round of 40 to 140, or as many as there are "
+            "clients (3 to 256)"
+        )
 
     @property
     def epsilon(self) -> float:
@@ -100,10 +123,18 @@ class PrivacyBudget:
         adaptive = config.clip_norm is None
         return Noise(self.multiplier, self.rate * members, adaptive, config.noise_cohort)
 
-    def spend(self) -> None:
-        """Count one release more, on disk when this returns."""
+    def spend(self, asked: Collection[int] = (), left: float = math.inf) -> None:
+        """Count one release more, on disk when this returns.
+
+        In a secure round the server sees sums over these partitions with noise `left` in them.
+        """
         self.releases += 1
-        self._write(self.told() | {"releases": self.releases, "sampling-rate": self.rate})
+        for partition in asked:
+            self.seen[partition] = self.seen.get(partition, 0.0) + 1 / (left * left)
+        more: dict[str, Any] = {"releases": self.releases, "sampling-rate": self.rate}
+        if self.config.secure_aggregation:
+            more["to-server"] = {str(one): sum_ for one, sum_ in sorted(self.seen.items())}
+        self._write(self.told() | more)
 
     def told(self) -> dict[str, Any]:
         """Say what was spent, as the records and the summary have it."""
@@ -114,6 +145,8 @@ class PrivacyBudget:
         }
         if self.config.noise_cohort is not None:
             told["noise-cohort"] = self.config.noise_cohort
+        if self.config.secure_aggregation:
+            told["epsilon-to-server"] = epsilon_seen(max(self.seen.values(), default=0), self.delta)
         return told
 
     def _epsilon(self, releases: int) -> float:
@@ -160,15 +193,25 @@ def read_account(
     return before
 
 
-def _wrong_in(before: Mapping[str, Any], done: int, delta: float) -> str:
+def _wrong_in(before: Mapping[str, Any], done: int, config: Config) -> str:
     """Say which value of the file is not as a run writes it; empty if all are."""
     for key in _NUMBERS:
         value = before.get(key)
         if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             return f"{key} = {value!r}"
-    if before["sampling-rate"] > 1 or before["delta"] != delta:
+    if before["sampling-rate"] > 1 or before["delta"] != config.delta:
         return f"sampling-rate = {before['sampling-rate']}, delta = {before['delta']}"
     releases = before.get("releases")
     if type(releases) is not int or releases < done:
         return f"releases = {releases!r} after {done} rounds"
+    if config.secure_aggregation and not _are_sums(before.get("to-server")):
+        return f"to-server = {str(before.get('to-server'))[:80]}"
     return ""
+
+
+def _are_sums(seen: object) -> bool:
+    """Tell whether this is what the server has seen, by partition."""
+    return isinstance(seen, dict) and all(
+        name.isdecimal() and type(sum_) is float and 0 < sum_ < math.inf
+        for name, sum_ in seen.items()
+    )

@@ -6,13 +6,13 @@ waits for each client as long as for any other, so that none decides whether ano
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from logging import getLogger
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
-from flwr.app import Message
+from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 from torch import Tensor
 
@@ -31,6 +31,46 @@ from ravan_flwr.server.sampling import Sampler
 log = getLogger(__name__)
 
 CLIP_NORM = "privacy/clip-norm"  # in the server's memory
+
+
+def able_members(run: Run, method: Method) -> list[Member]:
+    """List all that may be drawn, connected or not, by partition."""
+    able = (member for member in run.roster.members.values() if method.can_train(member.share))
+    return sorted(able, key=lambda member: member.partition_id)
+
+
+class Here(NamedTuple):
+    """Tell which nodes are connected, and which of them rest."""
+
+    connected: set[int]
+    resting: set[int]
+
+    def can_be_asked(self, member: Member) -> bool:
+        """Tell whether a member can be asked now."""
+        return member.node_id in self.connected - self.resting
+
+
+def here_now(round_: TrainingRound, grid: Grid) -> Here:
+    """Find out who is here before anybody is drawn."""
+    nodes = round_.run.roster.nodes
+    here = {member.node_id for member in round_.run.roster.present(grid)}
+    resting = {one for one in here if nodes[one].rests(MessageType.TRAIN, round_.number)}
+    return Here(here, resting)
+
+
+def drawn_cohort(
+    round_: TrainingRound, members: Sequence[Member], here: Here, rate: float
+) -> list[Member]:
+    """Draw each member by itself, and return those that can be asked; the ledger has the others."""
+    asked = []
+    for member in (member for member in members if happens(rate)):
+        if member.node_id not in here.connected:
+            round_.ledger.reject(member, "it is not connected; its change counts as zero")
+        elif member.node_id in here.resting:
+            round_.ledger.resting.append(member.partition_id)
+        else:
+            asked.append(member)
+    return asked
 
 
 class PrivateSums:
@@ -75,24 +115,13 @@ class PrivateRound(TrainingRound):
         super().__init__(number, run)
         self.budget, self.norm = budget, norm
         self.least = 0  # a cohort may be empty; then noise alone is released
-        everyone = run.roster.members.values()
-        able = (member for member in everyone if self.method.can_train(member.share))
-        self.members = sorted(able, key=lambda member: member.partition_id)
+        self.members = able_members(run, self.method)
         self.noise = budget.noise(len(self.members))
 
     def choose(self, sampler: Sampler, grid: Grid) -> list[Member]:
         """Draw the cohort, and return those of it that can be asked."""
         sampler.able(grid, self.ledger)  # notes who is left out
-        here = {member.node_id for member in self.run.roster.present(grid)}
-        asked = []
-        for member in (member for member in self.members if happens(self.budget.rate)):
-            if member.node_id not in here:
-                self.ledger.reject(member, "it is not connected; its change counts as zero")
-            elif self.run.roster.nodes[member.node_id].rests(self.kind, self.number):
-                self.ledger.resting.append(member.partition_id)
-            else:
-                asked.append(member)
-        return asked
+        return drawn_cohort(self, self.members, here_now(self, grid), self.budget.rate)
 
     def send(
         self, grid: Grid, messages: list[Message], timeout: float, enough: float = 0.0

@@ -18,8 +18,8 @@ from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.pieces import DISTRUSTS, PIECES, to_pieces
 from ravan_flwr.runs.record import Masked
 from ravan_flwr.secure.agreed import Parts
-from ravan_flwr.secure.schedule import Schedule, make_schedule, threshold_of
-from ravan_flwr.secure.server import DealerError, Greeting, SecureServer, read_greeting
+from ravan_flwr.secure.schedule import Bits, Schedule, make_schedule, threshold_of
+from ravan_flwr.secure.server import DealerError, Greeting, Opened, SecureServer, read_greeting
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
 from ravan_flwr.server.replies import Reply, Trained, read_masked, read_phase, telling
@@ -57,12 +57,17 @@ class SecureRound(TrainingRound):
     def choose(self, sampler: Sampler, grid: Grid) -> list[Member]:
         """Sample clients as in any round; return those that have shared their secrets."""
         self.grid = grid
-        drawn = sampler.sample(grid, self.ledger)
+        drawn = self._drawn(sampler, grid)
+        if self.why:
+            return []
         try:
             return self._prepare(drawn)
         except ValueError as error:
             self.why = str(error)
             return []
+
+    def _drawn(self, sampler: Sampler, grid: Grid) -> list[Member]:
+        return sampler.sample(grid, self.ledger)
 
     def _prepare(self, drawn: Sequence[Member]) -> list[Member]:
         greetings: dict[int, Greeting] = {}
@@ -89,15 +94,21 @@ class SecureRound(TrainingRound):
     def _schedule(self, members: Sequence[Member]) -> Schedule:
         """Say who trains what: as each would have chosen, less what too few have chosen."""
         config, state = self.run.config, self.run.state.tensors
-        wanted = {}
-        for member in members:
-            random = generator(config.seed, "heads", self.number, member.partition_id)
-            wanted[member.partition_id] = rows_wanted(self.method, state, member.share, random)
+        wanted = {member.partition_id: self._wanted(member) for member in members}
         steps = config.learning_rate * max(map(self.steps, members), default=0)
         parts = parts_of(self.method, state, steps)
         run = self.grid.run.run_id
-        given = given_to_all(config, outgoing(self.method, state, 1.0))  # no share has another
-        return make_schedule(run, self.number, config.secure_minimum, parts, wanted, given)
+        return make_schedule(run, self.number, config.secure_minimum, parts, wanted, self._given())
+
+    def _wanted(self, member: Member) -> Bits:
+        """Tell which rows a client would train."""
+        random = generator(self.run.config.seed, "heads", self.number, member.partition_id)
+        return rows_wanted(self.method, self.run.state.tensors, member.share, random)
+
+    def _given(self) -> str:
+        """Hash what all clients are given: none is sent another state for its budget."""
+        sent = outgoing(self.method, self.run.state.tensors, 1.0)
+        return given_to_all(self.run.config, sent)
 
     def _leave_out_accused(self, members: Sequence[Member]) -> None:
         """Let a client rest whose keys more than a third of the others say are not its own."""
@@ -128,8 +139,12 @@ class SecureRound(TrainingRound):
         data, seconds = read_masked(message, member, self.number, derived)
         self.secure.take_masked(member.partition_id, data)
         reply = Reply(member, Trained({}, None, seconds), len(data), bytes_down, self.steps(member))
+        self.ledger.use(reply, heads=self._heads_of(member))
+
+    def _heads_of(self, member: Member) -> list[list[int]]:
+        """List the heads that a client trained, by layer."""
         rows = by_tensor(self.secure.schedule, self.secure.rows_of(member.partition_id))
-        self.ledger.use(reply, heads=self.method.heads_of(rows))
+        return self.method.heads_of(rows)
 
     def quorum(self, asked: int) -> int:
         """Give stragglers their grace from as many replies on as the phase needs."""
@@ -162,15 +177,16 @@ class SecureRound(TrainingRound):
         self._ask("agree", alive, sent, ("signature",), secure.take_signature)
         agreed = [m for m in alive if self._place(m) in secure.signatures]
         self._ask("unmask", agreed, secure.close_list(), ("shares",), secure.take_shares)
-        opened = secure.open()
         here = zip(secure.schedule.partitions, secure.here & ~secure.alive, strict=True)
+        opened = secure.open()
+        self.told["dropped"] = [partition for partition, dropped in here if dropped]
+        self._take_opened(opened)
+
+    def _take_opened(self, opened: Opened) -> None:
+        """Take the state that the mean changes make."""
         untrained = sum(int((counts == 0).sum()) for counts in opened.counts.values())
         cut_off = float(opened.means[CUT_OFF].max(initial=0.0))
-        self.told |= {
-            "dropped": [partition for partition, dropped in here if dropped],
-            "untrained": untrained,
-            "cut-off": max(0.0, round(cut_off, 6)),
-        }
+        self.told |= {"untrained": untrained, "cut-off": max(0.0, round(cut_off, 6))}
         if cut_off > OFTEN:
             log.warning(
                 "round %d: %.2g %% of the numbers were beyond their bounds and cut off; lower "

@@ -31,6 +31,7 @@ from ravan_flwr.server.examples import ExampleCounts
 from ravan_flwr.server.inbox import in_process
 from ravan_flwr.server.limits import Limit
 from ravan_flwr.server.mailbox import Mailbox
+from ravan_flwr.server.noised_round import NoisedRound
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.private_round import CLIP_NORM, PrivateRound
 from ravan_flwr.server.replies import Asked
@@ -121,10 +122,13 @@ class FederatedTuning(Strategy):
         )  # fmt: skip
 
         if self.config.secure_aggregation:
+            noised = self.config.privacy == "client"
             log.info(
-                "secure-aggregation: the server sees sums over at least %d clients, head by head; "
-                "what fewer train stays as it is",
+                "secure-aggregation: the server sees sums over at least %d clients, %s",
                 self.config.secure_minimum,
+                "with noise that they have added"
+                if noised
+                else "head by head; what fewer train stays as it is",
             )
 
     def _work(self) -> str:
@@ -231,7 +235,7 @@ class FederatedTuning(Strategy):
         if not round_.has_enough:
             return None, None
         round_.close()
-        if isinstance(round_, PrivateRound):
+        if isinstance(round_, PrivateRound | NoisedRound):
             self._clip_norm = round_.norm
         loss = round_.ledger.train_loss
         told = MetricRecord({} if loss is None else {"train-loss": loss})
@@ -291,7 +295,8 @@ class FederatedTuning(Strategy):
     def _open_round(self, number: int) -> TrainingRound:
         """Open a training round; it becomes the round under way."""
         if isinstance(self._privacy, PrivacyBudget):
-            self._round = PrivateRound(number, self._run, self._privacy, self._clip_norm)
+            kind = NoisedRound if self.config.secure_aggregation else PrivateRound
+            self._round = kind(number, self._run, self._privacy, self._clip_norm)
         elif self._privacy is not None:
             self._round = ExampleRound(number, self._run, self._privacy)
         elif self.config.secure_aggregation:

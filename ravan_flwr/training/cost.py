@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,6 +25,7 @@ from ravan_flwr.messages.wire import num_bytes
 from ravan_flwr.methods.base import CLASSIFIER, Method
 from ravan_flwr.methods.budgets import budget_share
 from ravan_flwr.privacy.example_gradients import ExampleGradients
+from ravan_flwr.secure.noised import NoiseShares
 from ravan_flwr.secure.schedule import GIVEN, Schedule, make_schedule
 from ravan_flwr.secure.sizes import Bytes, masked_bytes, most_around
 from ravan_flwr.seeding import generator
@@ -34,6 +36,7 @@ from ravan_flwr.training.kept_in import backbone_dtype, likely_device
 from ravan_flwr.training.local_steps import PRECISIONS
 from ravan_flwr.training.masked import parts_of, rows_wanted
 from ravan_flwr.training.network import build_skeleton, checkpoint_gradients, pretrained_parameters
+from ravan_flwr.training.noised import noised_parts
 from ravan_flwr.training.workbench import make_method, make_task, settle
 
 ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 each
@@ -103,16 +106,24 @@ class Skeleton:
         state = dict(self.method.initial_state(self.adapters))
         if self.classifier:
             state[CLASSIFIER] = torch.empty(self.classifier_size, device="meta")
+        # A bound is told in as many digits as it has: none has more than this one.
+        longest, given = 1e-5 / 3, GIVEN * "0"
+        if config.privacy == "client":
+            noise = NoiseShares(longest, 1 / 3, 0.0 if config.clip_norm else longest)
+            parts = list(noised_parts(self.method, state, noise))
+            rows = np.ones(sum(part.rows for part in parts), bool)
+        else:
+            noise, rows = None, None
+            parts = [replace(p, bound=longest) for p in parts_of(self.method, state, 1.0)]
         wanted = {}
         for partition in range(config.clients_per_round):
             share = budget_share(config.budgets, config.seed, partition)
             if self.method.can_train(share):
                 random = generator(config.seed, "heads", 1, partition)
-                wanted[partition] = rows_wanted(self.method, state, share, random)
-        # A bound is told in as many digits as it has: none has more than this one.
-        parts = [replace(part, bound=1e-5 / 3) for part in parts_of(self.method, state, 1.0)]
-        given = GIVEN * "0"
-        return make_schedule(2**63, config.num_rounds, config.secure_minimum, parts, wanted, given)
+                mine = rows_wanted(self.method, state, share, random) if rows is None else rows
+                wanted[partition] = mine
+        least, number = config.secure_minimum, config.num_rounds
+        return make_schedule(2**63, number, least, parts, wanted, given, noise)
 
     @property
     def classifier_size(self) -> int:
@@ -132,8 +143,10 @@ class Skeleton:
         method = self.largest_round()
         shapes = list(method.upload_shapes(share).values())
         if self.around is not None:
+            if self.around.whole is not None:
+                return masked_bytes(self.around.whole) + self.around.up
             numbers = sum(map(math.prod, shapes)) + self.classifier_sent
-            return masked_bytes(numbers) + self.around.up
+            return masked_bytes(numbers + 1) + self.around.up  # and how many were cut off
         return self._coded(method.upload_bytes(share), shapes)
 
     def bytes_down(self, share: float) -> int:

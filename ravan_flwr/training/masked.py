@@ -6,7 +6,7 @@ the share of its numbers that a client had to cut off at their bounds, as a part
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -47,7 +47,14 @@ def rows_wanted(
 
 def by_tensor(schedule: Schedule, rows: Bits) -> Tensors:
     """Cut the rows of all parts into those of each tensor."""
-    return {part.name: torch.from_numpy(rows[places].copy()) for part, places in schedule.spans()}
+    return rows_by_tensor(schedule.parts, rows)
+
+
+def rows_by_tensor(parts: Sequence[Part], rows: Bits) -> Tensors:
+    """Cut rows, which follow each other, by these parts."""
+    ends = np.cumsum([part.rows for part in parts])
+    cut = np.split(rows, ends[:-1])
+    return {part.name: torch.from_numpy(mine.copy()) for part, mine in zip(parts, cut, strict=True)}
 
 
 def given_to_all(config: Config, state: Mapping[str, Tensor]) -> str:
@@ -70,9 +77,9 @@ def check_given(config: Config, state: Mapping[str, Tensor], schedule: Schedule)
         )
 
 
-def check_parts(method: Method, state: Mapping[str, Tensor], schedule: Schedule) -> None:
-    """Raise ValueError unless a schedule is about this model; bounds are the server's to say."""
-    expected = [(part.name, part.rows, part.size) for part in parts_of(method, state, 1.0)]
+def check_parts(parts: Sequence[Part], schedule: Schedule) -> None:
+    """Raise ValueError unless a schedule is about these; bounds are the server's to say."""
+    expected = [(part.name, part.rows, part.size) for part in parts]
     got = [(part.name, part.rows, part.size) for part in schedule.parts]
     if got != expected:
         raise ValueError(f"got a schedule of {str(got)[:200]}, expected {str(expected)[:200]}")
@@ -87,11 +94,7 @@ def to_numbers(
     random: np.random.Generator,
 ) -> Numbers:
     """Round a client's changes to whole numbers, row after row as the schedule has them."""
-    own = {name: tensor for name, tensor in sent.items() if name != CLASSIFIER}
-    trained = {name: tensor for name, tensor in upload.items() if name != CLASSIFIER}
-    filled = method.filled(trained, own)
-    if CLASSIFIER in sent:
-        filled[CLASSIFIER] = upload[CLASSIFIER]
+    filled = filled_in(method, sent, upload)
     found, beyond, total = [], 0, 0
     for part, places in schedule.spans():
         if part.name == CUT_OFF:
@@ -103,6 +106,16 @@ def to_numbers(
         beyond, total = beyond + cut, total + len(steps)
     share = np.array([beyond / max(1, total)])
     return np.concatenate([*found, to_steps(share, 1.0, random)[0]])
+
+
+def filled_in(method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor]) -> Tensors:
+    """Bring an upload into the shapes of what was sent, NaN where nothing was trained."""
+    own = {name: tensor for name, tensor in sent.items() if name != CLASSIFIER}
+    trained = {name: tensor for name, tensor in upload.items() if name != CLASSIFIER}
+    filled = method.filled(trained, own)
+    if CLASSIFIER in sent:
+        filled[CLASSIFIER] = upload[CLASSIFIER]
+    return filled
 
 
 def moved(state: Mapping[str, Tensor], means: Mapping[str, NDArray[np.float64]]) -> Tensors:

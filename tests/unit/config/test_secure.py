@@ -9,8 +9,13 @@ from ravan_flwr.specs import Scalar
 
 SECURE: dict[str, Scalar] = {"secure-aggregation": True, "clients-per-round": 10}
 REFUSED: dict[str, tuple[dict[str, Scalar], str]] = {
-    "noise of the server": (
-        {"privacy": "client", "epsilon": 8.0}, "got privacy = 'client', expected 'none'",
+    "private steps": (
+        {"privacy": "example", "epsilon": 8.0},
+        "got privacy = 'example', expected 'none' or 'client'",
+    ),
+    "noise of another federation": (
+        {"privacy": "client", "epsilon": 8.0, "noise-cohort": 500},
+        "got noise-cohort = 500, expected 'auto'",
     ),
     "gradient scores": ({"scoring": "gradient"}, "got scoring = 'gradient', expected 'random'"),
     "global weights": (
