@@ -9,9 +9,9 @@ from flwr.clientapp import ClientApp
 
 from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
+from ravan_flwr.secure.phases import LIGHT, PHASES
 
 app = ClientApp()
-_LIGHT = ("keys", "shares", "agree", "unmask")  # phases of a secure round without training
 
 
 @app.query()
@@ -77,11 +77,11 @@ def deliver(message: Message, context: Context) -> Message:
 def _answer(kind: str, message: Message, context: Context) -> Message:
     node = read_node(context.node_config)
     content = message.content if message.has_content() else RecordDict()
-    if kind in (*_LIGHT, "masked", "train"):
+    if kind in (*PHASES, "train"):
         from ravan_flwr.client.once import only_once  # noqa: PLC0415
 
         only_once(kind, content, context, node.partition_id)
-    if kind in _LIGHT:
+    if kind in LIGHT:
         from ravan_flwr.client.secure_part import answer_phase  # noqa: PLC0415
 
         return Message(answer_phase(kind, content, context, node), reply_to=message)

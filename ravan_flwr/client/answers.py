@@ -18,8 +18,10 @@ import transformers
 from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 
 from ravan_flwr.client.example_account import SpentError, take_part
+from ravan_flwr.client.noise_account import NoiseAccount
 from ravan_flwr.client.own_part import find_own, keep_own, run_mark
 from ravan_flwr.client.secure_part import SecurePart, node_keys, pieces_in
+from ravan_flwr.config.insisting import check_insisted, limit_of
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.node_config import read_node
 from ravan_flwr.config.run_config import Config, read_config
@@ -94,6 +96,7 @@ class _Client:
         self.node = read_node(context.node_config)
         config = read_config(context.run_config)
         self.config = replace(config, device=self.node.device or config.device)
+        check_insisted(self.node, config)
         if self.node.data_path is not None and not config.data.settled:
             raise ValueError(
                 f"preset {config.preset}: it leaves the labels to the data, but this device has "
@@ -229,11 +232,10 @@ def _train(client: _Client) -> RecordDict:
 def _train_privately(client: _Client) -> RecordDict:
     """Train with private steps, once they are accounted for; or say that no room is left."""
     message = client.content.config_records["config"]
+    limited = replace(client.config, epsilon=limit_of(client.node, client.config.epsilon))
     rate = sampling_rate(client.config.batch_size, len(client.trained_on))
     try:
-        noise, recounted = take_part(
-            client.context.state, client.mark, client.config, rate, message
-        )
+        noise, recounted = take_part(client.context.state, client.mark, limited, rate, message)
     except SpentError as error:
         log.info("this client trains no further: %s", error)
         refused = ConfigRecord({"round": client.round, "reason": str(error)})
@@ -254,7 +256,9 @@ def _masked(client: _Client) -> RecordDict:
     random = np.random.default_rng(client.turn.derive("rounding"))
     work, steps = client.work, client.steps
     if client.config.privacy == "client":
-        check_parts(noised_parts(method, sent, noise_in(client.config, schedule)), schedule)
+        noise = noise_in(client.config, schedule)
+        check_parts(noised_parts(method, sent, noise), schedule)
+        _account_for(client, 1 / noise.left(len(schedule.partitions), schedule.threshold) ** 2)
         result = train_locally(*work, client.granted, steps, client.turn)
         numbers = to_noised(method, sent, result.upload, schedule, random)
     else:
@@ -271,6 +275,13 @@ def _masked(client: _Client) -> RecordDict:
     }
     arrays = to_pieces({"masked": masked})
     return RecordDict({"arrays": arrays, "metrics": MetricRecord(cast(Any, told))})
+
+
+def _account_for(client: _Client, more: float) -> None:
+    """Count what the server will see of this client; ValueError if that is beyond its limit."""
+    account = NoiseAccount(client.context.state, client.context.run_id)
+    account.check(client.node, more)
+    account.add(more)
 
 
 def _calibrate(client: _Client) -> RecordDict:

@@ -13,9 +13,9 @@ from pathlib import Path
 from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
+from ravan_flwr.secure.phases import PHASES
+
 _ACCOUNT = "privacy-account"  # as example_account.py names it, which needs torch
-# In the order of a round.
-_PHASES = ("keys", "shares", "masked", "agree", "unmask")
 _NONE = 1  # task ids up to this are of no process that a SuperNode started
 
 
@@ -30,8 +30,8 @@ def only_once(kind: str, content: RecordDict, context: Context, partition: int) 
 
 def _step_of(kind: str, content: RecordDict, context: Context) -> tuple[str, int] | None:
     """Number what is asked; None if it may be asked again."""
-    if kind in _PHASES:
-        return "secure", len(_PHASES) * _whole(content, "round") + _PHASES.index(kind)
+    if kind in PHASES:
+        return "secure", len(PHASES) * _whole(content, "round") + PHASES.index(kind)
     if kind == "train" and context.run_config.get("privacy") == "example":
         earlier = _whole(content, "earlier-rounds")
         return "private", max(_whole(context.state, "rounds", _ACCOUNT), earlier) + 1

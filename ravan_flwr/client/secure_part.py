@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 
+from ravan_flwr.client.noise_account import NoiseAccount
 from ravan_flwr.config.node_config import Node
 from ravan_flwr.messages.pieces import DISTRUSTS, PIECES, read_pieces, to_pieces
 from ravan_flwr.secure.agreed import Parts
@@ -21,8 +22,8 @@ log = getLogger(__name__)
 
 SECURE = "secure-round"  # the record in a node's state
 
-# By kind of message: what it brings, and what answers it.
-PHASES: dict[str, tuple[tuple[str, ...], Callable[[SecureClient, int, Parts], Parts]]] = {
+# What a message of each light phase brings, and what answers it.
+_HALVES: dict[str, tuple[tuple[str, ...], Callable[[SecureClient, int, Parts], Parts]]] = {
     "keys": ((), lambda client, number, _: client.make_keys(number)),
     "shares": (("schedule", "roll"), SecureClient.deal),
     "agree": (("alive",), SecureClient.agree),
@@ -32,9 +33,11 @@ PHASES: dict[str, tuple[tuple[str, ...], Callable[[SecureClient, int, Parts], Pa
 
 def answer_phase(kind: str, content: RecordDict, context: Context, node: Node) -> RecordDict:
     """Answer a message of one of these phases."""
-    names, phase = PHASES[kind]
+    names, phase = _HALVES[kind]
     number = round_of(content)
     parts = read_pieces(pieces_in(content), names)
+    if kind == "keys":  # before others reckon with it
+        NoiseAccount(context.state, context.run_id).check(node)
     try:
         with SecurePart(context, node) as client:
             told = phase(client, number, parts)

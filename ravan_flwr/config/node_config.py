@@ -5,6 +5,7 @@ It is read for every message, so that nothing heavy is imported here, and no pre
 
 import dataclasses
 import difflib
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from pathlib import Path
 from ravan_flwr.config.key import Key
 from ravan_flwr.config.keys import AUTO, check_key
 from ravan_flwr.specs import RESULT_FOLDERS, Scalar
+
+MAX_DELTA = 1e-5
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,9 @@ class Node:
     result_path: str | None = None  # where it keeps results that are delivered; None: it wants none
     result_form: str | None = None  # the folder that it keeps; None: the one that the server writes
     secure_keys: str | None = None  # its key and everybody's public ones, for secure-aggregation
+    require_secure_aggregation: bool = False  # it takes part in such runs alone
+    max_epsilon: float | None = None  # it takes part in private runs alone, and up to that
+    max_delta: float = MAX_DELTA  # that goes with max-epsilon
 
 
 def read_node(settings: Mapping[str, Scalar]) -> Node:
@@ -41,13 +47,6 @@ def read_node(settings: Mapping[str, Scalar]) -> Node:
             f"node config: partition-id is {number}, expected 0 to {parts - 1} (num-partitions - "
             "1); correct it"
         )
-    # As run keys read it: TOML's booleans, and the yes and no of earlier versions.
-    warm = Key(bool, False, "").converted(settings.get("warm-worker", False))
-    if not isinstance(warm, bool):
-        raise ValueError(
-            f"node config: warm-worker is {warm!r}, expected true or false, without quotation "
-            "marks; correct it"
-        )
     device = settings.get("device")
     return Node(
         partition_id=number,
@@ -56,10 +55,13 @@ def read_node(settings: Mapping[str, Scalar]) -> Node:
         budget=_budget(settings.get("budget")),
         device=None if device is None else str(check_key("device", device)),
         cache_dir=_absolute_folder(settings, "cache-dir"),
-        warm_worker=warm,
+        warm_worker=_switch(settings, "warm-worker"),
         result_path=_absolute_folder(settings, "result-path"),
         result_form=_result_form(settings.get("result-form")),
         secure_keys=_absolute_folder(settings, "secure-keys"),
+        require_secure_aggregation=_switch(settings, "require-secure-aggregation"),
+        max_epsilon=_above_zero(settings, "max-epsilon", None, math.inf),
+        max_delta=_above_zero(settings, "max-delta", MAX_DELTA, 1.0) or MAX_DELTA,
     )
 
 
@@ -84,6 +86,31 @@ def _whole(settings: Mapping[str, Scalar], key: str) -> int:
             '--node-config "partition-id=0 num-partitions=2"'
         )
     return value
+
+
+def _switch(settings: Mapping[str, Scalar], key: str) -> bool:
+    """Read it as run keys are read: TOML's booleans, and the yes and no of earlier versions."""
+    value = Key(bool, False, "").converted(settings.get(key, False))
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"node config: {key} is {value!r}, expected true or false, without quotation marks; "
+            "correct it"
+        )
+    return value
+
+
+def _above_zero(
+    settings: Mapping[str, Scalar], key: str, default: float | None, below: float
+) -> float | None:
+    value = settings.get(key, default)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
+        most = "" if math.isinf(below) else f" and below {below:g}"
+        raise ValueError(
+            f"node config: {key} is {value!r}, expected a number above 0{most}; correct it"
+        )
+    return float(value)
 
 
 def _folder(settings: Mapping[str, Scalar], key: str) -> str | None:

@@ -73,6 +73,8 @@ def _facts(run: RecordedRun, seen: Seen) -> dict[str, str]:
     }
     if run.rounds and (spent := run.rounds[-1].get("privacy")) is not None:
         facts["epsilon so far"] = f"{spent['epsilon']:.3f}"
+        if "epsilon-to-server" in spent:
+            facts["epsilon to the server"] = f"{spent['epsilon-to-server']:.3f}"
     if masked := uploads_seen(run.config):
         facts["uploads"] = masked
     left = seconds_left(seen)

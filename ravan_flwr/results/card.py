@@ -88,6 +88,8 @@ def privacy_of(spent: Mapping[str, Any]) -> str:
         whom = "each example of a client, the largest of all clients'"
     told = f"epsilon {spent['epsilon']:.3f}, delta {spent['delta']:g} for {whom}, "
     told += f"noise multiplier {spent['noise-multiplier']:.4g}"
+    if "epsilon-to-server" in spent:
+        told += f"; of a client, the server has seen epsilon {spent['epsilon-to-server']:.3f}"
     if "noise-cohort" in spent:
         told += (
             f"; a study: that is of a federation with {spent['noise-cohort']} clients a round, "

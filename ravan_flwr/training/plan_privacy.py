@@ -10,11 +10,12 @@ from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.partition import deal_out
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.methods.budgets import BUDGETS, SHARES
-from ravan_flwr.privacy.account import epsilon_of, multiplier_for
+from ravan_flwr.privacy.account import epsilon_of, epsilon_seen, multiplier_for
 from ravan_flwr.privacy.example_gradients import check_trained
 from ravan_flwr.privacy.example_mechanism import StepNoise, step_noise_norm
 from ravan_flwr.privacy.expected import expected_clients, noise_norm
 from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise
+from ravan_flwr.secure.schedule import threshold_of
 from ravan_flwr.training.cost import Skeleton
 from ravan_flwr.training.private_steps import sampling_rate
 from ravan_flwr.training.workbench import column_for, held_back, partition_of
@@ -53,7 +54,20 @@ def _of_clients(config: Config, built: Skeleton, there: int) -> list[str]:
         told.append(
             f"                a study: as {config.noise_cohort:,} clients a round would have"
         )
-    return [*told, *_ends(config, spent, z, rate, 1, "ends it")]
+    return [*told, *_ends(config, spent, z, rate, 1, "ends it"), *_to_server(config, z, there)]
+
+
+def _to_server(config: Config, z: float, there: int) -> list[str]:
+    """Say what a server may learn that sees masked sums with noise in them."""
+    if not config.secure_aggregation:
+        return []
+    number, usual = config.clients_per_round, _usual_rounds(config, there)
+    left = z * math.sqrt(threshold_of(number) / number)
+    spent = epsilon_seen(usual / left**2, config.delta)
+    return [
+        f"                for the server, which knows who takes part: epsilon {spent:.3f} of a",
+        f"                client in {usual} rounds, as many as are usual; each sends all heads",
+    ]
 
 
 def _of_examples(config: Config, built: Skeleton, there: int) -> list[str]:

@@ -15,11 +15,13 @@ def test_a_node_config_is_read():
     told = OWN | {
         "data-path": "/data", "budget": 1, "device": "cuda:1", "cache-dir": "/cache",
         "warm-worker": True, "sensor": "left", "result-path": "/results", "result-form": "merged",
-        "secure-keys": "/secrets",
+        "secure-keys": "/secrets", "require-secure-aggregation": True, "max-epsilon": 8,
+        "max-delta": 1e-6,
     }  # fmt: skip
     assert read_node(told) == Node(
         0, 2, "/data", 1.0, "cuda:1", "/cache", warm_worker=True, result_path="/results",
-        result_form="merged", secure_keys="/secrets",
+        result_form="merged", secure_keys="/secrets", require_secure_aggregation=True,
+        max_epsilon=8.0, max_delta=1e-6,
     )  # fmt: skip
     assert read_node(OWN | {"budget": "auto"}).budget == "auto"
 
@@ -46,6 +48,13 @@ def test_the_yes_and_no_of_run_keys_are_read_here_as_well(value, read):
         ({"result-path": True}, "result-path is True, expected the path of a folder as text"),
         ({"result-form": "peft"}, "result-form is 'peft', expected one of adapter, merged"),
         ({"secure-keys": "keys"}, "secure-keys is 'keys', expected the absolute path of a folder"),
+        ({"require-secure-aggregation": 1}, "require-secure-aggregation is 1, expected true or"),
+        ({"require-secure-agregation": True}, "expected require-secure-aggregation perhaps"),
+        ({"max-epsilon": 0}, "max-epsilon is 0, expected a number above 0; correct it"),
+        ({"max-epsilon": "8"}, "max-epsilon is '8', expected a number above 0; correct it"),
+        ({"max-epsilon": True}, "max-epsilon is True, expected a number above 0"),
+        ({"max-epsilon": float("nan")}, "max-epsilon is nan, expected a number above 0"),
+        ({"max-delta": 1.0}, "max-delta is 1.0, expected a number above 0 and below 1"),
         ({"secure_keys": "/keys"}, "got secure_keys, expected secure-keys perhaps"),
         ({"results-path": "/results"}, "got results-path, expected result-path perhaps"),
         ({"buget": 0.5}, "got buget, expected budget perhaps"),
