@@ -9,11 +9,12 @@ often it has asked the client before; where that is more than the account says, 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from logging import getLogger
+from logging import DEBUG, INFO, getLogger
 from typing import Any
 
 from flwr.app import ConfigRecord, RecordDict
 
+from ravan_flwr.client.once import is_on_a_device
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.privacy.account import LEAST, Releases, epsilon_of_all
 from ravan_flwr.privacy.example_mechanism import StepNoise
@@ -89,7 +90,9 @@ def take_part(
     told = _earlier_in(message)
     missing = max(0, told - account.rounds)
     if missing:
-        log.info(
+        # In one process the record says it of all of them (`recounted`).
+        log.log(
+            INFO if is_on_a_device() else DEBUG,
             "this client's account has %d rounds, and the server has asked it in %d: it counts "
             "all of these, as after a restart or in a run that goes on",
             *(account.rounds, told),

@@ -22,7 +22,7 @@ _NONE = 1  # task ids up to this are of no process that a SuperNode started
 def only_once(kind: str, content: RecordDict, context: Context, partition: int) -> None:
     """Raise ValueError if a process of this node was asked this, or something later, before."""
     step = _step_of(kind, content, context)
-    if step is None or not _is_on_a_device():
+    if step is None or not is_on_a_device():
         return
     name, number = step
     _step_up(f"{context.run_id}-{partition}-{name}", number)
@@ -74,7 +74,7 @@ def _whole(records: RecordDict, name: str, record: str = "config") -> int:
     return value if type(value) is int and 0 <= value < 2**53 else 0
 
 
-def _is_on_a_device() -> bool:
+def is_on_a_device() -> bool:
     """Tell whether a SuperNode has started this process: in others messages take turns."""
     try:
         return TaskIdentity.task_id > _NONE

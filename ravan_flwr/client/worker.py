@@ -75,6 +75,8 @@ def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
                 "reason, and the SuperNode's log may have it. The next message starts another one"
             ) from None
     if "error" in header:
+        if records:  # what it noted before it failed, as a process of its own would have
+            (context.state,) = records
         # With the name of the class, where it is not the one that tells of bad input.
         raise (ValueError if header["bad-input"] else RuntimeError)(header["error"])
     reply, context.state = records
@@ -216,16 +218,17 @@ class Worker:
                     self._free()
 
     def _answer(self, connection: Connection) -> None:
-        header, records = receive_records(connection)
+        header, (content, state) = receive_records(connection)
+        records, new = [state], header["run-id"] != self._run
         try:
-            answer = _answer(header, *records, new=header["run-id"] != self._run)
+            answer = _answer(header, content, state, new=new)
             self._run = header["run-id"]
             header, records = {}, answer
         except Exception as error:
             log.exception("the warm worker could not answer")
             bad = isinstance(error, ValueError)
             text = str(error) if bad else f"{type(error).__name__}: {error}"
-            header, records = {"error": text, "bad-input": bad}, []
+            header, records = {"error": text, "bad-input": bad}
             if not bad:
                 self._retire()
         self._free()  # whoever asked may go now

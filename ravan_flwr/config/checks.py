@@ -1,6 +1,6 @@
 """Refuse settings that do not go together, before anything is loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ravan_flwr.config.keys import AUTO, KEYS
 from ravan_flwr.config.private import OF_PRIVACY, check_private
@@ -17,6 +17,9 @@ OF_PARTITION = {
     "classes-per-client": ("pathological",),
     "shards-per-client": ("shards",),
 }
+
+# Keys by which nobody is protected alone.
+OF_PROTECTION = (*OF_PRIVACY, "secure-minimum")
 
 
 def check_together(values: Mapping[str, Scalar]) -> None:
@@ -66,6 +69,21 @@ def without_effect(run_config: Mapping[str, Scalar], schedule: str = "constant")
     if values["init"] != "data-aware":
         idle.add("calibration-steps")
     return [f"{key}={values[key]}" for key in sorted(idle) if values[key] != KEYS[key].default]
+
+
+def protecting_nobody(idle: Sequence[str]) -> list[str]:
+    """Say which of the settings without effect somebody may have meant for protection."""
+    told = []
+    for keys, protected_by in (
+        (OF_PRIVACY, "privacy=client or privacy=example"),
+        (("secure-minimum",), "secure-aggregation=true"),
+    ):
+        if alone := [one for one in idle if one.partition("=")[0] in keys]:
+            told.append(
+                f"no effect, and nobody is protected: {', '.join(alone)}; expected {protected_by} "
+                "beside it"
+            )
+    return told
 
 
 def _check_replies(values: Mapping[str, Scalar]) -> None:

@@ -221,10 +221,10 @@ def _part(name: Any, rows: Any, size: Any, bound: Any) -> Part:
     return Part(name, _whole(rows, 1, MOST_ROWS), _whole(size, 1, MOST_NUMBERS), float(bound))
 
 
-def _noise(*values: Any) -> NoiseShares:
-    if any(type(value) not in (int, float) for value in values):
+def _noise(norm: Any, multiplier: Any, bits: Any) -> NoiseShares:
+    if any(type(value) not in (int, float) for value in (norm, multiplier, bits)):
         raise TypeError("a number of the noise")
-    noise = NoiseShares(*map(float, values))
+    noise = NoiseShares(float(norm), float(multiplier), float(bits))
     noise.check()
     return noise
 

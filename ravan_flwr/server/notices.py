@@ -6,9 +6,8 @@ from pathlib import Path
 
 from flwr.serverapp import Grid
 
-from ravan_flwr.config.checks import without_effect
+from ravan_flwr.config.checks import OF_PROTECTION, protecting_nobody, without_effect
 from ravan_flwr.config.keys import AUTO
-from ravan_flwr.config.private import OF_PRIVACY
 from ravan_flwr.config.run_config import Config, has_default_rate
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.console import megabytes, minutes
@@ -40,16 +39,9 @@ def tell_of_the_rate(run_config: Mapping[str, Scalar], config: Config) -> None:
 def tell_what_has_no_effect(run_config: Mapping[str, Scalar], config: Config, grid: Grid) -> None:
     """Say in a line which of the settings change nothing."""
     idle = without_effect(run_config, config.learning_rate_schedule)
-    for keys, protected_by in (
-        (OF_PRIVACY, "privacy=client or privacy=example"),
-        (("secure-minimum",), "secure-aggregation=true"),
-    ):
-        if alone := [one for one in idle if one.partition("=")[0] in keys]:
-            idle = [one for one in idle if one not in alone]
-            log.warning(
-                "no effect, and nobody is protected: %s; expected %s beside it",
-                ", ".join(alone), protected_by,
-            )  # fmt: skip
+    for told in protecting_nobody(idle):
+        log.warning("%s", told)
+    idle = [one for one in idle if one.partition("=")[0] not in OF_PROTECTION]
     if idle:
         log.warning("no effect with method=%s: %s", config.method, ", ".join(idle))
     if config.processes is not None and not in_process(grid):

@@ -88,13 +88,7 @@ def train_locally(
     """
     stepper = Stepper(model, task, examples, steps, work)
     with model.holding(broadcast, own), dropout_from(work.derive("dropout"), model.device):
-        method = model.method.in_round(work.round)
-        if rows is None:
-            method.choose(model.adapters, share, work.generator("heads"), stepper.backward)
-        else:
-            method.train_rows(model.adapters, rows, share)
-        stepper.train(model.parameters())
-        return LocalResult(model.upload(method), model.own_part(), stepper.mean_loss())
+        return stepper.round(share, work, rows)
 
 
 def calibrate_locally(
@@ -190,6 +184,17 @@ class Stepper:
                 torch.nn.utils.clip_grad_norm_(parameters, self.steps.max_gradient_norm)
             self.scaler.step(optimizer)
             self.scaler.update()
+
+    def round(self, share: float, work: ClientRound, rows: Tensors | None = None) -> LocalResult:
+        """Choose heads, unless it is said which `rows` are trained; train, and collect."""
+        model = self.model
+        method = model.method.in_round(work.round)
+        if rows is None:
+            method.choose(model.adapters, share, work.generator("heads"), self.backward)
+        else:
+            method.train_rows(model.adapters, rows, share)
+        self.train(model.parameters())
+        return LocalResult(model.upload(method), model.own_part(), self.mean_loss())
 
     def _optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
         """Make Adam, or AdamW where weights decay."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ravan_flwr.config.checks import protecting_nobody, without_effect
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods.base import Method
@@ -31,7 +32,14 @@ def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> s
     config = settle(read_config(own_preset(settings)))
     if not config.model.shape:  # of which a preset says enough for a plan without the hub
         make_task(config).check_sizes()
-    return describe(replace(config, num_clients=number_of_clients(config, num_clients)))
+    told = describe(replace(config, num_clients=number_of_clients(config, num_clients)))
+    return "\n".join([told, *_protecting_nobody(settings)])
+
+
+def _protecting_nobody(settings: Mapping[str, Scalar]) -> list[str]:
+    """Say what looks like protection and is none."""
+    told = protecting_nobody(without_effect(settings))
+    return ["", *told] if told else []
 
 
 def describe(config: Config) -> str:

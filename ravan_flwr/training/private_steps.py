@@ -23,6 +23,8 @@ from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.batching import poisson_batches
 from ravan_flwr.training.local_steps import LocalResult, LocalSteps, Stepper, dropout_from
 
+_LOOKED_AT = 8  # examples, of which one at least has a gradient
+
 
 def sampling_rate(batch_size: int, examples: int) -> float:
     """Return how likely an example is in a batch of which so many examples are expected."""
@@ -42,10 +44,7 @@ def train_privately(
     """Do one client's round, as `train_locally` does, with private steps; no loss is measured."""
     stepper = PrivateStepper(model, task, examples, steps, work, noise)
     with model.holding(broadcast), dropout_from(secrets.randbits(63), model.device):
-        method = model.method.in_round(work.round)
-        method.choose(model.adapters, share, work.generator("heads"), stepper.backward)
-        stepper.train(model.parameters())
-        return LocalResult(model.upload(method), {}, math.nan)
+        return stepper.round(share, work)
 
 
 class PrivateStepper(Stepper):
@@ -80,6 +79,10 @@ class PrivateStepper(Stepper):
         self._check()
         super().train(parameters)
 
+    def mean_loss(self) -> float:
+        """Measure none: it would tell of the examples."""
+        return math.nan
+
     def backward(self) -> None:
         """Put a private gradient into the parameters."""
         for _ in range(next(self.parts)):
@@ -97,12 +100,25 @@ class PrivateStepper(Stepper):
         if self.model.has_examples_apart:
             return
         check_trained(self.model.network, self.gradients.parameters)
-        rows = np.arange(min(2, len(self.examples)))
         self.model.network.eval()  # dropout would differ
+        try:
+            self.model.has_examples_apart = any(map(self._is_apart, range(_LOOKED_AT)))
+        finally:
+            self.model.network.train()
+        if not self.model.has_examples_apart:
+            raise ValueError(
+                "privacy = 'example': got gradients that are not numbers, so that nobody can see "
+                "whether examples depend on each other, expected finite ones; lower learning-rate"
+            )
+
+    def _is_apart(self, first: int) -> bool:
+        """Compare an example by itself with the same in company; False if it has no gradient."""
+        number = len(self.examples)
+        if first >= number:
+            return False
+        rows = np.array([first, (first + 1) % number][:number])
         together, alone = (self._of_rows(chosen) for chosen in (rows, rows[:1]))
-        self.model.network.train()
-        check_apart(alone, together)
-        self.model.has_examples_apart = True
+        return check_apart(alone, together)
 
     def _of_rows(self, rows: np.ndarray) -> list[Tensor]:
         batch = self.task.collate(self.examples.take(rows))

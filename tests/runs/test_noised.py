@@ -215,7 +215,7 @@ def test_a_device_leaves_a_run_before_the_server_has_seen_more_than_it_allows(
     tmp_path, monkeypatch
 ):
     """Its own account, whatever the server counts; the rounds go on without it."""
-    insist(monkeypatch, {2: {"max-epsilon": 0.9, "require-secure-aggregation": True}})
+    insist(monkeypatch, {2: {"max-epsilon": 0.65, "require-secure-aggregation": True}})
     run = simulate(NOISED | {"output-dir": str(tmp_path), "num-rounds": 3}, 6)
     records = records_of(run)
     trained = [[c["partition-id"] for c in record["clients"]] for record in records]

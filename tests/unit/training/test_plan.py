@@ -5,7 +5,7 @@ import torch
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.training.cost import largest_share, step_memory
-from ravan_flwr.training.plan import describe, suggested_heads
+from ravan_flwr.training.plan import describe, plan_of, suggested_heads
 from ravan_flwr.training.workbench import Workbench
 from tests.memory import kept_for_backward
 
@@ -68,3 +68,10 @@ def test_a_plan_loads_neither_weights_nor_data(monkeypatch):
     monkeypatch.setattr("ravan_flwr.data.examples.load_splits", refuse)
     monkeypatch.setattr(torch.nn.Module, "load_state_dict", refuse)
     assert "8 matrices of 96 x 96" in describe(config())
+
+
+def test_a_plan_says_what_looks_like_protection_and_is_none():
+    told = plan_of({"epsilon": 8.0, "secure-minimum": 4})
+    assert "nobody is protected: epsilon=8.0; expected privacy=client or" in told
+    assert "nobody is protected: secure-minimum=4; expected secure-aggregation=true" in told
+    assert "nobody" not in plan_of({"privacy": "client", "epsilon": 8.0})

@@ -96,6 +96,26 @@ def test_a_draw_that_is_too_large_is_worked_on_in_parts(bench, all_drawn, change
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-7)
 
 
+def test_whether_examples_are_apart_is_seen_by_one_that_has_a_gradient(bench, monkeypatch):
+    """The first has none; a model of which nobody has any is not trained."""
+    looked, pretended = [], {"number": 1}
+
+    def gradients(self, rows, honest=PrivateStepper._of_rows):
+        looked.append(rows.tolist())
+        found = honest(self, rows)
+        return [g * torch.nan for g in found] if rows[0] < pretended["number"] else found
+
+    monkeypatch.setattr(PrivateStepper, "_of_rows", gradients)
+    monkeypatch.setattr(bench.model, "has_examples_apart", False)
+    trained(bench, QUIET)
+    assert bench.model.has_examples_apart
+    assert looked == [[0, 1], [0], [1, 2], [1]]
+    monkeypatch.setattr(bench.model, "has_examples_apart", False)
+    pretended["number"] = 64
+    with pytest.raises(ValueError, match="got gradients that are not numbers"):
+        trained(bench, QUIET)
+
+
 def test_gradient_checkpointing_changes_nothing(bench, all_drawn):
     noise = StepNoise(1e-9, 0.5)
     other = bench_of(gradient_checkpointing=True)
