@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 INTERVAL = 1e-3  # of the grid: a tenth of it changes the fourth digit, and takes ten times as long
 LEAST, MOST = 0.1, 1000.0  # noise multipliers
 CLOSE = 1e-4  # of a multiplier that is looked for
+_FAR, _HALVINGS = -20.0, 100
 
 
 class Releases(NamedTuple):
@@ -44,11 +45,34 @@ def epsilon_of_all(releases: tuple[Releases, ...], delta: float) -> float:
 def epsilon_seen(inverse_squares: float, delta: float) -> float:
     """Return the epsilon of Gaussian mechanisms that no draw hides; 0 of none.
 
-    Several are one, whose 1 / z^2 is the sum of theirs.
+    Several are one, whose 1 / z^2 is the sum of theirs. What it spends is known exactly (Balle and
+    Wang, 2018): with m = 1 / z, delta = F(m/2 - epsilon/m) - e^epsilon F(-m/2 - epsilon/m), where F
+    is the normal distribution.
     """
     if not inverse_squares:
         return 0.0
-    return epsilon_of(1 / math.sqrt(inverse_squares), 1.0, delta, 1)
+    m, low, high = math.sqrt(inverse_squares), 0.0, 1.0
+    while _delta_of(m, high) > delta:
+        high *= 2
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _delta_of(m, middle) > delta else (low, middle)
+    return high
+
+
+def _delta_of(m: float, epsilon: float) -> float:
+    return math.exp(_log_normal(m / 2 - epsilon / m)) - math.exp(
+        epsilon + _log_normal(-m / 2 - epsilon / m)
+    )
+
+
+def _log_normal(x: float) -> float:
+    """Return the logarithm of the normal distribution at x."""
+    if x > _FAR:
+        return math.log(math.erfc(-x / math.sqrt(2)) / 2)
+    # Where that is too small for a number: by its series, which is as exact so far out.
+    series = 1 - x**-2 + 3 * x**-4 - 15 * x**-6
+    return -x * x / 2 - math.log(-x * math.sqrt(2 * math.pi)) + math.log(series)
 
 
 def multiplier_for(epsilon: float, rate: float, delta: float, releases: int) -> float:

@@ -39,14 +39,15 @@ def without_noise(monkeypatch):
 
 
 @pytest.mark.usefixtures("without_noise")
-@pytest.mark.parametrize("method", ["ravan", "ffa-lora"])
-def test_without_noise_it_is_the_plain_private_round_to_the_rounding(tmp_path, method):
+@pytest.mark.parametrize(("method", "budgets"), [("ravan", "uniform"), ("ffa-lora", "full")])
+def test_without_noise_it_is_the_plain_private_round_to_the_rounding(tmp_path, method, budgets):
     """The same clip, the same expected counts, whoever trains which heads; here all are drawn."""
     states = []
     for secure in (True, False):
         folder = str(tmp_path / str(secure))
-        settings = NOISED | {"method": method, "secure-aggregation": secure, "output-dir": folder}
-        states.append(state_of(simulate(settings, 6), 1))
+        settings = NOISED | {"method": method, "budgets": budgets, "output-dir": folder}
+        run = simulate(settings | {"secure-aggregation": secure}, 6)
+        states.append(state_of(run, 1))
     step = NoiseShares(C, Z).step(6)
     for name, plain in states[1].items():
         if plain.dtype == torch.float32:

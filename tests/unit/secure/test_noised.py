@@ -92,6 +92,24 @@ def test_what_the_server_sees_is_accounted_for_as_the_library_says():
     assert epsilon_seen(0, 1e-5) == 0
 
 
+@pytest.mark.parametrize("z", [0.05, 0.5, 1.0, 3.0, 20.0])
+@pytest.mark.parametrize("delta", [1e-3, 1e-5, 1e-12])
+def test_what_no_draw_hides_is_known_exactly(z, delta):
+    """The library rounds its distributions up; where they would be too large, it is bounded."""
+    told = epsilon_seen(1 / z**2, delta)
+    if z >= 0.5:
+        library = epsilon_of(z, 1.0, delta, 1)
+        assert library - 2e-3 <= told <= library + 1e-9
+    bound = 1 / (2 * z * z) + math.sqrt(2 * math.log(1 / delta)) / z  # of zCDP
+    assert 0 <= told <= bound
+    assert told > bound / 4 or z > 3
+
+
+@pytest.mark.parametrize("sum_", [1e-12, 1e-3, 1e3, 1e6])
+def test_very_much_and_very_little_are_counted_as_well(sum_):
+    assert 0 <= epsilon_seen(sum_, 1e-5) < sum_ / 2 + math.sqrt(2 * sum_ * math.log(1e5)) + 1e-9
+
+
 @pytest.mark.parametrize("others", [2, 9, 60])
 @pytest.mark.parametrize("rate", [0.05, 0.5])
 def test_who_decides_whether_a_sum_is_opened(others, rate):
