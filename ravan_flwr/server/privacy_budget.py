@@ -91,8 +91,8 @@ class PrivacyBudget:
             f"secure-aggregation = true with privacy = 'client': {members} clients that are drawn "
             f"with probability {self.rate:.3g} are sometimes fewer than {config.secure_minimum} "
             f"(secure-minimum) or more than {MOST_CLIENTS}, and one client would decide whether "
-            "all are summed up; expected clients-per-round of 40 to 140, or as many as there are "
-            "clients (3 to 256)"
+            "all are summed up; expected clients-per-round of 40 to 140, more if secure-minimum is "
+            "above 3, or as many as there are clients (3 to 256)"
         )
 
     @property
