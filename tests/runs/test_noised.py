@@ -18,11 +18,13 @@ from ravan_flwr.launch import side_by_side, worker_process
 from ravan_flwr.messages.pieces import to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.privacy import mechanism
-from ravan_flwr.privacy.account import epsilon_of
+from ravan_flwr.privacy.account import epsilon_of, epsilon_seen
+from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.secure.noised import NoiseShares
 from ravan_flwr.secure.schedule import threshold_of
 from ravan_flwr.server import noised_round
 from ravan_flwr.server.privacy_budget import PrivacyBudget
+from ravan_flwr.server.start import Start
 from ravan_flwr.training import noised
 from ravan_flwr.training.plan import plan_of
 from tests.methods import build, some_state
@@ -186,6 +188,27 @@ def test_cohorts_that_are_at_times_too_few_are_refused_at_the_start(tmp_path):
                                (1.0, 3, True), (0.9, 8, False)):  # fmt: skip
         budget.rate = rate
         assert (budget.why_not_masked(members) == "") == may
+
+
+@pytest.mark.parametrize(
+    "seen", [None, [], {"a": 1.0}, {"1": "2"}, {"1": -1.0}, {"1": math.nan}, {"1": math.inf}]
+)
+def test_what_the_server_has_seen_is_not_forgotten(tmp_path, seen):
+    """A run that goes on without it would begin to count anew."""
+    config = read_config(NOISED)
+    account = {"noise-multiplier": Z, "sampling-rate": 1.0, "delta": 1e-5, "releases": 1}
+    directory, start = RunDirectory(tmp_path), Start({}, done=1)
+    (tmp_path / "privacy.json").write_text(json.dumps(account | {"to-server": seen}))
+    with pytest.raises(ValueError, match=r"to-server = .*, expected the account of the run"):
+        PrivacyBudget.of(config, directory, start)
+    (tmp_path / "privacy.json").write_text(json.dumps(account | {"to-server": {"3": 0.5}}))
+    budget = PrivacyBudget.of(config, directory, start)
+    assert budget.told()["epsilon-to-server"] == epsilon_seen(0.5, 1e-5)
+    budget.spend([3, 4], left=2.0)
+    assert json.loads((tmp_path / "privacy.json").read_text())["to-server"] == {
+        "3": 0.75,
+        "4": 0.25,
+    }
 
 
 def test_a_plan_tells_what_is_sent_and_what_the_server_sees(tmp_path):
