@@ -7,6 +7,7 @@ again: Flower keeps a node's state as long as its SuperNode runs.
 """
 
 import math
+from collections.abc import Mapping
 
 from flwr.app import ConfigRecord, RecordDict
 
@@ -22,7 +23,7 @@ class NoiseAccount:
     def __init__(self, state: RecordDict, run: int) -> None:
         self._state, self._run = state, str(run)
         kept = state.config_records.get(ACCOUNT, ConfigRecord())
-        mine = kept if kept.get("run") == self._run else {}
+        mine: Mapping[str, object] = kept if kept.get("run") == self._run else {}
         self.seen, self.last = (_number(mine.get(name)) for name in ("seen", "last"))
 
     def check(self, node: Node, more: float | None = None) -> None:
@@ -41,8 +42,9 @@ class NoiseAccount:
     def add(self, more: float) -> None:
         """Count a round; before what it has masked leaves."""
         self.seen, self.last = self.seen + more, more
-        kept = {"run": self._run, "seen": self.seen, "last": self.last}
-        self._state[ACCOUNT] = ConfigRecord(kept)
+        self._state[ACCOUNT] = ConfigRecord(
+            {"run": self._run, "seen": self.seen, "last": self.last}
+        )
 
 
 def _number(value: object) -> float:

@@ -108,20 +108,19 @@ class Skeleton:
             state[CLASSIFIER] = torch.empty(self.classifier_size, device="meta")
         # A bound is told in as many digits as it has: none has more than this one.
         longest, given = 1e-5 / 3, GIVEN * "0"
+        noise: NoiseShares | None = None
+        parts = [replace(part, bound=longest) for part in parts_of(self.method, state, 1.0)]
         if config.privacy == "client":
             noise = NoiseShares(longest, 1 / 3, 0.0 if config.clip_norm else longest)
             parts = list(noised_parts(self.method, state, noise))
-            rows = np.ones(sum(part.rows for part in parts), bool)
-        else:
-            noise, rows = None, None
-            parts = [replace(p, bound=longest) for p in parts_of(self.method, state, 1.0)]
+        everything = np.ones(sum(part.rows for part in parts), bool)
         wanted = {}
         for partition in range(config.clients_per_round):
             share = budget_share(config.budgets, config.seed, partition)
             if self.method.can_train(share):
                 random = generator(config.seed, "heads", 1, partition)
-                mine = rows_wanted(self.method, state, share, random) if rows is None else rows
-                wanted[partition] = mine
+                rows = rows_wanted(self.method, state, share, random)
+                wanted[partition] = everything if noise else rows
         least, number = config.secure_minimum, config.num_rounds
         return make_schedule(2**63, number, least, parts, wanted, given, noise)
 
