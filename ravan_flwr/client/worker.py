@@ -219,16 +219,16 @@ class Worker:
 
     def _answer(self, connection: Connection) -> None:
         header, (content, state) = receive_records(connection)
-        records, new = [state], header["run-id"] != self._run
+        records = [state]  # with what an answer has noted before it failed
         try:
-            answer = _answer(header, content, state, new=new)
+            records = _answer(header, content, state, new=header["run-id"] != self._run)
             self._run = header["run-id"]
-            header, records = {}, answer
+            header = {}
         except Exception as error:
             log.exception("the warm worker could not answer")
             bad = isinstance(error, ValueError)
             text = str(error) if bad else f"{type(error).__name__}: {error}"
-            header, records = {"error": text, "bad-input": bad}
+            header = {"error": text, "bad-input": bad}
             if not bad:
                 self._retire()
         self._free()  # whoever asked may go now

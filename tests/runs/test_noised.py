@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from types import SimpleNamespace
 
 import dp_accounting
 import dp_accounting.pld
@@ -21,7 +20,7 @@ from ravan_flwr.privacy import mechanism
 from ravan_flwr.privacy.account import epsilon_of, epsilon_seen
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.secure.noised import NoiseShares
-from ravan_flwr.secure.schedule import threshold_of
+from ravan_flwr.secure.schedule import make_schedule, threshold_of
 from ravan_flwr.server import noised_round
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.start import Start
@@ -29,6 +28,7 @@ from ravan_flwr.training import noised
 from ravan_flwr.training.plan import plan_of
 from tests.methods import build, some_state
 from tests.runs.test_secure import QUICK, failing, misbehave, records_of, state_of
+from tests.unit.secure.rounds import PARTS
 
 Z, C = 8.0, 0.05
 NOISED = QUICK | {"privacy": "client", "noise-multiplier": Z, "clip-norm": C, "budgets": "uniform"}
@@ -130,6 +130,11 @@ def test_a_round_that_cannot_be_unmasked_is_counted_and_the_next_goes_on(tmp_pat
 # What a client rounds, and what it refuses.
 
 
+def schedule_of(parts, noise):
+    rows = np.ones(sum(part.rows for part in parts), bool)
+    return make_schedule(1, 1, 3, parts, dict.fromkeys(range(7), rows), "", noise)
+
+
 def change_of(method, adapters, size, seed):
     """A state that was sent, and an upload that is so far from it."""
     state = some_state(method, adapters)
@@ -147,7 +152,7 @@ def test_two_cohorts_that_differ_in_one_client_differ_by_the_clip_norm_at_most(s
     shares = NoiseShares(C, 1.0, bits)
     state, upload = change_of(method, adapters, size, 3)
     parts = noised.noised_parts(method, state, shares)
-    schedule = SimpleNamespace(noise=shares, partitions=range(7), parts=parts)
+    schedule = schedule_of(parts, shares)
     for seed in range(10):
         random = np.random.default_rng(seed)
         steps = noised.clipped_steps(method, state, upload, schedule, random)
@@ -173,10 +178,10 @@ def test_two_cohorts_that_differ_in_one_client_differ_by_the_clip_norm_at_most(s
 def test_a_client_takes_part_with_the_noise_of_the_settings_alone(noise, told):
     config = read_config(NOISED)
     with pytest.raises(ValueError, match=told):
-        noised.noise_in(config, SimpleNamespace(noise=noise))
-    assert noised.noise_in(config, SimpleNamespace(noise=NoiseShares(C, Z)))
+        noised.noise_in(config, schedule_of(PARTS, noise))
+    assert noised.noise_in(config, schedule_of(PARTS, NoiseShares(C, Z)))
     auto = dataclasses.replace(config, clip_norm=None)
-    assert noised.noise_in(auto, SimpleNamespace(noise=NoiseShares(2.0, 9.0, 9.0)))
+    assert noised.noise_in(auto, schedule_of(PARTS, NoiseShares(2.0, 9.0, 9.0)))
 
 
 def test_cohorts_that_are_at_times_too_few_are_refused_at_the_start(tmp_path):
@@ -202,6 +207,7 @@ def test_what_the_server_has_seen_is_not_forgotten(tmp_path, seen):
         PrivacyBudget.of(config, directory, start)
     (tmp_path / "privacy.json").write_text(json.dumps(account | {"to-server": {"3": 0.5}}))
     budget = PrivacyBudget.of(config, directory, start)
+    assert budget is not None
     assert budget.told()["epsilon-to-server"] == epsilon_seen(0.5, 1e-5)
     budget.spend([3, 4], left=2.0)
     assert json.loads((tmp_path / "privacy.json").read_text())["to-server"] == {

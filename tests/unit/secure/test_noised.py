@@ -57,7 +57,7 @@ def test_a_sum_has_room_for_all_changes_and_all_noise(clients, multiplier):
     for way in (1, -1):
         each = [np.array([way * most]) for _ in range(clients)]
         each[0] = each[0] + way * int(far)
-        total = sum(to_numbers(one).astype(np.int64) for one in each)
+        total = np.sum([to_numbers(one).astype(np.int64) for one in each], axis=0)
         told = signed((total & int(MASK)).astype(np.uint32))
         assert told[0] == way * (clients * most + int(far))
     # The proof wants more than four steps of noise from each, so that rounding it is nothing.
@@ -165,7 +165,7 @@ class Noised(Held):
             change *= C / np.linalg.norm(change) / self.noise.step(number)
             steps = within(change, C / self.noise.step(number), self.random)
             noise = gaussian([len(steps)], self.noise.deviation(number)).numpy()
-            self.changes[p] = steps * self.noise.step(number)
+            self.changes[p] = [steps * self.noise.step(number)]
             numbers = to_numbers(steps + np.rint(noise).astype(np.int64))
             self.sent[p] = self.clients[p].mask(ROUND, numbers)
             if p in self.there("masked"):
@@ -179,7 +179,7 @@ def test_whoever_drops_out_the_sum_has_the_noise_that_is_accounted_for(tmp_path,
     held = Noised(tmp_path, 9, fails={2: phase, 5: phase, 6: phase})
     opened = held.hold()
     alive, number = held.there("masked"), held.server.number
-    noise = opened.means["H"].reshape(-1) - sum(held.changes[p] for p in alive)
+    noise = opened.means["H"].reshape(-1) - np.sum([held.changes[p][0] for p in alive], axis=0)
     variance = float(np.var(noise))
     share = len(alive) / number
     assert share >= threshold_of(number) / number
