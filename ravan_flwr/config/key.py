@@ -109,7 +109,9 @@ def did_you_mean(value: str, choices: Iterable[str]) -> str:
 
 
 def nearest(value: str, choices: Iterable[str]) -> str | None:
-    """Find the choice that is spelt most like the value, whatever its case and its dashes."""
+    """Find the choice that begins so, or is spelt most like it, whatever its case and dashes."""
     plain = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(str(value).lower().replace("_", "-"), list(plain), n=1)
+    asked = str(value).lower().replace("_", "-")
+    begun = [choice for choice in plain if len(asked) > 2 and choice.startswith(f"{asked}-")]
+    near = begun or difflib.get_close_matches(asked, list(plain), n=1)
     return plain[near[0]] if near else None

@@ -136,9 +136,15 @@ class Plane:
         return X
 
     def _of_best_length(self, X: Tensor) -> Tensor:
-        """Stretch X, which changes no cosine, to where it is nearest to B."""
-        along = self.dot(X, self.B)
-        return X * (along / self.dot(X, X)) if along > 0 else X
+        """Stretch X, which changes no cosine, to where it is nearest to B.
+
+        If X turns away from B, that is zero, where there is no product: then X gets B's length.
+        """
+        along, square = self.dot(X, self.B), self.dot(X, X)
+        if along > 0:
+            return X * (along / square)
+        longest = self.dot(self.B, self.B)
+        return X * math.sqrt(longest / square) if square > longest else X
 
 
 def bounded(D: Tensor, change: Tensor) -> Tensor:

@@ -152,8 +152,24 @@ def lines(
         elif ends_far_apart(series):
             axes.set_xscale("log")
         if len(series) > 1:
-            axes.legend(fontsize=9, ncols=1 if len(series) < 5 else 2)
+            _legend(figure, axes, [one.label for one in series])
     return Chart(name, title, about, figure)
+
+
+def _legend(figure: Figure, axes: Axes, labels: Sequence[str]) -> None:
+    """Name the lines within the axes, or above them where names are long."""
+    columns = 1 if len(labels) < 5 else 2
+    if columns * max(map(len, labels)) <= _ROOM:
+        axes.legend(fontsize=9, ncols=columns)
+        return
+    figure.set_figheight(figure.get_figheight() + 0.19 * len(labels))
+    told = figure.legend(fontsize=8, loc="outside upper left")
+    for text in told.get_texts():
+        text.set_text(textwrap.shorten(text.get_text(), _LONGEST, placeholder=" …"))
+
+
+_ROOM = 56  # letters beside each other in a legend within the axes
+_LONGEST = 84  # letters of a line's name above them
 
 
 def ends_far_apart(series: Sequence[Series]) -> bool:

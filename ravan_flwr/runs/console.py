@@ -90,7 +90,7 @@ class Progress:
         clients = record["clients"]
         log.info(
             f"calibration  {_loss(record)}{count(len(clients), 'client')}  "
-            f"{_sent(clients)}  {record['seconds']:.1f} s"
+            f"{_sent(record)}  {record['seconds']:.1f} s"
         )
 
     def round(self, record: RoundRecord) -> None:
@@ -105,7 +105,7 @@ class Progress:
         rejected = f"  rejected {len(record['rejected'])}" if record["rejected"] else ""
         log.info(
             f"round {number:{len(str(self.last))}d}/{self.last}  {_loss(record)}"
-            f"{self.metric} {score}  {_spent(record)}{_amounts(clients)}{_sent(clients)}  "
+            f"{self.metric} {score}  {_spent(record)}{_amounts(clients)}{_sent(record)}  "
             f"{self._share()}{record['seconds']:.1f} s  left {minutes(left)}{rejected}{anew}"
         )
         self._bar.update(1)
@@ -135,11 +135,9 @@ def _spent(record: RoundRecord) -> str:
     return f"epsilon {spent['epsilon']:.3f}{of}{seen}  "
 
 
-def _sent(clients: list[ClientRecord]) -> str:
-    """Write how much the clients sent (up) and received (down)."""
-    up = sum(client["bytes-up"] for client in clients)
-    down = sum(client["bytes-down"] for client in clients)
-    return f"up {megabytes(up)}  down {megabytes(down)}"
+def _sent(record: RoundRecord) -> str:
+    """Write how much all clients sent (up) and received (down), evaluation included."""
+    return f"up {megabytes(record['bytes-up'])}  down {megabytes(record['bytes-down'])}"
 
 
 def _amounts(clients: list[ClientRecord]) -> str:

@@ -21,7 +21,8 @@ from ravan_flwr.training.workbench import Workbench
 log = getLogger(__name__)
 
 HOW_TO_HAVE_ONE = (
-    "deliver=true gives devices theirs; of a run in one process: ravan-flwr export --client N"
+    "deliver=true gives devices theirs; of a run in one process: "
+    "ravan-flwr export RUN FOLDER --as merged --client N"
 )
 
 

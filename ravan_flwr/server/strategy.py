@@ -140,7 +140,8 @@ class FederatedTuning(Strategy):
     @property
     def _a_round(self) -> int:
         """Count the clients that a round can have, as far as they are here."""
-        return min(self.config.clients_per_round, len(self.roster.members))
+        able = sum(self.method.can_train(one.share) for one in self.roster.members.values())
+        return min(self.config.clients_per_round, able)
 
     def start(
         self,

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravan_flwr.adapters import Layer
+from ravan_flwr.adapters.lowrank import ProductSum
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.fedrot_lora import nearest, towards
+from ravan_flwr.methods.lora_fair import correction
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.limit import ChangeLimit
 from ravan_flwr.server.optimizer import ServerOptimizer
@@ -219,6 +221,27 @@ def test_a_corrected_mean_of_b_is_never_longer_than_the_mean(seeds):
     for layer, got in enumerate(matrices(new["B"], 2, True)):
         B, *_ = lora_fair_means(sent, 2, layer)
         assert got.norm() <= B.norm() * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_that_holds_also_where_clients_contradict_each_other(seed):
+    """Independent factors, and a penalty that is next to nothing beside the cosine."""
+    random = torch.Generator().manual_seed(seed)
+    B, A = (torch.randn(5, *shape, generator=random) for shape in ((7, 3), (3, 3)))
+    B = 1e-3 * B.double()
+    A = A.double()
+    mean_B, mean_A = B.mean(0), A.mean(0)
+    moment = ProductSum(7, 3)
+    for one, other in zip(B - mean_B, A - mean_A, strict=True):
+        moment.add(one, other, 1.0)
+    corrected = mean_B + correction(mean_B, mean_A, moment, 5.0)
+    assert corrected.norm() <= mean_B.norm() * (1 + 1e-9)
+    product = (B @ A).mean(0)
+    cosines = [
+        float((made @ mean_A * product).sum() / (made @ mean_A).norm() / product.norm())
+        for made in (corrected, mean_B)
+    ]
+    assert cosines[0] >= cosines[1]
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

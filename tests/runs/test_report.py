@@ -152,6 +152,16 @@ def test_several_runs_are_laid_over_each_other_with_seeds_as_a_band(runs, tmp_pa
         "ravan, learning-rate 0.003", "ravan, learning-rate 9.0",
         f"hetlora, learning-rate {hetlora.config['learning-rate']}",
     }  # fmt: skip
+    # What a method does nothing with, what goes with another setting, and what has no effect.
+    faster.config.update(
+        {
+            "learning-rate": 0.003, "final-learning-rate": 1e-9, "method": "local", "heads": 9,
+            "evaluate-on": "clients", "validation-share": 0.2, "clients-per-round": 1_000_000,
+        }
+    )  # fmt: skip
+    assert list(group_runs([ravan, faster])) == [
+        "ravan, evaluate-on server", "local, evaluate-on clients",
+    ]  # fmt: skip
     main(["report", *map(str, runs), "--output", str(tmp_path)])
     page = read_page(tmp_path / "index.html")
     assert page.text.count("seed 1: ") == 2
