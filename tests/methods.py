@@ -65,6 +65,18 @@ def train_client(method, adapters, state, share, seed, own=None):
     return method.upload(adapters)
 
 
+class FakeTraining:
+    """Local steps that change the weights by what they are told."""
+
+    def __init__(self, changes):
+        self.changes = changes
+
+    def train(self, parameters):
+        with torch.no_grad():
+            for parameter, change in zip(parameters, self.changes, strict=True):
+                parameter.add_(change)
+
+
 def aggregate(method, state, uploads):
     """The next state; uploads are (tensors, share) or (tensors, share, weight)."""
     pot = Aggregate(method, state, ChangeLimit(1e9))

@@ -2,6 +2,9 @@
 
 from ravan_flwr.config.key import AUTO, Key
 
+# Values of `init` that make bases of the clients' examples, in a round before the first.
+BASES_OF_DATA = ("data-aware", "first-round")
+
 ADAPTERS: dict[str, Key] = {
     "targets": Key(
         str,
@@ -39,7 +42,7 @@ ADAPTERS: dict[str, Key] = {
         str,
         AUTO,
         "how RAVAN's frozen bases B and A are made",
-        ("gram-schmidt", "normal", "constant", "shared-subspace", "data-aware"),
+        ("gram-schmidt", "normal", "constant", "shared-subspace", *BASES_OF_DATA),
         from_preset=True,
     ),
     "init-scale": Key(
@@ -59,8 +62,8 @@ ADAPTERS: dict[str, Key] = {
     "calibration-learning-rate": Key(
         float,
         AUTO,
-        "learning rate of Fed-SB's first round; auto: the preset's for method full, or "
-        "learning-rate",
+        "learning rate of the first round of Fed-SB and of init=first-round; auto: the preset's "
+        "for method full, or learning-rate",
         above=0,
         high=10,
     ),

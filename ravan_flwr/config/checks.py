@@ -123,6 +123,18 @@ def _check_method(values: Mapping[str, Scalar]) -> None:
                 f"{key} = {values[key]!r}: got method {values['method']!r}, which {otherwise}; "
                 f"expected one of {', '.join(able)}; choose one, or set {key}={without}"
             )
+    for key, without in (("quantize", "none"), ("backbone-dtype", "float32")):
+        if trains_backbone(values) and values[key] not in (without, AUTO):
+            raise ValueError(
+                f"{key} = {values[key]!r}: got init = {values['init']!r}, whose first round "
+                f"{changes}; expected another init; choose one, or set {key}={without}"
+            )
+
+
+def trains_backbone(values: Mapping[str, Scalar]) -> bool:
+    """Tell whether pretrained weights are trained, be it in a round before the first."""
+    method = METHODS[str(values["method"])]
+    return not method.frozen_backbone or (method.has_heads and values["init"] == "first-round")
 
 
 def _check_pooled(values: Mapping[str, Scalar]) -> None:

@@ -5,6 +5,7 @@ docs/privacy.md has a reason for each in more words.
 
 from collections.abc import Mapping
 
+from ravan_flwr.config.adapter_keys import BASES_OF_DATA
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
@@ -94,7 +95,7 @@ def _check_heads(values: Mapping[str, Scalar]) -> None:
     if by_weight and values["privacy"] == "client":
         why = "which heads clients will train must be known before the round"
         raise _refused(values, "selection", "'layer' with scoring=weight", why)
-    if values["init"] == "data-aware":
+    if values["init"] in BASES_OF_DATA:
         why = "bases are made of the clients' examples, without noise"
         raise _refused(values, "init", "another", why)
 

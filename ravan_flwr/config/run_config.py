@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ravan_flwr.config.checks import STEPS, check_steps, check_together
+from ravan_flwr.config.checks import STEPS, check_steps, check_together, trains_backbone
 from ravan_flwr.config.keys import AUTO, FROM_PRESET, KEYS, check_key
 from ravan_flwr.config.places import chosen_data, chosen_model
 from ravan_flwr.config.preset import Preset
@@ -153,7 +153,7 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
         values.setdefault(key, spec.default)
     preset = read_preset(cast(str, values["preset"]))
     check_steps(values)
-    if values["quantize"] == AUTO and not METHODS[str(values["method"])].frozen_backbone:
+    if values["quantize"] == AUTO and trains_backbone(values):
         values["quantize"] = "none"
     said = STEPS if any(values[key] != AUTO for key in STEPS) else ()
     for key in FROM_PRESET.difference(said):

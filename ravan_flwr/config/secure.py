@@ -5,6 +5,7 @@ docs/secure-aggregation.md has a reason for each in more words.
 
 from collections.abc import Mapping
 
+from ravan_flwr.config.adapter_keys import BASES_OF_DATA
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
@@ -62,9 +63,9 @@ def _check_method(values: Mapping[str, Scalar]) -> None:
         raise _refused("scoring", "gradient", "'random' or 'weight'", public)
     if values["scoring"] == "weight" and values["selection"] == "global":
         raise _refused("selection", "global", "'layer' with scoring=weight", public)
-    if values["init"] == "data-aware":
+    if values["init"] in BASES_OF_DATA:
         why = "bases are made of what each client uploads in a round before the first"
-        raise _refused("init", "data-aware", "another", why)
+        raise _refused("init", values["init"], "another", why)
 
 
 def _refused(key: str, value: Scalar, expected: str, why: str) -> ValueError:

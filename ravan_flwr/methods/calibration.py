@@ -7,7 +7,8 @@
     fixed tensors            ------------>  load(adapters, fixed)
 
 Uploads have to add up: the server sees their sum, or another middle, and nothing else. RAVAN's
-data-aware bases (data_aware.py) and Fed-SB's bases (fed_sb.py) are made so.
+data-aware bases (data_aware.py), and those of a first round, Fed-SB's and RAVAN's
+(first_round.py), are made so.
 """
 
 from abc import ABC, abstractmethod

@@ -2,8 +2,8 @@
 
     y = W x + b + B H A x
 
-In a first federated round, round 0 of the record, the sampled clients fine-tune the adapted
-matrices themselves and send how these changed. The mean change is decomposed, U S V^T, and
+In a first federated round the sampled clients fine-tune the adapted matrices themselves
+(first_round.py). Their mean change is decomposed, U S V^T, and
 
     B = U[:, :r],    H(0) = S[:r, :r],    A = V^T[:r]
 
@@ -13,18 +13,16 @@ It is RAVAN with one head and without a scale, up to the initialisation.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, MultiHeadLinear, make_bases
-from ravan_flwr.adapters.lowrank import svd
-from ravan_flwr.methods.base import Round, Settings, Tensors
-from ravan_flwr.methods.calibration import Calibration, LocalWork
-from ravan_flwr.methods.means import Means
-from ravan_flwr.methods.multihead import MultiHeadMethod, load_bases
-from ravan_flwr.methods.tensors import check_names, check_tensor, flatten
+from ravan_flwr.methods.base import Settings, Tensors
+from ravan_flwr.methods.first_round import FirstRound
+from ravan_flwr.methods.multihead import MultiHeadMethod
+from ravan_flwr.methods.tensors import check_tensor
 
 
 class FedSB(MultiHeadMethod):
@@ -36,7 +34,8 @@ class FedSB(MultiHeadMethod):
         super().__init__(settings, layers, size)
         side = min(min(layer.out_features, layer.in_features) for layer in self.layers)
         self.rank = settings.rank or min(side, math.isqrt(self.budget // len(self.layers)))
-        self.calibration = FirstRound(self.layers, self.rank)
+        shape = (len(self.layers), self.rank, self.rank)
+        self.calibration = FirstRound(self.layers, 1, self.rank, shape, seed=settings.seed)
 
     def trainable_parameters(self) -> int:
         return len(self.layers) * self.rank**2
@@ -79,74 +78,3 @@ class FedSB(MultiHeadMethod):
 
 
 METHOD = FedSB
-
-
-class FirstRound(Calibration[MultiHeadLinear]):
-    """Fine-tune the adapted matrices themselves, on a sample of the clients."""
-
-    everyone = False
-    by_steps = True
-
-    def __init__(self, layers: Sequence[Layer], rank: int) -> None:
-        self.layers, self.rank = layers, rank
-
-    @property
-    def bytes_up(self) -> int:
-        return 4 * sum(layer.out_features * layer.in_features for layer in self.layers)
-
-    @property
-    def bytes_down(self) -> int:
-        sides = sum(layer.out_features + layer.in_features for layer in self.layers)
-        return 4 * self.rank * sides
-
-    def open(self, sums: Callable[[Tensors], Round] = Means) -> "DecomposedChange":
-        return DecomposedChange(self.layers, self.rank, sums)
-
-    def run(self, adapters: Sequence[MultiHeadLinear], work: LocalWork) -> Tensors:
-        weights = [adapter.base.weight for adapter in adapters]
-        before = [weight.detach().clone() for weight in weights]
-        try:
-            for adapter, weight in zip(adapters, weights, strict=True):
-                adapter.H.requires_grad_(False)
-                weight.requires_grad_(True)
-            work.train(weights)
-            changes = [
-                weight.detach().float() - old.float()
-                for weight, old in zip(weights, before, strict=True)
-            ]
-        finally:
-            with torch.no_grad():
-                for weight, old in zip(weights, before, strict=True):
-                    weight.requires_grad_(False).copy_(old)
-        return {"change": flatten(changes)}
-
-    def load(self, adapters: Sequence[MultiHeadLinear], fixed: Mapping[str, Tensor]) -> None:
-        load_bases(adapters, fixed)
-
-
-class DecomposedChange:
-    """Sum up the clients' changes, and decompose their mean, or with `robust` their middle."""
-
-    def __init__(
-        self, layers: Sequence[Layer], rank: int, sums: Callable[[Tensors], Round]
-    ) -> None:
-        self.layers, self.rank = layers, rank
-        self.sizes = [layer.out_features * layer.in_features for layer in layers]
-        self.sums = sums({"change": torch.zeros(sum(self.sizes))})
-
-    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Add one client's change."""
-        check_names(upload, ["change"])
-        check_tensor(upload, "change", [sum(self.sizes)], torch.float32)
-        self.sums.add(upload, weight)
-
-    def close(self) -> tuple[Tensors, Tensors]:
-        """Make the bases, and H(0)."""
-        Bs, Hs, As = [], [], []
-        mean = self.sums.close()["change"]
-        for layer, flat in zip(self.layers, mean.split(self.sizes), strict=True):
-            U, S, Vh = svd(flat.view(layer.out_features, layer.in_features).double())
-            Bs.append(U[:, : self.rank])
-            Hs.append(S[: self.rank].diag())
-            As.append(Vh[: self.rank])
-        return {"B": flatten(Bs), "A": flatten(As)}, {"H": torch.stack(Hs).float()}

@@ -10,8 +10,8 @@ and a bit for each head that says which. The server's new H_i is the plain mean 
 clients that trained head i of that layer, and the old H_i where nobody did (equation 8):
 the mean of products, so that the aggregate's delta-weight is exactly the mean of theirs.
 
-With `init = data-aware` the bases come from one calibration round instead (data_aware.py), and
-travel, once to each client.
+With `init = data-aware` or `first-round` the bases come from one calibration round instead
+(data_aware.py, first_round.py), and travel, once to each client.
 """
 
 import logging
@@ -25,6 +25,7 @@ from ravan_flwr.adapters import Layer, MultiHeadLinear, make_bases
 from ravan_flwr.methods.base import Settings, Tensors, check_rank
 from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.data_aware import DataAwareBases
+from ravan_flwr.methods.first_round import FirstRound
 from ravan_flwr.methods.head_means import HeadMeans, pack_bits, unpack_bits
 from ravan_flwr.methods.multihead import MultiHeadMethod
 from ravan_flwr.methods.selection import best_heads, chances, score_heads
@@ -48,6 +49,12 @@ class Ravan(MultiHeadMethod):
         if settings.init == "data-aware":
             self.init = "gram-schmidt"  # until the calibration: there must be some
             self.calibration = DataAwareBases(settings, self.layers, self.heads, self.rank)
+        elif settings.init == "first-round":
+            self.init = "gram-schmidt"
+            self.calibration = FirstRound(
+                self.layers, self.heads, self.rank, self._shape,
+                seed=settings.seed, scale=settings.init_scale,
+            )  # fmt: skip
         if self.init == "gram-schmidt" and self.heads * self.rank > self.side:
             told = f"{settings.init}: {self.heads} heads of rank {self.rank} are more than "
             told += f"{self.side} dimensions hold; bases are orthonormal in blocks of as many "
@@ -63,6 +70,10 @@ class Ravan(MultiHeadMethod):
                 f"room for {per_head:.2f} a head, expected at least 2; lower heads or set rank"
             )
         return min(rank, self.side)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return len(self.layers), self.heads, self.rank, self.rank
 
     def _scales_per_head(self) -> int:
         return 1 if self.settings.scaling == "trained" else 0
@@ -99,7 +110,7 @@ class Ravan(MultiHeadMethod):
     # The server's half.
 
     def initial_state(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:  # noqa: ARG002
-        return {"H": torch.zeros(len(self.layers), self.heads, self.rank, self.rank)}
+        return {"H": torch.zeros(self._shape)}
 
     def check(self, upload: Mapping[str, Tensor], share: float) -> None:
         check_names(upload, ["H", "heads"])
@@ -183,8 +194,7 @@ class Ravan(MultiHeadMethod):
     # The client's half.
 
     def load(self, adapters: Sequence[MultiHeadLinear], tensors: Mapping[str, Tensor]) -> None:
-        shape = (len(self.layers), self.heads, self.rank, self.rank)
-        H = check_tensor(tensors, "H", shape, torch.float32)
+        H = check_tensor(tensors, "H", self._shape, torch.float32)
         with torch.no_grad():
             for adapter, layer_H in zip(adapters, H, strict=True):
                 adapter.train_all_heads()

@@ -69,7 +69,9 @@ def _measure(row: Row, rate: float, results: Results, scores: dict[float, Score]
 
 
 def choices_of(table: Table, results: Results) -> dict[str, RateChoice]:
-    """Choose for each row of a table of which at least one rate is measured."""
+    """Choose for each row of a table of which at least one rate is measured, for this table."""
+    if table.rates_of:
+        return {}
     found = {name: choose(row, results) for name, row in table.rows.items()}
     return {name: choice for name, choice in found.items() if choice and choice.scores}
 

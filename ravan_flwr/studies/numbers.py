@@ -4,7 +4,7 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 
-from ravan_flwr.studies.choosing import choose
+from ravan_flwr.studies.choosing import choices_of
 from ravan_flwr.studies.lines import Line, lines_of
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import Study
@@ -44,10 +44,9 @@ def rates_as_csv(study: Study, results: Results) -> str:
     lines = [
         (table.title, name, rate, seed, score.metric, value)
         for table in study.tables
-        for name, row in table.rows.items()
-        if (choice := choose(row, results)) is not None
+        for name, choice in choices_of(table, results).items()
         for rate, score in sorted(choice.scores.items())
-        for seed, value in zip(row.rate_seeds, score.values, strict=True)
+        for seed, value in zip(table.rows[name].rate_seeds, score.values, strict=True)
     ]
     return _as_csv(OF_RATES.split(), lines)
 

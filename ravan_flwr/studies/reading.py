@@ -1,6 +1,7 @@
 """Read a study file and check all of it, so that no run begins of a study that has a mistake."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ _TABLE_OPTIONS = {
     "settings": dict,
     "equal-parameters": bool,
     "references": list,
+    "rates-of": str,
     "spectra": bool,
     "metric": str,
     "against": str,
@@ -67,7 +69,8 @@ def read_study(path: Path, here: Mapping[str, Scalar] | None = None) -> Study:
                 "titles; rename one"
             )
         paper = numbers.pop(table["title"], {})
-        tables.append(_read_table(path, content | {"here": dict(here or {})}, table, paper))
+        read = _read_table(path, content | {"here": dict(here or {})}, table, paper)
+        tables.append(_with_rates_of(f"study {path}: table {read.title!r}", read, tables))
     if numbers:
         raise ValueError(
             f"study {path}: the paper's numbers name tables {list(numbers)}, which it does not "
@@ -114,8 +117,30 @@ def _read_table(
         metric=table.get("metric", ""),
         paper=paper,
         references=references,
+        rates_of=table.get("rates-of", ""),
         against=_against(table, list(rows), references),
     )
+
+
+def _with_rates_of(where: str, table: Table, earlier: Sequence[Table]) -> Table:
+    """Let the rows take the rates that are chosen for the table that this one names, if any."""
+    if not table.rates_of:
+        return table
+    choosing = {one.title: one for one in earlier if not one.rates_of}
+    if table.rates_of not in choosing:
+        raise ValueError(
+            f"{where}: rates-of = {table.rates_of!r}, expected an earlier table whose rates are "
+            f"chosen for it: one of {list(choosing)}; correct it"
+        )
+    theirs = choosing[table.rates_of].rows
+    taking = {name: row for name, row in table.rows.items() if row.rates}
+    if unknown := [name for name in taking if name not in theirs or not theirs[name].rates]:
+        raise ValueError(
+            f"{where}: rates-of = {table.rates_of!r}: no rate is chosen there for rows {unknown}, "
+            "expected one for each row without a learning-rate; rename the row, or set its rate"
+        )
+    taken = {name: replace(row, chosen_as=theirs[name]) for name, row in taking.items()}
+    return replace(table, rows=table.rows | taken)
 
 
 def _against(table: Mapping[str, Any], rows: Sequence[str], references: Sequence[str]) -> str:

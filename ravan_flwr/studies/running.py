@@ -130,7 +130,7 @@ def _work_of(part: Study) -> tuple[Work, Work]:
     choosing = tabling = Work()
     for row in part.rows:
         rounds = read_config(own_preset({"learning-rate": 1.0, **row.settings})).num_rounds
-        number = len(row.rates) * len(row.rate_seeds)
+        number = 0 if row.chosen_as else len(row.rates) * len(row.rate_seeds)
         choosing += Work(number, number * rounds)
         tabling += Work(len(row.seeds), len(row.seeds) * rounds)
     return choosing, tabling

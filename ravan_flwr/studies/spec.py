@@ -14,6 +14,7 @@
         settings: {partition: iid}          # optional: of the rows of this table
         equal-parameters: true              # optional: refuse rows that differ by more than 5 %
         references: [full]                  # optional: rows that do not compete
+        rates-of: IID                       # optional: rates are those chosen for that table
         against: ravan                      # optional: differences are to this row, paired by seed
         spectra: true                       # optional: draw the rows' singular values
         metric: accuracy-matched            # optional: another one than the task's
@@ -122,10 +123,13 @@ class Row:
     rates: list[float]  # the learning rates to choose from; empty: the settings say it
     rate_seeds: list[int]
     extensions: int = 0  # how many rates may be added to them
+    chosen_as: "Row | None" = None  # the row of another table whose rate it takes
     here: dict[str, Scalar] = field(default_factory=dict)  # see PlannedRun
 
     def candidates(self, rate: float) -> list[PlannedRun]:
         """List the runs that measure how good a learning rate is."""
+        if self.chosen_as is not None:
+            return self.chosen_as.candidates(rate)
         held_back: dict[str, Scalar] = {
             "learning-rate": rate,
             "evaluate-on": "clients",
@@ -158,6 +162,7 @@ class Table:
     metric: str  # "": the task's
     paper: dict[str, float]  # row -> what the paper has, in percent
     references: tuple[str, ...] = ()  # rows that do not compete with the others
+    rates_of: str = ""  # the table that its learning rates were chosen for, if another
     against: str = ""  # the row that differences are to
 
 

@@ -64,8 +64,11 @@ def table_lines(table: Table, results: Results) -> list[str]:
     if not lines:
         return ["No run of this table is done yet."]
     text = list(_rows(table, lines))
-    told = sentence(table, lines)
-    return [*text, "", told] if told else text
+    if told := sentence(table, lines):
+        text += ["", told]
+    if table.rates_of:
+        text += ["", f"The learning rates were chosen for *{table.rates_of}*, not for this table."]
+    return text
 
 
 def _rows(table: Table, lines: Sequence[Line]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from ravan_flwr.training.local_steps import LocalSteps, calibrate_locally
 from ravan_flwr.training.workbench import Workbench
 from tests.methods import (
     LAYERS,
+    FakeTraining,
     aggregate,
     assert_close,
     build,
@@ -210,18 +211,6 @@ def test_flexlora_is_the_best_approximation_of_the_mean_product(clients):
 
 
 # Fed-SB
-
-
-class FakeTraining:
-    """Local steps that change the weights by what they are told."""
-
-    def __init__(self, changes):
-        self.changes = changes
-
-    def train(self, parameters):
-        with torch.no_grad():
-            for parameter, change in zip(parameters, self.changes, strict=True):
-                parameter.add_(change)
 
 
 def known_changes():

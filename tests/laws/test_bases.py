@@ -20,7 +20,7 @@ def bases(scheme, heads=3, rank=4, out_features=24, in_features=16, **changes):
 
 
 def test_the_configuration_offers_the_schemes_there_are():
-    assert set(KEYS["init"].choices) == {*SCHEMES, "data-aware"}
+    assert set(KEYS["init"].choices) == {*SCHEMES, "data-aware", "first-round"}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -215,11 +215,14 @@ def test_what_is_honest_is_used(method):
     assert not ledger.rejected
 
 
-@pytest.mark.parametrize("method", ["ravan", "fed-sb"])
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [("ravan", {"init": "data-aware"}), ("ravan", {"init": "first-round"}), ("fed-sb", {})],
+)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(REPLIES)
-def test_no_hostile_reply_reaches_the_calibration(method, replies):
-    made, _ = build(method, **({"init": "data-aware"} if method == "ravan" else {}))
+def test_no_hostile_reply_reaches_the_calibration(method, changes, replies):
+    made, _ = build(method, **changes)
     sums = made.calibration.open()
     node = member()
     for what in replies:

@@ -731,8 +731,9 @@ def test_a_server_optimiser_wants_a_plain_mean(tmp_path, method):
         run(tmp_path, method=method, server_optimizer="adam")
 
 
-def test_a_data_aware_run_resumes_to_the_same_bits(tmp_path):
-    settings = {"init": "data-aware", "budgets": "uniform", "scoring": "gradient"}
+@pytest.mark.parametrize("init", ["data-aware", "first-round"])
+def test_a_calibrated_run_resumes_to_the_same_bits(tmp_path, init):
+    settings = {"init": init, "budgets": "uniform", "scoring": "gradient"}
     whole = run(tmp_path, **settings)
     part = run(tmp_path, num_rounds=1, **settings)
     resumed = run(tmp_path, resume=str(part.run_dir), **settings)

@@ -16,6 +16,7 @@ REFUSED: dict[str, tuple[dict[str, Scalar], str]] = {
         "got selection = 'global', expected 'layer'",
     ),
     "bases of data": ({"init": "data-aware"}, "got init = 'data-aware', expected another"),
+    "a first round": ({"init": "first-round"}, "got init = 'first-round', expected another"),
     "weights": ({"weighting": "examples"}, "got weighting = 'examples', expected 'uniform'"),
     "robust": ({"robust": "median"}, "got robust = 'median', expected 'none'"),
     "a limit": ({"max-update-norm": 1.0}, "got max-update-norm = 1.0, expected 'auto'"),
@@ -56,6 +57,7 @@ REFUSED_OF_EXAMPLES: dict[str, tuple[dict[str, Scalar], str]] = {
     "no noise": ({"epsilon": "auto"}, "got neither epsilon nor noise-multiplier"),
     "gradient scores": ({"scoring": "gradient"}, "got scoring = 'gradient', expected 'random'"),
     "bases of data": ({"init": "data-aware"}, "got init = 'data-aware', expected another"),
+    "a first round": ({"init": "first-round"}, "got init = 'first-round', expected another"),
     "passes": ({"local-epochs": 2.0}, "got local-epochs = 2.0, expected 'auto', since batches"),
     "lengths": (
         {"preset": "finance", "batching": "length"},

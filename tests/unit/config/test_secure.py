@@ -23,6 +23,7 @@ REFUSED: dict[str, tuple[dict[str, Scalar], str]] = {
         "got selection = 'global', expected 'layer'",
     ),
     "bases of data": ({"init": "data-aware"}, "got init = 'data-aware', expected another"),
+    "a first round": ({"init": "first-round"}, "got init = 'first-round', expected another"),
     "weights": ({"weighting": "examples"}, "got weighting = 'examples', expected 'uniform'"),
     "robust": ({"robust": "median"}, "got robust = 'median', expected 'none'"),
     "a limit": ({"max-update-norm": 1.0}, "got max-update-norm = 1.0, expected 'auto'"),

@@ -193,11 +193,16 @@ def test_a_sketch_that_is_far_larger_than_most_is_left_out():
     assert torch.equal(MeansBySize({"x": torch.ones(3)}).close()["x"], torch.ones(3))
 
 
+CALIBRATED = [
+    ("fed-sb", {}), ("ravan", {"init": "first-round"}), ("ravan", {"init": "data-aware"}),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("robust", ["median", "trimmed-mean"])
-@pytest.mark.parametrize(("name", "changes"), [("fed-sb", {}), ("ravan", {"init": "data-aware"})])
+@pytest.mark.parametrize(("name", "changes"), CALIBRATED)
 def test_one_false_reply_of_five_does_not_reach_a_robust_calibration(name, changes, robust):
     method, _ = build(name, **changes)
-    key = "change" if name == "fed-sb" else "sketch"
+    key = "sketch" if changes.get("init") == "data-aware" else "change"
     size = method.calibration.bytes_up // 4
     honest = [
         {key: torch.randn(size, generator=torch.Generator().manual_seed(1)) * (1 + n / 1e6)}
@@ -214,8 +219,9 @@ def test_one_false_reply_of_five_does_not_reach_a_robust_calibration(name, chang
 
 
 def test_a_calibration_by_steps_is_limited_and_a_sketch_is_not():
-    for name, changes, limited in (("fed-sb", {}, True), ("ravan", {"init": "data-aware"}, False)):
+    for name, changes in CALIBRATED:
         method, _ = build(name, **changes)
+        limited = changes.get("init") != "data-aware"
         sums = open_calibration(method.calibration, None, 0.1)
         key = "change" if limited else "sketch"
         upload = {key: torch.full((method.calibration.bytes_up // 4,), 1.0)}

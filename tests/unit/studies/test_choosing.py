@@ -16,11 +16,13 @@ from tests.studies import chosen, fill
 GRID = [1e-3, 3e-3, 1e-2]
 
 
-def study_of(tmp_path, rows=None, **choose):
+def study_of(tmp_path, rows=None, tables=None, **choose):
     content = {
         "title": "A study", "num-clients": 3, "seeds": [0, 1, 2], "settings": {"num-rounds": 2},
         "choose": {"learning-rate": GRID, "seeds": [100, 101, 102]} | choose,
-        "tables": [{"title": "T", "rows": rows or {"ravan": {}, "fedit": {"method": "fedit"}}}],
+        "tables": tables or [
+            {"title": "T", "rows": rows or {"ravan": {}, "fedit": {"method": "fedit"}}}
+        ],
     }  # fmt: skip
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
@@ -117,6 +119,57 @@ def test_rates_are_never_chosen_on_the_test_part(tmp_path):
         settings = dict(run.settings)
         assert (settings["evaluate-on"], settings["validation-share"]) == ("clients", 0.2)
         assert settings["seed"] in (100, 101, 102)
+
+
+def of_two_tables(tmp_path, second, first=None):
+    rows = {"ravan": {}, "fedit": {"method": "fedit"}}
+    tables = [
+        {"title": "T", "rows": rows, **(first or {})},
+        {"title": "IID", "settings": {"partition": "iid"}, "rows": rows, **second},
+    ]
+    return study_of(tmp_path, tables=tables)
+
+
+def test_a_table_takes_the_rates_chosen_for_an_earlier_one(tmp_path):
+    study, results = of_two_tables(tmp_path, {"rates-of": "T"}), Results(tmp_path)
+    assert len(candidates(study, results)) == 2 * 3 * 3  # those of the first table alone
+    assert all("partition" not in dict(run.settings) for run in candidates(study, results))
+    # Under the second table's partition another rate would do better: it is not looked for.
+    first, second = peak_at({"fedit": 1e-2}), peak_at({"fedit": 1e-3})
+    fill(study, results, lambda s: (second if s.get("partition") else first)(s))
+    for table in study.tables:
+        assert chosen(table.rows["fedit"], results).rate == 1e-2
+        assert chosen(table.rows["ravan"], results).rate == 3e-3
+    runs = [dict(run.settings) for run in planned(study, results)]
+    assert [(s.get("partition"), s.get("method"), s["learning-rate"]) for s in runs[::3]] == [
+        (None, None, 3e-3), (None, "fedit", 1e-2), ("iid", None, 3e-3), ("iid", "fedit", 1e-2),
+    ]  # fmt: skip
+    text = markdown(study, results)
+    assert text.count("The learning rates were chosen for *T*, not for this table.") == 1
+    assert text.count("by what they reached on held-back examples") == 1
+    assert {line.split(",")[0] for line in rates_as_csv(study, results).splitlines()} == {
+        "table", "T",
+    }  # fmt: skip
+
+
+def test_a_row_whose_settings_say_the_rate_takes_none(tmp_path):
+    rows = {"other": {"method": "fedit", "learning-rate": 0.5}}
+    study = of_two_tables(tmp_path, {"rates-of": "T", "rows": rows})
+    assert study.tables[1].rows["other"].chosen_as is None
+
+
+@pytest.mark.parametrize(
+    ("second", "first", "told"),
+    [
+        ({"rates-of": "no"}, {}, "rates-of = 'no', expected an earlier table"),
+        ({"rates-of": "IID"}, {}, "rates-of = 'IID', expected an earlier table"),
+        ({}, {"rates-of": "IID"}, r"rates-of = 'IID', expected an earlier .*: one of \[\]"),
+        ({"rates-of": "T", "rows": {"new": {}}}, {}, r"no rate is chosen there for rows \['new'\]"),
+    ],
+)
+def test_rates_that_no_table_has(tmp_path, second, first, told):
+    with pytest.raises(ValueError, match=told):
+        of_two_tables(tmp_path, second, first)
 
 
 @pytest.mark.parametrize("number", [-1, 11])

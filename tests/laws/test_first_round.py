@@ -1,0 +1,99 @@
+"""RAVAN's heads over a first round's singular blocks: numpy's decomposition is the oracle."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from tests.methods import LAYERS, FakeTraining, assert_close, build, build_whole, deltas
+
+
+def changes_of_two_clients():
+    """What two clients change in each layer, and the mean, in numpy."""
+    rng = np.random.default_rng(7)
+    both = [[rng.normal(size=(layer.out_features, layer.in_features)) for layer in LAYERS]
+            for _ in range(2)]  # fmt: skip
+    return both, [(one + other) / 2 for one, other in zip(*both, strict=True)]
+
+
+def first_round(heads, scale=1.0, both=None):
+    """The method after its first round, its adapters, and the state that it begins with."""
+    method, adapters = build("ravan", init="first-round", heads=heads, rank=2, init_scale=scale)
+    sums = method.calibration.open()
+    for changes in both or changes_of_two_clients()[0]:
+        upload = method.calibration.run(
+            adapters, FakeTraining([torch.tensor(change).float() for change in changes])
+        )
+        assert sum(tensor.nbytes for tensor in upload.values()) == method.calibration.bytes_up
+        sums.add(upload, 1.0)
+    fixed, changed = sums.close()
+    assert sum(tensor.nbytes for tensor in fixed.values()) == method.calibration.bytes_down
+    method.calibration.load(adapters, fixed)
+    return method, adapters, method.initial_state(adapters) | changed
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_all_heads_together_begin_as_the_best_approximation_of_the_mean_change(heads, scale):
+    method, adapters, state = first_round(heads, scale)
+    for mean, delta in zip(
+        changes_of_two_clients()[1], deltas(method, adapters, state), strict=True
+    ):
+        U, S, Vt = np.linalg.svd(mean)
+        best = U[:, : 2 * heads] * S[: 2 * heads] @ Vt[: 2 * heads]
+        np.testing.assert_allclose(delta.double(), best, atol=1e-5)
+
+
+def test_each_head_has_the_next_block_of_directions():
+    method, adapters, state = first_round(2)
+    method.load(adapters, state)
+    for mean, adapter in zip(changes_of_two_clients()[1], adapters, strict=True):
+        U, S, Vt = np.linalg.svd(mean)
+        for head, block in enumerate((slice(0, 2), slice(2, 4))):
+            alone = (adapter.B[head] @ adapter.H[head] @ adapter.A[head]).detach().double()
+            np.testing.assert_allclose(alone, U[:, block] * S[block] @ Vt[block], atol=1e-5)
+            assert_close([adapter.B[head].T @ adapter.B[head]], [torch.eye(2)])
+
+
+def test_heads_for_which_a_matrix_has_no_directions_begin_at_zero():
+    """The layers' smaller sides are 5 and 4: two heads of rank 2 fit, a third and fourth do not."""
+    method, adapters, state = first_round(4)
+    assert state["H"][:, :2].abs().amax((2, 3)).min() > 0
+    assert not state["H"][:, 2:].any()
+    for adapter in adapters:
+        for basis in (*adapter.B, *adapter.A.mT):
+            assert_close([basis.T @ basis], [torch.eye(2)])
+    two = first_round(2)
+    assert_close(deltas(method, adapters, state), deltas(two[0], two[1], two[2]))
+
+
+def test_it_is_fed_sb_with_several_heads():
+    both = changes_of_two_clients()[0]
+    ravan, adapters, state = first_round(1)
+    fed_sb, others = build("fed-sb", rank=2)
+    sums = fed_sb.calibration.open()
+    for changes in both:
+        training = FakeTraining([torch.tensor(change).float() for change in changes])
+        sums.add(fed_sb.calibration.run(others, training), 1.0)
+    fixed, changed = sums.close()
+    fed_sb.calibration.load(others, fixed)
+    assert torch.equal(state["H"][:, 0], changed["H"])
+    one, other = deltas(ravan, adapters, state), deltas(fed_sb, others, changed)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_the_weights_come_back_also_when_the_first_round_fails():
+    method, adapters, network = build_whole("ravan", init="first-round")
+    before = copy.deepcopy(network.state_dict())
+
+    class Fails(FakeTraining):
+        def train(self, parameters):
+            super().train(parameters)
+            raise RuntimeError("boom")
+
+    changes = [torch.ones(layer.out_features, layer.in_features) for layer in LAYERS]
+    with pytest.raises(RuntimeError, match="boom"):
+        method.calibration.run(adapters, Fails(changes))
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert not any(p.requires_grad for name, p in network.named_parameters() if "base" in name)
