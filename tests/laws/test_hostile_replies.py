@@ -186,7 +186,7 @@ seen: dict[str, int] = {}
 @functools.cache
 def drawn_replies():
     """What nodes send, drawn once for all methods: that takes longer than a server to refuse it."""
-    drawn = []
+    drawn: list[Any] = []
 
     @settings(
         max_examples=10_000 // (BATCH * len(METHODS)) + 1,

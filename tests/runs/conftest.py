@@ -6,6 +6,7 @@ import datasets
 import pytest
 from markupsafe import Markup
 
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data import examples
 from ravan_flwr.results.charts import Chart
 from ravan_flwr.training import network
@@ -18,7 +19,7 @@ EVALUATED = 96  # of 359 test examples of the digits
 def _few_test_examples():
     """Measure each round on fewer digits: a fifth of a short run's time goes there."""
     whole = examples.SOURCES["sklearn-digits"]
-    few = whole(None)["test"].select(range(EVALUATED)).flatten_indices()
+    few = whole(read_config({}).data)["test"].select(range(EVALUATED)).flatten_indices()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(
             examples.SOURCES,

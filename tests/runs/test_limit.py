@@ -9,7 +9,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 
 SMALL: dict[str, Scalar] = {
-    "num-rounds": 2, "local-steps": 1, "batch-size": 8, "report": False, "tracking": "none",
+    "num-rounds": 2, "local-steps": 3, "batch-size": 8, "report": False, "tracking": "none",
     "clients-per-round": 4,
 }  # fmt: skip
 
