@@ -175,7 +175,8 @@ class _Client:
 
     def find_own(self) -> Tensors | None:
         """Find the part of the model that has stayed with this client, if one has."""
-        return find_own(self.context.state, self.bench.model, self.mark)
+        model = self.bench.model
+        return find_own(self.context.state, model, self.mark) if model.own_shapes() else None
 
     def take_fixed(self) -> None:
         """Load the fixed tensors: sent once, then kept in this node's state for the run."""

@@ -44,8 +44,6 @@ def own_tensors(state: RecordDict) -> Tensors | None:
 
 def find_own(state: RecordDict, model: AdaptedModel, mark: str) -> Tensors | None:
     """Find the part that the client has of this run; None if it has none that can be used."""
-    if not model.own_shapes():
-        return None
     try:
         own = own_tensors(state)
         if own is None:

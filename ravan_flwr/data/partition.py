@@ -4,6 +4,7 @@ A device with its own examples never comes here.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import datasets
@@ -37,6 +38,15 @@ class Partition:
     shards: int = 2  # of a client
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Hold what the examples are dealt out by."""
+
+    number: int
+    column: str
+    values: Sequence[str | float]  # of the column, where it is read
+
+
 def deal_out(train: datasets.Dataset, partition: Partition, column: str) -> list[np.ndarray]:
     """Deal out the rows of `train` to the clients.
 
@@ -49,30 +59,27 @@ def deal_out(train: datasets.Dataset, partition: Partition, column: str) -> list
             "each; use fewer clients"
         )
     read = partition.kind in BY_COLUMN
-    values = {column: values_of(train, column)} if read else {}
-    rows = datasets.Dataset.from_dict({"row": np.arange(len(train)), **values})
+    rows = Rows(len(train), column, values_of(train, column) if read else [])
     seed = derive(partition.seed, "partition") % 2**32
-    dealt = PARTITIONERS[partition.kind](rows, partition, column, seed)
+    dealt = PARTITIONERS[partition.kind](rows, partition, seed)
     if left := len(train) - sum(map(len, dealt)):
         log.info("partition=%s: %d of %d examples are nobody's", partition.kind, left, len(train))
     return dealt
 
 
-def _iid(rows: datasets.Dataset, partition: Partition, _: str, seed: int) -> list[np.ndarray]:
+def _iid(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
     """Deal out equal shares of a shuffled whole."""
-    return deal_alike(len(rows), partition.number, np.random.default_rng(seed))
+    return deal_alike(rows.number, partition.number, np.random.default_rng(seed))
 
 
-def _dirichlet(
-    rows: datasets.Dataset, partition: Partition, column: str, seed: int
-) -> list[np.ndarray]:
+def _dirichlet(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
     """Split every class over the clients by a draw from a Dirichlet distribution.
 
     Clients differ in what they have, and widely in how much. Draws that leave a client with next to
     nothing are repeated, as flwr-datasets does ten times a seed, then with further seeds.
     """
-    number, labels = partition.number, numbered(rows[column][:])[1]
-    smallest = max(1, min(10, len(rows) // (4 * number)))
+    number, labels = partition.number, numbered(rows.values)[1]
+    smallest = max(1, min(10, rows.number // (4 * number)))
     for attempt in range(SEEDS):
         random = np.random.default_rng(seed + attempt)
         dealt = deal_by_class(labels, number, partition.alpha, smallest, random)
@@ -80,39 +87,33 @@ def _dirichlet(
             return dealt
     raise ValueError(
         f"partition-alpha = {partition.alpha}: {number} clients got fewer than {smallest} of "
-        f"{len(rows)} examples in every of {SEEDS * DRAWS} draws; raise partition-alpha, use "
+        f"{rows.number} examples in every of {SEEDS * DRAWS} draws; raise partition-alpha, use "
         "fewer clients, or partition=dirichlet-by-client"
     )
 
 
-def _dirichlet_by_client(
-    rows: datasets.Dataset, partition: Partition, column: str, seed: int
-) -> list[np.ndarray]:
+def _dirichlet_by_client(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
     """Draw every client's proportions from a Dirichlet distribution, and give equal shares."""
-    labels = np.asarray(rows[column][:])
+    labels = np.asarray(rows.values)
     return deal_by_client(labels, partition.number, partition.alpha, np.random.default_rng(seed))
 
 
-def _natural(rows: datasets.Dataset, partition: Partition, column: str, _: int) -> list[np.ndarray]:
-    return deal_naturally(rows[column][:], partition.number, column)
+def _natural(rows: Rows, partition: Partition, _: int) -> list[np.ndarray]:
+    return deal_naturally(rows.values, partition.number, rows.column)
 
 
-def _pathological(
-    rows: datasets.Dataset, partition: Partition, column: str, seed: int
-) -> list[np.ndarray]:
+def _pathological(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
     random = np.random.default_rng(seed)
-    return deal_few_classes(rows[column][:], partition.number, partition.classes, random)
+    return deal_few_classes(rows.values, partition.number, partition.classes, random)
 
 
-def _shards(
-    rows: datasets.Dataset, partition: Partition, column: str, seed: int
-) -> list[np.ndarray]:
+def _shards(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
     random = np.random.default_rng(seed)
-    return deal_shards(rows[column][:], partition.number, partition.shards, random)
+    return deal_shards(rows.values, partition.number, partition.shards, random)
 
 
-def _by_size(rows: datasets.Dataset, partition: Partition, _: str, seed: int) -> list[np.ndarray]:
-    return deal_by_size(partition.kind, len(rows), partition.number, np.random.default_rng(seed))
+def _by_size(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
+    return deal_by_size(partition.kind, rows.number, partition.number, np.random.default_rng(seed))
 
 
 PARTITIONERS = {

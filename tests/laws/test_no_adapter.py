@@ -61,7 +61,7 @@ def test_it_comes_near_a_logistic_regression_on_the_same_features(tmp_path):
     """scikit-learn's, on what the pretrained network makes of all training examples."""
     found = run(
         tmp_path, classifier="trained", partition="iid",
-        **{"num-rounds": 10, "local-steps": 50, "learning-rate": 1e-2},
+        **{"num-rounds": 4, "local-steps": 30, "learning-rate": 3e-2, "eval-every": 4},
     )  # fmt: skip
     with result_of(found.run_dir) as bench:
         features, labels = {}, {}

@@ -100,6 +100,7 @@ def test_rows_that_cannot_be_answered_say_why(spoken, tmp_path):
     assert "row 4: its message of user is missing" in told.problems
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_it_is_evaluated_planned_and_reported(spoken, tmp_path, capsys, caplog):
     run, settings, _ = spoken
     rows = [as_messages(*row) for row in docstrings()[:7]] + [{"messages": []}]
@@ -282,6 +283,7 @@ def test_it_goes_with_everything_there_is(options, tmp_path):
     assert run.summary["metrics"]["final"]["perplexity"] > 1
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_questions_are_scored_at_each_evaluation(tmp_path):
     """The share of right answers is the run's metric, and finds its best round."""
     questions = [

@@ -23,6 +23,7 @@ def rounds_of(run):
     return [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_with_private_examples_learns_and_goes_on_counting(tmp_path, capsys):
     settings = PRIVATE | {"output-dir": str(tmp_path)}
     run = simulate(settings, CLIENTS)

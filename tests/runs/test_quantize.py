@@ -24,8 +24,14 @@ FROZEN = [name for name, listed in METHODS.items() if listed.frozen_backbone and
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     return small_decoder(tmp_path_factory.mktemp("quantized")) | {
-        "num-rounds": 2, "local-steps": 3, "report": False, "tracking": "none",
+        "num-rounds": 2, "local-steps": 2, "report": False, "tracking": "none",
     }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(settings):
+    """The pretrained weights, by name."""
+    return dict(Workbench(read_config(settings)).model.network.named_parameters())
 
 
 def logits_of(bench):
@@ -62,7 +68,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("how", "method", "precision"), RUNS)
-def test_a_run_trains_and_its_export_is_whole(how, method, precision, settings, tmp_path):
+def test_a_run_trains_and_its_export_is_whole(how, method, precision, settings, whole, tmp_path):
     given = settings | {"quantize": how, "method": method, "precision": precision}
     run = simulate(given | {"output-dir": str(tmp_path)}, 2)
     records = [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
@@ -72,7 +78,6 @@ def test_a_run_trains_and_its_export_is_whole(how, method, precision, settings, 
         deltas = bench.model.method.delta_weights(bench.model.adapters)
         assert all(delta.abs().max() > 0 for delta in deltas)
         merged = merged_network(bench)
-        whole = dict(Workbench(read_config(settings)).model.network.named_parameters())
         for layer, delta in zip(bench.model.layers, deltas, strict=True):
             weight = merged.get_parameter(f"{layer.name}.weight")
             old = whole[f"{layer.name}.base.weight"]

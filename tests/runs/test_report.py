@@ -173,6 +173,7 @@ def test_several_runs_are_laid_over_each_other_with_seeds_as_a_band(runs, tmp_pa
     assert f"{min(finals):.4f} to {max(finals):.4f}" in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_text_from_outside_is_escaped_and_rejections_are_listed(runs, tmp_path):
     for name in ("config.json", "rounds.jsonl"):
         (tmp_path / name).write_text((runs[0] / name).read_text())
@@ -187,6 +188,7 @@ def test_text_from_outside_is_escaped_and_rejections_are_listed(runs, tmp_path):
     assert "This run has not finished." in page.text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_hostile_reasons_stay_text_and_change_nothing_else(runs, tmp_path):
     """Reasons and names come from clients: each stays in its cell, whatever is in it."""
 
@@ -305,6 +307,7 @@ def test_what_is_no_run_is_told(tmp_path, capsys):
     assert "has no finished round, expected at least one" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_of_several_runs_those_without_a_round_are_skipped_by_name(runs, tmp_path, capsys):
     unfinished = copied(runs[0], tmp_path / "unfinished", lambda records: [])
     begun = tmp_path / "begun"

@@ -62,6 +62,7 @@ def test_the_same_examples_are_answered_before_training_and_after_each_evaluatio
     assert read_config(own_preset(settings)).evaluate_samples == 9
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_report_shows_them_and_runs_nothing(spoken, tmp_path):
     run, *_ = spoken
     page = (run.run_dir / "report" / "index.html").read_text()

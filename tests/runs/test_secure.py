@@ -405,6 +405,7 @@ def test_a_plan_counts_the_bytes(tmp_path):
     assert record["bytes-up"] <= bytes_in(plan_of(mixed, 6))[0]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_log_card_and_pages_say_that_uploads_were_masked(tmp_path):
     run = simulate(QUICK | {"output-dir": str(tmp_path), "report": True}, 6)
     masked = "the server sees sums over at least 3 clients, head by head"
@@ -415,6 +416,7 @@ def test_log_card_and_pages_say_that_uploads_were_masked(tmp_path):
     assert view_of(FollowedRun(run.run_dir).read())["facts"]["uploads"] == f"masked: {masked}"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_trackers_get_the_numbers_of_a_secure_round(tmp_path):
     run = simulate(QUICK | {"output-dir": str(tmp_path), "tracking": "tensorboard"}, 6)
     assert list((run.run_dir / "tensorboard").iterdir())

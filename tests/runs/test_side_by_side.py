@@ -27,8 +27,8 @@ pytestmark = [
 ]
 
 SMALL: dict[str, Scalar] = {
-    "num-rounds": 2, "local-steps": 2, "batch-size": 8, "clients-per-round": 4, "report": False,
-    "tracking": "none",
+    "num-rounds": 2, "local-steps": 1, "batch-size": 8, "clients-per-round": 4, "report": False,
+    "tracking": "none", "eval-every": 2,
 }  # fmt: skip
 METHODS: list[dict[str, Scalar]] = [
     {"method": "ravan", "budgets": "skewed-right", "wire": "int8", "over-sample": 1.5},

@@ -28,7 +28,7 @@ from ravan_flwr.training import local_steps as training
 from ravan_flwr.training.workbench import get_workbench
 
 SMALL: dict[str, Scalar] = {
-    "num-rounds": 2, "local-steps": 3, "batch-size": 8, "report": False, "tracking": "none",
+    "num-rounds": 2, "local-steps": 2, "batch-size": 8, "report": False, "tracking": "none",
 }  # fmt: skip
 
 
@@ -213,6 +213,7 @@ def test_a_run_goes_on_for_more_rounds_but_not_as_another(tmp_path, monkeypatch)
     assert not (whole.run_dir / "failure.json").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_of_an_earlier_version_opens_resumes_and_is_grouped(tmp_path):
     """It wrote "yes" and "no" where there are booleans today."""
     today, earlier = (run(tmp_path, num_rounds=1, seed=seed).run_dir for seed in (1, 2))
@@ -320,6 +321,7 @@ def test_relative_output_starts_at_the_working_directory(tmp_path, monkeypatch):
     assert simulate(short | {"output-dir": "mine"}, 2).run_dir.parent == tmp_path / "mine"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_prints_a_line_a_round_and_the_directory_first_and_last(tmp_path, capsys):
     main(["simulate", f"output-dir={tmp_path}", "num-clients=3", "num-rounds=2", "local-steps=1"])
     lines = capsys.readouterr().out.splitlines()
@@ -380,6 +382,7 @@ def test_what_every_client_would_refuse_is_refused_once_and_before_anything(
 
 def test_settings_without_effect_are_told_in_a_line_each(tmp_path, capsys):
     words = ["num-clients=2", "num-rounds=1", "local-steps=1", "method=fedit", "heads=8"]
+    words += ["report=false"]
     words += ["epsilon=8", "delta=1e-6", "secure-minimum=4"]  # without what they are about
     main(["simulate", f"output-dir={tmp_path}", "clients-per-round=30", *words])
     lines = capsys.readouterr().out.splitlines()
@@ -465,6 +468,7 @@ def test_a_full_disk_names_the_file_and_says_how_to_go_on(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks at /proc")
 @pytest.mark.parametrize("name", [".png", "index.html"])
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, monkeypatch, capsys, name):
     full_disk_for(monkeypatch, name)
     ended = run(tmp_path, num_clients=2, num_rounds=1, report=True)

@@ -156,6 +156,7 @@ def test_methods_that_change_the_backbone_are_refused(method, settings):
 
 def test_a_merged_export_rounds_once(settings, tmp_path):
     given = settings("llama") | {"output-dir": str(tmp_path), "backbone-dtype": "bfloat16"}
+    given |= {"processes": 1}
     run = simulate(given, 2).run_dir
     assert json.loads((run / "config.json").read_text())["backbone-dtype"] == "bfloat16"
     with result_of(run) as bench:

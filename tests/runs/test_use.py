@@ -259,6 +259,7 @@ def written(request, tmp_path_factory):
     return simulate(QUICK | given, 2), folder / "data"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_model_that_writes_texts(written, tmp_path):
     run, data = written
     labelled = run.summary["preset"] == "newsgroups-t5"
@@ -286,6 +287,7 @@ def test_a_model_that_writes_texts(written, tmp_path):
         assert others == sum(counts.get("no-label", [])) == sum(found.get("no-label", []))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_of_an_earlier_version_has_a_report_and_a_card_all_the_same(digits, tmp_path):
     old = tmp_path / "old"
     shutil.copytree(digits.run_dir, old)
@@ -297,6 +299,7 @@ def test_a_run_of_an_earlier_version_has_a_report_and_a_card_all_the_same(digits
     assert "macro-F1" not in (tmp_path / "merged" / "README.md").read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_clients_that_evaluate_send_no_counts(tmp_path):
     settings: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": 0.2}
     run = simulate(QUICK | settings | {"output-dir": str(tmp_path)}, 3)
@@ -305,6 +308,7 @@ def test_clients_that_evaluate_send_no_counts(tmp_path):
     assert "clients evaluated on examples that they hold back" in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_counts_are_those_of_the_last_evaluation_also_of_a_run_that_goes_on(tmp_path):
     settings = QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}
     run = simulate(settings, 2)
@@ -320,6 +324,7 @@ def test_counts_are_those_of_the_last_evaluation_also_of_a_run_that_goes_on(tmp_
     assert "Class by class" not in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_has_the_numbers_of_the_run(digits, tmp_path):
     page = write_report([digits.run_dir], tmp_path).read_text()
     classes = read_json(digits.run_dir / "classes.json")
