@@ -27,11 +27,11 @@ def check_secure(values: Mapping[str, Scalar]) -> None:
     """Raise ValueError if secure aggregation was asked for with what does not go with it."""
     if not values["secure-aggregation"]:
         return
+    _check_method(values)
     for key, only, why in _ONLY:
         if values[key] != only:
             raise _refused(key, values[key], repr(only), why)
     _check_private(values)
-    _check_method(values)
     clients, least = int(values["clients-per-round"]), int(values["secure-minimum"])
     if not least <= clients <= MOST_CLIENTS:
         why = "a sum of fewer tells too much of each, and of more has no room in 3 bytes"
