@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import hypothesis
 import pytest
 
 from testing import ROOT
-from tests.fork_server import LIBRARIES, WITHOUT_HUB, ForkServer, Python
+from tests.fork_server import ALL, HAS_GPU, WITHOUT_HUB, WORKER, ForkServer, Python
 
 # Compiled modules are kept, whatever the person's shell says: each process of the tests would
 # compile all tests, or the whole package, anew.
@@ -116,20 +117,26 @@ def _read_once():
         yield
 
 
-FORK_SERVERS = {"python": LIBRARIES, "python_without_hub": WITHOUT_HUB}
+FORK_SERVERS = {"python": ALL, "python_without_hub": WITHOUT_HUB}
 SHARED = pytest.StashKey[dict[str, str]]()  # their folders, where pytest-xdist is
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Let all processes of pytest-xdist have the same fork servers, and be forks themselves."""
+    servers = {name: ForkServer(modules) for name, modules in FORK_SERVERS.items()}
+    for server in servers.values():
+        config.add_cleanup(functools.partial(server.__exit__, None, None, None))
+    config.stash[SHARED] = {name: str(server.scripts) for name, server in servers.items()}
+    if sys.platform == "linux" and not HAS_GPU:
+        for spec in specs:
+            spec.python = shlex.quote(str(servers["python"].scripts / WORKER))
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Let all processes of pytest-xdist have the same fork servers, which import once."""
-    config: pytest.Config = node.config
-    if SHARED not in config.stash:  # else it takes the place of one that ended
-        servers = {name: ForkServer(modules) for name, modules in FORK_SERVERS.items()}
-        for server in servers.values():
-            config.add_cleanup(functools.partial(server.__exit__, None, None, None))
-        config.stash[SHARED] = {name: str(server.scripts) for name, server in servers.items()}
-    node.workerinput["fork servers"] = config.stash[SHARED]
+    """Tell a process of pytest-xdist, also one that takes the place of another, where they are."""
+    node.workerinput["fork servers"] = node.config.stash[SHARED]
 
 
 def _fork_server(config: pytest.Config, name: str) -> Python:

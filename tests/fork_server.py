@@ -5,7 +5,7 @@ process that imports them once and forks itself for each command that it is aske
 imported libraries and nothing of `ravan_flwr`, so that a copy of the package in another folder
 can be run, too.
 
-    with ForkServer(LIBRARIES) as python:
+    with ForkServer(ALL) as python:
         process = python.start(["-m", "ravan_flwr", "simulate"], log=folder / "log")
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 128 + signal.SIGTERM
@@ -19,6 +19,9 @@ folder and files to the fork server, passes signals on to the fork, ends as the 
 takes the fork with it when it is killed. So it is found by its environment and its command line,
 as a process that had been started in the usual way; the CPU time and memory are the fork's.
 
+The processes of pytest-xdist are forks, too: imports, by each of them, would be most of what it
+takes to collect the tests. `pytest-worker` stands for the Python that runs them.
+
 Not for tests of the start itself, nor of what is imported.
 """
 
@@ -27,6 +30,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import logging
 import marshal
 import os
 import runpy
@@ -53,6 +57,7 @@ COMMANDS = [
     "flwr", "flwr-clientapp", "flwr-serverapp", "flwr-simulation", "flower-superexec",
     "flower-superlink", "flower-supernode", "ravan-flwr",
 ]  # fmt: skip
+WORKER = "pytest-worker"  # what stands for the Python of pytest-xdist's processes
 KILL = signal.SIGRTMAX  # what no process can take: as SIGKILL of the fork
 
 # Those that read no setting of the Hugging Face Hub when they are imported.
@@ -70,6 +75,13 @@ LIBRARIES = [
     "flwr.supernode.cli.flwr_clientapp", "flwr.supercore.superexec.run_superexec",
     "flwr.simulation.app", "flwr.server.superlink.fleet.vce.vce_api", "typer.rich_utils",
     "rich.markdown",
+]  # fmt: skip
+HAS_GPU = shutil.which("nvidia-smi") is not None
+# And what tests import themselves: but for a machine with a GPU. bitsandbytes, which PEFT imports,
+# begins to work with one when it is imported, and no fork can go on with that.
+ALL = LIBRARIES if HAS_GPU else [
+    *LIBRARIES, "bitsandbytes", "dp_accounting", "flwr_datasets", "hypothesis", "opacus", "peft",
+    "seaborn", "tensorboardX", "torchmetrics",
 ]  # fmt: skip
 
 
@@ -125,7 +137,7 @@ class ForkServer(Python):
     def __init__(self, modules: Sequence[str]) -> None:
         super().__init__(Path(tempfile.mkdtemp(prefix="forked-")))
         text = (ROOT / "tests" / "forked.py").read_text()
-        for name in ("python", *COMMANDS):
+        for name in ("python", WORKER, *COMMANDS):
             (self.scripts / name).write_text(f"#!{os.path.realpath(sys.executable)} -IS\n{text}")
             (self.scripts / name).chmod(0o755)
         self._listener = socket.socket(socket.AF_UNIX)
@@ -256,7 +268,6 @@ def _become(request: Request, paths: list[str]) -> None:
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     tempfile.tempdir = None  # as TMPDIR has it now
-    os.getppid = lambda: int(request["parent"])
     if os.environ.get("PYTHONUNBUFFERED"):
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -267,9 +278,11 @@ def _become(request: Request, paths: list[str]) -> None:
     if Path(called).name == "flwr":  # it reads ports from the environment when it is imported
         for name in [name for name in sys.modules if name.startswith("flwr.cli.")]:
             del sys.modules[name]
-    sys.executable = str(Path(called).with_name("python"))
-    if called != sys.executable:
-        words = [str(SCRIPTS / Path(called).name), *words]
+    if Path(called).name != WORKER:  # which is to start processes of its own as Python does
+        os.getppid = lambda: int(request["parent"])
+        sys.executable = str(Path(called).with_name("python"))
+        if called != sys.executable:
+            words = [str(SCRIPTS / Path(called).name), *words]
     if given != [""]:
         sys.modules.pop("sitecustomize", None)
         with suppress(ImportError):
@@ -324,8 +337,10 @@ if __name__ == "__main__":
     base, listener = sys.path[1:], socket.socket(fileno=int(number))
     if listener not in select.select([listener, sys.stdin], [], [])[0]:
         sys.exit()  # nobody asked
-    with warnings.catch_warnings():  # each process has the filters that Python begins with
+    logging.disable()  # when they are imported, libraries tell what they are not going to use
+    with warnings.catch_warnings(record=True):  # then the filters that Python begins with
         for name in modules:
             importlib.import_module(name)
+    logging.disable(logging.NOTSET)
     gc.freeze()  # what is imported stays, in pages that all forks share
     _become(_Server(listener).serve(), base)

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 
 import pytest
@@ -23,7 +22,7 @@ def folder():
 
 
 def test_a_run_uses_both_nodes_of_a_cluster(folder, python, tmp_path):
-    command = [sys.executable, "-m", "tests.flower.two_nodes", folder]
+    command = [python.executable, "-m", "tests.flower.two_nodes", folder]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as two_nodes:

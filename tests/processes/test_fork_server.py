@@ -4,12 +4,13 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from testing.deployment import wait_for
-from tests.fork_server import ForkServer, fork_of
+from tests.fork_server import WORKER, ForkServer, fork_of
 
 SLEEPS = "import time; print('here', flush=True); time.sleep(600)"
 
@@ -107,3 +108,11 @@ def test_forks_die_with_the_server():
     assert process.wait() == 1
     assert process.stdout is not None
     process.stdout.close()
+
+
+def test_a_process_of_pytest_is_a_python_like_any_other(bare):
+    """What it starts is no fork, unless it asks for one."""
+    code = "import os, sys; print(sys.executable, os.getppid() == os.getsid(os.getppid()))"
+    worker = str(Path(bare.executable).with_name(WORKER))
+    ended = subprocess.run([worker, "-u", "-c", code], capture_output=True, text=True)
+    assert ended.stdout == f"{sys.executable} True\n", ended.stderr
