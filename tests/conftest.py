@@ -55,11 +55,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests on the pretended accelerator first.
+    """Run the tests on the pretended accelerator first, and next the files that fork.
 
-    PyTorch takes another kind of device only before the first backward pass of a process.
+    PyTorch takes another kind of device only before the first backward pass of a process, and a
+    process with that device cannot fork: pytest-xdist gives the two to different processes.
     """
-    items.sort(key=lambda item: item.path.stem != "test_accelerator")
+    forking = {item.path for item in items if item.get_closest_marker("forks")}
+    items.sort(key=lambda item: (item.path.stem != "test_accelerator", item.path not in forking))
 
 
 @pytest.hookimpl(optionalhook=True)
