@@ -342,5 +342,6 @@ if __name__ == "__main__":
         for name in modules:
             importlib.import_module(name)
     logging.disable(logging.NOTSET)
+    logging.root.handlers.clear()  # which one of them added: each line would be written twice
     gc.freeze()  # what is imported stays, in pages that all forks share
     _become(_Server(listener).serve(), base)

@@ -116,3 +116,10 @@ def test_a_process_of_pytest_is_a_python_like_any_other(bare):
     worker = str(Path(bare.executable).with_name(WORKER))
     ended = subprocess.run([worker, "-u", "-c", code], capture_output=True, text=True)
     assert ended.stdout == f"{sys.executable} True\n", ended.stderr
+
+
+def test_no_library_has_a_say_in_what_a_fork_logs(python):
+    """Lines of Flower's logger would be written by the root's, too."""
+    code = "import logging; print(logging.root.handlers, logging.root.manager.disable)"
+    ended = subprocess.run([python.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout == "[] 0\n", ended.stderr
