@@ -127,6 +127,7 @@ METHODS = {
     # The references: no adapter, each client alone, and one that has all examples.
     "none": Listed(
         "ravan_flwr.methods.no_adapter",
+        sums_changes=True,
         by_example=True,
         ignores=("layer-form", "rank", "lora-scale", "init-scale"),
     ),
