@@ -84,7 +84,7 @@ def _examples(images_file: Path, labels_file: Path) -> datasets.Dataset:
 
 
 def _nested(values: np.ndarray, count: int, height: int, width: int) -> pa.ListArray:
-    """Make lists of rows of all images at once, of which `datasets` would make one after another."""
+    """Make lists of rows of all images at once; `datasets` makes one list after another."""
     rows = pa.ListArray.from_arrays(
         np.arange(count * height + 1, dtype=np.int32) * width, pa.array(values)
     )
