@@ -22,6 +22,8 @@ from ravan_flwr.secure.fixed_point import MASK, MODULUS, MOST_CLIENTS, Numbers
 
 ROOM = 12  # standard deviations of the noise that a sum has room for
 LEAST, MOST = 0.1, 2000.0  # noise multipliers; of the least, noise of one client has 200 steps
+LEAST_NORM, MOST_NORM = 1e-100, 1e100  # between them no step, and no deviation, is 0 or infinite
+_CLOSE = 1e-9  # of two ways to compute one multiplier
 _TRIES = 8
 _HALF = MODULUS // 2
 
@@ -60,12 +62,14 @@ class NoiseShares:
 
     def check(self) -> None:
         """Raise ValueError unless this is noise that a client may take part with."""
-        sound = all(map(math.isfinite, (self.norm, self.multiplier, self.bits)))
-        if not sound or self.norm <= 0 or self.bits < 0 or not LEAST <= self.multiplier <= MOST:
+        sound = 0 <= self.bits < math.inf and LEAST <= self.multiplier <= MOST
+        sound = sound and LEAST_NORM <= self.norm <= MOST_NORM
+        # Bits with next to no noise would tell which client's change was within the norm.
+        if not sound or self.whole < LEAST * (1 - _CLOSE):
             raise ValueError(
                 f"got noise of multiplier {self.multiplier} on changes of norm {self.norm}, with "
-                f"{self.bits} on bits, expected {LEAST:g} to {MOST:g}, a norm above 0, and bits of "
-                "0 or more"
+                f"{self.bits} on bits, expected {LEAST:g} to {MOST:g}, of both together {LEAST:g} "
+                f"at least, and a norm of {LEAST_NORM:g} to {MOST_NORM:g}"
             )
 
 

@@ -123,14 +123,14 @@ class PrivacyBudget:
         adaptive = config.clip_norm is None
         return Noise(self.multiplier, self.rate * members, adaptive, config.noise_cohort)
 
-    def spend(self, asked: Collection[int] = (), left: float = math.inf) -> None:
+    def spend(self, asked: Collection[int] = (), shown: float = 0.0) -> None:
         """Count one release more, on disk when this returns.
 
-        In a secure round the server sees sums over these partitions with noise `left` in them.
+        In a secure round the server sees sums over these partitions, whose noise has `shown`.
         """
         self.releases += 1
         for partition in asked:
-            self.seen[partition] = self.seen.get(partition, 0.0) + 1 / (left * left)
+            self.seen[partition] = self.seen.get(partition, 0.0) + shown
         more: dict[str, Any] = {"releases": self.releases, "sampling-rate": self.rate}
         if self.config.secure_aggregation:
             more["to-server"] = {str(one): sum_ for one, sum_ in sorted(self.seen.items())}

@@ -209,7 +209,7 @@ def test_what_the_server_has_seen_is_not_forgotten(tmp_path, seen):
     budget = PrivacyBudget.of(config, directory, start)
     assert budget is not None
     assert budget.told()["epsilon-to-server"] == epsilon_seen(0.5, 1e-5)
-    budget.spend([3, 4], left=2.0)
+    budget.spend([3, 4], shown=0.25)
     assert json.loads((tmp_path / "privacy.json").read_text())["to-server"] == {
         "3": 0.75,
         "4": 0.25,
@@ -254,6 +254,20 @@ def test_a_device_leaves_a_run_before_the_server_has_seen_more_than_it_allows(
         assert "refused" not in record
         (rejected,) = record["rejected"]
         assert "it takes part no further" in rejected["reason"]
+
+
+def test_a_run_that_goes_on_is_a_new_one_to_a_device_and_counts_as_the_same(tmp_path, monkeypatch):
+    """The server says what it has seen before. One round takes 0.65, as above; two take 0.95."""
+    settings = NOISED | {"output-dir": str(tmp_path), "num-rounds": 1}
+    run = simulate(settings, 6)
+    insist(monkeypatch, {2: {"max-epsilon": 0.65}, 3: {"max-epsilon": 2.0}})
+    again = simulate(settings | {"num-rounds": 2, "resume": str(run.run_dir)}, 6)
+    first, second = records_of(again)
+    assert [client["partition-id"] for client in first["clients"]] == [0, 1, 2, 3, 4, 5]
+    assert [client["partition-id"] for client in second["clients"]] == [0, 1, 3, 4, 5]
+    (rejected,) = second["rejected"]
+    told = first["privacy"]["epsilon-to-server"]
+    assert f"the server has seen {told:.4g} of this device" in rejected["reason"]
 
 
 def insist(monkeypatch, wanted):

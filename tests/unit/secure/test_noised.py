@@ -123,8 +123,9 @@ def test_who_decides_whether_a_sum_is_opened(others, rate):
     "noise",
     [
         [C, 0.01, 0.0], [C, 1e9, 0.0], [0.0, 1.0, 0.0], [-1.0, 1.0, 0.0], [C, 1.0, -1.0],
-        [math.inf, 1.0, 0.0], [C, math.nan, 0.0], [C, 1.0], [C, "1", 0.0], [C, True, 0.0], "noise",
-        {}, 3,
+        [math.inf, 1.0, 0.0], [C, math.nan, 0.0], [C, 1.0, 1e-3], [C, 1.0, 5e-324],
+        [1e308, 1.0, 0.0], [5e-324, 1.0, 0.0], [C, 1.0, math.inf], [C, 1.0], [C, "1", 0.0],
+        [C, True, 0.0], "noise", {}, 3,
     ],
 )  # fmt: skip
 def test_noise_that_is_none_is_refused(noise):
