@@ -20,11 +20,10 @@ from typing import Any
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.privacy.account import epsilon_of, epsilon_seen, multiplier_for
-from ravan_flwr.privacy.cohorts import chance_to_decide
+from ravan_flwr.privacy.cohorts import why_not_masked
 from ravan_flwr.privacy.mechanism import Noise
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
-from ravan_flwr.secure.fixed_point import MOST_CLIENTS
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.start import Start
 
@@ -32,7 +31,6 @@ log = getLogger(__name__)
 
 NAME = "privacy.json"
 _NUMBERS = ("noise-multiplier", "sampling-rate", "delta")
-_SLACK = 1e-6  # of delta: what the sizes of cohorts may add to it, which is not counted
 
 
 class PrivacyBudget:
@@ -83,17 +81,7 @@ class PrivacyBudget:
 
     def why_not_masked(self, members: int) -> str:
         """Say why a cohort of so many members must not be masked; "" if it may be."""
-        config = self.config
-        chance = chance_to_decide(members - 1, self.rate, config.secure_minimum, MOST_CLIENTS)
-        if chance * config.num_rounds <= _SLACK * self.delta:
-            return ""
-        return (
-            f"secure-aggregation = true with privacy = 'client': {members} clients that are drawn "
-            f"with probability {self.rate:.3g} are sometimes fewer than {config.secure_minimum} "
-            f"(secure-minimum) or more than {MOST_CLIENTS}, and one client would decide whether "
-            "all are summed up; expected clients-per-round of 40 to 140, more if secure-minimum is "
-            "above 3, or as many as there are clients (3 to 256)"
-        )
+        return why_not_masked(self.config, members, self.rate)
 
     @property
     def epsilon(self) -> float:

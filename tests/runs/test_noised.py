@@ -224,6 +224,18 @@ def test_a_plan_tells_what_is_sent_and_what_the_server_sees(tmp_path):
     assert set(up) == {3 * numbers}  # whatever their budgets are
     told = plan_of(NOISED, 6)
     assert "for the server, which knows who takes part" in told
+    with pytest.raises(ValueError, match="expected clients-per-round = 7, all of them$"):
+        plan_of(NOISED, 7)
+    with pytest.raises(ValueError, match=r"clients-per-round = 90, all of them or 40 to 140"):
+        plan_of(NOISED, 90)
+
+
+def test_a_plan_tells_what_the_server_sees_of_the_client_that_is_drawn_most_often():
+    """Its account is what a run tells as epsilon-to-server."""
+    told = plan_of(NOISED | {"clients-per-round": 50, "num-rounds": 20, "delta": 1e-4}, 500)
+    each = 50 / (34 * Z * Z)
+    assert f"epsilon {epsilon_seen(2 * each, 1e-4):.3f} of a\n" in told
+    assert f"{epsilon_seen(7 * each, 1e-4):.3f} of the client that is drawn most often" in told
 
 
 # What a device insists on.

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from ravan_flwr.privacy.account import epsilon_of, epsilon_seen
-from ravan_flwr.privacy.cohorts import chance_to_decide
+from ravan_flwr.privacy.cohorts import chance_to_decide, most_rounds
 from ravan_flwr.privacy.noise import gaussian
 from ravan_flwr.secure.fixed_point import MASK, MODULUS
 from ravan_flwr.secure.node_keys import make_keys
@@ -117,6 +117,16 @@ def test_who_decides_whether_a_sum_is_opened(others, rate):
     draws = stats.binom(others, rate)
     assert chance == pytest.approx(rate * (draws.pmf(2) + draws.pmf(40)))
     assert chance_to_decide(others, 1.0, 3, 40) == 0
+
+
+@pytest.mark.parametrize(
+    ("clients", "rate", "rounds"), [(1000, 0.05, 100), (6, 1.0, 3), (200, 0.5, 50), (9, 0.1, 1)]
+)
+def test_in_how_many_rounds_the_client_is_that_is_drawn_most_often(clients, rate, rounds):
+    number = most_rounds(clients, rate, rounds)
+    draws = stats.binom(rounds, rate)
+    assert draws.cdf(number) ** clients >= 0.5
+    assert number == 0 or draws.cdf(number - 1) ** clients < 0.5
 
 
 @pytest.mark.parametrize(
