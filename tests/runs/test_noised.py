@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections import defaultdict
 
 import dp_accounting
 import dp_accounting.pld
@@ -19,8 +20,9 @@ from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.privacy import mechanism
 from ravan_flwr.privacy.account import epsilon_of, epsilon_seen
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.secure.noised import NoiseShares
+from ravan_flwr.secure.noised import NoiseShares, to_numbers
 from ravan_flwr.secure.schedule import make_schedule, threshold_of
+from ravan_flwr.secure.server import Greeting, SecureServer
 from ravan_flwr.server import noised_round
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.start import Start
@@ -50,7 +52,7 @@ def test_without_noise_it_is_the_plain_private_round_to_the_rounding(tmp_path, m
         settings = NOISED | {"method": method, "budgets": budgets, "output-dir": folder}
         run = simulate(settings | {"secure-aggregation": secure}, 6)
         states.append(state_of(run, 1))
-    step = NoiseShares(C, Z).step(6)
+    step = NoiseShares(C, Z).step
     for name, plain in states[1].items():
         if plain.dtype == torch.float32:
             error = float((states[0][name] - plain).abs().max())
@@ -130,9 +132,9 @@ def test_a_round_that_cannot_be_unmasked_is_counted_and_the_next_goes_on(tmp_pat
 # What a client rounds, and what it refuses.
 
 
-def schedule_of(parts, noise):
+def schedule_of(parts, noise, clients=7):
     rows = np.ones(sum(part.rows for part in parts), bool)
-    return make_schedule(1, 1, 3, parts, dict.fromkeys(range(7), rows), "", noise)
+    return make_schedule(1, 1, 3, parts, dict.fromkeys(range(clients), rows), "", noise)
 
 
 def change_of(method, adapters, size, seed):
@@ -157,13 +159,29 @@ def test_two_cohorts_that_differ_in_one_client_differ_by_the_clip_norm_at_most(s
         random = np.random.default_rng(seed)
         steps = noised.clipped_steps(method, state, upload, schedule, random)
         changes = steps[:-1] if bits else steps
-        assert np.linalg.norm(changes) * shares.step(7) <= C * (1 + 1e-12)
+        assert np.linalg.norm(changes) * shares.step <= C * (1 + 1e-12)
         assert len(changes) == state["H"].numel()
         if bits:
-            assert abs(int(steps[-1])) == shares.bit(7)
+            assert abs(int(steps[-1])) == shares.bit
     if size in (1.0, 1e30):
-        assert np.linalg.norm(changes) * shares.step(7) > 0.99 * C
+        assert np.linalg.norm(changes) * shares.step > 0.99 * C
         assert not bits or steps[-1] < 0
+
+
+def test_what_is_released_does_not_tell_how_many_were_drawn():
+    """Where nobody drops out it is a number of whole steps: of one size, whoever takes part."""
+    method, adapters = build()
+    shares = NoiseShares(C, 1.0, 1.5)
+    state, upload = change_of(method, adapters, 1.0, 3)
+    parts = noised.noised_parts(method, state, shares)
+    made = []
+    for clients in (3, 7, 250):
+        schedule, random = schedule_of(parts, shares, clients), np.random.default_rng(0)
+        made.append(noised.clipped_steps(method, state, upload, schedule, random))
+        server = SecureServer(schedule, defaultdict(lambda: Greeting(b"", b"")))
+        read = server._read(to_numbers(made[-1]), clients, C)
+        assert np.allclose(read / shares.step, made[0], rtol=1e-12, atol=0)
+    assert all((steps == made[0]).all() for steps in made)
 
 
 @pytest.mark.parametrize(

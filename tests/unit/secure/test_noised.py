@@ -50,7 +50,7 @@ def test_rounding_is_right_in_the_mean():
 def test_a_sum_has_room_for_all_changes_and_all_noise(clients, multiplier):
     """The worst case: all clients move one number, the same way, as far as they may."""
     noise = NoiseShares(C, multiplier)
-    step = noise.step(clients)
+    step = noise.step
     most = int(C / step)
     far = ROOM * math.sqrt(clients) * noise.deviation(clients)
     assert clients * most + far + clients / 2 < MODULUS / 2
@@ -72,7 +72,7 @@ def test_a_bit_beside_the_changes_is_one_mechanism_with_them(clients, z, bits):
     z1 = 1 / math.sqrt(1 / z**2 - 1 / (2 * bits) ** 2)
     noise = NoiseShares(C, z1, bits)
     assert noise.whole == pytest.approx(z)
-    norm = math.hypot(C / noise.step(clients), noise.bit(clients))
+    norm = math.hypot(C / noise.step, noise.bit)
     whole = noise.deviation(clients) * math.sqrt(clients)
     assert norm / whole <= 1 / z * (1 + 1e-9)
     assert norm / whole == pytest.approx(1 / z, rel=1e-2)  # the bit is rounded down
@@ -173,10 +173,10 @@ class Noised(Held):
             schedule, rows = self.clients[p].take_shares(ROUND, self.server.to_mask(p))
             number = len(schedule.partitions)
             change = self.random.normal(size=int(schedule.sizes[rows].sum()))
-            change *= C / np.linalg.norm(change) / self.noise.step(number)
-            steps = within(change, C / self.noise.step(number), self.random)
+            change *= C / np.linalg.norm(change) / self.noise.step
+            steps = within(change, C / self.noise.step, self.random)
             noise = gaussian([len(steps)], self.noise.deviation(number)).numpy()
-            self.changes[p] = [steps * self.noise.step(number)]
+            self.changes[p] = [steps * self.noise.step]
             numbers = to_numbers(steps + np.rint(noise).astype(np.int64))
             self.sent[p] = self.clients[p].mask(ROUND, numbers)
             if p in self.there("masked"):
