@@ -7,23 +7,21 @@ draw then hides it no more. How likely that is bounds what it adds to delta.
 
 import math
 
-from ravan_flwr.config.run_config import Config
 from ravan_flwr.secure.fixed_point import MOST_CLIENTS
 
 _OFTEN_ENOUGH = 40  # of more clients than these a part may be drawn
 _SLACK = 1e-6  # of delta: what the sizes of cohorts may add to it in all rounds, not counted
 
 
-def why_not_masked(config: Config, members: int, rate: float) -> str:
+def why_not_masked(members: int, rate: float, least: int, rounds: int, delta: float) -> str:
     """Say why a cohort drawn from so many members must not be masked; "" if it may be."""
-    chance = chance_to_decide(members - 1, rate, config.secure_minimum, MOST_CLIENTS)
-    if chance * config.num_rounds <= _SLACK * config.delta:
+    if chance_to_decide(members - 1, rate, least, MOST_CLIENTS) * rounds <= _SLACK * delta:
         return ""
     can = [f"{members}, all of them"] if members <= MOST_CLIENTS else []
     can += ["40 to 140 (more, if secure-minimum is above 3)"] if members > _OFTEN_ENOUGH else []
     return (
         f"secure-aggregation = true with privacy = 'client': {members} clients that are drawn with "
-        f"probability {rate:.3g} are sometimes fewer than {config.secure_minimum} (secure-minimum) "
+        f"probability {rate:.3g} are sometimes fewer than {least} (secure-minimum) "
         f"or more than {MOST_CLIENTS}, and one client would decide whether all are summed up; "
         f"expected clients-per-round = {' or '.join(can)}"
     )

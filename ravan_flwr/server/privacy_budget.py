@@ -81,7 +81,9 @@ class PrivacyBudget:
 
     def why_not_masked(self, members: int) -> str:
         """Say why a cohort of so many members must not be masked; "" if it may be."""
-        return why_not_masked(self.config, members, self.rate)
+        config = self.config
+        least, rounds = config.secure_minimum, config.num_rounds
+        return why_not_masked(members, self.rate, least, rounds, self.delta)
 
     @property
     def epsilon(self) -> float:

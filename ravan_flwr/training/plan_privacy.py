@@ -63,12 +63,13 @@ def _to_server(config: Config, z: float, there: int) -> list[str]:
     if not config.secure_aggregation:
         return []
     rate = min(1.0, config.clients_per_round / there)
-    if why := why_not_masked(config, there, rate):
+    least, rounds = config.secure_minimum, config.num_rounds
+    if why := why_not_masked(there, rate, least, rounds, config.delta):
         raise ValueError(why)
     number = min(config.clients_per_round, there)
     each = 1 / (z * z * threshold_of(number) / number)
-    usual, most = _usual_rounds(config, there), most_rounds(there, rate, config.num_rounds)
-    of_usual, of_most = (epsilon_seen(rounds * each, config.delta) for rounds in (usual, most))
+    usual, most = _usual_rounds(config, there), most_rounds(there, rate, rounds)
+    of_usual, of_most = (epsilon_seen(times * each, config.delta) for times in (usual, most))
     told = [
         f"                for the server, which knows who takes part: epsilon {of_usual:.3f} of a",
         f"                client in {usual} rounds, as many as are usual; each sends all heads",
