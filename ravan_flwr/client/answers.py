@@ -236,7 +236,9 @@ def _train_privately(client: _Client) -> RecordDict:
     limited = replace(client.config, epsilon=limit_of(client.node, client.config.epsilon))
     rate = sampling_rate(client.config.batch_size, len(client.trained_on))
     try:
-        noise, recounted = take_part(client.context.state, client.mark, limited, rate, message)
+        noise, recounted = take_part(
+            client.context.state, client.mark, limited, rate, message, client.node.partition_id
+        )
     except SpentError as error:
         log.info("this client trains no further: %s", error)
         refused = ConfigRecord({"round": client.round, "reason": str(error)})
@@ -259,7 +261,9 @@ def _masked(client: _Client) -> RecordDict:
     if client.config.privacy == "client":
         noise = noise_in(client.config, schedule)
         check_parts(noised_parts(method, sent, noise), schedule)
-        _account_for(client, 1 / noise.left(len(schedule.partitions), schedule.threshold) ** 2)
+        node, context = client.node, client.context
+        account = NoiseAccount(context.state, context.run_id, node.partition_id)
+        account.spend(node, schedule.shown)
         result = train_locally(*work, client.granted, steps, client.turn)
         numbers = to_noised(method, sent, result.upload, schedule, random)
     else:
@@ -276,13 +280,6 @@ def _masked(client: _Client) -> RecordDict:
     }
     arrays = to_pieces({"masked": masked})
     return RecordDict({"arrays": arrays, "metrics": MetricRecord(cast(Any, told))})
-
-
-def _account_for(client: _Client, more: float) -> None:
-    """Count what the server will see of this client; ValueError if that is beyond its limit."""
-    account = NoiseAccount(client.context.state, client.context.run_id)
-    account.check(client.node, more)
-    account.add(more)
 
 
 def _calibrate(client: _Client) -> RecordDict:

@@ -7,13 +7,14 @@ often it has asked the client before; where that is more than the account says, 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from logging import DEBUG, INFO, getLogger
 from typing import Any
 
 from flwr.app import ConfigRecord, RecordDict
 
+from ravan_flwr.client.ledger import Entry, opened_ledger
 from ravan_flwr.client.once import is_on_a_device
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.privacy.account import LEAST, Releases, epsilon_of_all
@@ -40,25 +41,29 @@ class ExampleAccount:
     def find(cls, state: RecordDict, mark: str) -> "ExampleAccount":
         """Read a run's account from a node's state; an empty one if it is missing or damaged."""
         record = state.get(ACCOUNT)
-        if not isinstance(record, ConfigRecord) or record.get("run") != mark:
-            return cls()
-        try:
-            return _read(record)
-        except (KeyError, TypeError, ValueError) as error:
-            log.warning("this client's account is of no use: %s", error)
-            return cls()
+        return cls.among([record] if isinstance(record, ConfigRecord) else [], mark)
 
-    def keep(self, state: RecordDict, mark: str) -> None:
-        """Put it into a node's state."""
-        state[ACCOUNT] = ConfigRecord(
-            {
-                "run": mark,
-                "rounds": self.rounds,
-                "multipliers": [one.multiplier for one in self.releases],
-                "rates": [one.rate for one in self.releases],
-                "numbers": [one.number for one in self.releases],
-            }
-        )
+    @classmethod
+    def among(cls, entries: Sequence[Entry], mark: str) -> "ExampleAccount":
+        """Read the one that has most rounds of a run, of those that are not damaged."""
+        accounts = [cls()]
+        for entry in entries:
+            if entry.get("run") == mark:
+                try:
+                    accounts.append(_read(entry))
+                except (KeyError, TypeError, ValueError) as error:
+                    log.warning("this client's account is of no use: %s", error)
+        return max(accounts, key=lambda account: account.rounds)
+
+    def entry(self, mark: str) -> Entry:
+        """Write it as an entry of a ledger."""
+        return {
+            "run": mark,
+            "rounds": self.rounds,
+            "multipliers": [one.multiplier for one in self.releases],
+            "rates": [one.rate for one in self.releases],
+            "numbers": [one.number for one in self.releases],
+        }
 
     def after(self, rounds: int, each: Releases) -> "ExampleAccount":
         """Return the account with so many further rounds of that many releases each."""
@@ -79,15 +84,25 @@ def take_part(
     config: Config,
     rate: float,
     message: Mapping[str, Any],
+    partition: int = 0,
 ) -> tuple[StepNoise, bool]:
-    """Count a round in the node's state; return its noise, and whether rounds were missing.
+    """Count a round in the node's ledger; return its noise, and whether rounds were missing.
 
     SpentError, and the account as it was, if the round would exceed epsilon.
     """
     noise = noise_of(config, message)
     each = Releases(noise.multiplier, rate, config.local_steps or 0)
-    account = ExampleAccount.find(state, mark)
     told = _earlier_in(message)
+    with opened_ledger(state, ACCOUNT, mark, partition) as ledger:
+        account, missing = _caught_up(ExampleAccount.among(ledger.entries, mark), told, each)
+        after = account.after(1, each)
+        _check(config, account, after)
+        ledger.enter(after.entry(mark))
+    return noise, missing
+
+
+def _caught_up(account: ExampleAccount, told: int, each: Releases) -> tuple[ExampleAccount, bool]:
+    """Count rounds that the server says there were; return whether there are such."""
     missing = max(0, told - account.rounds)
     if missing:
         # In one process the record says it of all of them (`recounted`).
@@ -97,11 +112,7 @@ def take_part(
             "all of these, as after a restart or in a run that goes on",
             *(account.rounds, told),
         )
-        account = account.after(missing, each)
-    after = account.after(1, each)
-    _check(config, account, after)
-    after.keep(state, mark)
-    return noise, bool(missing)
+    return account.after(missing, each), bool(missing)
 
 
 def noise_of(config: Config, message: Mapping[str, Any]) -> StepNoise:
@@ -139,7 +150,7 @@ def _earlier_in(message: Mapping[str, Any]) -> int:
     return told
 
 
-def _read(record: ConfigRecord) -> ExampleAccount:
+def _read(record: Entry) -> ExampleAccount:
     parts: list[Any] = [record[name] for name in ("multipliers", "rates", "numbers")]
     releases = tuple(Releases(*one) for one in zip(*parts, strict=True))
     sound = all(

@@ -7,8 +7,10 @@ against it is a number that only goes up, in a file that only this user can writ
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
@@ -40,13 +42,7 @@ def _step_of(kind: str, content: RecordDict, context: Context) -> tuple[str, int
 
 def _step_up(name: str, number: int) -> None:
     """Note a number that is larger than all before it."""
-    import fcntl  # noqa: PLC0415 (POSIX alone has it, and devices alone need it)
-
-    folder = _folder()
-    folder.mkdir(mode=0o700, exist_ok=True)
-    descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(descriptor, "a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+    with locked_file(name) as file:
         file.seek(0)
         lines = file.read().splitlines()
         last = int(lines[-1]) if lines else -1
@@ -58,6 +54,19 @@ def _step_up(name: str, number: int) -> None:
         file.write(b"%d\n" % number)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def locked_file(name: str) -> Iterator[BinaryIO]:
+    """Lend a file of this user's to one process at a time; what is written comes at its end."""
+    import fcntl  # noqa: PLC0415 (POSIX alone has it, and devices alone need it)
+
+    folder = _folder()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        yield file
 
 
 def _folder() -> Path:
@@ -76,7 +85,17 @@ def _whole(records: RecordDict, name: str, record: str = "config") -> int:
 
 def is_on_a_device() -> bool:
     """Tell whether a SuperNode has started this process: in others messages take turns."""
+    return task_of_process() > _NONE
+
+
+def task_of_process() -> int:
+    """Return the number that Flower has given to what this process does; 0 if none."""
     try:
-        return TaskIdentity.task_id > _NONE
+        return TaskIdentity.task_id
     except RuntimeError:  # Flower has said nothing
-        return False
+        return 0
+
+
+def work_for_task(number: int) -> None:
+    """Let a warm worker answer for the process of a message, with that one's number."""
+    TaskIdentity.task_id = number

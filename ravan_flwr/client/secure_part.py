@@ -13,10 +13,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDic
 
 from ravan_flwr.client.noise_account import NoiseAccount
 from ravan_flwr.config.node_config import Node
-from ravan_flwr.messages.pieces import DISTRUSTS, PIECES, read_pieces, to_pieces
+from ravan_flwr.messages.pieces import DISTRUSTS, PIECES, SEEN, read_pieces, to_pieces
 from ravan_flwr.secure.agreed import Parts
 from ravan_flwr.secure.client import DistrustError, SecureClient, State
 from ravan_flwr.secure.node_keys import NodeKeys
+from ravan_flwr.secure.schedule import read_schedule
 
 log = getLogger(__name__)
 
@@ -36,8 +37,7 @@ def answer_phase(kind: str, content: RecordDict, context: Context, node: Node) -
     names, phase = _HALVES[kind]
     number = round_of(content)
     parts = read_pieces(pieces_in(content), names)
-    if kind == "keys":  # before others reckon with it
-        NoiseAccount(context.state, context.run_id).check(node)
+    _check_account(kind, content, context, node, parts)
     try:
         with SecurePart(context, node) as client:
             told = phase(client, number, parts)
@@ -45,6 +45,18 @@ def answer_phase(kind: str, content: RecordDict, context: Context, node: Node) -
         log.warning("this node takes no part in round %d: %s", number, error)
         told = {DISTRUSTS: json.dumps(error.partitions).encode()}
     return RecordDict({"arrays": to_pieces(told), "metrics": MetricRecord({"round": number})})
+
+
+def _check_account(
+    kind: str, content: RecordDict, context: Context, node: Node, parts: Parts
+) -> None:
+    """Refuse a round that would show too much of this node, before others reckon with it."""
+    account = NoiseAccount(context.state, context.run_id, node.partition_id)
+    if kind == "keys":
+        account.believe(content.config_records["config"].get(SEEN, 0.0))
+        account.check(node)
+    elif kind == "shares" and (shown := read_schedule(parts["schedule"]).shown):
+        account.check(node, shown)
 
 
 def pieces_in(content: RecordDict) -> ArrayRecord:

@@ -33,6 +33,7 @@ from typing import Any
 
 from flwr.app import Context, RecordDict
 
+from ravan_flwr.client.once import task_of_process, work_for_task
 from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
 from ravan_flwr.messages.fingerprint import code_fingerprint
@@ -65,6 +66,7 @@ def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
                     "run-id": context.run_id,
                     "node-config": dict(context.node_config),
                     "run-config": dict(context.run_config),
+                    "task-id": task_of_process(),
                 },
                 [content, context.state],
             )
@@ -270,6 +272,7 @@ def _answer(
         state=state,
         run_config=header["run-config"],
     )
+    work_for_task(header["task-id"])
     use_cache(read_node(context.node_config).cache_dir)
     with importing():
         from ravan_flwr.client import answers  # noqa: PLC0415

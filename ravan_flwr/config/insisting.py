@@ -28,6 +28,11 @@ def check_insisted(node: Node, config: Config) -> None:
             f"{what}: got a run with delta = {config.delta:g}, expected {node.max_delta:g} "
             "(max-delta) at most"
         )
+    if config.noise_cohort is not None:
+        raise ValueError(
+            f"{what}: got a run with noise-cohort = {config.noise_cohort}, whose epsilon is that "
+            "of a larger federation; this device takes part in runs without it alone"
+        )
     if config.privacy == "client" and not config.secure_aggregation:
         _check_word(what, node.max_epsilon, config.epsilon)
 

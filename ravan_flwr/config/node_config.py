@@ -61,17 +61,20 @@ def read_node(settings: Mapping[str, Scalar]) -> Node:
         secure_keys=_absolute_folder(settings, "secure-keys"),
         require_secure_aggregation=_switch(settings, "require-secure-aggregation"),
         max_epsilon=_above_zero(settings, "max-epsilon", None, math.inf),
-        max_delta=_above_zero(settings, "max-delta", MAX_DELTA, 1.0) or MAX_DELTA,
+        max_delta=_max_delta(settings),
     )
 
 
+_BEGINNING = 6  # letters: what begins as one of our keys, and ends early, is one cut short
 _KEYS = tuple(field.name.replace("_", "-") for field in dataclasses.fields(Node))
 
 
 def _check_names(settings: Mapping[str, Scalar]) -> None:
     """Refuse what looks like one of ours misspelt; other apps may have keys of their own."""
     for key in settings.keys() - set(_KEYS):
-        if meant := difflib.get_close_matches(key.replace("_", "-"), _KEYS, 1, 0.75):
+        name = key.replace("_", "-").lower()
+        begun = [known for known in _KEYS if len(name) >= _BEGINNING and known.startswith(name)]
+        if meant := begun or difflib.get_close_matches(name, _KEYS, 1, 0.75):
             raise ValueError(
                 f"node config: got {key}, expected {meant[0]} perhaps; the keys of this app are "
                 f"{', '.join(_KEYS)}; correct it"
@@ -105,12 +108,23 @@ def _above_zero(
     value = settings.get(key, default)
     if value is None:
         return None
+    below = min(below, sys.float_info.max)  # a whole number may be larger than that
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
-        most = "" if math.isinf(below) else f" and below {below:g}"
+        most = f" and below {below:g}" if below < sys.float_info.max else ""
         raise ValueError(
             f"node config: {key} is {value!r}, expected a number above 0{most}; correct it"
         )
     return float(value)
+
+
+def _max_delta(settings: Mapping[str, Scalar]) -> float:
+    delta = _above_zero(settings, "max-delta", MAX_DELTA, 1.0) or MAX_DELTA
+    if "max-delta" in settings and "max-epsilon" not in settings:
+        raise ValueError(
+            f"node config: max-delta is {delta:g} without max-epsilon, expected both: alone it "
+            "refuses no run; set max-epsilon, or leave it out"
+        )
+    return delta
 
 
 def _folder(settings: Mapping[str, Scalar], key: str) -> str | None:

@@ -79,8 +79,11 @@ class KnownArrays:
             records[index][name] = self._known[number][0]
 
     def remember(self, question: Sequence[RecordDict]) -> None:
-        """Know the arrays of this question from now on, and no others."""
-        records = (record for each in question for record in each.array_records.values())
+        """Know the arrays of this question from now on, and no others.
+
+        In the order of their names: what was put back is the last of its question at one end only.
+        """
+        records = (each.array_records[n] for each in question for n in sorted(each.array_records))
         self._known = [(record, list(record.values())) for record in records]
 
     def _number(self, record: _Record) -> int | None:

@@ -7,6 +7,25 @@ draw then hides it no more. How likely that is bounds what it adds to delta.
 
 import math
 
+from ravan_flwr.secure.fixed_point import MOST_CLIENTS
+
+_OFTEN_ENOUGH = 40  # of more clients than these a part may be drawn
+_SLACK = 1e-6  # of delta: what the sizes of cohorts may add to it in all rounds, not counted
+
+
+def why_not_masked(members: int, rate: float, least: int, rounds: int, delta: float) -> str:
+    """Say why a cohort drawn from so many members must not be masked; "" if it may be."""
+    if chance_to_decide(members - 1, rate, least, MOST_CLIENTS) * rounds <= _SLACK * delta:
+        return ""
+    can = [f"{members}, all of them"] if members <= MOST_CLIENTS else []
+    can += ["40 to 140 (more, if secure-minimum is above 3)"] if members > _OFTEN_ENOUGH else []
+    return (
+        f"secure-aggregation = true with privacy = 'client': {members} clients that are drawn with "
+        f"probability {rate:.3g} are sometimes fewer than {least} (secure-minimum) "
+        f"or more than {MOST_CLIENTS}, and one client would decide whether all are summed up; "
+        f"expected clients-per-round = {' or '.join(can)}"
+    )
+
 
 def chance_to_decide(others: int, rate: float, least: int, most: int) -> float:
     """Return how likely it is drawn, and the others are just at one of the limits."""
@@ -21,3 +40,16 @@ def _exactly(number: int, of: int, rate: float) -> float:
         return 0.0
     log = math.lgamma(of + 1) - math.lgamma(number + 1) - math.lgamma(of - number + 1)
     return math.exp(log + number * math.log(rate) + (of - number) * math.log1p(-rate))
+
+
+def most_rounds(clients: int, rate: float, rounds: int) -> int:
+    """Return in how many rounds the client takes part that is drawn most often: the likely number.
+
+    The least that all clients stay within with probability one half.
+    """
+    within = 0.0
+    for number in range(rounds):
+        within += _exactly(number, rounds, rate) if rate < 1 else 0.0
+        if within > 0 and clients * math.log(min(within, 1.0)) >= math.log(0.5):
+            return number
+    return rounds

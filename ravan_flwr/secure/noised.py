@@ -5,8 +5,10 @@ is at most C, and adds noise, rounded to steps as well. Of n clients each adds a
 of z C / sqrt(n), so that the sum of all has z C. The server sees the sum of those that have sent
 their numbers, two thirds of n at least, and adds what is missing.
 
-The sum is modulo 2^24, and a step as small as leaves room for n changes of norm C and twelve
-standard deviations of the noise. A sum that wraps around would tell no more, only something else.
+The sum is modulo 2^24, and a step as small as leaves room for 256 changes of norm C and twelve
+standard deviations of the noise. It is the same for any number of clients: what is released are
+whole steps where nobody drops out, which would tell how many were drawn. A sum that wraps around
+would tell no more, only something else.
 
 A norm that adapts takes a bit of each client: whether its change was within C. It travels as a
 number of its own, so large that the same noise is what the mechanism wants for it.
@@ -22,6 +24,8 @@ from ravan_flwr.secure.fixed_point import MASK, MODULUS, MOST_CLIENTS, Numbers
 
 ROOM = 12  # standard deviations of the noise that a sum has room for
 LEAST, MOST = 0.1, 2000.0  # noise multipliers; of the least, noise of one client has 200 steps
+LEAST_NORM, MOST_NORM = 1e-100, 1e100  # between them no step, and no deviation, is 0 or infinite
+_CLOSE = 1e-9  # of two ways to compute one multiplier
 _TRIES = 8
 _HALF = MODULUS // 2
 
@@ -46,26 +50,30 @@ class NoiseShares:
         """Return the multiplier of what so many of the clients add: the rest may drop out."""
         return self.whole * math.sqrt(threshold / clients)
 
-    def step(self, clients: int) -> float:
-        """Return the size of a step in a round of so many clients."""
-        return self.norm * (clients + ROOM * self.multiplier) / (_HALF - MOST_CLIENTS)
+    @property
+    def step(self) -> float:
+        """Return the size of a step."""
+        return self.norm * (MOST_CLIENTS + ROOM * self.multiplier) / (_HALF - MOST_CLIENTS)
 
     def deviation(self, clients: int) -> float:
         """Return the standard deviation of one client's noise, in steps."""
-        return self.multiplier * self.norm / (math.sqrt(clients) * self.step(clients))
+        return self.multiplier * self.norm / (math.sqrt(clients) * self.step)
 
-    def bit(self, clients: int) -> int:
+    @property
+    def bit(self) -> int:
         """Return how many steps a client's bit is, up or down."""
-        return int(self.multiplier * self.norm / (2 * self.bits) / self.step(clients))
+        return int(self.multiplier * self.norm / (2 * self.bits) / self.step)
 
     def check(self) -> None:
         """Raise ValueError unless this is noise that a client may take part with."""
-        sound = all(map(math.isfinite, (self.norm, self.multiplier, self.bits)))
-        if not sound or self.norm <= 0 or self.bits < 0 or not LEAST <= self.multiplier <= MOST:
+        sound = 0 <= self.bits < math.inf and LEAST <= self.multiplier <= MOST
+        sound = sound and LEAST_NORM <= self.norm <= MOST_NORM
+        # Bits with next to no noise would tell which client's change was within the norm.
+        if not sound or self.whole < LEAST * (1 - _CLOSE):
             raise ValueError(
                 f"got noise of multiplier {self.multiplier} on changes of norm {self.norm}, with "
-                f"{self.bits} on bits, expected {LEAST:g} to {MOST:g}, a norm above 0, and bits of "
-                "0 or more"
+                f"{self.bits} on bits, expected {LEAST:g} to {MOST:g}, of both together {LEAST:g} "
+                f"at least, and a norm of {LEAST_NORM:g} to {MOST_NORM:g}"
             )
 
 

@@ -61,6 +61,11 @@ class Schedule:
         """Return how many clients together can tell a secret: two thirds, rounded up."""
         return threshold_of(len(self.partitions))
 
+    @property
+    def shown(self) -> float:
+        """Return what the server sees of each client, as the sum of 1 / z^2; 0 without noise."""
+        return self.noise.left(len(self.partitions), self.threshold) ** -2 if self.noise else 0.0
+
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
         """Return the size of each row."""

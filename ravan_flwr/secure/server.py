@@ -288,7 +288,7 @@ class SecureServer:
         noise = self.schedule.noise
         if noise is None:
             return mean_of(total, clients, bound)
-        return signed(total) * noise.step(self.number)
+        return signed(total) * noise.step
 
     def _check_enough(self, number: int, what: str) -> None:
         if number < self.schedule.threshold:

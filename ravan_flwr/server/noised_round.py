@@ -14,9 +14,11 @@ from typing import cast
 
 import numpy as np
 import torch
+from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
 from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.pieces import SEEN
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.privacy.expected import expected_clients
 from ravan_flwr.privacy.mechanism import adapted, moved_by
@@ -54,8 +56,7 @@ class NoisedRound(SecureRound):
             self.budget.spend()
             return []
         schedule = self.secure.schedule
-        left = self.shares.left(len(schedule.partitions), schedule.threshold)
-        self.budget.spend([member.partition_id for member in asked], left)
+        self.budget.spend([member.partition_id for member in asked], schedule.shown)
         return asked
 
     def _drawn(self, sampler: Sampler, grid: Grid) -> list[Member]:
@@ -77,6 +78,14 @@ class NoisedRound(SecureRound):
             self.grid.run.run_id, self.number, config.secure_minimum, parts,
             {member.partition_id: rows for member in members}, self._given(), self.shares,
         )  # fmt: skip
+
+    def _message(self, kind: str, member: Member, pieces: ArrayRecord) -> Message:
+        """Tell a client first what was seen of it: it may have lost its account."""
+        message = super()._message(kind, member, pieces)
+        if kind == "keys":
+            seen = self.budget.seen.get(member.partition_id, 0.0)
+            message.content.config_records["config"][SEEN] = seen
+        return message
 
     def _heads_of(self, member: Member) -> list[list[int]]:
         parts = parts_of(self.method, self.run.state.tensors, 1.0)

@@ -20,11 +20,10 @@ from typing import Any
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.privacy.account import epsilon_of, epsilon_seen, multiplier_for
-from ravan_flwr.privacy.cohorts import chance_to_decide
+from ravan_flwr.privacy.cohorts import why_not_masked
 from ravan_flwr.privacy.mechanism import Noise
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
-from ravan_flwr.secure.fixed_point import MOST_CLIENTS
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.start import Start
 
@@ -32,7 +31,6 @@ log = getLogger(__name__)
 
 NAME = "privacy.json"
 _NUMBERS = ("noise-multiplier", "sampling-rate", "delta")
-_SLACK = 1e-6  # of delta: what the sizes of cohorts may add to it, which is not counted
 
 
 class PrivacyBudget:
@@ -84,16 +82,8 @@ class PrivacyBudget:
     def why_not_masked(self, members: int) -> str:
         """Say why a cohort of so many members must not be masked; "" if it may be."""
         config = self.config
-        chance = chance_to_decide(members - 1, self.rate, config.secure_minimum, MOST_CLIENTS)
-        if chance * config.num_rounds <= _SLACK * self.delta:
-            return ""
-        return (
-            f"secure-aggregation = true with privacy = 'client': {members} clients that are drawn "
-            f"with probability {self.rate:.3g} are sometimes fewer than {config.secure_minimum} "
-            f"(secure-minimum) or more than {MOST_CLIENTS}, and one client would decide whether "
-            "all are summed up; expected clients-per-round of 40 to 140, more if secure-minimum is "
-            "above 3, or as many as there are clients (3 to 256)"
-        )
+        least, rounds = config.secure_minimum, config.num_rounds
+        return why_not_masked(members, self.rate, least, rounds, self.delta)
 
     @property
     def epsilon(self) -> float:
@@ -123,14 +113,14 @@ class PrivacyBudget:
         adaptive = config.clip_norm is None
         return Noise(self.multiplier, self.rate * members, adaptive, config.noise_cohort)
 
-    def spend(self, asked: Collection[int] = (), left: float = math.inf) -> None:
+    def spend(self, asked: Collection[int] = (), shown: float = 0.0) -> None:
         """Count one release more, on disk when this returns.
 
-        In a secure round the server sees sums over these partitions with noise `left` in them.
+        In a secure round the server sees sums over these partitions, whose noise has `shown`.
         """
         self.releases += 1
         for partition in asked:
-            self.seen[partition] = self.seen.get(partition, 0.0) + 1 / (left * left)
+            self.seen[partition] = self.seen.get(partition, 0.0) + shown
         more: dict[str, Any] = {"releases": self.releases, "sampling-rate": self.rate}
         if self.config.secure_aggregation:
             more["to-server"] = {str(one): sum_ for one, sum_ in sorted(self.seen.items())}

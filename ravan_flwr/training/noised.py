@@ -78,7 +78,7 @@ def clipped_steps(
 
     What is not finite counts as zero: a client that failed for it would tell of its examples.
     """
-    noise, clients = schedule.noise, len(schedule.partitions)
+    noise = schedule.noise
     assert noise is not None
     filled = {
         name: tensor.double().nan_to_num(nan=np.nan, posinf=np.nan, neginf=np.nan)
@@ -88,9 +88,7 @@ def clipped_steps(
     factor, is_within = clipping(changes, noise.norm)
     names = [part.name for part in schedule.parts if part.name != WITHIN]
     flat = np.concatenate([changes[name].numpy().reshape(-1) for name in names])
-    step = noise.step(clients)
-    steps = within(flat * (factor / step), noise.norm / step, random)
+    steps = within(flat * (factor / noise.step), noise.norm / noise.step, random)
     if not noise.bits:
         return steps
-    bit = noise.bit(clients)
-    return np.append(steps, bit if is_within else -bit)
+    return np.append(steps, noise.bit if is_within else -noise.bit)

@@ -11,6 +11,7 @@ from ravan_flwr.data.partition import deal_out
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.methods.budgets import BUDGETS, SHARES
 from ravan_flwr.privacy.account import epsilon_of, epsilon_seen, multiplier_for
+from ravan_flwr.privacy.cohorts import most_rounds, why_not_masked
 from ravan_flwr.privacy.example_gradients import check_trained
 from ravan_flwr.privacy.example_mechanism import StepNoise, step_noise_norm
 from ravan_flwr.privacy.expected import expected_clients, noise_norm
@@ -61,13 +62,23 @@ def _to_server(config: Config, z: float, there: int) -> list[str]:
     """Say what a server may learn that sees masked sums with noise in them."""
     if not config.secure_aggregation:
         return []
-    number, usual = config.clients_per_round, _usual_rounds(config, there)
-    left = z * math.sqrt(threshold_of(number) / number)
-    spent = epsilon_seen(usual / left**2, config.delta)
-    return [
-        f"                for the server, which knows who takes part: epsilon {spent:.3f} of a",
+    rate = min(1.0, config.clients_per_round / there)
+    least, rounds = config.secure_minimum, config.num_rounds
+    if why := why_not_masked(there, rate, least, rounds, config.delta):
+        raise ValueError(why)
+    number = min(config.clients_per_round, there)
+    each = 1 / (z * z * threshold_of(number) / number)
+    usual, most = _usual_rounds(config, there), most_rounds(there, rate, rounds)
+    of_usual, of_most = (epsilon_seen(times * each, config.delta) for times in (usual, most))
+    told = [
+        f"                for the server, which knows who takes part: epsilon {of_usual:.3f} of a",
         f"                client in {usual} rounds, as many as are usual; each sends all heads",
     ]
+    if most > usual:
+        told.append(
+            f"                {of_most:.3f} of the client that is drawn most often, in about {most}"
+        )
+    return told
 
 
 def _of_examples(config: Config, built: Skeleton, there: int) -> list[str]:

@@ -13,9 +13,11 @@ from pathlib import Path
 import datasets
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr.client import answers as client
 from ravan_flwr.client import worker
+from ravan_flwr.client.once import is_on_a_device
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import FIXED, from_record, to_record
 from ravan_flwr.training.workbench import Workbench
@@ -256,6 +258,26 @@ def test_a_new_run_reads_everything_anew(owner, tmp_path):
 
     assert [answered(10, 2), answered(20, 2), answered(30, 3)] == [10, 10, 30]
     assert len(workers(owner.pid)) == 1
+
+
+def test_what_a_device_does_once_it_does_once_in_its_worker_as_well(monkeypatch):
+    """A worker has no number of Flower's by itself, and would take itself for a simulation."""
+    monkeypatch.setattr(TaskIdentity, "_task_id", None)
+    answer = RecordDict({"config": ConfigRecord({"told": 1})})
+    asked = []
+
+    def noted(*_):
+        asked.append(is_on_a_device())
+        return answer
+
+    monkeypatch.setattr(client, "answer", noted)
+    for number in (0, 77):
+        header = {
+            "kind": "train", "run-id": 1, "node-id": 1, "run-config": {}, "task-id": number,
+            "node-config": {"partition-id": 0, "num-partitions": 2},
+        }  # fmt: skip
+        worker._answer(header, RecordDict(), RecordDict(), new=False)
+    assert asked == [False, True]
 
 
 def test_a_socket_needs_a_short_path(tmp_path, monkeypatch):

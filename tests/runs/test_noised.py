@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections import defaultdict
 
 import dp_accounting
 import dp_accounting.pld
@@ -19,8 +20,9 @@ from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.privacy import mechanism
 from ravan_flwr.privacy.account import epsilon_of, epsilon_seen
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.secure.noised import NoiseShares
+from ravan_flwr.secure.noised import NoiseShares, to_numbers
 from ravan_flwr.secure.schedule import make_schedule, threshold_of
+from ravan_flwr.secure.server import Greeting, SecureServer
 from ravan_flwr.server import noised_round
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.start import Start
@@ -50,7 +52,7 @@ def test_without_noise_it_is_the_plain_private_round_to_the_rounding(tmp_path, m
         settings = NOISED | {"method": method, "budgets": budgets, "output-dir": folder}
         run = simulate(settings | {"secure-aggregation": secure}, 6)
         states.append(state_of(run, 1))
-    step = NoiseShares(C, Z).step(6)
+    step = NoiseShares(C, Z).step
     for name, plain in states[1].items():
         if plain.dtype == torch.float32:
             error = float((states[0][name] - plain).abs().max())
@@ -130,9 +132,9 @@ def test_a_round_that_cannot_be_unmasked_is_counted_and_the_next_goes_on(tmp_pat
 # What a client rounds, and what it refuses.
 
 
-def schedule_of(parts, noise):
+def schedule_of(parts, noise, clients=7):
     rows = np.ones(sum(part.rows for part in parts), bool)
-    return make_schedule(1, 1, 3, parts, dict.fromkeys(range(7), rows), "", noise)
+    return make_schedule(1, 1, 3, parts, dict.fromkeys(range(clients), rows), "", noise)
 
 
 def change_of(method, adapters, size, seed):
@@ -157,13 +159,29 @@ def test_two_cohorts_that_differ_in_one_client_differ_by_the_clip_norm_at_most(s
         random = np.random.default_rng(seed)
         steps = noised.clipped_steps(method, state, upload, schedule, random)
         changes = steps[:-1] if bits else steps
-        assert np.linalg.norm(changes) * shares.step(7) <= C * (1 + 1e-12)
+        assert np.linalg.norm(changes) * shares.step <= C * (1 + 1e-12)
         assert len(changes) == state["H"].numel()
         if bits:
-            assert abs(int(steps[-1])) == shares.bit(7)
+            assert abs(int(steps[-1])) == shares.bit
     if size in (1.0, 1e30):
-        assert np.linalg.norm(changes) * shares.step(7) > 0.99 * C
+        assert np.linalg.norm(changes) * shares.step > 0.99 * C
         assert not bits or steps[-1] < 0
+
+
+def test_what_is_released_does_not_tell_how_many_were_drawn():
+    """Where nobody drops out it is a number of whole steps: of one size, whoever takes part."""
+    method, adapters = build()
+    shares = NoiseShares(C, 1.0, 1.5)
+    state, upload = change_of(method, adapters, 1.0, 3)
+    parts = noised.noised_parts(method, state, shares)
+    made = []
+    for clients in (3, 7, 250):
+        schedule, random = schedule_of(parts, shares, clients), np.random.default_rng(0)
+        made.append(noised.clipped_steps(method, state, upload, schedule, random))
+        server = SecureServer(schedule, defaultdict(lambda: Greeting(b"", b"")))
+        read = server._read(to_numbers(made[-1]), clients, C)
+        assert np.allclose(read / shares.step, made[0], rtol=1e-12, atol=0)
+    assert all((steps == made[0]).all() for steps in made)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +227,7 @@ def test_what_the_server_has_seen_is_not_forgotten(tmp_path, seen):
     budget = PrivacyBudget.of(config, directory, start)
     assert budget is not None
     assert budget.told()["epsilon-to-server"] == epsilon_seen(0.5, 1e-5)
-    budget.spend([3, 4], left=2.0)
+    budget.spend([3, 4], shown=0.25)
     assert json.loads((tmp_path / "privacy.json").read_text())["to-server"] == {
         "3": 0.75,
         "4": 0.25,
@@ -224,6 +242,18 @@ def test_a_plan_tells_what_is_sent_and_what_the_server_sees(tmp_path):
     assert set(up) == {3 * numbers}  # whatever their budgets are
     told = plan_of(NOISED, 6)
     assert "for the server, which knows who takes part" in told
+    with pytest.raises(ValueError, match="expected clients-per-round = 7, all of them$"):
+        plan_of(NOISED, 7)
+    with pytest.raises(ValueError, match=r"clients-per-round = 90, all of them or 40 to 140"):
+        plan_of(NOISED, 90)
+
+
+def test_a_plan_tells_what_the_server_sees_of_the_client_that_is_drawn_most_often():
+    """Its account is what a run tells as epsilon-to-server."""
+    told = plan_of(NOISED | {"clients-per-round": 50, "num-rounds": 20, "delta": 1e-4}, 500)
+    each = 50 / (34 * Z * Z)
+    assert f"epsilon {epsilon_seen(2 * each, 1e-4):.3f} of a\n" in told
+    assert f"{epsilon_seen(7 * each, 1e-4):.3f} of the client that is drawn most often" in told
 
 
 # What a device insists on.
@@ -254,6 +284,20 @@ def test_a_device_leaves_a_run_before_the_server_has_seen_more_than_it_allows(
         assert "refused" not in record
         (rejected,) = record["rejected"]
         assert "it takes part no further" in rejected["reason"]
+
+
+def test_a_run_that_goes_on_is_a_new_one_to_a_device_and_counts_as_the_same(tmp_path, monkeypatch):
+    """The server says what it has seen before. One round takes 0.65, as above; two take 0.95."""
+    settings = NOISED | {"output-dir": str(tmp_path), "num-rounds": 1}
+    run = simulate(settings, 6)
+    insist(monkeypatch, {2: {"max-epsilon": 0.65}, 3: {"max-epsilon": 2.0}})
+    again = simulate(settings | {"num-rounds": 2, "resume": str(run.run_dir)}, 6)
+    first, second = records_of(again)
+    assert [client["partition-id"] for client in first["clients"]] == [0, 1, 2, 3, 4, 5]
+    assert [client["partition-id"] for client in second["clients"]] == [0, 1, 3, 4, 5]
+    (rejected,) = second["rejected"]
+    told = first["privacy"]["epsilon-to-server"]
+    assert f"the server has seen {told:.4g} of this device" in rejected["reason"]
 
 
 def insist(monkeypatch, wanted):

@@ -116,6 +116,15 @@ def test_workers_read_a_preset_that_its_path_names(starter, preset, request, tmp
     assert two.summary["rejected"] == 0
 
 
+def test_masked_rounds_in_two_processes_are_those_of_one(tmp_path):
+    """Each worker answers more than two messages that bring the state and pieces beside it."""
+    settings: dict[str, Scalar] = {"secure-aggregation": True, "clients-per-round": 6}
+    one, two = (run(tmp_path, number, **settings) for number in (1, 2))
+    assert two.summary["processes"] == 2
+    assert two.summary["rejected"] == 0
+    assert_same(one, two)
+
+
 @pytest.mark.parametrize("settings", METHODS, ids=lambda settings: settings["method"])
 def test_two_processes_give_the_bits_of_one(settings, tmp_path):
     one, two = (run(tmp_path, number, **settings) for number in (1, 2))

@@ -1,5 +1,7 @@
 """A client's account of its examples: counted before it trains, believed where it says most."""
 
+import copy
+
 import dp_accounting
 import pytest
 from flwr.app import Array, ConfigRecord, Context, RecordDict
@@ -118,6 +120,27 @@ def test_a_noise_that_is_set_is_not_the_servers_to_choose():
         {"noise-multiplier": 0.2, "earlier-rounds": 0},
     )  # fmt: skip
     assert noise.multiplier == 2.0
+
+
+def test_a_question_that_ends_after_a_round_takes_nothing_out_of_the_account(on_a_device):
+    """Nor is what was lost counted by another noise than it had."""
+    del on_a_device
+    config = read_config(PRIVATE | {"noise-multiplier": "auto", "epsilon": 8.0})
+    state = RecordDict()
+    few, all_ = (epsilon_of(1.5, 0.4, 1e-5, 5 * rounds) for rounds in (3, 10))
+    assert few < 8.0 < all_
+
+    def ask(number):
+        nonlocal state
+        little, after = number % 2 == 0, copy.deepcopy(state)
+        message = {"noise-multiplier": 1.5 if little else 1000.0, "earlier-rounds": number}
+        take_part(after, "m", config, 0.4, message)
+        state = state if little else after
+
+    for number in range(6):
+        ask(number)
+    with pytest.raises(SpentError, match="and one more would take that to"):
+        list(map(ask, range(6, 20)))
 
 
 # As a whole answer.

@@ -196,3 +196,19 @@ def test_arrays_that_a_client_changed_in_place_travel(jobs):
     assert known.leave_out(question)[0] == []
     arrays["b"] = Array(np.zeros(4))
     assert known.leave_out(question)[0] == []
+
+
+def test_arrays_of_one_question_keep_their_places_at_both_ends():
+    """As of a secure round: the state, the same for all, and beside it what is a client's own."""
+    ours, theirs = KnownArrays(), KnownArrays()
+    state = array(0)
+    for client in range(1, 5):
+        question = [RecordDict({"arrays": state, "secure": array(client)})]
+        left_out, sent = ours.leave_out(question)
+        ours.remember(question)
+        assert left_out == ([[0, "arrays", 0]] if client > 1 else [])
+        got = [RecordDict(dict(each.items())) for each in sent]
+        theirs.put_back(left_out, got)
+        theirs.remember(got)
+        for name, number in (("arrays", 0), ("secure", client)):
+            assert got[0].array_records[name]["a"].numpy().tolist() == [number] * 4

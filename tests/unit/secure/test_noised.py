@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from ravan_flwr.privacy.account import epsilon_of, epsilon_seen
-from ravan_flwr.privacy.cohorts import chance_to_decide
+from ravan_flwr.privacy.cohorts import chance_to_decide, most_rounds
 from ravan_flwr.privacy.noise import gaussian
 from ravan_flwr.secure.fixed_point import MASK, MODULUS
 from ravan_flwr.secure.node_keys import make_keys
@@ -50,7 +50,7 @@ def test_rounding_is_right_in_the_mean():
 def test_a_sum_has_room_for_all_changes_and_all_noise(clients, multiplier):
     """The worst case: all clients move one number, the same way, as far as they may."""
     noise = NoiseShares(C, multiplier)
-    step = noise.step(clients)
+    step = noise.step
     most = int(C / step)
     far = ROOM * math.sqrt(clients) * noise.deviation(clients)
     assert clients * most + far + clients / 2 < MODULUS / 2
@@ -72,7 +72,7 @@ def test_a_bit_beside_the_changes_is_one_mechanism_with_them(clients, z, bits):
     z1 = 1 / math.sqrt(1 / z**2 - 1 / (2 * bits) ** 2)
     noise = NoiseShares(C, z1, bits)
     assert noise.whole == pytest.approx(z)
-    norm = math.hypot(C / noise.step(clients), noise.bit(clients))
+    norm = math.hypot(C / noise.step, noise.bit)
     whole = noise.deviation(clients) * math.sqrt(clients)
     assert norm / whole <= 1 / z * (1 + 1e-9)
     assert norm / whole == pytest.approx(1 / z, rel=1e-2)  # the bit is rounded down
@@ -120,11 +120,22 @@ def test_who_decides_whether_a_sum_is_opened(others, rate):
 
 
 @pytest.mark.parametrize(
+    ("clients", "rate", "rounds"), [(1000, 0.05, 100), (6, 1.0, 3), (200, 0.5, 50), (9, 0.1, 1)]
+)
+def test_in_how_many_rounds_the_client_is_that_is_drawn_most_often(clients, rate, rounds):
+    number = most_rounds(clients, rate, rounds)
+    draws = stats.binom(rounds, rate)
+    assert draws.cdf(number) ** clients >= 0.5
+    assert number == 0 or draws.cdf(number - 1) ** clients < 0.5
+
+
+@pytest.mark.parametrize(
     "noise",
     [
         [C, 0.01, 0.0], [C, 1e9, 0.0], [0.0, 1.0, 0.0], [-1.0, 1.0, 0.0], [C, 1.0, -1.0],
-        [math.inf, 1.0, 0.0], [C, math.nan, 0.0], [C, 1.0], [C, "1", 0.0], [C, True, 0.0], "noise",
-        {}, 3,
+        [math.inf, 1.0, 0.0], [C, math.nan, 0.0], [C, 1.0, 1e-3], [C, 1.0, 5e-324],
+        [1e308, 1.0, 0.0], [5e-324, 1.0, 0.0], [C, 1.0, math.inf], [C, 1.0], [C, "1", 0.0],
+        [C, True, 0.0], "noise", {}, 3,
     ],
 )  # fmt: skip
 def test_noise_that_is_none_is_refused(noise):
@@ -162,10 +173,10 @@ class Noised(Held):
             schedule, rows = self.clients[p].take_shares(ROUND, self.server.to_mask(p))
             number = len(schedule.partitions)
             change = self.random.normal(size=int(schedule.sizes[rows].sum()))
-            change *= C / np.linalg.norm(change) / self.noise.step(number)
-            steps = within(change, C / self.noise.step(number), self.random)
+            change *= C / np.linalg.norm(change) / self.noise.step
+            steps = within(change, C / self.noise.step, self.random)
             noise = gaussian([len(steps)], self.noise.deviation(number)).numpy()
-            self.changes[p] = [steps * self.noise.step(number)]
+            self.changes[p] = [steps * self.noise.step]
             numbers = to_numbers(steps + np.rint(noise).astype(np.int64))
             self.sent[p] = self.clients[p].mask(ROUND, numbers)
             if p in self.there("masked"):

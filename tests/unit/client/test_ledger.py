@@ -1,0 +1,45 @@
+"""What a device has spent stays in a file of its own, whatever becomes of its state."""
+
+from flwr.app import ConfigRecord, RecordDict
+
+from ravan_flwr.client.ledger import opened_ledger
+
+
+def entries(state, run=1, partition=0):
+    with opened_ledger(state, "account", run, partition) as ledger:
+        return [dict(entry) for entry in ledger.entries]
+
+
+def enter(state, entry):
+    with opened_ledger(state, "account", 1, 0) as ledger:
+        ledger.enter(entry)
+
+
+def test_on_a_device_the_last_entry_is_in_both_places(on_a_device):
+    state = RecordDict()
+    assert entries(state) == []
+    for number in (1, 2):
+        enter(state, {"number": number, "of": [0.5]})
+    assert entries(state) == 2 * [{"number": 2, "of": [0.5]}]
+    assert entries(RecordDict()) == [{"number": 2, "of": [0.5]}]
+    assert entries(RecordDict(), run=2) == entries(RecordDict(), partition=1) == []
+    assert all(path.stat().st_mode & 0o077 == 0 for path in on_a_device.iterdir())
+
+
+def test_a_line_that_was_not_written_whole_costs_no_other(on_a_device):
+    enter(RecordDict(), {"number": 1})
+    (path,) = on_a_device.iterdir()
+    with path.open("ab") as file:
+        file.write(b'{"number": 9')
+    assert entries(RecordDict()) == [{"number": 1}]
+    enter(RecordDict(), {"number": 2})
+    assert entries(RecordDict()) == [{"number": 2}]
+    path.write_bytes(b"[3]\n\xff\n")
+    assert entries(RecordDict({"account": ConfigRecord({"number": 4})})) == [{"number": 4}]
+
+
+def test_where_messages_take_turns_it_is_in_the_state_alone():
+    state = RecordDict()
+    enter(state, {"number": 1})
+    assert entries(state) == [{"number": 1}]
+    assert entries(RecordDict()) == []
