@@ -159,7 +159,7 @@ class ForkServer(Python):
         """Let another server make it, which hands on nothing but the three standard files."""
         return Forked(
             [str(base.scripts / WORKER), __file__, str(LISTENER), *modules],
-            cwd=ROOT, stdin=self._listener, start_new_session=True,
+            cwd=ROOT, stdin=self._listener.fileno(), start_new_session=True,
         )  # fmt: skip
 
     def __exit__(self, *_: object) -> None:
