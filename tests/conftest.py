@@ -15,6 +15,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side, and start process
 os.environ["RAVAN_FLWR_CORES"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
+os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 (one for each core, for nothing)
 os.environ["RAY_ADDRESS"] = "local"  # and no cluster that this machine happens to be part of
 
 import hypothesis
@@ -39,7 +40,7 @@ for number, handler in (
 # Most laws are tried with each method, so that one is tried some hundred times. A test that gives
 # a number of examples of its own has that many in both.
 hypothesis.settings.register_profile("quick", derandomize=True, deadline=None, max_examples=25)
-hypothesis.settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=50)
+hypothesis.settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=30)
 hypothesis.settings.load_profile("thorough" if os.environ.get("CI") else "quick")
 
 
@@ -119,15 +120,15 @@ def _read_once():
         yield
 
 
-FORK_SERVERS = {"python": ALL, "python_without_hub": WITHOUT_HUB}
 SHARED = pytest.StashKey[dict[str, str]]()  # their folders, where pytest-xdist is
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Let all processes of pytest-xdist have the same fork servers, and be forks themselves."""
-    servers = {name: ForkServer(modules) for name, modules in FORK_SERVERS.items()}
-    for server in servers.values():
+    base = ForkServer(WITHOUT_HUB)
+    servers = {"python_without_hub": base, "python": ForkServer(ALL, base)}
+    for server in servers.values():  # the last of them is the first to end
         config.add_cleanup(functools.partial(server.__exit__, None, None, None))
     config.stash[SHARED] = {name: str(server.scripts) for name, server in servers.items()}
     if sys.platform == "linux" and not HAS_GPU:
@@ -141,22 +142,22 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["fork servers"] = node.config.stash[SHARED]
 
 
-def _fork_server(config: pytest.Config, name: str) -> Python:
-    """Find the server that all processes have in common, or make one where this is the only."""
-    if hasattr(config, "workerinput"):
-        return Python(Path(config.workerinput["fork servers"][name]))
-    return ForkServer(FORK_SERVERS[name])
-
-
-@pytest.fixture(scope="session")
-def python(pytestconfig):
-    """Start commands in processes that have imported every library."""
-    with _fork_server(pytestconfig, "python") as server:
-        yield server
+def _shared(config: pytest.Config, name: str) -> Python | None:
+    """Find the server that all processes have in common; None where this is the only process."""
+    if not hasattr(config, "workerinput"):
+        return None
+    return Python(Path(config.workerinput["fork servers"][name]))
 
 
 @pytest.fixture(scope="session")
 def python_without_hub(pytestconfig):
     """Start commands in processes that read the hub's settings from their own environment."""
-    with _fork_server(pytestconfig, "python_without_hub") as server:
+    with _shared(pytestconfig, "python_without_hub") or ForkServer(WITHOUT_HUB) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def python(pytestconfig, python_without_hub):
+    """Start commands in processes that have imported every library."""
+    with _shared(pytestconfig, "python") or ForkServer(ALL, python_without_hub) as server:
         yield server

@@ -11,7 +11,8 @@ can be run, too.
         assert process.wait() == 128 + signal.SIGTERM
 
 It imports when it is asked for the first time. All processes of pytest-xdist have one in common:
-tests/conftest.py gives them its folder, with which a `Python` is made.
+tests/conftest.py gives them its folder, with which a `Python` is made. A server may be a fork of
+another one, `ForkServer(ALL, base)`: it then imports what the other has not.
 
 `python.executable` stands for `sys.executable`; beside it lies what stands for `flwr` and Flower's
 other commands. Each is a small process (tests/forked.py) which hands its arguments, environment,
@@ -58,6 +59,7 @@ COMMANDS = [
     "flower-superlink", "flower-supernode", "ravan-flwr",
 ]  # fmt: skip
 WORKER = "pytest-worker"  # what stands for the Python of pytest-xdist's processes
+LISTENER = 0  # in place of standard input, of a server that is a fork of another one
 KILL = signal.SIGRTMAX  # what no process can take: as SIGKILL of the fork
 
 # Those that read no setting of the Hugging Face Hub when they are imported.
@@ -132,9 +134,9 @@ class Python(AbstractContextManager["Python"]):
 
 
 class ForkServer(Python):
-    """Owns the server: one process that has imported these modules."""
+    """Owns the server: one process that has imported these modules; a fork of that of `base`."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, modules: Sequence[str], base: Python | None = None) -> None:
         super().__init__(Path(tempfile.mkdtemp(prefix="forked-")))
         text = (ROOT / "tests" / "forked.py").read_text()
         for name in ("python", WORKER, *COMMANDS):
@@ -143,15 +145,28 @@ class ForkServer(Python):
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self.scripts / "socket"))
         self._listener.listen(64)  # who comes before the imports are done waits
+        self._server = self._fresh(modules) if base is None else self._forked(modules, base)
+
+    def _fresh(self, modules: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start a new process, which ends when its standard input does."""
         number = self._listener.fileno()
-        self._server = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, __file__, str(number), *modules],  # no package: `tests` may be another
             cwd=ROOT, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True,
+        )  # fmt: skip
+
+    def _forked(self, modules: Sequence[str], base: Python) -> subprocess.Popen[bytes]:
+        """Let another server make it, which hands on nothing but the three standard files."""
+        return Forked(
+            [str(base.scripts / WORKER), __file__, str(LISTENER), *modules],
+            cwd=ROOT, stdin=self._listener.fileno(), start_new_session=True,
         )  # fmt: skip
 
     def __exit__(self, *_: object) -> None:
         """End the server, and with it what is left of the commands."""
         super().__exit__()
+        if self._server.stdin is None:
+            self._server.kill()
         self._server.communicate()
         self._listener.close()
         shutil.rmtree(self.scripts)
@@ -177,7 +192,7 @@ Request = dict[str, Any]
 class _Server:
     """Forks for whoever connects; each connection lasts as long as its fork."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, end: Sequence[Any]) -> None:
         self._listener = listener
         self._forks: dict[int, socket.socket] = {}  # connections, by the process id of the fork
         self._ended, self._wakeup = socket.socketpair()
@@ -187,7 +202,8 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup.fileno())
         for source, action in (
-            (listener, self._accept), (self._ended, self._tell_the_end), (sys.stdin, sys.exit),
+            (listener, self._accept), (self._ended, self._tell_the_end),
+            *((source, sys.exit) for source in end),
         ):  # fmt: skip
             self._selector.register(source, selectors.EVENT_READ, action)
 
@@ -335,7 +351,8 @@ def _run(words: list[str]) -> None:
 if __name__ == "__main__":
     number, *modules = sys.argv[1:]
     base, listener = sys.path[1:], socket.socket(fileno=int(number))
-    if listener not in select.select([listener, sys.stdin], [], [])[0]:
+    end = [] if int(number) == LISTENER else [sys.stdin]
+    if listener not in select.select([listener, *end], [], [])[0]:
         sys.exit()  # nobody asked
     logging.disable()  # when they are imported, libraries tell what they are not going to use
     with warnings.catch_warnings(record=True):  # then the filters that Python begins with
@@ -344,4 +361,4 @@ if __name__ == "__main__":
     logging.disable(logging.NOTSET)
     logging.root.handlers.clear()  # which one of them added: each line would be written twice
     gc.freeze()  # what is imported stays, in pages that all forks share
-    _become(_Server(listener).serve(), base)
+    _become(_Server(listener, end).serve(), base)

@@ -38,7 +38,7 @@ class Network(nn.Module):
 
 def build_whole(name, layers=LAYERS, **changes):
     """Method, adapters and network; without a `rank` in `changes`, it is 2."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack, thrice
     network = Network(layers).requires_grad_(False)
     pretrained = {k: p for k, p in network.named_parameters() if not k.startswith("classifier")}
     size = sum(p.numel() for p in pretrained.values())

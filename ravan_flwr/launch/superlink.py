@@ -27,7 +27,7 @@ from ravan_flwr.runs.console import say
 from ravan_flwr.runs.directory import how_to_go_on
 from ravan_flwr.specs import NODES_CHOSEN, Scalar
 
-START_TIMEOUT = 60.0
+START_TIMEOUT = 300.0  # of a machine that is busy; one that has ended is told at once
 END_TIMEOUT = 5.0  # of what the SuperLink started, after the SuperLink
 RAY_LEAVES_GPUS = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"  # with the value 0
 

@@ -21,6 +21,8 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+from PIL import Image
 
 from ravan_flwr.messages import plain_text
 
@@ -50,6 +52,9 @@ STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
     "savefig.transparent": True,
 }
+# A figure is laid out by itself when it is made, and by `Chart` before it is drawn.
+_DRAWN = STYLE | {"figure.constrained_layout.use": False}
+_DPI = 150
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,8 @@ class Chart:
     def svg(self) -> Markup:
         """Draw it for a page: no XML header, and the page's own colour for text and axes."""
         buffer = io.StringIO()
-        with mpl.rc_context(STYLE | {"svg.hashsalt": self.name}), _any_letter():
+        with mpl.rc_context(_DRAWN | {"svg.hashsalt": self.name}), _any_letter():
+            self._lay_out()
             self.figure.savefig(buffer, format="svg", metadata={"Date": None})
         text = buffer.getvalue()
         text = text[text.index("<svg") :].replace(INK, "currentColor")
@@ -81,19 +87,37 @@ class Chart:
 
     def png(self, origin: str = "") -> bytes:
         """Draw it for everywhere else, on white; a small line below it says whose it is."""
+        with mpl.rc_context(_DRAWN | {"savefig.transparent": False}), _any_letter():
+            self._lay_out()
+            parts = [_pixels(self.figure)]
+            if origin:
+                parts.append(_pixels(_line_below(origin, self.figure.get_figwidth())))
         buffer = io.BytesIO()
-        with mpl.rc_context(STYLE | {"savefig.transparent": False}), _any_letter():
-            told = self.figure.supxlabel(self._fitted(origin), x=0.99, ha="right", fontsize=6.5)
-            told.set_in_layout(bool(origin))
-            self.figure.savefig(buffer, format="png", dpi=150, facecolor="white")
-            told.set_text("")  # on a page it stands under that page's heading
-            told.set_in_layout(False)
+        Image.fromarray(np.concatenate(parts)).save(buffer, "png", dpi=(_DPI, _DPI))
         return buffer.getvalue()
 
-    def _fitted(self, text: str) -> str:
-        """Break a line that is broader than the figure."""
-        lines = textwrap.wrap(text, int(16 * self.figure.get_figwidth()))
-        return "\n".join(map(plain, lines))
+    def _lay_out(self) -> None:
+        """Give everything its place, once for all formats: `savefig` would draw twice for it."""
+        if (engine := self.figure.get_layout_engine()) is not None:
+            engine.execute(self.figure)
+            self.figure.set_layout_engine(None)
+
+
+def _pixels(figure: Figure) -> NDArray[np.uint8]:
+    """Draw a figure on white: rows of pixels, each with four bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="rgba", dpi=_DPI, facecolor="white")
+    return np.frombuffer(buffer.getvalue(), np.uint8).reshape(
+        -1, int(figure.get_figwidth() * _DPI), 4
+    )
+
+
+def _line_below(text: str, width: float) -> Figure:
+    """Make a figure of a text, broken where it is broader than so many inches."""
+    lines = textwrap.wrap(text, int(16 * width))
+    figure = Figure(figsize=(width, 0.06 + 0.11 * len(lines)))
+    figure.text(0.99, 0.5, "\n".join(map(plain, lines)), ha="right", va="center", fontsize=6.5)
+    return figure
 
 
 @contextmanager

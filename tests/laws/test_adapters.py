@@ -27,7 +27,7 @@ def trainable(layer):
 
 
 def make_layer(heads, rank, out_features, in_features, bias, seed=0):
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     base = nn.Linear(in_features, out_features, bias=bias, dtype=torch.float64)
     B, A = make_bases(
         "normal", heads=heads, rank=rank, out_features=out_features, in_features=in_features,

@@ -41,7 +41,7 @@ class Together(nn.Module):
 def adapted(name, share=1.0, **changes):
     """A model in the middle of a run, a client of that share, what it trains, and its examples."""
     method, adapters, network = build_whole(name, **changes)
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     model = Together(network)
     state = some_state(method, adapters)
     share = share if method.can_train(share) else 1.0

@@ -13,7 +13,7 @@ from benchmarks.gpu_levers import apart, compiled, one_at_a_time, together
 @pytest.fixture(params=["ravan", "fedit", "full"])
 def bench(request):
     given = argparse.Namespace(method=request.param, device="cpu", small=True, steps=3, clients=3)
-    return gpu_levers.Bench("digits-vit", "float32", given)
+    return gpu_levers.Bench("cifar100-vit-b16", "float32", given)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet")

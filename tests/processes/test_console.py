@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests import ROOT
 
-def test_a_reader_who_has_seen_enough_ends_a_command_in_silence():
+
+def test_a_reader_who_has_seen_enough_ends_a_command_in_silence(python):
+    command = [python.executable, "-m", "ravan_flwr", "plan"]
     with subprocess.Popen(
-        [sys.executable, "-m", "ravan_flwr", "plan"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -110,6 +110,41 @@ def test_forks_die_with_the_server():
     process.stdout.close()
 
 
+@pytest.fixture
+def second(bare):
+    """A server that is a fork of the other one, and has a module more."""
+    with ForkServer(["colorsys"], bare) as server:
+        yield server
+
+
+def test_a_server_may_be_a_fork_of_another_one(bare, second):
+    code = "import sys; print('colorsys' in sys.modules)"
+    assert [one.run(["-c", code]).stdout for one in (bare, second)] == ["False\n", "True\n"]
+    code = "import os, sys; print(os.getpid() == os.getsid(0), sys.executable, sys.stdin.read())"
+    own = subprocess.run(
+        [second.executable, "-c", code], input="in", capture_output=True, text=True
+    )
+    assert own.stdout == f"True {second.executable} in\n", own.stderr
+    worker = str(Path(second.executable).with_name(WORKER))
+    code = "import os, sys; print(sys.executable, os.getppid() == os.getsid(os.getppid()))"
+    ended = subprocess.run([worker, "-c", code], capture_output=True, text=True)
+    assert ended.stdout == f"{sys.executable} True\n", ended.stderr
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_forks_die_with_either_of_two_servers(which):
+    base = ForkServer([])
+    servers = [base, ForkServer([], base)]
+    process = started(servers[1])
+    fork = fork_of(process.pid)
+    servers[which].__exit__()
+    wait_for(lambda: not Path(f"/proc/{fork}").exists(), "the fork to be killed")
+    assert process.wait() == 1
+    assert process.stdout is not None
+    process.stdout.close()
+    servers[1 - which].__exit__()
+
+
 def test_a_process_of_pytest_is_a_python_like_any_other(bare):
     """What it starts is no fork, unless it asks for one."""
     code = "import os, sys; print(sys.executable, os.getppid() == os.getsid(os.getppid()))"

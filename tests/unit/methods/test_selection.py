@@ -18,7 +18,7 @@ class Tower(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         self.layers = nn.ModuleList()
         for name, (out_features, in_features) in {"first": (6, 5), "second": (4, 6)}.items():
             B, A = make_bases(
