@@ -39,7 +39,7 @@ for number, handler in (
 
 # Most laws are tried with each method, so that one is tried some hundred times. A test that gives
 # a number of examples of its own has that many in both.
-hypothesis.settings.register_profile("quick", derandomize=True, deadline=None, max_examples=25)
+hypothesis.settings.register_profile("quick", derandomize=True, deadline=None, max_examples=15)
 hypothesis.settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=30)
 hypothesis.settings.load_profile("thorough" if os.environ.get("CI") else "quick")
 

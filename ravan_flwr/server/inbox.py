@@ -125,6 +125,7 @@ def pull_replies(
     well, but not waited for.
     """
     left = dict.fromkeys(waiting)
+    longest = 0.2 if simulating(grid) else 0.5  # for each reply there is a call of the SuperLink
     pause, last = 0.005, False
     while left and not last:
         last = patience.left <= 0
@@ -138,6 +139,6 @@ def pull_replies(
             if (left and patience.satisfied) or (in_process(grid) and patience.left <= 0):
                 return
         took = time.monotonic() - began
-        pause = 0.005 if came else min(pause * 1.5, max(0.2, took))
+        pause = 0.005 if came else min(pause * 1.5, max(longest, took))
         if left and not came and not last:
             time.sleep(max(0.0, min(pause, patience.left)))
