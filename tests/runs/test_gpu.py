@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ravan_flwr import simulate
-from ravan_flwr.client.answers import _free_memory
+from ravan_flwr.client.asked import free_memory
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.sharing import share_gpus
 from ravan_flwr.launch.superlink import LocalSuperLink
@@ -162,14 +162,14 @@ def test_the_context_takes_no_more_than_is_reserved_for_it():
 def test_an_automatic_budget_is_what_the_free_memory_pays_for():
     config = read_config({"device": "cuda", "batch-size": 64})
     device = torch.device("cuda")
-    free = _free_memory(device)
+    free = free_memory(device)
     assert 0 < free <= torch.cuda.mem_get_info()[1]
     assert largest_share(config, free) == 1.0
     held = torch.empty(2**28, dtype=torch.uint8, device=device)
-    assert free - _free_memory(device) == pytest.approx(2**28, rel=0.1)
+    assert free - free_memory(device) == pytest.approx(2**28, rel=0.1)
     del held  # PyTorch keeps it, and this process can have it again
     assert torch.cuda.memory_reserved() >= 2**28
-    assert _free_memory(device) == pytest.approx(free, rel=0.01)
+    assert free_memory(device) == pytest.approx(free, rel=0.01)
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -15,7 +15,7 @@ from flwr.supercore.run import Run
 
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
-from ravan_flwr.client.answers import _free_memory
+from ravan_flwr.client.asked import free_memory
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.methods import METHODS
@@ -772,10 +772,10 @@ def test_a_node_that_lost_the_bases_is_sent_them_again(tmp_path, monkeypatch):
 
 def test_free_memory_of_a_machine_is_that_of_psutil(monkeypatch):
     """Which knows macOS, too, where there is no /proc."""
-    assert _free_memory(torch.device("cpu")) > 2**20
+    assert free_memory(torch.device("cpu")) > 2**20
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=12345))
     for kind in ("cpu", "mps"):
-        assert _free_memory(torch.device(kind)) == 12345
+        assert free_memory(torch.device(kind)) == 12345
 
 
 def test_an_automatic_budget_follows_the_free_memory(tmp_path, monkeypatch):
@@ -791,7 +791,7 @@ def test_an_automatic_budget_follows_the_free_memory(tmp_path, monkeypatch):
     need = step_memory(read_config(SMALL), 0.5).added
     free = iter([int(need / 0.9) + 2] * 8)  # two answers of four nodes; later less is free
     monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Edge)
-    monkeypatch.setattr("ravan_flwr.client.answers._free_memory", lambda _: next(free, 0))
+    monkeypatch.setattr("ravan_flwr.client.asked.free_memory", lambda _: next(free, 0))
     simulation = run(tmp_path)
     line = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()[0]
     assert {client["heads"] for client in json.loads(line)["clients"]} == {2}

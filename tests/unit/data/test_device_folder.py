@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from ravan_flwr.client.answers import _Client
+from ravan_flwr.client.asked import Asked
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.device_folder import own_examples
 from ravan_flwr.data.examples import label_numbers
@@ -179,7 +179,7 @@ def test_a_devices_own_classes_are_told_by_their_names(tmp_path):
 
 
 def node(run_config, **settings):
-    return _Client(
+    return Asked(
         RecordDict(),
         Context(
             run_id=1, node_id=1, state=RecordDict(), run_config=run_config,

@@ -1,0 +1,49 @@
+"""Train in a secure round, where what is uploaded is masked, and may have noise in it."""
+
+import time
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+from flwr.app import MetricRecord, RecordDict
+
+from ravan_flwr.client.asked import Asked
+from ravan_flwr.client.noise_account import NoiseAccount
+from ravan_flwr.client.secure_part import SecurePart, pieces_in
+from ravan_flwr.messages.pieces import read_pieces, to_pieces
+from ravan_flwr.training.local_steps import train_locally
+from ravan_flwr.training.masked import by_tensor, check_given, check_parts, parts_of, to_numbers
+from ravan_flwr.training.noised import noise_in, noised_parts, to_noised
+
+
+def train_masked(client: Asked) -> RecordDict:
+    """Train the rows that the schedule of a secure round says, and mask how they changed."""
+    parts = read_pieces(pieces_in(client.content), ("here", "sealed", "marks"))
+    with SecurePart(client.context, client.node) as secure:
+        schedule, rows = secure.take_shares(client.round, parts)
+    sent, method = client.broadcast, client.bench.model.method
+    check_given(replace(client.bench.config, rank=method.rank), sent, schedule)
+    random = np.random.default_rng(client.turn.derive("rounding"))
+    work, steps = client.work, client.steps
+    if client.config.privacy == "client":
+        noise = noise_in(client.config, schedule)
+        check_parts(noised_parts(method, sent, noise), schedule)
+        node, context = client.node, client.context
+        account = NoiseAccount(context.state, context.run_id, node.partition_id)
+        account.spend(node, schedule.shown)
+        result = train_locally(*work, client.granted, steps, client.turn)
+        numbers = to_noised(method, sent, result.upload, schedule, random)
+    else:
+        check_parts(parts_of(method, sent, 1.0), schedule)
+        chosen = by_tensor(schedule, rows)
+        result = train_locally(*work, client.granted, steps, client.turn, rows=chosen)
+        numbers = to_numbers(method, sent, result.upload, schedule, rows, random)
+    with SecurePart(client.context, client.node) as secure:
+        masked = secure.mask(client.round, numbers)
+    told = {
+        "round": client.round,
+        "derived": client.bench.model.derived,
+        "seconds": time.perf_counter() - client.started,
+    }
+    arrays = to_pieces({"masked": masked})
+    return RecordDict({"arrays": arrays, "metrics": MetricRecord(cast(Any, told))})
