@@ -15,7 +15,7 @@ from typing import Any
 from flwr.app import ConfigRecord, RecordDict
 
 from ravan_flwr.client.ledger import Entry, opened_ledger
-from ravan_flwr.client.once import is_on_a_device
+from ravan_flwr.client.on_device import is_on_a_device
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.privacy.account import LEAST, Releases, epsilon_of_all
 from ravan_flwr.privacy.example_mechanism import StepNoise

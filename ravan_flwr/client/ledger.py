@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from flwr.app import ConfigRecord, RecordDict
 
-from ravan_flwr.client.once import is_on_a_device, locked_file
+from ravan_flwr.client.on_device import is_on_a_device, locked_file
 
 Entry = Mapping[str, Any]
 

@@ -7,18 +7,14 @@ against it is a number that only goes up, in a file that only this user can writ
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Mapping
 
 from flwr.app import ConfigRecord, Context, RecordDict
-from flwr.supercore.task_identity import TaskIdentity
 
+from ravan_flwr.client.on_device import is_on_a_device, locked_file
 from ravan_flwr.secure.phases import PHASES
 
 _ACCOUNT = "privacy-account"  # as example_account.py names it, which needs torch
-_NONE = 1  # task ids up to this are of no process that a SuperNode started
 
 
 def only_once(kind: str, content: RecordDict, context: Context, partition: int) -> None:
@@ -56,46 +52,8 @@ def _step_up(name: str, number: int) -> None:
         os.fsync(file.fileno())
 
 
-@contextmanager
-def locked_file(name: str) -> Iterator[BinaryIO]:
-    """Lend a file of this user's to one process at a time; what is written comes at its end."""
-    import fcntl  # noqa: PLC0415 (POSIX alone has it, and devices alone need it)
-
-    folder = _folder()
-    folder.mkdir(mode=0o700, exist_ok=True)
-    descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(descriptor, "a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
-        yield file
-
-
-def _folder() -> Path:
-    """Find a folder of this user alone."""
-    from ravan_flwr.client.worker import private_folder  # noqa: PLC0415 (POSIX alone has it)
-
-    return private_folder() / "once"
-
-
 def _whole(records: RecordDict, name: str, record: str = "config") -> int:
     """Read a number of a record; 0 of one that whoever answers will refuse."""
     found: Mapping[str, object] = records.config_records.get(record, ConfigRecord())
     value = found.get(name)
     return value if type(value) is int and 0 <= value < 2**53 else 0
-
-
-def is_on_a_device() -> bool:
-    """Tell whether a SuperNode has started this process: in others messages take turns."""
-    return task_of_process() > _NONE
-
-
-def task_of_process() -> int:
-    """Return the number that Flower has given to what this process does; 0 if none."""
-    try:
-        return TaskIdentity.task_id
-    except RuntimeError:  # Flower has said nothing
-        return 0
-
-
-def work_for_task(number: int) -> None:
-    """Let a warm worker answer for the process of a message, with that one's number."""
-    TaskIdentity.task_id = number

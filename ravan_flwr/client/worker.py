@@ -19,21 +19,19 @@ import logging
 import os
 import select
 import socket
-import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, RecordDict
 
-from ravan_flwr.client.once import task_of_process, work_for_task
+from ravan_flwr.client.on_device import private_folder, task_of_process, work_for_task
 from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
 from ravan_flwr.messages.fingerprint import code_fingerprint
@@ -44,7 +42,6 @@ log = logging.getLogger(__name__)
 IDLE_SECONDS = 1800.0
 START_SECONDS = 60.0  # until a worker listens; it imports nothing heavy before
 LOOK_SECONDS = 0.5  # how often it looks whether its owner and its asker are there
-LONGEST_FOLDER = 85  # bytes: a socket's whole path has room for 104 on some systems
 _READY = b"ready"
 
 _started: list[subprocess.Popen[bytes]] = []  # they outlive this process, and are not waited for
@@ -135,53 +132,6 @@ def _start(path: Path, owner: int) -> Connection:
 def _who() -> bytes:
     """Name this app by its code, and by its folder, since presets lie beside the code."""
     return f"{code_fingerprint()} {Path(__file__).resolve().parents[1]}".encode()
-
-
-def private_folder() -> Path:
-    """Find the folder where this user's workers have their sockets, and where nobody else can.
-
-    All client processes of a SuperNode find the same one: that of the session, then one with the
-    user's number in the folder for temporary files. Somebody else may have made that one, to keep
-    us from it: then it is one with a name that nobody could know before.
-    """
-    shared = Path(tempfile.gettempdir()) / f"ravan-flwr-{os.getuid()}"
-    session = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
-    for folder in ([session / "ravan-flwr"] if _is_ours(session) else []) + [shared]:
-        with suppress(OSError):  # something else is there, or it cannot be written to
-            folder.mkdir(mode=0o700, exist_ok=True)
-        if _is_ours(folder):
-            return _short_enough(folder)
-    log.warning(
-        "%s: somebody else made it, or others can enter it, expected a folder of user %d alone; "
-        "the warm worker's socket gets another one. Remove it, or set XDG_RUNTIME_DIR",
-        shared,
-        os.getuid(),
-    )
-    for folder in sorted(shared.parent.glob(f"{shared.name}-*")):
-        if _is_ours(folder):
-            return _short_enough(folder)
-    return _short_enough(Path(tempfile.mkdtemp(prefix=f"{shared.name}-")))
-
-
-def _is_ours(folder: Path) -> bool:
-    """Tell whether it is a folder, and no link to one, that this user alone can enter."""
-    try:
-        found = folder.lstat()
-    except OSError:
-        return False
-    mine = found.st_uid == os.getuid() and not found.st_mode & 0o077
-    return stat.S_ISDIR(found.st_mode) and mine
-
-
-def _short_enough(folder: Path) -> Path:
-    """Check the folder; RuntimeError if a socket's path in it is too long for the system."""
-    length = len(os.fsencode(folder))
-    if length > LONGEST_FOLDER:
-        raise RuntimeError(
-            f"{folder}: got a path of {length} bytes, expected at most {LONGEST_FOLDER} for the "
-            "warm worker's socket; set a shorter XDG_RUNTIME_DIR or TMPDIR"
-        )
-    return folder
 
 
 # What the worker does.

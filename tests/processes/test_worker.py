@@ -17,7 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr.client import answers as client
 from ravan_flwr.client import worker
-from ravan_flwr.client.once import is_on_a_device
+from ravan_flwr.client.on_device import is_on_a_device, private_folder
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import FIXED, from_record, to_record
 from ravan_flwr.training.workbench import Workbench
@@ -285,7 +285,7 @@ def test_a_socket_needs_a_short_path(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 80)))
     (tmp_path / ("x" * 80)).mkdir()
     with pytest.raises(RuntimeError, match="set a shorter XDG_RUNTIME_DIR or TMPDIR"):
-        worker.private_folder()
+        private_folder()
 
 
 def test_a_worker_that_died_is_replaced(owner):
@@ -307,23 +307,23 @@ def test_an_idle_worker_ends(new_owner, home, python):
 
 
 def test_nobody_else_can_open_the_socket(home):
-    folder = worker.private_folder()
+    folder = private_folder()
     assert folder.parent == home
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert worker.private_folder() == folder
+    assert private_folder() == folder
 
 
 def test_a_session_has_a_folder_of_its_own(home, monkeypatch):
     session = home / "session"
     session.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
-    assert worker.private_folder() == session / "ravan-flwr"
+    assert private_folder() == session / "ravan-flwr"
     assert (session / "ravan-flwr").stat().st_mode & 0o777 == 0o700
     # Another user's, as `sudo` leaves it, or none at all: as without.
     session.chmod(0o755)
-    assert worker.private_folder().parent == home
+    assert private_folder().parent == home
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nonexistent/1000")
-    assert worker.private_folder().parent == home
+    assert private_folder().parent == home
 
 
 @pytest.mark.parametrize("kind", ["wide", "link", "file", "another user's"])
@@ -342,11 +342,11 @@ def test_a_folder_that_was_there_before_does_not_switch_it_off(kind, new_owner, 
             pytest.skip("only root can give a folder away")
         else:
             os.chown(before, 65534, 65534)
-    folder = worker.private_folder()
+    folder = private_folder()
     assert f"{before}: somebody else made it" in caplog.text
     assert folder != before
     assert (folder.parent, folder.stat().st_mode & 0o777) == (home, 0o700)
-    assert worker.private_folder() == folder  # all of a SuperNode's processes meet there
+    assert private_folder() == folder  # all of a SuperNode's processes meet there
     if kind == "wide":
         assert worker.ask("query", RecordDict(), context())
         assert len(workers(new_owner.pid)) == 1

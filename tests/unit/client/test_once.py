@@ -4,14 +4,14 @@ import pytest
 from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from ravan_flwr.client import once, worker
+from ravan_flwr.client import on_device, once
 from ravan_flwr.client.example_account import ACCOUNT
 
 
 @pytest.fixture
 def ask(tmp_path, monkeypatch):
     """Ask a node whose state is that of before, as processes do that begin together."""
-    monkeypatch.setattr(once, "_folder", lambda: tmp_path / "once")
+    monkeypatch.setattr(on_device, "_folder", lambda: tmp_path / "once")
     monkeypatch.setattr(TaskIdentity, "_task_id", 77)
 
     def asked(kind, partition=0, run=5, rounds=0, **settings):
@@ -58,4 +58,4 @@ def test_where_messages_take_turns_nothing_is_written(ask, tmp_path, monkeypatch
 
 
 def test_its_folder_is_the_users_alone():
-    assert worker._is_ours(once._folder().parent)
+    assert on_device._is_ours(on_device._folder().parent)
