@@ -16,7 +16,7 @@ from flwr.app import Error, Message
 from safetensors.torch import load_file
 
 from ravan_flwr import simulate
-from ravan_flwr.client import answers
+from ravan_flwr.client import masked as masked_training
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process, side_by_side, worker_process
 from ravan_flwr.live.following import FollowedRun
@@ -62,7 +62,7 @@ def uploads(monkeypatch):
         seen[schedule.round].append((sent, whole, schedule))
         return made(method, sent, upload, schedule, rows, random)
 
-    monkeypatch.setattr(answers, "to_numbers", noted)
+    monkeypatch.setattr(masked_training, "to_numbers", noted)
     return seen
 
 
