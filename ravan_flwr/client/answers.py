@@ -3,11 +3,9 @@
 Records in, records out, in whatever process. The work is done by `training/`.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from logging import getLogger
-from typing import Any
 
 import flwr
 import torch
@@ -127,11 +125,7 @@ def _calibrate(client: Asked) -> RecordDict:
 
 def _trained(client: Asked, result: LocalResult) -> RecordDict:
     upload = encode(result.upload, client.wire, client.turn.generator("wire up"))
-    told: dict[str, Any] = {
-        "round": client.round,
-        "derived": client.bench.model.derived,
-        "seconds": time.perf_counter() - client.started,
-    }
+    told = client.told
     if client.config.privacy == "none":
         told |= {"train-loss": result.train_loss, "num-examples": len(client.trained_on)}
     metrics = MetricRecord(told)

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import psutil
 import torch
@@ -115,6 +115,15 @@ class Asked:
     @property
     def mark(self) -> str:
         return run_mark(self.config, self.context.run_id)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Say what every upload tells of itself, and how long it has taken until now."""
+        return {
+            "round": self.round,
+            "derived": self.bench.model.derived,
+            "seconds": time.perf_counter() - self.started,
+        }
 
     def find_own(self) -> Tensors | None:
         """Find the part of the model that has stayed with this client, if one has."""

@@ -9,14 +9,13 @@ leaves. The file is forgotten when the folder for temporary files is.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from flwr.app import ConfigRecord, RecordDict
 
-from ravan_flwr.client.on_device import is_on_a_device, locked_file
+from ravan_flwr.client.on_device import append, is_on_a_device, locked_file
 
 Entry = Mapping[str, Any]
 
@@ -42,9 +41,7 @@ class Ledger:
         self._state[self._name] = ConfigRecord(dict(entry))
         if self._file is not None:
             # A line of its own, also after one that was not written whole.
-            self._file.write(b"\n" + json.dumps(dict(entry)).encode() + b"\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            append(self._file, b"\n" + json.dumps(dict(entry)).encode() + b"\n")
 
 
 @contextmanager

@@ -51,6 +51,13 @@ def locked_file(name: str) -> Iterator[BinaryIO]:
         yield file
 
 
+def append(file: BinaryIO, content: bytes) -> None:
+    """Write at the end of such a file; it is on disk when this returns."""
+    file.write(content)
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def _folder() -> Path:
     """Find a folder of this user alone."""
     return private_folder() / "once"

@@ -6,12 +6,11 @@ would get signatures of two lists, or two private rounds that the account has as
 against it is a number that only goes up, in a file that only this user can write.
 """
 
-import os
 from collections.abc import Mapping
 
 from flwr.app import ConfigRecord, Context, RecordDict
 
-from ravan_flwr.client.on_device import is_on_a_device, locked_file
+from ravan_flwr.client.on_device import append, is_on_a_device, locked_file
 from ravan_flwr.secure.phases import PHASES
 
 _ACCOUNT = "privacy-account"  # as example_account.py names it, which needs torch
@@ -47,9 +46,7 @@ def _step_up(name: str, number: int) -> None:
                 "asked at the same time for what this node does once, or again for what it has "
                 "done, expected one message after the other"
             )
-        file.write(b"%d\n" % number)
-        file.flush()
-        os.fsync(file.fileno())
+        append(file, b"%d\n" % number)
 
 
 def _whole(records: RecordDict, name: str, record: str = "config") -> int:

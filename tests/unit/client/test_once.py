@@ -9,10 +9,9 @@ from ravan_flwr.client.example_account import ACCOUNT
 
 
 @pytest.fixture
-def ask(tmp_path, monkeypatch):
+def ask(on_a_device):
     """Ask a node whose state is that of before, as processes do that begin together."""
-    monkeypatch.setattr(on_device, "_folder", lambda: tmp_path / "once")
-    monkeypatch.setattr(TaskIdentity, "_task_id", 77)
+    del on_a_device
 
     def asked(kind, partition=0, run=5, rounds=0, **settings):
         state = RecordDict({ACCOUNT: ConfigRecord({"rounds": rounds})})
