@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -25,13 +26,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ravan_flwr.messages import plain_text
+from ravan_flwr.runs.directory import write_atomically
 
 INK = "#010203"
+_WIDTH = 5.2  # inches
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B97F00", "#3A93CC", "#8C6BB1", "#7F7F7F")
 _WIDE = 30  # times the smallest bar: beyond it a logarithmic axis shows both
 _FAR = 20  # times the shortest line: beyond it a logarithmic axis shows both
 _MOST_COUNTED = 12  # bars that have room for their numbers
 DASHES: tuple[str, ...] = ("-", "--", "-.", ":")
+MARKERS = "osD^vP*X"
 
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -95,6 +99,15 @@ class Chart:
         buffer = io.BytesIO()
         Image.fromarray(np.concatenate(parts)).save(buffer, "png", dpi=(_DPI, _DPI))
         return buffer.getvalue()
+
+    def write(self, folder: Path, origin: str = "") -> list[Path]:
+        """Write the picture, and its numbers where it has some; return the paths."""
+        written = {folder / f"{self.name}.png": self.png(origin)}
+        if self.numbers:
+            written[folder / f"{self.name}.csv"] = self.numbers
+        for path, content in written.items():
+            write_atomically(path, content)
+        return list(written)
 
     def _lay_out(self) -> None:
         """Give everything its place, once for all formats: `savefig` would draw twice for it."""
@@ -325,6 +338,47 @@ def boxes(
     return Chart(name, title, about, figure)
 
 
+def points(
+    name: str,
+    title: str,
+    about: str,
+    places: Sequence[str],
+    values: Mapping[str, Sequence[tuple[float, float | None] | None]],
+    y: str,
+) -> Chart:
+    """Draw for each name a point with a bar at each place: what it is there, how far that reaches.
+
+    The points of a place stand side by side, in the order of the names; None leaves one out.
+    """
+    apart = 0.8 / len(values)
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure()
+        figure.set_figwidth(max(_WIDTH, 0.16 * len(values) * len(places)))
+        for number, (label, found) in enumerate(values.items()):
+            shift = (number - (len(values) - 1) / 2) * apart
+            known = [(place + shift, *one) for place, one in enumerate(found) if one is not None]
+            at, means, halves = zip(*known, strict=True)
+            axes.errorbar(
+                at,
+                means,
+                [half or 0.0 for half in halves],
+                fmt=MARKERS[number % len(MARKERS)],
+                color=COLOURS[number % len(COLOURS)],
+                ms=5,
+                lw=1.2,
+                label=plain(label),
+            )
+        wrapped = [textwrap.fill(plain(place), 12) for place in places]
+        axes.set_xticks(range(len(places)), wrapped, fontsize=9)
+        axes.set_xlim(-0.5, len(places) - 0.5)
+        axes.grid(visible=False, axis="x")
+        axes.set_ylabel(plain(y))
+        room = _ROOM * figure.get_figwidth() / _WIDTH
+        columns = max(1, int(room / (max(map(len, values)) + 4)))
+        figure.legend(fontsize=9, ncols=min(columns, len(values)), loc="outside upper center")
+    return Chart(name, title, about, figure, broad=figure.get_figwidth() > _WIDTH)
+
+
 def heat(
     name: str,
     title: str,
@@ -354,5 +408,5 @@ def heat(
 
 
 def _figure(height: float = 3.2) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(5.2, height))
+    figure = Figure(figsize=(_WIDTH, height))
     return figure, figure.add_subplot()

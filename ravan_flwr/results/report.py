@@ -258,12 +258,10 @@ def write_report(paths: Sequence[Path | str], folder: Path | str) -> Path:
     ]
     belonging = [described(run, charts) for run, charts in of_runs]  # before anything is drawn
     for chart in compared:
-        write_atomically(folder / f"{chart.name}.png", chart.png(origin(runs)))
+        chart.write(folder, origin(runs))
     for run, charts in of_runs:
         for chart in charts:
-            write_atomically(folder / f"{chart.name}.png", chart.png(origin([run])))
-            if chart.numbers:
-                write_atomically(folder / f"{chart.name}.csv", chart.numbers)
+            chart.write(folder, origin([run]))
     page = folder / "index.html"
     # JSON can hold halves of characters, which are no text in UTF-8.
     text = page_of(runs, groups, compared, belonging).encode(errors="backslashreplace")

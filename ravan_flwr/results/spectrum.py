@@ -9,7 +9,7 @@ exp(-sum p log p) with p = sigma / sum sigma (Roy and Vetterli, 2007): r for r e
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from ravan_flwr.methods import METHODS
 from ravan_flwr.results.charts import Chart, Series, boxes, lines
 from ravan_flwr.results.reopen import result_of
-from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.runs.history import RecordedRun, group_runs
 
 
@@ -67,13 +66,7 @@ def write_spectra(paths: Sequence[Path | str], folder: Path | str, top: int = 64
     spectra = {path: Spectra.of(path) for path in map(Path, paths)}
     groups = group_runs([one.run for one in spectra.values()])
     members = {name: [spectra[run.path] for run in runs] for name, runs in groups.items()}
-    written = []
-    for chart in charts(members, top):
-        written.append(folder / f"{chart.name}.png")
-        write_atomically(written[-1], chart.png())
-    written.append(folder / "spectrum.csv")
-    write_atomically(written[-1], _csv(members).encode())
-    return written
+    return [path for chart in charts(members, top) for path in chart.write(folder)]
 
 
 def charts(groups: dict[str, list[Spectra]], top: int) -> list[Chart]:
@@ -86,16 +79,17 @@ def charts(groups: dict[str, list[Spectra]], top: int) -> list[Chart]:
         name: [effective_rank(values) for one in members for values in one.values.values()]
         for name, members in groups.items()
     }
+    spectrum = lines(
+        "spectrum",
+        "Singular values of the update",
+        "The singular values of what the run added to each layer's weights, divided by the "
+        "largest; mean over the layers, with a band over the seeds.",
+        series,
+        x="index",
+        y="value / largest value",
+    )
     return [
-        lines(
-            "spectrum",
-            "Singular values of the update",
-            "The singular values of what the run added to each layer's weights, divided by the "
-            "largest; mean over the layers, with a band over the seeds.",
-            series,
-            x="index",
-            y="value / largest value",
-        ),
+        replace(spectrum, numbers=_csv(groups).encode()),
         boxes(
             "effective-rank",
             "Effective rank of the update",

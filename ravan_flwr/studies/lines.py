@@ -25,6 +25,7 @@ class Line:
     competes: bool
     paper: float | None  # in percent
     apart: Interval | None = None  # from the row that differences are to
+    change: Interval | None = None  # from the same row of another table
     best: bool = False  # or not to be told apart from it
 
     @classmethod
@@ -88,6 +89,13 @@ class Line:
     def seconds(self) -> float:
         return statistics.mean(result.seconds for result in self.results.values())
 
+    def change_in(self, other: Table | None, results: Results) -> Interval | None:
+        """Find how far it is from the row of its name in another table."""
+        if other is None or self.row not in other.rows:
+            return None
+        theirs = Line.of(other, self.row, results)
+        return difference(self.values, theirs.values) if theirs else None
+
     @property
     def standing(self) -> str:
         """Say how it stands to the row that differences are to, where that can be told."""
@@ -113,6 +121,7 @@ def lines_of(table: Table, results: Results) -> list[Line]:
         replace(
             line,
             apart=difference(line.values, other.values) if other and line is not other else None,
+            change=line.change_in(table.change_from, results),
             best=line.competes and best is not None and _is_as_good(line, best),
         )
         for line in lines

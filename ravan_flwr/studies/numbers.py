@@ -12,7 +12,8 @@ from ravan_flwr.studies.spec import Study
 COLUMNS = """
     table row metric mean spread finals
     learning-rate chosen rank parameters bytes-up bytes-down seconds paper
-    interval seeds against difference difference-interval best client-seconds tried as-good runs
+    interval seeds against difference difference-interval change change-interval
+    best client-seconds tried as-good runs
 """
 OF_RATES = "table row learning-rate seed metric value"
 
@@ -27,13 +28,14 @@ def rows_as_csv(study: Study, results: Results) -> str:
 
 def _values(line: Line, against: str) -> list[object]:
     """List a row's values, as `COLUMNS` names them."""
-    first, found, choice, apart = line.first, line.interval, line.choice, line.apart
+    first, found, choice = line.first, line.interval, line.choice
     return [
         *(line.table, line.row, line.metric, found.mean, line.spread, _words(line.values.values())),
         *(first.learning_rate, choice is not None, first.rank, first.parameters),
         *(line.bytes_up, line.bytes_down, line.seconds, line.paper),
         *(found.half, _words(line.values), against),
-        *((apart.mean, apart.half) if apart else (None, None)),
+        *((apart.mean, apart.half) if (apart := line.apart) else (None, None)),
+        *((change.mean, change.half) if (change := line.change) else (None, None)),
         *(line.best, line.client_seconds),
         *((_words(choice.tried), _words(choice.within_noise), choice.runs) if choice else ()),
     ]

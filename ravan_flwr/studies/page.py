@@ -5,22 +5,26 @@ In the page stand, for each table that it shows, two lines of their own:
     <!-- study NAME: TITLE -->
     <!-- end of study -->
 
-NAME is that of the study's file, TITLE the table's; `rates of TITLE` shows its learning rates.
+NAME is that of the study's file, TITLE the table's; `rates of TITLE` shows its learning rates, and
+`overview` all tables in one.
 What stands between the lines is written by the command, from the record of the runs: for a page
 `docs/results.md` that is `docs/results/NAME.jsonl`, and with it lie `NAME.csv`, `NAME-rates.csv`
 and the pictures. So page, numbers and record cannot drift apart.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from ravan_flwr.results.charts import Chart
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.studies.numbers import rates_as_csv, rows_as_csv
-from ravan_flwr.studies.pictures import charts
+from ravan_flwr.studies.pictures import charts, overview_charts
 from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.spec import Study, Table
-from ravan_flwr.studies.tables import rates_lines, table_lines
+from ravan_flwr.studies.spec import OVERVIEW, Study
+from ravan_flwr.studies.tables import overview_lines, rates_lines, table_lines
 
 _BEGIN = re.compile(r"^<!-- study (?P<name>[^:]+): (?P<title>.+) -->$")
 _RATES = "rates of "
@@ -67,9 +71,9 @@ class Page:
         text = self._text()
         for suffix, numbers in self.numbers(results).items():
             write_atomically(self.folder / f"{self.name}{suffix}.csv", numbers.encode())
-        shown = {part.table.title: part.table for part in self._parts(text) if part.table}
-        for chart in (chart for table in shown.values() for chart in charts(table, results)):
-            write_atomically(self.folder / f"{self.name}-{chart.name}.png", chart.png())
+        drawn = {part.title: part.charts for part in self._parts(text) if part.title}
+        for chart in (chart for charts_of in drawn.values() for chart in charts_of(results)):
+            replace(chart, name=f"{self.name}-{chart.name}").write(self.folder)
         write_atomically(self.path, self.written(text, results).encode())
 
     def numbers(self, results: Results) -> dict[str, str]:
@@ -109,11 +113,21 @@ class Page:
         return [*parts, _Part("\n".join(own))]
 
     def _table(self, number: int, title: str) -> "_Part":
+        if title == OVERVIEW:
+            return _Part(
+                "",
+                OVERVIEW,
+                partial(overview_lines, self.study),
+                partial(overview_charts, self.study),
+            )
         titles = {table.title: table for table in self.study.tables}
         wanted = title.removeprefix(_RATES)
         if wanted not in titles:
-            raise self._wrong(number, title, f"a table of the study: one of {list(titles)}")
-        return _Part("", titles[wanted], rates=title != wanted)
+            known = [*titles, OVERVIEW]
+            raise self._wrong(number, title, f"a table of the study: one of {known}")
+        lines = table_lines if title == wanted else rates_lines
+        table = titles[wanted]
+        return _Part("", wanted, partial(lines, table), partial(charts, table))
 
     def _wrong(self, number: int, got: str, expected: str) -> ValueError:
         return ValueError(
@@ -126,12 +140,10 @@ class _Part:
     """Hold lines of the page's own, or a table that stands between two marks."""
 
     own: str
-    table: Table | None = None
-    rates: bool = False  # its learning rates, in place of the table itself
+    title: str = ""  # of the table
+    lines: Callable[[Results], list[str]] = lambda _: []
+    charts: Callable[[Results], list[Chart]] = lambda _: []
 
     def written(self, results: Results) -> str:
         """Write it as it is to stand in the page."""
-        if self.table is None:
-            return self.own
-        lines = rates_lines if self.rates else table_lines
-        return "\n".join(["", *lines(self.table, results), ""])
+        return "\n".join(["", *self.lines(results), ""]) if self.title else self.own

@@ -8,7 +8,15 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 
-from ravan_flwr.results.charts import COLOURS, STYLE, Chart, Series, least_and_greatest, lines
+from ravan_flwr.results.charts import (
+    COLOURS,
+    STYLE,
+    Chart,
+    Series,
+    least_and_greatest,
+    lines,
+    points,
+)
 from ravan_flwr.results.panels import panels
 from ravan_flwr.results.spectrum import Spectra
 from ravan_flwr.results.spectrum import charts as spectrum_charts
@@ -16,7 +24,7 @@ from ravan_flwr.studies.choosing import RateChoice, choices_of, runs_of
 from ravan_flwr.studies.intervals import LEAST, interval
 from ravan_flwr.studies.lines import Line, lines_of
 from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.spec import Table
+from ravan_flwr.studies.spec import OVERVIEW, Study, Table
 
 _MOST_TOGETHER = 6  # lines that can be told apart in one picture
 
@@ -28,6 +36,26 @@ def charts(table: Table, results: Results) -> list[Chart]:
     if table.spectra and rows:
         drawn += spectrum_charts(_spectra(table, results), top=64)
     return [replace(chart, name=f"{slug(table.title)}-{chart.name}") for chart in drawn]
+
+
+def overview_charts(study: Study, results: Results) -> list[Chart]:
+    """Draw where each row ended in each table, as points with intervals."""
+    tables = {table.title: lines_of(table, results) for table in study.tables}
+    tables = {title: lines for title, lines in tables.items() if lines}
+    names = list(dict.fromkeys(line.row for lines in tables.values() for line in lines))
+    metrics = {line.metric for lines in tables.values() for line in lines}
+    if len(metrics) != 1:
+        return []  # nothing is done, or nothing can be compared
+    metric = metrics.pop()
+    found = {name: [_mean_and_half(lines, name) for lines in tables.values()] for name in names}
+    about = f"The {metric} after the last round, by table. Bars: 95 % intervals of the mean."
+    title = f"{metric.capitalize()} by table"
+    return [points(f"{OVERVIEW}-{metric}", title, about, list(tables), found, metric)]
+
+
+def _mean_and_half(lines: Sequence[Line], name: str) -> tuple[float, float | None] | None:
+    found = next((line.interval for line in lines if line.row == name), None)
+    return (found.mean, found.half) if found else None
 
 
 def slug(title: str) -> str:

@@ -12,7 +12,7 @@ from ravan_flwr.config.yaml_file import read_yaml
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.rates import EXTENSIONS
-from ravan_flwr.studies.spec import Row, Study, Table
+from ravan_flwr.studies.spec import OVERVIEW, Row, Study, Table
 
 MOST_EXTENSIONS = 10
 OF_A_MACHINE = ("data", "model", "device", "processes")
@@ -30,6 +30,7 @@ _TABLE_OPTIONS = {
     "spectra": bool,
     "metric": str,
     "against": str,
+    "change-from": str,
 }
 
 
@@ -63,6 +64,11 @@ def read_study(path: Path, here: Mapping[str, Scalar] | None = None) -> Study:
     tables: list[Table] = []
     for table in content["tables"]:
         _check_fields(f"study {path}: a table", table, _TABLE, _TABLE_OPTIONS)
+        if table["title"] == OVERVIEW:
+            raise ValueError(
+                f"study {path}: a table is called {OVERVIEW!r}, which in a page stands for all of "
+                "them; rename it"
+            )
         if table["title"] in (known.title for known in tables):
             raise ValueError(
                 f"study {path}: two tables are called {table['title']!r}, expected different "
@@ -70,7 +76,9 @@ def read_study(path: Path, here: Mapping[str, Scalar] | None = None) -> Study:
             )
         paper = numbers.pop(table["title"], {})
         read = _read_table(path, content | {"here": dict(here or {})}, table, paper)
-        tables.append(_with_rates_of(f"study {path}: table {read.title!r}", read, tables))
+        where = f"study {path}: table {read.title!r}"
+        read = _with_change_from(where, read, table.get("change-from"), tables)
+        tables.append(_with_rates_of(where, read, tables))
     if numbers:
         raise ValueError(
             f"study {path}: the paper's numbers name tables {list(numbers)}, which it does not "
@@ -141,6 +149,26 @@ def _with_rates_of(where: str, table: Table, earlier: Sequence[Table]) -> Table:
         )
     taken = {name: replace(row, chosen_as=theirs[name]) for name, row in taking.items()}
     return replace(table, rows=table.rows | taken)
+
+
+def _with_change_from(
+    where: str, table: Table, title: str | None, earlier: Sequence[Table]
+) -> Table:
+    """Let the rows be compared with those of the table that this one names, if any."""
+    if title is None:
+        return table
+    tables = {one.title: one for one in earlier}
+    if title not in tables:
+        raise ValueError(
+            f"{where}: change-from = {title!r}, expected an earlier table: one of {list(tables)}; "
+            "correct it"
+        )
+    if not table.rows.keys() & tables[title].rows.keys():
+        raise ValueError(
+            f"{where}: change-from = {title!r} has rows {list(tables[title].rows)}, expected some "
+            f"of {list(table.rows)}; rename a row"
+        )
+    return replace(table, change_from=tables[title])
 
 
 def _against(table: Mapping[str, Any], rows: Sequence[str], references: Sequence[str]) -> str:

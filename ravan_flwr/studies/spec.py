@@ -16,6 +16,7 @@
         references: [full]                  # optional: rows that do not compete
         rates-of: IID                       # optional: rates are those chosen for that table
         against: ravan                      # optional: differences are to this row, paired by seed
+        change-from: IID                    # optional: and to the same row of that table
         spectra: true                       # optional: draw the rows' singular values
         metric: accuracy-matched            # optional: another one than the task's
         rows:
@@ -47,6 +48,7 @@ from ravan_flwr.config.words import words_of
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import Scalar
 
+OVERVIEW = "overview"  # in a page: all tables in one
 HELD_BACK = 0.2  # the share of its examples that a client holds back while rates are chosen
 # A run that is done is the one that is meant, whatever these are: a rank that was "auto" has
 # become a number.
@@ -164,6 +166,7 @@ class Table:
     references: tuple[str, ...] = ()  # rows that do not compete with the others
     rates_of: str = ""  # the table that its learning rates were chosen for, if another
     against: str = ""  # the row that differences are to
+    change_from: "Table | None" = None  # whose rows of the same names differences are to as well
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,12 @@ class Study:
     def rows(self) -> list[Row]:
         """List the rows of all tables."""
         return [row for table in self.tables for row in table.rows.values()]
+
+    @property
+    def tables_share_rows(self) -> bool:
+        """Tell whether a row's name stands in several tables, so that they can be one."""
+        names = [name for table in self.tables for name in table.rows]
+        return len(set(names)) < len(names)
 
 
 def words_of_run(run: PlannedRun) -> str:

@@ -10,15 +10,17 @@ from ravan_flwr.studies.choosing import RateChoice, choices_of
 from ravan_flwr.studies.intervals import LEAST, Interval, interval
 from ravan_flwr.studies.lines import Line, lines_of, sentence
 from ravan_flwr.studies.numbers import rates_as_csv, rows_as_csv
-from ravan_flwr.studies.pictures import charts
+from ravan_flwr.studies.pictures import charts, overview_charts
 from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.spec import Study, Table
+from ravan_flwr.studies.spec import OVERVIEW, Study, Table
 
 
 def write_tables(study: Study, results: Results, failed: Mapping[str, str]) -> None:
     """Write `results.md`, two CSV files and the pictures of what is done, and what failed."""
     folder = results.folder
     pictures = {table.title: charts(table, results) for table in study.tables}
+    if study.tables_share_rows:
+        pictures[OVERVIEW] = overview_charts(study, results)
     text = markdown(study, results, pictures)
     if failed:
         text += "\n".join(["## Failed", "", *(f"- `{k}`: {v}" for k, v in failed.items()), ""])
@@ -26,21 +28,22 @@ def write_tables(study: Study, results: Results, failed: Mapping[str, str]) -> N
     write_atomically(folder / "results.csv", rows_as_csv(study, results).encode())
     write_atomically(folder / "rates.csv", rates_as_csv(study, results).encode())
     for chart in (chart for drawn in pictures.values() for chart in drawn):
-        write_atomically(folder / f"{chart.name}.png", chart.png())
+        chart.write(folder)
 
 
 LEGEND = """\
 How to read the tables: a row is a method or a setting, run once with each seed. Its first number
 is the metric after the last round: the mean over the seeds and its 95 % interval (Student's t); of
-fewer than three seeds there is no interval. *To ...* is the difference to that row, paired by seed,
-with its interval. Bold is the best of the rows that compete, and every row that the same interval
-does not tell apart from it; without intervals, the best mean. After a learning rate, *edge* says
-that it is the smallest or the largest of those that were tried, so that a better one may lie
-outside, and *open* that some are still to be run. *As good* are the rates that noise does not tell
-apart from it (in the tables of rates they are in italics), and *runs* is how many runs it was
-chosen with. *Parameters* are those of the adapters that are trained. *Up* and *down* are what all
-clients sent and received in a whole run, *client s* the seconds that they took to train, summed;
-these are means over the seeds.
+fewer than three seeds there is no interval. *To ...* is the difference to that row, or to the row
+of the same name in that table, paired by seed, with its interval; in the table of all tables it
+stands after the semicolon. Bold is the best of the rows that compete, and every row that the same
+interval does not tell apart from it; without intervals, the best mean. After a learning rate,
+*edge* says that it is the smallest or the largest of those that were tried, so that a better one
+may lie outside, and *open* that some are still to be run. *As good* are the rates that noise does
+not tell apart from it (in the tables of rates they are in italics), and *runs* is how many runs it
+was chosen with. *Parameters* are those of the adapters that are trained. *Up* and *down* are what
+all clients sent and received in a whole run, *client s* the seconds that they took to train,
+summed; these are means over the seeds.
 """
 
 
@@ -49,13 +52,19 @@ def markdown(
 ) -> str:
     """Write the tables for people."""
     text = [f"# {study.title}", ""]
+    if study.tables_share_rows:
+        text += ["## All tables", "", *overview_lines(study, results), ""]
+        text += [*_shown((pictures or {}).get(OVERVIEW, ())), ""]
     for table in study.tables:
-        drawn = (pictures or {}).get(table.title, ())
         text += [f"## {table.title}", "", *table_lines(table, results), ""]
-        text += [*(f"![{chart.about}]({chart.name}.png)" for chart in drawn), ""]
+        text += [*_shown((pictures or {}).get(table.title, ())), ""]
         if rates := rates_lines(table, results):
             text += ["Learning rates, by what they reached on held-back examples:", "", *rates, ""]
     return "\n".join([*text, LEGEND])
+
+
+def _shown(pictures: Sequence[Chart]) -> list[str]:
+    return [f"![{chart.about}]({chart.name}.png)" for chart in pictures]
 
 
 def table_lines(table: Table, results: Results) -> list[str]:
@@ -89,9 +98,11 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
     if table.paper:
         cells["paper, %"] = "-" if line.paper is None else f"{line.paper:.1f}"
     if paired:
-        cells[f"to {table.against}"] = _apart(line)
-    else:
+        cells[f"to {table.against}"] = _signed(line.metric, line.apart)
+    elif not table.change_from:
         cells["by seed"] = " ".join(told(line.metric, value) for value in line.values.values())
+    if table.change_from:
+        cells[f"to {table.change_from.title}"] = _signed(line.metric, line.change)
     cells["learning rate"] = _rate(line)
     if chosen:
         cells["as good"] = _others(line.choice)
@@ -113,10 +124,11 @@ def _value(line: Line) -> str:
     return text if done == line.seeds else f"{text} ({done} of {line.seeds} seeds)"
 
 
-def _apart(line: Line) -> str:
-    if line.apart is None:
+def _signed(metric: str, apart: Interval | None) -> str:
+    """Write a difference with its sign."""
+    if apart is None:
         return "-"
-    return ("+" if line.apart.mean > 0 else "") + with_interval(line.metric, line.apart)
+    return ("+" if apart.mean > 0 else "") + with_interval(metric, apart)
 
 
 def _rate(line: Line) -> str:
@@ -148,6 +160,32 @@ def told(metric: str, value: float) -> str:
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(' '.join(cell.split()).replace('|', '/') for cell in cells)} |"
+
+
+def overview_lines(study: Study, results: Results) -> list[str]:
+    """Write the first number of every row of every table, and what it changed from another."""
+    tables = [
+        (table, {line.row: line for line in lines_of(table, results)}) for table in study.tables
+    ]
+    tables = [(table, lines) for table, lines in tables if lines]
+    if not tables:
+        return ["No run of this study is done yet."]
+    text = [
+        _row(["", *(table.title for table, _ in tables)]),
+        _row(["---"] * (len(tables) + 1)),
+    ]
+    for name in dict.fromkeys(name for _, lines in tables for name in lines):
+        cells = [_overview_cell(table, lines.get(name)) for table, lines in tables]
+        text.append(_row([name, *cells]))
+    return text
+
+
+def _overview_cell(table: Table, line: Line | None) -> str:
+    if line is None:
+        return "-"
+    if table.change_from is None or line.change is None:
+        return _value(line)
+    return f"{_value(line)}; {_signed(line.metric, line.change)}"
 
 
 def rates_lines(table: Table, results: Results) -> list[str]:

@@ -37,7 +37,7 @@ def write_results(choice: Choice) -> None:
     write_atomically(folder / "results.md", markdown(choice, drawn).encode())
     text = json.dumps(as_json(choice), indent=2, allow_nan=False) + "\n"
     write_atomically(folder / "results.json", text.encode())
-    write_atomically(folder / f"{drawn.name}.png", drawn.png())
+    drawn.write(folder)
 
 
 def picture(choice: Choice) -> Chart:

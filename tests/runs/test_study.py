@@ -141,6 +141,8 @@ def test_a_table_may_draw_spectra_of_runs_with_their_own_number_of_clients(tmp_p
         "t-accuracy.png", "t-accuracy-by-bytes.png", "t-accuracy-by-seconds.png",
         "t-spectrum.png", "t-effective-rank.png",
     }  # fmt: skip
+    with (folder / "t-spectrum.csv").open() as file:
+        assert {row["group"] for row in csv.DictReader(file)} == {"alone", "three"}
 
 
 def test_a_run_of_a_preset_that_changed_is_run_again(tmp_path):

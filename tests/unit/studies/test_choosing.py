@@ -164,6 +164,9 @@ def test_a_row_whose_settings_say_the_rate_takes_none(tmp_path):
         ({"rates-of": "no"}, {}, "rates-of = 'no', expected an earlier table"),
         ({"rates-of": "IID"}, {}, "rates-of = 'IID', expected an earlier table"),
         ({}, {"rates-of": "IID"}, r"rates-of = 'IID', expected an earlier .*: one of \[\]"),
+        ({"change-from": "no"}, {}, "change-from = 'no', expected an earlier table"),
+        ({"change-from": "T", "rows": {"new": {}}}, {}, r"expected some of \['new'\]"),
+        ({"title": "overview"}, {}, "a table is called 'overview', .* rename it"),
         ({"rates-of": "T", "rows": {"new": {}}}, {}, r"no rate is chosen there for rows \['new'\]"),
     ],
 )

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import yaml
+from scipy import stats
 
 from ravan_flwr.cli import main
 from ravan_flwr.studies import spec
@@ -62,6 +63,38 @@ def test_a_study_writes_its_page_and_the_numbers_beside_it(tmp_path, study, monk
     }  # fmt: skip
     main(words)  # all is done: the same page again
     assert path.read_text() == text
+
+
+def test_an_overview_shows_every_row_in_every_table_and_what_it_changed(tmp_path):
+    rows = {"ravan": {}, "fedit": {"method": "fedit"}}
+    content = CONTENT | {
+        "tables": [
+            {"title": "Before", "rows": rows},
+            {"title": "After", "rows": rows, "change-from": "Before", "settings": {"heads": 2}},
+            {"title": "Beside", "rows": {"alone": {"heads": 3}}},
+        ]
+    }
+    study = tmp_path / "mine.yaml"
+    study.write_text(yaml.safe_dump(content, sort_keys=False))
+    path = page_of(tmp_path, "<!-- study mine: overview -->", END)
+    place = Page.of(path, study, read_study(study))
+    results = Results(tmp_path / "out", place.record)
+    # By seed 0, 1, 2: ravan is 1, 2 and 3 points worse afterwards, whatever its seeds are worth.
+    worth = {0: 0.9, 1: 0.5, 2: 0.7}
+    fill(
+        place.study, results,
+        lambda s: worth.get(s["seed"], 0.5)
+        - (s["heads"] == 2 and s.get("method") is None) * (s["seed"] + 1) / 100
+        if "heads" in s else worth.get(s["seed"], 0.5),
+    )  # fmt: skip
+    place.write(results)
+    ravan, fedit, alone = path.read_text().splitlines()[4:7]
+    low, high = stats.t.interval(0.95, 2, -2, stats.sem([1, 2, 3]))
+    assert f"; -2.0 ± {(high - low) / 2:.1f} |" in ravan
+    assert ravan.endswith("| - |")
+    assert "; 0.0 ± 0.0 |" in fedit
+    assert re.fullmatch(r"\| alone \| - \| - \| \*\*70\.0 ± [0-9.]+\*\* \|", alone)
+    assert (tmp_path / "results" / "mine-overview-accuracy.png").is_file()
 
 
 def test_what_lacks_is_counted_and_not_run(tmp_path, study, capsys):
