@@ -1,4 +1,6 @@
-"""Choose a learning rate for each row of a study, the same way and with the same effort for all.
+"""Choose a rate for each row of a study, the same way and with the same effort for all.
+
+That is the learning rate, or a value of the key that the row's table names.
 
 All rates of the study's grid are measured with the same seeds, on held-back examples. While the
 best is the largest or smallest of those tried, the next of the grid is measured as well, a number
@@ -15,7 +17,7 @@ from ravan_flwr.studies.spec import PlannedRun, Row, Study, Table
 
 @dataclass(frozen=True)
 class RateChoice:
-    """Hold what was measured of a row's learning rates, as far as it is."""
+    """Hold what was measured of a row's rates, as far as it is."""
 
     tried: list[float]  # in order
     scores: dict[float, Score]  # of the rates of which every seed is done
@@ -51,7 +53,7 @@ def choose(row: Row, results: Results) -> RateChoice | None:
     for rate in tried:
         open_ |= _measure(row, rate, results, scores)
     for _ in range(row.extensions):
-        more = None if open_ or not scores else following(scores, tried)
+        more = None if open_ or not scores else following(scores, tried, row.chosen)
         if more is None:
             break
         tried = sorted([*tried, more])

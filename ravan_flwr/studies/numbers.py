@@ -7,44 +7,43 @@ from collections.abc import Iterable, Sequence
 from ravan_flwr.studies.choosing import choices_of
 from ravan_flwr.studies.lines import Line, lines_of
 from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.spec import Study
+from ravan_flwr.studies.spec import Study, Table
 
 COLUMNS = """
     table row metric mean spread finals
     learning-rate chosen rank parameters bytes-up bytes-down seconds paper
     interval seeds against difference difference-interval change change-interval
-    best client-seconds tried as-good runs
+    best client-seconds key rate tried as-good runs
 """
-OF_RATES = "table row learning-rate seed metric value"
+OF_RATES = "table row key rate seed metric value"
 
 
 def rows_as_csv(study: Study, results: Results) -> str:
     """Write every row of every table; of intervals, how far they reach to each side."""
-    lines = (
-        _values(line, table.against) for table in study.tables for line in lines_of(table, results)
-    )
+    lines = (_values(line, table) for table in study.tables for line in lines_of(table, results))
     return _as_csv(COLUMNS.split(), lines)
 
 
-def _values(line: Line, against: str) -> list[object]:
+def _values(line: Line, table: Table) -> list[object]:
     """List a row's values, as `COLUMNS` names them."""
     first, found, choice = line.first, line.interval, line.choice
     return [
         *(line.table, line.row, line.metric, found.mean, line.spread, _words(line.values.values())),
         *(first.learning_rate, choice is not None, first.rank, first.parameters),
         *(line.bytes_up, line.bytes_down, line.seconds, line.paper),
-        *(found.half, _words(line.values), against),
+        *(found.half, _words(line.values), table.against),
         *((apart.mean, apart.half) if (apart := line.apart) else (None, None)),
         *((change.mean, change.half) if (change := line.change) else (None, None)),
         *(line.best, line.client_seconds),
-        *((_words(choice.tried), _words(choice.within_noise), choice.runs) if choice else ()),
+        *((table.chosen, choice.rate, _words(choice.tried)) if choice else ()),
+        *((_words(choice.within_noise), choice.runs) if choice else ()),
     ]
 
 
 def rates_as_csv(study: Study, results: Results) -> str:
     """Write what each learning rate has reached on held-back examples, with each seed."""
     lines = [
-        (table.title, name, rate, seed, score.metric, value)
+        (table.title, name, table.chosen, rate, seed, score.metric, value)
         for table in study.tables
         for name, choice in choices_of(table, results).items()
         for rate, score in sorted(choice.scores.items())

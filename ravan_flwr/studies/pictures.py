@@ -23,6 +23,7 @@ from ravan_flwr.results.spectrum import charts as spectrum_charts
 from ravan_flwr.studies.choosing import RateChoice, choices_of, runs_of
 from ravan_flwr.studies.intervals import LEAST, interval
 from ravan_flwr.studies.lines import Line, lines_of
+from ravan_flwr.studies.rates import RATE
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import OVERVIEW, Study, Table
 
@@ -136,12 +137,13 @@ def _chart(
 
 
 def _sensitivity(table: Table, results: Results) -> list[Chart]:
-    """Draw the metric by learning rate, a panel for each row whose rate is chosen."""
+    """Draw the metric by rate, a panel for each row whose rate is chosen."""
     choices = choices_of(table, results)
     if not choices:
         return []
     scores = next(iter(choices.values())).scores
     metric = next(iter(scores.values())).metric
+    name = table.chosen.replace("-", " ")
     seeds = {len(score.values) for one in choices.values() for score in one.scores.values()}
 
     def mark(axes: Axes, series: Series) -> None:
@@ -149,14 +151,14 @@ def _sensitivity(table: Table, results: Results) -> list[Chart]:
 
     return [
         panels(
-            f"{metric}-by-rate",
-            f"{metric.capitalize()} by learning rate",
-            f"The {metric} on examples that clients hold back, by learning rate; {min(seeds)} "
-            "seeds. The large point is the rate that was chosen; filled points are not to be told "
-            "apart from it.",
+            f"{metric}-by-{'rate' if table.chosen == RATE else table.chosen}",
+            f"{metric.capitalize()} by {name}",
+            f"The {metric} on examples that clients hold back, by {name}; {min(seeds)} seeds. The "
+            "large point is the one that was chosen; filled points are not to be told apart from "
+            "it.",
             [_by_rate(name, choice) for name, choice in choices.items()],
             table.against,
-            "learning rate",
+            name,
             metric,
             ends=band_ends,
             logarithmic=True,

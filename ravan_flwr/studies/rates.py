@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 from ravan_flwr.config.keys import KEYS
 
+RATE = "learning-rate"  # what is chosen, where a table of a study does not name another key
 _IN_HALVES = (2.9, 3.5)  # steps of a grid with two rates a decade: 3 and 10 / 3
 EXTENSIONS = 4  # rates that are added at most, one at a time, where the best is an edge
 
@@ -21,14 +22,14 @@ def grid_around(rate: float) -> list[float]:
     return [_rounded(one) for one in rates if _allowed(one)]
 
 
-def beyond(best: float, tried: Collection[float]) -> float | None:
+def beyond(best: float, tried: Collection[float], key: str = RATE) -> float | None:
     """Return the rate to try next where the best is the largest or smallest tried; else None."""
     ordered = sorted(tried)
     if len(ordered) < 2 or best not in (ordered[0], ordered[-1]):
         return None
     neighbour = ordered[-2] if best == ordered[-1] else ordered[1]
     further = _further(best, neighbour)
-    return further if _allowed(further) else None
+    return further if _allowed(further, key) else None
 
 
 def _further(best: float, neighbour: float) -> float:
@@ -39,9 +40,9 @@ def _further(best: float, neighbour: float) -> float:
     return float(f"{best * step:.2g}")
 
 
-def _allowed(rate: float) -> bool:
-    """Tell whether the key `learning-rate` takes this rate."""
-    key = KEYS["learning-rate"]
+def _allowed(rate: float, name: str = RATE) -> bool:
+    """Tell whether the key takes this rate."""
+    key = KEYS[name]
     return key.above < rate <= key.high
 
 

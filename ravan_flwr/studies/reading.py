@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ravan_flwr.config.keys import AUTO, check_key
+from ravan_flwr.config.keys import KEYS, check_key
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.yaml_file import read_yaml
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
-from ravan_flwr.studies.rates import EXTENSIONS
+from ravan_flwr.studies.rates import EXTENSIONS, RATE
 from ravan_flwr.studies.spec import OVERVIEW, Row, Study, Table
 
 MOST_EXTENSIONS = 10
@@ -26,6 +26,7 @@ _TABLE_OPTIONS = {
     "settings": dict,
     "equal-parameters": bool,
     "references": list,
+    "choose": dict,
     "rates-of": str,
     "spectra": bool,
     "metric": str,
@@ -62,6 +63,7 @@ def read_study(path: Path, here: Mapping[str, Scalar] | None = None) -> Study:
         )
     numbers = _read_paper(path, content["paper"]) if "paper" in content else {}
     tables: list[Table] = []
+    chosen: dict[str, dict[str, list[float]]] = {}  # by title: a key, and what to choose from
     for table in content["tables"]:
         _check_fields(f"study {path}: a table", table, _TABLE, _TABLE_OPTIONS)
         if table["title"] == OVERVIEW:
@@ -75,8 +77,10 @@ def read_study(path: Path, here: Mapping[str, Scalar] | None = None) -> Study:
                 "titles; rename one"
             )
         paper = numbers.pop(table["title"], {})
+        where = f"study {path}: table {table['title']!r}"
+        table.setdefault("choose", chosen.get(table.get("rates-of"), {RATE: choose[RATE]}))
+        chosen[table["title"]] = _check_choose(where, table["choose"], choose["seeds"])
         read = _read_table(path, content | {"here": dict(here or {})}, table, paper)
-        where = f"study {path}: table {read.title!r}"
         read = _with_change_from(where, read, table.get("change-from"), tables)
         tables.append(_with_rates_of(where, read, tables))
     if numbers:
@@ -103,6 +107,8 @@ def _read_table(
     """Read a table; `paper` has the paper's number for each of its rows, if any."""
     where = f"study {path}: table {table['title']!r}"
     shared = study["settings"] | table.get("settings", {})
+    ((key, values),) = table["choose"].items()
+    study = study | {"key": key, "values": values}
     rows = {
         str(name): _read_row(f"study {path}: row {name!r}", study, shared | (changes or {}))
         for name, changes in table["rows"].items()
@@ -127,6 +133,7 @@ def _read_table(
         references=references,
         rates_of=table.get("rates-of", ""),
         against=_against(table, list(rows), references),
+        chosen=key,
     )
 
 
@@ -149,6 +156,24 @@ def _with_rates_of(where: str, table: Table, earlier: Sequence[Table]) -> Table:
         )
     taken = {name: replace(row, chosen_as=theirs[name]) for name, row in taking.items()}
     return replace(table, rows=table.rows | taken)
+
+
+def _check_choose(
+    where: str, content: Mapping[str, Any], seeds: Sequence[int]
+) -> dict[str, list[float]]:
+    """Check from which values of which key a table's rows choose."""
+    for key, values in content.items():
+        if len(content) == 1 and key in KEYS and KEYS[key].kind is float and seeds:
+            for value in values if isinstance(values, list) else [values]:
+                check_key(key, value)
+            if isinstance(values, list) and values:
+                return {key: [float(value) for value in values]}
+        if key == RATE and not values:
+            return {RATE: []}
+    raise ValueError(
+        f"{where}: choose = {content!r}, expected one key that takes a number with a list of "
+        "values, such as {clip-norm: [0.3, 1.0]}, and the study's own choose with seeds; correct it"
+    )
 
 
 def _with_change_from(
@@ -183,11 +208,11 @@ def _read_row(where: str, study: Mapping[str, Any], settings: dict[str, Any]) ->
     clients = settings.pop("num-clients", study["num-clients"])
     if type(clients) is not int or clients < 1:
         raise ValueError(f"{where}: num-clients = {clients!r}: expected a whole number at least 1")
-    choose = study["choose"]
-    rates = [] if "learning-rate" in settings else choose["learning-rate"]
+    choose, key = study["choose"], study["key"]
+    rates = [] if key in settings else study["values"]
     try:
-        for rate in rates or [settings.get("learning-rate", AUTO)]:
-            read_config(own_preset(settings | study["here"] | {"learning-rate": rate}))
+        for rate in rates or [settings.get(key, KEYS[key].default)]:
+            read_config(own_preset(settings | study["here"] | {key: rate}))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     return Row(
@@ -197,6 +222,7 @@ def _read_row(where: str, study: Mapping[str, Any], settings: dict[str, Any]) ->
         rates=rates,
         rate_seeds=choose["seeds"],
         extensions=choose["extensions"],
+        chosen=key,
         here=study["here"],
     )
 

@@ -110,7 +110,7 @@ def _run_candidates(part: Study, results: Results, how: How, clock: Clock) -> di
     failed: dict[PlannedRun, str] = {}
     attempted: set[PlannedRun] = set()
     while new := [run for run in candidates(part, results) if run not in attempted]:
-        what = "learning rates beyond an edge" if attempted else "choosing learning rates"
+        what = "rates beyond an edge" if attempted else "choosing rates"
         failed |= run_missing(what, new, results, how, clock)
         attempted |= set(new)
     return failed

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ravan_flwr.specs import LOWER_IS_BETTER
 from ravan_flwr.studies.intervals import interval
-from ravan_flwr.studies.rates import beyond
+from ravan_flwr.studies.rates import RATE, beyond
 from ravan_flwr.studies.results import Result
 
 
@@ -72,9 +72,9 @@ def alike(scores: Scores) -> list[float]:
     return sorted(rate for rate, score in scores.items() if not best.beats(score))
 
 
-def following(scores: Scores, tried: Sequence[float]) -> float | None:
+def following(scores: Scores, tried: Sequence[float], key: str = RATE) -> float | None:
     """Return the rate to try as well, where the best is an edge of all that were tried."""
     best, *others = ranked(scores)
     if any(scores[rate].mean == scores[best].mean for rate in others):
         return None  # where several rates reach the same, nothing says that others are better
-    return beyond(best, tried)
+    return beyond(best, tried, key)

@@ -14,7 +14,8 @@
         settings: {partition: iid}          # optional: of the rows of this table
         equal-parameters: true              # optional: refuse rows that differ by more than 5 %
         references: [full]                  # optional: rows that do not compete
-        rates-of: IID                       # optional: rates are those chosen for that table
+        choose: {clip-norm: [0.3, 1.0]}     # optional: that key in place of the learning rate
+        rates-of: IID                       # optional: what is chosen is that of that table
         against: ravan                      # optional: differences are to this row, paired by seed
         change-from: IID                    # optional: and to the same row of that table
         spectra: true                       # optional: draw the rows' singular values
@@ -30,7 +31,8 @@ failed run is listed and does not stop the others. What a run has come to is a l
 
 Learning rates are chosen on examples that the clients hold back, never on the test examples,
 with seeds of their own: the rate with the best mean metric after the last round. While the best
-is the largest or smallest of those tried, the next is tried as well (choosing.py).
+is the largest or smallest of those tried, the next is tried as well (choosing.py). A table may
+choose another number in the same way: what is called a rate below is a value of that key.
 """
 
 import hashlib
@@ -47,6 +49,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.words import words_of
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import Scalar
+from ravan_flwr.studies.rates import RATE
 
 OVERVIEW = "overview"  # in a page: all tables in one
 HELD_BACK = 0.2  # the share of its examples that a client holds back while rates are chosen
@@ -122,18 +125,19 @@ class Row:
     settings: dict[str, Scalar]
     num_clients: int
     seeds: list[int]
-    rates: list[float]  # the learning rates to choose from; empty: the settings say it
+    rates: list[float]  # the values of `chosen` to choose from; empty: the settings say it
     rate_seeds: list[int]
     extensions: int = 0  # how many rates may be added to them
     chosen_as: "Row | None" = None  # the row of another table whose rate it takes
+    chosen: str = RATE  # the key
     here: dict[str, Scalar] = field(default_factory=dict)  # see PlannedRun
 
     def candidates(self, rate: float) -> list[PlannedRun]:
-        """List the runs that measure how good a learning rate is."""
+        """List the runs that measure how good a rate is."""
         if self.chosen_as is not None:
             return self.chosen_as.candidates(rate)
         held_back: dict[str, Scalar] = {
-            "learning-rate": rate,
+            self.chosen: rate,
             "evaluate-on": "clients",
             "validation-share": HELD_BACK,
             "eval-every": read_config(own_preset(self.settings)).num_rounds,
@@ -142,7 +146,7 @@ class Row:
 
     def runs(self, rate: float | None = None) -> list[PlannedRun]:
         """List the runs of the table, one a seed, with that learning rate or with the settings'."""
-        return self._runs({} if rate is None else {"learning-rate": rate}, self.seeds)
+        return self._runs({} if rate is None else {self.chosen: rate}, self.seeds)
 
     def _runs(self, more: dict[str, Scalar], seeds: list[int]) -> list[PlannedRun]:
         here = tuple(self.here.items())
@@ -166,6 +170,7 @@ class Table:
     references: tuple[str, ...] = ()  # rows that do not compete with the others
     rates_of: str = ""  # the table that its learning rates were chosen for, if another
     against: str = ""  # the row that differences are to
+    chosen: str = RATE  # the key whose values its rows choose from
     change_from: "Table | None" = None  # whose rows of the same names differences are to as well
 
 

@@ -11,6 +11,7 @@ from ravan_flwr.studies.intervals import LEAST, Interval, interval
 from ravan_flwr.studies.lines import Line, lines_of, sentence
 from ravan_flwr.studies.numbers import rates_as_csv, rows_as_csv
 from ravan_flwr.studies.pictures import charts, overview_charts
+from ravan_flwr.studies.rates import RATE
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import OVERVIEW, Study, Table
 
@@ -59,8 +60,14 @@ def markdown(
         text += [f"## {table.title}", "", *table_lines(table, results), ""]
         text += [*_shown((pictures or {}).get(table.title, ())), ""]
         if rates := rates_lines(table, results):
-            text += ["Learning rates, by what they reached on held-back examples:", "", *rates, ""]
+            what = f"{told_key(table.chosen)}s".capitalize()
+            text += [f"{what}, by what they reached on held-back examples:", "", *rates, ""]
     return "\n".join([*text, LEGEND])
+
+
+def told_key(key: str) -> str:
+    """Name a key in words."""
+    return key.replace("-", " ")
 
 
 def _shown(pictures: Sequence[Chart]) -> list[str]:
@@ -76,7 +83,8 @@ def table_lines(table: Table, results: Results) -> list[str]:
     if told := sentence(table, lines):
         text += ["", told]
     if table.rates_of:
-        text += ["", f"The learning rates were chosen for *{table.rates_of}*, not for this table."]
+        what = told_key(table.chosen)
+        text += ["", f"The {what}s were chosen for *{table.rates_of}*, not for this table."]
     return text
 
 
@@ -103,7 +111,10 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
         cells["by seed"] = " ".join(told(line.metric, value) for value in line.values.values())
     if table.change_from:
         cells[f"to {table.change_from.title}"] = _signed(line.metric, line.change)
-    cells["learning rate"] = _rate(line)
+    named = told_key(table.chosen)
+    if chosen and table.chosen != RATE:
+        cells["learning rate"] = f"{line.first.learning_rate:g}"
+    cells[named] = _rate(line)
     if chosen:
         cells["as good"] = _others(line.choice)
         cells["runs"] = str(line.choice.runs) if line.choice else "-"
@@ -132,10 +143,11 @@ def _signed(metric: str, apart: Interval | None) -> str:
 
 
 def _rate(line: Line) -> str:
-    rate = f"{line.first.learning_rate:g}"
     if line.choice is None:
-        return rate
-    return rate + (" (open)" if line.choice.open else " (edge)" if line.choice.at_the_edge else "")
+        return f"{line.first.learning_rate:g}"
+    return f"{line.choice.rate:g}" + (
+        " (open)" if line.choice.open else " (edge)" if line.choice.at_the_edge else ""
+    )
 
 
 def _others(choice: RateChoice | None) -> str:
