@@ -125,6 +125,11 @@ def moved_by(old: Tensor, noised: Tensor, expected: Tensor) -> Tensor:
     return torch.where(expected > 0, old.double() + step, old.double()).float()
 
 
+def reached(norm: float, rounds: int) -> float:
+    """Return the largest clip norm that one which adapts can have in the last of so many rounds."""
+    return norm * math.exp(RATE * (1 - QUANTILE) * (rounds - 1))
+
+
 def adapted(norm: float, bits: float, clients: float) -> float:
     """Make the next clip norm from the noised sum of bits and the expected clients."""
     share = min(1.0, max(0.0, bits / clients + 0.5))

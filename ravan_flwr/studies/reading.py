@@ -78,8 +78,9 @@ def read_study(path: Path, here: Mapping[str, Scalar] | None = None) -> Study:
             )
         paper = numbers.pop(table["title"], {})
         where = f"study {path}: table {table['title']!r}"
-        table.setdefault("choose", chosen.get(table.get("rates-of"), {RATE: choose[RATE]}))
-        chosen[table["title"]] = _check_choose(where, table["choose"], choose["seeds"])
+        wanted = table.get("choose") or chosen.get(table.get("rates-of")) or {RATE: choose[RATE]}
+        table["choose"] = _check_choose(where, wanted, choose["seeds"])
+        chosen[table["title"]] = table["choose"]
         read = _read_table(path, content | {"here": dict(here or {})}, table, paper)
         read = _with_change_from(where, read, table.get("change-from"), tables)
         tables.append(_with_rates_of(where, read, tables))
@@ -108,9 +109,10 @@ def _read_table(
     where = f"study {path}: table {table['title']!r}"
     shared = study["settings"] | table.get("settings", {})
     ((key, values),) = table["choose"].items()
-    study = study | {"key": key, "values": values}
     rows = {
-        str(name): _read_row(f"study {path}: row {name!r}", study, shared | (changes or {}))
+        str(name): _read_row(
+            f"study {path}: row {name!r}", study, shared | (changes or {}), key, values
+        )
         for name, changes in table["rows"].items()
     }
     references = tuple(table.get("references", []))
@@ -203,13 +205,15 @@ def _against(table: Mapping[str, Any], rows: Sequence[str], references: Sequence
     return str(table.get("against", usual))
 
 
-def _read_row(where: str, study: Mapping[str, Any], settings: dict[str, Any]) -> Row:
-    """Read a row, and check its settings with each learning rate that it may be run with."""
+def _read_row(
+    where: str, study: Mapping[str, Any], settings: dict[str, Any], key: str, values: list[float]
+) -> Row:
+    """Read a row, and check its settings with each value of the key that it may be run with."""
     clients = settings.pop("num-clients", study["num-clients"])
     if type(clients) is not int or clients < 1:
         raise ValueError(f"{where}: num-clients = {clients!r}: expected a whole number at least 1")
-    choose, key = study["choose"], study["key"]
-    rates = [] if key in settings else study["values"]
+    choose = study["choose"]
+    rates = [] if key in settings else values
     try:
         for rate in rates or [settings.get(key, KEYS[key].default)]:
             read_config(own_preset(settings | study["here"] | {key: rate}))

@@ -15,7 +15,7 @@ from ravan_flwr.privacy.cohorts import most_rounds, why_not_masked
 from ravan_flwr.privacy.example_gradients import check_trained
 from ravan_flwr.privacy.example_mechanism import StepNoise, step_noise_norm
 from ravan_flwr.privacy.expected import expected_clients, noise_norm
-from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise
+from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise, reached
 from ravan_flwr.secure.schedule import threshold_of
 from ravan_flwr.training.cost import Skeleton
 from ravan_flwr.training.private_steps import sampling_rate
@@ -51,6 +51,11 @@ def _of_clients(config: Config, built: Skeleton, there: int) -> list[str]:
         f"                noise of norm {size:.4g} on a mean of changes that are clipped to "
         f"{norm:g}" + ("" if config.clip_norm else " at first"),
     ]
+    if config.clip_norm is None:
+        most = reached(norm, rounds)
+        told.append(
+            f"                it adapts, to at most {most:.3g} in the last of {rounds} rounds"
+        )
     if config.noise_cohort:
         told.append(
             f"                a study: as {config.noise_cohort:,} clients a round would have"

@@ -177,11 +177,15 @@ def test_bits_and_changes_together_are_one_mechanism_of_the_multiplier(clients, 
 
 def test_the_clip_norm_moves_towards_the_median_change():
     norm, state = 0.1, {"H": torch.zeros(4)}
-    for _ in range(60):
+    for number in range(60):
         sums = ClippedSum(state, norm)
         for size in (1.0, 2.0, 3.0, 4.0) * 25:
             sums.add({"H": torch.tensor([size, 0.0, 0.0, 0.0])})
         norm = sums.next_norm(Noise(0.5, 100, adaptive=True))
+        # Until half of the changes are within it, as many as can be are not.
+        if norm < 1.0:
+            assert norm <= mechanism.reached(0.1, number + 2) * (1 + 1e-9)
+            assert norm >= 0.7 * mechanism.reached(0.1, number + 2)
     assert 1.5 < norm < 3.5
     assert ClippedSum(state, norm).next_norm(Noise(0.5, 100)) == norm
 

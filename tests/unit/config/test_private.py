@@ -52,6 +52,13 @@ def test_methods_that_sum_changes_are_taken(name):
     assert (config.noise_multiplier, config.noise_cohort, config.delta) == (None, 5000, 1e-5)
 
 
+def test_a_study_that_protects_nobody_may_measure_on_its_clients():
+    asked: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": 0.2}
+    assert read_config(PRIVATE | asked | {"noise-cohort": 50}).evaluate_on == "clients"
+    with pytest.raises(ValueError, match="got evaluate-on = 'clients', expected 'server'"):
+        read_config(PRIVATE | asked)
+
+
 EXAMPLE: dict[str, Scalar] = {"privacy": "example", "epsilon": 8.0}
 REFUSED_OF_EXAMPLES: dict[str, tuple[dict[str, Scalar], str]] = {
     "no noise": ({"epsilon": "auto"}, "got neither epsilon nor noise-multiplier"),

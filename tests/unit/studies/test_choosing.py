@@ -94,7 +94,7 @@ def test_the_mean_over_the_seeds_decides_and_noise_is_told(tmp_path):
     assert "| 51.0 ± 2.5 | **82.0 ± 5.0** | *80.0 ± 32.9* | 9 |" in markdown(study, results)
     lines = rates_as_csv(study, results).splitlines()
     assert len(lines) == 1 + 2 * 9
-    assert "T,ravan,0.01,101,accuracy,0.7" in lines
+    assert "T,ravan,learning-rate,0.01,101,accuracy,0.7" in lines
 
 
 def test_what_is_still_to_be_run_is_told(tmp_path):
@@ -150,6 +150,56 @@ def test_a_table_takes_the_rates_chosen_for_an_earlier_one(tmp_path):
     assert {line.split(",")[0] for line in rates_as_csv(study, results).splitlines()} == {
         "table", "T",
     }  # fmt: skip
+
+
+def test_a_table_may_choose_another_number_and_a_later_one_take_it(tmp_path):
+    private = {"privacy": "client", "noise-cohort": 50, "learning-rate": 1e-2, "epsilon": 2.0}
+    rows = {"ravan": {}, "fedit": {"method": "fedit"}}
+    tables = [
+        {"title": "T", "rows": rows, "settings": private, "choose": {"clip-norm": [0.3, 1, 3]}},
+        {"title": "8", "rows": rows, "settings": private | {"epsilon": 8.0}, "rates-of": "T"},
+    ]
+    study, results = study_of(tmp_path, tables=tables), Results(tmp_path)
+    first = candidates(study, results)
+    assert len(first) == 2 * 3 * 3
+    for run in first:
+        settings = dict(run.settings)
+        assert settings["learning-rate"] == 1e-2
+        assert settings["evaluate-on"] == "clients"
+        assert settings["epsilon"] == 2.0
+
+    def value_of(settings):
+        best = 10 if settings.get("method") else 1
+        return 0.9 - 0.1 * abs(math.log10(settings["clip-norm"] / best)) + settings["seed"] / 1e6
+
+    fill(study, results, value_of)
+    for table in study.tables:
+        assert chosen(table.rows["ravan"], results).rate == 1
+        assert chosen(table.rows["fedit"], results).tried == [0.3, 1, 3, 10, 30]
+    runs = [dict(run.settings) for run in planned(study, results)]
+    assert [(s["epsilon"], s["clip-norm"]) for s in runs[::3]] == [(2, 1), (2, 10), (8, 1), (8, 10)]
+    text = markdown(study, results)
+    assert "| learning rate | clip norm | as good |" in text
+    assert "Clip norms, by what they reached on held-back examples:" in text
+    assert "The clip norms were chosen for *T*, not for this table." in text
+    assert "T,fedit,clip-norm,0.3,100,accuracy," in rates_as_csv(study, results)
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [{"clip-norm": []}, {"clip-norm": 1.0}, {"heads": [1, 2]}, {"nothing": [1.0]},
+     {"clip-norm": [1.0], "epsilon": [2.0]}],
+)  # fmt: skip
+def test_what_a_table_cannot_choose(tmp_path, choose):
+    tables = [{"title": "T", "rows": {"ravan": {}}, "choose": choose}]
+    with pytest.raises(ValueError, match="table 'T': choose = .*, expected one key that takes a"):
+        study_of(tmp_path, tables=tables)
+
+
+def test_a_value_that_its_key_refuses_is_refused(tmp_path):
+    tables = [{"title": "T", "rows": {"ravan": {}}, "choose": {"clip-norm": [-1.0]}}]
+    with pytest.raises(ValueError, match="clip-norm = -1"):
+        study_of(tmp_path, tables=tables)
 
 
 def test_a_row_whose_settings_say_the_rate_takes_none(tmp_path):
