@@ -84,7 +84,7 @@ def take_part(
     config: Config,
     rate: float,
     message: Mapping[str, Any],
-    partition: int = 0,
+    partition: int,
 ) -> tuple[StepNoise, bool]:
     """Count a round in the node's ledger; return its noise, and whether rounds were missing.
 

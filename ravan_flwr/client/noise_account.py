@@ -28,7 +28,7 @@ _CLOSE = 1e-9  # two accounts of the same rounds
 class NoiseAccount:
     """Hold what this device has shown in a run; it lies in the node's state, and in a file."""
 
-    def __init__(self, state: RecordDict, run: int, partition: int = 0) -> None:
+    def __init__(self, state: RecordDict, run: int, partition: int) -> None:
         self._state, self._run, self._partition = state, run, partition
 
     @property

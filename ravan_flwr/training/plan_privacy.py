@@ -16,6 +16,7 @@ from ravan_flwr.privacy.example_gradients import check_trained
 from ravan_flwr.privacy.example_mechanism import StepNoise, step_noise_norm
 from ravan_flwr.privacy.expected import expected_clients, noise_norm
 from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise, reached
+from ravan_flwr.secure.noised import NoiseShares
 from ravan_flwr.secure.schedule import threshold_of
 from ravan_flwr.training.cost import Skeleton
 from ravan_flwr.training.private_steps import sampling_rate
@@ -72,7 +73,7 @@ def _to_server(config: Config, z: float, there: int) -> list[str]:
     if why := why_not_masked(there, rate, least, rounds, config.delta):
         raise ValueError(why)
     number = min(config.clients_per_round, there)
-    each = 1 / (z * z * threshold_of(number) / number)
+    each = NoiseShares(FIRST_NORM, z).left(number, threshold_of(number)) ** -2
     usual, most = _usual_rounds(config, there), most_rounds(there, rate, rounds)
     of_usual, of_most = (epsilon_seen(times * each, config.delta) for times in (usual, most))
     told = [

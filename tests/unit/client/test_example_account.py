@@ -25,7 +25,7 @@ EACH = Releases(2.0, 0.4, 5)
 def take(state, earlier=0, rate=0.4, mark="m", **settings):
     given = PRIVATE | {k.replace("_", "-"): v for k, v in settings.items()}
     message = {"noise-multiplier": 2.0, "earlier-rounds": earlier}
-    return take_part(state, mark, read_config(given), rate, message)
+    return take_part(state, mark, read_config(given), rate, message, 0)
 
 
 def test_each_round_counts_its_steps():
@@ -110,14 +110,14 @@ def test_messages_of_no_such_server_are_refused(message, told):
     config = read_config(PRIVATE | {"noise-multiplier": "auto", "epsilon": 8.0})
     state = RecordDict()
     with pytest.raises(ValueError, match=told):
-        take_part(state, "m", config, 0.4, message)
+        take_part(state, "m", config, 0.4, message, 0)
     assert ACCOUNT not in state
 
 
 def test_a_noise_that_is_set_is_not_the_servers_to_choose():
     noise, _ = take_part(
         RecordDict(), "m", read_config(PRIVATE), 0.4,
-        {"noise-multiplier": 0.2, "earlier-rounds": 0},
+        {"noise-multiplier": 0.2, "earlier-rounds": 0}, 0,
     )  # fmt: skip
     assert noise.multiplier == 2.0
 
@@ -134,7 +134,7 @@ def test_a_question_that_ends_after_a_round_takes_nothing_out_of_the_account(on_
         nonlocal state
         little, after = number % 2 == 0, copy.deepcopy(state)
         message = {"noise-multiplier": 1.5 if little else 1000.0, "earlier-rounds": number}
-        take_part(after, "m", config, 0.4, message)
+        take_part(after, "m", config, 0.4, message, 0)
         state = state if little else after
 
     for number in range(6):
