@@ -25,7 +25,7 @@ def grid_around(rate: float) -> list[float]:
 def beyond(best: float, tried: Collection[float], key: str = RATE) -> float | None:
     """Return the rate to try next where the best is the largest or smallest tried; else None."""
     ordered = sorted(tried)
-    if len(ordered) < 2 or best not in (ordered[0], ordered[-1]):
+    if len(ordered) < 2 or best not in (ordered[0], ordered[-1]) or ordered[0] <= 0:
         return None
     neighbour = ordered[-2] if best == ordered[-1] else ordered[1]
     further = _further(best, neighbour)

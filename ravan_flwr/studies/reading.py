@@ -15,6 +15,12 @@ from ravan_flwr.studies.rates import EXTENSIONS, RATE
 from ravan_flwr.studies.spec import OVERVIEW, Row, Study, Table
 
 MOST_EXTENSIONS = 10
+CHOSEN = (
+    RATE,
+    "clip-norm",
+    "server-learning-rate",
+    "calibration-learning-rate",
+)  # that rows choose
 OF_A_MACHINE = ("data", "model", "device", "processes")
 TOLERANCE = 0.05  # numbers of parameters that differ by no more are called equal
 
@@ -78,7 +84,13 @@ def read_study(path: Path, here: Mapping[str, Scalar] | None = None) -> Study:
             )
         paper = numbers.pop(table["title"], {})
         where = f"study {path}: table {table['title']!r}"
-        wanted = table.get("choose") or chosen.get(table.get("rates-of")) or {RATE: choose[RATE]}
+        if "choose" in table and "rates-of" in table:
+            raise ValueError(
+                f"{where}: got choose and rates-of, expected one: rows choose for themselves, or "
+                "take what was chosen for another table; take one away"
+            )
+        theirs = chosen.get(table.get("rates-of"), {RATE: choose[RATE]})
+        wanted = table.get("choose", theirs)
         table["choose"] = _check_choose(where, wanted, choose["seeds"])
         chosen[table["title"]] = table["choose"]
         read = _read_table(path, content | {"here": dict(here or {})}, table, paper)
@@ -164,18 +176,24 @@ def _check_choose(
     where: str, content: Mapping[str, Any], seeds: Sequence[int]
 ) -> dict[str, list[float]]:
     """Check from which values of which key a table's rows choose."""
-    for key, values in content.items():
-        if len(content) == 1 and key in KEYS and KEYS[key].kind is float and seeds:
-            for value in values if isinstance(values, list) else [values]:
-                check_key(key, value)
-            if isinstance(values, list) and values:
-                return {key: [float(value) for value in values]}
-        if key == RATE and not values:
-            return {RATE: []}
-    raise ValueError(
-        f"{where}: choose = {content!r}, expected one key that takes a number with a list of "
-        "values, such as {clip-norm: [0.3, 1.0]}, and the study's own choose with seeds; correct it"
-    )
+    if content == {RATE: []}:
+        return {RATE: []}
+    key, values = next(iter(content.items()), ("", None))
+    numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
+    if len(content) != 1 or key not in CHOSEN or not numbers or not values or not seeds:
+        raise ValueError(
+            f"{where}: choose = {content!r}, expected one of {', '.join(CHOSEN)} with a list of "
+            "numbers, such as {clip-norm: [0.3, 1.0]}, and the study's own choose with seeds; "
+            "correct it"
+        )
+    if len(set(values)) < len(values):
+        raise ValueError(f"{where}: choose = {content!r} has a value twice; name each once")
+    for value in values:
+        try:
+            check_key(key, value)
+        except ValueError as error:
+            raise ValueError(f"{where}: choose: {error}") from None
+    return {key: [float(value) for value in values]}
 
 
 def _with_change_from(
@@ -188,6 +206,12 @@ def _with_change_from(
     if title not in tables:
         raise ValueError(
             f"{where}: change-from = {title!r}, expected an earlier table: one of {list(tables)}; "
+            "correct it"
+        )
+    if table.metric != tables[title].metric:
+        raise ValueError(
+            f"{where}: change-from = {title!r} tells {tables[title].metric or 'the task'!r} where "
+            f"this table tells {table.metric or 'the task'!r}, expected one metric in both; "
             "correct it"
         )
     if not table.rows.keys() & tables[title].rows.keys():

@@ -187,18 +187,24 @@ def test_a_table_may_choose_another_number_and_a_later_one_take_it(tmp_path):
 
 @pytest.mark.parametrize(
     "choose",
-    [{"clip-norm": []}, {"clip-norm": 1.0}, {"heads": [1, 2]}, {"nothing": [1.0]},
+    [{}, {"clip-norm": ["auto", 1.0]}, {"clip-norm": [True]}, {"validation-share": [0.1]},
+     {"clip-norm": []}, {"clip-norm": 1.0}, {"heads": [1, 2]}, {"nothing": [1.0]},
      {"clip-norm": [1.0], "epsilon": [2.0]}],
 )  # fmt: skip
 def test_what_a_table_cannot_choose(tmp_path, choose):
     tables = [{"title": "T", "rows": {"ravan": {}}, "choose": choose}]
-    with pytest.raises(ValueError, match="table 'T': choose = .*, expected one key that takes a"):
+    with pytest.raises(
+        ValueError, match="table 'T': choose = .*, expected one of learning-rate, clip-norm"
+    ):
         study_of(tmp_path, tables=tables)
 
 
-def test_a_value_that_its_key_refuses_is_refused(tmp_path):
-    tables = [{"title": "T", "rows": {"ravan": {}}, "choose": {"clip-norm": [-1.0]}}]
-    with pytest.raises(ValueError, match="clip-norm = -1"):
+@pytest.mark.parametrize(
+    ("values", "told"), [([-1.0], "clip-norm = -1"), ([1.0, 1.0], "has a value twice")]
+)
+def test_a_value_that_cannot_be_is_refused(tmp_path, values, told):
+    tables = [{"title": "T", "rows": {"ravan": {}}, "choose": {"clip-norm": values}}]
+    with pytest.raises(ValueError, match=f"study .*table 'T': choose.*{told}"):
         study_of(tmp_path, tables=tables)
 
 
@@ -215,6 +221,8 @@ def test_a_row_whose_settings_say_the_rate_takes_none(tmp_path):
         ({"rates-of": "IID"}, {}, "rates-of = 'IID', expected an earlier table"),
         ({}, {"rates-of": "IID"}, r"rates-of = 'IID', expected an earlier .*: one of \[\]"),
         ({"change-from": "no"}, {}, "change-from = 'no', expected an earlier table"),
+        ({"change-from": "T", "metric": "loss"}, {}, "expected one metric in both"),
+        ({"rates-of": "T", "choose": {"clip-norm": [1.0]}}, {}, "got choose and rates-of"),
         ({"change-from": "T", "rows": {"new": {}}}, {}, r"expected some of \['new'\]"),
         ({"title": "overview"}, {}, "a table is called 'overview', .* rename it"),
         ({"rates-of": "T", "rows": {"new": {}}}, {}, r"no rate is chosen there for rows \['new'\]"),
