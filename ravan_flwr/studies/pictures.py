@@ -143,7 +143,7 @@ def _sensitivity(table: Table, results: Results) -> list[Chart]:
         return []
     scores = next(iter(choices.values())).scores
     metric = next(iter(scores.values())).metric
-    name = table.chosen.replace("-", " ")
+    name = table.chosen_in_words
     seeds = {len(score.values) for one in choices.values() for score in one.scores.values()}
 
     def mark(axes: Axes, series: Series) -> None:

@@ -173,6 +173,11 @@ class Table:
     chosen: str = RATE  # the key whose values its rows choose from
     change_from: "Table | None" = None  # whose rows of the same names differences are to as well
 
+    @property
+    def chosen_in_words(self) -> str:
+        """Name that key for people."""
+        return self.chosen.replace("-", " ")
+
 
 @dataclass(frozen=True)
 class Study:

@@ -60,14 +60,9 @@ def markdown(
         text += [f"## {table.title}", "", *table_lines(table, results), ""]
         text += [*_shown((pictures or {}).get(table.title, ())), ""]
         if rates := rates_lines(table, results):
-            what = f"{told_key(table.chosen)}s".capitalize()
+            what = f"{table.chosen_in_words}s".capitalize()
             text += [f"{what}, by what they reached on held-back examples:", "", *rates, ""]
     return "\n".join([*text, LEGEND])
-
-
-def told_key(key: str) -> str:
-    """Name a key in words."""
-    return key.replace("-", " ")
 
 
 def _shown(pictures: Sequence[Chart]) -> list[str]:
@@ -83,7 +78,7 @@ def table_lines(table: Table, results: Results) -> list[str]:
     if told := sentence(table, lines):
         text += ["", told]
     if table.rates_of:
-        what = told_key(table.chosen)
+        what = table.chosen_in_words
         text += ["", f"The {what}s were chosen for *{table.rates_of}*, not for this table."]
     return text
 
@@ -111,10 +106,10 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
         cells["by seed"] = " ".join(told(line.metric, value) for value in line.values.values())
     if table.change_from:
         cells[f"from {table.change_from.title}"] = _signed(line.metric, line.change)
-    named = told_key(table.chosen)
-    if chosen and table.chosen != RATE:
-        cells["learning rate"] = f"{line.first.learning_rate:g}"
-    cells[named] = _rate(line)
+    of_rate = table.chosen == RATE
+    cells["learning rate"] = _chosen(line) if of_rate else f"{line.first.learning_rate:g}"
+    if chosen and not of_rate:
+        cells[table.chosen_in_words] = _chosen(line) if line.choice else "-"
     if chosen:
         cells["as good"] = _others(line.choice)
         cells["runs"] = str(line.choice.runs) if line.choice else "-"
@@ -142,7 +137,7 @@ def _signed(metric: str, apart: Interval | None) -> str:
     return ("+" if apart.mean > 0 else "") + with_interval(metric, apart)
 
 
-def _rate(line: Line) -> str:
+def _chosen(line: Line) -> str:
     if line.choice is None:
         return f"{line.first.learning_rate:g}"
     return f"{line.choice.rate:g}" + (

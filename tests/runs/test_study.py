@@ -92,7 +92,7 @@ def test_rows_that_mean_the_same_share_their_runs(tmp_path):
         ({"settings": {"num-clients": "many"}}, "row 'base': num-clients = 'many': expected a"),
         ({"tables": 2 * TABLES[:1]}, "two tables are called 'One', expected diff"),
         ({"choose": {"seeds": [1]}}, r"choose: got \['seeds'\], expected the fields"),
-        ({"choose": {"learning-rate": [-1], "seeds": [1]}}, "row 'base': learning-rate = -1"),
+        ({"choose": {"learning-rate": [-1], "seeds": [1]}}, "choose: learning-rate = -1"),
         ({"tables": [{"title": "T"}]}, r"a table: got \['title'\], expected the fields"),
         (
             {"tables": [{"title": "T", "rows": {}, "equal-parameters": 1}]},

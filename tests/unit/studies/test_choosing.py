@@ -154,7 +154,7 @@ def test_a_table_takes_the_rates_chosen_for_an_earlier_one(tmp_path):
 
 def test_a_table_may_choose_another_number_and_a_later_one_take_it(tmp_path):
     private = {"privacy": "client", "noise-cohort": 50, "learning-rate": 1e-2, "epsilon": 2.0}
-    rows = {"ravan": {}, "fedit": {"method": "fedit"}}
+    rows = {"ravan": {}, "fedit": {"method": "fedit"}, "set": {"heads": 2, "clip-norm": 0.5}}
     tables = [
         {"title": "T", "rows": rows, "settings": private, "choose": {"clip-norm": [0.3, 1, 3]}},
         {"title": "8", "rows": rows, "settings": private | {"epsilon": 8.0}, "rates-of": "T"},
@@ -177,9 +177,13 @@ def test_a_table_may_choose_another_number_and_a_later_one_take_it(tmp_path):
         assert chosen(table.rows["ravan"], results).rate == 1
         assert chosen(table.rows["fedit"], results).tried == [0.3, 1, 3, 10, 30]
     runs = [dict(run.settings) for run in planned(study, results)]
-    assert [(s["epsilon"], s["clip-norm"]) for s in runs[::3]] == [(2, 1), (2, 10), (8, 1), (8, 10)]
+    assert [(s["epsilon"], s["clip-norm"]) for s in runs[::3]] == [
+        (2, 1), (2, 10), (2, 0.5), (8, 1), (8, 10), (8, 0.5),
+    ]  # fmt: skip
     text = markdown(study, results)
     assert "| learning rate | clip norm | as good |" in text
+    of_set = [line for line in text.splitlines() if line.startswith("| set |")]
+    assert [" | 0.01 | - | - | - |" in line for line in of_set] == [False, True, True]  # overview
     assert "Clip norms, by what they reached on held-back examples:" in text
     assert "The clip norms were chosen for *T*, not for this table." in text
     assert "T,fedit,clip-norm,0.3,100,accuracy," in rates_as_csv(study, results)
