@@ -182,17 +182,15 @@ def overview_lines(study: Study, results: Results) -> list[str]:
         _row(["---"] * (len(tables) + 1)),
     ]
     for name in dict.fromkeys(name for _, lines in tables for name in lines):
-        cells = [_overview_cell(table, lines.get(name)) for table, lines in tables]
+        cells = [_overview_cell(lines.get(name)) for _, lines in tables]
         text.append(_row([name, *cells]))
     return text
 
 
-def _overview_cell(table: Table, line: Line | None) -> str:
+def _overview_cell(line: Line | None) -> str:
     if line is None:
         return "-"
-    if table.change_from is None or line.change is None:
-        return _value(line)
-    return f"{_value(line)}; {_signed(line.metric, line.change)}"
+    return _value(line) + (f"; {_signed(line.metric, line.change)}" if line.change else "")
 
 
 def rates_lines(table: Table, results: Results) -> list[str]:
