@@ -4,7 +4,7 @@ Flower starts a process for every message, gives each the node's state as it was
 keeps that of the one that ends last. So a question that begins before a round, and ends after it,
 would take the round out of the node's state again, as often as a server asks it. On a device every
 entry is a line of a file as well, which only this user can write, and on disk before anything
-leaves. The file is forgotten when the folder for temporary files is.
+leaves. The file stays when a SuperNode is started again; its node's state does not.
 """
 
 import hashlib

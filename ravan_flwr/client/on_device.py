@@ -1,6 +1,7 @@
-"""Know whether a SuperNode has started this process, and the folder of its user alone.
+"""Know whether a SuperNode has started this process, and the folders of its user alone.
 
-What a device must not forget from one message to the next, and its worker's socket, lie there.
+In one lies its worker's socket, in the other what a device must not forget, not even when it is
+started again.
 """
 
 import logging
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flwr.supercore.task_identity import TaskIdentity
+from flwr.supercore.utils import get_flwr_home
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +61,12 @@ def append(file: BinaryIO, content: bytes) -> None:
 
 
 def _folder() -> Path:
-    """Find a folder of this user alone."""
-    return private_folder() / "once"
+    """Find the folder of this user alone that stays: in Flower's, or else in one that may not."""
+    folder = get_flwr_home() / "ravan-flwr"
+    with suppress(OSError):  # something else is there, or it cannot be written to
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stays = _is_ours(folder) and os.access(folder, os.W_OK | os.X_OK)
+    return (folder if stays else private_folder()) / "once"
 
 
 def private_folder() -> Path:

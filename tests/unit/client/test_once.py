@@ -4,7 +4,7 @@ import pytest
 from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from ravan_flwr.client import on_device, once
+from ravan_flwr.client import once
 from ravan_flwr.client.example_account import ACCOUNT
 
 
@@ -56,5 +56,32 @@ def test_where_messages_take_turns_nothing_is_written(ask, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_its_folder_is_the_users_alone():
-    assert on_device._is_ours(on_device._folder().parent)
+def test_its_folder_is_the_users_alone_and_stays(ask, on_a_device):
+    ask("agree", round=1)
+    assert [oct(folder.stat().st_mode)[-3:] for folder in (on_a_device, on_a_device.parent)] == [
+        "700",
+        "700",
+    ]
+    assert len(list(on_a_device.iterdir())) == 1
+
+
+@pytest.mark.parametrize("broken", ["a file", "open to others", "a file in its way"])
+def test_where_flowers_folder_will_not_do_it_is_the_one_that_may_go(
+    ask, on_a_device, tmp_path, monkeypatch, broken
+):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "session"))
+    (tmp_path / "session").mkdir(mode=0o700)
+    home = on_a_device.parent
+    if broken == "a file in its way":
+        home.parent.write_text("not a folder")
+    else:
+        home.parent.mkdir()
+        if broken == "a file":
+            home.write_text("not a folder")
+        else:
+            home.mkdir()
+            home.chmod(0o755)
+    ask("agree", round=1)
+    assert len(list((tmp_path / "session" / "ravan-flwr" / "once").iterdir())) == 1
+    with pytest.raises(ValueError, match="what this node does once"):
+        ask("agree", round=1)
