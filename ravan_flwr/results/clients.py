@@ -1,6 +1,7 @@
 """Show how the clients differ: the spread of a metric over them, where they evaluate."""
 
-from ravan_flwr.results.charts import Chart, bands
+from ravan_flwr.results.chart import Chart
+from ravan_flwr.results.charts import bands
 from ravan_flwr.runs.history import RecordedRun, common_metric
 from ravan_flwr.runs.spread import KEYS, QUARTILES, Spread
 

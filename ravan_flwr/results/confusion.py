@@ -9,7 +9,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from ravan_flwr.results.charts import STYLE, Chart, plain
+from ravan_flwr.results.chart import STYLE, Chart, plain
 
 _LETTERS = 24  # of a name; the table beside the picture has it whole
 

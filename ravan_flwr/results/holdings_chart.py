@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ravan_flwr.data.holdings import Holdings
 from ravan_flwr.messages import plain_text
-from ravan_flwr.results.charts import COLOURS, STYLE, Chart, plain
+from ravan_flwr.results.chart import COLOURS, STYLE, Chart, plain
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.training.holdings import Dealt
 

@@ -7,7 +7,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from ravan_flwr.results.card import privacy_of
-from ravan_flwr.results.charts import Chart
+from ravan_flwr.results.chart import Chart
 from ravan_flwr.results.classes import class_table, classes_of, without_classes
 from ravan_flwr.results.clients import in_words
 from ravan_flwr.results.template import CSS, PAGE

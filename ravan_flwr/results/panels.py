@@ -8,18 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-from ravan_flwr.results.charts import (
-    COLOURS,
-    INK,
-    STYLE,
-    Chart,
-    Ends,
-    Series,
-    band,
-    ends_far_apart,
-    least_and_greatest,
-    plain,
-)
+from ravan_flwr.results.chart import COLOURS, INK, STYLE, Chart, plain
+from ravan_flwr.results.charts import Ends, Series, band, ends_far_apart, least_and_greatest
 
 COLUMNS = 4  # at most
 _WIDTH, _HEIGHT = 2.05, 1.6  # of a panel, in inches

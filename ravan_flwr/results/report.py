@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from ravan_flwr.results.charts import Chart, Series, bars, heat, lines, stacks
+from ravan_flwr.results.chart import Chart
+from ravan_flwr.results.charts import Series, bars, heat, lines, stacks
 from ravan_flwr.results.classes import classes_of
 from ravan_flwr.results.clients import clients_chart
 from ravan_flwr.results.confusion import confusion

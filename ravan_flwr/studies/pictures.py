@@ -8,15 +8,8 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 
-from ravan_flwr.results.charts import (
-    COLOURS,
-    STYLE,
-    Chart,
-    Series,
-    least_and_greatest,
-    lines,
-    points,
-)
+from ravan_flwr.results.chart import COLOURS, STYLE, Chart
+from ravan_flwr.results.charts import Series, least_and_greatest, lines, points
 from ravan_flwr.results.panels import panels
 from ravan_flwr.results.spectrum import Spectra
 from ravan_flwr.results.spectrum import charts as spectrum_charts
