@@ -7,6 +7,7 @@ process loads first: it asks the warm worker, if the node has one, and imports t
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from ravan_flwr.client.of_run import keep_to_run
 from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
 from ravan_flwr.secure.phases import LIGHT, PHASES
@@ -75,6 +76,7 @@ def deliver(message: Message, context: Context) -> Message:
 
 
 def _answer(kind: str, message: Message, context: Context) -> Message:
+    keep_to_run(message, context)
     node = read_node(context.node_config)
     content = message.content if message.has_content() else RecordDict()
     if kind in (*PHASES, "train"):

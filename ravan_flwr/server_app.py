@@ -85,7 +85,7 @@ def main(grid: Grid, context: Context) -> None:
     earlier, back_to = resumed(config)
     with ExitStack() as stack:
         if earlier is not None:
-            stack.enter_context(locked(earlier.path))
+            stack.enter_context(locked(earlier.path, needed=config.privacy != "none"))
             stack.enter_context(logging_to(earlier.path))
         bench = get_workbench(config)
         if simulating(grid):

@@ -8,6 +8,7 @@ import psutil
 import torch
 from flwr.app import Context, RecordDict
 
+from ravan_flwr.client.ledger import check_kept
 from ravan_flwr.client.own_part import find_own, run_mark
 from ravan_flwr.config.insisting import check_insisted
 from ravan_flwr.config.keys import AUTO
@@ -36,6 +37,7 @@ class Asked:
         config = read_config(context.run_config)
         self.config = replace(config, device=self.node.device or config.device)
         check_insisted(self.node, config)
+        check_kept(self.node)
         if self.node.data_path is not None and not config.data.settled:
             raise ValueError(
                 f"preset {config.preset}: it leaves the labels to the data, but this device has "

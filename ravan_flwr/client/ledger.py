@@ -15,7 +15,8 @@ from typing import Any, BinaryIO
 
 from flwr.app import ConfigRecord, RecordDict
 
-from ravan_flwr.client.on_device import append, is_on_a_device, locked_file
+from ravan_flwr.client.on_device import append, is_on_a_device, kept_folder, locked_file
+from ravan_flwr.config.node_config import Node
 
 Entry = Mapping[str, Any]
 
@@ -53,6 +54,15 @@ def opened_ledger(state: RecordDict, name: str, run: str | int, partition: int) 
     place = hashlib.sha256(json.dumps([run, partition, name]).encode()).hexdigest()[:32]
     with locked_file(f"ledger-{place}") as file:
         yield Ledger(state, name, file)
+
+
+def check_kept(node: Node) -> None:
+    """Raise ValueError if a device that insists on an epsilon could not keep its account."""
+    if node.max_epsilon is not None and is_on_a_device() and kept_folder() is None:
+        raise ValueError(
+            f"max-epsilon = {node.max_epsilon:g}: this device cannot keep what it spends, expected "
+            "a folder ravan-flwr of its user alone in $FLWR_HOME, and no link; make that writable"
+        )
 
 
 def _last_of(lines: list[bytes]) -> list[Entry]:

@@ -61,12 +61,28 @@ def append(file: BinaryIO, content: bytes) -> None:
 
 
 def _folder() -> Path:
-    """Find the folder of this user alone that stays: in Flower's, or else in one that may not."""
-    folder = get_flwr_home() / "ravan-flwr"
+    """Find a folder of this user alone, which stays if there is one that does."""
+    folder = kept_folder()
+    if folder is None:
+        log.warning(
+            "%s: it cannot be written to, is a link, or others can enter it, expected a folder of "
+            "user %d alone: what this device has spent is forgotten with its temporary files",
+            *(_in_flowers(), os.getuid()),
+        )
+        folder = private_folder()
+    return folder / "once"
+
+
+def kept_folder() -> Path | None:
+    """Find the folder of this user alone in Flower's own; None if there can be none."""
+    folder = _in_flowers()
     with suppress(OSError):  # something else is there, or it cannot be written to
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    stays = _is_ours(folder) and os.access(folder, os.W_OK | os.X_OK)
-    return (folder if stays else private_folder()) / "once"
+    return folder if _is_ours(folder) and os.access(folder, os.W_OK | os.X_OK) else None
+
+
+def _in_flowers() -> Path:
+    return get_flwr_home() / "ravan-flwr"
 
 
 def private_folder() -> Path:

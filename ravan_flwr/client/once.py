@@ -39,14 +39,14 @@ def _step_up(name: str, number: int) -> None:
     """Note a number that is larger than all before it."""
     with locked_file(name) as file:
         file.seek(0)
-        lines = file.read().splitlines()
-        last = int(lines[-1]) if lines else -1
+        # One that was not written whole has no end, or a line of its own that is too small.
+        last = max(map(int, filter(bytes.isdigit, file.read().splitlines())), default=-1)
         if number <= last:
             raise ValueError(
                 "asked at the same time for what this node does once, or again for what it has "
                 "done, expected one message after the other"
             )
-        append(file, b"%d\n" % number)
+        append(file, b"\n%d\n" % number)
 
 
 def _whole(records: RecordDict, name: str, record: str = "config") -> int:

@@ -125,6 +125,16 @@ class Config:
         # 0.1 x 30 is a little more than 3 to a computer.
         return max(1, math.ceil((self.local_epochs or 1.0) * batches - 1e-6))
 
+    def asked_of(self, there: int) -> int:
+        """Count the clients of so many that a round asks to train, those in reserve included."""
+        number = min(self.clients_per_round, there)
+        # 1.1 x 10 is a little more than 11 to a computer.
+        return min(number + math.ceil(number * (self.over_sample - 1) - 1e-9), there)
+
+    def at_work_of(self, there: int) -> int:
+        """Count the clients of so many that can be at work at the same time."""
+        return there if self.evaluate_on == "clients" else self.asked_of(there)
+
     def as_dict(self) -> dict[str, Any]:
         """Return what `config.json` holds: plain JSON under the keys of the run config."""
         values = _kebab(dataclasses.asdict(self))

@@ -133,7 +133,7 @@ def _check_asked(device: str, clients_per_gpu: int | None, runs_at_a_time: int) 
 
 def _useful(config: Config, num_clients: int, gpus: int, cpus: int) -> int:
     """Count the clients a GPU that are ever at work: Ray fills one GPU before the next."""
-    return -(-min(max(1, cpus), config.clients_per_round, num_clients) // gpus)
+    return -(-min(max(1, cpus), config.at_work_of(num_clients)) // gpus)
 
 
 def _by_memory(config: Config, gpus: Sequence[Gpu], useful: int, runs: int) -> Sharing:

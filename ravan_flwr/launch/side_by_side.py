@@ -24,7 +24,7 @@ from ravan_flwr.runs.console import count
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cores import usable_cores
 from ravan_flwr.training.workbench import get_workbench
-from ravan_flwr.training.workers import at_work, most_workers
+from ravan_flwr.training.workers import most_workers
 
 log = getLogger(__name__)
 
@@ -46,7 +46,7 @@ class SideBySide:
     def __init__(self, run_config: Mapping[str, Scalar], num_clients: int) -> None:
         self._run_config, self._config = run_config, read_config(run_config)
         self._num_clients = num_clients
-        self._at_a_time = at_work(self._config, num_clients)
+        self._at_a_time = self._config.at_work_of(num_clients)
         self._cores = usable_cores()  # a wrong number is told before the run has a directory
         self._ready = False
         self._most, self._threads = 1, 1

@@ -127,7 +127,10 @@ def moved_by(old: Tensor, noised: Tensor, expected: Tensor) -> Tensor:
 
 def reached(norm: float, rounds: int) -> float:
     """Return the largest clip norm that one which adapts can have in the last of so many rounds."""
-    return norm * math.exp(RATE * (1 - QUANTILE) * (rounds - 1))
+    try:
+        return norm * math.exp(RATE * (1 - QUANTILE) * (rounds - 1))
+    except OverflowError:
+        return math.inf
 
 
 def adapted(norm: float, bits: float, clients: float) -> float:

@@ -2,7 +2,8 @@
 
 The lock is `flock` on the file `lock` in it, which says who holds it. The system gives it up with
 the process, however that ends: a crash leaves the file, and nothing that is in the way. Where
-there is no `flock` (Windows, some network filesystems) a run goes on without, and says so.
+there is no `flock` (Windows, some network filesystems) a run goes on without, and says so; a
+private one does not.
 """
 
 import os
@@ -23,8 +24,11 @@ NAME = "lock"
 
 
 @contextmanager
-def locked(folder: Path, asked: str = "resume") -> Iterator[None]:
-    """Hold the lock on a run directory; ValueError if another process has it."""
+def locked(folder: Path, asked: str = "resume", *, needed: bool = False) -> Iterator[None]:
+    """Hold the lock on a run directory; ValueError if another process has it.
+
+    Where there can be none, ValueError if it is `needed`, else a warning.
+    """
     descriptor: int | None
     try:
         descriptor = _acquire(folder / NAME)
@@ -34,6 +38,12 @@ def locked(folder: Path, asked: str = "resume") -> Iterator[None]:
             "expected one that nobody works on; wait until it ends, or end that process"
         ) from None
     except OSError as error:
+        if needed:
+            raise ValueError(
+                f"{asked} = {str(folder)!r}: it cannot be locked ({error}), expected a place where "
+                "it can: if two processes went on with a private run, each would count what it "
+                "spends alone; copy the run to a local disk, and remove it here"
+            ) from None
         message = "%s cannot be locked (%s): make sure that no other process continues this run"
         log.warning(message, folder, error)
         descriptor = None

@@ -4,7 +4,6 @@ Simulated node ids are random, so nothing may depend on them: a round's clients 
 (seed, round) and the members, sorted by partition id.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from logging import getLogger
@@ -63,7 +62,7 @@ class Sampler:
         awake = {member.node_id for member in members}
         ledger.resting = [m.partition_id for m in able if m.node_id not in awake]
         number = min(config.clients_per_round, len(members))
-        spare = min(math.ceil(number * (config.over_sample - 1) - 1e-9), len(members) - number)
+        spare = config.asked_of(len(members)) - number
         return sample(members, number, config.seed, ledger.number, spare)
 
     def able(self, grid: Grid, ledger: Ledger) -> list[Member]:

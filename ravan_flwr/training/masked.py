@@ -75,6 +75,11 @@ def check_given(config: Config, state: Mapping[str, Tensor], schedule: Schedule)
             "got settings or a state that are not those of the schedule, expected what all clients "
             "of the round are given; start server and clients with one version and one run config"
         )
+    if schedule.minimum < config.secure_minimum:
+        raise ValueError(
+            f"got a schedule with sums of {schedule.minimum} clients, expected the run's own "
+            f"secure-minimum = {config.secure_minimum} at least"
+        )
 
 
 def check_parts(parts: Sequence[Part], schedule: Schedule) -> None:

@@ -128,11 +128,9 @@ def bytes_of_round(config: Config) -> int:
 
 
 def _bytes_of_round(config: Config, built: Skeleton) -> int:
-    wanted, down = math.ceil(config.over_sample * config.clients_per_round), built.bytes_down(1.0)
-    there = config.num_clients or number_of_clients(config)
-    clients = min(wanted, there)
-    asked = there if config.evaluate_on == "clients" else 0
-    return clients * (built.bytes_up(1.0) + down) + asked * down
+    there, down = config.num_clients or number_of_clients(config), built.bytes_down(1.0)
+    evaluating = there if config.evaluate_on == "clients" else 0
+    return config.asked_of(there) * (built.bytes_up(1.0) + down) + evaluating * down
 
 
 def _side_by_side(config: Config, built: Skeleton, there: int) -> list[str]:
@@ -190,7 +188,8 @@ def _of_examples(config: Config) -> list[str]:
 def _run(config: Config, built: Skeleton) -> list[str]:
     """Describe the bytes of a round and of the run, and what was assumed."""
     there = config.num_clients or number_of_clients(config)
-    clients = min(config.clients_per_round, there)
+    clients = config.asked_of(there)
+    reserve = clients - min(config.clients_per_round, there)
     up, down = clients * built.bytes_up(1.0), clients * built.bytes_down(1.0)
     rounds, method = config.num_rounds, built.method
     calibration = method.calibration
@@ -212,6 +211,7 @@ def _run(config: Config, built: Skeleton) -> list[str]:
         *(told if first else []),
         f"a round         {clients} of {there} clients: at most {up:,} bytes up,",
         f"                {down:,} down",
+        *([f"                {reserve} of them are in reserve"] if reserve else []),
         f"                {_work(config, built)}",
         f"the run         {rounds} rounds: at most {all_up:,} bytes up,",
         f"                {all_down:,} down",

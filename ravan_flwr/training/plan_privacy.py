@@ -6,8 +6,6 @@ from bisect import bisect
 import torch
 
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.data.examples import load_splits
-from ravan_flwr.data.partition import deal_out
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.methods.budgets import BUDGETS, SHARES
 from ravan_flwr.privacy.account import epsilon_of, epsilon_seen, multiplier_for
@@ -20,7 +18,7 @@ from ravan_flwr.secure.noised import NoiseShares
 from ravan_flwr.secure.schedule import threshold_of
 from ravan_flwr.training.cost import Skeleton
 from ravan_flwr.training.private_steps import sampling_rate
-from ravan_flwr.training.workbench import column_for, held_back, partition_of
+from ravan_flwr.training.workbench import get_workbench
 
 
 def privacy_told(config: Config, built: Skeleton, there: int) -> list[str]:
@@ -53,9 +51,10 @@ def _of_clients(config: Config, built: Skeleton, there: int) -> list[str]:
         f"{norm:g}" + ("" if config.clip_norm else " at first"),
     ]
     if config.clip_norm is None:
-        most = reached(norm, rounds)
+        held = _rounds_held(config, spent, z, rate, 1)
+        most = reached(norm, held)
         told.append(
-            f"                it adapts, to at most {most:.3g} in the last of {rounds} rounds"
+            f"                it adapts, to at most {most:.3g} in the last of {held} rounds"
         )
     if config.noise_cohort:
         told.append(
@@ -93,7 +92,7 @@ def _of_examples(config: Config, built: Skeleton, there: int) -> list[str]:
     method.load(adapters, method.broadcast(method.initial_state(adapters), 1.0))  # what is trained
     trained = [*method.parameters(adapters), *built.classifier]
     check_trained(built.network, trained)
-    fewest = min(_dealt_out(config, there))
+    fewest = min(filter(None, get_workbench(config).dealt_out(there)))
     rate, rounds = sampling_rate(config.batch_size, fewest), config.num_rounds
     steps = config.local_steps or 0
     z = config.noise_multiplier or multiplier_for(
@@ -117,25 +116,23 @@ def _of_examples(config: Config, built: Skeleton, there: int) -> list[str]:
     ]
 
 
-def _dealt_out(config: Config, there: int) -> list[int]:
-    """Count what each client trains on, by the data itself."""
-    train = load_splits(config.data)["train"]
-    how = partition_of(config, there, config.seed)
-    rows = deal_out(train, how, column_for(config, train))
-    counts = [len(mine) - held_back(config, len(mine)) for mine in rows]
-    return [count for count in counts if count]
-
-
 def _usual_rounds(config: Config, there: int) -> int:
     """Count the rounds in which a client trains, in the mean."""
-    return math.ceil(config.num_rounds * min(1.0, config.clients_per_round / there) - 1e-9)
+    return math.ceil(config.num_rounds * config.asked_of(there) / there - 1e-9)
 
 
 def _ends(config: Config, spent: float, z: float, rate: float, steps: int, what: str) -> list[str]:
     """Say after how many rounds epsilon is spent, if it is before the last."""
-    limit = config.epsilon
-    if limit is None or spent <= limit:
+    held = _rounds_held(config, spent, z, rate, steps)
+    if held == config.num_rounds:
         return []
-    held = range(1, config.num_rounds + 1)
-    fit = bisect(held, limit, key=lambda n: epsilon_of(z, rate, config.delta, n * steps))
-    return [f"                epsilon = {limit:g} {what} after {fit} rounds"]
+    return [f"                epsilon = {config.epsilon:g} {what} after {held} rounds"]
+
+
+def _rounds_held(config: Config, spent: float, z: float, rate: float, steps: int) -> int:
+    """Count the rounds that epsilon leaves room for, of which all would spend so much."""
+    limit, rounds = config.epsilon, config.num_rounds
+    if limit is None or spent <= limit:
+        return rounds
+    held = range(1, rounds + 1)
+    return bisect(held, limit, key=lambda n: epsilon_of(z, rate, config.delta, n * steps))

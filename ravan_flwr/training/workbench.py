@@ -196,17 +196,17 @@ class Workbench:
 
     def partition(self, partition_id: int, number: int) -> Examples:
         """Get a client's examples, when `number` clients share them."""
-        return self._split(self._shared.select(self._rows(number)[partition_id]), partition_id)
+        return self._split(self._shared.select(self.rows(number)[partition_id]), partition_id)
 
     def pooled(self, number: int) -> Encoded:
         """Get what `number` clients train on, all of it, in the order of the shared examples."""
         parts = [
             rows[self._apart(len(rows), partition_id)[0]]
-            for partition_id, rows in enumerate(self._rows(number))
+            for partition_id, rows in enumerate(self.rows(number))
         ]
         return self._shared.select(np.sort(np.concatenate(parts)))
 
-    def _rows(self, number: int) -> list[np.ndarray]:
+    def rows(self, number: int) -> list[np.ndarray]:
         """Deal out the rows, when `number` clients share the examples."""
         config = self.config
         if len(self._dealt) != number:
@@ -216,7 +216,7 @@ class Workbench:
 
     def dealt_out(self, number: int) -> list[int]:
         """Count the examples that each client trains on, when `number` clients share them."""
-        rows = self._rows(number)
+        rows = self.rows(number)
         return [len(mine) - held_back(self.config, len(mine)) for mine in rows]
 
     def own_examples(self, path: str, partition_id: int) -> Examples:

@@ -16,14 +16,6 @@ class Workers:
     threads: int
 
 
-def at_work(config: Config, num_clients: int) -> int:
-    """Count the clients that can be at work at the same time."""
-    if config.evaluate_on == "clients":
-        return num_clients
-    asked = int(config.clients_per_round * config.over_sample)
-    return min(max(1, asked), num_clients)
-
-
 def most_workers(config: Config, num_clients: int, threads: int | None, *, on_cpu: bool) -> Workers:
     """Count the processes that `processes=N` asks for, and with "auto" those that may pay.
 
@@ -31,6 +23,6 @@ def most_workers(config: Config, num_clients: int, threads: int | None, *, on_cp
     """
     cores, alone = usable_cores(), threads or torch.get_num_threads()
     wanted = config.processes or (max(1, cores // alone) if on_cpu else 1)
-    number = min(wanted, at_work(config, num_clients))
+    number = min(wanted, config.at_work_of(num_clients))
     # What a user has set is not divided; `threads` is None then.
     return Workers(number, min(alone, max(1, cores // number)) if threads else alone)

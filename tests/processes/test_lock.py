@@ -95,6 +95,11 @@ def test_a_filesystem_without_locks_is_told_and_the_run_goes_on(tmp_path, monkey
     with locked(tmp_path):
         pass
     assert "cannot be locked ([Errno 37] No locks available): make sure" in caplog.text
+    with (
+        pytest.raises(ValueError, match="each would count what it spends alone"),
+        locked(tmp_path, needed=True),
+    ):
+        pass
 
 
 def test_two_do_not_go_on_with_one_run(tmp_path):

@@ -287,6 +287,22 @@ def test_a_client_that_is_given_other_settings_masks_nothing(tmp_path, monkeypat
     assert "not those of the schedule" in rejected["reason"]
 
 
+def test_a_client_takes_no_smaller_sum_than_the_run_names(tmp_path, monkeypatch):
+    class Lower(secure_round.SecureRound):
+        """A server that makes its schedules with a lower minimum than the settings have."""
+
+        def _schedule(self, members):
+            return replace(super()._schedule(members), minimum=3)
+
+    monkeypatch.setattr("ravan_flwr.server.strategy.SecureRound", Lower)
+    run = simulate(QUICK | {"secure-minimum": 4, "output-dir": str(tmp_path)}, 6)
+    (record,) = records_of(run)
+    assert "0 of 6 clients have sent their numbers" in record["refused"]
+    assert len(record["rejected"]) == 6
+    for rejected in record["rejected"]:
+        assert "sums of 3 clients, expected the run's own secure-minimum = 4" in rejected["reason"]
+
+
 def test_two_clients_of_one_key_cost_themselves(tmp_path, monkeypatch):
     """The others would refuse the whole round."""
     sealing = agreement.public_of(agreement.new_key())

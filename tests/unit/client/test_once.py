@@ -6,6 +6,8 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr.client import once
 from ravan_flwr.client.example_account import ACCOUNT
+from ravan_flwr.client.ledger import check_kept
+from ravan_flwr.config.node_config import read_node
 
 
 @pytest.fixture
@@ -65,9 +67,20 @@ def test_its_folder_is_the_users_alone_and_stays(ask, on_a_device):
     assert len(list(on_a_device.iterdir())) == 1
 
 
+def test_a_line_that_was_not_written_whole_lowers_no_number(ask, on_a_device):
+    ask("agree", round=20)
+    (file,) = on_a_device.iterdir()
+    file.write_bytes(file.read_bytes() + b"1")  # of what would have been 103
+    with pytest.raises(ValueError, match="what this node does once"):
+        ask("agree", round=2)
+    ask("agree", round=21)
+    with pytest.raises(ValueError, match="what this node does once"):
+        ask("agree", round=21)
+
+
 @pytest.mark.parametrize("broken", ["a file", "open to others", "a file in its way"])
 def test_where_flowers_folder_will_not_do_it_is_the_one_that_may_go(
-    ask, on_a_device, tmp_path, monkeypatch, broken
+    ask, on_a_device, tmp_path, monkeypatch, caplog, broken
 ):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "session"))
     (tmp_path / "session").mkdir(mode=0o700)
@@ -81,7 +94,11 @@ def test_where_flowers_folder_will_not_do_it_is_the_one_that_may_go(
         else:
             home.mkdir()
             home.chmod(0o755)
+    with pytest.raises(ValueError, match="cannot keep what it spends"):
+        check_kept(read_node({"partition-id": 0, "num-partitions": 1, "max-epsilon": 2.0}))
+    check_kept(read_node({"partition-id": 0, "num-partitions": 1}))
     ask("agree", round=1)
+    assert "forgotten with its temporary files" in caplog.text
     assert len(list((tmp_path / "session" / "ravan-flwr" / "once").iterdir())) == 1
     with pytest.raises(ValueError, match="what this node does once"):
         ask("agree", round=1)

@@ -60,7 +60,7 @@ def test_the_table_counts_what_clients_have(partition):
     lines = as_text(dealt).splitlines()
     cells = [line.split() for line in lines[-6:]]
     for client, line in enumerate(cells):
-        mine = labels[bench._rows(6)[client]]
+        mine = labels[bench.rows(6)[client]]
         counts = [np.count_nonzero(mine == label) for label in range(10)]
         assert line == [str(client), str(len(mine)), *(str(count or ".") for count in counts)]
         assert dealt.steps[client] == -(-len(bench.partition(client, 6).train) // 32)

@@ -9,7 +9,7 @@ from ravan_flwr.specs import THREAD_NUMBERS
 from ravan_flwr.training import cores
 from ravan_flwr.training.cores import CORES
 from ravan_flwr.training.plan import describe
-from ravan_flwr.training.workers import Workers, at_work, most_workers
+from ravan_flwr.training.workers import Workers, most_workers
 
 
 @pytest.fixture(autouse=True)
@@ -24,13 +24,15 @@ def _eight(monkeypatch):
     ("settings", "clients", "number"),
     [
         ({"clients-per-round": 3}, 20, 3),
-        ({"clients-per-round": 3, "over-sample": 1.5}, 20, 4),
+        ({"clients-per-round": 3, "over-sample": 1.5}, 20, 5),
+        ({"clients-per-round": 10, "over-sample": 1.1}, 20, 11),
+        ({"clients-per-round": 3, "over-sample": 1.5}, 4, 4),
         ({"clients-per-round": 3}, 2, 2),
         ({"clients-per-round": 3, "evaluate-on": "clients", "validation-share": 0.1}, 20, 20),
     ],
 )
 def test_clients_at_work(settings, clients, number):
-    assert at_work(read_config(settings), clients) == number
+    assert read_config(settings).at_work_of(clients) == number
 
 
 @pytest.mark.parametrize(
