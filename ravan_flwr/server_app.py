@@ -24,7 +24,7 @@ from ravan_flwr.runs.console import Progress, show
 from ravan_flwr.runs.directory import RunDirectory, how_to_go_on, is_of_writing, not_written
 from ravan_flwr.runs.lock import locked
 from ravan_flwr.runs.log_file import logging_to
-from ravan_flwr.runs.record import Summary
+from ravan_flwr.runs.record import RoundRecord, Summary
 from ravan_flwr.runs.status import drop_status, write_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.server.delivery import Delivery, hand_out
@@ -41,7 +41,7 @@ from ravan_flwr.server.notices import (
     tell_what_has_no_effect,
 )
 from ravan_flwr.server.privacy_budget import PrivacyBudget
-from ravan_flwr.server.replies import Asked
+from ravan_flwr.server.replies import Measures
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.start import (
     Start,
@@ -168,8 +168,8 @@ def _run(
         directory.write_json("config.json", config.as_dict())
     account = PrivacyBudget.of(config, directory, start)
     privacy = account or ExampleBudget.of(config, directory, start)
-    final, strategy = _hold_rounds(grid, bench, config, directory, start, limits, privacy)
-    summary = summary_of(bench, config, start.records, len(strategy.roster.members))
+    final, records, strategy = _hold_rounds(grid, bench, config, directory, start, limits, privacy)
+    summary = summary_of(bench, config, records, len(strategy.roster.members))
     if privacy is not None:
         summary.update(cast(Summary, privacy.told()))
     if (processes := processes_of(grid)) is not None:
@@ -190,8 +190,8 @@ def _hold_rounds(
     start: Start,
     limits: list[Limit],
     privacy: PrivacyBudget | ExampleBudget | None,
-) -> tuple[Tensors, FederatedTuning]:
-    """Let the strategy run its rounds; return the last state, and the strategy."""
+) -> tuple[Tensors, list[RoundRecord], FederatedTuning]:
+    """Let the strategy run its rounds; return the last state, all records, and the strategy."""
     metric = bench.task.metric
     progress = Progress(start.first, config.num_rounds, metric, config.max_bytes, start.bytes)
     trackers = Trackers(config.tracking, directory.path, config.as_dict())
@@ -230,7 +230,7 @@ def _hold_rounds(
         trackers.close()
     keeper.go_on()  # where there was no further round
     final = from_record(result.arrays) if result.arrays else start.state
-    return final, strategy
+    return final, keeper.records, strategy
 
 
 def _strategy(
@@ -255,7 +255,7 @@ def _strategy(
         memory=start.memory,
         partitions=records[-1]["partitions"] if records else None,
         trained=start.trained,
-        measured=Asked.of(bench.task),
+        measured=Measures.of(bench.task),
         dealt_out=bench.dealt_out,
         tell=partial(write_status, keeper.directory.path),
         limits=limits,

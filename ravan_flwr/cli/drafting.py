@@ -49,10 +49,10 @@ def add(commands: Commands) -> None:
 def _new(parsed: argparse.Namespace) -> None:
     say_loading()
     with importing():
-        from ravan_flwr.drafting.columns import Asked  # noqa: PLC0415
+        from ravan_flwr.drafting.columns import NamedColumns  # noqa: PLC0415
         from ravan_flwr.drafting.new import new_preset  # noqa: PLC0415
 
-    asked = Asked(parsed.text, parsed.text_pair, parsed.image, parsed.label)
+    asked = NamedColumns(parsed.text, parsed.text_pair, parsed.image, parsed.label)
     for line in new_preset(
         parsed.name,
         parsed.data,

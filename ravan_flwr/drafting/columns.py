@@ -21,7 +21,7 @@ _LONGER = 3  # a column whose texts are so many times longer than all others' is
 
 
 @dataclass(frozen=True)
-class Asked:
+class NamedColumns:
     """Hold the columns that a person names; "" where the data are to tell."""
 
     text: str = ""
@@ -30,12 +30,12 @@ class Asked:
     label: str = ""
 
 
-def find_columns(examples: datasets.Dataset, asked: Asked, where: str) -> dict[str, str]:
+def find_columns(examples: datasets.Dataset, asked: NamedColumns, where: str) -> dict[str, str]:
     """Give each role its column: `image`, or `text` and perhaps `text-pair`; and `label`.
 
     Examples of a language model are recognised by themselves, unless a column is named.
     """
-    if asked == Asked() and (found := language_columns(examples)):
+    if asked == NamedColumns() and (found := language_columns(examples)):
         return found
     for option in (asked.text, asked.text_pair, asked.image, asked.label):
         if option and option not in examples.column_names:
@@ -67,7 +67,7 @@ def find_columns(examples: datasets.Dataset, asked: Asked, where: str) -> dict[s
     return {**texts, "label": asked.label or _label(examples, tuple(texts.values()), where)}
 
 
-def _texts(examples: datasets.Dataset, asked: Asked, where: str) -> dict[str, str]:
+def _texts(examples: datasets.Dataset, asked: NamedColumns, where: str) -> dict[str, str]:
     """Find the column of texts, or the two of pairs."""
     if asked.text:
         pair = {"text-pair": asked.text_pair} if asked.text_pair else {}

@@ -16,7 +16,7 @@ from ravan_flwr.data.hub import every_split
 from ravan_flwr.data.idx import is_idx
 from ravan_flwr.data.labels import labels_of
 from ravan_flwr.data.values import check_bits
-from ravan_flwr.drafting.columns import Asked, find_columns
+from ravan_flwr.drafting.columns import NamedColumns, find_columns
 from ravan_flwr.drafting.language import prompts_for
 from ravan_flwr.specs import DataSpec
 
@@ -65,7 +65,7 @@ class DataSeen:
         return told
 
 
-def look_at_data(place: str, subset: str, asked: Asked) -> DataSeen:
+def look_at_data(place: str, subset: str, asked: NamedColumns) -> DataSeen:
     """Load a data set and see what it is."""
     name, revision = _name(place)
     where = f"data {place}"

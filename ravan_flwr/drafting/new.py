@@ -8,20 +8,20 @@ from pathlib import Path
 
 from ravan_flwr.config.presets import PresetPath, conf_folder, read_preset
 from ravan_flwr.data.hub_errors import NotHereError
-from ravan_flwr.drafting.columns import Asked
+from ravan_flwr.drafting.columns import NamedColumns
 from ravan_flwr.drafting.data_seen import DataSeen, look_at_data
 from ravan_flwr.drafting.model_seen import COVERED, ModelSeen, look_at_model
 from ravan_flwr.drafting.writing import preset_text, run_of
 
 
 def new_preset(
-    name: str, data: str, model: str, *, asked: Asked | None = None, subset: str = "",
+    name: str, data: str, model: str, *, asked: NamedColumns | None = None, subset: str = "",
     targets: str = "",
 ) -> Iterator[str]:  # fmt: skip
     """Write `conf/NAME.yaml`, and yield lines that say what was seen and what to do next."""
     path = _path(name)
     with _telling_of("--data", data):
-        seen = look_at_data(data, subset, asked or Asked())
+        seen = look_at_data(data, subset, asked or NamedColumns())
     yield from _told_of_data(seen)
     with _telling_of("--model", model):
         fitting = look_at_model(model, seen, targets)

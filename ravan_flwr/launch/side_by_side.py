@@ -136,7 +136,8 @@ class SideBySide:
                 log.warning(ALONE, error)
                 ended = self._crew.left_over(job)
                 self.close()
-                if ended is not None:  # what ends a worker is not let into the server's process
+                # What ends a worker is not let into the server's process, nor what takes too long.
+                if ended is not None or time.monotonic() >= job.until:
                     return ended
         began = time.perf_counter()
         reply = reply_of(job.message, job.context)

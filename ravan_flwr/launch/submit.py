@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
@@ -49,15 +48,20 @@ def submit(
     named = [superlink] if superlink else []
     command = ["flwr", "run", str(app), *named, "--stream", *options]
     run_id = _stream(command + (["-c", settings] if settings else []), environment, heard)
-    listed = subprocess.run(
-        ["flwr", "ls", *named, "--run-id", run_id, "--format", "json"],
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    runs: list[dict[str, Any]] = json.loads(listed.stdout)["runs"]
-    return str(runs[0]["status"])
+    return _status_of(["flwr", "ls", *named, "--run-id", run_id, "--format", "json"], environment)
+
+
+def _status_of(command: list[str], environment: Mapping[str, str]) -> str:
+    """Ask how a run has ended."""
+    listed = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    try:
+        return str(json.loads(listed.stdout)["runs"][0]["status"])
+    except (ValueError, LookupError, TypeError):
+        raise RuntimeError(
+            f"`{shlex.join(command)}` ended with status {listed.returncode} and does not say how "
+            f"the run has ended; its log stands above. It printed: "
+            f"{(listed.stderr or listed.stdout)[-1000:].strip()}"
+        ) from None
 
 
 def _stream(

@@ -49,8 +49,8 @@ def leave_signals_to_the_server() -> None:
 
 
 def prepare(run_config: Mapping[str, Scalar], threads: int | None) -> None:
-    """Load the model, unless it is there, and compute with so many threads; None: as was set."""
-    import torch  # noqa: PLC0415 (after whoever starts a new process has asked for the imports)
+    """Import torch; with a number of threads, load the model unless it is there, and set them."""
+    import torch  # noqa: PLC0415 (a worker's own module must not: it is forked, or imported anew)
 
     from ravan_flwr.config.run_config import read_config  # noqa: PLC0415
     from ravan_flwr.training.workbench import get_workbench  # noqa: PLC0415
@@ -138,8 +138,7 @@ def _main(descriptor: int) -> NoReturn:
     from ravan_flwr.importing import importing  # noqa: PLC0415
 
     with importing():
-        pass
-    prepare(_run_config(header), header["threads"])
+        prepare(_run_config(header), header["threads"])
     serve(connection)
 
 

@@ -22,7 +22,14 @@ LIBRARIES = {"peft": "peft", "merged": "transformers"}
 
 def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
     """Write the card of a run's result as `README.md`."""
-    config, summary = directory.read_config(), directory.read_summary()
+    summary = directory.read_summary()
+    fill_card(folder, form, directory.read_config(), summary, measured(summary, directory))
+
+
+def fill_card(
+    folder: Path, form: str, config: dict[str, Any], summary: Summary, final: Metrics
+) -> None:
+    """Write a card of these settings, this summary and these metrics of the result."""
     one_channel = _channels(folder) == 1
     text = filled(
         CARD,
@@ -30,7 +37,7 @@ def write_card(folder: Path, form: str, directory: RunDirectory) -> None:
         library=LIBRARIES[form],
         task=config["task"],
         origin=_origin(config["method"]),
-        rows=_rows(config, summary, directory),
+        rows=_rows(config, summary, final),
         examples=EXAMPLES[config["evaluate-on"]],
         about=about(config, form, one_channel=one_channel),
         code=code_of(config, form, one_channel=one_channel),
@@ -52,9 +59,8 @@ def _origin(method: str) -> str:
     return "The examples stayed on the clients; what they sent was averaged."
 
 
-def _rows(config: dict[str, Any], summary: Summary, directory: RunDirectory) -> dict[str, object]:
+def _rows(config: dict[str, Any], summary: Summary, final: Metrics) -> dict[str, object]:
     """Collect the table's rows."""
-    final = measured(summary, directory)
     partition = config["partition"]
     if partition.startswith("dirichlet"):
         partition += f" {config['partition-alpha']:g}"

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from ravan_flwr.messages.parcel import Parcel, check_state
 from ravan_flwr.methods.tensors import Tensors, checksum
-from ravan_flwr.results.card import write_card
+from ravan_flwr.results.card import fill_card
 from ravan_flwr.results.export import natural_form, write_result
-from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Summary
 from ravan_flwr.specs import RESULT_FOLDERS
 from ravan_flwr.training.workbench import Workbench
@@ -133,21 +132,8 @@ def _write(
     folder.mkdir(parents=True)
     with bench.model.holding(state, own):
         write_result(form, folder, bench)
-    write_card(folder, form, _Told(parcel, bench))
-
-
-class _Told(RunDirectory):
-    """Stand for the run's directory, which is on the server, with what the server said of it."""
-
-    def __init__(self, parcel: Parcel, bench: Workbench) -> None:
-        super().__init__(Path(parcel.run))
-        self._parcel, self._config = parcel, bench.config
-
-    def read_config(self) -> dict[str, Any]:
-        return self._config.as_dict()
-
-    def read_summary(self) -> Summary:
-        return cast(Summary, self._parcel.told)
+    told = cast(Summary, parcel.told)
+    fill_card(folder, form, bench.config.as_dict(), told, told["metrics"]["final"])
 
 
 def _seal(beside: Path, mark: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ its keys of a round is signed (Ed25519, RFC 8032).
 
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -94,6 +95,8 @@ def make_keys(folder: Path, partition: int) -> Path:
         _write(private, secret, 0o600)
         _write(public, open_to_all, 0o644)
     except OSError as error:
+        with suppress(OSError):  # a key without the other would be in the way of the next try
+            private.unlink(missing_ok=True)
         raise ValueError(
             f"{folder}: keys cannot be written there ({error.strerror}), expected a folder that is "
             "new or this user's; name another one"
@@ -108,10 +111,15 @@ def _name(partition: int, kind: str) -> str:
 def _write(path: Path, data: bytes, mode: int) -> None:
     """Write a file whole or not at all."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    new.rename(path)
+    try:
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        new.rename(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _private(path: Path) -> Ed25519PrivateKey:

@@ -30,14 +30,14 @@ from ravan_flwr.training.private_steps import sampling_rate
 log = getLogger(__name__)
 
 
-class Asked(NamedTuple):
+class TimesAsked(NamedTuple):
     """Count the rounds in which a client was asked to train."""
 
     rate: float  # the largest with which its examples were drawn
     rounds: int
 
 
-NEVER = Asked(0.0, 0)
+NEVER = TimesAsked(0.0, 0)
 
 
 class ExampleBudget:
@@ -56,9 +56,9 @@ class ExampleBudget:
         self.delta, self._limit = config.delta, config.epsilon
         self.steps = config.local_steps or 0
         self.multiplier = float(before["noise-multiplier"]) if before else 0.0
-        self.asked: dict[int, Asked] = {}
+        self.asked: dict[int, TimesAsked] = {}
         for partition, (rate, rounds) in (before or {}).get("asked", {}).items():
-            self.asked[int(partition)] = Asked(rate, rounds)
+            self.asked[int(partition)] = TimesAsked(rate, rounds)
         self._closed: set[int] = set()  # partitions that said themselves that they have no room
         self._roster: Roster | None = None
 
@@ -81,8 +81,9 @@ class ExampleBudget:
             )
         if self.is_spent and not self.asked:
             least = min(map(self.rate, members))
+            takes = self._epsilon(TimesAsked(least, 1))
             raise ValueError(
-                f"epsilon = {self._limit:g}: one round takes {self._epsilon(Asked(least, 1)):.4g} "
+                f"epsilon = {self._limit:g}: one round takes {takes:.4g} "
                 f"at least with noise-multiplier = {self.multiplier:g}, expected room for one at "
                 f"{max(1, self.config.min_replies)} clients; raise the one or the other"
             )
@@ -103,7 +104,9 @@ class ExampleBudget:
         if self._limit is None or not open_:
             return open_
         after = {m.partition_id: self._after(m, further) for m in open_}
-        worst = Asked(max(a.rate for a in after.values()), max(a.rounds for a in after.values()))
+        worst = TimesAsked(
+            max(a.rate for a in after.values()), max(a.rounds for a in after.values())
+        )
         if self._epsilon(worst) <= self._limit:  # of many clients few have to be looked at
             return open_
         return [m for m in open_ if self._epsilon(after[m.partition_id]) <= self._limit]
@@ -159,14 +162,14 @@ class ExampleBudget:
         members = list(self._roster.members.values())
         return len(self.with_room(members, rounds + 1)) < max(1, self.config.min_replies)
 
-    def _after(self, member: Member, further: int) -> Asked:
+    def _after(self, member: Member, further: int) -> TimesAsked:
         before = self.asked.get(member.partition_id, NEVER)
-        return Asked(max(before.rate, self.rate(member)), before.rounds + further)
+        return TimesAsked(max(before.rate, self.rate(member)), before.rounds + further)
 
-    def _epsilon(self, asked: Asked) -> float:
+    def _epsilon(self, asked: TimesAsked) -> float:
         return epsilon_of(self.multiplier, asked.rate, self.delta, asked.rounds * self.steps)
 
-    def _largest(self, asked: Iterable[Asked]) -> float:
+    def _largest(self, asked: Iterable[TimesAsked]) -> float:
         """Return the largest epsilon, without working out those that another one exceeds."""
         largest, rate = 0.0, 0.0
         for one in sorted(asked, key=lambda one: (one.rounds, one.rate), reverse=True):
@@ -182,7 +185,7 @@ class ExampleBudget:
             "client that trains in every round of %d, delta %g",
             *(self.multiplier, self.config.clip_norm, self.steps),
             *(min(map(self.rate, members)), rate, self.epsilon),
-            *(self._epsilon(Asked(rate, rounds)), rounds, self.delta),
+            *(self._epsilon(TimesAsked(rate, rounds)), rounds, self.delta),
         )
         most = max(member.examples for member in members)
         if self.delta * most >= 1:

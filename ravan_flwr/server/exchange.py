@@ -50,7 +50,7 @@ class Exchange:
             else:
                 self._refuse_late(reply)
         # In one process a client runs only if it is asked for its reply: none comes later.
-        self._close(keep_spare=not in_process(grid))
+        self._close(look_for_late=not in_process(grid))
 
     def expect(self, message: Message, member: Member) -> None:
         """Wait for the reply to a message that was sent."""
@@ -103,19 +103,19 @@ class Exchange:
         }
         return sorted(doubts, key=lambda message_id: doubts[message_id])
 
-    def _close(self, *, keep_spare: bool) -> None:
+    def _close(self, *, look_for_late: bool) -> None:
         """Stop waiting: the replies that are missing are spare, or their nodes were silent."""
         seconds, number = f"{self._patience.seconds:.4g}", self._ledger.number
         for message_id, (member, size) in self._outstanding.items():
             self._ledger.count(0, size)
             if self._patience.satisfied:
+                why = ""
                 self._ledger.spare.append(member.partition_id)
-                if keep_spare:
-                    self._mail.expect_late(message_id, member, "")
             else:
                 self.reject(member, f"no reply within {seconds} s")
                 self._nodes[member.node_id].was_silent(self._kind, number)
                 why = f"late: a reply to round {number}, which closed after {seconds} s"
+            if look_for_late:
                 self._mail.expect_late(message_id, member, why)
 
     def _refuse_late(self, reply: Message) -> None:

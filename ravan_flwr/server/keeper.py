@@ -29,7 +29,8 @@ class Keeper:
         own_parts: Callable[[], Mapping[int, Tensors]] | None = None,
     ) -> None:
         self.directory, self.model, self.metric = directory, bench.model, bench.task.metric
-        self.progress, self.trackers, self.records = progress, trackers, start.records
+        self.progress, self.trackers = progress, trackers
+        self.records = list(start.records)
         self._own_parts = own_parts  # of the clients, where they are in this process and have some
         self.after = start.done  # what lies behind that round is dropped when the next is done
 

@@ -5,14 +5,15 @@ are away or silent are drawn as well and count as zero, and nothing is divided b
 waits for each client as long as for any other, so that none decides whether another counts.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from logging import getLogger
 from typing import NamedTuple, cast
 
 import torch
-from flwr.app import Message, MessageType
+from flwr.app import MessageType
 from flwr.serverapp import Grid
 from torch import Tensor
 
@@ -123,16 +124,13 @@ class PrivateRound(TrainingRound):
         sampler.able(grid, self.ledger)  # notes who is left out
         return drawn_cohort(self, self.members, here_now(self, grid), self.budget.rate)
 
-    def send(
-        self, grid: Grid, messages: list[Message], timeout: float, enough: float = 0.0
-    ) -> Iterator[Message]:
-        """Send the messages and yield all replies: no number of them is enough."""
-        del enough
-        return super().send(grid, messages, timeout)
+    @property
+    def enough(self) -> float:
+        return math.inf  # all replies are waited for: no number of them is enough
 
     def grace(self, grid: Grid) -> float | None:
         del grid
-        return float("inf")
+        return math.inf
 
     def add(self, reply: Reply) -> list[list[int]]:
         upload = reply.trained.upload

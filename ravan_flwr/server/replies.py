@@ -51,7 +51,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Measures:
     """Say what clients tell of an evaluation, and what follows from the means of it."""
 
     names: Sequence[str] = ("loss", "accuracy")
@@ -60,7 +60,7 @@ class Asked:
     completed: Callable[[Metrics], Metrics] = dict
 
     @classmethod
-    def of(cls, task: Task) -> "Asked":
+    def of(cls, task: Task) -> "Measures":
         """Ask what a task measures."""
         return cls(task.told, task.unit, task.most_units, task.completed)
 
@@ -132,7 +132,7 @@ def read_masked(
         return read_pieces(_arrays_of(content), ("masked",))["masked"], seconds
 
 
-def read_evaluated(reply: Message, round_number: int, asked: Asked, most: float) -> Evaluated:
+def read_evaluated(reply: Message, round_number: int, asked: Measures, most: float) -> Evaluated:
     """Read a reply to an evaluation of that round, of at most so many examples."""
     with telling():
         metrics = _metrics_of(content_of(reply), round_number)

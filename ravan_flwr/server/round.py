@@ -32,8 +32,8 @@ from ravan_flwr.server.ledger import Ledger, mean_of
 from ravan_flwr.server.mailbox import Mailbox
 from ravan_flwr.server.patience import Patience
 from ravan_flwr.server.replies import (
-    Asked,
     Evaluated,
+    Measures,
     Reply,
     Trained,
     most_held_back,
@@ -98,7 +98,12 @@ class Round(ABC):
 
     def quorum(self, asked: int) -> int:  # noqa: ARG002 (of a secure round it depends on that)
         """Return with which good reply the grace for stragglers begins."""
-        return self.run.config.min_replies
+        return self.least
+
+    @property
+    def enough(self) -> float:
+        """Return how many good replies to training end the wait at once."""
+        return self.run.config.clients_per_round
 
     def addressed(self, message: Message, member: Member) -> Message:  # noqa: ARG002
         """Add to a message what only this client is sent."""
@@ -122,7 +127,7 @@ class Round(ABC):
         """Make the error that stops the run when too few replies were used."""
         return RuntimeError(self.ledger.why_too_few_came(self.least))
 
-    def evaluation(self, replies: Iterable[Message], asked: Asked) -> Metrics | None:
+    def evaluation(self, replies: Iterable[Message], asked: Measures) -> Metrics | None:
         """Return the mean of the clients' metrics, weighted by what they are means over.
 
         None if no reply is sound.
@@ -265,6 +270,10 @@ class CalibrationRound(Round):
         if calibration is None or run.mail.fixed is not None:
             return None
         return cls(run, calibration)
+
+    @property
+    def enough(self) -> float:
+        return math.inf if self.everyone else super().enough
 
     def steps(self, member: Member) -> int:
         return super().steps(member) if self.by_steps else self.run.config.calibration_steps

@@ -7,8 +7,9 @@ with masks that cannot be taken off, the round has no effect, says why, and the 
 """
 
 import json
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from logging import getLogger
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
@@ -217,12 +218,9 @@ class SecureRound(TrainingRound):
 
         self._take(self.send(self.grid, messages, self.run.config.round_timeout), read)
 
-    def send(
-        self, grid: Grid, messages: list[Message], timeout: float, enough: float = 0.0
-    ) -> Iterator[Message]:
-        """Send the messages and yield all replies: no number of them is enough."""
-        del enough
-        return super().send(grid, messages, timeout)
+    @property
+    def enough(self) -> float:
+        return math.inf  # all replies are waited for: no number of them is enough
 
     def _message(self, kind: str, member: Member, pieces: ArrayRecord) -> Message:
         settings = ConfigRecord({"round": self.number})

@@ -5,7 +5,6 @@ this one has its own. Replies are folded as they arrive (round.py); what differs
 method's. A round with fewer valid replies than `min-replies` stops the run.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from logging import getLogger
 from typing import Protocol, cast
@@ -34,7 +33,7 @@ from ravan_flwr.server.mailbox import Mailbox
 from ravan_flwr.server.noised_round import NoisedRound
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.private_round import CLIP_NORM, PrivateRound
-from ravan_flwr.server.replies import Asked
+from ravan_flwr.server.replies import Measures
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.round import CalibrationRound, Run, TrainingRound
 from ravan_flwr.server.sampling import Sampler
@@ -83,14 +82,15 @@ class FederatedTuning(Strategy):
         memory: Tensors | None = None,
         partitions: int | None = None,
         trained: Iterable[int] = (),
-        measured: Asked | None = None,
+        measured: Measures | None = None,
         dealt_out: Callable[[int], Sequence[int]] | None = None,
         tell: Tell | None = None,
         limits: Iterable[Limit] = (),
         privacy: PrivacyBudget | ExampleBudget | None = None,
     ) -> None:
         self.config, self.method = config, method
-        self.recorder, self.first_round, self._measured = recorder, first_round, measured or Asked()
+        self.recorder, self.first_round = recorder, first_round
+        self._measured = measured or Measures()
         self._privacy = privacy
         self._limits = [*limits, *([] if privacy is None else [privacy])]
         self._clip_norm = config.clip_norm or float((memory or {}).get(CLIP_NORM, FIRST_NORM))
@@ -178,7 +178,7 @@ class FederatedTuning(Strategy):
                 # 4. Sample clients, and write a message to each.
                 messages = list(self.configure_train(number, arrays, train_config, grid))
                 # 5. Send the messages. The replies are fetched one by one, in step 6.
-                replies = round_.send(grid, messages, timeout, self.config.clients_per_round)
+                replies = round_.send(grid, messages, timeout, round_.enough)
                 # 6. Fold the replies into sums, and close the round: this makes the next state.
                 new, train_metrics = self.aggregate_train(number, replies)
             if new is None or train_metrics is None:
@@ -275,8 +275,7 @@ class FederatedTuning(Strategy):
             self.mail.message(member, round_.kind, 0, arrays, ConfigRecord())
             for member in asked(grid, round_.ledger)
         ]
-        enough = math.inf if round_.everyone else self.config.clients_per_round
-        round_.fold(round_.send(grid, messages, timeout, enough))
+        round_.fold(round_.send(grid, messages, timeout, round_.enough))
         if not round_.has_enough:
             raise round_.too_few()
         fixed, record = round_.close(), round_.ledger.record({})

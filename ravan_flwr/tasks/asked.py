@@ -17,7 +17,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @dataclass(frozen=True)
-class Asked:
+class QuestionText:
     """Hold a question as texts: what the model reads, what it may go on with, and what is right."""
 
     prompt: str
@@ -25,7 +25,7 @@ class Asked:
     right: int
 
 
-def asked(row: Mapping[str, Any], spec: QuestionSpec, answers: Any = None) -> Asked:
+def asked(row: Mapping[str, Any], spec: QuestionSpec, answers: Any = None) -> QuestionText:
     """Write a question; UnreadableError if it is none."""
     choices = _choices(row, spec)
     value = row["answer"]
@@ -39,11 +39,11 @@ def asked(row: Mapping[str, Any], spec: QuestionSpec, answers: Any = None) -> As
     return _apart(spec.prompt.format(**texts, choices=listed), choices, right)
 
 
-def _apart(prompt: str, choices: Sequence[str], right: int) -> Asked:
+def _apart(prompt: str, choices: Sequence[str], right: int) -> QuestionText:
     """Put the space between prompt and choice before the choice, as tokens have it."""
     bare = prompt.rstrip(" ")
     space = "" if bare == prompt and prompt[-1:].isspace() else " "
-    return Asked(bare, tuple(space + choice for choice in choices), right)
+    return QuestionText(bare, tuple(space + choice for choice in choices), right)
 
 
 def _choices(row: Mapping[str, Any], spec: QuestionSpec) -> list[str]:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.specs import QuestionSpec
-from ravan_flwr.tasks.asked import Asked, asked
+from ravan_flwr.tasks.asked import QuestionText, asked
 from ravan_flwr.tasks.conversation import Written
 from ravan_flwr.tasks.left_out import tell_of_cut, tell_of_left_out
 from ravan_flwr.tasks.token_loss import block_rows, hidden_states, logits_of
@@ -103,7 +103,7 @@ def questions_of(
     return Questions(good, spec.score)
 
 
-def _tokens(reader: Any, one: Asked) -> Question:
+def _tokens(reader: Any, one: QuestionText) -> Question:
     """Read prompt and choices; where a token would reach over the border, they are read apart."""
     prompt: tuple[int, ...] = ()
     choices = []

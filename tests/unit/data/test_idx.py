@@ -17,7 +17,7 @@ from ravan_flwr.data import idx
 from ravan_flwr.data.examples import label_numbers, load_splits
 from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.data.other_examples import other_examples
-from ravan_flwr.drafting.columns import Asked
+from ravan_flwr.drafting.columns import NamedColumns
 from ravan_flwr.drafting.data_seen import look_at_data
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.vision import Vision
@@ -132,7 +132,7 @@ def test_an_evaluation_takes_the_test_files(folder):
 
 def test_a_preset_for_them_is_not_drafted(folder):
     with pytest.raises(ValueError, match="got IDX files, .*conf/fashion-vit.yaml"):
-        look_at_data(str(folder), "", Asked())
+        look_at_data(str(folder), "", NamedColumns())
 
 
 IMAGES = digits(40)[0]

@@ -7,7 +7,7 @@ import pytest
 
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.drafting.columns import Asked, find_columns
+from ravan_flwr.drafting.columns import NamedColumns, find_columns
 from ravan_flwr.drafting.language import ALPACA
 from ravan_flwr.drafting.new import new_preset
 from testing.tiny import save_speaker, texts
@@ -35,14 +35,14 @@ TEXTS = ["kane lora", "mivi tuso"]
     ],
 )
 def test_columns_of_language_models_are_recognised(columns, expected):
-    assert find_columns(datasets.Dataset.from_dict(columns), Asked(), "here") == expected
+    assert find_columns(datasets.Dataset.from_dict(columns), NamedColumns(), "here") == expected
 
 
 def test_conversations_with_other_keys_are_told():
     """As those of ShareGPT."""
     talks = [[{"from": "human", "value": "ka"}, {"from": "gpt", "value": "ne"}]] * 2
     with pytest.raises(ValueError, match="'conversations' has conversations of `from` and `value`"):
-        find_columns(datasets.Dataset.from_dict({"conversations": talks}), Asked(), "here")
+        find_columns(datasets.Dataset.from_dict({"conversations": talks}), NamedColumns(), "here")
 
 
 @pytest.mark.parametrize(
@@ -56,17 +56,20 @@ def test_conversations_with_other_keys_are_told():
 def test_a_column_of_conversations_that_holds_none_is_told(value, got):
     examples = datasets.Dataset.from_dict({"messages": [value] * 2})
     with pytest.raises(ValueError, match=f"'messages' has {got}.*expected a list of messages"):
-        find_columns(examples, Asked(), "here")
+        find_columns(examples, NamedColumns(), "here")
 
 
 def test_what_is_classified_stays_what_it_was():
     pairs = {"question": TEXTS * 5, "answer": TEXTS * 5, "label": [0, 1] * 5}
-    found = find_columns(datasets.Dataset.from_dict(pairs), Asked(text="question"), "here")
+    found = find_columns(datasets.Dataset.from_dict(pairs), NamedColumns(text="question"), "here")
     assert found == {"text": "question", "label": "label"}
     few = {"text": texts(20), "label": ["a", "b"] * 10}
-    assert find_columns(datasets.Dataset.from_dict(few), Asked(), "here")["label"] == "label"
+    assert find_columns(datasets.Dataset.from_dict(few), NamedColumns(), "here")["label"] == "label"
     spoken = {"dialogue": texts(20), "label": ["a", "b"] * 10}
-    assert find_columns(datasets.Dataset.from_dict(spoken), Asked(), "here")["text"] == "dialogue"
+    assert (
+        find_columns(datasets.Dataset.from_dict(spoken), NamedColumns(), "here")["text"]
+        == "dialogue"
+    )
 
 
 def drafted(tmp_path, monkeypatch, rows):

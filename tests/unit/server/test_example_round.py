@@ -238,7 +238,7 @@ def test_few_accounts_are_worked_out_however_many_clients_there_are(monkeypatch)
     budget = ExampleBudget(config, lambda _: None)
     budget.multiplier = 2.0
     for p in range(1000):
-        budget.asked[p] = example_budget.Asked(0.01 + 0.0005 * p, 1 + p % 3)
+        budget.asked[p] = example_budget.TimesAsked(0.01 + 0.0005 * p, 1 + p % 3)
     counted = []
 
     def noted(*of):

@@ -226,7 +226,9 @@ def test_a_silent_client_is_left_behind():
 
 
 class Slow(Nodes):
-    """Partition 1's training replies of round 1 come in round 2."""
+    """Partition 1's training replies of round 1 come in round 2, as over a network."""
+
+    in_process = False
 
     def __init__(self, *given, **named):
         super().__init__(*given, **named)
