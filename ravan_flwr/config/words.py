@@ -10,10 +10,14 @@ from ravan_flwr.specs import Scalar
 
 def words_of(settings: Mapping[str, Scalar]) -> list[str]:
     """Write settings as words that `read_settings` reads."""
-    return [
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in settings.items()
-    ]
+    return [f"{key}={as_typed(value)}" for key, value in settings.items()]
+
+
+def as_typed(value: object) -> object:
+    """Write a setting as a person types it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return AUTO if value is None else value
 
 
 def key_table() -> str:
@@ -28,8 +32,7 @@ def key_table() -> str:
         for name, key in keys.items():
             free = key.kind is str and not key.choices and not key.in_words
             about = key.help if free else f"{key.help} ({key.allowed()})"
-            default = str(key.default).lower() if key.kind is bool else str(key.default)
-            lines += _row(name, default or "(none)", about)
+            lines += _row(name, str(as_typed(key.default)) or "(none)", about)
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ from itertools import accumulate
 from typing import Any
 
 from ravan_flwr.config.keys import KEYS
+from ravan_flwr.config.words import as_typed
 from ravan_flwr.live.following import Seen
 from ravan_flwr.live.people import people_of
 from ravan_flwr.live.plots import Plot, bar_plot, line_plot
@@ -44,15 +45,8 @@ def view_of(seen: Seen) -> dict[str, Any]:
         "rejected": rejected[-MOST_REJECTED:][::-1],
         "rejections": len(rejected),
         "log": [(line, " WARNING " in line[:40] or " ERROR " in line[:40]) for line in seen.log],
-        "settings": [(name, _as_typed(value)) for name, value in config.items()],
+        "settings": [(name, as_typed(value)) for name, value in config.items()],
     }
-
-
-def _as_typed(value: object) -> object:
-    """Write a setting as a person types it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "auto" if value is None else value
 
 
 def _facts(run: RecordedRun, seen: Seen) -> dict[str, str]:

@@ -75,9 +75,15 @@ from ravan_flwr.methods.means import Means, Round
 from ravan_flwr.methods.personal import Personal
 from ravan_flwr.methods.tensors import Tensors, check_form, check_names
 
-__all__ = ["CLASSIFIER", "Adapter", "Method", "Round", "Settings", "Tensors", "check_rank"]
+__all__ = ["CLASSIFIER", "Adapter", "Method", "Round", "Settings", "Tensors", "apart", "check_rank"]
 
 CLASSIFIER = "classifier"  # the classifier's one flat tensor, beside a method's own
+
+
+def apart(tensors: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
+    """Part the tensors into the method's own, and the classifier's if it is among them."""
+    own = {name: tensor for name, tensor in tensors.items() if name != CLASSIFIER}
+    return own, {name: tensor for name, tensor in tensors.items() if name == CLASSIFIER}
 
 
 @dataclass(frozen=True)

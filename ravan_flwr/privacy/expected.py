@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ravan_flwr.methods.base import CLASSIFIER, Method
+from ravan_flwr.methods.base import Method, apart
 
 
 def expected_clients(
@@ -15,14 +15,13 @@ def expected_clients(
 
     `clients` has how many there are by share of the budget, and each takes part with that rate.
     """
-    own = {name: tensor for name, tensor in state.items() if name != CLASSIFIER}
+    own, classifier = apart(state)
     total = {name: torch.zeros([1] * t.ndim, dtype=torch.float64) for name, t in own.items()}
     for share, number in clients.items():
         for name, chance in method.coverage(own, share).items():
             total[name] = total[name] + rate * number * chance.double()
-    if CLASSIFIER in state:
-        total[CLASSIFIER] = torch.full([1], rate * sum(clients.values()), dtype=torch.float64)
-    return total
+    everyone = torch.full([1], rate * sum(clients.values()), dtype=torch.float64)
+    return total | dict.fromkeys(classifier, everyone)
 
 
 def noise_norm(

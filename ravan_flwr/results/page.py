@@ -6,6 +6,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from ravan_flwr.config.words import as_typed
 from ravan_flwr.results.card import privacy_of
 from ravan_flwr.results.chart import Chart
 from ravan_flwr.results.classes import class_table, classes_of, without_classes
@@ -58,15 +59,8 @@ def described(run: RecordedRun, charts: Sequence[Chart]) -> dict[str, Any]:
             for record in run.rounds
             for one in record["rejected"]
         ],
-        "settings": [(name, _as_typed(value)) for name, value in config.items()],
+        "settings": [(name, as_typed(value)) for name, value in config.items()],
     }
-
-
-def _as_typed(value: object) -> object:
-    """Write a setting as a person types it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "auto" if value is None else value
 
 
 def _facts(run: RecordedRun, classes: Mapping[str, Any] | None) -> dict[str, str]:

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ravan_flwr.methods.base import CLASSIFIER, Method, Round, Tensors
+from ravan_flwr.methods.base import Method, Round, Tensors, apart
 from ravan_flwr.methods.calibration import Calibration, CalibrationSums
 from ravan_flwr.methods.means import Means, MeansBySize
 from ravan_flwr.methods.tensors import check_form
@@ -26,8 +26,22 @@ SHARES = 4  # of the budget, whose broadcasts are kept during a round
 
 def outgoing(method: Method, state: Tensors, share: float) -> Tensors:
     """Return what a client with that share of the budget is sent."""
-    sent = method.broadcast({k: v for k, v in state.items() if k != CLASSIFIER}, share)
-    return sent | {k: v for k, v in state.items() if k == CLASSIFIER}
+    own, classifier = apart(state)
+    return method.broadcast(own, share) | classifier
+
+
+def check_upload(
+    method: Method, upload: Mapping[str, Tensor], classifier: Tensors, share: float
+) -> Tensors:
+    """Return the method's own part of an upload of a client with that share.
+
+    ValueError if its form is not sound; `classifier` has the classifier's state, if it travels.
+    """
+    own = {name: tensor for name, tensor in upload.items() if name not in classifier}
+    method.check(own, share)
+    for name, tensor in classifier.items():
+        check_form(upload, name, tensor.shape, torch.float32)
+    return own
 
 
 class Aggregate:
@@ -41,8 +55,7 @@ class Aggregate:
         self, method: Method, state: Tensors, limit: ChangeLimit, robust: str = "none"
     ) -> None:
         self.method, self.limit = method, limit
-        self._state = {k: v for k, v in state.items() if k != CLASSIFIER}
-        self._classifier = {k: v for k, v in state.items() if k == CLASSIFIER}
+        self._state, self._classifier = apart(state)
         self._robust = robust != "none"
         # What clients were sent, by share: few shares are kept, however many clients there are.
         self._sent = lru_cache(maxsize=SHARES)(partial(method.broadcast, self._state))
@@ -67,10 +80,7 @@ class Aggregate:
 
         `step` is the client's learning rate times its steps, for a limit that has none for all.
         """
-        own = {k: v for k, v in upload.items() if k not in self._classifier}
-        self.method.check(own, share)
-        for name, tensor in self._classifier.items():
-            check_form(upload, name, tensor.shape, torch.float32)
+        own = check_upload(self.method, upload, self._classifier, share)
         sent = self._start_of(own, share)
         start = sent | self._classifier
         changes = changes_of(upload, start, self.limit.wire)

@@ -180,15 +180,13 @@ class Delivery:
             for member in wanted
         ]
         delivered: list[Delivered] = []
-        for reply in exchange.replies(grid, messages, lambda asked: self._patience(grid, asked)):
-            member, _ = exchange.sender(reply)
-            try:
-                folder = _folder_in(reply, parcel)
-            except ValueError as error:
-                exchange.reject(member, error)
-            else:
-                exchange.accept(member)
-                delivered.append({"partition-id": member.partition_id, "folder": folder})
+
+        def take(reply: Message, member: Member, _: int) -> None:
+            folder = _folder_in(reply, parcel)
+            delivered.append({"partition-id": member.partition_id, "folder": folder})
+
+        replies = exchange.replies(grid, messages, lambda asked: self._patience(grid, asked))
+        exchange.take(replies, take)
         return delivered
 
     def _patience(self, grid: Grid, asked: int) -> Patience:

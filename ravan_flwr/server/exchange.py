@@ -1,7 +1,7 @@
 """Send one set of messages of a round and collect the replies to them."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
@@ -52,19 +52,32 @@ class Exchange:
         # In one process a client runs only if it is asked for its reply: none comes later.
         self._close(look_for_late=not in_process(grid))
 
+    def take(
+        self, replies: Iterable[Message], take: Callable[[Message, Member, int], None]
+    ) -> None:
+        """Take the replies one by one; one that makes `take` raise ValueError is rejected."""
+        for message in replies:
+            member, bytes_down = self._sender(message)
+            try:
+                take(message, member, bytes_down)
+            except ValueError as error:
+                self.reject(member, error)
+            else:
+                self._accept(member)
+
     def expect(self, message: Message, member: Member) -> None:
         """Wait for the reply to a message that was sent."""
         size = sum(map(num_bytes, message.content.array_records.values()))
         self._outstanding[message.metadata.message_id] = (member, size)
 
-    def sender(self, reply: Message) -> tuple[Member, int]:
+    def _sender(self, reply: Message) -> tuple[Member, int]:
         """Return who replied, and the bytes of the message; count the bytes of both."""
         member, bytes_down = self._outstanding.pop(reply.metadata.reply_to_message_id)
         self._ledger.count(weight_of(reply), bytes_down)
         self._status.answered(self._nodes[member.node_id], member)
         return member, bytes_down
 
-    def accept(self, member: Member) -> None:
+    def _accept(self, member: Member) -> None:
         """Note that a reply was used: its node is there, and has the fixed tensors."""
         self._patience.use()
         self._nodes[member.node_id].answered(self._kind)

@@ -12,18 +12,18 @@ from functools import cached_property
 from logging import getLogger
 from typing import NamedTuple, cast
 
-import torch
 from flwr.app import MessageType
 from flwr.serverapp import Grid
 from torch import Tensor
 
 from ravan_flwr.messages.member import Member
-from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
-from ravan_flwr.methods.tensors import check_form, sum_of_squares
+from ravan_flwr.methods.base import Method, Tensors, apart
+from ravan_flwr.methods.tensors import sum_of_squares
 from ravan_flwr.privacy.expected import expected_clients
 from ravan_flwr.privacy.mechanism import ClippedSum, Noise
 from ravan_flwr.privacy.noise import happens
 from ravan_flwr.runs.record import Spent
+from ravan_flwr.server.aggregation import check_upload
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.replies import Reply
 from ravan_flwr.server.round import Run, TrainingRound
@@ -93,15 +93,11 @@ class PrivateSums:
 
         Nothing is compared with other clients' uploads.
         """
-        state = self.clipped.state
-        own = {name: tensor for name, tensor in upload.items() if name != CLASSIFIER}
-        classifier = {name: tensor for name, tensor in state.items() if name == CLASSIFIER}
-        self.method.check(own, share)
-        for name, tensor in classifier.items():
-            check_form(upload, name, tensor.shape, torch.float32)
+        state, classifier = apart(self.clipped.state)
+        own = check_upload(self.method, upload, classifier, share)
         for name, tensor in upload.items():
             sum_of_squares(tensor, name)  # refuses what is not finite
-        filled = self.method.filled(own, {k: v for k, v in state.items() if k != CLASSIFIER})
+        filled = self.method.filled(own, state)
         self.clipped.add(filled | {name: upload[name] for name in classifier})
 
     def close(self, noise: Noise) -> Tensors:

@@ -156,14 +156,7 @@ class Round(ABC):
         self, replies: Iterable[Message], take: Callable[[Message, Member, int], None]
     ) -> None:
         """Take the replies one by one; one that makes `take` raise ValueError is rejected."""
-        for message in replies:
-            member, bytes_down = self.exchange.sender(message)
-            try:
-                take(message, member, bytes_down)
-            except ValueError as error:
-                self.exchange.reject(member, error)
-            else:
-                self.exchange.accept(member)
+        self.exchange.take(replies, take)
 
     def _take_trained(self, message: Message, member: Member, bytes_down: int) -> None:
         trained = self._read(message, member)

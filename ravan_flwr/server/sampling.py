@@ -58,7 +58,7 @@ class Sampler:
         config = self.config
         able = self.able(grid, ledger)
         able = able if among is None else among(able)
-        members = self.roster.rested(able, MessageType.TRAIN, ledger.number, config.min_replies)
+        members = self.roster.rested(able, MessageType.TRAIN, ledger.number)
         awake = {member.node_id for member in members}
         ledger.resting = [m.partition_id for m in able if m.node_id not in awake]
         number = min(config.clients_per_round, len(members))

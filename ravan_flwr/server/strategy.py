@@ -251,7 +251,7 @@ class FederatedTuning(Strategy):
         arrays = self._encoded(from_record(arrays), server_round)
         members = self.roster.present(grid)
         kind = MessageType.EVALUATE
-        for member in self.roster.rested(members, kind, server_round, self.config.min_replies):
+        for member in self.roster.rested(members, kind, server_round):
             yield self.mail.message(member, kind, server_round, arrays, config)
 
     def aggregate_evaluate(

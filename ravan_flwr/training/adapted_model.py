@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, find_layers
-from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
+from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, apart
 from ravan_flwr.methods.calibration import Calibration
 from ravan_flwr.methods.tensors import check_names, check_tensor, checksum
 from ravan_flwr.training.network import Backbone, pretrained_parameters
@@ -149,7 +149,7 @@ class AdaptedModel:
                 torch.cuda.empty_cache()
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.method.load(self.adapters, {k: v for k, v in tensors.items() if k != CLASSIFIER})
+        self.method.load(self.adapters, apart(tensors)[0])
         if self._classifier_travels:
             shape = self._drawn_classifier.shape
             self._set_classifier(check_tensor(tensors, CLASSIFIER, shape, torch.float32))
@@ -162,8 +162,7 @@ class AdaptedModel:
         """Put a client's own part into the model, on top of a broadcast."""
         self.check_own(own)
         if self.method.personal is not None:
-            factors = {k: v for k, v in own.items() if k != CLASSIFIER}
-            self.method.personal.put(self.adapters, factors)
+            self.method.personal.put(self.adapters, apart(own)[0])
         if CLASSIFIER in own:
             self._set_classifier(own[CLASSIFIER])
 

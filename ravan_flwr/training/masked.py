@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ravan_flwr.config.keys import NOT_OF_RESULT
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
+from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, apart
 from ravan_flwr.methods.tensors import whole_checksum
 from ravan_flwr.secure.fixed_point import Numbers, bound_of, to_steps
 from ravan_flwr.secure.schedule import Bits, Part, Schedule
@@ -39,8 +39,9 @@ def rows_wanted(
     method: Method, state: Mapping[str, Tensor], share: float, random: torch.Generator
 ) -> Bits:
     """Tell which rows of all parts a client with that share would train."""
-    own = {name: tensor for name, tensor in state.items() if name != CLASSIFIER}
-    trained = method.rows_trained(own, share, random) | {CLASSIFIER: torch.ones(1).bool()}
+    trained = method.rows_trained(apart(state)[0], share, random) | {
+        CLASSIFIER: torch.ones(1).bool()
+    }
     bits = [trained[name].numpy() for name in sorted(state) if state[name].numel()]
     return np.concatenate([*bits, [True]])
 
@@ -115,12 +116,8 @@ def to_numbers(
 
 def filled_in(method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor]) -> Tensors:
     """Bring an upload into the shapes of what was sent, NaN where nothing was trained."""
-    own = {name: tensor for name, tensor in sent.items() if name != CLASSIFIER}
-    trained = {name: tensor for name, tensor in upload.items() if name != CLASSIFIER}
-    filled = method.filled(trained, own)
-    if CLASSIFIER in sent:
-        filled[CLASSIFIER] = upload[CLASSIFIER]
-    return filled
+    own, classifier = apart(sent)
+    return method.filled(apart(upload)[0], own) | {name: upload[name] for name in classifier}
 
 
 def moved(state: Mapping[str, Tensor], means: Mapping[str, NDArray[np.float64]]) -> Tensors:
@@ -134,5 +131,4 @@ def moved(state: Mapping[str, Tensor], means: Mapping[str, NDArray[np.float64]])
 
 
 def _rows(method: Method, state: Mapping[str, Tensor]) -> dict[str, int]:
-    own = {name: tensor for name, tensor in state.items() if name != CLASSIFIER}
-    return method.rows(own) | {CLASSIFIER: 1}
+    return method.rows(apart(state)[0]) | {CLASSIFIER: 1}

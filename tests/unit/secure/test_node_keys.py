@@ -1,6 +1,9 @@
 """Keys of devices: private, never overwritten, and errors that name a file and no folder."""
 
+import errno
+import os
 import stat
+from itertools import count
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -86,3 +89,19 @@ def test_a_device_without_keys_cannot_take_part(tmp_path):
         node_keys(Node(0, 3))
     with pytest.raises(ValueError, match=r"partition-0\.key: it cannot be read"):
         node_keys(Node(0, 3, secure_keys=str(tmp_path))).public()
+
+
+def test_a_disk_that_is_full_leaves_no_half_of_a_pair(tmp_path, monkeypatch):
+    folder = tmp_path / "secure"
+
+    calls = count(1)
+
+    def full(_):
+        if next(calls) == 2:  # of the public key, after the private one
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ValueError, match="cannot be written there"):
+        make_keys(folder, 3)
+    assert not list(folder.iterdir())
+    make_keys(folder, 3)

@@ -168,6 +168,32 @@ def test_more_clients_are_asked_than_are_used():
         assert not record["rejected"]
 
 
+@pytest.mark.parametrize("here", [True, False])
+def test_late_replies_are_looked_for_where_they_can_come(here):
+    """In one process a client would be run for the round before, in the time of this one."""
+
+    class Watched(Silent):
+        in_process = here
+        pushed, looked_for = 0, 0
+
+        def push_messages(self, messages):
+            Watched.pushed += 1
+            self.ids = set(super().push_messages(messages))
+            return self.ids
+
+        def pull_messages(self, message_ids):
+            wanted = set(message_ids)
+            Watched.looked_for += bool(wanted - self.ids)
+            return super().pull_messages(wanted)
+
+    run(
+        Watched(1, 2), rounds=2, timeout=0.2, clients_per_round=4, min_replies=2,
+        evaluate_fn=lambda *_: None,
+    )  # fmt: skip
+    assert Watched.pushed >= 3
+    assert bool(Watched.looked_for) != here
+
+
 def test_spare_clients_take_the_place_of_silent_ones():
     notes, _, _ = run(
         Silent(0, 1), rounds=1, timeout=1.0, clients_per_round=2, over_sample=2.0,

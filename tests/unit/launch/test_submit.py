@@ -1,0 +1,53 @@
+"""What `flwr run` and `flwr ls` do not say is told with what they printed."""
+
+import os
+
+import pytest
+
+from ravan_flwr.launch.submit import submit
+
+RUN = 'echo "Successfully started run 17"'
+
+
+@pytest.fixture
+def flwr(tmp_path, monkeypatch):
+    """Put a `flwr` on the path, whose two commands a test writes."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+
+    def write(run, ls):
+        path = folder / "flwr"
+        path.write_text(f'#!/bin/sh\ncase "$1" in\nrun) {run};;\nls) {ls};;\nesac\n')
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    return write
+
+
+def submitted(tmp_path):
+    return submit(tmp_path, "edge", "", os.environ)
+
+
+def test_the_end_of_a_run_is_what_flower_lists(flwr, tmp_path):
+    flwr(RUN, """echo '{"runs": [{"status": "finished:completed"}]}'""")
+    assert submitted(tmp_path) == "finished:completed"
+
+
+@pytest.mark.parametrize(
+    "ls",
+    [
+        "echo 'cannot reach the SuperLink' >&2; exit 1",
+        "echo 'cannot reach the SuperLink'",
+        """echo '{"runs": []}'; echo 'cannot reach the SuperLink' >&2""",
+    ],
+)
+def test_where_flower_does_not_list_the_run_it_is_told(flwr, tmp_path, ls):
+    flwr(RUN, ls)
+    with pytest.raises(RuntimeError, match=r"(?s)flwr ls edge --run-id 17 .*cannot reach"):
+        submitted(tmp_path)
+
+
+def test_a_run_that_does_not_start_is_told(flwr, tmp_path):
+    flwr("echo refused; exit 2", "exit 1")
+    with pytest.raises(RuntimeError, match="ended with status 2 before the run"):
+        submitted(tmp_path)
