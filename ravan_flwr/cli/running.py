@@ -104,13 +104,13 @@ def _show_partition(
     config: Mapping[str, Scalar], num_clients: int | None, picture: Path | None
 ) -> None:
     if picture is not None:
-        from ravan_flwr.results.holdings_chart import check_picture  # noqa: PLC0415
+        from ravan_flwr.holdings.picture import check_picture  # noqa: PLC0415
 
         check_picture(picture)
     say_loading()
     with importing():
-        from ravan_flwr.results.who_has_what import SHADES, as_text  # noqa: PLC0415
-        from ravan_flwr.training.holdings import deal  # noqa: PLC0415
+        from ravan_flwr.holdings.deal import deal  # noqa: PLC0415
+        from ravan_flwr.holdings.text import SHADES, as_text  # noqa: PLC0415
 
     dealt, coding = deal(config, num_clients), sys.stdout.encoding or "ascii"
     letters = SHADES[0].encode(coding, "replace").decode(coding) == SHADES[0]
@@ -118,7 +118,7 @@ def _show_partition(
     text = as_text(dealt, width, ascii_only=not letters)
     sys.stdout.write(text.encode(coding, "backslashreplace").decode(coding) + "\n")
     if picture is not None:
-        from ravan_flwr.results.holdings_chart import write_picture  # noqa: PLC0415
+        from ravan_flwr.holdings.picture import write_picture  # noqa: PLC0415
 
         write_picture(dealt, picture)
         sys.stdout.write(f"wrote {picture.absolute()}\n")

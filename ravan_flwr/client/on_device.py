@@ -98,7 +98,7 @@ def private_folder() -> Path:
         with suppress(OSError):  # something else is there, or it cannot be written to
             folder.mkdir(mode=0o700, exist_ok=True)
         if _is_ours(folder):
-            return _short_enough(folder)
+            return folder
     log.warning(
         "%s: somebody else made it, or others can enter it, expected a folder of user %d alone; "
         "the warm worker's socket gets another one. Remove it, or set XDG_RUNTIME_DIR",
@@ -107,8 +107,8 @@ def private_folder() -> Path:
     )
     for folder in sorted(shared.parent.glob(f"{shared.name}-*")):
         if _is_ours(folder):
-            return _short_enough(folder)
-    return _short_enough(Path(tempfile.mkdtemp(prefix=f"{shared.name}-")))
+            return folder
+    return Path(tempfile.mkdtemp(prefix=f"{shared.name}-"))
 
 
 def _is_ours(folder: Path) -> bool:
@@ -121,8 +121,9 @@ def _is_ours(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and mine
 
 
-def _short_enough(folder: Path) -> Path:
-    """Check the folder; RuntimeError if a socket's path in it is too long for the system."""
+def folder_of_sockets() -> Path:
+    """Find the private folder; RuntimeError if a socket's path in it is too long for the system."""
+    folder = private_folder()
     length = len(os.fsencode(folder))
     if length > LONGEST_FOLDER:
         raise RuntimeError(

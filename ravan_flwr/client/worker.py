@@ -31,7 +31,7 @@ from typing import Any
 
 from flwr.app import Context, RecordDict
 
-from ravan_flwr.client.on_device import private_folder, task_of_process, work_for_task
+from ravan_flwr.client.on_device import folder_of_sockets, task_of_process, work_for_task
 from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
 from ravan_flwr.messages.fingerprint import code_fingerprint
@@ -53,7 +53,7 @@ _started: list[subprocess.Popen[bytes]] = []  # they outlive this process, and a
 def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
     """Ask the worker, which is started if there is none. Changes the context's state."""
     owner = os.getppid()  # starts the client processes, and ends with the SuperNode
-    with _connected(private_folder() / f"{owner}.sock", owner) as connection:
+    with _connected(folder_of_sockets() / f"{owner}.sock", owner) as connection:
         try:
             send_records(
                 connection,

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 # Rooms of commands, which neither server nor clients import: they are not in the app bundle.
-BESIDE_THE_APPS = ("cli", "drafting", "launch", "live", "studies")
+BESIDE_THE_APPS = ("cli", "drafting", "holdings", "launch", "live", "studies")
 
 
 @cache

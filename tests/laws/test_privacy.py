@@ -98,8 +98,9 @@ def test_heads_are_trained_as_often_as_is_expected(scoring):
 
 def test_heads_that_nobody_can_choose_stay_and_all_others_get_noise():
     method, adapters = build("ravan", scoring="weight")
-    state = some_state(method, adapters)
+    state = some_state(method, adapters) | {CLASSIFIER: torch.ones(7)}
     new = sums_of(method, state, uploads_of(method, adapters, state, (0.4,)), 1.0)
+    state.pop(CLASSIFIER)
     moved = (new.close(Noise(1.0, 1))["H"] != state["H"]).flatten(2).all(2)
     assert torch.equal(moved, method.coverage(state, 0.4)["H"].flatten(1) > 0)
     method, adapters = build("ravan")

@@ -17,7 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr.client import answers as client
 from ravan_flwr.client import worker
-from ravan_flwr.client.on_device import is_on_a_device, private_folder
+from ravan_flwr.client.on_device import folder_of_sockets, is_on_a_device, private_folder
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import FIXED, from_record, to_record
 from ravan_flwr.training.workbench import Workbench
@@ -285,7 +285,7 @@ def test_a_socket_needs_a_short_path(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 80)))
     (tmp_path / ("x" * 80)).mkdir()
     with pytest.raises(RuntimeError, match="set a shorter XDG_RUNTIME_DIR or TMPDIR"):
-        private_folder()
+        folder_of_sockets()
 
 
 def test_a_worker_that_died_is_replaced(owner):

@@ -482,7 +482,7 @@ def test_clients_without_an_example_to_train_on_are_counted_at_the_start(
     tmp_path, monkeypatch, capsys
 ):
     rows = np.split(np.arange(1000), [1, 500, 501])
-    monkeypatch.setattr("ravan_flwr.training.workbench.Workbench._rows", lambda *_: rows)
+    monkeypatch.setattr("ravan_flwr.training.workbench.Workbench.rows", lambda *_: rows)
     run(tmp_path, method="local", num_rounds=1)
     lines = capsys.readouterr().out.splitlines()
     told = [line for line in lines if line.startswith("warning: validation-share = 0.2: ")]

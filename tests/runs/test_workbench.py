@@ -30,7 +30,7 @@ def test_one_process_has_its_device_to_itself(tmp_path):
 def test_a_client_that_holds_back_all_it_has_is_told(number, share, advice, monkeypatch):
     """In the same words for all of them, which are counted where many are told."""
     bench = Workbench(read_config({"validation-share": share}))
-    monkeypatch.setattr(bench, "_rows", lambda _: [np.arange(number)] * 2)
+    monkeypatch.setattr(bench, "rows", lambda _: [np.arange(number)] * 2)
     told = (
         rf"a client with {number} examples? would have none .* holds back {number}{advice} clients"
     )

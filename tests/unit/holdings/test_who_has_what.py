@@ -13,9 +13,9 @@ from ravan_flwr.cli import main
 from ravan_flwr.cli.running import _plan
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.results.holdings_chart import check_picture, draw, write_picture
-from ravan_flwr.results.who_has_what import ROWS, as_text
-from ravan_flwr.training.holdings import deal
+from ravan_flwr.holdings.deal import deal
+from ravan_flwr.holdings.picture import check_picture, draw, write_picture
+from ravan_flwr.holdings.text import ROWS, as_text
 from ravan_flwr.training.workbench import Workbench, column_for
 
 PRESET = """

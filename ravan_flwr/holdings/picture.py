@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ravan_flwr.data.holdings import Holdings
+from ravan_flwr.holdings.count import Holdings
+from ravan_flwr.holdings.deal import Dealt
 from ravan_flwr.messages import plain_text
 from ravan_flwr.results.chart import COLOURS, STYLE, Chart, plain
 from ravan_flwr.runs.directory import write_atomically
-from ravan_flwr.training.holdings import Dealt
 
 FORMS = (".png", ".svg")
 NUMBERED = 60  # clients that keep their places; more are sorted

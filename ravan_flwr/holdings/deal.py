@@ -9,8 +9,8 @@ import numpy as np
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.data.examples import load_splits
-from ravan_flwr.data.holdings import Holdings, holdings_of
 from ravan_flwr.data.partition import BY_COLUMN, deal_out
+from ravan_flwr.holdings.count import Holdings, holdings_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.workbench import column_for, held_back, partition_of, settle

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from ravan_flwr.holdings.deal import Dealt
 from ravan_flwr.messages.plain_text import plain
-from ravan_flwr.training.holdings import Dealt
 
 ROWS = 40  # clients that have a line of their own
 SHADES = ("·░▒▓█", ".:+*#")  # from little to much; the second where a terminal has letters alone

@@ -1,0 +1,1 @@
+"""Show who has what: how a run deals out its examples among its clients."""
