@@ -8,7 +8,7 @@ import psutil
 import torch
 from flwr.app import Context, RecordDict
 
-from ravan_flwr.client.ledger import check_kept
+from ravan_flwr.client.account_book import check_kept
 from ravan_flwr.client.own_part import find_own, run_mark
 from ravan_flwr.config.insisting import check_insisted
 from ravan_flwr.config.keys import AUTO

@@ -14,7 +14,7 @@ from typing import Any
 
 from flwr.app import ConfigRecord, RecordDict
 
-from ravan_flwr.client.ledger import Entry, opened_ledger
+from ravan_flwr.client.account_book import Entry, opened_book
 from ravan_flwr.client.on_device import is_on_a_device
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.privacy.account import LEAST, Releases, epsilon_of_all
@@ -56,7 +56,7 @@ class ExampleAccount:
         return max(accounts, key=lambda account: account.rounds)
 
     def entry(self, mark: str) -> Entry:
-        """Write it as an entry of a ledger."""
+        """Write it as an entry of a book."""
         return {
             "run": mark,
             "rounds": self.rounds,
@@ -86,18 +86,18 @@ def take_part(
     message: Mapping[str, Any],
     partition: int,
 ) -> tuple[StepNoise, bool]:
-    """Count a round in the node's ledger; return its noise, and whether rounds were missing.
+    """Count a round in the node's book; return its noise, and whether rounds were missing.
 
     SpentError, and the account as it was, if the round would exceed epsilon.
     """
     noise = noise_of(config, message)
     each = Releases(noise.multiplier, rate, config.local_steps or 0)
     told = _earlier_in(message)
-    with opened_ledger(state, ACCOUNT, mark, partition) as ledger:
-        account, missing = _caught_up(ExampleAccount.among(ledger.entries, mark), told, each)
+    with opened_book(state, ACCOUNT, mark, partition) as book:
+        account, missing = _caught_up(ExampleAccount.among(book.entries, mark), told, each)
         after = account.after(1, each)
         _check(config, account, after)
-        ledger.enter(after.entry(mark))
+        book.enter(after.entry(mark))
     return noise, missing
 
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 
 from flwr.app import Context, Error, Message, RecordDict
 
-from ravan_flwr.launch.worker_starts import Starter, Worker
+from ravan_flwr.launch.worker_starts import Starter, WorkerLink
 from ravan_flwr.messages.records import receive_records, send_records
 
 log = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class Crew:
     def __init__(self, starter: Starter, number: int) -> None:
         """Start the workers; OSError if not a single one can be started."""
         self._starter = starter
-        self._idle: list[Worker] = []
-        self._busy: dict[Worker, Job] = {}
+        self._idle: list[WorkerLink] = []
+        self._busy: dict[WorkerLink, Job] = {}
         self._ahead: OrderedDict[str, Job] = OrderedDict()  # that no worker has begun
         self._wanted: set[str] = set()  # these jobs, and those that are begun or done
         self._done: dict[str, Answer | None] = {}
@@ -116,7 +116,7 @@ class Crew:
                 return
             self._ask(self._idle.pop(), self._ahead.popitem(last=False)[1])
 
-    def _ask(self, worker: Worker, job: Job) -> None:
+    def _ask(self, worker: WorkerLink, job: Job) -> None:
         message, context = job.message, job.context
         question = [message.content, context.state]
         left_out, records = worker.known.leave_out(question)
@@ -157,7 +157,7 @@ class Crew:
         if job.id in self._wanted:
             self._done[job.id] = answer
 
-    def _replace(self, worker: Worker) -> None:
+    def _replace(self, worker: WorkerLink) -> None:
         """Start another worker in place of one that ended, or took too long."""
         worker.end()
         try:
@@ -177,7 +177,7 @@ class Crew:
         self._starter.close()
 
 
-def _answer_of(worker: Worker) -> Answer:
+def _answer_of(worker: WorkerLink) -> Answer:
     """Read what a worker sent back, and log what it logged."""
     header, records = receive_records(worker.connection)
     worker.known.put_back(header["left-out"], records)

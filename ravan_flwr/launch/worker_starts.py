@@ -26,7 +26,7 @@ from ravan_flwr.messages.records import KnownArrays, send_records
 from ravan_flwr.specs import Scalar
 
 
-class Worker:
+class WorkerLink:
     """Hold the connection to a worker process, and a way to end it."""
 
     def __init__(self, connection: Connection, kill: Callable[[], None]) -> None:
@@ -42,7 +42,7 @@ class Worker:
 class Starter(Protocol):
     """Start workers."""
 
-    def start(self) -> Worker:
+    def start(self) -> WorkerLink:
         """Start one more; OSError if the system has no room for it."""
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Forking:
             _stand_by(self._ours, theirs, run_config)
         theirs.close()
 
-    def start(self) -> Worker:
+    def start(self) -> WorkerLink:
         """Ask for one more fork."""
         ours, theirs = socket.socketpair()
         try:
@@ -76,7 +76,7 @@ class Forking:
         if not answer.isdigit():
             ours.close()
             raise OSError(answer.decode() or "the process that forks workers has ended")
-        return Worker(Connection(ours.detach()), lambda: self._kill(answer))
+        return WorkerLink(Connection(ours.detach()), lambda: self._kill(answer))
 
     def _kill(self, process: bytes) -> None:
         """Let its parent kill a worker: to anybody else its number may be another process's."""
@@ -160,7 +160,7 @@ class Anew:
         self._run_config, self._threads = dict(run_config), threads
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def start(self) -> Worker:
+    def start(self) -> WorkerLink:
         """Start one more process."""
         package = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
@@ -177,7 +177,7 @@ class Anew:
                 pass_fds=[theirs.fileno()],
             )  # fmt: skip
         self._started.append(process)
-        worker = Worker(Connection(ours.detach()), process.kill)
+        worker = WorkerLink(Connection(ours.detach()), process.kill)
         header = {"run-config": self._run_config, "threads": self._threads}
         send_records(worker.connection, header, [])
         return worker

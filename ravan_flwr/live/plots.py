@@ -18,8 +18,8 @@ Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Line:
-    """Hold a line: its places, and its points with what they say."""
+class Curve:
+    """Hold the curve of a line: its places, and its points with what they say."""
 
     number: int  # of its colour
     name: str
@@ -49,7 +49,7 @@ class Plot:
     x_label: str
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
-    lines: list[Line] = field(default_factory=list)
+    lines: list[Curve] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)  # names of colours, if there are several
 
@@ -73,11 +73,11 @@ def line_plot(
     return Plot(name, title, about, x_label, across.ticks, up.ticks, lines, parts=parts)
 
 
-def _line(number: int, name: str, points: Points, across: "_Axis", up: "_Axis") -> Line:
+def _line(number: int, name: str, points: Points, across: "_Axis", up: "_Axis") -> Curve:
     places = [(across.place(x), up.place(y), f"{x:g}: {y:.4g}") for x, y in points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
     marked = places if len(places) <= MOST_DOTS else places[-1:]
-    return Line(number, name, path, marked)
+    return Curve(number, name, path, marked)
 
 
 def bar_plot(

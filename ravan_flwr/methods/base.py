@@ -71,11 +71,11 @@ from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, attach
 from ravan_flwr.methods.calibration import Adapter, Calibration
-from ravan_flwr.methods.means import Means, Round
+from ravan_flwr.methods.means import Means, Sums
 from ravan_flwr.methods.personal import Personal
 from ravan_flwr.methods.tensors import Tensors, check_form, check_names
 
-__all__ = ["CLASSIFIER", "Adapter", "Method", "Round", "Settings", "Tensors", "apart", "check_rank"]
+__all__ = ["CLASSIFIER", "Adapter", "Method", "Settings", "Sums", "Tensors", "apart", "check_rank"]
 
 CLASSIFIER = "classifier"  # the classifier's one flat tensor, beside a method's own
 
@@ -221,7 +221,7 @@ class Method(ABC, Generic[Adapter]):
         """List the heads of each layer that these rows are; a LoRA has the one head 0."""
         return [[0] for _ in self.layers]
 
-    def open_round(self, state: Tensors) -> Round:
+    def open_round(self, state: Tensors) -> Sums:
         """Begin running sums."""
         return Means(state)
 

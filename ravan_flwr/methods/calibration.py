@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, Protocol
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from ravan_flwr.methods.means import Means, Round
+from ravan_flwr.methods.means import Means, Sums
 from ravan_flwr.methods.tensors import Tensors
 
 Adapter = TypeVar("Adapter", bound=nn.Module, default=Any)
@@ -63,7 +63,7 @@ class Calibration(ABC, Generic[Adapter]):
         """Count the bytes of the fixed tensors."""
 
     @abstractmethod
-    def open(self, sums: Callable[[Tensors], Round] = Means) -> CalibrationSums:
+    def open(self, sums: Callable[[Tensors], Sums] = Means) -> CalibrationSums:
         """Begin running sums; `sums` makes their mean, or what takes its place."""
 
     @abstractmethod

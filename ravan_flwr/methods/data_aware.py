@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ravan_flwr.adapters import Layer, MultiHeadLinear
 from ravan_flwr.adapters.sketch import GradientSketch, Sketcher, fill_heads, watch_gradients
-from ravan_flwr.methods.base import Round, Settings, Tensors
+from ravan_flwr.methods.base import Settings, Sums, Tensors
 from ravan_flwr.methods.calibration import Calibration, LocalWork
 from ravan_flwr.methods.means import Means
 from ravan_flwr.methods.multihead import load_bases
@@ -44,7 +44,7 @@ class DataAwareBases(Calibration[MultiHeadLinear]):
         sides = sum(layer.out_features + layer.in_features for layer in self.layers)
         return 4 * self.heads * self.rank * sides
 
-    def open(self, sums: Callable[[Tensors], Round] = Means) -> "SketchedBases":
+    def open(self, sums: Callable[[Tensors], Sums] = Means) -> "SketchedBases":
         return SketchedBases(self, sums)
 
     def run(self, adapters: Sequence[MultiHeadLinear], work: LocalWork) -> Tensors:
@@ -67,7 +67,7 @@ class DataAwareBases(Calibration[MultiHeadLinear]):
 class SketchedBases:
     """Sum up the clients' sketches, and make bases of their mean."""
 
-    def __init__(self, calibration: DataAwareBases, sums: Callable[[Tensors], Round]) -> None:
+    def __init__(self, calibration: DataAwareBases, sums: Callable[[Tensors], Sums]) -> None:
         self.calibration = calibration
         self.sizes = [sketcher.size for sketcher in calibration.sketchers]
         self.sums = sums({"sketch": torch.zeros(sum(self.sizes))})

@@ -21,7 +21,7 @@ from torch import Tensor
 from ravan_flwr.adapters import Layer, MultiHeadLinear
 from ravan_flwr.adapters.lowrank import svd
 from ravan_flwr.adapters.sketch import fill_heads
-from ravan_flwr.methods.base import Round, Tensors
+from ravan_flwr.methods.base import Sums, Tensors
 from ravan_flwr.methods.calibration import Calibration, LocalWork
 from ravan_flwr.methods.means import Means
 from ravan_flwr.methods.multihead import load_bases
@@ -60,7 +60,7 @@ class FirstRound(Calibration[MultiHeadLinear]):
         sides = sum(layer.out_features + layer.in_features for layer in self.layers)
         return 4 * self.heads * self.rank * sides
 
-    def open(self, sums: Callable[[Tensors], Round] = Means) -> "DecomposedChange":
+    def open(self, sums: Callable[[Tensors], Sums] = Means) -> "DecomposedChange":
         return DecomposedChange(self, sums)
 
     def run(self, adapters: Sequence[MultiHeadLinear], work: LocalWork) -> Tensors:
@@ -101,7 +101,7 @@ class FirstRound(Calibration[MultiHeadLinear]):
 class DecomposedChange:
     """Sum up the clients' changes, and decompose their mean, or with `robust` their middle."""
 
-    def __init__(self, calibration: FirstRound, sums: Callable[[Tensors], Round]) -> None:
+    def __init__(self, calibration: FirstRound, sums: Callable[[Tensors], Sums]) -> None:
         self.calibration, self.layers = calibration, calibration.layers
         self.sizes = [layer.out_features * layer.in_features for layer in self.layers]
         self.sums = sums({"change": torch.zeros(sum(self.sizes))})

@@ -11,7 +11,7 @@ from torch import Tensor
 _BLOCK = 2**17
 
 
-class Round(Protocol):
+class Sums(Protocol):
     """Sum up one round's uploads on the server; their order does not matter."""
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:

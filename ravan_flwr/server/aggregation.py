@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ravan_flwr.methods.base import Method, Round, Tensors, apart
+from ravan_flwr.methods.base import Method, Sums, Tensors, apart
 from ravan_flwr.methods.calibration import Calibration, CalibrationSums
 from ravan_flwr.methods.means import Means, MeansBySize
 from ravan_flwr.methods.tensors import check_form
@@ -59,7 +59,7 @@ class Aggregate:
         self._robust = robust != "none"
         # What clients were sent, by share: few shares are kept, however many clients there are.
         self._sent = lru_cache(maxsize=SHARES)(partial(method.broadcast, self._state))
-        self._rounds: tuple[Round, Round] = (
+        self._rounds: tuple[Sums, Sums] = (
             (RobustRound(self._state, robust), RobustRound(self._classifier, robust))
             if self._robust
             else (method.open_round(self._state), Means(self._classifier))
@@ -123,9 +123,9 @@ def open_calibration(
     """
     by_steps = calibration.by_steps
 
-    def sums(start: Tensors) -> Round:
+    def sums(start: Tensors) -> Sums:
         if robust != "none":
-            inner: Round = RobustRound(start, robust)
+            inner: Sums = RobustRound(start, robust)
         else:
             inner = Means(start) if by_steps else MeansBySize(start)
         return _Limited(inner, start, ChangeLimit(norm, step if by_steps else math.inf))
@@ -136,7 +136,7 @@ def open_calibration(
 class _Limited:
     """Wrap a round's sums, and refuse uploads that change more than the limit allows."""
 
-    def __init__(self, inner: Round, start: Tensors, limit: ChangeLimit) -> None:
+    def __init__(self, inner: Sums, start: Tensors, limit: ChangeLimit) -> None:
         self.inner, self.start, self.limit = inner, start, limit
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:

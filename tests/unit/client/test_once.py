@@ -5,8 +5,8 @@ from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr.client import once
+from ravan_flwr.client.account_book import check_kept
 from ravan_flwr.client.example_account import ACCOUNT
-from ravan_flwr.client.ledger import check_kept
 from ravan_flwr.config.node_config import read_node
 
 

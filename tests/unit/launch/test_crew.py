@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 
 from ravan_flwr.launch.crew import Crew, Job
 from ravan_flwr.launch.worker_process import identify
-from ravan_flwr.launch.worker_starts import Worker
+from ravan_flwr.launch.worker_starts import WorkerLink
 from ravan_flwr.messages.records import KnownArrays, receive_records, send_records
 
 
@@ -28,7 +28,7 @@ class Threads:
         ours, theirs = socket.socketpair()
         connection = Connection(theirs.detach())
         threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-        return Worker(Connection(ours.detach()), lambda: None)
+        return WorkerLink(Connection(ours.detach()), lambda: None)
 
     def close(self):
         pass

@@ -2,17 +2,17 @@
 
 from flwr.app import ConfigRecord, RecordDict
 
-from ravan_flwr.client.ledger import opened_ledger
+from ravan_flwr.client.account_book import opened_book
 
 
 def entries(state, run=1, partition=0):
-    with opened_ledger(state, "account", run, partition) as ledger:
-        return [dict(entry) for entry in ledger.entries]
+    with opened_book(state, "account", run, partition) as book:
+        return [dict(entry) for entry in book.entries]
 
 
 def enter(state, entry):
-    with opened_ledger(state, "account", 1, 0) as ledger:
-        ledger.enter(entry)
+    with opened_book(state, "account", 1, 0) as book:
+        book.enter(entry)
 
 
 def test_on_a_device_the_last_entry_is_in_both_places(on_a_device):

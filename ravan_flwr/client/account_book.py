@@ -21,7 +21,7 @@ from ravan_flwr.config.node_config import Node
 Entry = Mapping[str, Any]
 
 
-class Ledger:
+class AccountBook:
     """Hold the entries that there are of one account, as nobody else can change them now."""
 
     def __init__(self, state: RecordDict, name: str, file: BinaryIO | None) -> None:
@@ -46,14 +46,16 @@ class Ledger:
 
 
 @contextmanager
-def opened_ledger(state: RecordDict, name: str, run: str | int, partition: int) -> Iterator[Ledger]:
-    """Lend the ledger of an account, of one run on one node, to one process at a time."""
+def opened_book(
+    state: RecordDict, name: str, run: str | int, partition: int
+) -> Iterator[AccountBook]:
+    """Lend the book of an account, of one run on one node, to one process at a time."""
     if not is_on_a_device():
-        yield Ledger(state, name, None)
+        yield AccountBook(state, name, None)
         return
     place = hashlib.sha256(json.dumps([run, partition, name]).encode()).hexdigest()[:32]
-    with locked_file(f"ledger-{place}") as file:
-        yield Ledger(state, name, file)
+    with locked_file(f"account-{place}") as file:
+        yield AccountBook(state, name, file)
 
 
 def check_kept(node: Node) -> None:
