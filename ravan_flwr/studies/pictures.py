@@ -100,9 +100,14 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
             continue  # a run has not noted it
         told = f"The {metric} on examples that nobody trains on, {along.about}. "
         about, title = told + _said_of_bands(rows), f"{metric.capitalize()} {along.heading}"
-        name = f"{metric}{along.suffix}"
-        drawn.append(_chart(name, title, about, series, table, along.label, metric))
+        name, moving = f"{metric}{along.suffix}", [one for one in series if _moves(one)]
+        drawn.append(_chart(name, title, about, moving or series, table, along.label, metric))
     return drawn
+
+
+def _moves(one: Series) -> bool:
+    """Tell whether a row was evaluated more than once; what was not trained is in the table."""
+    return any(len(x) > 1 for x, _ in one.runs)
 
 
 def _course(row: Line, metric: str, along: _Along) -> Series:

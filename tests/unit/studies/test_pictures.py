@@ -5,10 +5,11 @@ import pytest
 import yaml
 from scipy import stats
 
+from ravan_flwr.studies.choosing import planned
 from ravan_flwr.studies.pictures import band_ends, charts
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
-from tests.studies import fill
+from tests.studies import fill, result
 
 MANY = ("ravan", "fedit", "ffa-lora", "hetlora", "flexlora", "rolora", "flora", "fedsvd", "full")
 
@@ -40,6 +41,27 @@ def test_a_table_has_four_pictures_with_every_row(tmp_path, rows):
             legend = shown[0].get_legend().get_texts()
             assert [text.get_text() for text in legend] == list(rows)
         assert "95 % intervals" in chart.about or "3 seeds" in chart.about
+
+
+def test_what_is_not_trained_hides_no_course_of_the_others(tmp_path):
+    sent = {"ravan": [1e6, 2e6], "full": [3e7, 6e7], "none": [0.0]}  # bytes so far
+    rows = {name: {"method": name, "num-rounds": len(points)} for name, points in sent.items()}
+    content = {
+        "title": "A study", "num-clients": 3, "seeds": [0, 1, 2],
+        "settings": {"learning-rate": 1e-3}, "tables": [{"title": "All", "rows": rows}],
+    }  # fmt: skip
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    study, results = read_study(path), Results(tmp_path)
+    for run in planned(study, results):
+        points = sent[str(dict(run.settings)["method"])]
+        curve = {"round": [1, 2][: len(points)], "bytes": points, "client-seconds": points}
+        results.note(run, result(0.5, curve=curve | {"accuracy": [0.4, 0.5][: len(points)]}))
+    found = {chart.name: chart.figure.axes[0] for chart in charts(study.tables[0], results)}
+    for axes in found.values():
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == ["ravan", "full"]
+    assert found["all-accuracy-by-bytes"].get_xscale() == "log"
+    assert found["all-accuracy"].get_xscale() == "linear"
 
 
 def test_the_chosen_rate_and_those_as_good_are_marked(tmp_path):
