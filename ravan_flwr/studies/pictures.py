@@ -106,7 +106,7 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
 
 
 def _moves(one: Series) -> bool:
-    """Tell whether a row was evaluated more than once; what was not trained is in the table."""
+    """Tell whether a row was evaluated more than once; one point is no course."""
     return any(len(x) > 1 for x, _ in one.runs)
 
 
