@@ -9,6 +9,7 @@ of times at most. All of it follows from the results, so that it is the same whe
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.scores import Score, alike, following, ranked
@@ -42,6 +43,11 @@ class RateChoice:
     def within_noise(self) -> list[float]:
         """List the rates that the best does not beat by more than noise, the best too."""
         return alike(self.scores) if self.scores else []
+
+    @property
+    def others(self) -> list[float]:
+        """List those of them that are not the best."""
+        return [rate for rate in self.within_noise if rate != self.rate]
 
 
 def choose(row: Row, results: Results) -> RateChoice | None:
@@ -86,6 +92,12 @@ def runs_of(row: Row, results: Results) -> list[PlannedRun]:
     return [] if choice.rate is None else row.runs(choice.rate)
 
 
+def runs_as_good(row: Row, results: Results) -> dict[float, list[PlannedRun]]:
+    """List a row's runs with the other rates that are as good, by rate, where its table asks."""
+    choice = choose(row, results) if row.run_as_good else None
+    return {rate: row.runs(rate) for rate in choice.others} if choice else {}
+
+
 def candidates(study: Study, results: Results) -> list[PlannedRun]:
     """List the runs from which learning rates are chosen, each once, as far as they are known."""
     return _each_once(run for row in study.rows for run in _candidates(row, results))
@@ -99,7 +111,9 @@ def _candidates(row: Row, results: Results) -> Iterator[PlannedRun]:
 
 def planned(study: Study, results: Results) -> list[PlannedRun]:
     """List the runs of the tables, each once, as far as learning rates are chosen."""
-    return _each_once(run for row in study.rows for run in runs_of(row, results))
+    best = (run for row in study.rows for run in runs_of(row, results))
+    others = (runs for row in study.rows for runs in runs_as_good(row, results).values())
+    return _each_once(chain(best, chain.from_iterable(others)))
 
 
 def _each_once(runs: Iterable[PlannedRun]) -> list[PlannedRun]:

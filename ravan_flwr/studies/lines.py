@@ -3,12 +3,13 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ravan_flwr.specs import LOWER_IS_BETTER
-from ravan_flwr.studies.choosing import RateChoice, choose, runs_of
+from ravan_flwr.studies.choosing import RateChoice, choose, runs_as_good, runs_of
 from ravan_flwr.studies.intervals import Interval, difference, interval
 from ravan_flwr.studies.results import Result, Results
-from ravan_flwr.studies.spec import Row, Table
+from ravan_flwr.studies.spec import PlannedRun, Table
 
 
 @dataclass(frozen=True)
@@ -20,27 +21,37 @@ class Line:
     metric: str
     results: Mapping[int, Result]  # by seed
     values: Mapping[int, float]  # of the metric
+    as_good: Mapping[float, Mapping[int, float]]  # the same with the other rates that are as good
     seeds: int  # that the study names
     choice: RateChoice | None  # of the learning rate, where it is chosen from a grid
     competes: bool
     paper: float | None  # in percent
     apart: Interval | None = None  # from the row that differences are to
     change: Interval | None = None  # from the same row of another table
+    steady: bool = False  # does it stand so to that row with any of the rates that are as good?
     best: bool = False  # or not to be told apart from it
 
     @classmethod
     def of(cls, table: Table, name: str, results: Results) -> "Line | None":
         """Read a row's results; None where no run of it is done."""
         row = table.rows[name]
-        done = _by_seed(row, results)
+        done = _by_seed(runs_of(row, results), results)
         if not done:
             return None
+
+        def values_of(found: Mapping[int, Result]) -> dict[int, float]:
+            return {seed: result.value(table.metric) for seed, result in found.items()}
+
         return cls(
             table=table.title,
             row=name,
             metric=table.metric or next(iter(done.values())).metric,
             results=done,
-            values={seed: result.value(table.metric) for seed, result in done.items()},
+            values=values_of(done),
+            as_good={
+                rate: values_of(_by_seed(runs, results))
+                for rate, runs in runs_as_good(row, results).items()
+            },
             seeds=len(row.seeds),
             choice=choose(row, results),
             competes=name not in table.references,
@@ -99,15 +110,27 @@ class Line:
     @property
     def standing(self) -> str:
         """Say how it stands to the row that differences are to, where that can be told."""
-        if self.apart is None or self.apart.holds_zero is None:
+        return self._standing(self.apart)
+
+    def _standing(self, apart: Interval | None) -> str:
+        if apart is None or apart.holds_zero is None:
             return ""
-        if self.apart.holds_zero:
+        if apart.holds_zero:
             return "alike"
-        return "ahead" if self.sign * self.apart.mean > 0 else "behind"
+        return "ahead" if self.sign * apart.mean > 0 else "behind"
+
+    def moved(self, rate: float) -> Interval | None:
+        """Find how far it ends from where it is with one of the other rates that are as good."""
+        return difference(self.as_good[rate], self.values)
+
+    def is_steady(self, other: "Line") -> bool:
+        """Tell whether it is ahead, or behind, whichever rates that are as good both have."""
+        mine, theirs = ([x.values, *x.as_good.values()] for x in (self, other))
+        found = {self._standing(difference(one, two)) for one, two in product(mine, theirs)}
+        return found in ({"ahead"}, {"behind"})
 
 
-def _by_seed(row: Row, results: Results) -> dict[int, Result]:
-    runs = runs_of(row, results)
+def _by_seed(runs: Sequence[PlannedRun], results: Results) -> dict[int, Result]:
     found = {int(dict(run.settings)["seed"]): results.of(run) for run in runs}
     return {seed: result for seed, result in found.items() if result is not None}
 
@@ -122,6 +145,7 @@ def lines_of(table: Table, results: Results) -> list[Line]:
             line,
             apart=difference(line.values, other.values) if other and line is not other else None,
             change=line.change_in(table.change_from, results),
+            steady=other is not None and line.is_steady(other),
             best=line.competes and best is not None and _is_as_good(line, best),
         )
         for line in lines
@@ -144,6 +168,9 @@ def sentence(table: Table, lines: Sequence[Line]) -> str:
         least = min(len(line.values) for line in lines)
         seeds = "one seed" if least == 1 else f"{least} seeds"
         told = [f"With {seeds} there is no interval: no row is said to be ahead of another."]
+    elif (named["ahead"] or named["behind"]) and any(line.as_good for line in lines):
+        steady = [line.row for line in lines if line.steady] or ["none"]
+        told.append(f"So with all rates that are as good, of both rows: {', '.join(steady)}.")
     return " ".join(told)
 
 

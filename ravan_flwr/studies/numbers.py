@@ -13,7 +13,7 @@ COLUMNS = """
     table row metric mean spread finals
     learning-rate chosen rank parameters bytes-up bytes-down seconds paper
     interval seeds against difference difference-interval change change-interval
-    best client-seconds key rate tried as-good runs
+    best client-seconds key rate tried as-good runs as-good-finals
 """
 OF_RATES = "table row key rate seed metric value"
 
@@ -35,8 +35,9 @@ def _values(line: Line, table: Table) -> list[object]:
         *((apart.mean, apart.half) if (apart := line.apart) else (None, None)),
         *((change.mean, change.half) if (change := line.change) else (None, None)),
         *(line.best, line.client_seconds),
-        *((table.chosen, choice.rate, _words(choice.tried)) if choice else ()),
-        *((_words(choice.within_noise), choice.runs) if choice else ()),
+        *((table.chosen, choice.rate, _words(choice.tried)) if choice else (None,) * 3),
+        *((_words(choice.within_noise), choice.runs) if choice else (None,) * 2),
+        "; ".join(f"{rate}: {_words(x.values())}" for rate, x in line.as_good.items()),
     ]
 
 

@@ -1,6 +1,7 @@
 """Read a study file and check all of it, so that no run begins of a study that has a mistake."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.yaml_file import read_yaml
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.earlier_tables import check_title, with_change_from, with_rates_of
+from ravan_flwr.studies.intervals import LEAST
 from ravan_flwr.studies.rates import EXTENSIONS, RATE
 from ravan_flwr.studies.side_by_side import check_equal, check_measured_alike
 from ravan_flwr.studies.spec import Row, Study, Table
@@ -30,6 +32,7 @@ _TABLE_OPTIONS = {
     "references": list,
     "choose": dict,
     "rates-of": str,
+    "run-as-good": bool,
     "spectra": bool,
     "metric": str,
     "against": str,
@@ -161,6 +164,8 @@ def _read_table(
                 f"{where}: {what} {unknown} are no rows, expected some of {list(rows)}; correct "
                 "them"
             )
+    if table.get("run-as-good"):
+        rows = _running_as_good(where, rows)
     check_measured_alike(where, rows, spectra=table.get("spectra", False))
     if table.get("equal-parameters"):
         check_equal(where, {k: v for k, v in rows.items() if k not in references})
@@ -175,6 +180,17 @@ def _read_table(
         against=_against(table, list(rows), references),
         chosen=key,
     )
+
+
+def _running_as_good(where: str, rows: Mapping[str, Row]) -> dict[str, Row]:
+    """Let rows be run with all rates that are as good; with fewer seeds none is found to be."""
+    seeds = min((len(row.rate_seeds) for row in rows.values() if row.rates), default=0)
+    if seeds < LEAST:
+        raise ValueError(
+            f"{where}: run-as-good, and rates are chosen with {seeds} seeds; expected rates to "
+            f"choose from, with {LEAST} seeds at least (choose); add them, or take it away"
+        )
+    return {name: replace(row, run_as_good=True) for name, row in rows.items()}
 
 
 def _against(table: Mapping[str, Any], rows: Sequence[str], references: Sequence[str]) -> str:

@@ -16,6 +16,7 @@
         references: [full]                  # optional: rows that do not compete
         choose: {clip-norm: [0.3, 1.0]}     # optional: that key in place of the learning rate
         rates-of: IID                       # optional: what is chosen is that of that table
+        run-as-good: true                   # optional: run the rates that are as good, too
         against: ravan                      # optional: differences are to this row, paired by seed
         change-from: IID                    # optional: and to the same row of that table
         spectra: true                       # optional: draw the rows' singular values
@@ -130,6 +131,7 @@ class Row:
     extensions: int = 0  # how many rates may be added to them
     chosen_as: "Row | None" = None  # the row of another table whose rate it takes
     chosen: str = RATE  # the key
+    run_as_good: bool = False  # with the rates that are as good as the best, too?
     here: dict[str, Scalar] = field(default_factory=dict)  # see PlannedRun
 
     def candidates(self, rate: float) -> list[PlannedRun]:

@@ -33,18 +33,19 @@ def write_tables(study: Study, results: Results, failed: Mapping[str, str]) -> N
 
 
 LEGEND = """\
-How to read the tables: a row is a method or a setting, run once with each seed. Its first number is
-the metric after the last round: the mean over the seeds and its 95 % interval (Student's t); of
-fewer than three seeds there is no interval. *To ...* is the difference to that row, *from ...* that
-to the row of the same name in that table, paired by seed, with its interval; in the table of all
-tables the latter stands after the semicolon. Bold is the best of the rows that compete, and every
-row that the same interval does not tell apart from it; without intervals, the best mean. After a
-learning rate, *edge* says that it is the smallest or the largest of those that were tried, so that
-a better one may lie outside, and *open* that some are still to be run. *As good* are the rates that
-noise does not tell apart from it (in the tables of rates they are in italics), and *runs* is how
-many runs it was chosen with. *Parameters* are those of the adapters that are trained. *Up* and
-*down* are what all clients sent and received in a whole run, *client s* the seconds that they took
-to train, summed; these are means over the seeds.
+How to read the tables: a row is a method or a setting, run once with each seed. Its first
+number is the metric after the last round: the mean over the seeds and its 95 % interval
+(Student's t); of fewer than three seeds there is no interval. *To ...* is the difference to
+that row, *from ...* that to the row of the same name in that table, paired by seed, with its
+interval; in the table of all tables the latter stands after the semicolon. Bold is the best of
+the rows that compete, and every row that the same interval does not tell apart from it; without
+intervals, the best mean. After a learning rate, *edge* says that it is the smallest or the
+largest of those that were tried, so that a better one may lie outside, and *open* that some are
+still to be run. *As good* are the rates that noise does not tell apart from it (in the tables
+of rates they are in italics), where they were run as well with the difference that each makes,
+and *runs* is how many runs it was chosen with. *Parameters* are those of the adapters that are
+trained. *Up* and *down* are what all clients sent and received in a whole run, *client s* the
+seconds that they took to train, summed; these are means over the seeds.
 """
 
 
@@ -111,7 +112,7 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
     if chosen and not of_rate:
         cells[table.chosen_in_words] = _chosen(line) if line.choice else "-"
     if chosen:
-        cells["as good"] = _others(line.choice)
+        cells["as good"] = _others(line)
         cells["runs"] = str(line.choice.runs) if line.choice else "-"
     return cells | {
         "rank": str(line.first.rank or "-"),
@@ -145,13 +146,16 @@ def _chosen(line: Line) -> str:
     )
 
 
-def _others(choice: RateChoice | None) -> str:
-    """List the rates that are as good; with too few seeds nobody knows."""
-    if choice is None:
+def _others(line: Line) -> str:
+    """List the rates that are as good, with what they change; with too few seeds nobody knows."""
+    if line.choice is None:
         return "-"
-    if choice.seeds < LEAST:
+    if line.choice.seeds < LEAST:
         return "unknown"
-    return " ".join(f"{rate:g}" for rate in choice.within_noise if rate != choice.rate) or "-"
+    told = [f"{rate:g}" for rate in line.choice.others]
+    if line.as_good:
+        told = [f"{rate:g}: {_signed(line.metric, line.moved(rate))}" for rate in line.as_good]
+    return (", " if line.as_good else " ").join(told) or "-"
 
 
 def with_interval(metric: str, found: Interval) -> str:

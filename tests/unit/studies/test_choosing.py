@@ -237,6 +237,42 @@ def test_rates_that_no_table_has(tmp_path, second, first, told):
         of_two_tables(tmp_path, second, first)
 
 
+def test_rates_that_are_as_good_are_run_as_well_after_the_best_of_all_rows(tmp_path):
+    """With 0.003 and 0.01 of `values` not told apart, and fedit's best alone."""
+    values = {1e-3: [0.50, 0.51, 0.52], 3e-3: [0.80, 0.82, 0.84], 1e-2: [0.95, 0.70, 0.75]}
+    apart = {1e-3: 0.1, 3e-3: 0.5, 1e-2: 0.3}
+    rows = {"ravan": {}, "fedit": {"method": "fedit"}, "full": {"learning-rate": 0.5}}
+    table = {"title": "T", "rows": rows, "run-as-good": True}
+    study, results = study_of(tmp_path, tables=[table]), Results(tmp_path)
+
+    def value_of(settings):
+        rate, seed = settings["learning-rate"], settings["seed"]
+        return values[rate][seed % 100] if "method" not in settings else apart[rate] + seed / 1e4
+
+    fill(study, results, lambda s: 0.7 if s["learning-rate"] == 0.5 else value_of(s))
+    runs = [dict(run.settings) for run in planned(study, results)]
+    named = [(run.get("method", "ravan"), run["learning-rate"]) for run in runs]
+    assert named == [
+        *[("ravan", 3e-3)] * 3, *[("fedit", 3e-3)] * 3, *[("ravan", 0.5)] * 3,
+        *[("ravan", 1e-2)] * 3,
+    ]  # fmt: skip
+    without = study_of(tmp_path, tables=[{**table, "run-as-good": False}])
+    assert len(planned(without, results)) == 9
+    taking = of_two_tables(tmp_path, {"rates-of": "T", "run-as-good": True, "rows": {"ravan": {}}})
+    rates = [dict(run.settings)["learning-rate"] for run in planned(taking, results)[6:]]
+    assert rates == [3e-3] * 3 + [1e-2] * 3
+
+
+@pytest.mark.parametrize(
+    ("choose", "rows"),
+    [({"seeds": [100, 101]}, {"ravan": {}}), ({}, {"ravan": {"learning-rate": 0.5}})],
+)
+def test_without_three_seeds_to_choose_with_no_rate_is_known_to_be_as_good(tmp_path, choose, rows):
+    table = {"title": "T", "rows": rows, "run-as-good": True}
+    with pytest.raises(ValueError, match="table 'T': run-as-good, and .* expected rates to choose"):
+        study_of(tmp_path, tables=[table], **choose)
+
+
 @pytest.mark.parametrize("number", [-1, 11])
 def test_a_number_of_extensions_that_is_none(tmp_path, number):
     with pytest.raises(ValueError, match=f"extensions = {number}: expected a whole number from 0"):

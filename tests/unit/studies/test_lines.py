@@ -81,6 +81,60 @@ def test_ahead_and_behind_are_words_for_intervals_without_zero(tmp_path, random_
     assert apart.strip().startswith("+")
 
 
+@pytest.mark.parametrize("metric", ["accuracy", "perplexity"])
+def test_whether_the_choice_of_a_rate_made_a_result_is_told(tmp_path, metric):
+    """Of rates that are as good: fedit leads with each, ffa-lora with its best alone."""
+    random = np.random.default_rng(5)
+    luck = random.normal(0.5, 0.05, 5)
+    means = {
+        "ravan": {1e-3: 0.20, 1e-2: 0.22}, "fedit": {1e-3: 0.30, 1e-2: 0.26},
+        "ffa-lora": {1e-3: 0.25, 1e-2: 0.21}, "full": {1e-3: 0.1},
+    }  # fmt: skip
+    sign = -1 if metric == "perplexity" else 1
+    ended = {
+        (method, rate): sign * (luck + mean + random.normal(0, 0.002, 5))
+        for method, of_rates in means.items()
+        for rate, mean in of_rates.items()
+    }
+
+    def value_of(settings):
+        method, rate, seed = (settings[key] for key in ("method", "learning-rate", "seed"))
+        if seed < 100:
+            return float(ended[method, rate][seed])
+        if rate == 1e-3:
+            return sign * 0.8
+        noise = {100: 0.02, 101: -0.03, 102: 0.0}[seed]  # held back, 0.01 is as good, but of full
+        return sign * (0.3 if method == "full" else 0.8 + noise)
+
+    rows = {name: {"method": name} for name in means}
+    content = {
+        "title": "A study", "num-clients": 3, "seeds": list(range(5)),
+        "settings": {"num-rounds": 2},
+        "choose": {"learning-rate": [1e-3, 1e-2], "seeds": [100, 101, 102], "extensions": 0},
+        "tables": [{"title": "T", "rows": rows, "run-as-good": True}],
+    }  # fmt: skip
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    study, results = read_study(path), Results(tmp_path)
+    fill(study, results, value_of, metric)
+    found = lines_of(study.tables[0], results)
+    assert sentence(study.tables[0], found) == (
+        "Ahead of ravan: fedit, ffa-lora. Behind ravan: full. "
+        "So with all rates that are as good, of both rows: fedit, full."
+    )
+    line = found[1]
+    theirs = stats.ttest_rel(ended["fedit", 1e-2], ended["fedit", 1e-3])
+    low, high = theirs.confidence_interval(0.95)
+    assert ends(line.moved(1e-2)) == pytest.approx((low, high))
+    if metric == "accuracy":
+        cell = f"| 0.01: {50 * (low + high):.1f} ± {50 * (high - low):.1f} | 6 |"
+        assert cell in markdown(study, results)
+    of_fedit = list(csv.DictReader(rows_as_csv(study, results).splitlines()))[1]
+    rate, _, finals = of_fedit["as-good-finals"].partition(": ")
+    assert float(rate) == 1e-2
+    assert list(map(float, finals.split())) == pytest.approx(list(ended["fedit", 1e-2]))
+
+
 def test_of_a_loss_less_is_ahead(tmp_path):
     values = {"ravan": [1.0, 1.1, 1.2], "fedit": [2.0, 2.1, 2.21], "full": [0.5, 0.6, 0.71]}
     study, results = filled(tmp_path, values, "perplexity")
