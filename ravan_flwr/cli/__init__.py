@@ -22,8 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "command" not in parsed:
         parser.print_help()
         return
-    if unknown:
-        parser.error(_about(unknown[0]))
+    words = [word for word in unknown if "settings" in parsed and not word.startswith("-")]
+    if strange := [word for word in unknown if word not in words]:
+        parser.error(_about(strange[0]))
+    if words:
+        parsed.settings += words  # argparse takes those that stand together, before an option
     command: Callable[[argparse.Namespace], None] = parsed.command
     try:
         with ending_on_signals():

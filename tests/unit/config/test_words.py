@@ -79,3 +79,10 @@ def test_what_is_mistyped_is_told_once(words, told, capsys):
         main(["simulate", *words])
     assert end.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["seed=3", "--jobs", "1"], ["--jobs", "1", "seed=3"]])
+def test_keys_stand_before_an_option_or_after_it(words, capsys):
+    with pytest.raises(SystemExit):
+        main(["study", "a.yaml", *words])
+    assert "study: got seed=3, expected data or model" in capsys.readouterr().err
