@@ -82,7 +82,8 @@ def test_what_is_mistyped_is_told_once(words, told, capsys):
 
 
 @pytest.mark.parametrize("words", [["seed=3", "--jobs", "1"], ["--jobs", "1", "seed=3"]])
-def test_keys_stand_before_an_option_or_after_it(words, capsys):
+def test_keys_stand_before_an_option_or_after_it(words, tmp_path, capsys):
+    (file := tmp_path / "study.yaml").write_text("")
     with pytest.raises(SystemExit):
-        main(["study", "a.yaml", *words])
+        main(["study", str(file), *words])
     assert "study: got seed=3, expected data or model" in capsys.readouterr().err
