@@ -168,10 +168,16 @@ def sentence(table: Table, lines: Sequence[Line]) -> str:
         least = min(len(line.values) for line in lines)
         seeds = "one seed" if least == 1 else f"{least} seeds"
         told = [f"With {seeds} there is no interval: no row is said to be ahead of another."]
-    elif (named["ahead"] or named["behind"]) and any(line.as_good for line in lines):
+    elif (named["ahead"] or named["behind"]) and _rates_are_run(lines):
         steady = [line.row for line in lines if line.steady] or ["none"]
         told.append(f"So with all rates that are as good, of both rows: {', '.join(steady)}.")
     return " ".join(told)
+
+
+def _rates_are_run(lines: Sequence[Line]) -> bool:
+    """Tell whether the rows were run with all rates that are as good, and some have such."""
+    done = [len(values) == line.seeds for line in lines for values in line.as_good.values()]
+    return bool(done) and all(done)
 
 
 _STANDINGS = {

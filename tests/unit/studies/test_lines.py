@@ -1,6 +1,7 @@
 """What a table says of its rows: intervals, paired differences, who is ahead, what is bold."""
 
 import csv
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -129,6 +130,8 @@ def test_whether_the_choice_of_a_rate_made_a_result_is_told(tmp_path, metric):
     if metric == "accuracy":
         cell = f"| 0.01: {50 * (low + high):.1f} ± {50 * (high - low):.1f} | 6 |"
         assert cell in markdown(study, results)
+    not_all_run = [replace(found[0], as_good={1e-2: {0: 0.5}}), *found[1:]]
+    assert "So with all rates" not in sentence(study.tables[0], not_all_run)
     of_fedit = list(csv.DictReader(rows_as_csv(study, results).splitlines()))[1]
     rate, _, finals = of_fedit["as-good-finals"].partition(": ")
     assert float(rate) == 1e-2
