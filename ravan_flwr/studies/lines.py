@@ -27,6 +27,7 @@ class Line:
     competes: bool
     paper: float | None  # in percent
     apart: Interval | None = None  # from the row that differences are to
+    late: Interval | None = None  # from that row, in the mean of the last evaluations
     change: Interval | None = None  # from the same row of another table
     steady: bool = False  # does it stand so to that row with any of the rates that are as good?
     best: bool = False  # or not to be told apart from it
@@ -107,6 +108,23 @@ class Line:
         theirs = Line.of(other, self.row, results)
         return difference(self.values, theirs.values) if theirs else None
 
+    def beside(self, other: "Line", last: int) -> "Line":
+        """Compare it with another row, also in the mean of so many evaluations, if any."""
+        return replace(
+            self,
+            apart=difference(self.values, other.values),
+            late=difference(self._late(last), other._late(last)) if last else None,
+            steady=self._is_steady(other),
+        )
+
+    def _late(self, last: int) -> dict[int, float]:
+        """Average by seed over the last evaluations, of runs that have so many."""
+        return {
+            seed: statistics.mean(course[-last:])
+            for seed, result in self.results.items()
+            if len(course := result.curve.get(self.metric, [])) >= last
+        }
+
     @property
     def standing(self) -> str:
         """Say how it stands to the row that differences are to, where that can be told."""
@@ -123,7 +141,7 @@ class Line:
         """Find how far it ends from where it is with one of the other rates that are as good."""
         return difference(self.as_good[rate], self.values)
 
-    def is_steady(self, other: "Line") -> bool:
+    def _is_steady(self, other: "Line") -> bool:
         """Tell whether it is ahead, or behind, whichever rates that are as good both have."""
         mine, theirs = ([x.values, *x.as_good.values()] for x in (self, other))
         found = {self._standing(difference(one, two)) for one, two in product(mine, theirs)}
@@ -142,10 +160,8 @@ def lines_of(table: Table, results: Results) -> list[Line]:
     best = max((line for line in lines if line.competes), key=lambda x: x.merit, default=None)
     return [
         replace(
-            line,
-            apart=difference(line.values, other.values) if other and line is not other else None,
+            line if other is None or line is other else line.beside(other, table.compare_last),
             change=line.change_in(table.change_from, results),
-            steady=other is not None and line.is_steady(other),
             best=line.competes and best is not None and _is_as_good(line, best),
         )
         for line in lines

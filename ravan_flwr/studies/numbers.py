@@ -14,6 +14,7 @@ COLUMNS = """
     learning-rate chosen rank parameters bytes-up bytes-down seconds paper
     interval seeds against difference difference-interval change change-interval
     best client-seconds key rate tried as-good runs as-good-finals
+    late-difference late-interval
 """
 OF_RATES = "table row key rate seed metric value"
 
@@ -38,6 +39,7 @@ def _values(line: Line, table: Table) -> list[object]:
         *((table.chosen, choice.rate, _words(choice.tried)) if choice else (None,) * 3),
         *((_words(choice.within_noise), choice.runs) if choice else (None,) * 2),
         "; ".join(f"{rate}: {_words(x.values())}" for rate, x in line.as_good.items()),
+        *((late.mean, late.half) if (late := line.late) else ()),
     ]
 
 

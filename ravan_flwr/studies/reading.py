@@ -13,7 +13,7 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.earlier_tables import check_title, with_change_from, with_rates_of
 from ravan_flwr.studies.intervals import LEAST
 from ravan_flwr.studies.rates import EXTENSIONS, RATE
-from ravan_flwr.studies.side_by_side import check_equal, check_measured_alike
+from ravan_flwr.studies.side_by_side import check_equal, check_last, check_measured_alike
 from ravan_flwr.studies.spec import Row, Study, Table
 
 MOST_EXTENSIONS = 10
@@ -37,6 +37,7 @@ _TABLE_OPTIONS = {
     "metric": str,
     "against": str,
     "change-from": str,
+    "compare-last": int,
 }
 
 
@@ -167,6 +168,8 @@ def _read_table(
     if table.get("run-as-good"):
         rows = _running_as_good(where, rows)
     check_measured_alike(where, rows, spectra=table.get("spectra", False))
+    if "compare-last" in table:
+        check_last(where, table["compare-last"], rows)
     if table.get("equal-parameters"):
         check_equal(where, {k: v for k, v in rows.items() if k not in references})
     return Table(
@@ -179,6 +182,7 @@ def _read_table(
         rates_of=table.get("rates-of", ""),
         against=_against(table, list(rows), references),
         chosen=key,
+        compare_last=table.get("compare-last", 0),
     )
 
 

@@ -1,5 +1,6 @@
 """Check that the rows of a table can stand beside each other: equal parameters, equal examples."""
 
+import math
 from collections.abc import Mapping
 
 from ravan_flwr.config.presets import own_preset
@@ -52,4 +53,17 @@ def check_equal(where: str, rows: Mapping[str, Row]) -> None:
             f"{where} calls its rows equal, but the parameters that they train differ by "
             f"{100 * apart:.1f} % ({listed}), expected at most {100 * TOLERANCE:.0f} %; change "
             "lora-rank, heads or rank, name references, or take equal-parameters away"
+        )
+
+
+def check_last(where: str, last: int, rows: Mapping[str, Row]) -> None:
+    """Raise ValueError unless there are rows that are evaluated so often."""
+    configs = [
+        read_config(own_preset({"learning-rate": 1.0, **one.settings})) for one in rows.values()
+    ]
+    most = max(math.ceil(config.num_rounds / config.eval_every) for config in configs)
+    if not 2 <= last <= most:
+        raise ValueError(
+            f"{where}: compare-last = {last}, expected 2 evaluations or more, and no more than the "
+            f"{most} of a row's run; correct it, or eval-every"
         )

@@ -19,6 +19,7 @@
         run-as-good: true                   # optional: run the rates that are as good, too
         against: ravan                      # optional: differences are to this row, paired by seed
         change-from: IID                    # optional: and to the same row of that table
+        compare-last: 3                     # optional: compare the means of so many evaluations
         spectra: true                       # optional: draw the rows' singular values
         metric: accuracy-matched            # optional: another one than the task's
         rows:
@@ -174,6 +175,7 @@ class Table:
     against: str = ""  # the row that differences are to
     chosen: str = RATE  # the key whose values its rows choose from
     change_from: "Table | None" = None  # whose rows of the same names differences are to as well
+    compare_last: int = 0  # of how many evaluations, the last ones, means are compared as well
 
     @property
     def chosen_in_words(self) -> str:

@@ -36,16 +36,17 @@ LEGEND = """\
 How to read the tables: a row is a method or a setting, run once with each seed. Its first
 number is the metric after the last round: the mean over the seeds and its 95 % interval
 (Student's t); of fewer than three seeds there is no interval. *To ...* is the difference to
-that row, *from ...* that to the row of the same name in that table, paired by seed, with its
-interval; in the table of all tables the latter stands after the semicolon. Bold is the best of
-the rows that compete, and every row that the same interval does not tell apart from it; without
-intervals, the best mean. After a learning rate, *edge* says that it is the smallest or the
-largest of those that were tried, so that a better one may lie outside, and *open* that some are
-still to be run. *As good* are the rates that noise does not tell apart from it (in the tables
-of rates they are in italics), where they were run as well with the difference that each makes,
-and *runs* is how many runs it was chosen with. *Parameters* are those of the adapters that are
-trained. *Up* and *down* are what all clients sent and received in a whole run, *client s* the
-seconds that they took to train, summed; these are means over the seeds.
+that row, *the same, last 3* that of the mean of the last three evaluations, *from ...* that to
+the row of the same name in that table, paired by seed, with its interval; in the table of all
+tables the latter stands after the semicolon. Bold is the best of the rows that compete, and
+every row that the same interval does not tell apart from it; without intervals, the best mean.
+After a learning rate, *edge* says that it is the smallest or the largest of those that were
+tried, so that a better one may lie outside, and *open* that some are still to be run. *As good*
+are the rates that noise does not tell apart from it (in the tables of rates they are in
+italics), where they were run as well with the difference that each makes, and *runs* is how
+many runs it was chosen with. *Parameters* are those of the adapters that are trained. *Up* and
+*down* are what all clients sent and received in a whole run, *client s* the seconds that they
+took to train, summed; these are means over the seeds.
 """
 
 
@@ -105,6 +106,8 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
         cells[f"to {table.against}"] = _signed(line.metric, line.apart)
     elif not table.change_from:
         cells["by seed"] = " ".join(told(line.metric, value) for value in line.values.values())
+    if table.compare_last:
+        cells[f"the same, last {table.compare_last}"] = _signed(line.metric, line.late)
     if table.change_from:
         cells[f"from {table.change_from.title}"] = _signed(line.metric, line.change)
     of_rate = table.chosen == RATE

@@ -13,7 +13,7 @@ from ravan_flwr.studies.numbers import rows_as_csv
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.tables import markdown
-from tests.studies import ends, fill
+from tests.studies import ends, fill, found
 
 METHODS = ("ravan", "fedit", "ffa-lora", "hetlora", "flexlora")
 
@@ -118,24 +118,51 @@ def test_whether_the_choice_of_a_rate_made_a_result_is_told(tmp_path, metric):
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     study, results = read_study(path), Results(tmp_path)
     fill(study, results, value_of, metric)
-    found = lines_of(study.tables[0], results)
-    assert sentence(study.tables[0], found) == (
+    lines = lines_of(study.tables[0], results)
+    assert sentence(study.tables[0], lines) == (
         "Ahead of ravan: fedit, ffa-lora. Behind ravan: full. "
         "So with all rates that are as good, of both rows: fedit, full."
     )
-    line = found[1]
+    line = lines[1]
     theirs = stats.ttest_rel(ended["fedit", 1e-2], ended["fedit", 1e-3])
     low, high = theirs.confidence_interval(0.95)
     assert ends(line.moved(1e-2)) == pytest.approx((low, high))
     if metric == "accuracy":
         cell = f"| 0.01: {50 * (low + high):.1f} ± {50 * (high - low):.1f} | 6 |"
         assert cell in markdown(study, results)
-    not_all_run = [replace(found[0], as_good={1e-2: {0: 0.5}}), *found[1:]]
+    not_all_run = [replace(lines[0], as_good={1e-2: {0: 0.5}}), *lines[1:]]
     assert "So with all rates" not in sentence(study.tables[0], not_all_run)
     of_fedit = list(csv.DictReader(rows_as_csv(study, results).splitlines()))[1]
     rate, _, finals = of_fedit["as-good-finals"].partition(": ")
     assert float(rate) == 1e-2
     assert list(map(float, finals.split())) == pytest.approx(list(ended["fedit", 1e-2]))
+
+
+def test_the_last_evaluations_are_compared_where_a_row_has_so_many(tmp_path, random_values):
+    """The course of `fill` has half of the final value in round 1 of 2."""
+    study, results = filled(tmp_path, random_values, **{"compare-last": 2})
+    for line in lines_of(study.tables[0], results)[1:]:
+        theirs = stats.ttest_rel(random_values[line.row], random_values["ravan"])
+        low, high = theirs.confidence_interval(0.95)
+        assert ends(line.late) == pytest.approx((0.75 * low, 0.75 * high))
+        cell = f"{75 * (low + high) / 2:.1f} ± {75 * (high - low) / 2:.1f}"
+        assert cell in markdown(study, results)
+    assert "| the same, last 2 |" in markdown(study, results)
+    row = list(csv.DictReader(rows_as_csv(study, results).splitlines()))[4]
+    assert float(row["late-difference"]) == pytest.approx(0.75 * (low + high) / 2)
+    (run, *_) = study.tables[0].rows["fedit"].runs()
+    results.note(run, replace(found(results, run), curve={"round": [2], "accuracy": [0.5]}))
+    line = lines_of(study.tables[0], results)[1]
+    without = [random_values[name][1:] for name in ("fedit", "ravan")]
+    assert ends(line.late)[1] == pytest.approx(
+        0.75 * stats.ttest_rel(*without).confidence_interval(0.95).high
+    )
+
+
+@pytest.mark.parametrize("last", [-1, 0, 1, 3])
+def test_of_more_evaluations_than_there_are_no_mean_is_compared(tmp_path, last):
+    with pytest.raises(ValueError, match=f"compare-last = {last}, expected 2 .* than the 2 of"):
+        study_of(tmp_path, **{"compare-last": last})
 
 
 def test_of_a_loss_less_is_ahead(tmp_path):
