@@ -185,8 +185,8 @@ def sentence(table: Table, lines: Sequence[Line]) -> str:
         seeds = "one seed" if least == 1 else f"{least} seeds"
         told = [f"With {seeds} there is no interval: no row is said to be ahead of another."]
     elif (named["ahead"] or named["behind"]) and _rates_are_run(lines):
-        steady = [line.row for line in lines if line.steady] or ["none"]
-        told.append(f"So with all rates that are as good, of both rows: {', '.join(steady)}.")
+        steady = ", ".join(line.row for line in lines if line.steady) or "none"
+        told.append(f"With any of the rates that are as good, of both rows, this holds for: {steady}.")
     return " ".join(told)
 
 

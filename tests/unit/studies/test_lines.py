@@ -121,7 +121,7 @@ def test_whether_the_choice_of_a_rate_made_a_result_is_told(tmp_path, metric):
     lines = lines_of(study.tables[0], results)
     assert sentence(study.tables[0], lines) == (
         "Ahead of ravan: fedit, ffa-lora. Behind ravan: full. "
-        "So with all rates that are as good, of both rows: fedit, full."
+        "With any of the rates that are as good, of both rows, this holds for: fedit, full."
     )
     line = lines[1]
     theirs = stats.ttest_rel(ended["fedit", 1e-2], ended["fedit", 1e-3])
@@ -131,7 +131,7 @@ def test_whether_the_choice_of_a_rate_made_a_result_is_told(tmp_path, metric):
         cell = f"| 0.01: {50 * (low + high):.1f} ± {50 * (high - low):.1f} | 6 |"
         assert cell in markdown(study, results)
     not_all_run = [replace(lines[0], as_good={1e-2: {0: 0.5}}), *lines[1:]]
-    assert "So with all rates" not in sentence(study.tables[0], not_all_run)
+    assert "With any of" not in sentence(study.tables[0], not_all_run)
     of_fedit = list(csv.DictReader(rows_as_csv(study, results).splitlines()))[1]
     rate, _, finals = of_fedit["as-good-finals"].partition(": ")
     assert float(rate) == 1e-2
