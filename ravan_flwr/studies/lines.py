@@ -186,7 +186,9 @@ def sentence(table: Table, lines: Sequence[Line]) -> str:
         told = [f"With {seeds} there is no interval: no row is said to be ahead of another."]
     elif (named["ahead"] or named["behind"]) and _rates_are_run(lines):
         steady = ", ".join(line.row for line in lines if line.steady) or "none"
-        told.append(f"With any of the rates that are as good, of both rows, this holds for: {steady}.")
+        told.append(
+            f"With any of the rates that are as good, of both rows, this holds for: {steady}."
+        )
     return " ".join(told)
 
 
