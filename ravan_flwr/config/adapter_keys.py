@@ -82,6 +82,13 @@ ADAPTERS: dict[str, Key] = {
         "train the best heads of each layer, or the best of all layers together",
         ("layer", "global"),
     ),
+    "head-mean": Key(
+        str,
+        "trained",
+        "average a head over the clients that trained it, or over all of the round, where who did "
+        "not train it has left it as it was",
+        ("trained", "all"),
+    ),
     "classifier": Key(
         str,
         AUTO,

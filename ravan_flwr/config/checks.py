@@ -98,6 +98,12 @@ def _check_replies(values: Mapping[str, Scalar]) -> None:
             f"robust = {values['robust']!r}: got clients-per-round = {clients}, expected at least "
             "3, since of two replies none outvotes the other; raise clients-per-round"
         )
+    if values["robust"] != "none" and values["head-mean"] != "trained":
+        raise ValueError(
+            f"robust = {values['robust']!r}: got head-mean = {values['head-mean']!r}, expected "
+            "'trained', since clients that leave a head as it was would outvote those that "
+            "trained it; leave one of them out"
+        )
     if values["robust"] != "none" and values["weighting"] != "uniform":
         raise ValueError(
             f"robust = {values['robust']!r}: got weighting = {values['weighting']!r}, expected "

@@ -76,6 +76,7 @@ class Config:
     scaling: str
     scoring: str
     selection: str
+    head_mean: str
     budgets: str
     classifier: str
     eval_every: int

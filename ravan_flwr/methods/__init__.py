@@ -47,7 +47,9 @@ class Listed:
         return (*self.ignores, *(() if self.has_heads else _OF_HEADS))
 
 
-_OF_HEADS = ("heads", "init", "scaling", "scoring", "selection", "calibration-steps")
+_OF_HEADS = (
+    "heads", "init", "scaling", "scoring", "selection", "head-mean", "calibration-steps"
+)  # fmt: skip
 
 METHODS = {
     "ravan": Listed(

@@ -101,6 +101,7 @@ class Settings:
     scaling: str
     scoring: str
     selection: str
+    head_mean: str = "trained"
     layer_form: str = "auto"  # of multi-head layers
 
 

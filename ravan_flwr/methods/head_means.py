@@ -27,12 +27,16 @@ def unpack_bits(packed: Tensor, number: int | None = None) -> Tensor:
 
 
 class HeadMeans:
-    """Keep a sum and a weight for each (layer, head)."""
+    """Keep a sum and a weight for each (layer, head).
 
-    def __init__(self, H: Tensor) -> None:
-        self.old = H
+    `over_all`: a client that did not upload a head counts for it as well, with the old one.
+    """
+
+    def __init__(self, H: Tensor, *, over_all: bool = False) -> None:
+        self.old, self.over_all = H, over_all
         self.sum = torch.zeros_like(H, dtype=torch.float64).flatten(0, 1)
         self.weight = torch.zeros(len(self.sum), dtype=torch.float64)
+        self.total = 0.0
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add products of some heads, where the bits say."""
@@ -42,13 +46,21 @@ class HeadMeans:
             add_to(self.sum[start : start + number], upload["H"][at : at + number], weight)
             at += number
         self.weight[chosen] += weight
+        self.total += weight
 
     def close(self) -> Tensors:
         """Make H, with the mean of every head that somebody trained."""
         trained = self.weight > 0
         H = self.old.flatten(0, 1).clone()
-        H[trained] = (self.sum[trained] / self.weight[trained, None, None]).float()
+        mean = self.sum[trained] / self.weight[trained, None, None]
+        if self.over_all:
+            mean = torch.lerp(H[trained].double(), mean, self._shares(trained))
+        H[trained] = mean.float()
         return {"H": H.view_as(self.old)}
+
+    def _shares(self, trained: Tensor) -> Tensor:
+        """Return how much of all weight has trained each of those heads."""
+        return (self.weight[trained] / self.total)[:, None, None]
 
 
 def _runs(chosen: Tensor) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,8 @@ s_i (s_i = 1 at the start of every round), and uploads the products s_i H_i of t
 and a bit for each head that says which. The server's new H_i is the plain mean over the
 clients that trained head i of that layer, and the old H_i where nobody did (equation 8):
 the mean of products, so that the aggregate's delta-weight is exactly the mean of theirs.
+With `head-mean = all` it is the mean over all clients of the round, of which those that did
+not train the head have left it at the old H_i.
 
 With `init = data-aware` or `first-round` the bases come from one calibration round instead
 (data_aware.py, first_round.py), and travel, once to each client.
@@ -144,6 +146,8 @@ class Ravan(MultiHeadMethod):
         return {"H": H[unpack_bits(upload["heads"], len(H))]}
 
     def coverage(self, state: Mapping[str, Tensor], share: float) -> Tensors:
+        if self._over_all:
+            return super().coverage(state, share)  # who trains it not counts as well
         number = affordable(share, self.heads)
         norms = state["H"].double().norm(dim=(2, 3))
         if self.settings.scoring == "random":
@@ -189,7 +193,11 @@ class Ravan(MultiHeadMethod):
         return [row.nonzero().flatten().tolist() for row in chosen]
 
     def open_round(self, state: Tensors) -> "HeadMeans":
-        return HeadMeans(state["H"])
+        return HeadMeans(state["H"], over_all=self._over_all)
+
+    @property
+    def _over_all(self) -> bool:
+        return self.settings.head_mean == "all"
 
     # The client's half.
 

@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from logging import getLogger
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
+from numpy.typing import NDArray
 
 from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.pieces import DISTRUSTS, PIECES, to_pieces
@@ -193,7 +195,12 @@ class SecureRound(TrainingRound):
                 "round %d: %.2g %% of the numbers were beyond their bounds and cut off; lower "
                 "learning-rate", self.number, 100 * cut_off,
             )  # fmt: skip
-        self.run.state.take(moved(self.run.state.tensors, opened.means), self.method.held)
+        means = (
+            _over_all(opened, int(self.secure.alive.sum()))
+            if self.run.config.head_mean == "all"
+            else opened.means
+        )
+        self.run.state.take(moved(self.run.state.tensors, means), self.method.held)
 
     # All phases.
 
@@ -238,3 +245,10 @@ def _partitions(data: bytes) -> set[int]:
     if not isinstance(named, list) or not all(type(one) is int for one in named):
         raise ValueError("its list of clients cannot be read, expected partitions")
     return set(named)
+
+
+def _over_all(opened: Opened, clients: int) -> dict[str, NDArray[np.float64]]:
+    """Spread each row's mean change over all clients, those too that did not train the row."""
+    return {
+        name: mean * (opened.counts[name] / clients)[:, None] for name, mean in opened.means.items()
+    }

@@ -79,6 +79,17 @@ def test_without_noise_and_clipping_it_is_the_plain_mean(name):
         torch.testing.assert_close(got[key], expected[key])
 
 
+def test_without_noise_and_with_small_budgets_it_is_the_mean_of_all_clients():
+    method, adapters = build("ravan", head_mean="all")
+    state = some_state(method, adapters)
+    uploads = [
+        ({k: v for k, v in upload.items() if k != CLASSIFIER}, share)
+        for upload, share in uploads_of(method, adapters, state, (1.0, 0.7, 0.4, 0.4))
+    ]
+    got = sums_of(method, state, uploads, 1e9).close(Noise(NOISELESS, 4))
+    torch.testing.assert_close(got["H"], aggregate(method, state, uploads)["H"])
+
+
 @pytest.mark.parametrize("scoring", ["random", "weight"])
 def test_heads_are_trained_as_often_as_is_expected(scoring):
     method, adapters = build("ravan", scoring=scoring)

@@ -63,6 +63,39 @@ def test_ravan_averages_the_delta_weights_of_each_head_over_who_trained_it(clien
             torch.testing.assert_close(own, mean, rtol=1e-4, atol=1e-5)
 
 
+@given(
+    st.lists(st.tuples(SHARES, st.integers(0, 99)), min_size=1, max_size=5),
+    st.sampled_from(["layer", "global"]),
+)
+def test_over_all_the_aggregate_is_the_mean_of_the_clients_models(clients, selection):
+    """Also with mixed budgets: who did not train a head has the one that it was sent."""
+    method, adapters = build(selection=selection, head_mean="all")
+    state = some_state(method, adapters)
+    uploads, models = [], []
+    for share, seed in clients:
+        upload = train_client(method, adapters, state, share, seed)
+        uploads.append((upload, share))
+        H, at = state["H"].double().clone(), 0
+        for layer, row in enumerate(method.heads_in(upload)):
+            for head in row:
+                H[layer, head] = upload["H"][at]
+                at += 1
+        models.append(H)
+    new = aggregate(method, state, uploads)["H"]
+    assert new.dtype == torch.float32
+    torch.testing.assert_close(new.double(), sum(models) / len(models), rtol=1e-6, atol=1e-6)
+
+
+def test_with_whole_budgets_both_means_are_the_same_bits():
+    found = []
+    for head_mean in ("trained", "all"):
+        method, adapters = build(head_mean=head_mean)
+        state = some_state(method, adapters)
+        uploads = [(train_client(method, adapters, state, 1.0, seed), 1.0) for seed in range(3)]
+        found.append(aggregate(method, state, uploads)["H"])
+    assert torch.equal(*found)
+
+
 def test_ravan_uploads_the_products_of_scale_and_head():
     method, adapters = build()
     method.load(adapters, some_state(method, adapters))

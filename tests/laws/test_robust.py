@@ -117,6 +117,11 @@ def test_weights_that_clients_claim_are_refused():
         read_config({"robust": "median", "weighting": "examples"})
 
 
+def test_heads_that_others_left_are_refused():
+    with pytest.raises(ValueError, match="robust = 'median': got head-mean = 'all', expected"):
+        read_config({"robust": "median", "head-mean": "all"})
+
+
 def test_of_two_replies_none_decides():
     """A node that claims more heads than the others is alone, or nearly, on some of them."""
     method, adapters = build("ravan")

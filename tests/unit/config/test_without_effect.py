@@ -14,8 +14,8 @@ from tests.methods import build, some_state, train_client
 
 OTHER = {
     "heads": 5, "init": "gram-schmidt", "scaling": "constant", "scoring": "weight",
-    "selection": "global", "calibration-steps": 7, "layer-form": "factored", "rank": 1,
-    "lora-scale": 3.0, "init-scale": 2.0,
+    "selection": "global", "head-mean": "all", "calibration-steps": 7, "layer-form": "factored",
+    "rank": 1, "lora-scale": 3.0, "init-scale": 2.0,
 }  # fmt: skip
 OF_SETTINGS = {field.name.replace("_", "-") for field in dataclasses.fields(Settings)}
 IGNORED = [
