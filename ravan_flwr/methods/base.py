@@ -117,6 +117,7 @@ class Method(ABC, Generic[Adapter]):
     calibration: Calibration[Adapter] | None = None  # the round before the first, if there is one
     turns: int = 1  # after how many rounds `in_round` gives the same again
     held: tuple[str, ...] = ()  # tensors of the state that stay as they are in this round
+    over_all: bool = False  # does who left a part of the state as it was count for its mean?
     personal: Personal[Adapter] | None = None  # what stays with each client, if something does
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:

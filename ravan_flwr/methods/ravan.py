@@ -46,6 +46,7 @@ class Ravan(MultiHeadMethod):
         self.heads = self.parts = settings.heads
         self.side = min(min(layer.out_features, layer.in_features) for layer in self.layers)
         self.rank = settings.rank or self._largest_rank()
+        self.over_all = settings.head_mean == "all"
         check_rank(self.rank, self.side)
         self.init = settings.init
         if settings.init == "data-aware":
@@ -146,8 +147,6 @@ class Ravan(MultiHeadMethod):
         return {"H": H[unpack_bits(upload["heads"], len(H))]}
 
     def coverage(self, state: Mapping[str, Tensor], share: float) -> Tensors:
-        if self._over_all:
-            return super().coverage(state, share)  # who trains it not counts as well
         number = affordable(share, self.heads)
         norms = state["H"].double().norm(dim=(2, 3))
         if self.settings.scoring == "random":
@@ -193,11 +192,7 @@ class Ravan(MultiHeadMethod):
         return [row.nonzero().flatten().tolist() for row in chosen]
 
     def open_round(self, state: Tensors) -> "HeadMeans":
-        return HeadMeans(state["H"], over_all=self._over_all)
-
-    @property
-    def _over_all(self) -> bool:
-        return self.settings.head_mean == "all"
+        return HeadMeans(state["H"], over_all=self.over_all)
 
     # The client's half.
 

@@ -14,6 +14,7 @@ def expected_clients(
     """Count them for each tensor, to which the counts broadcast.
 
     `clients` has how many there are by share of the budget, and each takes part with that rate.
+    Where a method's mean is over all, all count for what one of them can train.
     """
     own, classifier = apart(state)
     total = {name: torch.zeros([1] * t.ndim, dtype=torch.float64) for name, t in own.items()}
@@ -21,6 +22,8 @@ def expected_clients(
         for name, chance in method.coverage(own, share).items():
             total[name] = total[name] + rate * number * chance.double()
     everyone = torch.full([1], rate * sum(clients.values()), dtype=torch.float64)
+    if method.over_all:
+        total = {name: torch.where(t > 0, everyone, t) for name, t in total.items()}
     return total | dict.fromkeys(classifier, everyone)
 
 

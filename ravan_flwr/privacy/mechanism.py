@@ -5,11 +5,12 @@ tensors together, zero where it trained nothing,
 
     S + (sum over u of x_u min(1, C / |x_u|)  +  N(0, z^2 C^2 I)) / m
 
-m has a number for every coordinate: how many clients are *expected* to train it. It is fixed before
-the round. A mean over those that did train it would have another sensitivity: one client more or
-less changes the divisor, and so what all others sent. For the same reason a reply that is missing
-counts as zero and nothing is divided by fewer. Where m is zero, which nobody could have chosen, the
-state stays as it is, without noise.
+m has a number for every coordinate: how many clients are *expected* to train it; with
+`head-mean = all`, how many are expected at all. It is fixed before the round. A mean over those
+that did train it would have another sensitivity: one client more or less changes the divisor, and
+so what all others sent. For the same reason a reply that is missing counts as zero and nothing is
+divided by fewer. Where m is zero, which nobody could have chosen, the state stays as it is,
+without noise.
 
 The clip norm may adapt (Andrew et al., 2021): each client adds one bit, whether its change was
 within C, less a half. Their noised sum, by the expected clients, is the share of changes within C,

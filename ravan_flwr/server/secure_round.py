@@ -197,7 +197,7 @@ class SecureRound(TrainingRound):
             )  # fmt: skip
         means = (
             _over_all(opened, int(self.secure.alive.sum()))
-            if self.run.config.head_mean == "all"
+            if self.method.over_all
             else opened.means
         )
         self.run.state.take(moved(self.run.state.tensors, means), self.method.held)

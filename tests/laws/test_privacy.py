@@ -107,8 +107,9 @@ def test_heads_are_trained_as_often_as_is_expected(scoring):
     assert expected.sum(1).tolist() == pytest.approx([1, 1])
 
 
-def test_heads_that_nobody_can_choose_stay_and_all_others_get_noise():
-    method, adapters = build("ravan", scoring="weight")
+@pytest.mark.parametrize("head_mean", ["trained", "all"])
+def test_heads_that_nobody_can_choose_stay_and_all_others_get_noise(head_mean):
+    method, adapters = build("ravan", scoring="weight", head_mean=head_mean)
     state = some_state(method, adapters) | {CLASSIFIER: torch.ones(7)}
     new = sums_of(method, state, uploads_of(method, adapters, state, (0.4,)), 1.0)
     state.pop(CLASSIFIER)
