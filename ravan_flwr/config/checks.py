@@ -71,8 +71,16 @@ def without_effect(run_config: Mapping[str, Scalar], schedule: str = "constant")
     return [f"{key}={values[key]}" for key in sorted(idle) if values[key] != KEYS[key].default]
 
 
-def protecting_nobody(idle: Sequence[str]) -> list[str]:
-    """Say which of the settings without effect somebody may have meant for protection."""
+def told_without_effect(run_config: Mapping[str, Scalar], method: str, schedule: str) -> list[str]:
+    """Say which settings change nothing, first those that somebody may mean for protection."""
+    idle = without_effect(run_config, schedule)
+    told = _protecting_nobody(idle)
+    if others := [one for one in idle if one.partition("=")[0] not in OF_PROTECTION]:
+        told.append(f"no effect with method={method}: {', '.join(others)}")
+    return told
+
+
+def _protecting_nobody(idle: Sequence[str]) -> list[str]:
     told = []
     for keys, protected_by in (
         (OF_PRIVACY, "privacy=client or privacy=example"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flwr.serverapp import Grid
 
-from ravan_flwr.config.checks import OF_PROTECTION, protecting_nobody, without_effect
+from ravan_flwr.config.checks import told_without_effect
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.run_config import Config, has_default_rate
 from ravan_flwr.methods import METHODS
@@ -38,13 +38,9 @@ def tell_of_the_rate(run_config: Mapping[str, Scalar], config: Config) -> None:
 
 
 def tell_what_has_no_effect(run_config: Mapping[str, Scalar], config: Config, grid: Grid) -> None:
-    """Say in a line which of the settings change nothing."""
-    idle = without_effect(run_config, config.learning_rate_schedule)
-    for told in protecting_nobody(idle):
+    """Say which of the settings change nothing."""
+    for told in told_without_effect(run_config, config.method, config.learning_rate_schedule):
         log.warning("%s", told)
-    idle = [one for one in idle if one.partition("=")[0] not in OF_PROTECTION]
-    if idle:
-        log.warning("no effect with method=%s: %s", config.method, ", ".join(idle))
     if config.processes is not None and not in_process(grid):
         log.warning(
             "no effect: processes=%d; Flower's runtimes start the clients' processes themselves, "

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ravan_flwr.config.checks import protecting_nobody, without_effect
+from ravan_flwr.config.checks import told_without_effect
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods.base import Method
@@ -32,14 +32,10 @@ def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> s
     config = settle(read_config(own_preset(settings)))
     if not config.model.shape:  # of which a preset says enough for a plan without the hub
         make_task(config).check_sizes()
-    told = describe(replace(config, num_clients=number_of_clients(config, num_clients)))
-    return "\n".join([told, *_protecting_nobody(settings)])
-
-
-def _protecting_nobody(settings: Mapping[str, Scalar]) -> list[str]:
-    """Say what looks like protection and is none."""
-    told = protecting_nobody(without_effect(settings))
-    return ["", *told] if told else []
+    told = [describe(replace(config, num_clients=number_of_clients(config, num_clients)))]
+    if idle := told_without_effect(settings, config.method, config.learning_rate_schedule):
+        told += ["", *idle]
+    return "\n".join(told)
 
 
 def describe(config: Config) -> str:

@@ -155,10 +155,13 @@ def test_a_whole_budget_gives_what_a_plain_run_gives(tmp_path):
         assert not torch.equal(plain, torch.zeros_like(plain))
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_client_that_fails_costs_itself(tmp_path, monkeypatch, uploads, phase):
+@pytest.mark.parametrize(
+    ("phase", "head_mean"), [*((phase, "trained") for phase in PHASES), ("masked", "all")]
+)
+def test_a_client_that_fails_costs_itself(tmp_path, monkeypatch, uploads, phase, head_mean):
     misbehave(monkeypatch, failing((1, 1, phase), (4, 1, phase)))
-    run = simulate(QUICK | {"budgets": "uniform", "output-dir": str(tmp_path)}, 6)
+    settings = QUICK | {"budgets": "uniform", "head-mean": head_mean}
+    run = simulate(settings | {"output-dir": str(tmp_path)}, 6)
     (record,) = records_of(run)
     assert "refused" not in record
     assert [one["client"] for one in record["rejected"]] == ["partition 1", "partition 4"]
@@ -168,7 +171,7 @@ def test_a_client_that_fails_costs_itself(tmp_path, monkeypatch, uploads, phase)
     assert [client["partition-id"] for client in record["clients"]] == left
     assert record["secure"]["dropped"] == ([] if sent else [1, 4] if phase == "masked" else [])
     # Who fails in `masked` was not asked to the end, so that all that was noted is alive.
-    check_against_plain(uploads[1], state_of(run, 1), range(len(left)))
+    check_against_plain(uploads[1], state_of(run, 1), range(len(left)), head_mean)
 
 
 @pytest.mark.parametrize("phase", ["shares", "masked", "agree", "unmask"])

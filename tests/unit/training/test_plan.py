@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cost import largest_share, step_memory
 from ravan_flwr.training.plan import describe, plan_of, suggested_heads
 from ravan_flwr.training.workbench import Workbench
@@ -75,3 +76,10 @@ def test_a_plan_says_what_looks_like_protection_and_is_none():
     assert "nobody is protected: epsilon=8.0; expected privacy=client or" in told
     assert "nobody is protected: secure-minimum=4; expected secure-aggregation=true" in told
     assert "nobody" not in plan_of({"privacy": "client", "epsilon": 8.0})
+
+
+def test_a_plan_says_what_has_no_effect_with_the_method():
+    settings: dict[str, Scalar] = {"head-mean": "all", "heads": 8}
+    told = plan_of(settings | {"method": "hetlora"})
+    assert told.endswith("\n\nno effect with method=hetlora: head-mean=all, heads=8")
+    assert "no effect" not in plan_of(settings)
