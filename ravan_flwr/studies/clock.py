@@ -1,9 +1,13 @@
 """Estimate the time that is left, from what runs and their rounds took."""
 
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ravan_flwr.runs.console import minutes
+from ravan_flwr.studies.choosing import candidates, planned, runs_of
+from ravan_flwr.studies.results import Results
+from ravan_flwr.studies.spec import PlannedRun, Study
 
 
 @dataclass(frozen=True)
@@ -37,3 +41,29 @@ class Clock:
         seconds = todo.runs * beside / self.done.runs
         seconds += todo.rounds * self.in_rounds / self.done.rounds
         return minutes(seconds / jobs)
+
+
+def work_ahead(parts: Sequence[Study], results: Results) -> list[tuple[Work, Work]]:
+    """Count what is still to be run to choose the rates of each part, and for its tables.
+
+    A run of several tables counts once, for the first. What depends on runs that are not done is
+    left out: rates beyond an edge, and those that turn out to be as good as the best.
+    """
+    counted: set[str] = set()
+
+    def lacking(runs: Iterable[PlannedRun]) -> Work:
+        new = {run.name: run for run in runs if run.name not in counted and not results.of(run)}
+        counted.update(new)
+        return sum((Work(1, run.num_rounds) for run in new.values()), start=Work())
+
+    return [
+        (lacking(candidates(part, results)), lacking(_of_tables(part, results))) for part in parts
+    ]
+
+
+def _of_tables(part: Study, results: Results) -> Iterator[PlannedRun]:
+    """Go through the runs of the tables; with any rate where none is chosen."""
+    yield from planned(part, results)
+    for row in part.rows:
+        if not runs_of(row, results):
+            yield from row.runs(row.rates[0])

@@ -9,11 +9,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from ravan_flwr.config.presets import own_preset
-from ravan_flwr.config.run_config import read_config
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.choosing import candidates, planned
-from ravan_flwr.studies.clock import Clock, Work
+from ravan_flwr.studies.clock import Clock, Work, work_ahead
 from ravan_flwr.studies.intervals import LEAST
 from ravan_flwr.studies.page import Page
 from ravan_flwr.studies.reading import read_study
@@ -93,7 +91,7 @@ def _warn_of_few_seeds(study: Study) -> None:
 def _run(study: Study, results: Results, how: How) -> dict[PlannedRun, str]:
     """Choose learning rates and run the table, one table after the other; return what failed."""
     parts = [Study(study.title, [table]) for table in study.tables]
-    work = [_work_of(part) for part in parts]
+    work = work_ahead(parts, results)
     clock = Clock(sum((one for pair in work for one in pair), start=Work()))
     failed: dict[PlannedRun, str] = {}
     for part, (choosing, tabling) in zip(parts, work, strict=True):
@@ -123,17 +121,6 @@ def _told_of(study: Study, results: Results) -> dict[PlannedRun, str]:
     failed = {run: reason for run in lacking if (reason := results.failure(run)) is not None}
     log.info("%s: %d runs of %d are not done; nothing is run", study.title, len(lacking), len(runs))
     return failed
-
-
-def _work_of(part: Study) -> tuple[Work, Work]:
-    """Count the runs that choose rates from the grid, and those of the tables, all seeds."""
-    choosing = tabling = Work()
-    for row in part.rows:
-        rounds = read_config(own_preset({"learning-rate": 1.0, **row.settings})).num_rounds
-        number = 0 if row.chosen_as else len(row.rates) * len(row.rate_seeds)
-        choosing += Work(number, number * rounds)
-        tabling += Work(len(row.seeds), len(row.seeds) * rounds)
-    return choosing, tabling
 
 
 def run_missing(
