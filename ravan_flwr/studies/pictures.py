@@ -101,6 +101,8 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
         told = f"The {metric} on examples that nobody trains on, {along.about}. "
         about, title = told + _said_of_bands(rows), f"{metric.capitalize()} {along.heading}"
         name, moving = f"{metric}{along.suffix}", [one for one in series if _moves(one)]
+        if along.key == "round" and not moving:
+            continue  # all were evaluated once: the table has it
         drawn.append(_chart(name, title, about, moving or series, table, along.label, metric))
     return drawn
 

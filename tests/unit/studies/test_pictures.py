@@ -43,6 +43,21 @@ def test_a_table_has_four_pictures_with_every_row(tmp_path, rows):
         assert "95 % intervals" in chart.about or "3 seeds" in chart.about
 
 
+def test_rows_that_are_evaluated_once_have_no_course_by_round(tmp_path):
+    content = {
+        "title": "A study", "num-clients": 3, "seeds": [0, 1, 2],
+        "settings": {"learning-rate": 1e-3}, "tables": [{"title": "All", "rows": {"ravan": {}}}],
+    }  # fmt: skip
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(content))
+    study, results = read_study(path), Results(tmp_path)
+    once = {"round": [2], "bytes": [3e6], "client-seconds": [8.0], "accuracy": [0.5]}
+    for run in planned(study, results):
+        results.note(run, result(0.5, curve=once))
+    names = [chart.name for chart in charts(study.tables[0], results)]
+    assert names == ["all-accuracy-by-bytes", "all-accuracy-by-seconds"]
+
+
 def test_what_is_not_trained_hides_no_course_of_the_others(tmp_path):
     sent = {"ravan": [1e6, 2e6], "full": [3e7, 6e7], "none": [0.0]}  # bytes so far
     rows = {name: {"method": name, "num-rounds": len(points)} for name, points in sent.items()}
