@@ -117,10 +117,10 @@ def test_a_study_runs_resumes_and_writes_its_tables(tmp_path, monkeypatch, capsy
     finals = [json.loads(p.read_text())["metrics"]["final"]["accuracy"] for p in summaries]
     assert all(str(final) in "".join(rows) for final in finals)
     assert {path.name for path in folder.glob("*.png")} == {
-        "one-accuracy.png", "one-accuracy-by-bytes.png", "one-accuracy-by-seconds.png",
-        "two-accuracy.png", "two-accuracy-by-bytes.png", "two-accuracy-by-seconds.png",
+        "one-accuracy-by-bytes.png", "one-accuracy-by-seconds.png",
+        "two-accuracy-by-bytes.png", "two-accuracy-by-seconds.png",
     }  # fmt: skip
-    assert "(one-accuracy.png)" in text
+    assert "(one-accuracy-by-bytes.png)" in text
 
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
     main(["study", str(path), "--output", str(folder)])  # nothing is left to run
@@ -138,7 +138,7 @@ def test_a_table_may_draw_spectra_of_runs_with_their_own_number_of_clients(tmp_p
     }
     assert clients == {1, 3}
     assert {path.name for path in folder.glob("*.png")} == {
-        "t-accuracy.png", "t-accuracy-by-bytes.png", "t-accuracy-by-seconds.png",
+        "t-accuracy-by-bytes.png", "t-accuracy-by-seconds.png",
         "t-spectrum.png", "t-effective-rank.png",
     }  # fmt: skip
     with (folder / "t-spectrum.csv").open() as file:
