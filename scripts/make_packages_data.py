@@ -44,9 +44,9 @@ def packages(dump: str) -> Iterator[Row]:
     """Read the stanzas of a package index: each package once, in the order of the names."""
     found: dict[str, Row] = {}
     for stanza in dump.split("\n\n"):
-        fields = dict(re.findall(r"^([\w-]+): (.*)$", stanza, re.M))
+        fields: dict[str, str] = dict(re.findall(r"^([\w-]+): (.*)$", stanza, re.M))
         if fields.get("Section") in LABELS and "Description" in fields:
-            source = fields.get("Source", fields["Package"]).split(" ")[0]
+            source = fields.get("Source", fields["Package"]).split()[0]
             found.setdefault(
                 fields["Package"], (source, cleaned(fields["Description"]), fields["Section"])
             )
