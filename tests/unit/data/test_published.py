@@ -34,7 +34,7 @@ def test_every_data_set_of_the_hub_has_its_facts():
     wanted = set()
     for name in preset_names():
         preset = read_preset(name)
-        if preset.data.source == "hub":
+        if preset.data.source == "hub" and not Path(preset.data.name).is_absolute():
             wanted |= {(name, task) for task in preset.glue_tasks or ("",)}
     assert wanted == set(DATA)
     assert {name for name, _ in DATA.values()} == {path.stem for path in PUBLISHED.glob("*.yaml")}
