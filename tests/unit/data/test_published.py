@@ -1,6 +1,7 @@
 """The presets, held against what the public data sets really are (testing/published)."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image, List, Value
