@@ -12,6 +12,10 @@ For scripts and notebooks (docs/python.md):
     predict(run, data, output)          its answers for a table or a folder of images
     export_run(run, form, folder)       a PEFT or transformers folder
     run_study(file, folder, jobs)       a grid of runs, and its tables
+
+As a library (docs/library.md):
+
+    RavanConfig(r, num_heads, ...)      RAVAN for PEFT's get_peft_model; importing it registers it
 """
 
 import importlib
@@ -20,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ravan_flwr.launch.in_process import Simulation, simulate
     from ravan_flwr.live.serving import watch_run
+    from ravan_flwr.peft import RavanConfig
     from ravan_flwr.results.evaluation import evaluate
     from ravan_flwr.results.export import export_run
     from ravan_flwr.results.prediction import predict
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
 
 # Imported when first used: most of them bring torch and Flower.
 _HOMES = {
+    "RavanConfig": "ravan_flwr.peft",
     "Simulation": "ravan_flwr.launch.in_process",
     "evaluate": "ravan_flwr.results.evaluation",
     "export_run": "ravan_flwr.results.export",
@@ -45,6 +51,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "RavanConfig",
     "Simulation",
     "evaluate",
     "export_run",
