@@ -84,7 +84,9 @@ def write(rows: list[Row], folder: Path) -> str:
     whole = hashlib.sha256()
     for part in ("train", "test"):
         mine = [row for row in rows if (_order(row[0])[0] % TEST == 0) == (part == "test")]
-        lines = "".join(json.dumps({"text": text, "label": label}) + "\n" for _, text, label in mine)
+        lines = "".join(
+            json.dumps({"text": text, "label": label}) + "\n" for _, text, label in mine
+        )
         (folder / f"{part}.jsonl").write_text(lines)
         whole.update(lines.encode())
         counts = sorted(Counter(label for *_, label in mine).items())

@@ -48,7 +48,7 @@ class Ravan(MultiHeadMethod):
         self.rank = settings.rank or self._largest_rank()
         self.over_all = settings.head_mean == "all"
         check_rank(self.rank, self.side)
-        self.init = settings.init
+        self.init, self.trains_scales = settings.init, settings.scaling == "trained"
         if settings.init == "data-aware":
             self.init = "gram-schmidt"  # until the calibration: there must be some
             self.calibration = DataAwareBases(settings, self.layers, self.heads, self.rank)
@@ -79,7 +79,7 @@ class Ravan(MultiHeadMethod):
         return len(self.layers), self.heads, self.rank, self.rank
 
     def _scales_per_head(self) -> int:
-        return 1 if self.settings.scaling == "trained" else 0
+        return 1 if self.trains_scales else 0
 
     def trainable_parameters(self) -> int:
         return len(self.layers) * self.heads * (self.rank**2 + self._scales_per_head())
@@ -220,7 +220,7 @@ class Ravan(MultiHeadMethod):
         self._hold_scales(adapters)
 
     def _hold_scales(self, adapters: Sequence[MultiHeadLinear]) -> None:
-        if self.settings.scaling == "constant":
+        if not self.trains_scales:
             for adapter in adapters:
                 (adapter.subset or adapter).s.requires_grad_(False)
 

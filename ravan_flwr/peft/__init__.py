@@ -3,6 +3,8 @@
 Importing this package registers the tuner with PEFT, so that `PeftModel.from_pretrained` finds it.
 """
 
+from typing import Any
+
 try:
     import peft
 except ImportError as error:
@@ -29,7 +31,7 @@ def _register() -> None:
     """
     try:
         if NAME not in PeftType.__members__:
-            member = str.__new__(PeftType, NAME)
+            member: Any = str.__new__(PeftType, NAME)
             member._name_ = member._value_ = NAME
             member.__objclass__ = PeftType
             member._sort_order_ = len(PeftType)

@@ -12,7 +12,7 @@ BIASES = ("none", "all", "ravan_only")
 
 
 @dataclass
-class RavanConfig(PeftConfig):  # type: ignore[misc]
+class RavanConfig(PeftConfig):
     """Configure heads y = W x + b + sum_i s_i B_i H_i A_i x on linear layers, for `get_peft_model`.
 
     H_i (r, r) and s_i are trained; W, b, B_i (out, r) and A_i (r, in) are frozen.
@@ -82,8 +82,8 @@ class RavanConfig(PeftConfig):  # type: ignore[misc]
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.peft_type = PeftType.RAVAN
+        super().__post_init__()  # type: ignore[no-untyped-call]
+        self.peft_type = PeftType("RAVAN")
         for name in ("r", "num_heads"):
             if not _is_int(number := getattr(self, name)) or number < 1:
                 raise ValueError(

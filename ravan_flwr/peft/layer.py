@@ -23,7 +23,7 @@ from ravan_flwr.peft.config import RavanConfig
 PLAIN = (nn.Linear, StoredLinear, Conv1D)  # these compute W x + b, and nothing else
 
 
-class RavanLinear(nn.Module, BaseTunerLayer):  # type: ignore[misc]
+class RavanLinear(nn.Module, BaseTunerLayer):
     """Compute W x + b + sum_i s_i B_i H_i A_i x of the active adapters.
 
     Args:
@@ -48,7 +48,7 @@ class RavanLinear(nn.Module, BaseTunerLayer):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.base_layer = base_layer
-        base = self.get_base_layer()
+        base: Any = self.get_base_layer()
         if isinstance(base, Conv1D):
             self.in_features, self.out_features = base.weight.shape
         elif not isinstance(base, nn.Linear):
@@ -92,7 +92,7 @@ class RavanLinear(nn.Module, BaseTunerLayer):  # type: ignore[misc]
             seed=config.base_seed,
             layer=layer_name,
         )
-        device = self.get_base_layer().weight.device
+        device = self._weight().device
         if device.type == "meta":
             device = B.device  # they are no part of what is loaded later
         # B_i side by side, as the forward pass takes them, seen as (heads, out, r).
@@ -149,7 +149,7 @@ class RavanLinear(nn.Module, BaseTunerLayer):  # type: ignore[misc]
 
     def _weight(self) -> Tensor:
         """View the frozen weight as (out, in)."""
-        base = self.get_base_layer()
+        base: Any = self.get_base_layer()
         weight: Tensor = base.weight
         return weight.T if isinstance(base, Conv1D) else weight
 
@@ -173,8 +173,8 @@ class RavanLinear(nn.Module, BaseTunerLayer):  # type: ignore[misc]
                 f"adapter {adapter!r}: expected one of {', '.join(self.ravan_H)}; add it first"
             )
         with torch.no_grad():
-            heads = self._heads(adapter)
-            delta = Heads(*(tensor.float() for tensor in heads[:4])).delta_weight()
+            B, A, H, s, _ = self._heads(adapter)
+            delta = Heads(B.float(), A.float(), H.float(), s.float()).delta_weight()
         return delta.T if isinstance(self.get_base_layer(), Conv1D) else delta
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -184,7 +184,7 @@ class RavanLinear(nn.Module, BaseTunerLayer):  # type: ignore[misc]
             safe_merge: raise ValueError, and merge nothing, if the sum is not finite.
             adapter_names: the adapters; the active ones if None.
         """
-        base = self.get_base_layer()
+        base: Any = self.get_base_layer()
         for adapter in check_adapters_to_merge(self, adapter_names):
             if adapter not in self.ravan_H:
                 continue
@@ -210,7 +210,7 @@ class RavanLinear(nn.Module, BaseTunerLayer):  # type: ignore[misc]
         if not self.merged:
             warnings.warn("no adapter is merged: nothing to unmerge", stacklevel=2)
             return
-        base = self.get_base_layer()
+        base: Any = self.get_base_layer()
         device = base.weight.device
         base.weight, data, state = self._unmerged
         base.weight.data = data.to(device)

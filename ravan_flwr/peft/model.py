@@ -1,7 +1,7 @@
 """Put RAVAN's heads into a model, for PEFT."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner
@@ -11,11 +11,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.adapters.bases import describe_bases
-from ravan_flwr.peft.config import RavanConfig
 from ravan_flwr.peft.layer import RavanLinear
 
 
-class RavanModel(BaseTuner):  # type: ignore[misc]
+class RavanModel(BaseTuner):
     """Adapt a model by RAVAN's heads; `get_peft_model(model, RavanConfig(...))` makes one.
 
     Args:
@@ -30,8 +29,8 @@ class RavanModel(BaseTuner):  # type: ignore[misc]
 
     prefix = "ravan_"
     tuner_layer_cls = RavanLinear
-    target_module_mapping: ClassVar[dict[str, list[str]]] = {
-        **TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
+    target_module_mapping = {  # noqa: RUF012 (PEFT declares it otherwise)
+        **{k: list(v) for k, v in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.items()},
         **{kind: list(targets) for kind, targets in TARGETS.items()},
     }
 
@@ -42,7 +41,7 @@ class RavanModel(BaseTuner):  # type: ignore[misc]
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         _check_base(model, adapter_name, self.peft_config[adapter_name])
 
-    def _prepare_model(self, peft_config: RavanConfig, model: nn.Module) -> None:
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         targets = peft_config.target_modules
         if isinstance(targets, str) and targets.lower() == "all-linear":
             return
@@ -66,25 +65,25 @@ class RavanModel(BaseTuner):  # type: ignore[misc]
 
     def _create_and_replace(
         self,
-        config: RavanConfig,
+        peft_config: Any,
         adapter_name: str,
         target: nn.Module,
         target_name: str,
         parent: nn.Module,
         current_key: str,
-        **_: Any,
+        parameter_name: str | None = None,  # noqa: ARG002 (of tuners that adapt single parameters)
     ) -> None:
         layer_name = current_key.removeprefix("_orig_mod.")  # of a compiled model
         if isinstance(target, RavanLinear):
-            target.update_layer(adapter_name, layer_name, config)
+            target.update_layer(adapter_name, layer_name, peft_config)
             return
-        layer = RavanLinear(target, adapter_name, layer_name, config)
+        layer = RavanLinear(target, adapter_name, layer_name, peft_config)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
 
 
-def _check_base(model: nn.Module, adapter: str, config: RavanConfig) -> None:
+def _check_base(model: nn.Module, adapter: str, config: Any) -> None:
     """Raise ValueError if a loaded adapter was made for other layers, or with other bases."""
     layers = {
         name: module

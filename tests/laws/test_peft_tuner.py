@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -18,16 +19,16 @@ from ravan_flwr.adapters import MultiHeadLinear, make_bases
 from ravan_flwr.peft import RavanLinear
 from tests.reference import multihead_delta, multihead_forward
 
-TEXT = {"vocab_size": 60}
-SIDES = {
+TEXT: dict[str, Any] = {"vocab_size": 60}
+SIDES: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "intermediate_size": 24,
 }
-TOKENS = {"input_ids": torch.arange(24).view(2, 12)}
+TOKENS: dict[str, torch.Tensor] = {"input_ids": torch.arange(24).view(2, 12)}
 # name -> (class, configuration, targets, other modules to train, inputs)
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, Any] = {
     "bert": (
         transformers.BertForSequenceClassification,
         transformers.BertConfig(**SIDES, **TEXT, initializer_range=0.3),
@@ -75,7 +76,12 @@ def build(kind):
 
 
 def config_of(kind, **changes):
-    given = {"r": 3, "num_heads": 4, "init": "normal", "target_modules": ARCHITECTURES[kind][2]}
+    given: dict[str, Any] = {
+        "r": 3,
+        "num_heads": 4,
+        "init": "normal",
+        "target_modules": ARCHITECTURES[kind][2],
+    }
     return RavanConfig(**given | changes)
 
 
@@ -140,7 +146,9 @@ def test_a_layer_computes_what_the_apps_layer_does_to_the_bit(tokens):
     B, A = make_bases(
         "gram-schmidt", heads=3, rank=4, out_features=16, in_features=24, seed=0, layer="0"
     )
-    ours = MultiHeadLinear(copy.deepcopy(network[0]), B, A)
+    base = copy.deepcopy(network[0])
+    assert isinstance(base, nn.Linear)
+    ours = MultiHeadLinear(base, B, A)
     theirs = get_peft_model(network, RavanConfig(r=4, num_heads=3, target_modules=["0"]))
     (layer,) = layers_of(theirs).values()
     with torch.no_grad():
@@ -154,8 +162,10 @@ def test_a_layer_computes_what_the_apps_layer_does_to_the_bit(tokens):
     assert torch.equal(got, expected)
     got.square().sum().backward()
     expected.square().sum().backward()
-    assert torch.equal(layer.ravan_H["default"].grad, ours.H.grad)
-    assert torch.equal(layer.ravan_s["default"].grad, ours.s.grad)
+    for name, parameter in {"H": ours.H, "s": ours.s}.items():
+        gradient = getattr(layer, f"ravan_{name}")["default"].grad
+        assert parameter.grad is not None
+        assert torch.equal(gradient, parameter.grad)
 
 
 def trained(model):
@@ -283,7 +293,8 @@ def test_two_adapters_switch(kind, tmp_path, low_memory):
     assert torch.equal(logits(both, kind), logits(second, kind))
 
     # Both at a time add up, in either way.
-    both.base_model.set_adapter(["first", "second"])
+    tuner: Any = both.base_model
+    tuner.set_adapter(["first", "second"])
     together = logits(both, kind)
     assert differ(together, logits(first, kind))
     both.merge_adapter()
@@ -338,6 +349,7 @@ def test_a_configuration_survives_its_file(init, tmp_path):
     loaded = PeftConfig.from_pretrained(tmp_path)
     assert isinstance(loaded, RavanConfig)
     assert (loaded.init, loaded.base_seed, loaded.trainable_scales) == (init, 3, False)
+    assert loaded.base_layers is not None
     assert loaded.base_layers["sizes"] == {"16 x 16": 4}
     again = PeftModel.from_pretrained(build("bert"), tmp_path)
     for ours, theirs in zip(layers_of(model).values(), layers_of(again).values(), strict=True):
@@ -350,11 +362,10 @@ def test_transformers_loads_an_adapter_by_itself(tmp_path):
     network = transformers.BertForSequenceClassification.from_pretrained(base).eval()
     model = shake(get_peft_model(network, config_of("bert")))
     model.save_pretrained(tmp_path / "adapter")
+    pipeline: Any = transformers.pipeline
     for loaded in (
         transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "adapter"),
-        transformers.pipeline(
-            "text-classification", str(tmp_path / "adapter"), tokenizer=no_tokens
-        ).model,
+        pipeline("text-classification", str(tmp_path / "adapter"), tokenizer=no_tokens).model,
     ):
         assert layers_of(loaded)
         torch.testing.assert_close(logits(loaded.eval(), "bert"), logits(model, "bert"))
