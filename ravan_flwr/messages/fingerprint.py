@@ -4,7 +4,7 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-# Rooms of commands and for other programs, which neither server nor clients import: they are not in the app bundle.
+# Rooms of commands and for other programs, which no app imports: they are not in the app bundle.
 BESIDE_THE_APPS = ("cli", "drafting", "holdings", "launch", "live", "peft", "studies")
 
 
