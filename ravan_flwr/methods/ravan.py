@@ -122,16 +122,18 @@ class Ravan(MultiHeadMethod):
         bits = unpack_bits(packed)
         if bits[total:].any():
             raise ValueError(f"heads marks a head beyond the last of {total}")
-        chosen = bits[:total].view(len(self.layers), self.heads)
-        number = affordable(share, self.heads)
-        counts = chosen.sum(1).tolist()
+        counts = bits[:total].view(len(self.layers), self.heads).sum(1).tolist()
+        if self.settings.selection != "any":
+            self._check_counts(counts, affordable(share, self.heads))
+        check_form(upload, "H", [sum(counts), self.rank, self.rank], torch.float32)
+
+    def _check_counts(self, counts: list[int], number: int) -> None:
         if self.settings.selection == "layer" and set(counts) != {number}:
             raise ValueError(f"heads marks {counts} heads by layer, expected {number} in each")
         if sum(counts) != number * len(self.layers):
             raise ValueError(
                 f"heads marks {sum(counts)} heads, expected {number * len(self.layers)}"
             )
-        check_form(upload, "H", [sum(counts), self.rank, self.rank], torch.float32)
 
     def heads_in(self, upload: Mapping[str, Tensor]) -> list[list[int]]:
         bits = unpack_bits(upload["heads"], len(self.layers) * self.heads)
