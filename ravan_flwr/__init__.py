@@ -3,6 +3,7 @@
 For scripts and notebooks (docs/python.md):
 
     simulate(settings, num_clients)     run the app in this process -> run_dir, summary
+    Callback                            watch a run: simulate(..., callbacks=[...])
     plan_of(settings, num_clients)      what a run will train, send and need, as text
     result_of(run)                      a finished run's model, method and data
     write_report(runs, folder)          a page and pictures
@@ -31,11 +32,13 @@ if TYPE_CHECKING:
     from ravan_flwr.results.reopen import result_of
     from ravan_flwr.results.report import write_report
     from ravan_flwr.results.spectrum import write_spectra
+    from ravan_flwr.runs.callback import Callback
     from ravan_flwr.studies.running import run_study
     from ravan_flwr.training.plan import plan_of
 
 # Imported when first used: most of them bring torch and Flower.
 _HOMES = {
+    "Callback": "ravan_flwr.runs.callback",
     "RavanConfig": "ravan_flwr.peft",
     "Simulation": "ravan_flwr.launch.in_process",
     "evaluate": "ravan_flwr.results.evaluation",
@@ -51,6 +54,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Callback",
     "RavanConfig",
     "Simulation",
     "evaluate",
