@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import ViTConfig, ViTForImageClassification
 
+from ravan_flwr import RavanConfig
 from ravan_flwr.adapters import LoRALinear, MultiHeadLinear, attach, find_layers, make_bases
 
 HEADS, RANK, LORA_RANK = 4, 110, 32
@@ -35,6 +36,7 @@ PEER = "LoRA r = 32, PEFT"
 BARS = {
     "LoRA r = 32, ours": 1.00,
     "RAVAN 4 x 110": 1.10,
+    "RAVAN 4 x 110, PEFT": 1.10,
     "RAVAN 4 x 110, 1 head trained": 1.03,
 }
 LOOP_BAR, MEMORY_BAR = 0.85, 1.05
@@ -111,10 +113,24 @@ def peft_lora() -> nn.Module:
     return get_peft_model(network(), config)
 
 
+def peft_ravan() -> nn.Module:
+    """Attach RAVAN's adapters as PEFT does."""
+    return get_peft_model(
+        network(),
+        RavanConfig(
+            r=RANK,
+            num_heads=HEADS,
+            init="normal",
+            target_modules=[t.split(".")[1] for t in TARGETS],
+        ),
+    )
+
+
 ROWS: dict[str, Callable[[], nn.Module]] = {
     PEER: peft_lora,
     "LoRA r = 32, ours": lora,
     "RAVAN 4 x 110": ravan,
+    "RAVAN 4 x 110, PEFT": peft_ravan,
     "RAVAN 4 x 110, factored": lambda: ravan("factored"),
     "RAVAN 4 x 110, a loop over heads": lambda: ravan(loop=True),
     "RAVAN 4 x 110, 1 head trained": lambda: ravan(heads=(1,)),

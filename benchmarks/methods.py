@@ -86,17 +86,17 @@ FORMULAS: dict[str, Formula] = {
 def ends_of_rounds() -> Iterator[list[tuple[float, float]]]:
     """Note wall and CPU seconds, of all threads and children, at the end of every round."""
     ends: list[tuple[float, float]] = []
-    done = Keeper.round_done
+    done = Keeper.on_round_end
 
     def noting(*given: Any) -> None:
         done(*given)
         ends.append((time.perf_counter(), cpu_seconds()))
 
-    setattr(Keeper, "round_done", noting)  # noqa: B010 (mypy: it is a method)
+    setattr(Keeper, "on_round_end", noting)  # noqa: B010 (mypy: it is a method)
     try:
         yield ends
     finally:
-        setattr(Keeper, "round_done", done)  # noqa: B010
+        setattr(Keeper, "on_round_end", done)  # noqa: B010
 
 
 def cpu_seconds() -> float:

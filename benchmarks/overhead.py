@@ -78,7 +78,7 @@ def rounds_of(settings: dict[str, Scalar], clients: int, folder: Path) -> list[R
     places: list[tuple[Any, str, Callable[..., Any]]] = [
         (training.Stepper, "train", timed(training.Stepper.train, seconds, "training")),
         (Workbench, "evaluate", timed(Workbench.evaluate, seconds, "evaluation")),
-        (Keeper, "round_done", ending(Keeper.round_done)),
+        (Keeper, "on_round_end", ending(Keeper.on_round_end)),
     ]
     before = [getattr(home, name) for home, name, _ in places]
     try:

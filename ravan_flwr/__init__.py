@@ -3,6 +3,7 @@
 For scripts and notebooks (docs/python.md):
 
     simulate(settings, num_clients)     run the app in this process -> run_dir, summary
+    Callback                            watch a run: simulate(..., callbacks=[...])
     plan_of(settings, num_clients)      what a run will train, send and need, as text
     result_of(run)                      a finished run's model, method and data
     write_report(runs, folder)          a page and pictures
@@ -12,6 +13,10 @@ For scripts and notebooks (docs/python.md):
     predict(run, data, output)          its answers for a table or a folder of images
     export_run(run, form, folder)       a PEFT or transformers folder
     run_study(file, folder, jobs)       a grid of runs, and its tables
+
+As a library (docs/library.md):
+
+    RavanConfig(r, num_heads, ...)      RAVAN for PEFT's get_peft_model; importing it registers it
 """
 
 import importlib
@@ -20,17 +25,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ravan_flwr.launch.in_process import Simulation, simulate
     from ravan_flwr.live.serving import watch_run
+    from ravan_flwr.peft import RavanConfig
     from ravan_flwr.results.evaluation import evaluate
     from ravan_flwr.results.export import export_run
     from ravan_flwr.results.prediction import predict
     from ravan_flwr.results.reopen import result_of
     from ravan_flwr.results.report import write_report
     from ravan_flwr.results.spectrum import write_spectra
+    from ravan_flwr.runs.callback import Callback
     from ravan_flwr.studies.running import run_study
     from ravan_flwr.training.plan import plan_of
 
 # Imported when first used: most of them bring torch and Flower.
 _HOMES = {
+    "Callback": "ravan_flwr.runs.callback",
+    "RavanConfig": "ravan_flwr.peft",
     "Simulation": "ravan_flwr.launch.in_process",
     "evaluate": "ravan_flwr.results.evaluation",
     "export_run": "ravan_flwr.results.export",
@@ -45,6 +54,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "Callback",
+    "RavanConfig",
     "Simulation",
     "evaluate",
     "export_run",

@@ -2,9 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
-from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -20,14 +19,15 @@ from ravan_flwr.results.card import measured, write_card
 from ravan_flwr.results.classes import write_classes
 from ravan_flwr.results.export import natural_form, write_result
 from ravan_flwr.results.samples import Samples
+from ravan_flwr.runs.callback import Callback, Callbacks
 from ravan_flwr.runs.console import Progress, show
 from ravan_flwr.runs.directory import RunDirectory, how_to_go_on, is_of_writing, not_written
 from ravan_flwr.runs.lock import locked
 from ravan_flwr.runs.log_file import logging_to
 from ravan_flwr.runs.record import RoundRecord, Summary
-from ravan_flwr.runs.status import drop_status, write_status
+from ravan_flwr.runs.status import drop_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
-from ravan_flwr.server.delivery import Delivery, hand_out
+from ravan_flwr.server.delivery import DeliverAtEnd, Delivery
 from ravan_flwr.server.envelope import guard
 from ravan_flwr.server.example_budget import ExampleBudget
 from ravan_flwr.server.inbox import in_process, processes_of, simulating
@@ -51,7 +51,7 @@ from ravan_flwr.server.start import (
     resumed,
     tell_if_all_are_done,
 )
-from ravan_flwr.server.status import Status
+from ravan_flwr.server.status import Status, StatusFile
 from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.server.summary import carry_over, summary_of
 from ravan_flwr.specs import RESULT_FOLDERS
@@ -77,7 +77,19 @@ RESULT = "ravan-flwr"  # the record in the context's state that says where the r
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run once, from the configuration to the summary."""
+    """Run once, as Flower calls it."""
+    run(grid, context)
+
+
+def run(grid: Grid, context: Context, callbacks: Iterable[object] = ()) -> None:
+    """Run once, from the configuration to the summary.
+
+    Args:
+        grid: Flower's, or that of a simulation in this process.
+        context: Flower's, with the run config.
+        callbacks: What watches the run: `Callback` has the hooks.
+    """
+    watching = Callbacks(callbacks)  # refused, if at all, before anything is loaded
     show()
     config = read_config(context.run_config)
     parent = output_folder(config)  # refused, if at all, before anything is loaded
@@ -113,7 +125,7 @@ def main(grid: Grid, context: Context) -> None:
                 _deliver_again(grid, bench, resolved, directory, start)
                 return
             tell_if_all_are_done(start.done or 0, config.num_rounds, directory.path)
-        _run_here(grid, context, bench, resolved, directory, start, limits)
+        _run_here(grid, context, bench, resolved, directory, start, limits, watching)
 
 
 def _run_here(
@@ -124,6 +136,7 @@ def _run_here(
     directory: RunDirectory,
     start: Start,
     limits: list[Limit],
+    watching: Callbacks,
 ) -> None:
     """Run, and say where; a run that fails says why in its directory."""
     context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
@@ -131,7 +144,7 @@ def _run_here(
     tell_of_the_rate(context.run_config, config)
     tell_what_has_no_effect(context.run_config, config, grid)
     try:
-        _run(grid, bench, config, directory, start, limits)
+        _run(grid, bench, config, directory, start, limits, watching)
     except OSError as error:
         if not is_of_writing(error, directory.path):
             _note_failure(directory, error)
@@ -162,13 +175,15 @@ def _run(
     directory: RunDirectory,
     start: Start,
     limits: list[Limit],
+    watching: Callbacks,
 ) -> None:
     """Hold the rounds, save what comes out of them, and tell it."""
     if start.done is None:
         directory.write_json("config.json", config.as_dict())
     account = PrivacyBudget.of(config, directory, start)
     privacy = account or ExampleBudget.of(config, directory, start)
-    final, records, strategy = _hold_rounds(grid, bench, config, directory, start, limits, privacy)
+    strategy = _strategy(bench, config, start, limits, privacy)
+    final, records = _hold_rounds(grid, bench, config, directory, start, strategy, watching)
     summary = summary_of(bench, config, records, len(strategy.roster.members))
     if privacy is not None:
         summary.update(cast(Summary, privacy.told()))
@@ -176,9 +191,7 @@ def _run(
         summary["processes"] = processes
     carry_over(directory, start, summary)
     _save_result(final, bench, directory, summary)
-    if config.deliver:
-        delivery = Delivery(config, strategy.roster, strategy.mail, strategy.status)
-        hand_out(grid, delivery, directory, final, summary, measured(summary, directory))
+    strategy.callbacks.on_run_end()
     tell_the_end(summary, bench.task.metric, directory, _report(config, directory))
 
 
@@ -188,36 +201,38 @@ def _hold_rounds(
     config: Config,
     directory: RunDirectory,
     start: Start,
-    limits: list[Limit],
-    privacy: PrivacyBudget | ExampleBudget | None,
-) -> tuple[Tensors, list[RoundRecord], FederatedTuning]:
-    """Let the strategy run its rounds; return the last state, all records, and the strategy."""
+    strategy: FederatedTuning,
+    watching: Callbacks,
+) -> tuple[Tensors, list[RoundRecord]]:
+    """Let the strategy run its rounds; return the last state, and all records."""
     metric = bench.task.metric
     progress = Progress(start.first, config.num_rounds, metric, config.max_bytes, start.bytes)
     trackers = Trackers(config.tracking, directory.path, config.as_dict())
     here = in_process(grid) and bench.model.method.personal is not None
     own_parts = cast(InProcess, grid).own_parts if here else None
-    keeper = Keeper(directory, bench, progress, trackers, start, own_parts)
-    strategy = _strategy(bench, config, keeper, start, limits, privacy)
+    keeper = Keeper(directory, bench, progress, trackers, start, strategy, own_parts)
+    callbacks: list[Callback] = [keeper, StatusFile(directory.path)]
+    if config.evaluate_samples:  # before the round's line: a run that is resumed writes them again
+        anew = start.done is None and bench.model.method.calibration is None
+        callbacks.insert(0, Samples(bench, directory, start.state if anew else None))
+    if config.deliver:
+        delivery = Delivery(config, strategy.roster, strategy.mail, strategy.status)
+        callbacks.append(DeliverAtEnd(grid, delivery, directory, start.state, measured))
+    strategy.callbacks = Callbacks([*callbacks, watching])
 
     if config.evaluate_on == "server" and bench.questions is not None:  # read before training
         log.info("%d multiple-choice questions are asked at each evaluation", len(bench.questions))
-    samples = Samples(bench, directory) if config.evaluate_samples else None
-    if samples and start.done is None and bench.model.method.calibration is None:
-        with bench.model.holding(start.state):
-            samples.write(0)
 
     def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
         tally = Tally() if bench.task.classifies else None
         with bench.model.holding(from_record(arrays)):
             measured = MetricRecord(_finite(bench.evaluate(tally), number))
-            if samples:
-                samples.write(number)
         if tally is not None:
             write_classes(directory, number, tally, bench.task.data.labels)
         return measured
 
     try:
+        strategy.callbacks.on_run_begin()
         result = strategy.start(
             grid,
             to_record(start.state),
@@ -230,13 +245,12 @@ def _hold_rounds(
         trackers.close()
     keeper.go_on()  # where there was no further round
     final = from_record(result.arrays) if result.arrays else start.state
-    return final, keeper.records, strategy
+    return final, keeper.records
 
 
 def _strategy(
     bench: Workbench,
     config: Config,
-    keeper: Keeper,
     start: Start,
     limits: list[Limit],
     privacy: PrivacyBudget | ExampleBudget | None,
@@ -249,7 +263,7 @@ def _strategy(
         backbone=bench.backbone_fingerprint,
         seed_fingerprint=model.seed_fingerprint,
         derived=model.derived,
-        recorder=keeper,
+        load_fixed=model.load_fixed,
         first_round=start.first,
         fixed=start.fixed,
         memory=start.memory,
@@ -257,7 +271,6 @@ def _strategy(
         trained=start.trained,
         measured=Measures.of(bench.task),
         dealt_out=bench.dealt_out,
-        tell=partial(write_status, keeper.directory.path),
         limits=limits,
         privacy=privacy,
     )
@@ -296,8 +309,7 @@ def _deliver_again(
     roster.gather(grid, wait=True)
     mail = Mailbox(to_record(start.fixed) if start.fixed else None)
     delivery = Delivery(config, roster, mail, Status(roster, tell=None))
-    summary = directory.read_summary()
-    hand_out(grid, delivery, directory, start.state, summary, measured(summary, directory))
+    DeliverAtEnd(grid, delivery, directory, start.state, measured).on_run_end()
     log.info("run directory: %s", directory.path)
 
 

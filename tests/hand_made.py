@@ -93,16 +93,14 @@ class Notes:
     def __init__(self):
         self.records: list[dict[str, Any]] = []
         self.states: list[Tensors] = []
+        self.memory: Tensors = {}
 
-    def calibrated(self, record, fixed, state):
+    def on_round_end(self, record, state):
         self.records.append(record)
-        self.calibrated_state = state
-        return DERIVED
-
-    def round_done(self, record, state, memory):
-        self.records.append(record)
-        self.memory = memory
-        self.states.append(state)
+        if record["round"]:
+            self.states.append(state)
+        else:
+            self.calibrated_state = dict(state)
 
 
 def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, **settings):
@@ -112,7 +110,7 @@ def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, **settings):
     config = read_config({k.replace("_", "-"): v for k, v in settings.items()})
     strategy = FederatedTuning(
         config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
-        recorder=notes,
+        load_fixed=lambda _: DERIVED, callbacks=[notes],
     )  # fmt: skip
     state = to_record(nodes.method.initial_state(nodes.adapters))
     result = strategy.start(

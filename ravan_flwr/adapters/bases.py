@@ -18,7 +18,9 @@ rounded to float32 at the end.
 """
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +80,17 @@ def _shared_subspace(
     # Normal matrices are invertible with probability one; dividing by sqrt(r) keeps the norms.
     R = _randn(random, heads, rank, rank) / math.sqrt(rank)
     return M @ R, R @ N
+
+
+def describe_bases(bases: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Describe the layers that have these bases by name, and the first of the bases by their sums.
+
+    An adapter's folder has it, so that it is not loaded onto another network, nor with other bases.
+    """
+    first, (B, A) = next(iter(bases.items()))
+    sizes = Counter(f"{B.shape[1]} x {A.shape[2]}" for B, A in bases.values())
+    sums = [float(basis.double().sum()) for basis in (B, A)]
+    return {"first": first, "sizes": dict(sorted(sizes.items())), "sums": sums}
 
 
 _Scheme = Callable[[int, int, int, int, torch.Generator], tuple[Tensor, Tensor]]

@@ -12,12 +12,14 @@ is less work, by its shapes, the number of tokens, and how many heads are traine
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ravan_flwr.adapters.merged import factored_cost, loses_nothing, merged_cost, merged_linear
+from ravan_flwr.adapters.stored import autocasts
 
 
 class MultiHeadLinear(nn.Module):
@@ -45,7 +47,7 @@ class MultiHeadLinear(nn.Module):
         self.base = base.requires_grad_(False)
         self.heads, self.rank = heads, rank
         device = base.weight.device
-        A_stack, B_stack = A.flatten(0, 1), _side_by_side(B)
+        A_stack, B_stack = A.flatten(0, 1), side_by_side(B)
         self.register_buffer("A_stack", A_stack.to(device).contiguous(), persistent=False)
         self.register_buffer("B_stack", B_stack.to(device).contiguous(), persistent=False)
         self.H = nn.Parameter(A.new_zeros(heads, rank, rank, device=device))
@@ -65,61 +67,21 @@ class MultiHeadLinear(nn.Module):
     def set_bases(self, B: Tensor, A: Tensor) -> None:
         """Take other bases of the same shapes."""
         with torch.no_grad():
-            self.B_stack.copy_(_side_by_side(B))
+            self.B_stack.copy_(side_by_side(B))
             self.A_stack.copy_(A.flatten(0, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._merges(x):
-            trained = None if self.subset is None else self.subset.index
-            weight, bias = self.base.weight.to(x.dtype), self.base.bias  # it may be kept in 16 bits
-            cores = self._cores()
-            return merged_linear(x, weight, bias, self.B_stack, cores, self.A_stack, trained)
-        u = F.linear(x, self.A_stack).view(-1, self.heads, self.rank).transpose(0, 1)
-        v = self._apply_cores(u)
-        v = v.transpose(0, 1).reshape(*x.shape[:-1], self.heads * self.rank)
-        y: Tensor = self.base(x)
-        return y + F.linear(v, self.B_stack)
+        return multihead_linear(x, self.base, self.base.weight, [self._heads()], self.form)
+
+    def _heads(self) -> "Heads":
+        return Heads(self.B_stack, self.A_stack, self.H, self.s, self.subset)
 
     def _merges(self, x: Tensor) -> bool:
-        """Tell whether to use W + B C A as one weight: if it loses nothing, and is less work."""
-        weight = self.base.weight
-        if weight.requires_grad:  # as in Fed-SB's first round: merging is for constants
-            return False
-        if self.form != "auto":
-            return self.form == "merged"
-        if not loses_nothing(weight, x):
-            return False
-        trained = len(self.trained_heads()) if torch.is_grad_enabled() else 0
-        shape = (x.numel() // x.shape[-1], *weight.shape, self.heads, trained, self.rank)
-        return merged_cost(*shape) < factored_cost(*shape)
-
-    def _cores(self) -> Tensor:
-        """Compute s_i H_i of all heads, (heads, r, r)."""
-        if self.subset is None:
-            return _products(self.H, self.s)
-        return self.subset.joined(_products(self.subset.H, self.subset.s), self._constants())
-
-    def _apply_cores(self, u: Tensor) -> Tensor:
-        """Compute s_i H_i u_i for all heads and tokens, (heads, tokens, r).
-
-        Of u only the trained heads' part is kept; copying into place (`index_copy`) would keep
-        what it copies, too.
-        """
-        if self.subset is None:
-            return _apply(u, _products(self.H, self.s))
-        mine, others = (u.index_select(0, i) for i in (self.subset.index, self.subset.others))
-        trained = _apply(mine, _products(self.subset.H, self.subset.s))
-        return self.subset.joined(trained, _apply(others, self._constants()))
-
-    def _constants(self) -> Tensor:
-        """Compute s_i H_i of the heads that are not trained."""
-        assert self.subset is not None
-        others = self.subset.others
-        return _products(self.H.detach()[others], self.s.detach()[others])
+        return merges(x, self.base.weight, self.base.bias, self._heads(), self.form)
 
     def delta_weight(self) -> Tensor:
         """Compute sum_i s_i B_i H_i A_i, (out, in), as the layer is now."""
-        return self.B_stack @ torch.bmm(self._cores(), self.A).flatten(0, 1)
+        return self._heads().delta_weight()
 
     def train_heads(self, heads: Sequence[int]) -> None:
         """Train these heads alone from now on, by their H and s."""
@@ -142,6 +104,102 @@ class MultiHeadLinear(nn.Module):
         """Compute s_i H_i of the heads that are trained now, (K, r, r): what a client uploads."""
         source = self.subset or self
         return _products(source.H, source.s).detach()
+
+
+class Heads(NamedTuple):
+    """Hold what one layer's heads compute with, wherever it is kept.
+
+    The mathematics of RAVAN's layer is here and in the two functions below, for `MultiHeadLinear`
+    and for PEFT's layer alike (peft/layer.py).
+    """
+
+    B_stack: Tensor  # (out, heads * r)
+    A_stack: Tensor  # (heads * r, in)
+    H: Tensor  # (heads, r, r)
+    s: Tensor  # (heads,)
+    subset: "_Subset | None" = None  # the heads that are trained, if not all
+
+    def cores(self) -> Tensor:
+        """Compute s_i H_i of all heads, (heads, r, r)."""
+        if self.subset is None:
+            return _products(self.H, self.s)
+        return self.subset.joined(_products(self.subset.H, self.subset.s), self._constants())
+
+    def delta_weight(self) -> Tensor:
+        """Compute sum_i s_i B_i H_i A_i, (out, in)."""
+        A = self.A_stack.view(*self.H.shape[:2], -1)
+        return self.B_stack @ torch.bmm(self.cores(), A).flatten(0, 1)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Compute sum_i s_i B_i H_i A_i x of x (..., in), factored."""
+        heads, rank, _ = self.H.shape
+        if not autocasts(x):
+            x = x.to(self.A_stack.dtype)
+        u = F.linear(x, self.A_stack).view(-1, heads, rank).transpose(0, 1)
+        v = self._apply_cores(u)
+        v = v.transpose(0, 1).reshape(*x.shape[:-1], heads * rank)
+        return F.linear(v, self.B_stack)
+
+    def _apply_cores(self, u: Tensor) -> Tensor:
+        """Compute s_i H_i u_i for all heads and tokens, (heads, tokens, r).
+
+        Of u only the trained heads' part is kept; copying into place (`index_copy`) would keep
+        what it copies, too.
+        """
+        if self.subset is None:
+            return _apply(u, _products(self.H, self.s))
+        mine, others = (u.index_select(0, i) for i in (self.subset.index, self.subset.others))
+        trained = _apply(mine, _products(self.subset.H, self.subset.s))
+        return self.subset.joined(trained, _apply(others, self._constants()))
+
+    def _constants(self) -> Tensor:
+        """Compute s_i H_i of the heads that are not trained."""
+        assert self.subset is not None
+        others = self.subset.others
+        return _products(self.H.detach()[others], self.s.detach()[others])
+
+
+def multihead_linear(
+    x: Tensor, base: nn.Module, weight: Tensor, adapters: Sequence[Heads], form: str = "auto"
+) -> Tensor:
+    """Compute W x + b + sum_i s_i B_i H_i A_i x in the form that is less work.
+
+    Args:
+        x: the input, (..., in).
+        base: the frozen layer that computes W x + b.
+        weight: its W as (out, in); a layer may keep it transposed.
+        adapters: the heads that are added, of one adapter or of several.
+        form: "merged", "factored", or "auto".
+
+    Returns:
+        The output, (..., out).
+    """
+    bias: Tensor | None = base.bias  # type: ignore[assignment]
+    if len(adapters) == 1 and merges(x, weight, bias, adapters[0], form):
+        B, A, subset = adapters[0].B_stack, adapters[0].A_stack, adapters[0].subset
+        trained = None if subset is None else subset.index
+        weight = weight.to(x.dtype)  # it may be kept in 16 bits
+        return merged_linear(x, weight, bias, B, adapters[0].cores(), A, trained)
+    y: Tensor = base(x)
+    for heads in adapters:
+        y = y + heads.apply(x).to(y.dtype)
+    return y
+
+
+def merges(x: Tensor, weight: Tensor, bias: Tensor | None, heads: Heads, form: str) -> bool:
+    """Tell whether to use W + B C A as one weight: if it loses nothing, and is less work."""
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
+        return False  # as in Fed-SB's first round: merging is for constants
+    if form != "auto":
+        return form == "merged"
+    if x.dtype != heads.A_stack.dtype or not loses_nothing(weight, x):
+        return False
+    count, rank, _ = heads.H.shape
+    trained = count if heads.subset is None else len(heads.subset.heads)
+    if not torch.is_grad_enabled():
+        trained = 0
+    shape = (x.numel() // x.shape[-1], *weight.shape, count, trained, rank)
+    return merged_cost(*shape) < factored_cost(*shape)
 
 
 class _Subset(nn.Module):
@@ -180,6 +238,6 @@ def _apply(u: Tensor, cores: Tensor) -> Tensor:
     return torch.bmm(u, cores.to(u.dtype).mT)
 
 
-def _side_by_side(B: Tensor) -> Tensor:
+def side_by_side(B: Tensor) -> Tensor:
     """Put (heads, out, r) side by side, (out, heads * r)."""
     return B.transpose(0, 1).flatten(1)

@@ -4,12 +4,13 @@ Every linear layer but the classifier and the language-model head is replaced by
 its weight in few bits and computes in the precision of the run. Adapters stay in float32.
 """
 
+import copy
 from collections.abc import Collection
 from types import ModuleType
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 BITS = {"8bit": 8.0, "4bit": 4.127}  # a weight with its share of the scales
 
@@ -72,6 +73,42 @@ def weight_norm(linear: nn.Linear) -> float:
     """Measure the weight's norm, from before it was quantised if it was: its bits are packed."""
     known = getattr(linear, "weight_norm", None)
     return float(linear.weight.detach().float().norm()) if known is None else cast(float, known)
+
+
+def dense_weight(layer: nn.Module) -> Tensor:
+    """Return a layer's weight in floating point: what it computes of the unit vectors, if packed.
+
+    bitsandbytes has more than one packing, and changes it between training and evaluation.
+    """
+    known: Any = layer
+    weight: Tensor = known.weight
+    if weight.is_floating_point():
+        return weight.detach()
+    dtype = torch.float16 if hasattr(known, "state") else torch.float32
+    unit = torch.eye(known.in_features, dtype=dtype, device=weight.device)
+    with torch.no_grad():
+        y = known(unit)
+        return cast(Tensor, (y if known.bias is None else y - known.bias).mT.float())
+
+
+def requantize(layer: nn.Module, weight: Tensor) -> None:
+    """Give a layer of few bits another weight, (out, in)."""
+    known: Any = layer
+    old = known.weight
+    if hasattr(known, "state"):  # of 8 bits
+        new = type(old)(weight.cpu(), requires_grad=False, has_fp16_weights=False)
+        known.state = copy.copy(known.state)
+        known.state.reset_grads()
+    else:
+        new = type(old)(
+            weight.cpu(),
+            requires_grad=False,
+            compress_statistics=old.compress_statistics,
+            quant_type=old.quant_type,
+            blocksize=old.blocksize,
+            quant_storage=old.quant_storage,
+        )
+    known.weight = new.to(old.device)
 
 
 def _library() -> ModuleType:

@@ -124,8 +124,9 @@ def _add_export(commands: Commands) -> None:
         "--as",
         dest="form",
         required=True,
-        choices=("peft", "merged"),
-        help="peft: an adapter for PeftModel.from_pretrained; merged: a whole transformers model",
+        choices=("peft", "ravan", "merged"),
+        help="peft: a LoRA for PeftModel.from_pretrained; ravan: the heads themselves for "
+        "PeftModel.from_pretrained, with ravan-flwr installed; merged: a whole transformers model",
     )
     export.add_argument("folder", type=Path, metavar="FOLDER", help="a folder that is new")
     _add_client(export)

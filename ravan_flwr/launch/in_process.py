@@ -45,11 +45,21 @@ class Simulation:
     summary: dict[str, Any]
 
 
-def simulate(config: Mapping[str, Scalar], num_clients: int | None = None) -> Simulation:
+def simulate(
+    config: Mapping[str, Scalar],
+    num_clients: int | None = None,
+    callbacks: Iterable[object] = (),
+) -> Simulation:
     """Run the app in this process and return when it is done.
 
-    `config` holds keys of the run config; what is left out is the preset's. A relative
-    `output-dir` starts at the working directory, and so does the default, `runs`.
+    Args:
+        config: Keys of the run config; what is left out is the preset's. A relative `output-dir`
+            starts at the working directory, and so does the default, `runs`.
+        num_clients: How many clients share the data; the preset's number if left out.
+        callbacks: What watches the run: objects with hooks of `Callback`.
+
+    Returns:
+        The run directory and the summary.
     """
     run_config = {key: spec.default for key, spec in KEYS.items()} | own_preset(config)
     checked = read_config(run_config)
@@ -72,7 +82,7 @@ def simulate(config: Mapping[str, Scalar], num_clients: int | None = None) -> Si
         if keys is not None:
             grid.give_keys(keys)
         with closing(SideBySide(run_config, num_clients)) as grid.clients:
-            server_app.app(grid, context)
+            server_app.run(grid, context, callbacks)
     run_dir = Path(str(context.state.config_records[server_app.RESULT]["run-dir"]))
     return Simulation(run_dir, RunDirectory(run_dir).read_json("summary.json"))
 

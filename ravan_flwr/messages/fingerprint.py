@@ -4,8 +4,8 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-# Rooms of commands, which neither server nor clients import: they are not in the app bundle.
-BESIDE_THE_APPS = ("cli", "drafting", "holdings", "launch", "live", "studies")
+# Rooms of commands and for other programs, which no app imports: they are not in the app bundle.
+BESIDE_THE_APPS = ("cli", "drafting", "holdings", "launch", "live", "peft", "strategies", "studies")
 
 
 @cache

@@ -88,19 +88,19 @@ def apart(tensors: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Hold what a method may be told. `rank` None means the largest within the budget."""
+    """Hold the settings of a method. `rank` None means the largest within the budget."""
 
-    seed: int
-    lora_rank: int
-    rank: int | None
-    lora_scale: float
-    heads: int
-    init: str
-    init_scale: float
-    calibration_steps: int
-    scaling: str
-    scoring: str
-    selection: str
+    seed: int = 0
+    lora_rank: int = 32  # whose number of parameters is the budget
+    rank: int | None = None
+    lora_scale: float = 1.0
+    heads: int = 4
+    init: str = "gram-schmidt"
+    init_scale: float = 1.0
+    calibration_steps: int = 8
+    scaling: str = "trained"
+    scoring: str = "random"
+    selection: str = "layer"  # "any": a client chooses how many heads it trains, and where
     head_mean: str = "trained"
     layer_form: str = "auto"  # of multi-head layers
 

@@ -46,7 +46,7 @@ class FedSB(MultiHeadMethod):
     def adapt(self, layer: Layer, linear: nn.Linear) -> MultiHeadLinear:
         # The real bases come from the first round; until then any do, since H is zero.
         B, A = make_bases(
-            "normal",
+            self.init,
             heads=1,
             rank=self.rank,
             out_features=layer.out_features,

@@ -13,6 +13,9 @@ from ravan_flwr.methods.tensors import check_names, check_tensor, probe
 class MultiHeadMethod(Method[MultiHeadLinear]):
     """Adapt every layer by cores between frozen bases."""
 
+    init = "normal"  # how the bases are made that clients make from the seed
+    trains_scales = False
+
     def delta_weights(self, adapters: Sequence[MultiHeadLinear]) -> list[Tensor]:
         return [adapter.delta_weight().detach() for adapter in adapters]
 

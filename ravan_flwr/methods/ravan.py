@@ -48,7 +48,7 @@ class Ravan(MultiHeadMethod):
         self.rank = settings.rank or self._largest_rank()
         self.over_all = settings.head_mean == "all"
         check_rank(self.rank, self.side)
-        self.init = settings.init
+        self.init, self.trains_scales = settings.init, settings.scaling == "trained"
         if settings.init == "data-aware":
             self.init = "gram-schmidt"  # until the calibration: there must be some
             self.calibration = DataAwareBases(settings, self.layers, self.heads, self.rank)
@@ -79,7 +79,7 @@ class Ravan(MultiHeadMethod):
         return len(self.layers), self.heads, self.rank, self.rank
 
     def _scales_per_head(self) -> int:
-        return 1 if self.settings.scaling == "trained" else 0
+        return 1 if self.trains_scales else 0
 
     def trainable_parameters(self) -> int:
         return len(self.layers) * self.heads * (self.rank**2 + self._scales_per_head())
@@ -122,16 +122,18 @@ class Ravan(MultiHeadMethod):
         bits = unpack_bits(packed)
         if bits[total:].any():
             raise ValueError(f"heads marks a head beyond the last of {total}")
-        chosen = bits[:total].view(len(self.layers), self.heads)
-        number = affordable(share, self.heads)
-        counts = chosen.sum(1).tolist()
+        counts = bits[:total].view(len(self.layers), self.heads).sum(1).tolist()
+        if self.settings.selection != "any":
+            self._check_counts(counts, affordable(share, self.heads))
+        check_form(upload, "H", [sum(counts), self.rank, self.rank], torch.float32)
+
+    def _check_counts(self, counts: list[int], number: int) -> None:
         if self.settings.selection == "layer" and set(counts) != {number}:
             raise ValueError(f"heads marks {counts} heads by layer, expected {number} in each")
         if sum(counts) != number * len(self.layers):
             raise ValueError(
                 f"heads marks {sum(counts)} heads, expected {number * len(self.layers)}"
             )
-        check_form(upload, "H", [sum(counts), self.rank, self.rank], torch.float32)
 
     def heads_in(self, upload: Mapping[str, Tensor]) -> list[list[int]]:
         bits = unpack_bits(upload["heads"], len(self.layers) * self.heads)
@@ -220,7 +222,7 @@ class Ravan(MultiHeadMethod):
         self._hold_scales(adapters)
 
     def _hold_scales(self, adapters: Sequence[MultiHeadLinear]) -> None:
-        if self.settings.scaling == "constant":
+        if not self.trains_scales:
             for adapter in adapters:
                 (adapter.subset or adapter).s.requires_grad_(False)
 

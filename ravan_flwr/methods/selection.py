@@ -72,7 +72,9 @@ SCORINGS: dict[
 ] = {"random": _random_scores, "weight": _weight_scores, "gradient": _gradient_scores}
 
 
-def best_heads(scores: Tensor, number: int, selection: str, random: torch.Generator) -> Heads:
+def best_heads(
+    scores: Tensor, number: int, selection: str, random: torch.Generator | None
+) -> Heads:
     """Pick the `number` best heads of each layer, or `number` times the layers of all of them.
 
     Scores of different layers compare as they are: bases have the same norms everywhere, so
@@ -94,7 +96,7 @@ def chances(scores: Tensor, number: int) -> Tensor:
     return torch.where(above, 1.0, torch.where(tied, left / tied.sum(1, keepdim=True), 0.0))
 
 
-def _top(scores: Tensor, number: int, random: torch.Generator) -> list[int]:
+def _top(scores: Tensor, number: int, random: torch.Generator | None) -> list[int]:
     """Find the positions of the highest scores, ascending; ties are broken by `random`."""
     order = torch.randperm(len(scores), generator=random)
     ranking = scores[order].argsort(descending=True, stable=True)

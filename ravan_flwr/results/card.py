@@ -17,7 +17,7 @@ from ravan_flwr.tasks import get_task
 from ravan_flwr.templates import filled
 
 EXAMPLES = {"server": "the server's test examples", "clients": "examples that clients held back"}
-LIBRARIES = {"peft": "peft", "merged": "transformers"}
+LIBRARIES = {"peft": "peft", "ravan": "peft", "merged": "transformers"}
 
 
 def write_card(folder: Path, form: str, directory: RunDirectory) -> None:

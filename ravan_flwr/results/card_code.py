@@ -37,8 +37,10 @@ def code_of(config: Mapping[str, Any], form: str, *, one_channel: bool) -> Code:
     """Write the code that uses a run's result, for a form of export."""
     task = get_task(config["task"])
     model = Code((), ())
-    if form == "peft":
+    if form != "merged":
         model = _labels(config) + _backbone(config, task.auto_class) + _adapter(_has_labels(config))
+    if form == "ravan":
+        model += Code(("from ravan_flwr import RavanConfig  # PEFT loads it by this",), ())
     if task.pipeline == ANSWERS:
         return model + _answering(config["data"], form)
     if not task.pipeline:
@@ -98,14 +100,14 @@ def _adapter(labelled: bool) -> Code:
 
 
 def _pipeline(pipeline: str, form: str) -> Code:
-    """Make the pipeline; a PEFT folder's reader is named, since the model comes from elsewhere."""
+    """Make the pipeline; an adapter's reader is named, since the model comes from elsewhere."""
     told = HERE
-    if form == "peft":
+    if form != "merged":
         told = f"model, {_READERS[pipeline]}={HERE}"
     if pipeline == "text-classification":
         told += ", truncation=True"
     lines = [f'classify = pipeline("{pipeline}", {told})']
-    if pipeline == "text-classification" and form == "peft":  # a decoder reads its last token
+    if pipeline == "text-classification" and form != "merged":  # a decoder reads its last token
         lines.append("model.config.pad_token_id = classify.tokenizer.pad_token_id")
     return Code(("pipeline",), tuple(lines))
 
@@ -171,7 +173,7 @@ def _generating(data: Mapping[str, Any]) -> Code:
 def about(config: Mapping[str, Any], form: str, *, one_channel: bool) -> str:
     """Say in a sentence or two what the code does with an example."""
     pipeline = get_task(config["task"]).pipeline
-    onto = "An adapter goes onto the backbone that it was trained on. " if form == "peft" else ""
+    onto = "An adapter goes onto the backbone that it was trained on. " if form != "merged" else ""
     if one_channel:
         return onto + (
             "The model takes images of one channel, but a pipeline makes every image file one of "

@@ -2,25 +2,30 @@
 
 - `peft`: a folder for `PeftModel.from_pretrained`. A RAVAN layer is a LoRA layer of rank
   heads * r: A is the A_i on top of each other, B the s_i B_i H_i side by side.
+- `ravan`: a folder for `PeftModel.from_pretrained` as well, with the heads themselves, which go on
+  training there (peft/). Bases that the seed does not make are in it, too.
 - `merged`: a folder for transformers' `from_pretrained`, with every adapter added to the weight
   that it adapts, in float32, and rounded back to the weight's own type.
 
 A method that changes pretrained weights has no adapter that holds its result, and is exported
-merged only. Both folders have a model card, the names of the labels, and what reads examples
+merged only. All folders have a model card, the names of the labels, and what reads examples
 (reader.py).
 """
 
 import errno
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
+from ravan_flwr.adapters.bases import describe_bases, make_bases
 from ravan_flwr.data.hub_errors import no_bars
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.multihead import MultiHeadMethod
 from ravan_flwr.results.card import write_card
 from ravan_flwr.results.reader import write_reader
 from ravan_flwr.results.reopen import result_of
@@ -54,35 +59,31 @@ def write_result(form: str, folder: Path, bench: Workbench) -> None:
             f"export --as peft: method {bench.config.method!r} changes pretrained weights, which "
             "no adapter holds; expected --as merged; use that"
         )
-    {"peft": write_adapter, "merged": write_merged}[form](folder, bench)
+    if form == "merged":
+        write_merged(folder, bench)
+    else:
+        write_adapter(folder, bench, *{"peft": _as_lora, "ravan": _as_heads}[form](bench))
     write_reader(folder, bench)
 
 
-def write_adapter(folder: Path, bench: Workbench) -> None:
-    """Write the adapters, and the classifier, as a PEFT folder."""
-    model = bench.model
-    tensors: dict[str, Tensor] = {}
-    ranks = set()
-    for layer, adapter in zip(model.layers, model.adapters, strict=True):
-        factors = model.method.lora_factors(adapter)
-        assert factors is not None
-        B, A = factors
-        ranks.add(len(A))
-        tensors[f"base_model.model.{layer.name}.lora_A.weight"] = A
-        tensors[f"base_model.model.{layer.name}.lora_B.weight"] = B
-    (rank,), spec = ranks, bench.config.model
+def write_adapter(
+    folder: Path, bench: Workbench, settings: Mapping[str, Any], parts: Sequence[Tensors]
+) -> None:
+    """Write a PEFT folder: settings of a kind of adapter, its tensors by layer, the classifier."""
+    model, spec = bench.model, bench.config.model
+    tensors = {
+        f"base_model.model.{layer.name}.{part}": tensor
+        for layer, tensors_of_layer in zip(model.layers, parts, strict=True)
+        for part, tensor in tensors_of_layer.items()
+    }
     names = {id(parameter): name for name, parameter in model.network.named_parameters()}
     for parameter in model.classifier:
         tensors[f"base_model.model.{names[id(parameter)]}"] = parameter
-    modules = sorted({names[id(p)].split(".")[0] for p in model.classifier})
-    settings: dict[str, Any] = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": rank,
+    told = {
+        **settings,
         "target_modules": [layer.name for layer in model.layers],
-        "modules_to_save": modules,
+        "modules_to_save": sorted({names[id(p)].split(".")[0] for p in model.classifier}),
         "bias": "none",
-        "lora_dropout": 0.0,
         "inference_mode": True,
         "base_model_name_or_path": spec.name if spec.source == "hub" else None,
         "revision": spec.revision or None,
@@ -90,9 +91,62 @@ def write_adapter(folder: Path, bench: Workbench) -> None:
     }
     saved = {k: v.detach().float().cpu().contiguous().clone() for k, v in tensors.items()}
     write_atomically(folder / "adapter_model.safetensors", safetensors.torch.save(saved))
-    write_atomically(
-        folder / "adapter_config.json", (json.dumps(settings, indent=2) + "\n").encode()
+    write_atomically(folder / "adapter_config.json", (json.dumps(told, indent=2) + "\n").encode())
+
+
+def _as_lora(bench: Workbench) -> tuple[dict[str, Any], list[Tensors]]:
+    """Describe each adapter as a LoRA."""
+    factors = [bench.model.method.lora_factors(adapter) for adapter in bench.model.adapters]
+    parts = [{"lora_A.weight": A, "lora_B.weight": B} for B, A in filter(None, factors)]
+    (rank,) = {len(part["lora_A.weight"]) for part in parts}
+    return {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "lora_dropout": 0.0}, parts
+
+
+def _as_heads(bench: Workbench) -> tuple[dict[str, Any], list[Tensors]]:
+    """Describe each adapter by its heads, with its bases if the seed makes others."""
+    model, seed, method = bench.model, bench.config.seed, bench.model.method
+    if not isinstance(method, MultiHeadMethod):
+        raise ValueError(
+            f"export --as ravan: method {bench.config.method!r} trains no heads between frozen "
+            f"bases, expected a run of one that does, or --as {natural_form(bench)}; use that"
+        )
+    bases = {
+        layer.name: (adapter.B.cpu(), adapter.A.cpu())
+        for layer, adapter in zip(model.layers, model.adapters, strict=True)
+    }
+    first = model.adapters[0]
+    from_seed = all(
+        torch.equal(made, kept)
+        for layer in model.layers
+        for made, kept in zip(
+            make_bases(
+                method.init,
+                heads=first.heads,
+                rank=first.rank,
+                out_features=layer.out_features,
+                in_features=layer.in_features,
+                seed=seed,
+                layer=layer.name,
+            ),
+            bases[layer.name],
+            strict=True,
+        )
     )
+    parts = [{"ravan_H": adapter.H, "ravan_s": adapter.s} for adapter in model.adapters]
+    if not from_seed:
+        for part, (B, A) in zip(parts, bases.values(), strict=True):
+            part |= {"ravan_B": B, "ravan_A": A}
+    settings = {
+        "peft_type": "RAVAN",
+        "r": first.rank,
+        "num_heads": first.heads,
+        "init": method.init,
+        "base_seed": seed,
+        "trainable_scales": method.trains_scales,
+        "save_bases": not from_seed,
+        "base_layers": describe_bases(bases),
+    }
+    return settings, parts
 
 
 def write_merged(folder: Path, bench: Workbench) -> None:

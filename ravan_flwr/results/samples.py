@@ -2,13 +2,17 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import islice
 
 import numpy as np
+from torch import Tensor
 
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
+from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.runs.samples import SAMPLES, SampleLine, cut, sample_lines
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks.base import Sample
@@ -20,11 +24,16 @@ log = logging.getLogger(__name__)
 _AT_A_TIME = 8  # answers that are written together
 
 
-class Samples:
-    """Hold the test examples of a run that are answered."""
+class Samples(Callback):
+    """Let the model answer some test examples after each evaluation.
 
-    def __init__(self, bench: Workbench, directory: RunDirectory) -> None:
-        self._bench, self._directory = bench, directory
+    `untrained` is the state of a run that begins anew, whose answers come first.
+    """
+
+    def __init__(
+        self, bench: Workbench, directory: RunDirectory, untrained: Tensors | None
+    ) -> None:
+        self._bench, self._directory, self._untrained = bench, directory, untrained
         self._before = sample_lines(directory.path)  # of a run that goes on; checked at once
         self._goes_on = False  # with lines of this process
 
@@ -42,13 +51,23 @@ class Samples:
             )
         return found
 
-    def write(self, number: int) -> None:
-        """Add the answers of the model as it is now, after that round."""
+    def on_run_begin(self) -> None:
+        if self._untrained is not None:
+            self._write(0, self._untrained)
+
+    def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:
+        if record["metrics"]:
+            self._write(record["round"], state)
+
+    def _write(self, number: int, state: Mapping[str, Tensor]) -> None:
+        """Add the answers of the model with that state, after that round."""
         if not self._goes_on:
             kept = [line for line in self._before if line["round"] < number]
             text = "".join(json.dumps(line) + "\n" for line in kept)
             write_atomically(self._directory.path / SAMPLES, text.encode())
             self._goes_on = True
+        with self._bench.model.holding(state):
+            answers = list(self._answers())
         lines: list[SampleLine] = [
             {
                 "round": number,
@@ -57,9 +76,7 @@ class Samples:
                 "expected": cut(sample.right),
                 "answer": cut(answer),
             }
-            for place, (sample, answer) in enumerate(
-                zip(self._chosen, self._answers(), strict=True)
-            )
+            for place, (sample, answer) in enumerate(zip(self._chosen, answers, strict=True))
         ]
         self._directory.append_lines(SAMPLES, [json.dumps(line) for line in lines])
 

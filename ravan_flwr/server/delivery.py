@@ -7,11 +7,13 @@ The run is over then, and its own result is on disk: whatever a node does costs 
 import hashlib
 import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
 
 from flwr.app import ConfigRecord, Message, MessageType
 from flwr.serverapp import Grid
+from torch import Tensor
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import to_record
@@ -19,8 +21,9 @@ from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.parcel import Parcel, check_run_name, read_answer
 from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.methods.tensors import Tensors, checksum
+from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.runs.record import Delivered, Metrics, Rejection, Summary
+from ravan_flwr.runs.record import Delivered, Metrics, Rejection, RoundRecord, Summary
 from ravan_flwr.server.exchange import Exchange
 from ravan_flwr.server.inbox import in_process
 from ravan_flwr.server.ledger import Ledger
@@ -36,6 +39,33 @@ KIND = f"{MessageType.QUERY}.deliver"
 NO_PLACE = "its node config has no result-path"
 AWAY = "it was not connected when the result was delivered"
 LATER = "It can be delivered later: ravan-flwr deliver RUN SUPERLINK"
+
+
+class DeliverAtEnd(Callback):
+    """Deliver the result of a run when it has ended.
+
+    `measured` returns the metrics for the devices' model cards; `state` is that of a run without
+    a further round.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        delivery: "Delivery",
+        directory: RunDirectory,
+        state: Tensors,
+        measured: Callable[[Summary, RunDirectory], Metrics],
+    ) -> None:
+        self.grid, self.delivery, self.directory = grid, delivery, directory
+        self.state, self.measured = state, measured
+
+    def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:  # noqa: ARG002
+        self.state = dict(state)
+
+    def on_run_end(self) -> None:
+        summary = self.directory.read_summary()
+        shown = self.measured(summary, self.directory)
+        hand_out(self.grid, self.delivery, self.directory, self.state, summary, shown)
 
 
 def hand_out(

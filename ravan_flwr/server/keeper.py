@@ -3,7 +3,11 @@
 from collections.abc import Callable, Mapping
 from logging import getLogger
 
+from torch import Tensor
+
+from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.checkpoint import drop_after, save_checkpoint, save_fixed, save_own_parts
 from ravan_flwr.runs.console import Progress
 from ravan_flwr.runs.directory import RunDirectory
@@ -11,12 +15,13 @@ from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.runs.tracking import Trackers
 from ravan_flwr.runs.watch import best_round, collapse
 from ravan_flwr.server.start import Start
+from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.training.workbench import Workbench
 
 log = getLogger(__name__)
 
 
-class Keeper:
+class Keeper(Callback):
     """Write a finished round to the record, then the checkpoint, then the screen."""
 
     def __init__(
@@ -26,9 +31,10 @@ class Keeper:
         progress: Progress,
         trackers: Trackers,
         start: Start,
+        strategy: FederatedTuning,
         own_parts: Callable[[], Mapping[int, Tensors]] | None = None,
     ) -> None:
-        self.directory, self.model, self.metric = directory, bench.model, bench.task.metric
+        self.directory, self.metric, self.strategy = directory, bench.task.metric, strategy
         self.progress, self.trackers = progress, trackers
         self.records = list(start.records)
         self._own_parts = own_parts  # of the clients, where they are in this process and have some
@@ -45,19 +51,11 @@ class Keeper:
         self.go_on()
         self.directory.append_round(record)
 
-    def calibrated(self, record: RoundRecord, fixed: Tensors, state: Tensors) -> list[float]:
-        """Save what a calibration round made, and load it; return the model's new fingerprint."""
-        self._append(record)
-        save_fixed(self.directory.checkpoints, fixed)
-        save_checkpoint(self.directory.checkpoints, 0, state)
-        self.model.load_fixed(fixed)
-        self.records.append(record)
-        self.progress.calibrated(record)
-        self.trackers.round(record)
-        return self.model.derived
-
-    def round_done(self, record: RoundRecord, state: Tensors, memory: Tensors) -> None:
+    def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:
         """Save a round and its state; warn if the round has lost what was learned before."""
+        if record["round"] == 0:
+            self._save_calibration(record, state)
+            return
         if told := collapse(self.records, record, self.metric):
             record["collapsed"] = told
         self._append(record)
@@ -65,7 +63,8 @@ class Keeper:
         best = best_round(self.records, self.metric)
         if self._own_parts is not None:
             save_own_parts(self.directory.checkpoints, record["round"], self._own_parts())
-        save_checkpoint(self.directory.checkpoints, record["round"], state, memory, best)
+        memory = self.strategy.memory
+        save_checkpoint(self.directory.checkpoints, record["round"], dict(state), memory, best)
         self.progress.round(record)
         self.trackers.round(record)
         if told:
@@ -77,3 +76,13 @@ class Keeper:
                 told,
                 back,
             )
+
+    def _save_calibration(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:
+        """Save what a calibration round made."""
+        self._append(record)
+        assert self.strategy.mail.fixed is not None  # the round has made it
+        save_fixed(self.directory.checkpoints, from_record(self.strategy.mail.fixed))
+        save_checkpoint(self.directory.checkpoints, 0, dict(state))
+        self.records.append(record)
+        self.progress.calibrated(record)
+        self.trackers.round(record)

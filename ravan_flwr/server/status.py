@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import nlargest
+from pathlib import Path
 
 from ravan_flwr.messages.member import Member
-from ravan_flwr.runs.status import RunStatus
+from ravan_flwr.runs.callback import Callback
+from ravan_flwr.runs.status import RunStatus, write_status
 from ravan_flwr.server.nodes import Node
 from ravan_flwr.server.roster import Roster
 
@@ -13,6 +15,16 @@ SHARE = 0.05  # of the time, at most, for telling of single replies
 DESCRIBED = 1000  # clients, at most: a page lists fewer
 
 Tell = Callable[[RunStatus], None]
+
+
+class StatusFile(Callback):
+    """Write what a run does to its directory, for the dashboard."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_status(self, status: RunStatus) -> None:
+        write_status(self.folder, status)
 
 
 class Status:

@@ -7,7 +7,7 @@ method's. A round with fewer valid replies than `min-replies` stops the run.
 
 from collections.abc import Callable, Iterable, Sequence
 from logging import getLogger
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
@@ -19,8 +19,10 @@ from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.wire import encode
 from ravan_flwr.methods.base import Method, Tensors
 from ravan_flwr.privacy.mechanism import FIRST_NORM
+from ravan_flwr.runs.callback import Callbacks
 from ravan_flwr.runs.console import count
-from ravan_flwr.runs.record import Metrics, RoundRecord
+from ravan_flwr.runs.record import Metrics
+from ravan_flwr.runs.status import RunStatus
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
 from ravan_flwr.server.envelope import guard
@@ -39,19 +41,9 @@ from ravan_flwr.server.round import CalibrationRound, Run, TrainingRound
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.secure_round import SecureRound
 from ravan_flwr.server.state import ServerState
-from ravan_flwr.server.status import Status, Tell
+from ravan_flwr.server.status import Status
 
 log = getLogger(__name__)
-
-
-class Recorder(Protocol):
-    """Write down a finished round: to the record, to the checkpoint, to the screen."""
-
-    def calibrated(self, record: RoundRecord, fixed: Tensors, state: Tensors) -> list[float]:
-        """Record a calibration round; return the fingerprint of a model with `fixed` in it."""
-
-    def round_done(self, record: RoundRecord, state: Tensors, memory: Tensors) -> None:
-        """Record a round before the next one begins; `memory` goes into its checkpoint, too."""
 
 
 class FederatedTuning(Strategy):
@@ -61,11 +53,12 @@ class FederatedTuning(Strategy):
     `derived` is that of the model now. A run that is resumed has a `first_round` above 1, the
     method's `fixed` tensors, if its method has any, the server's `memory` (the optimiser's
     moments, the usual changes), the number of `partitions` that its nodes shared the data in, and
-    those that have `trained` before.
+    those that have `trained` before. `load_fixed` puts the tensors of a calibration into the
+    server's model, and returns its new fingerprint. `callbacks` see what the run does, and each
+    round before the next one begins.
     `measured` names the metrics that a client must report of an evaluation. `dealt_out` returns
-    the numbers of examples that clients train on, when so many of them share the data. `tell` is
-    called with what the run does whenever that changes. `limits` may end the run before its last
-    round; so may `privacy`, which is what a private run may spend.
+    the numbers of examples that clients train on, when so many of them share the data. `limits` may
+    end the run before its last round; so may `privacy`, which is what a private run may spend.
     """
 
     def __init__(
@@ -76,7 +69,7 @@ class FederatedTuning(Strategy):
         backbone: str,
         seed_fingerprint: list[float],
         derived: list[float],
-        recorder: Recorder,
+        load_fixed: Callable[[Tensors], list[float]],
         first_round: int = 1,
         fixed: Tensors | None = None,
         memory: Tensors | None = None,
@@ -84,12 +77,13 @@ class FederatedTuning(Strategy):
         trained: Iterable[int] = (),
         measured: Measures | None = None,
         dealt_out: Callable[[int], Sequence[int]] | None = None,
-        tell: Tell | None = None,
+        callbacks: Iterable[object] = (),
         limits: Iterable[Limit] = (),
         privacy: PrivacyBudget | ExampleBudget | None = None,
     ) -> None:
         self.config, self.method = config, method
-        self.recorder, self.first_round = recorder, first_round
+        self.callbacks, self.first_round = Callbacks(callbacks), first_round
+        self._load_fixed = load_fixed
         self._measured = measured or Measures()
         self._privacy = privacy
         self._limits = [*limits, *([] if privacy is None else [privacy])]
@@ -104,7 +98,7 @@ class FederatedTuning(Strategy):
         self.state = ServerState(config, derived, memory)
         self.mail = Mailbox(None if fixed is None else to_record(fixed))
         self._sampler = Sampler(config, method, self.roster)
-        self.status = Status(self.roster, tell)
+        self.status = Status(self.roster, self._on_status)
         self._run = Run(
             config, method, self.roster, self.mail, self.state, self.status, set(trained)
         )
@@ -203,7 +197,7 @@ class FederatedTuning(Strategy):
             self.status.begin("saving", number)
             for limit in self._limits:
                 limit.add(record)
-            self.recorder.round_done(record, self.state.tensors, self._memory)
+            self.callbacks.on_round_end(record, self.state.tensors)
             # 9. Recruit nodes that have come meanwhile.
             self.roster.recruit(grid)
         return result
@@ -281,7 +275,8 @@ class FederatedTuning(Strategy):
         fixed, record = round_.close(), round_.ledger.record({})
         for limit in self._limits:
             limit.add(record)
-        self.state.derived = self.recorder.calibrated(record, fixed, self.state.tensors)
+        self.state.derived = self._load_fixed(fixed)
+        self.callbacks.on_round_end(record, self.state.tensors)
         return to_record(self.state.tensors)
 
     def _ends_before(self, number: int) -> bool:
@@ -305,8 +300,12 @@ class FederatedTuning(Strategy):
             self._round = TrainingRound(number, self._run)
         return self._round
 
+    def _on_status(self, status: RunStatus) -> None:
+        """Call the callbacks of today: some of them need the strategy, and are made after it."""
+        self.callbacks.on_status(status)
+
     @property
-    def _memory(self) -> Tensors:
+    def memory(self) -> Tensors:
         """Collect what a run that goes on needs beside the tensors."""
         if not isinstance(self._privacy, PrivacyBudget):
             return self.state.memory

@@ -105,8 +105,11 @@ class AdaptedModel:
             )
         return self.method.calibration
 
-    def load_fixed(self, fixed: Tensors, expected: str = "") -> None:
-        """Take a method's fixed tensors unless the model has them; refuse another checksum."""
+    def load_fixed(self, fixed: Tensors, expected: str = "") -> list[float]:
+        """Take a method's fixed tensors unless the model has them; refuse another checksum.
+
+        Return the model's fingerprint with them.
+        """
         found = checksum(fixed)
         if expected and found != expected:
             raise ValueError(
@@ -116,6 +119,7 @@ class AdaptedModel:
         if found != self._fixed_hash:
             self.calibration.load(self.adapters, fixed)
             self._fixed_hash, self.derived = found, self._derived_fingerprint()
+        return self.derived
 
     def _derived_fingerprint(self) -> list[float]:
         """Compute numbers that agree where bases and classifier agree.

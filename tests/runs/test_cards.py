@@ -43,7 +43,7 @@ def inputs_of(kind, folder):
     return folder / "images", images[:12]
 
 
-@pytest.mark.parametrize("form", ["merged", "peft"])
+@pytest.mark.parametrize("form", ["merged", "peft", "ravan"])
 def test_the_lines_of_a_card_answer_as_the_run_does(form, run, tmp_path, monkeypatch):
     kind, directory = run
     data, examples = inputs_of(kind, tmp_path)

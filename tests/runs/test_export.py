@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageClassification
 
-from ravan_flwr import simulate
+from ravan_flwr import RavanConfig, export_run, simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.recorded import recorded_config
 from ravan_flwr.methods import METHODS
+from ravan_flwr.peft import RavanLinear
 from ravan_flwr.results.reopen import result_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.network import build_network
@@ -24,6 +25,7 @@ SHORT: dict[str, Scalar] = {
     "num-rounds": 2, "local-steps": 2, "batch-size": 8, "report": False, "tracking": "none",
     "lora-scale": 0.5,
 }  # fmt: skip
+METHODS_OF_HEADS = {"ravan", "fed-sb"}  # whose heads themselves are exported as well
 METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora"}  # no adapter holds what they change
 
 
@@ -46,8 +48,12 @@ def client_words(run):
 def exported(run, tmp_path_factory):
     """By form, the folder to which the command has exported the run."""
     folder = tmp_path_factory.mktemp("exported")
-    weights = run.summary["method"] in METHODS_OF_WEIGHTS
-    folders = {form: folder / form for form in (("merged",) if weights else ("merged", "peft"))}
+    method = run.summary["method"]
+    forms = ["merged"]
+    forms += ["peft"] * (method not in METHODS_OF_WEIGHTS) + ["ravan"] * (
+        method in METHODS_OF_HEADS
+    )
+    folders = {form: folder / form for form in forms}
     for form, path in folders.items():
         main(["export", str(run.run_dir), "--as", form, str(path), *client_words(run)])
     return folders
@@ -85,9 +91,9 @@ def test_the_exports_give_the_logits_of_the_run(run, exported):
     assert natural.is_dir() == (client_of(run) is None)
     if natural.is_dir():  # to the byte, so that it computes the same
         assert model_files(natural) == model_files(exported[form])
-    if method not in METHODS_OF_WEIGHTS:  # with another classifier
+    for form in exported.keys() - {"merged"}:  # with another classifier
         backbone = build_network(bench.config.model, bench.task, seed=99).network
-        theirs = peft.PeftModel.from_pretrained(backbone, exported["peft"])
+        theirs = peft.PeftModel.from_pretrained(backbone, exported[form])
         torch.testing.assert_close(logits_of(theirs, examples), ours, rtol=1e-4, atol=1e-4)
 
 
@@ -99,6 +105,53 @@ def test_a_method_that_changes_weights_has_no_adapter(method, tmp_path, capsys):
         main(["export", str(run.run_dir), "--as", "peft", str(tmp_path / "x")])
     assert end.value.code == 2
     assert "changes pretrained weights, which no adapter holds" in capsys.readouterr().err
+
+
+INITS = [
+    {}, {"init": "normal", "heads": 2}, {"init": "constant", "scaling": "constant"},
+    {"init": "shared-subspace", "init-scale": 0.5}, {"init": "data-aware"}, {"init": "first-round"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", INITS, ids=lambda given: given.get("init", "default"))
+def test_an_exported_adapter_has_the_runs_own_bases_and_goes_on_training(given, tmp_path):
+    """Made from the seed where the run's are, saved where they are not."""
+    settings: dict[str, Scalar] = {"output-dir": str(tmp_path / "runs"), "seed": 5, **given}
+    run = simulate(SHORT | settings, 3)
+    export_run(run.run_dir, "ravan", tmp_path / "adapter")
+    config = RavanConfig.from_pretrained(tmp_path / "adapter")
+    assert config.save_bases == bool(
+        {"init-scale"} & set(given) or given.get("init") in {"data-aware", "first-round"}
+    )
+    assert config.trainable_scales == ("scaling" not in given)
+    assert config.base_seed == 5
+    with result_of(run.run_dir) as bench:
+        (encoded,) = bench.test_sets.values()
+        examples = encoded.take(encoded.rows[:32])
+        ours = logits_of(bench.model.network, examples)
+        backbone = build_network(bench.config.model, bench.task, seed=99).network
+        theirs = peft.PeftModel.from_pretrained(backbone, tmp_path / "adapter", is_trainable=True)
+        torch.testing.assert_close(logits_of(theirs, examples), ours, rtol=1e-5, atol=1e-5)
+        layers = [module for module in theirs.modules() if isinstance(module, RavanLinear)]
+        for layer, adapter in zip(layers, bench.model.adapters, strict=True):
+            assert torch.equal(layer.ravan_B["default"], adapter.B)
+            assert torch.equal(layer.ravan_A["default"], adapter.A)
+    before = [layer.ravan_H["default"].detach().clone() for layer in layers]
+    optimizer = torch.optim.Adam([p for p in theirs.parameters() if p.requires_grad], lr=0.01)
+    theirs.train()(pixel_values=examples["pixel_values"]).logits.square().mean().backward()
+    optimizer.step()
+    for layer, old in zip(layers, before, strict=True):
+        assert not torch.equal(layer.ravan_H["default"], old)
+
+
+def test_a_method_without_heads_is_not_exported_as_ravan(tmp_path, capsys):
+    run = simulate(SHORT | {"method": "ffa-lora", "num-rounds": 1, "output-dir": str(tmp_path)}, 2)
+    with pytest.raises(SystemExit):
+        main(["export", str(run.run_dir), "--as", "ravan", str(tmp_path / "x")])
+    told = capsys.readouterr().err
+    assert "method 'ffa-lora' trains no heads between frozen bases" in told
+    assert "or --as peft; use that" in told
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_card_says_what_it_is(run, exported):

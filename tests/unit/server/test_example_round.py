@@ -78,7 +78,7 @@ def hold(nodes, rounds=2, before=None, write=None, **settings):
     budget = ExampleBudget(config, write or note, before)
     strategy = FederatedTuning(
         config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
-        recorder=notes, privacy=budget,
+        load_fixed=lambda _: DERIVED, callbacks=[notes], privacy=budget,
     )  # fmt: skip
     state = to_record(nodes.method.initial_state(nodes.adapters))
     result = strategy.start(nodes, state, num_rounds=rounds, timeout=5, evaluate_fn=lambda *_: None)

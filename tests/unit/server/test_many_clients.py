@@ -220,8 +220,8 @@ def test_late_replies_of_many_are_each_looked_for():
 
 def sizes_of_records(clients):
     nodes = Nodes(clients)
-    notes, _, _ = run(nodes, rounds=2, clients_per_round=4, evaluate_fn=lambda *_: None)
-    memory = sum(tensor.numel() for tensor in notes.memory.values())
+    notes, strategy, _ = run(nodes, rounds=2, clients_per_round=4, evaluate_fn=lambda *_: None)
+    memory = sum(tensor.numel() for tensor in strategy.memory.values())
     return [len(json.dumps(record)) for record in notes.records], memory
 
 

@@ -34,12 +34,13 @@ def hold(nodes, rounds=2, memory=None, before=None, timeout=5.0, **settings):
     budget = PrivacyBudget(config, lambda told: files.append((len(notes.states), told)), before)
     strategy = FederatedTuning(
         config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
-        recorder=notes, privacy=budget, memory=memory,
+        load_fixed=lambda _: DERIVED, callbacks=[notes], privacy=budget, memory=memory,
     )  # fmt: skip
     state = to_record(nodes.method.initial_state(nodes.adapters))
     result = strategy.start(
         nodes, state, num_rounds=rounds, timeout=timeout, evaluate_fn=lambda *_: None
     )
+    notes.memory = strategy.memory
     return notes, budget, files, result
 
 
@@ -74,7 +75,7 @@ def test_an_account_that_cannot_be_written_releases_nothing():
     notes = Notes()
     strategy = FederatedTuning(
         config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
-        recorder=notes, privacy=PrivacyBudget(config, full),
+        load_fixed=lambda _: DERIVED, callbacks=[notes], privacy=PrivacyBudget(config, full),
     )  # fmt: skip
     with pytest.raises(OSError, match="no space"):
         strategy.start(nodes, to_record(nodes.method.initial_state(nodes.adapters)), num_rounds=1)

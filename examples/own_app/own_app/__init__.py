@@ -1,0 +1,1 @@
+"""A Flower app of its own, which uses RAVAN as a library."""

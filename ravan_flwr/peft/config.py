@@ -1,0 +1,139 @@
+"""Configure RAVAN's adapter for PEFT."""
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from peft import PeftConfig
+from peft.utils import PeftType
+
+from ravan_flwr.adapters.bases import SCHEMES
+
+BIASES = ("none", "all", "ravan_only")
+
+
+@dataclass
+class RavanConfig(PeftConfig):
+    """Configure heads y = W x + b + sum_i s_i B_i H_i A_i x on linear layers, for `get_peft_model`.
+
+    H_i (r, r) and s_i are trained; W, b, B_i (out, r) and A_i (r, in) are frozen.
+    """
+
+    r: int = field(default=32, metadata={"help": "rank of each head: H_i is (r, r)"})
+    num_heads: int = field(default=4, metadata={"help": "heads in each layer"})
+    init: Literal["gram-schmidt", "normal", "constant", "shared-subspace"] = field(
+        default="gram-schmidt", metadata={"help": "how the bases B and A are made"}
+    )
+    base_seed: int = field(
+        default=0,
+        metadata={
+            "help": "seed of the bases: the same seed, layer name and `init` give the same B and A"
+        },
+    )
+    trainable_scales: bool = field(
+        default=True, metadata={"help": "train the scales s_i; otherwise they stay 1"}
+    )
+    target_modules: list[str] | str | None = field(
+        default=None,
+        metadata={
+            "help": "layers to adapt: a list of names or of their ends, a regular expression of "
+            'whole names, or "all-linear"; None takes the usual ones of the architecture'
+        },
+    )
+    exclude_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "layers to leave out, as a list or a regular expression"}
+    )
+    layers_to_transform: list[int] | int | None = field(
+        default=None,
+        metadata={"help": "numbers of the blocks to adapt; needs `target_modules` as a list"},
+    )
+    layers_pattern: list[str] | str | None = field(
+        default=None,
+        metadata={
+            "help": 'name of the list of blocks, such as "layer", where PEFT does not know it'
+        },
+    )
+    modules_to_save: list[str] | None = field(
+        default=None,
+        metadata={"help": "other modules to train and save whole, such as a new classifier"},
+    )
+    bias: Literal["none", "all", "ravan_only"] = field(
+        default="none",
+        metadata={"help": "biases to train: none, all, or those of the adapted layers"},
+    )
+    fan_in_fan_out: bool = field(
+        default=False,
+        metadata={
+            "help": "all targets keep their weight as (in, out), as GPT-2's Conv1D; a Conv1D is "
+            "recognised without it"
+        },
+    )
+    save_bases: bool = field(
+        default=False,
+        metadata={
+            "help": "save B and A in the adapter's folder, instead of making them when it is loaded"
+        },
+    )
+    base_layers: dict[str, Any] | None = field(
+        default=None,
+        metadata={
+            "help": "what the adapter was made for; written when it is saved, checked when it is "
+            "loaded"
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[no-untyped-call]
+        self.peft_type = PeftType("RAVAN")
+        for name in ("r", "num_heads"):
+            if not _is_int(number := getattr(self, name)) or number < 1:
+                raise ValueError(
+                    f"{name} = {number!r}: expected a whole number at least 1; set {name}=4, say"
+                )
+        if not _is_int(self.base_seed):
+            raise ValueError(
+                f"base_seed = {self.base_seed!r}: expected a whole number; set base_seed=0, say"
+            )
+        for name, choices in (("init", tuple(SCHEMES)), ("bias", BIASES)):
+            if (choice := getattr(self, name)) not in choices:
+                raise ValueError(
+                    f"{name} = {choice!r}: expected one of {', '.join(choices)}; choose one"
+                )
+        for name in ("layers_to_transform", "layers_pattern"):
+            if isinstance(self.target_modules, str) and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r}, and target_modules = "
+                    f"{self.target_modules!r} is a regular expression: expected target_modules as "
+                    f"a list of names; give one, or leave {name} out"
+                )
+        for name in ("target_modules", "exclude_modules"):
+            if isinstance(names := getattr(self, name), list):
+                setattr(self, name, set(names))  # as PEFT has it
+        self.adapted: dict[str, Any] | None = None  # what it has been put onto
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON takes them, with what the adapter was made for."""
+        told = asdict(self)
+        if self.adapted is not None:
+            told["base_layers"] = self.adapted
+        return {name: sorted(v) if isinstance(v, set) else v for name, v in told.items()}
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _arguments() -> str:
+    """Describe each field of RAVAN's own by its type, default and help."""
+    return "".join(
+        f"    {one.name} ({_type_name(one.type)}, default {one.default!r}): "
+        f"{one.metadata['help']}.\n"
+        for one in fields(RavanConfig)
+        if one.name in RavanConfig.__annotations__
+    )
+
+
+def _type_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+
+
+RavanConfig.__doc__ = f"{RavanConfig.__doc__}\nArgs:\n{_arguments()}"

@@ -1,0 +1,271 @@
+"""Add RAVAN's heads to a linear layer, under PEFT's conventions.
+
+The arithmetic, and the choice between its two forms, is that of `MultiHeadLinear`
+(adapters/multihead.py). Here is what PEFT wants around it: adapters by name, merging, state dicts.
+"""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ravan_flwr.adapters.bases import make_bases
+from ravan_flwr.adapters.multihead import Heads, multihead_linear, side_by_side
+from ravan_flwr.adapters.quantize import dense_weight, requantize
+from ravan_flwr.adapters.stored import StoredLinear
+from ravan_flwr.peft.config import RavanConfig
+
+PLAIN = (nn.Linear, StoredLinear, Conv1D)  # these compute W x + b, and nothing else
+
+
+class RavanLinear(nn.Module, BaseTunerLayer):
+    """Compute W x + b + sum_i s_i B_i H_i A_i x of the active adapters.
+
+    Args:
+        base_layer: a `Linear`, quantised by bitsandbytes or not, or a `Conv1D`, of `out` x `in`.
+        adapter_name: the first adapter's name.
+        layer_name: the layer's name in the model, by which its bases are made.
+        config: the first adapter's configuration.
+
+    Attributes:
+        ravan_H: the cores (heads, r, r) by adapter, zero at first; trained.
+        ravan_s: the scales (heads,) by adapter, one at first; trained unless the configuration says
+            otherwise.
+        ravan_B: the frozen bases B_i (heads, out, r) by adapter.
+        ravan_A: the frozen bases A_i (heads, r, in) by adapter.
+    """
+
+    adapter_layer_names = ("ravan_H", "ravan_s")
+    other_param_names = ("ravan_B", "ravan_A", "constant_scales")
+
+    def __init__(
+        self, base_layer: nn.Module, adapter_name: str, layer_name: str, config: RavanConfig
+    ) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        base: Any = self.get_base_layer()
+        if isinstance(base, Conv1D):
+            self.in_features, self.out_features = base.weight.shape
+        elif not isinstance(base, nn.Linear):
+            raise ValueError(
+                f"layer {layer_name}: got a {type(base).__name__}, expected a Linear or a Conv1D; "
+                "leave it out of target_modules, or name it in exclude_modules"
+            )
+        elif config.fan_in_fan_out:
+            raise ValueError(
+                f"layer {layer_name}: got a Linear with fan_in_fan_out=True, expected a Conv1D; "
+                "leave fan_in_fan_out out"
+            )
+        else:
+            self.in_features, self.out_features = base.in_features, base.out_features
+        self.ravan_H = nn.ParameterDict()
+        self.ravan_s = nn.ParameterDict()
+        self.ravan_B = _Frozen()
+        self.ravan_A = _Frozen()
+        self.constant_scales: dict[str, bool] = {}
+        self.merged_adapters: list[str] = []
+        self._unmerged: list[Any] = []
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, layer_name, config)
+
+    def update_layer(self, adapter_name: str, layer_name: str, config: RavanConfig) -> None:
+        """Add an adapter that changes nothing yet.
+
+        Args:
+            adapter_name: the adapter's name.
+            layer_name: the layer's name in the model.
+            config: the adapter's configuration.
+        """
+        self._check_sizes(layer_name, config)
+        heads, rank = config.num_heads, config.r
+        B, A = make_bases(
+            config.init,
+            heads=heads,
+            rank=rank,
+            out_features=self.out_features,
+            in_features=self.in_features,
+            seed=config.base_seed,
+            layer=layer_name,
+        )
+        device = self._weight().device
+        if device.type == "meta":
+            device = B.device  # they are no part of what is loaded later
+        # B_i side by side, as the forward pass takes them, seen as (heads, out, r).
+        B = side_by_side(B).to(device).view(-1, heads, rank).transpose(0, 1)
+        self.ravan_B.put(adapter_name, B, saved=config.save_bases)
+        self.ravan_A.put(adapter_name, A.to(device), saved=config.save_bases)
+        self.ravan_H[adapter_name] = nn.Parameter(torch.zeros(heads, rank, rank))
+        self.ravan_s[adapter_name] = nn.Parameter(torch.ones(heads))
+        self.constant_scales[adapter_name] = not config.trainable_scales
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def _check_sizes(self, layer_name: str, config: RavanConfig) -> None:
+        out, in_ = self.out_features, self.in_features
+        told = f"layer {layer_name} is {out} x {in_}"
+        if config.r > min(out, in_):
+            raise ValueError(
+                f"r = {config.r}: {told}, so expected at most {min(out, in_)}; lower r, or name "
+                "the layer in exclude_modules"
+            )
+        if config.num_heads * config.r**2 > out * in_:
+            raise ValueError(
+                f"num_heads = {config.num_heads}: heads of r = {config.r} would have more numbers "
+                f"than {told} has, so expected at most {out * in_ // config.r**2}; lower num_heads "
+                "or r, or name the layer in exclude_modules"
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the layer's output.
+
+        Args:
+            x: the input, (..., in).
+
+        Returns:
+            The output, (..., out).
+        """
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        active = [name for name in self.active_adapters if name in self.ravan_H]
+        if self.disable_adapters or self.merged or not active:
+            y: Tensor = self.base_layer(x)
+            return y
+        form = "auto" if self._is_plain() else "factored"
+        adapters = [self._heads(name) for name in active]
+        return multihead_linear(x, self.base_layer, self._weight(), adapters, form)
+
+    def _heads(self, adapter: str) -> Heads:
+        return Heads(
+            side_by_side(self.ravan_B[adapter]),
+            self.ravan_A[adapter].flatten(0, 1),
+            self.ravan_H[adapter],
+            self.ravan_s[adapter],
+        )
+
+    def _weight(self) -> Tensor:
+        """View the frozen weight as (out, in)."""
+        base: Any = self.get_base_layer()
+        weight: Tensor = base.weight
+        return weight.T if isinstance(base, Conv1D) else weight
+
+    def _is_plain(self) -> bool:
+        """Tell whether the frozen layer's weight may be used without calling the layer."""
+        base = self.base_layer
+        hooked = base._forward_hooks or base._forward_pre_hooks or "forward" in vars(base)
+        return type(base) in PLAIN and not hooked
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """Compute what an adapter adds to the frozen weight.
+
+        Args:
+            adapter: the adapter's name.
+
+        Returns:
+            sum_i s_i B_i H_i A_i in the form of the weight: (out, in), or (in, out) of a `Conv1D`.
+        """
+        if adapter not in self.ravan_H:
+            raise ValueError(
+                f"adapter {adapter!r}: expected one of {', '.join(self.ravan_H)}; add it first"
+            )
+        with torch.no_grad():
+            B, A, H, s, _ = self._heads(adapter)
+            delta = Heads(B.float(), A.float(), H.float(), s.float()).delta_weight()
+        return delta.T if isinstance(self.get_base_layer(), Conv1D) else delta
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add adapters to the frozen weight, which is kept until `unmerge`.
+
+        Args:
+            safe_merge: raise ValueError, and merge nothing, if the sum is not finite.
+            adapter_names: the adapters; the active ones if None.
+        """
+        base: Any = self.get_base_layer()
+        for adapter in check_adapters_to_merge(self, adapter_names):
+            if adapter not in self.ravan_H:
+                continue
+            old = dense_weight(base)
+            merged = (old.float() + self.get_delta_weight(adapter)).to(old.dtype)
+            if safe_merge and not torch.isfinite(merged).all():
+                raise ValueError(
+                    f"adapter {adapter!r}: the merged weight has values that are not finite, "
+                    "expected finite ones; load an adapter that is not broken"
+                )
+            if not self.merged:
+                # Of a quantised layer, bitsandbytes keeps a part in `state`.
+                state = copy.copy(getattr(base, "state", None))
+                self._unmerged = [base.weight, base.weight.data, state]
+            if base.weight.is_floating_point():
+                base.weight.data = merged
+            else:
+                requantize(base, merged)
+            self.merged_adapters.append(adapter)
+
+    def unmerge(self) -> None:
+        """Give the layer its frozen weight back, to the bit."""
+        if not self.merged:
+            warnings.warn("no adapter is merged: nothing to unmerge", stacklevel=2)
+            return
+        base: Any = self.get_base_layer()
+        device = base.weight.device
+        base.weight, data, state = self._unmerged
+        base.weight.data = data.to(device)
+        if state is not None:
+            base.state = state
+        self._unmerged = []
+        self.merged_adapters = []
+
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
+        """Choose the active adapters, and train them alone; see PEFT's `BaseTunerLayer`."""
+        super().set_adapter(adapter_names, inference_mode)
+        self._hold_scales()
+
+    def set_requires_grad(self, adapter_names: Any, requires_grad: bool = True) -> None:
+        """Train some adapters or not; see PEFT's `BaseTunerLayer`."""
+        super().set_requires_grad(adapter_names, requires_grad)
+        self._hold_scales()
+
+    def _hold_scales(self) -> None:
+        for name, constant in self.constant_scales.items():
+            if constant and name in self.ravan_s:
+                self.ravan_s[name].requires_grad_(False)
+
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:  # noqa: ARG002
+        """Tell PEFT that an adapter adds to the weight, as LoRA does."""
+        return True
+
+    def __repr__(self) -> str:
+        return "ravan." + super().__repr__()
+
+
+class _Frozen(nn.Module):
+    """Hold frozen tensors by adapter, saved with it or not."""
+
+    def put(self, adapter: str, tensor: Tensor, *, saved: bool) -> None:
+        if adapter in self._buffers:
+            del self[adapter]
+        self.register_buffer(adapter, tensor, persistent=saved)
+
+    def keys(self) -> Iterator[str]:
+        return iter(self._buffers)
+
+    def __contains__(self, adapter: object) -> bool:
+        return adapter in self._buffers
+
+    def __getitem__(self, adapter: str) -> Tensor:
+        tensor = self._buffers[adapter]
+        assert tensor is not None
+        return tensor
+
+    def __delitem__(self, adapter: str) -> None:
+        delattr(self, adapter)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._buffers:
+            if (key := prefix + name) in destination:
+                destination[key] = destination[key].contiguous()  # as safetensors wants it

@@ -1,0 +1,120 @@
+"""Put RAVAN's heads into a model, for PEFT."""
+
+import math
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTuner
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ravan_flwr.adapters.attach import TARGETS
+from ravan_flwr.adapters.bases import describe_bases
+from ravan_flwr.peft.layer import RavanLinear
+
+
+class RavanModel(BaseTuner):
+    """Adapt a model by RAVAN's heads; `get_peft_model(model, RavanConfig(...))` makes one.
+
+    Args:
+        model: the model to adapt.
+        config: the configuration, or a dict of them by adapter.
+        adapter_name: the adapter's name, "default" from `get_peft_model`.
+
+    Attributes:
+        model: the adapted model.
+        peft_config: the configurations by adapter.
+    """
+
+    prefix = "ravan_"
+    tuner_layer_cls = RavanLinear
+    target_module_mapping = {  # noqa: RUF012 (PEFT declares it otherwise)
+        **{k: list(v) for k, v in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.items()},
+        **{kind: list(targets) for kind, targets in TARGETS.items()},
+    }
+
+    def inject_adapter(
+        self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Add an adapter to every target; see PEFT's `BaseTuner`."""
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        _check_base(model, adapter_name, self.peft_config[adapter_name])
+
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        targets = peft_config.target_modules
+        if isinstance(targets, str) and targets.lower() == "all-linear":
+            return
+        names = [name for name, _ in model.named_modules()]
+        if any(self._check_target_module_exists(peft_config, name) for name in names):
+            return
+        given = {"target_modules": sorted(targets) if isinstance(targets, set) else targets}
+        for option in ("exclude_modules", "layers_to_transform", "layers_pattern"):
+            if (value := getattr(peft_config, option)) is not None:
+                given[option] = sorted(value) if isinstance(value, set) else value
+        told = ", ".join(f"{name} = {value!r}" for name, value in given.items())
+        linear = (nn.Linear, Conv1D, RavanLinear)
+        ends = {
+            n.rpartition(".")[2]: None for n, m in model.named_modules() if isinstance(m, linear)
+        }
+        raise ValueError(
+            f"no layer of this {type(model).__name__} to adapt: got {told}, expected the ends of "
+            f"names of linear layers, such as {', '.join(ends) or 'none here'}, a regular "
+            "expression of whole names, or 'all-linear'; change target_modules"
+        )
+
+    def _create_and_replace(
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,  # noqa: ARG002 (of tuners that adapt single parameters)
+    ) -> None:
+        layer_name = current_key.removeprefix("_orig_mod.")  # of a compiled model
+        if isinstance(target, RavanLinear):
+            target.update_layer(adapter_name, layer_name, peft_config)
+            return
+        layer = RavanLinear(target, adapter_name, layer_name, peft_config)
+        if adapter_name not in self.active_adapters:
+            layer.requires_grad_(False)
+        self._replace_module(parent, target_name, layer, target)
+
+
+def _check_base(model: nn.Module, adapter: str, config: Any) -> None:
+    """Raise ValueError if a loaded adapter was made for other layers, or with other bases."""
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, RavanLinear) and adapter in module.ravan_H
+    }
+    found = config.adapted = describe_bases(
+        {n: (layer.ravan_B[adapter], layer.ravan_A[adapter]) for n, layer in layers.items()}
+    )
+    if (made_for := config.base_layers) is None:
+        return
+    if any(found[what] != made_for[what] for what in ("first", "sizes")):
+        raise ValueError(
+            f"adapter {adapter!r}: got a {type(model).__name__} whose targets are {_words(found)}, "
+            f"expected {_words(made_for)}; load the model that the adapter was trained on, "
+            f"{config.base_model_name_or_path or 'of which the adapter has no name'}"
+        )
+    same = all(
+        math.isclose(got, expected, rel_tol=1e-4, abs_tol=1e-4)
+        for got, expected in zip(found["sums"], made_for["sums"], strict=True)
+    )
+    if not same and not config.save_bases:
+        raise ValueError(
+            f"adapter {adapter!r}: torch {torch.__version__} makes bases that sum up to "
+            f"{found['sums']}, expected {made_for['sums']} as when the adapter was saved; load it "
+            "with the torch that it was trained with, and save it from there with save_bases=True"
+        )
+
+
+def _words(layers: dict[str, Any]) -> str:
+    counts = " and ".join(
+        f"{number} layers of {sides}" for sides, number in layers["sizes"].items()
+    )
+    return f"{counts}, the first of them {layers['first']}"

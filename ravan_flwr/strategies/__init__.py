@@ -1,0 +1,38 @@
+"""Flower strategies for RAVAN and its baselines, and what their clients need (docs/library.md).
+
+RavanStrategy, FedSBStrategy        over the arrays of a PEFT model with RavanConfig
+FedExLoraStrategy, FFALoraStrategy, HetLoraStrategy, FlexLoraStrategy, RaFLoraStrategy,
+FedSVDStrategy, FedRotLoraStrategy, LoraFairStrategy    over those of one with LoraConfig
+
+load_arrays, choose, collect_arrays, restore            a client's round
+"""
+
+from ravan_flwr.strategies.client import choose, collect_arrays, load_arrays, restore
+from ravan_flwr.strategies.lora import (
+    FedExLoraStrategy,
+    FedRotLoraStrategy,
+    FedSVDStrategy,
+    FFALoraStrategy,
+    FlexLoraStrategy,
+    HetLoraStrategy,
+    LoraFairStrategy,
+    RaFLoraStrategy,
+)
+from ravan_flwr.strategies.ravan import FedSBStrategy, RavanStrategy
+
+__all__ = [
+    "FFALoraStrategy",
+    "FedExLoraStrategy",
+    "FedRotLoraStrategy",
+    "FedSBStrategy",
+    "FedSVDStrategy",
+    "FlexLoraStrategy",
+    "HetLoraStrategy",
+    "LoraFairStrategy",
+    "RaFLoraStrategy",
+    "RavanStrategy",
+    "choose",
+    "collect_arrays",
+    "load_arrays",
+    "restore",
+]

@@ -1,0 +1,309 @@
+"""Take part with a PEFT model and any training loop: load, choose, train, collect, restore.
+
+    load_arrays(model, arrays)              the global arrays, as the strategy sent them
+    choose(model, 0.5, score="weight")      what half of the budget trains
+    ... your loop, or Trainer.train() ...   over the parameters that require gradients
+    reply = collect_arrays(model)           what the strategy expects
+    restore(model)                          the model as it was built, for the next client
+
+What is not chosen stays in the forward pass as a constant: it has neither a gradient nor an
+optimiser's state, and no weight decay moves it. So make the optimiser after `choose`. For that a
+chosen parameter is parametrised (torch.nn.utils.parametrize), which `restore` undoes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ravan_flwr.adapters.quantize import weight_norm
+from ravan_flwr.methods.budgets import affordable
+from ravan_flwr.methods.selection import best_heads
+from ravan_flwr.strategies.lora import RESIDUAL, RESIDUAL_RANK
+from ravan_flwr.strategies.ravan import BASES, HEADS
+
+SCORES = ("random", "weight", "gradient")
+_KEPT = "_pretrained_weight"  # of a layer to whose weight a residual was added
+
+
+def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
+    """Put the global arrays into the active adapter of a PEFT model.
+
+    Scales that are not among them become one. What FedEx-LoRA adds to the weights is added, until
+    `restore`. ValueError if an array is missing, unknown or of another shape; the model has not
+    changed then.
+
+    Args:
+        model: What `get_peft_model` returned.
+        arrays: The message's record, by the names of `get_peft_model_state_dict`.
+    """
+    restore(model)
+    tensors = {name: torch.from_numpy(array.numpy()) for name, array in arrays.items()}
+    tensors.pop(RESIDUAL_RANK, None)
+    added = {name: tensors.pop(name) for name in list(tensors) if _part(name) in RESIDUAL}
+    own = _adapter(model)
+    for name in [*own, *tensors]:
+        if name not in tensors and _part(name) in ("ravan_s", *BASES):
+            continue
+        got, expected = (tuple(x[name].shape) if name in x else None for x in (tensors, own))
+        if got != expected:
+            raise ValueError(
+                f"array {name!r}: got {_described(got)}, the model expects {_described(expected)}; "
+                "build the model as the server does, with the same configuration of PEFT"
+            )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if name in tensors:
+                tensor.copy_(tensors[name])
+            elif _part(name) == "ravan_s":
+                tensor.fill_(1.0)
+        for name, layer in _layers(model, "lora_A"):
+            _add(layer, _residual(added, name), _active(model))
+
+
+def choose(
+    model: nn.Module,
+    fraction: float,
+    score: str = "random",
+    *,
+    selection: str = "layer",
+    generator: torch.Generator | None = None,
+    backward: Callable[[], object] | None = None,
+) -> dict[str, list[int]]:
+    """Train from now on what a budget fraction pays for: some heads, or the first ranks of a LoRA.
+
+    Args:
+        model: What `get_peft_model` returned, with the global arrays in it.
+        fraction: The client's budget, above 0 and at most 1: floor(fraction * heads) heads or
+            floor(fraction * r) ranks of each layer, at least one.
+        score: Which heads come first. "random"; "weight": those that have changed their layer
+            most; "gradient": those along which the loss falls fastest.
+        selection: "layer": so many heads in each layer. "global": so many on average, the best of
+            all layers.
+        generator: Of random scores, and of ties; PyTorch's own if left out.
+        backward: Runs one mini-batch forward and backward, for `score="gradient"`.
+
+    Returns:
+        By layer the chosen heads, or ranks.
+    """
+    if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+        raise ValueError(
+            f"fraction = {fraction!r}: expected a number above 0 and at most 1, the part of the "
+            "adapter that this client trains; pass 0.5 for half of it, say"
+        )
+    _one_of("score", score, SCORES)
+    _one_of("selection", selection, ("layer", "global"))
+    if score == "gradient" and backward is None:
+        raise ValueError(
+            "backward = None: score='gradient' expects a function that runs one mini-batch forward "
+            "and backward; pass backward=lambda: model(**batch).loss.backward(), say"
+        )
+    restore(model)
+    chosen: dict[str, list[int]] = {}
+    adapter = _active(model)
+    with_heads = _layers(model, "ravan_H")
+    if with_heads:
+        number = affordable(fraction, len(with_heads[0][1].ravan_H[adapter]))
+        scores = _scores(score, model, with_heads, generator, backward)
+        best = best_heads(scores, number, selection, generator)
+        for (name, layer), heads in zip(with_heads, best, strict=True):
+            chosen[name] = heads
+            for parameters in (layer.ravan_H, layer.ravan_s):
+                _train_rows(parameters, adapter, heads, keep=True)
+    for name, layer in _layers(model, "lora_A"):
+        A, B = layer.lora_A[adapter], layer.lora_B[adapter]
+        chosen[name] = list(range(affordable(fraction, len(A.weight))))
+        _train_rows(A, "weight", chosen[name], keep=False)
+        _train_rows(B, "weight", chosen[name], keep=False, dim=1)
+    return chosen
+
+
+def collect_arrays(model: nn.Module) -> ArrayRecord:
+    """Return what a client sends: the trained part of the active adapter, in float32.
+
+    Of a layer with heads the products s_i H_i, (selected, r, r), and which heads they are,
+    (selected,). Of a LoRA the factors that are trained, (r, in) and (out, r), of the chosen ranks.
+    Everything else of the adapter whole, such as `modules_to_save`.
+    """
+    adapter = _active(model)
+    arrays = {k: t for k, t in _adapter(model).items() if _part(k) not in ("ravan_s", *BASES)}
+    for name, layer in _layers(model, "ravan_H"):
+        index = _index(layer.ravan_H, adapter, len(layer.ravan_H[adapter]))
+        products = layer.ravan_s[adapter][:, None, None] * layer.ravan_H[adapter]
+        arrays[f"{name}.ravan_H"], arrays[f"{name}.{HEADS}"] = products[index], index
+    for name, layer in _layers(model, "lora_A"):
+        for part, dim in (("lora_A", 0), ("lora_B", 1)):
+            factor = getattr(layer, part)[adapter]
+            index = _index(factor, "weight", factor.weight.shape[dim])
+            arrays[f"{name}.{part}.weight"] = factor.weight.index_select(dim, index)
+            if not factor.weight.requires_grad:
+                del arrays[f"{name}.{part}.weight"]
+    return ArrayRecord({name: _plain(tensor) for name, tensor in arrays.items()})
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `choose`, and take away what `load_arrays` added to the pretrained weights.
+
+    The adapter keeps its values, and all of it is trained again that was before `choose`.
+    """
+    for module, name in list(_chosen(model)):
+        parametrize.remove_parametrizations(module, name)
+        getattr(module, name).grad = None  # it had the shape of what was chosen
+    for module in model.modules():
+        if hasattr(module, _KEPT):
+            module.weight.data = getattr(module, _KEPT)
+            delattr(module, _KEPT)
+
+
+class _Rows(nn.Module):
+    """Show chosen rows of a tensor as its parameter, and the others as constants."""
+
+    index: Tensor
+    others: Tensor
+
+    def __init__(self, whole: Tensor, rows: list[int], *, keep: bool, dim: int) -> None:
+        super().__init__()
+        others = whole.detach().clone() if keep else torch.zeros_like(whole)
+        index = torch.tensor(rows, dtype=torch.long, device=whole.device)
+        self.register_buffer("others", others, persistent=False)
+        self.register_buffer("index", index, persistent=False)
+        self.dim = dim
+
+    def forward(self, trained: Tensor) -> Tensor:
+        return self.others.index_copy(self.dim, self.index, trained)
+
+    def right_inverse(self, whole: Tensor) -> Tensor:
+        return whole.index_select(self.dim, self.index)
+
+
+def _train_rows(module: nn.Module, name: str, rows: list[int], *, keep: bool, dim: int = 0) -> None:
+    whole = module.get_parameter(name)
+    whole.grad = None
+    if len(rows) < whole.shape[dim]:
+        chosen = _Rows(whole, rows, keep=keep, dim=dim)
+        parametrize.register_parametrization(module, name, chosen)
+
+
+def _chosen(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Find the tensors of which rows were chosen."""
+    for module in model.modules():
+        if parametrize.is_parametrized(module):
+            for name, made in module.parametrizations.items():  # type: ignore[operator,union-attr]
+                if isinstance(made[0], _Rows):
+                    yield module, name
+
+
+def _index(module: nn.Module, name: str, number: int) -> Tensor:
+    """Return the chosen rows of a tensor, or all of that number."""
+    if parametrize.is_parametrized(module, name):
+        made: Any = module.parametrizations
+        found: Tensor = made[name][0].index
+        return found
+    return torch.arange(number, device=next(module.parameters()).device)
+
+
+def _active(model: nn.Module) -> str:
+    """Return the name of the adapter in use; ValueError if it is no PEFT model, or has several."""
+    name = getattr(model, "active_adapter", None)
+    if not isinstance(name, str):
+        raise ValueError(
+            f"model: got a {type(model).__name__} with the active adapter {name!r}, expected a "
+            "model of PEFT with one; make it with get_peft_model"
+        )
+    return name
+
+
+def _layers(model: nn.Module, attribute: str) -> list[tuple[str, Any]]:
+    """Find the adapted layers that have such tensors of the active adapter."""
+    adapter = _active(model)
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if adapter in getattr(module, attribute, ())
+    ]
+
+
+def _adapter(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of the active adapter, whole, which share their memory with the model."""
+    from peft import get_peft_model_state_dict  # noqa: PLC0415 (only clients with PEFT need it)
+
+    state = {k: t for k, t in model.state_dict().items() if ".parametrizations." not in k}
+    paths = {module: path for path, module in model.named_modules()}
+    for module, name in _chosen(model):
+        state[f"{paths[module]}.{name}"] = getattr(module, name).detach()
+    return dict(
+        get_peft_model_state_dict(
+            model, state_dict=state, adapter_name=_active(model), save_embedding_layers=False
+        )
+    )
+
+
+def _scores(
+    score: str,
+    model: nn.Module,
+    layers: list[tuple[str, Any]],
+    generator: torch.Generator | None,
+    backward: Callable[[], object] | None,
+) -> Tensor:
+    """Score the heads, (layers, heads), the higher the better."""
+    Hs = [layer.ravan_H[_active(model)] for _, layer in layers]
+    if score == "random":
+        return torch.rand(len(layers), len(Hs[0]), generator=generator)
+    if score == "weight":
+        norms = [
+            H.detach().norm(dim=(1, 2)) / weight_norm(layer.get_base_layer())
+            for H, (_, layer) in zip(Hs, layers, strict=True)
+        ]
+    else:
+        assert backward is not None
+        model.zero_grad()
+        backward()
+        norms = [H.grad.norm(dim=(1, 2)) for H in Hs]
+        model.zero_grad()
+    return torch.stack(norms).cpu()
+
+
+def _residual(added: Mapping[str, Tensor], layer: str) -> Tensor | None:
+    """Return what is to be added to a layer's weight, (out, in)."""
+    B, A, dense = (added.get(f"{layer}.{part}") for part in RESIDUAL)
+    return B @ A if B is not None and A is not None else dense
+
+
+def _add(layer: Any, residual: Tensor | None, adapter: str) -> None:
+    """Add that to the pretrained weight of a layer, times its LoRA's scaling."""
+    if residual is None:
+        return
+    base = layer.get_base_layer()
+    if not base.weight.is_floating_point():
+        raise ValueError(
+            f"arrays: got what FedEx-LoRA adds to a weight, and a weight of {base.weight.dtype}, "
+            "expected floating point; load the backbone without quantisation"
+        )
+    setattr(base, _KEPT, base.weight.data)
+    change = layer.scaling[adapter] * (residual.mT if layer.fan_in_fan_out else residual)
+    base.weight.data = base.weight.data + change.to(base.weight)
+
+
+def _part(name: str) -> str:
+    """Return the last part of an array's name."""
+    return name.rpartition(".")[2]
+
+
+def _described(shape: tuple[int, ...] | None) -> str:
+    return "none" if shape is None else f"shape {shape}"
+
+
+def _one_of(what: str, got: str, choices: tuple[str, ...]) -> None:
+    if got not in choices:
+        raise ValueError(
+            f"{what} = {got!r}: expected one of {', '.join(choices)}; pass {what}={choices[0]!r}"
+        )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the CPU, in float32 unless it has whole numbers."""
+    copied = tensor.detach().cpu().contiguous()
+    return copied.float() if copied.is_floating_point() else copied

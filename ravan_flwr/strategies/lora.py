@@ -1,0 +1,219 @@
+"""Aggregate PEFT's LoRA by the baselines' rules.
+
+Global arrays of a layer: `<layer>.lora_A.weight` (r, in) and `<layer>.lora_B.weight` (out, r). A
+reply has those that the method's clients train, of the first ranks that the client's budget pays
+for where the method lets ranks differ. FedEx-LoRA's arrays have also what was added to the weight:
+`<layer>.residual_B` (out, k) and `<layer>.residual_A` (k, in), or `<layer>.residual` (out, in) from
+the round on in which that is smaller. A client adds it, times its LoRA's scaling.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ravan_flwr.adapters import Layer
+from ravan_flwr.messages.plain_text import shown
+from ravan_flwr.methods import get_method
+from ravan_flwr.methods.base import Settings, Tensors
+from ravan_flwr.methods.lora import LoraMethod
+from ravan_flwr.methods.residual import ResidualLora
+from ravan_flwr.methods.tensors import flatten
+from ravan_flwr.strategies.base import MethodStrategy
+
+RESIDUAL_RANK = "residual_rank"  # of all that was added so far
+RESIDUAL = ("residual_B", "residual_A", "residual")
+
+
+class LoraArrays:
+    """Translate the arrays of PEFT's LoRA."""
+
+    method: LoraMethod
+
+    def __init__(
+        self, arrays: Tensors, method: str, *, seed: int, server_round: int, fixed: str = ""
+    ) -> None:
+        ending = ".lora_A.weight"
+        self.layers = [name.removesuffix(ending) for name in arrays if name.endswith(ending)]
+        if not self.layers:
+            raise ValueError(
+                f"initial_arrays: no name ends in {ending} among {shown(list(arrays))}, expected "
+                "those of a model with LoraConfig; pass "
+                "ArrayRecord(get_peft_model_state_dict(model))"
+            )
+        Bs, As = ([_factor(arrays, layer, name) for layer in self.layers] for name in "BA")
+        rank = self.rank = len(As[0])
+        for layer, B, A in zip(self.layers, Bs, As, strict=True):
+            if A.ndim != 2 or B.ndim != 2 or len(A) != rank or B.shape[1] != rank:
+                raise ValueError(
+                    f"initial_arrays: {layer} has lora_A {tuple(A.shape)} and lora_B "
+                    f"{tuple(B.shape)}, expected (r, in) and (out, r) with r = {rank} in every "
+                    "layer; leave rank_pattern out, and adapt linear layers only"
+                )
+        sides = [
+            Layer(layer, len(B), A.shape[1])
+            for layer, B, A in zip(self.layers, Bs, As, strict=True)
+        ]
+        made = get_method(method)(Settings(seed=seed, rank=rank), sides, 0).in_round(server_round)
+        assert isinstance(made, LoraMethod)
+        self.method = made
+        self.trained = [name for name in "BA" if name in made.upload_shapes(1.0)]
+        parts = ("lora_A.weight", "lora_B.weight", *RESIDUAL)
+        of_layers = {f"{layer}.{part}" for layer in self.layers for part in parts}
+        self.names = frozenset({*of_layers, RESIDUAL_RANK})
+        self.fixed = frozenset(f"{layer}.lora_{n}.weight" for layer in self.layers for n in fixed)
+        self._factors = made.pack(Bs, As)
+        self.state = {name: flat for name, flat in self._factors.items() if name not in fixed}
+        if isinstance(made, ResidualLora):
+            self.state |= self._residual(made, arrays)
+
+    def _residual(self, method: ResidualLora, arrays: Tensors) -> Tensors:
+        """Read what was added to the weights so far."""
+        if RESIDUAL_RANK not in arrays:
+            return method.no_residual()
+        there = (f"{layer}.{part}" for layer in self.layers for part in RESIDUAL)
+        rank = arrays[RESIDUAL_RANK].to(torch.int32)
+        return {
+            "residual": flatten([arrays[name] for name in there if name in arrays]),
+            "residual-rank": rank,
+        }
+
+    def read(self, upload: Tensors) -> tuple[Tensors, float]:
+        """Return the factors that the method's clients train, in one tensor each."""
+        rank = self._rank_of(upload)
+        parts: dict[str, list[Tensor]] = {name: [] for name in self.trained}
+        for layer in self.method.layers:
+            sides = {"B": (layer.out_features, rank), "A": (rank, layer.in_features)}
+            for name, factors in parts.items():
+                factor = _factor(upload, layer.name, name)
+                if factor.dtype != torch.float32 or factor.shape != sides[name]:
+                    raise ValueError(
+                        f"array '{layer.name}.lora_{name}.weight' is {factor.dtype} "
+                        f"{tuple(factor.shape)}, expected torch.float32 {sides[name]}"
+                    )
+                factors.append(factor)
+        extra = sorted(upload.keys() - {f"{x}.lora_{n}.weight" for x in self.layers for n in parts})
+        if extra:
+            raise ValueError(
+                f"array {extra[0]!r} is no part of a reply, expected "
+                f"{' and '.join(f'lora_{name}' for name in parts)} alone; freeze it on the clients"
+            )
+        return {name: flatten(factors) for name, factors in parts.items()}, rank / self.rank
+
+    def _rank_of(self, upload: Tensors) -> int:
+        """Return the rank of a reply; ValueError if the method has no room for it."""
+        rank = _factor(upload, self.layers[0], "B").shape[-1]
+        least = self.rank if self.method.parts is None else 1
+        if not least <= rank <= self.rank:
+            raise ValueError(
+                f"its LoRA has rank {rank}, expected {self.rank}"
+                if least == self.rank
+                else f"its LoRA has rank {rank}, expected 1 to {self.rank}"
+            )
+        return int(rank)
+
+    def write(self, state: Tensors) -> Tensors:
+        """Return the factors of every layer, and what was added to its weight."""
+        factors = dict(zip("BA", self.method.split(self._factors | state), strict=True))
+        arrays = {
+            f"{layer}.lora_{name}.weight": factor
+            for name in "BA"
+            if name in state
+            for layer, factor in zip(self.layers, factors[name], strict=True)
+        }
+        if isinstance(self.method, ResidualLora) and int(state["residual-rank"]):
+            arrays[RESIDUAL_RANK] = state["residual-rank"]
+            for layer, residual in zip(self.layers, self.method.residuals(state), strict=True):
+                names = RESIDUAL[:2] if len(residual.parts) == 2 else RESIDUAL[2:]
+                arrays |= {
+                    f"{layer}.{name}": p for name, p in zip(names, residual.parts, strict=True)
+                }
+        return arrays
+
+
+def _factor(arrays: Tensors, layer: str, name: str) -> Tensor:
+    """Return a factor of a layer; ValueError if it is not there."""
+    if f"{layer}.lora_{name}.weight" not in arrays:
+        raise ValueError(f"array '{layer}.lora_{name}.weight' is missing")
+    return arrays[f"{layer}.lora_{name}.weight"]
+
+
+class LoraStrategy(MethodStrategy):
+    """Aggregate PEFT's LoRA by a baseline's rule. Subclasses name the method.
+
+    FedIT has no strategy here: it is Flower's `FedAvg` over the same arrays.
+
+    Args:
+        **how: The arguments of `MethodStrategy`, and those of `FedAvg`.
+    """
+
+    fixed: ClassVar[str] = ""  # the factor that travels and is never trained
+
+    def translate(self, arrays: Tensors, server_round: int) -> LoraArrays:
+        return LoraArrays(
+            arrays, self.method, seed=self.seed, server_round=server_round, fixed=self.fixed
+        )
+
+
+class FedExLoraStrategy(LoraStrategy):
+    """Average B and A, and send what that loses for the pretrained weight (Singhal et al., 2024).
+
+    `load_arrays` adds it to the weight, and `restore` takes it away again.
+    """
+
+    method: ClassVar[str] = "fedex-lora"
+
+
+class FFALoraStrategy(LoraStrategy):
+    """Average B; A travels as it is in the initial arrays (Sun et al., 2024).
+
+    Clients freeze A: `parameter.requires_grad_(False)` where "lora_A" is in the name.
+    """
+
+    method: ClassVar[str] = "ffa-lora"
+    fixed: ClassVar[str] = "A"
+
+
+class HetLoraStrategy(LoraStrategy):
+    """Average LoRAs of different ranks, weighted by the norms of their products (Cho et al., 2024).
+
+    Clients train the first ranks, as many as `choose` makes of their budget fraction.
+    """
+
+    method: ClassVar[str] = "hetlora"
+
+
+class FlexLoraStrategy(LoraStrategy):
+    """Decompose the mean of the products of LoRAs of different ranks (Bai et al., 2024).
+
+    Clients train the first ranks, as many as `choose` makes of their budget fraction.
+    """
+
+    method: ClassVar[str] = "flexlora"
+
+
+class RaFLoraStrategy(LoraStrategy):
+    """Average the products rank by rank, over the clients that hold a rank (Wu et al., 2026)."""
+
+    method: ClassVar[str] = "raflora"
+
+
+class FedSVDStrategy(LoraStrategy):
+    """Average B, and make B and A anew by an SVD of their product (Lee et al., 2025).
+
+    Clients freeze A, which changes from round to round.
+    """
+
+    method: ClassVar[str] = "fedsvd"
+
+
+class FedRotLoraStrategy(LoraStrategy):
+    """Turn the clients' factors to one another before they are averaged (Zhang et al., 2026)."""
+
+    method: ClassVar[str] = "fedrot-lora"
+
+
+class LoraFairStrategy(LoraStrategy):
+    """Average B and A, and correct B for what that loses (Bian et al., 2025)."""
+
+    method: ClassVar[str] = "lora-fair"

@@ -1,0 +1,193 @@
+"""Average RAVAN's heads, and Fed-SB's one, under the names of PEFT's tuner.
+
+Global arrays of a layer: `<layer>.ravan_H` (heads, r, r), and `<layer>.ravan_s` (heads,) where the
+tuner trains scales. A reply has, for each layer,
+
+    <layer>.ravan_H       (selected, r, r)    the products s_i H_i of the heads that were trained
+    <layer>.ravan_heads   (selected,)         which heads these are, counted from 0
+
+`ravan_heads` may be missing where all heads were trained, in order, and `ravan_s` may be there
+instead of a product: so a client that sends its PEFT state dict as it is takes part as well.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ravan_flwr.adapters import Layer
+from ravan_flwr.messages.plain_text import shown
+from ravan_flwr.methods import get_method
+from ravan_flwr.methods.base import Settings, Tensors
+from ravan_flwr.methods.head_means import pack_bits
+from ravan_flwr.strategies.base import MethodStrategy
+
+HEADS = "ravan_heads"
+BASES = ("ravan_A", "ravan_B")  # which travel where the tuner saves them
+
+
+class RavanArrays:
+    """Translate the arrays of PEFT's RAVAN tuner."""
+
+    def __init__(self, arrays: Tensors, method: str, settings: dict[str, Any]) -> None:
+        self.layers = [
+            name.removesuffix(".ravan_H") for name in arrays if name.endswith(".ravan_H")
+        ]
+        if not self.layers:
+            raise ValueError(
+                f"initial_arrays: no name ends in .ravan_H among {shown(list(arrays))}, expected "
+                "those of a model with RavanConfig; pass "
+                "ArrayRecord(get_peft_model_state_dict(model))"
+            )
+        shapes = {layer: tuple(arrays[f"{layer}.ravan_H"].shape) for layer in self.layers}
+        shape = shapes[self.layers[0]]
+        for layer, other in shapes.items():
+            if len(other) != 3 or other[1] != other[2] or other != shape:
+                raise ValueError(
+                    f"initial_arrays: {layer}.ravan_H has shape {other}, expected (heads, r, r) as "
+                    f"the first layer's {shape}; give all layers the same heads and rank"
+                )
+        self.heads, self.rank, _ = shape
+        parts = (*BASES, "ravan_H", "ravan_s", HEADS)
+        self.names = frozenset(f"{layer}.{part}" for layer in self.layers for part in parts)
+        self.fixed = frozenset(f"{layer}.{part}" for layer in self.layers for part in BASES)
+        self.scaled = [f"{layer}.ravan_s" for layer in self.layers if f"{layer}.ravan_s" in arrays]
+        # What the sides of a layer are makes no difference to the server.
+        side = self.heads * self.rank
+        known = Settings(
+            rank=self.rank, heads=self.heads, init="normal", selection="any", **settings
+        )
+        of_side = [Layer(layer, side, side) for layer in self.layers]
+        self.method = get_method(method)(known, of_side, 0)
+        H = torch.stack([self._whole(arrays, layer) for layer in self.layers])
+        self.state = {"H": H if method == "ravan" else H[:, 0]}
+
+    def _whole(self, arrays: Tensors, layer: str) -> Tensor:
+        """Return the products of all heads, (heads, r, r)."""
+        products, heads = self._products(arrays, layer)
+        if heads != list(range(self.heads)):
+            raise ValueError(f"{layer} has heads {heads}, expected all {self.heads} of them")
+        return products
+
+    def _products(self, arrays: Tensors, layer: str) -> tuple[Tensor, list[int]]:
+        """Return a layer's products (selected, r, r) in the order of their heads, and the heads."""
+        if f"{layer}.ravan_H" not in arrays:
+            raise ValueError(f"array '{layer}.ravan_H' is missing")
+        H = arrays[f"{layer}.ravan_H"]
+        index = arrays.get(f"{layer}.{HEADS}", torch.arange(self.heads))
+        heads = self._heads(f"{layer}.{HEADS}", index)
+        if H.dtype != torch.float32 or H.shape != (len(heads), self.rank, self.rank):
+            raise ValueError(
+                f"array '{layer}.ravan_H' is {H.dtype} {tuple(H.shape)}, expected torch.float32 "
+                f"{(len(heads), self.rank, self.rank)}"
+            )
+        if f"{layer}.ravan_s" in arrays:
+            s = arrays[f"{layer}.ravan_s"]
+            if s.shape != (len(heads),):
+                raise ValueError(
+                    f"array '{layer}.ravan_s' has shape {tuple(s.shape)}, expected {(len(heads),)}"
+                )
+            H = s[:, None, None] * H
+        return H[torch.tensor(heads).argsort()], sorted(heads)
+
+    def _heads(self, name: str, index: Tensor) -> list[int]:
+        """Check which heads a reply has."""
+        if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
+            raise ValueError(
+                f"array {name!r} is {index.dtype} {tuple(index.shape)}, expected whole numbers in "
+                "one dimension"
+            )
+        heads: list[int] = index.tolist()
+        if unknown := [head for head in heads if not 0 <= head < self.heads]:
+            raise ValueError(
+                f"array {name!r} has the unknown head {unknown[0]}, expected 0 to {self.heads - 1}"
+            )
+        if len(set(heads)) != len(heads):
+            raise ValueError(f"array {name!r} has a head twice: {shown(heads)}, expected each once")
+        return heads
+
+    def read(self, upload: Tensors) -> tuple[Tensors, float]:
+        """Return {"H": products, "heads": packed bits}; the budget is the client's business."""
+        if self.method.parts is None:  # Fed-SB: one head, always whole
+            return {"H": torch.cat([self._whole(upload, layer) for layer in self.layers])}, 1.0
+        chosen = torch.zeros(len(self.layers), self.heads, dtype=torch.bool)
+        products = []
+        for row, layer in zip(chosen, self.layers, strict=True):
+            of_layer, heads = self._products(upload, layer)
+            row[heads] = True
+            products.append(of_layer)
+        return {"H": torch.cat(products), "heads": pack_bits(chosen.flatten())}, 1.0
+
+    def write(self, state: Tensors) -> Tensors:
+        """Return H of every layer, and scales of one: a product holds them."""
+        H = state["H"].view(len(self.layers), self.heads, self.rank, self.rank)
+        arrays = {
+            f"{layer}.ravan_H": of_layer for layer, of_layer in zip(self.layers, H, strict=True)
+        }
+        return arrays | {name: torch.ones(self.heads) for name in self.scaled}
+
+
+class RavanStrategy(MethodStrategy):
+    """Average each head over the replies that trained it (RAVAN, equation 8).
+
+    A head that no reply trained stays as it was. What is averaged are the products s_i H_i, so that
+    the mean's weight is exactly the mean of the clients' weights. Every other array, such as a
+    classifier of `modules_to_save`, is averaged as `FedAvg` does.
+
+    With `initial_arrays = ArrayRecord(get_peft_model_state_dict(model))` of a model with
+    `RavanConfig`, `start` is that of Flower:
+
+        strategy = RavanStrategy(fraction_train=0.5)
+        result = strategy.start(grid, initial_arrays, num_rounds=10)
+
+    Args:
+        head_mean: "trained": over the replies that trained a head, as in the paper. "all": over all
+            replies, of which those that did not train it count with the head as it was.
+        weighted_by_key: The metric by which replies are weighted. Unweighted means, as in the
+            paper, are those of clients that report the same number.
+        **how: The arguments of `MethodStrategy`, and those of `FedAvg`.
+    """
+
+    method: ClassVar[str] = "ravan"
+
+    def __init__(
+        self,
+        *,
+        head_mean: str = "trained",
+        weighted_by_key: str = "num-examples",
+        **how: Any,
+    ) -> None:
+        super().__init__(weighted_by_key=weighted_by_key, **how)
+        if head_mean not in ("trained", "all"):
+            raise ValueError(
+                f"head_mean = {head_mean!r}: expected 'trained' (over the replies that trained a "
+                "head) or 'all'; leave it out for the paper's"
+            )
+        self.head_mean = head_mean
+
+    def translate(self, arrays: Tensors, server_round: int) -> RavanArrays:  # noqa: ARG002
+        return RavanArrays(arrays, self.method, {"head_mean": self.head_mean})
+
+
+class FedSBStrategy(MethodStrategy):
+    """Average the one core of Fed-SB: RAVAN with one head that every client trains whole.
+
+    Clients use `RavanConfig(num_heads=1, trainable_scales=False)`. Fed-SB's own bases come from a
+    first round of full fine-tuning, which this loop does not hold: pass them among the initial
+    arrays (`save_bases=True`), or let the seed make them. The app's `method=fed-sb` holds that
+    round.
+
+    Args:
+        **how: The arguments of `MethodStrategy`, and those of `FedAvg`.
+    """
+
+    method: ClassVar[str] = "fed-sb"
+
+    def translate(self, arrays: Tensors, server_round: int) -> RavanArrays:  # noqa: ARG002
+        translated = RavanArrays(arrays, self.method, {})
+        if translated.heads != 1:
+            raise ValueError(
+                f"initial_arrays: {translated.heads} heads in a layer, expected 1 for Fed-SB; set "
+                "num_heads=1, or use RavanStrategy"
+            )
+        return translated

@@ -1,0 +1,563 @@
+"""The properties of RAVAN as a tuner of PEFT, for several architectures."""
+
+import copy
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import PeftConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ravan_flwr import RavanConfig
+from ravan_flwr.adapters import MultiHeadLinear, make_bases
+from ravan_flwr.peft import RavanLinear
+from tests.reference import multihead_delta, multihead_forward
+
+TEXT: dict[str, Any] = {"vocab_size": 60}
+SIDES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
+TOKENS: dict[str, torch.Tensor] = {"input_ids": torch.arange(24).view(2, 12)}
+# name -> (class, configuration, targets, other modules to train, inputs)
+ARCHITECTURES: dict[str, Any] = {
+    "bert": (
+        transformers.BertForSequenceClassification,
+        transformers.BertConfig(**SIDES, **TEXT, initializer_range=0.3),
+        ["query", "value"], ["classifier"], TOKENS,
+    ),
+    "vit": (
+        transformers.ViTForImageClassification,
+        transformers.ViTConfig(**SIDES, image_size=16, patch_size=8),
+        r".*attention\.(q_proj|v_proj|query|value)", ["classifier"],
+        {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)},
+    ),
+    "t5": (
+        transformers.T5ForConditionalGeneration,
+        transformers.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, **TEXT),
+        ["q", "v", "wo"], ["final_layer_norm"],
+        TOKENS | {"decoder_input_ids": TOKENS["input_ids"][:, :4]},
+    ),
+    "llama": (
+        transformers.LlamaForCausalLM,
+        transformers.LlamaConfig(**SIDES, **TEXT, num_key_value_heads=1),
+        "all-linear", ["lm_head"], TOKENS,
+    ),
+    "gpt2": (  # whose layers are Conv1D
+        transformers.GPT2LMHeadModel,
+        transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, **TEXT),
+        ["c_attn", "c_proj"], None, TOKENS,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def kind(request):
+    return request.param
+
+
+def build(kind):
+    """A network with random weights, the same each time, of which dropout changes nothing."""
+    made, config, *_ = ARCHITECTURES[kind]
+    torch.manual_seed(0)
+    network = made(copy.deepcopy(config)).eval()
+    for name, parameter in network.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    return network
+
+
+def config_of(kind, **changes):
+    given: dict[str, Any] = {
+        "r": 3,
+        "num_heads": 4,
+        "init": "normal",
+        "target_modules": ARCHITECTURES[kind][2],
+    }
+    return RavanConfig(**given | changes)
+
+
+def adapted(kind, **changes):
+    return get_peft_model(build(kind), config_of(kind, **changes)).eval()
+
+
+def layers_of(model):
+    return {name: m for name, m in model.named_modules() if isinstance(m, RavanLinear)}
+
+
+def shake(model, seed=1):
+    """Give everything that is trained values of some size."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=random))
+    return model
+
+
+def logits(model, kind):
+    with torch.no_grad():
+        return model(**ARCHITECTURES[kind][4]).logits
+
+
+def differ(a, b):
+    return float((a - b).abs().max()) > 1e-3
+
+
+def test_a_new_adapter_changes_nothing(kind):
+    assert torch.equal(logits(adapted(kind), kind), logits(build(kind), kind))
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_every_layer_adds_the_loop_over_its_heads(kind, saved):
+    """With bases from the app's own function, by the layer's name in the network."""
+    model = shake(adapted(kind, base_seed=7, save_bases=saved))
+    for name, layer in layers_of(model).items():
+        base = layer.base_layer
+        weight = base.weight.T if isinstance(base, Conv1D) else base.weight
+        B, A = make_bases(
+            "normal", heads=4, rank=3, out_features=weight.shape[0], in_features=weight.shape[1],
+            seed=7, layer=name.removeprefix("base_model.model."),
+        )  # fmt: skip
+        assert torch.equal(layer.ravan_B["default"], B)
+        assert torch.equal(layer.ravan_A["default"], A)
+        H, s = layer.ravan_H["default"], layer.ravan_s["default"]
+        x = torch.randn(2, 5, weight.shape[1])
+        expected = multihead_forward(x, weight, base.bias, B, H, A, s)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+        delta = multihead_delta(B, H, A, s)
+        got = layer.get_delta_weight("default")
+        torch.testing.assert_close(got.T if isinstance(base, Conv1D) else got, delta)
+
+
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_a_layer_computes_what_the_apps_layer_does_to_the_bit(tokens):
+    """In the form that is chosen: factored for one token, merged for many."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(24, 16))
+    B, A = make_bases(
+        "gram-schmidt", heads=3, rank=4, out_features=16, in_features=24, seed=0, layer="0"
+    )
+    base = copy.deepcopy(network[0])
+    assert isinstance(base, nn.Linear)
+    ours = MultiHeadLinear(base, B, A)
+    theirs = get_peft_model(network, RavanConfig(r=4, num_heads=3, target_modules=["0"]))
+    (layer,) = layers_of(theirs).values()
+    with torch.no_grad():
+        ours.H.normal_()
+        ours.s.normal_()
+        layer.ravan_H["default"].copy_(ours.H)
+        layer.ravan_s["default"].copy_(ours.s)
+    x = torch.randn(tokens, 24)
+    assert ours._merges(x) == (tokens > 1)
+    got, expected = layer(x), ours(x)
+    assert torch.equal(got, expected)
+    got.square().sum().backward()
+    expected.square().sum().backward()
+    for name, parameter in {"H": ours.H, "s": ours.s}.items():
+        gradient = getattr(layer, f"ravan_{name}")["default"].grad
+        assert parameter.grad is not None
+        assert torch.equal(gradient, parameter.grad)
+
+
+def trained(model):
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_only_heads_scales_and_modules_to_save_have_gradients(kind):
+    modules = ARCHITECTURES[kind][3]
+    model = shake(adapted(kind, modules_to_save=modules)).train()
+    model(**ARCHITECTURES[kind][4]).logits.square().sum().backward()
+    with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
+    expected = {f"{n}.{part}.default" for n in layers_of(model) for part in ("ravan_H", "ravan_s")}
+    saved = {name for name in with_gradient if ".modules_to_save.default." in name}
+    assert bool(saved) == bool(modules)
+    assert with_gradient == trained(model) == expected | saved
+
+
+def test_scales_are_constant_on_demand(kind):
+    model = adapted(kind, trainable_scales=False)
+    assert {name.split(".")[-2] for name in trained(model)} == {"ravan_H"}
+    model.add_adapter("other", config_of(kind))
+    model.set_adapter("other")
+    assert {name.split(".")[-2] for name in trained(model)} == {"ravan_H", "ravan_s"}
+    model.set_adapter("default")
+    model.set_requires_grad("default")
+    assert {name.split(".")[-2] for name in trained(model)} == {"ravan_H"}
+
+
+@pytest.mark.parametrize(("bias", "ends"), [("all", "bias"), ("ravan_only", "base_layer.bias")])
+def test_biases_are_trained_on_demand_and_get_their_gradients(bias, ends):
+    model = shake(adapted("bert", bias=bias))
+    biases = {name for name in trained(model) if "ravan" not in name}
+    assert biases == {n for n, _ in model.named_parameters() if n.endswith(ends)}
+    model(input_ids=torch.zeros(40, 100, dtype=torch.long)).logits.sum().backward()
+    inner = [n for n in biases if n.endswith("value.base_layer.bias")]
+    parameters = dict(model.named_parameters())
+    assert len(inner) == 2
+    assert all(parameters[name].grad.abs().sum() > 0 for name in inner)
+
+
+def test_merged_equals_unmerged_and_unmerging_restores_every_bit(kind):
+    model = shake(adapted(kind))
+    before, weights = logits(model, kind), copy.deepcopy(model.state_dict())
+    assert differ(before, logits(build(kind), kind))
+    model.merge_adapter(safe_merge=True)
+    merged = logits(model, kind)
+    torch.testing.assert_close(merged, before, rtol=1e-4, atol=1e-3)
+    name, layer = next(iter(layers_of(model).items()))
+    assert not torch.equal(layer.weight, weights[f"{name}.base_layer.weight"])
+    model.unmerge_adapter()
+    assert torch.equal(logits(model, kind), before)
+    assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+    model.merge_adapter()
+    with model.disable_adapter():
+        assert torch.equal(logits(model, kind), logits(build(kind), kind))
+
+
+def test_merge_and_unload_gives_a_network_without_adapters(kind):
+    model = shake(adapted(kind))
+    before = logits(model, kind)
+    whole = model.merge_and_unload()
+    assert type(whole) is ARCHITECTURES[kind][0]
+    assert not layers_of(whole)
+    assert {n for n, _ in whole.named_parameters()} == {
+        n for n, _ in build(kind).named_parameters()
+    }
+    torch.testing.assert_close(logits(whole, kind), before, rtol=1e-4, atol=1e-3)
+    back = shake(adapted(kind)).unload()
+    assert torch.equal(logits(back, kind), logits(build(kind), kind))
+
+
+def test_an_adapter_that_is_not_finite_is_not_merged():
+    model = adapted("bert")
+    (layer, *_) = layers_of(model).values()
+    before = layer.weight.clone()
+    with torch.no_grad():
+        layer.ravan_H["default"][0, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match="merged weight has values that are not finite"):
+        model.merge_adapter(safe_merge=True)
+    assert torch.equal(layer.weight, before)
+    assert not layer.merged
+
+
+LOAD = """
+import sys, torch
+from peft import PeftModel
+from ravan_flwr import RavanConfig
+base, inputs = torch.load(sys.argv[1], weights_only=False)
+with torch.no_grad():
+    torch.save(PeftModel.from_pretrained(base, sys.argv[2]).eval()(**inputs).logits, sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_fresh_process_loads_what_was_saved_and_computes_the_same(kind, saved, tmp_path, python):
+    modules = ARCHITECTURES[kind][3]
+    model = shake(adapted(kind, save_bases=saved, modules_to_save=modules))
+    model.save_pretrained(tmp_path / "adapter")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    layers = [name.removeprefix("base_model.model.") for name in layers_of(model)]
+    parts = ("H", "s", "B", "A") if saved else ("H", "s")
+    heads = {f"base_model.model.{name}.ravan_{part}" for name in layers for part in parts}
+    assert {name for name in tensors if "ravan_" in name} == heads
+    assert bool(set(tensors) - heads) == bool(modules)
+
+    torch.save((build(kind), ARCHITECTURES[kind][4]), tmp_path / "base.pt")
+    files = [str(tmp_path / name) for name in ("base.pt", "adapter", "logits.pt")]
+    subprocess.run([python.executable, "-c", LOAD, *files], check=True)
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), logits(model, kind))
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_two_adapters_switch(kind, tmp_path, low_memory):
+    first, second = shake(adapted(kind)), shake(adapted(kind, r=2, save_bases=True), seed=2)
+    for name, model in (("first", first), ("second", second)):
+        model.save_pretrained(tmp_path / name)
+    both = PeftModel.from_pretrained(build(kind), tmp_path / "first", adapter_name="first").eval()
+    both.load_adapter(tmp_path / "second", "second", low_cpu_mem_usage=low_memory)
+    assert torch.equal(logits(both, kind), logits(first, kind))
+    both.set_adapter("second")
+    assert torch.equal(logits(both, kind), logits(second, kind))
+    assert {name.rsplit(".", 1)[1] for name in trained(both)} == {"second"}
+    with both.disable_adapter():
+        assert torch.equal(logits(both, kind), logits(build(kind), kind))
+    assert torch.equal(logits(both, kind), logits(second, kind))
+
+    # Both at a time add up, in either way.
+    tuner: Any = both.base_model
+    tuner.set_adapter(["first", "second"])
+    together = logits(both, kind)
+    assert differ(together, logits(first, kind))
+    both.merge_adapter()
+    torch.testing.assert_close(logits(both, kind), together, rtol=1e-3, atol=1e-2)
+    both.unmerge_adapter()
+
+    both.set_adapter("first")
+    both.delete_adapter("second")
+    assert torch.equal(logits(both, kind), logits(first, kind))
+    assert not any("second" in name for name in both.state_dict())
+    for layer in layers_of(both).values():
+        assert layer._all_available_adapter_names() == ["first"]
+
+
+def test_an_adapter_that_adapts_other_layers_is_added(tmp_path):
+    model = shake(adapted("bert", target_modules=["query"]))
+    before = logits(model, "bert")
+    model.add_adapter("key", config_of("bert", target_modules=["key"]))
+    assert torch.equal(logits(model, "bert"), before)
+    assert {name.rsplit(".", 1)[1] for name in trained(model)} == {"default"}
+    model.set_adapter("key")
+    assert torch.equal(logits(model, "bert"), logits(build("bert"), "bert"))
+
+
+def test_which_layers_are_adapted():
+    """By PEFT's own options."""
+
+    def names(**changes):
+        config = RavanConfig(r=2, **changes)
+        return [
+            name.removeprefix("base_model.model.bert.encoder.layer.").split(".attention.")
+            for name in layers_of(get_peft_model(build("bert"), config))
+        ]
+
+    query, value = "self.query", "self.value"
+    assert names() == [["0", query], ["0", value], ["1", query], ["1", value]]
+    assert names(target_modules=["query"], layers_to_transform=1) == [["1", query]]
+    assert names(target_modules=["query"], layers_to_transform=[0], layers_pattern="layer") == [
+        ["0", query]
+    ]
+    assert names(target_modules=["query", "value"], exclude_modules=["value"]) == [
+        ["0", query], ["1", query]
+    ]  # fmt: skip
+    assert names(target_modules=r".*\.0\..*value") == [["0", value]]
+    assert len(names(target_modules="all-linear", task_type="SEQ_CLS")) == 2 * 6 + 1  # the pooler
+
+
+@pytest.mark.parametrize("init", ["gram-schmidt", "normal", "constant", "shared-subspace"])
+def test_a_configuration_survives_its_file(init, tmp_path):
+    model = adapted("bert", init=init, base_seed=3, trainable_scales=False)
+    model.save_pretrained(tmp_path)
+    loaded = PeftConfig.from_pretrained(tmp_path)
+    assert isinstance(loaded, RavanConfig)
+    assert (loaded.init, loaded.base_seed, loaded.trainable_scales) == (init, 3, False)
+    assert loaded.base_layers is not None
+    assert loaded.base_layers["sizes"] == {"16 x 16": 4}
+    again = PeftModel.from_pretrained(build("bert"), tmp_path)
+    for ours, theirs in zip(layers_of(model).values(), layers_of(again).values(), strict=True):
+        assert torch.equal(ours.ravan_B["default"], theirs.ravan_B["default"])
+
+
+def test_transformers_loads_an_adapter_by_itself(tmp_path):
+    base = tmp_path / "base"
+    build("bert").save_pretrained(base)
+    network = transformers.BertForSequenceClassification.from_pretrained(base).eval()
+    model = shake(get_peft_model(network, config_of("bert")))
+    model.save_pretrained(tmp_path / "adapter")
+    pipeline: Any = transformers.pipeline
+    for loaded in (
+        transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "adapter"),
+        pipeline("text-classification", str(tmp_path / "adapter"), tokenizer=no_tokens).model,
+    ):
+        assert layers_of(loaded)
+        torch.testing.assert_close(logits(loaded.eval(), "bert"), logits(model, "bert"))
+
+
+def no_tokens(text):
+    return text
+
+
+def test_low_precision_computes_heads_in_float32(kind):
+    network = build(kind).bfloat16()
+    inputs = {
+        name: value.bfloat16() if value.is_floating_point() else value
+        for name, value in ARCHITECTURES[kind][4].items()
+    }
+    model = shake(get_peft_model(network, config_of(kind)))
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    with torch.no_grad():
+        got = model(**inputs).logits
+    assert got.dtype == torch.bfloat16
+    expected = logits(shake(adapted(kind)), kind)
+    assert float((got - expected).norm() / expected.norm()) < 0.1
+    with torch.autocast("cpu", torch.bfloat16):
+        auto = logits(shake(adapted(kind)), kind)
+    assert float((auto - expected).norm() / expected.norm()) < 0.1
+    model.merge_adapter()
+    with torch.no_grad():
+        merged = model(**inputs).logits
+    assert float((merged - expected).norm() / expected.norm()) < 0.1
+    model.unmerge_adapter()
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, got)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(kind, reentrant):
+    def gradients(checkpointing):
+        model = shake(adapted(kind)).train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        if checkpointing:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(0)
+        model(**ARCHITECTURES[kind][4]).logits.square().mean().backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+    plain, saved = gradients(False), gradients(True)
+    assert all(g is not None and g.abs().sum() > 0 for g in plain.values())
+    for name, gradient in plain.items():
+        torch.testing.assert_close(saved[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns of itself
+def test_a_compiled_model_computes_the_same():
+    torch._dynamo.reset()
+    model = shake(adapted("llama")).train()
+    compiled = torch.compile(model, backend="aot_eager")
+    inputs = TOKENS | {"labels": TOKENS["input_ids"]}
+    model(**inputs).loss.backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    compiled(**inputs).loss.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_of_a_frozen_layer_are_called():
+    """As accelerate's, which fetch a weight that lies elsewhere."""
+    model = shake(adapted("bert"))
+    (layer, *_) = layers_of(model).values()
+    seen = []
+    x = torch.randn(4096, 16)
+    expected = layer(x)
+    handle = layer.base_layer.register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+    assert seen
+    handle.remove()
+    layer(x)
+    assert len(seen) == 1  # merged, the layer's weight is enough
+
+
+# Bad input.
+
+
+def test_a_target_that_matches_nothing_is_named_with_what_is_there():
+    with pytest.raises(ValueError, match=r"no layer of this BertForSequenceClassification") as end:
+        get_peft_model(build("bert"), RavanConfig(r=2, target_modules=["q_proj"]))
+    assert "got target_modules = ['q_proj'], expected" in str(end.value)
+    assert "query, key, value, dense, classifier" in str(end.value)
+    with pytest.raises(ValueError, match="exclude_modules = 'bert.*'"):
+        get_peft_model(build("bert"), RavanConfig(target_modules=["key"], exclude_modules="bert.*"))
+    with pytest.raises(ValueError, match="layers_to_transform = 7"):
+        get_peft_model(build("bert"), RavanConfig(target_modules=["key"], layers_to_transform=7))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": 17}, r"r = 17: layer bert\.enc.* is 16 x 16, so expected at most 16; lower r"),
+        ({"r": 8, "num_heads": 5}, r"num_heads = 5: .* is 16 x 16 .*expected at most 4; lower num"),
+    ],
+)
+def test_a_layer_that_is_too_small_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        adapted("bert", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": 0}, "r = 0: expected a whole number at least 1"),
+        ({"r": 2.5}, "r = 2.5: expected a whole number at least 1"),
+        ({"num_heads": True}, "num_heads = True: expected a whole number"),
+        ({"base_seed": "a"}, "base_seed = 'a': expected a whole number"),
+        ({"init": "svd"}, "init = 'svd': expected one of normal, gram-schmidt, constant, shared"),
+        ({"bias": "lora_only"}, "bias = 'lora_only': expected one of none, all, ravan_only"),
+        (
+            {"target_modules": ".*q", "layers_to_transform": 0},
+            "target_modules = '.*q' is a regular expression: expected target_modules as a list",
+        ),
+    ],
+)
+def test_a_setting_that_cannot_be_is_told(changes, message):
+    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
+        RavanConfig(**changes)
+
+
+def test_a_layer_of_another_kind_is_told():
+    with pytest.raises(
+        ValueError, match="embeddings: got a Embedding, expected a Linear or a Conv1D"
+    ):
+        adapted("bert", target_modules=["word_embeddings"])
+    with pytest.raises(ValueError, match="got a Linear with fan_in_fan_out=True"):
+        adapted("bert", fan_in_fan_out=True)
+    assert layers_of(adapted("gpt2", fan_in_fan_out=True))
+
+
+OTHERS = [
+    ({"num_hidden_layers": 3}, "6 layers of 16 x 16, the first of them bert.encoder.layer.0.atten"),
+    ({"hidden_size": 32}, "4 layers of 32 x 32, the first of them bert.encoder.layer.0.attention"),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), OTHERS)
+def test_an_adapter_of_a_larger_model_is_refused(changes, told, tmp_path):
+    shake(adapted("bert")).save_pretrained(tmp_path)
+    made, config, *_ = ARCHITECTURES["bert"]
+    other = made(type(config)(**config.to_dict() | changes))
+    with pytest.raises(
+        ValueError, match=f"got a BertForSequence.* {told}.*, expected 4 layers of 1"
+    ):
+        PeftModel.from_pretrained(other, tmp_path)
+
+
+def test_an_adapter_of_a_model_with_other_names_is_refused(tmp_path):
+    shake(adapted("bert")).save_pretrained(tmp_path)
+    other = transformers.BertModel(ARCHITECTURES["bert"][1])
+    expected = "got a BertModel .* them encoder.layer.0.* expected .* them bert.encoder.layer.0"
+    with pytest.raises(ValueError, match=expected):
+        PeftModel.from_pretrained(other, tmp_path)
+
+
+def test_bases_that_another_torch_makes_otherwise_are_refused(tmp_path):
+    model = shake(adapted("bert", save_bases=True))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    told = json.loads(path.read_text())
+    told["base_layers"]["sums"][0] += 0.1
+    path.write_text(json.dumps(told))
+    loaded = PeftModel.from_pretrained(build("bert"), tmp_path).eval()  # it has its bases with it
+    assert torch.equal(logits(loaded, "bert"), logits(model, "bert"))
+    path.write_text(json.dumps(told | {"save_bases": False}))
+    with pytest.raises(ValueError, match="torch .* makes bases that sum up to .*save_bases=True"):
+        PeftModel.from_pretrained(build("bert"), tmp_path)
+
+
+def test_an_unknown_adapter_is_told():
+    (layer, *_) = layers_of(adapted("bert")).values()
+    with pytest.raises(ValueError, match="adapter 'x': expected one of default"):
+        layer.get_delta_weight("x")
+
+
+def test_an_import_without_peft_says_what_to_install():
+    code = (
+        "import sys; sys.modules['peft'] = None\n"
+        "import ravan_flwr\n"
+        "try: ravan_flwr.RavanConfig\n"
+        "except ImportError as error: sys.exit(str(error))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'ravan-flwr[peft]'" in done.stderr

@@ -1,0 +1,121 @@
+"""What watches a run: which hooks are called, when, and with what."""
+
+import json
+
+import pytest
+import torch
+
+from ravan_flwr import Callback, simulate
+from ravan_flwr.runs.callback import Callbacks
+from ravan_flwr.runs.checkpoint import load_checkpoint
+from ravan_flwr.specs import Scalar
+
+SHORT: dict[str, Scalar] = {
+    "num-rounds": 2, "local-steps": 1, "clients-per-round": 2, "report": False, "tracking": "none",
+    "processes": 1,
+}  # fmt: skip
+
+
+class Watching(Callback):
+    """Notes what is called, and what is on disk then."""
+
+    def __init__(self, runs):
+        self.runs, self.called, self.states, self.done = runs, [], {}, []
+
+    @property
+    def directory(self):
+        (directory,) = self.runs.iterdir()
+        return directory
+
+    def on_run_begin(self):
+        self.called.append("begin")
+        assert (self.directory / "config.json").is_file()
+        assert not (self.directory / "rounds.jsonl").exists()
+
+    def on_round_end(self, record, state):
+        self.called.append(record["round"])
+        last = (self.directory / "rounds.jsonl").read_text().splitlines()[-1]
+        assert json.loads(last) == record
+        kept = load_checkpoint(self.directory / "checkpoints").state
+        assert all(torch.equal(kept[name], tensor) for name, tensor in state.items())
+        self.states[record["round"]] = dict(state)
+
+    def on_status(self, status):
+        self.done.append((status["doing"], status["round"]))
+        assert json.loads((self.directory / "status.json").read_text()) == status
+
+    def on_run_end(self):
+        self.called.append("end")
+        assert (self.directory / "summary.json").is_file()
+        assert (self.directory / "adapter" / "adapter_config.json").is_file()
+
+
+class Least:
+    """An object with one hook, derived from nothing."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def on_round_end(self, record, state):
+        self.rounds.append((record["round"], sorted(state)))
+
+
+def test_callbacks_are_called_when_all_is_on_disk(tmp_path):
+    watching, least = Watching(tmp_path), Least()
+    run = simulate({**SHORT, "output-dir": str(tmp_path)}, 4, callbacks=[watching, least])
+    assert watching.called == ["begin", 1, 2, "end"]
+    assert least.rounds == [(1, ["H", "classifier"]), (2, ["H", "classifier"])]
+    assert not torch.equal(watching.states[1]["H"], watching.states[2]["H"])
+    steps = [("training", 1), ("saving", 1), ("training", 2), ("saving", 2)]
+    assert [step for step in dict.fromkeys(watching.done) if step in steps] == steps
+    assert run.summary["rounds"] == 2
+
+
+def test_a_calibration_is_round_0_for_a_callback(tmp_path):
+    watching = Watching(tmp_path)
+    config: dict[str, Scalar] = {
+        **SHORT,
+        "init": "data-aware",
+        "output-dir": str(tmp_path),
+        "num-rounds": 1,
+    }
+    simulate(config, 3, callbacks=[watching])
+    assert watching.called == ["begin", 0, 1, "end"]
+
+
+def test_an_error_of_a_callback_ends_the_run_and_keeps_the_round(tmp_path):
+    class Full(Callback):
+        def on_round_end(self, record, state):
+            raise RuntimeError("no room for my copy")
+
+        def on_run_end(self):
+            raise AssertionError("the run has failed")
+
+    with pytest.raises(RuntimeError, match="no room for my copy"):
+        simulate({**SHORT, "output-dir": str(tmp_path)}, 3, callbacks=[Full()])
+    (directory,) = tmp_path.iterdir()
+    assert len((directory / "rounds.jsonl").read_text().splitlines()) == 1
+    assert "no room for my copy" in (directory / "failure.json").read_text()
+    assert not (directory / "summary.json").exists()
+
+
+@pytest.mark.parametrize("wrong", [3, print, object()])
+def test_what_has_no_hook_is_refused_before_anything_is_written(wrong, tmp_path):
+    told = r"callbacks\[1\] = .*: got an object without a hook, expected one of on_run_begin, "
+    with pytest.raises(ValueError, match=told):
+        simulate({**SHORT, "output-dir": str(tmp_path)}, 3, callbacks=[Callback(), wrong])
+    assert not list(tmp_path.iterdir())
+
+
+def test_callbacks_are_called_in_their_order():
+    order = []
+
+    class Named(Callback):
+        def __init__(self, name):
+            self.name = name
+
+        def on_run_end(self):
+            order.append(self.name)
+
+    Callbacks([Named("a"), Least(), Callbacks([Named("b")]), Named("c")]).on_run_end()
+    assert order == ["a", "b", "c"]

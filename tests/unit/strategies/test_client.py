@@ -1,0 +1,317 @@
+"""What a client does with a PEFT model: load, choose, train, collect, restore."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from torch import nn
+
+from ravan_flwr import RavanConfig
+from ravan_flwr.strategies import choose, collect_arrays, load_arrays, restore
+
+BASE = "base_model.model"
+HEADS = 4
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.value = nn.Linear(12, 16), nn.Linear(16, 12)
+        self.norm, self.classifier = nn.BatchNorm1d(12), nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.classifier(self.norm(self.value(torch.tanh(self.query(x)))))
+
+
+def ravan(**how):
+    torch.manual_seed(0)
+    config = RavanConfig(
+        r=3, num_heads=HEADS, target_modules=["query", "value"],
+        modules_to_save=["classifier", "norm"], **how,
+    )  # fmt: skip
+    return get_peft_model(Small(), config)
+
+
+def lora(r=4, alpha=8):
+    torch.manual_seed(0)
+    config = LoraConfig(r=r, lora_alpha=alpha, target_modules=["query", "value"])
+    return get_peft_model(Small(), config)
+
+
+def arrays_of(model, seed=1):
+    """Random arrays in the shapes of a model's adapter."""
+    random = torch.Generator().manual_seed(seed)
+    arrays = {}
+    for name, tensor in get_peft_model_state_dict(model).items():
+        drawn = torch.randn(tensor.shape, generator=random).to(tensor.dtype)
+        arrays[name] = drawn.abs() if "running_var" in name else drawn
+    return ArrayRecord(arrays)
+
+
+def named(record):
+    return {name: torch.from_numpy(array.numpy()) for name, array in record.items()}
+
+
+def backward(model, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(8, 12, generator=random), torch.arange(8) % 3
+    nn.functional.cross_entropy(model(x), y).backward()
+
+
+def train(model, steps=3, **how):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **{"lr": 0.05, "weight_decay": 0.5} | how)
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    return optimizer
+
+
+def test_what_is_loaded_is_in_the_model_and_comes_back():
+    model = ravan()
+    sent = arrays_of(model)
+    load_arrays(model, sent)
+    state = get_peft_model_state_dict(model)
+    for name, tensor in named(sent).items():
+        torch.testing.assert_close(state[name], tensor)
+    back, sent = named(collect_arrays(model)), named(sent)
+    for layer in ("query", "value"):
+        name = f"{BASE}.{layer}"
+        product = sent.pop(f"{name}.ravan_s")[:, None, None] * sent.pop(f"{name}.ravan_H")
+        torch.testing.assert_close(back.pop(f"{name}.ravan_H"), product)
+        assert back.pop(f"{name}.ravan_heads").tolist() == [0, 1, 2, 3]
+    assert back.keys() == sent.keys()  # the modules to save, whole
+    for name, tensor in sent.items():
+        torch.testing.assert_close(back[name], tensor)
+
+
+def test_scales_that_are_not_sent_are_one_again():
+    model = ravan()
+    load_arrays(model, arrays_of(model))
+    products = {k: a for k, a in arrays_of(model, 2).items() if not k.endswith("ravan_s")}
+    load_arrays(model, ArrayRecord(products))
+    assert (model.base_model.model.query.ravan_s["default"] == 1).all()
+
+
+@pytest.mark.parametrize("score", ["random", "weight", "gradient"])
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 0.8, 1])
+def test_heads_that_are_not_chosen_do_not_move_and_have_no_gradient(fraction, score):
+    model = ravan()
+    load_arrays(model, arrays_of(model))
+    layers = {f"{BASE}.{x}": getattr(model.base_model.model, x) for x in ("query", "value")}
+    before = {name: layer.ravan_H["default"].detach().clone() for name, layer in layers.items()}
+    scales = {name: layer.ravan_s["default"].detach().clone() for name, layer in layers.items()}
+    model.eval()
+    x = torch.randn(5, 12)
+    y = model(x)
+    chosen = choose(model, fraction, score, backward=lambda: backward(model))
+    torch.testing.assert_close(model(x), y)
+    model.train()
+    number = max(1, int(fraction * HEADS))
+    assert {name: len(heads) for name, heads in chosen.items()} == dict.fromkeys(layers, number)
+    trained = [p for n, p in model.named_parameters() if "ravan_H" in n and p.requires_grad]
+    assert [tuple(p.shape) for p in trained] == [(number, 3, 3)] * 2
+    assert all(p.grad is None for p in trained)
+    optimizer = train(model)
+    kept = [s["exp_avg"].shape for p, s in optimizer.state.items() if p.ndim == 3]
+    assert kept == [(number, 3, 3)] * 2
+    reply = named(collect_arrays(model))
+    for name, layer in layers.items():
+        H, s = layer.ravan_H["default"], layer.ravan_s["default"]
+        heads = reply[f"{name}.ravan_heads"].tolist()
+        assert heads == chosen[name]
+        product = torch.stack([s[head] * H[head] for head in heads])
+        torch.testing.assert_close(reply[f"{name}.ravan_H"], product)
+        moved = [bool((H[i] != before[name][i]).any()) for i in range(HEADS)]
+        assert moved == [i in heads for i in range(HEADS)]
+        moved = [bool((s[i] != scales[name][i]).any()) for i in range(HEADS)]
+        assert moved == [i in heads for i in range(HEADS)]
+        assert f"{name}.ravan_s" not in reply
+    y = model.eval()(x)
+    restore(model)
+    torch.testing.assert_close(model(x), y)
+    whole = [p for n, p in model.named_parameters() if "ravan_H" in n]
+    assert [tuple(p.shape) for p in whole] == [(HEADS, 3, 3)] * 2
+    backward(model.train())
+    assert all(p.grad.shape == p.shape for p in whole)
+    load_arrays(model, arrays_of(ravan()))
+
+
+def test_weight_and_gradient_scores_choose_the_largest():
+    model = ravan()
+    arrays = named(arrays_of(model))
+    for layer, order in (("query", [3, 1, 0, 2]), ("value", [0, 2, 1, 3])):
+        for size, head in enumerate(reversed(order), start=1):
+            arrays[f"{BASE}.{layer}.ravan_H"][head] *= 10.0**size
+            arrays[f"{BASE}.{layer}.ravan_s"][head] = 1.0
+    load_arrays(model, ArrayRecord(arrays))
+    expected = {f"{BASE}.query": [1, 3], f"{BASE}.value": [0, 2]}
+    assert choose(model, 0.5, "weight") == expected
+    restore(model)
+    load_arrays(model, arrays_of(model))
+    model.zero_grad()
+    backward(model)
+    norms = {
+        f"{BASE}.{x}": getattr(model.base_model.model, x).ravan_H["default"].grad.norm(dim=(1, 2))
+        for x in ("query", "value")
+    }
+    model.zero_grad()
+    chosen = choose(model, 0.5, "gradient", backward=lambda: backward(model))
+    assert chosen == {name: sorted(norm.topk(2).indices.tolist()) for name, norm in norms.items()}
+
+
+def test_random_scores_are_those_of_the_generator():
+    model = ravan()
+    draws = [choose(model, 0.25, generator=torch.Generator().manual_seed(s)) for s in range(20)]
+    again = choose(model, 0.25, generator=torch.Generator().manual_seed(7))
+    assert again == draws[7]
+    assert {heads[0] for draw in draws for heads in draw.values()} == {0, 1, 2, 3}
+
+
+def test_a_global_selection_may_leave_a_layer_out():
+    model = ravan()
+    arrays = named(arrays_of(model))
+    arrays[f"{BASE}.query.ravan_H"] *= 1000
+    load_arrays(model, ArrayRecord(arrays))
+    chosen = choose(model, 0.5, "weight", selection="global")
+    assert chosen == {f"{BASE}.query": [0, 1, 2, 3], f"{BASE}.value": []}
+    train(model)
+    reply = named(collect_arrays(model))
+    assert reply[f"{BASE}.value.ravan_H"].shape == (0, 3, 3)
+    assert reply[f"{BASE}.value.ravan_heads"].tolist() == []
+
+
+def test_constant_scales_stay_one():
+    model = ravan(trainable_scales=False)
+    sent = {k: a for k, a in arrays_of(model).items() if not k.endswith("ravan_s")}
+    load_arrays(model, ArrayRecord(sent))
+    choose(model, 0.5)
+    train(model)
+    restore(model)
+    for layer in ("query", "value"):
+        assert (getattr(model.base_model.model, layer).ravan_s["default"] == 1).all()
+        assert not getattr(model.base_model.model, layer).ravan_s["default"].requires_grad
+
+
+@pytest.mark.parametrize(("fraction", "rank"), [(0.25, 1), (0.5, 2), (1.0, 4)])
+def test_a_lora_is_trained_in_its_first_ranks(fraction, rank):
+    """As a LoRA of that rank which was given these ranks alone."""
+    model, small = lora(), lora(r=rank, alpha=2 * rank)
+    sent = named(arrays_of(model))
+    load_arrays(model, ArrayRecord(sent))
+    cut = {k: t[:rank] if "lora_A" in k else t[:, :rank].contiguous() for k, t in sent.items()}
+    load_arrays(small, ArrayRecord(cut))
+    chosen = choose(model, fraction)
+    assert chosen == {f"{BASE}.{x}": list(range(rank)) for x in ("query", "value")}
+    train(model)
+    train(small)
+    got, expected = named(collect_arrays(model)), named(collect_arrays(small))
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-6)
+    restore(model)
+    assert model.base_model.model.query.lora_A["default"].weight.shape == (4, 12)
+
+
+def test_a_factor_that_is_frozen_is_not_sent():
+    model = lora()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and "lora_A" not in name)
+    assert sorted(collect_arrays(model)) == [
+        f"{BASE}.{x}.lora_B.weight" for x in ("query", "value")
+    ]
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_what_fedex_lora_adds_is_added_until_restore(dense):
+    model = lora(alpha=8)  # whose scaling is 2
+    weight = model.base_model.model.query.get_base_layer().weight
+    before, x = weight.detach().clone(), torch.randn(3, 12)
+    sent = named(arrays_of(model))
+    load_arrays(model, ArrayRecord(sent))
+    plain = model.base_model.model.query(x)
+    U, V = torch.randn(16, 2), torch.randn(2, 12)
+    added = {"residual": U @ V} if dense else {"residual_B": U, "residual_A": V}
+    more = {f"{BASE}.query.{name}": tensor for name, tensor in added.items()}
+    for _ in range(2):  # twice is once
+        load_arrays(model, ArrayRecord({**sent, **more, "residual_rank": torch.tensor([2])}))
+        torch.testing.assert_close(model.base_model.model.query(x) - plain, 2 * x @ (U @ V).mT)
+    assert not any("residual" in name for name in collect_arrays(model))
+    restore(model)
+    assert torch.equal(weight, before)
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing():
+    model = ravan()
+    sent, before = named(arrays_of(model)), copy.deepcopy(model.state_dict())
+    name = f"{BASE}.query.ravan_H"
+    for wrong, told in (
+        ({k: t for k, t in sent.items() if k != name}, rf"{name}': got none, the model expects"),
+        (
+            sent | {name: torch.zeros(2, 3, 3)},
+            r"got shape \(2, 3, 3\), .* expects shape \(4, 3, 3\)",
+        ),
+        (sent | {"other": torch.zeros(1)}, r"'other': got shape \(1,\), the model expects none"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            load_arrays(model, ArrayRecord(wrong))
+        assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize("fraction", [0, -0.5, 1.5, float("nan"), "half", None])
+def test_a_budget_fraction_out_of_range_is_an_error(fraction):
+    with pytest.raises(ValueError, match=r"fraction = .*: expected a number above 0 .* pass 0\.5"):
+        choose(ravan(), fraction)
+
+
+def test_other_mistakes_are_errors_that_say_what_to_do():
+    with pytest.raises(ValueError, match="score = 'size': expected one of random, weight, grad"):
+        choose(ravan(), 0.5, "size")
+    with pytest.raises(ValueError, match="selection = 'all': expected one of layer, global"):
+        choose(ravan(), 0.5, selection="all")
+    with pytest.raises(ValueError, match="backward = None: .* pass backward=lambda"):
+        choose(ravan(), 0.5, "gradient")
+    with pytest.raises(ValueError, match="got a Small .* make it with get_peft_model"):
+        collect_arrays(Small())
+    empty = ArrayRecord({"a": Array(np.zeros(1))})
+    with pytest.raises(ValueError, match="make it with get_peft_model"):
+        load_arrays(Small(), empty)
+
+
+class WithLoss(Small):
+    """What `Trainer` takes: a dict of a batch in, the loss out."""
+
+    def forward(self, x, labels=None):
+        logits = super().forward(x)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits}
+
+
+def test_trainer_trains_what_was_chosen(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    config = RavanConfig(r=3, num_heads=HEADS, target_modules=["query", "value"])
+    model = get_peft_model(WithLoss(), config)
+    load_arrays(model, arrays_of(model))
+    before = named(collect_arrays(model))
+    chosen = choose(model, 0.5)
+    random = torch.Generator().manual_seed(0)
+    data = [{"x": torch.randn(12, generator=random), "labels": i % 3} for i in range(16)]
+    how = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=8, use_cpu=True,
+        report_to="none", save_strategy="no", learning_rate=0.01, disable_tqdm=True,
+        remove_unused_columns=False, dataloader_pin_memory=False,
+    )  # fmt: skip
+    Trainer(model, how, train_dataset=data).train()
+    after = named(collect_arrays(model))
+    restore(model)
+    whole = named(collect_arrays(model))
+    for name, heads in chosen.items():
+        assert after[f"{name}.ravan_heads"].tolist() == heads
+        for head in range(HEADS):
+            same = torch.equal(whole[f"{name}.ravan_H"][head], before[f"{name}.ravan_H"][head])
+            assert same == (head not in heads)

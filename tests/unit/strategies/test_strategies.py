@@ -1,0 +1,543 @@
+"""The strategies in Flower's own loop: the app's numbers, FedAvg's rules, and wrong replies."""
+
+import dataclasses
+import re
+import uuid
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
+
+from ravan_flwr import strategies
+from ravan_flwr.launch.in_process import InProcessGrid
+from ravan_flwr.methods.tensors import flatten
+from ravan_flwr.strategies import (
+    FedExLoraStrategy,
+    FedSBStrategy,
+    FFALoraStrategy,
+    FlexLoraStrategy,
+    RavanStrategy,
+)
+from tests.hand_made import Nodes, impatient, run
+from tests.methods import LAYERS, build
+
+__all__ = ["impatient"]
+
+HEADS, RANK = 3, 2
+SHARES = (1.0, 0.34, 0.67, 0.67)
+BASELINES = {
+    "fedex-lora": FedExLoraStrategy,
+    "ffa-lora": FFALoraStrategy,
+    "fedrot-lora": strategies.FedRotLoraStrategy,
+    "fedsvd": strategies.FedSVDStrategy,
+    "flexlora": FlexLoraStrategy,
+    "hetlora": strategies.HetLoraStrategy,
+    "lora-fair": strategies.LoraFairStrategy,
+    "raflora": strategies.RaFLoraStrategy,
+}
+
+
+# What the app's server does, and the replies that it had.
+
+
+class Recorded(Nodes):
+    """Nodes of different budgets; what they upload is kept, by round."""
+
+    def __init__(self, method, **changes):
+        super().__init__(len(SHARES))
+        self.method, self.adapters = build(method, **changes)
+        for (node, one), share in zip(self.members.items(), SHARES, strict=True):
+            if self.method.parts is not None:  # else all train the whole
+                self.members[node] = dataclasses.replace(one, share=share)
+        self.uploads: dict[int, list[dict[str, torch.Tensor]]] = {}
+
+    def reply(self, message, upload, number):
+        self.uploads.setdefault(number, []).append(upload)
+        return super().reply(message, upload, number)
+
+
+def app_run(method, rounds=2, weighting="uniform", **changes):
+    """States after each round of the app, and the uploads that made them."""
+    nodes = Recorded(method, **changes)
+    notes, _, _ = run(
+        nodes, rounds=rounds, method=method, clients_per_round=len(SHARES), weighting=weighting
+    )
+    start = nodes.method.initial_state(nodes.adapters)
+    return nodes.method, [start, *notes.states], nodes.uploads
+
+
+def name_of(layer):
+    return f"base_model.model.{layer.name}"
+
+
+def named_heads(upload):
+    """An upload of the app as arrays by name, by plain loops over the bits."""
+    bits = [int(byte) >> place & 1 for byte in upload["heads"] for place in range(8)]
+    arrays, at = {}, 0
+    for position, layer in enumerate(LAYERS):
+        heads = [head for head in range(HEADS) if bits[position * HEADS + head]]
+        arrays[f"{name_of(layer)}.ravan_H"] = upload["H"][at : at + len(heads)].numpy()
+        arrays[f"{name_of(layer)}.ravan_heads"] = np.array(heads)
+        at += len(heads)
+    return arrays
+
+
+def named_factors(tensors):
+    """B and A of the app, flat one layer after the other, as arrays by name."""
+    arrays = {}
+    for name, side in (("B", "out_features"), ("A", "in_features")):
+        if name not in tensors:
+            continue
+        flat = tensors[name].numpy()
+        rank, at = len(flat) // sum(getattr(layer, side) for layer in LAYERS), 0
+        for layer in LAYERS:
+            size = rank * getattr(layer, side)
+            shape = (-1, rank) if name == "B" else (rank, -1)
+            arrays[f"{name_of(layer)}.lora_{name}.weight"] = flat[at : at + size].reshape(shape)
+            at += size
+    return arrays
+
+
+def start_of_heads(extra=()):
+    arrays: dict[str, Any] = {}
+    for layer in LAYERS:
+        arrays[f"{name_of(layer)}.ravan_H"] = np.zeros((HEADS, RANK, RANK), np.float32)
+        arrays[f"{name_of(layer)}.ravan_s"] = np.ones(HEADS, np.float32)
+    return arrays | dict(extra)
+
+
+# Flower's loop over replies made by hand.
+
+
+def record(arrays):
+    return ArrayRecord({name: Array(np.array(value)) for name, value in arrays.items()})
+
+
+class Replying(InProcessGrid):
+    """Nodes 1, 2, ... of which each round's answer is `answer(round, place, message)`."""
+
+    def __init__(self, number, answer):
+        super().__init__({}, number)
+        self.answer, self.asked = answer, []
+
+    def _deliver(self, message):
+        number, node = message.content["config"]["server-round"], message.metadata.dst_node_id
+        self.asked.append((message.metadata.message_type, number, node))
+        content = self.answer(number, node - 1, message)
+        reply = Message(content, reply_to=message)
+        reply.metadata.__dict__["_message_id"] = str(uuid.uuid4())
+        return reply
+
+
+def content(arrays, examples=1, **metrics):
+    metrics = {"num-examples": examples, **metrics}
+    return RecordDict({"arrays": record(arrays), "metrics": MetricRecord(metrics)})
+
+
+def loop(strategy, initial, replies, examples=None):
+    """The arrays after Flower's own `start`; `replies` are arrays by name, by round."""
+    examples = examples or [1] * len(replies[1])
+
+    def answer(number, place, message):
+        if message.metadata.message_type == "evaluate":
+            return RecordDict({"metrics": MetricRecord({"num-examples": 1, "loss": 1.0})})
+        return content(replies[number][place], examples[place])
+
+    nodes = len(next(iter(replies.values())))
+    result = strategy.start(Replying(nodes, answer), record(initial), num_rounds=len(replies))
+    return {name: array.numpy() for name, array in result.arrays.items()}
+
+
+def heads_of(arrays):
+    return torch.stack(
+        [torch.from_numpy(np.array(arrays[f"{name_of(layer)}.ravan_H"])) for layer in LAYERS]
+    )
+
+
+@pytest.mark.parametrize("head_mean", ["trained", "all"])
+def test_ravan_is_the_apps_ravan(head_mean):
+    _, states, uploads = app_run("ravan", head_mean=head_mean)
+    replies = {number: [named_heads(one) for one in some] for number, some in uploads.items()}
+    got = loop(RavanStrategy(head_mean=head_mean), start_of_heads(), replies)
+    torch.testing.assert_close(heads_of(got), states[-1]["H"], rtol=0, atol=1e-6)
+    assert not torch.equal(states[-1]["H"], states[1]["H"])
+    assert all((got[f"{name_of(layer)}.ravan_s"] == 1).all() for layer in LAYERS)
+
+
+@pytest.mark.parametrize("method", BASELINES)
+def test_a_baseline_is_that_of_the_app(method):
+    app, states, uploads = app_run(method, rounds=3)
+    start = states[0] | ({} if "A" in states[0] else {"A": flatten(app.drawn_A)})
+    replies = {number: [named_factors(one) for one in some] for number, some in uploads.items()}
+    got = loop(BASELINES[method](), named_factors(start), replies)
+    for name, array in named_factors(states[-1]).items():
+        np.testing.assert_allclose(got[name], array, rtol=0, atol=1e-6, err_msg=name)
+    added = [name for name in got if "residual" in name]
+    assert bool(added) == (method == "fedex-lora")
+    if added:
+        for layer, expected in zip(LAYERS, app.residuals(states[-1]), strict=True):
+            dense = got.get(f"{name_of(layer)}.residual")
+            if dense is None:
+                factors = [got[f"{name_of(layer)}.residual_{name}"] for name in "BA"]
+                dense = factors[0] @ factors[1]
+            torch.testing.assert_close(torch.from_numpy(dense), expected.dense())
+
+
+def test_fed_sb_is_that_of_the_app():
+    _, states, uploads = app_run("fed-sb")
+    del uploads[0]  # the calibration
+    replies, initial = {}, {}
+    for number, some in uploads.items():
+        replies[number] = [
+            {
+                f"{name_of(x)}.ravan_H": H[None].numpy()
+                for x, H in zip(LAYERS, one["H"], strict=True)
+            }
+            for one in some
+        ]
+    for layer in LAYERS:
+        initial[f"{name_of(layer)}.ravan_H"] = np.zeros((1, RANK, RANK), np.float32)
+    got = loop(FedSBStrategy(), initial, replies)
+    torch.testing.assert_close(heads_of(got)[:, 0], states[-1]["H"], rtol=0, atol=1e-6)
+
+
+def test_fedit_is_flowers_fedavg():
+    _, states, uploads = app_run("fedit", weighting="examples")
+    replies = {number: [named_factors(one) for one in some] for number, some in uploads.items()}
+    got = loop(FedAvg(), named_factors(states[0]), replies, [10] * len(SHARES))
+    for name, array in named_factors(states[-1]).items():
+        np.testing.assert_allclose(got[name], array, rtol=0, atol=1e-6, err_msg=name)
+
+
+# FedAvg's rules.
+
+
+def whole_replies(rounds, nodes=3, seed=0):
+    """Every head trained by everybody, and a classifier."""
+    random = np.random.default_rng(seed)
+    shapes = {name: value.shape for name, value in start_with_classifier().items()}
+    return {
+        number: [
+            {
+                name: random.normal(size=shape).astype(np.float32)
+                for name, shape in shapes.items()
+                if not name.endswith("ravan_s")
+            }
+            for _ in range(nodes)
+        ]
+        for number in range(1, rounds + 1)
+    }
+
+
+def start_with_classifier():
+    return start_of_heads({"base_model.model.classifier.weight": np.ones((2, 3), np.float32)})
+
+
+def products_alone():
+    return {k: v for k, v in start_with_classifier().items() if not k.endswith("ravan_s")}
+
+
+def assert_alike(got, expected):
+    for name, array in expected.items():
+        assert got[name].dtype == np.float32
+        np.testing.assert_allclose(got[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_with_all_heads_trained_by_everybody_it_is_fedavg_over_the_products():
+    replies, examples = whole_replies(2), [1, 5, 2]
+    expected = loop(FedAvg(), products_alone(), replies, examples)
+    assert_alike(loop(RavanStrategy(), start_with_classifier(), replies, examples), expected)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "flowers"),
+    [
+        ("adam", FedAdam), ("yogi", FedYogi), ("adagrad", FedAdagrad),
+        ("momentum", lambda: FedAvgM(server_momentum=0.9)),
+    ],
+)  # fmt: skip
+def test_a_server_optimiser_is_flowers(wanted, flowers):
+    replies = whole_replies(3)
+    expected = loop(flowers(), products_alone(), replies)
+    got = loop(RavanStrategy(server_optimizer=wanted), start_with_classifier(), replies)
+    assert_alike(got, expected)
+    other = FedAdam(eta=0.5)
+    assert_alike(
+        loop(RavanStrategy(server_optimizer=other), start_with_classifier(), replies),
+        loop(FedAdam(eta=0.5), products_alone(), replies),
+    )
+
+
+def test_a_client_may_send_the_state_dict_of_peft_as_it_is():
+    random = np.random.default_rng(0)
+    replies: dict[int, list[dict[str, Any]]] = {1: []}
+    for _ in range(2):
+        replies[1].append(
+            {k: random.normal(size=v.shape).astype(np.float32) for k, v in start_of_heads().items()}
+        )
+    got = loop(RavanStrategy(), start_of_heads(), replies)
+    for layer in LAYERS:
+        products = [
+            one[f"{name_of(layer)}.ravan_s"][:, None, None] * one[f"{name_of(layer)}.ravan_H"]
+            for one in replies[1]
+        ]
+        np.testing.assert_allclose(
+            got[f"{name_of(layer)}.ravan_H"], np.mean(products, 0), atol=1e-6
+        )
+
+
+def test_the_order_of_heads_in_a_reply_does_not_matter():
+    cores = np.arange(2 * 4, dtype=np.float32).reshape(2, RANK, RANK)
+    reply = {f"{name_of(x)}.ravan_H": cores for x in LAYERS}
+    reply |= {f"{name_of(x)}.ravan_heads": np.array([2, 0]) for x in LAYERS}
+    got = loop(RavanStrategy(), start_of_heads(), {1: [reply, reply]})
+    for layer in LAYERS:
+        H = got[f"{name_of(layer)}.ravan_H"]
+        assert (H[2] == cores[0]).all()
+        assert (H[0] == cores[1]).all()
+        assert not H[1].any()
+
+
+def test_flowers_fractions_minimum_numbers_and_metrics_functions_work():
+    replies = whole_replies(2, nodes=6)
+    seen: list[tuple[int, str]] = []
+
+    def metrics(contents, key):
+        seen.append((len(contents), key))
+        return MetricRecord({"mine": float(len(contents))})
+
+    def answer(number, place, message):
+        if message.metadata.message_type == "evaluate":
+            return RecordDict(
+                {"metrics": MetricRecord({"rows": 1 + place, "accuracy": place / 10})}
+            )
+        one = content(replies[number][place])
+        one["metrics"] = MetricRecord({"rows": 3, "loss": 1.0})
+        return one
+
+    grid = Replying(6, answer)
+    strategy = RavanStrategy(
+        fraction_train=0.5, fraction_evaluate=0.1, min_evaluate_nodes=4, weighted_by_key="rows",
+        train_metrics_aggr_fn=metrics,
+    )  # fmt: skip
+    result = strategy.start(grid, record(start_with_classifier()), num_rounds=2)
+    asked = [(kind, number) for kind, number, _ in grid.asked]
+    for number in (1, 2):
+        assert asked.count(("train", number)) == 3
+        assert asked.count(("evaluate", number)) == 4
+    assert seen == [(3, "rows")] * 2
+    assert result.train_metrics_clientapp[2]["mine"] == 3.0
+    assert result.evaluate_metrics_clientapp[2].keys() == {"accuracy"}
+    assert RavanStrategy.start is FedAvg.start
+
+
+# Replies that are wrong.
+
+FIRST = f"base_model.model.{LAYERS[0].name}"
+
+
+def some_heads(seed):
+    random = np.random.default_rng(seed)
+    reply: dict[str, Any] = {
+        "base_model.model.classifier.weight": np.ones((2, 3), np.float32) * seed
+    }
+    for layer in LAYERS:
+        reply[f"{name_of(layer)}.ravan_H"] = random.normal(size=(2, RANK, RANK)).astype(np.float32)
+        reply[f"{name_of(layer)}.ravan_heads"] = np.array([0, 2])
+    return reply
+
+
+def without(name):
+    return lambda reply: {key: value for key, value in reply.items() if key != name}
+
+
+def having(name, value):
+    return lambda reply: reply | {name: value}
+
+
+H, HEADS_OF, CLASSIFIER = (
+    f"{FIRST}.ravan_H", f"{FIRST}.ravan_heads", "base_model.model.classifier.weight",
+)  # fmt: skip
+
+
+def of(shape, value=1.0, dtype=np.float32):
+    return np.full(shape, value, dtype)
+
+
+WRONG = {
+    "other rank": (having(H, of((2, 3, 3))), r"\(2, 3, 3\), expected .*\(2, 2, 2\)"),
+    "fewer products": (having(H, of((1, 2, 2))), r"\(1, 2, 2\), expected"),
+    "more dimensions": (having(H, of((2, 2, 2, 1))), "expected"),
+    "unknown head": (having(HEADS_OF, np.array([0, 3])), "unknown head 3, expected 0 to 2"),
+    "negative head": (having(HEADS_OF, np.array([-1, 0])), "unknown head -1"),
+    "head twice": (having(HEADS_OF, np.array([2, 2])), "a head twice"),
+    "heads that are words": (having(HEADS_OF, np.array(["a", "b"])), "expected numbers"),
+    "heads that are fractions": (having(HEADS_OF, np.array([0.0, 1.5])), "whole numbers"),
+    "heads in a table": (having(HEADS_OF, np.array([[0, 1]])), "one dimension"),
+    "NaN": (having(H, of((2, 2, 2), np.nan)), "not finite"),
+    "infinite": (having(H, of((2, 2, 2), np.inf)), "not finite"),
+    "too far": (having(H, of((2, 2, 2), 1e30)), "norm"),
+    "complex": (having(H, of((2, 2, 2), dtype=np.complex64)), "dtype complex64"),
+    "no layer": (without(H), "ravan_H' is missing"),
+    "no classifier": (without(CLASSIFIER), "classifier.weight' is missing"),
+    "another classifier": (having(CLASSIFIER, of((3, 2))), r"\(3, 2\), expected \(2, 3\)"),
+    "an unknown array": (having("other", of(1)), "'other' is unknown"),
+    "NaN in the classifier": (having(CLASSIFIER, of((2, 3), np.nan)), "not finite"),
+}
+
+
+def round_with(change, spoil=None):
+    """A round of four nodes, of which the last one's reply is changed; and one of three."""
+    strategy = RavanStrategy()
+
+    def answer(nodes):
+        def answering(number, place, message):
+            if message.metadata.message_type == "evaluate":
+                return RecordDict({"metrics": MetricRecord({"num-examples": 1, "loss": 1.0})})
+            reply = some_heads(place)
+            one = content(change(reply) if place == 3 else reply, 1 + place, loss=1.0 * place)
+            if place == 3 and spoil is not None:
+                spoil(one)
+            return one
+
+        return Replying(nodes, answering)
+
+    got = strategy.start(answer(4), record(start_with_classifier()), num_rounds=1)
+    expected = RavanStrategy().start(answer(3), record(start_with_classifier()), num_rounds=1)
+    return got, expected, strategy
+
+
+def assert_costs_only_itself(got, expected, strategy, reason):
+    for name, array in expected.arrays.items():
+        np.testing.assert_array_equal(got.arrays[name].numpy(), array.numpy())
+    assert got.train_metrics_clientapp[1] == expected.train_metrics_clientapp[1]
+    assert list(strategy.rejected) == [1]
+    assert list(strategy.rejected[1]) == [4]
+    assert re.search(reason, strategy.rejected[1][4]), strategy.rejected[1][4]
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_reply_costs_only_itself(kind, caplog):
+    change, reason = WRONG[kind]
+    got, expected, strategy = round_with(change)
+    assert_costs_only_itself(got, expected, strategy, reason)
+
+
+SPOILT = {
+    "no arrays": (lambda one: one.pop("arrays"), "0 ArrayRecords, expected 1"),
+    "two records": (lambda one: one.update({"more": record({"a": np.ones(1)})}), "2 ArrayRecords"),
+    "no metrics": (lambda one: one.pop("metrics"), "its metrics are"),
+    "no weight": (lambda one: one["metrics"].pop("num-examples"), "its metrics are"),
+    "no examples": (lambda one: one["metrics"].update({"num-examples": 0}), "num-examples is 0"),
+    "NaN examples": (lambda one: one["metrics"].update({"num-examples": float("nan")}), "finite"),
+    "endless examples": (lambda one: one["metrics"].update({"num-examples": 1e300}), "at most"),
+    "a list of losses": (lambda one: one["metrics"].update({"loss": [1.0, 2.0]}), r"loss\[2\]"),
+    "raw bytes": (
+        lambda one: one["arrays"].update({f"{FIRST}.ravan_H": Array("float32", (1,), "raw", b"x")}),
+        "its reply cannot be used",
+    ),
+    "a pickle": (
+        lambda one: one["arrays"].update(
+            {f"{FIRST}.ravan_H": Array("float32", (1,), "numpy.ndarray", b"cos\nsystem\n.")}
+        ),
+        "pickle|magic|reply",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_a_spoilt_record_costs_only_itself(kind):
+    spoil, reason = SPOILT[kind]
+    got, expected, strategy = round_with(lambda reply: reply, spoil=spoil)
+    assert_costs_only_itself(got, expected, strategy, reason)
+
+
+def test_a_round_of_wrong_replies_alone_changes_nothing(caplog):
+    replies = whole_replies(2, nodes=2)
+    replies[1] = [without(f"{FIRST}.ravan_H")(one) for one in replies[1]]
+    strategy = RavanStrategy()
+    got = loop(strategy, start_with_classifier(), replies)
+    assert sorted(strategy.rejected) == [1]
+    expected = loop(FedAvg(), products_alone(), {1: replies[2]})
+    assert_alike(got, expected)
+
+
+RANKED = {
+    "a rank of its own": ("lora_B.weight", (6, 3), "rank 3, expected 1 to 2"),
+    "no rank": ("lora_B.weight", (6, 0), "rank 0, expected 1 to 2"),
+    "another side": ("lora_B.weight", (5, 2), r"\(5, 2\), expected torch.float32 \(6, 2\)"),
+    "two ranks": ("lora_A.weight", (1, 5), r"\(1, 5\), expected torch.float32 \(2, 5\)"),
+}
+
+
+@pytest.mark.parametrize("kind", RANKED)
+def test_a_lora_of_another_shape_costs_only_itself(kind):
+    part, shape, reason = RANKED[kind]
+    _, states, uploads = app_run("flexlora", rounds=1)
+    good = [named_factors(one) for one in uploads[1]]
+    whole = max(good, key=lambda reply: reply[f"{FIRST}.lora_B.weight"].size)
+    bad = whole | {f"{FIRST}.{part}": np.ones(shape, np.float32)}
+    strategy, initial = FlexLoraStrategy(), named_factors(states[0])
+    got = loop(strategy, initial, {1: [*good, bad]})
+    expected = loop(FlexLoraStrategy(), initial, {1: good})
+    for name, array in expected.items():
+        np.testing.assert_array_equal(got[name], array)
+    (found,) = strategy.rejected[1].values()
+    assert re.search(reason, found), found
+
+
+def test_a_client_that_forgot_to_freeze_is_told_so():
+    app, states, uploads = app_run("ffa-lora", rounds=1)
+    initial = named_factors(states[0] | {"A": flatten(app.drawn_A)})
+    replies = [named_factors(one | {"A": flatten(app.drawn_A)}) for one in uploads[1]]
+    strategy = FFALoraStrategy()
+    assert not loop(strategy, initial, {1: replies})  # no round had an effect
+    for reason in strategy.rejected[1].values():
+        assert "lora_A" in reason
+        assert "freeze it on the clients" in reason
+
+
+# What a person sets wrong.
+
+
+def test_arrays_of_another_adapter_are_refused_by_name():
+    lora = named_factors(app_run("fedit", rounds=1)[1][0])
+    with pytest.raises(ValueError, match=r"no name ends in \.ravan_H .*RavanConfig; pass"):
+        loop(RavanStrategy(), lora, {1: [{}]})
+    with pytest.raises(ValueError, match=r"no name ends in \.lora_A\.weight .*LoraConfig; pass"):
+        loop(FlexLoraStrategy(), start_of_heads(), {1: [{}, {}]})
+    uneven = start_of_heads({f"{FIRST}.ravan_H": np.zeros((2, 2, 2), np.float32)})
+    with pytest.raises(ValueError, match="same heads and rank"):
+        loop(RavanStrategy(), uneven, {1: [{}, {}]})
+    with pytest.raises(ValueError, match="expected 1 for Fed-SB; set num_heads=1"):
+        loop(FedSBStrategy(), start_of_heads(), {1: [{}, {}]})
+    ranks = lora | {f"{FIRST}.lora_B.weight": np.zeros((6, 1), np.float32)}
+    with pytest.raises(ValueError, match="leave rank_pattern out"):
+        loop(FlexLoraStrategy(), ranks, {1: [{}, {}]})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how", "told"),
+    [
+        (RavanStrategy, {"server_optimizer": "sgd"}, "expected 'none', one of adagrad, adam"),
+        (FlexLoraStrategy, {"server_optimizer": "adam"}, "no mean of the replies, expected 'none'"),
+        (RavanStrategy, {"head_mean": "some"}, "expected 'trained' .* or 'all'"),
+        (RavanStrategy, {"max_update_norm": 0}, "max_update_norm = 0: expected a number above 0"),
+    ],
+)
+def test_a_wrong_argument_is_refused(strategy, how, told):
+    with pytest.raises(ValueError, match=told):
+        strategy(**how)
+
+
+def test_replies_before_anything_was_sent_are_an_error():
+    with pytest.raises(RuntimeError, match="call start, or configure_train"):
+        RavanStrategy().aggregate_train(1, [])
+
+
+def test_every_method_of_the_app_that_needs_no_more_has_a_strategy():
+    named = {getattr(strategies, name).method for name in strategies.__all__ if "Strategy" in name}
+    assert named == {*BASELINES, "ravan", "fed-sb"}
