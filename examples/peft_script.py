@@ -25,7 +25,7 @@ examples = [{"pixel_values": x, "labels": int(digits.target[i])} for i, x in enu
 def backbone() -> ViTForImageClassification:
     """Make the pretrained network with a new classifier."""
     torch.manual_seed(0)
-    network = ViTForImageClassification(ViTConfig(**config, num_labels=10))
+    network = ViTForImageClassification(ViTConfig(**config | {"num_labels": 10}))
     network.load_state_dict(weights, strict=False)
     return network
 
