@@ -233,7 +233,17 @@ for wrong, words in ((dict(target_modules=["no"]), "no layer of"), (dict(r=99), 
 def oldest():
     """A folder with the oldest PEFT."""
     with tempfile.TemporaryDirectory() as folder:
-        command = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", folder]
+        command = [
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--retries",
+            "0",
+            "--no-deps",
+            "--target",
+            folder,
+        ]
         done = subprocess.run(
             [sys.executable, *command, f"peft=={OLDEST}"], capture_output=True, text=True
         )

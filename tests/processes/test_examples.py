@@ -1,0 +1,104 @@
+"""The examples run as they stand, in a folder of their own and without a connection."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests import ROOT
+
+SCRIPT = ROOT / "examples" / "peft_script.py"
+NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
+PAGE = ROOT / "docs" / "library.md"
+
+
+def test_the_script_has_forty_lines_at_most_and_learns(tmp_path):
+    assert len(SCRIPT.read_text(encoding="utf-8").splitlines()) <= 40
+    done = subprocess.run(
+        [sys.executable, SCRIPT], cwd=tmp_path, capture_output=True, text=True, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    (accuracy,) = re.findall(r"^accuracy (\d\.\d+)$", done.stdout, re.MULTILINE)
+    assert float(accuracy) > 0.9
+    assert (tmp_path / "digits-adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+def code_of(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_the_notebook_is_stored_without_outputs(notebook):
+    nbformat.validate(notebook)
+    for cell in code_of(notebook):
+        assert not cell.outputs
+        assert cell.execution_count is None
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+
+
+def test_the_notebook_runs_and_draws(notebook, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "1")
+    executed = NotebookClient(
+        nbformat.from_dict(notebook), timeout=None, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    shown = {
+        cell.id: [output.data for output in cell.outputs if "data" in output]
+        for cell in code_of(executed)
+    }
+    pictures = {name for name, data in shown.items() if any("image/png" in one for one in data)}
+    assert pictures == {"head-picture", "curves", "budgets", "use"}
+    printed = {
+        cell.id: "".join(output.get("text", "") for output in cell.outputs)
+        for cell in code_of(executed)
+    }
+    assert "260 trained numbers, 9216 in the layer" in printed["head-picture"]
+    found = re.findall(r"accuracy (\d\.\d+), ([\d,]+) bytes up", printed["budgets"])
+    (full, bytes_of_full), (unequal, bytes_of_unequal) = found
+    assert float(full) > 0.5
+    assert float(unequal) > 0.4
+    assert int(bytes_of_unequal.replace(",", "")) < int(bytes_of_full.replace(",", ""))
+    assert "4 heads" in printed["use"]
+
+
+def blocks(page):
+    return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+
+def test_the_lines_of_the_page_work_one_after_the_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "page"}
+    tuner, _ = PAGE.read_text(encoding="utf-8").split("## Strategies for a Flower app")
+    for block in blocks(tuner):
+        exec(compile(block, "docs/library.md", "exec"), names)
+
+
+def test_the_page_lists_every_field_with_its_default_and_help():
+    from dataclasses import fields
+
+    from ravan_flwr import RavanConfig
+
+    page = PAGE.read_text(encoding="utf-8")
+    for field in fields(RavanConfig):
+        if field.name in RavanConfig.__annotations__:
+            row = f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} |"
+            assert row in page
+            assert f"{field.name} (" in (RavanConfig.__doc__ or "")
+
+
+def test_the_extra_admits_the_oldest_release_that_is_tested():
+    from tests.runs.test_peft_training import OLDEST
+
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert told["project"]["optional-dependencies"]["peft"] == [
+        f"peft>={OLDEST.rpartition('.')[0]}"
+    ]
