@@ -76,7 +76,8 @@ class Asked:
     def keeping_reasons(self) -> Iterator[None]:
         """Keep to the device why work on its examples fails, where it does not trust the server.
 
-        Flower sends the class and the text of an error to the server.
+        Flower sends the class and the text of an error to the server: one of both for all. It is
+        not that of bad input, after which a warm worker would stay.
         """
         try:
             yield
@@ -84,7 +85,7 @@ class Asked:
             if not self.config.noised_on_devices:
                 raise
             log.exception("the server is told that this device failed, and not why")
-            raise ValueError(KEPT) from None
+            raise RuntimeError(KEPT) from None
 
     @property
     def trained_on(self) -> Encoded:

@@ -14,10 +14,12 @@ that cannot be worked on counts as zero, as one whose gradient is not finite.
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from logging import getLogger
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
 from torch import Tensor
@@ -33,12 +35,49 @@ from ravan_flwr.training.local_steps import LocalResult, LocalSteps, Stepper, dr
 
 log = getLogger(__name__)
 
+_NOWHERE = 2**62  # the row of an example that could not be encoded: reading it fails
 _AWAY = 1e-2  # from the state at rest, whose zeros would hide gradients
 
 
 def sampling_rate(batch_size: int, examples: int) -> float:
     """Return how likely an example is in a batch of which so many examples are expected."""
     return min(1.0, batch_size / examples)
+
+
+def encode_each(task: Task, examples: datasets.Dataset) -> Encoded:
+    """Encode a device's examples; what cannot be encoded stays in their number, and counts as zero.
+
+    The server chooses labels and lengths: an error, or a smaller number, would tell of examples.
+    """
+    problems: list[str] = []
+    usable = _usable(task, examples, np.arange(len(examples)), problems)
+    if not len(usable):
+        raise ValueError(f"none of {len(examples)} examples can be used: {problems[0]}")
+    if problems:
+        log.warning(
+            "%d of %d examples cannot be used, and count as zero: %s; expected examples as the "
+            "run's preset describes them",
+            *(len(problems), len(examples), problems[0]),
+        )
+    encoded = task.encode(examples.select(usable))
+    missing = np.full(len(examples) - len(encoded), _NOWHERE)
+    return replace(encoded, rows=np.concatenate([encoded.rows, missing]))
+
+
+def _usable(
+    task: Task, examples: datasets.Dataset, rows: np.ndarray, problems: list[str]
+) -> np.ndarray:
+    """Find the rows that can be encoded, half by half; add a problem for each other."""
+    try:
+        task.encode(examples.select(rows))
+    except Exception as error:  # noqa: BLE001 (as in a step)
+        if len(rows) == 1:
+            problems.append(f"example {rows[0] + 1}: {error}")
+            return rows[:0]
+    else:
+        return rows
+    halves = np.array_split(rows, 2)
+    return np.concatenate([_usable(task, examples, half, problems) for half in halves])
 
 
 def train_privately(

@@ -20,10 +20,11 @@ Not here, and not protected (docs/privacy.md): when a reply comes.
 
 import json
 import math
-from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
@@ -31,15 +32,16 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from PIL import Image
 
 from ravan_flwr import simulate
 from ravan_flwr.client import answers
 from ravan_flwr.client import masked as masked_training
 from ravan_flwr.client.asked import KEPT
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.launch.in_process import identify
-from ravan_flwr.launch.worker_process import reply_of
+from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.messages.arrays import to_record
+from ravan_flwr.privacy.example_gradients import check_apart
 from ravan_flwr.privacy.example_mechanism import StepNoise
 from ravan_flwr.privacy.noise import happens
 from ravan_flwr.results.card import fill_card
@@ -55,7 +57,7 @@ from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.training import batching, private_steps
-from ravan_flwr.training.local_steps import steps_of
+from ravan_flwr.training.local_steps import steps_of, train_locally
 from ravan_flwr.training.private_steps import PrivateStepper
 from ravan_flwr.training.workbench import Examples, Workbench, get_workbench
 from tests.runs.test_noised import NOISED
@@ -157,7 +159,12 @@ def state_of(bench, name):
 
 def ask(kind, state, config, node=None):
     """A device's reply to a message, as Flower sends it."""
-    settings = {"round": 1, "share": 1.0, "noise-multiplier": 2.0, "earlier-rounds": 0}
+    settings: dict[str, Any] = {
+        "round": 1,
+        "share": 1.0,
+        "noise-multiplier": 2.0,
+        "earlier-rounds": 0,
+    }
     content = RecordDict({"arrays": to_record(state), "config": ConfigRecord(settings)})
     message = Message(content, 1, kind)
     message.metadata.__dict__["_run_id"] = 1
@@ -165,7 +172,7 @@ def ask(kind, state, config, node=None):
     return reply_of(message, Context(1, 1, given, RecordDict(), dict(config)))
 
 
-def seen_in(reply, logged=()):
+def seen_in(reply: Any, logged: Any = ()) -> dict[str, Any]:
     """By channel, what somebody sees who has the reply; and whether it has a line of the log."""
     if reply.has_error():
         seen = {"fails": True, "error": reply.error.reason, "text": reply.error.reason}
@@ -288,11 +295,10 @@ def test_a_device_works_on_each_example_by_itself(bench, monkeypatch, there, par
 def test_whether_examples_are_apart_is_found_out_without_them(bench, monkeypatch, state):
     """Nor with the state that a server sends: it is known before either is there."""
     looked = []
-    honest = private_steps.check_apart
 
     def noted(alone, together):
         looked.append(torch.cat([g[0].flatten() for g in together]))
-        return honest(alone, together)
+        check_apart(alone, together)
 
     monkeypatch.setattr(private_steps, "check_apart", noted)
     for example in ("ordinary", "no number", "nothing"):
@@ -332,8 +338,45 @@ def test_why_examples_cannot_be_read_stays_on_the_device(bench, monkeypatch, cap
         seen = seen_in(ask(kind, bench.model.initial_state(), DEVICE | private))
         assert NAME not in seen["text"]
         told.add(seen["text"])
-    assert told == {f"ValueError: {KEPT}"}
+    assert told == {f"RuntimeError: {KEPT}"}
     assert NAME in caplog.text
+
+
+# What becomes of an image among those of a device's own folder, by the settings or by itself.
+FILES: dict[str, Callable[[Path], object]] = {
+    "ordinary": lambda image: None,
+    "of no class": lambda image: image.rename(_folder(image.parent.parent / NAME) / image.name),
+    "cut off": lambda image: image.write_bytes(image.read_bytes()[:40]),
+    "no image": lambda image: image.write_bytes(NAME.encode()),
+    "of 16 bits": lambda image: Image.fromarray(np.ones((8, 8), np.uint16)).save(image),
+}
+
+
+def _folder(path):
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("kind", ["query", "train"])
+@pytest.mark.parametrize("name", FILES)
+def test_an_example_that_cannot_be_used_is_one_that_counts_as_zero(
+    bench, tmp_path, caplog, kind, name
+):
+    """Its node has as many as before: a server that chooses labels could read them by that."""
+    for number in range(NUMBER):
+        folder = tmp_path / str(number % 2)
+        folder.mkdir(exist_ok=True)
+        Image.fromarray(np.full((8, 8), 20 * number, np.uint8)).save(folder / f"{number}.png")
+    FILES[name](tmp_path / str(ROW % 2) / f"{ROW}.png")
+    node = {"data-path": str(tmp_path)}
+    seen = seen_in(ask(kind, bench.model.initial_state(), DEVICE, node), caplog.messages)
+    assert not seen["fails"], seen
+    assert NAME not in seen["text"]
+    assert not seen["log"]
+    if kind == "query":
+        assert json.loads(seen["metrics"])["member"]["examples"] == NUMBER
+    if name != "ordinary":
+        assert f"1 of {NUMBER} examples cannot be used, and count as zero: example" in caplog.text
 
 
 # One client of a run whose clients add the noise in shares, and mask.
@@ -372,12 +415,12 @@ def rounds(tmp_path_factory):
 
     @cache
     def hold(kind):
-        seen, honest = defaultdict(dict), masked_training.train_locally
+        seen: dict[tuple[int, str], dict[str, Any]] = {}
         with pytest.MonkeyPatch.context() as patch:
 
             def train(*given, **named):
                 partition = given[6].partition_id
-                chosen = CLIENTS[kind](honest) if partition == TROUBLED else honest
+                chosen = CLIENTS[kind if partition == TROUBLED else "ordinary"](train_locally)
                 return chosen(*given, **named)
 
             def behave(partition, number, phase, message, answer):
@@ -390,7 +433,7 @@ def rounds(tmp_path_factory):
             folder = tmp_path_factory.mktemp("run")
             run = simulate(NOISED | {"output-dir": str(folder)}, 6)
         (record,) = records_of(run)
-        return dict(seen), record
+        return seen, record
 
     return hold
 

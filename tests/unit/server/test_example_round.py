@@ -289,7 +289,12 @@ def spending(rate, rounds, z=2.0):
     ],
 )
 def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp_path):
-    settings = {"privacy": "example", "epsilon": 8.0, "local-steps": STEPS, "batch-size": 5}
+    settings: dict[str, Any] = {
+        "privacy": "example",
+        "epsilon": 8.0,
+        "local-steps": STEPS,
+        "batch-size": 5,
+    }
     config = read_config(settings)
     directory, start = RunDirectory(tmp_path), Start({}, done=2)
     lines = (json.dumps(record_of(number)) + "\n" for number in (1, 2))

@@ -1,7 +1,9 @@
 """Private steps on real digits: Poisson batches, parts, what is drawn anew and what is refused."""
 
 import math
+from contextlib import suppress
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,12 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.training import batching, private_steps
 from ravan_flwr.training.local_steps import dropout_from, steps_of, train_locally
-from ravan_flwr.training.private_steps import PrivateStepper, sampling_rate, train_privately
+from ravan_flwr.training.private_steps import (
+    PrivateStepper,
+    encode_each,
+    sampling_rate,
+    train_privately,
+)
 from ravan_flwr.training.workbench import Workbench
 
 QUIET = StepNoise(1e-12, 1e6)  # neither noise nor clipping
@@ -120,6 +127,34 @@ def test_an_example_that_fails_counts_as_zero_and_the_others_as_they_are(
     for one, other, all_of_them in zip(found, expected, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-7)
         assert not torch.allclose(one, all_of_them, rtol=1e-3, atol=1e-7)
+
+
+class Chooses:
+    """A task that raises for some examples, and leaves out others."""
+
+    def __init__(self, wrong, left_out):
+        self.wrong, self.left_out = wrong, left_out
+
+    def encode(self, examples):
+        values = np.array(examples["x"])
+        if set(values) & set(self.wrong):
+            raise ValueError("got unknown labels")
+        kept = values[~np.isin(values, self.left_out)]
+        return Encoded({"x": torch.from_numpy(kept)}, np.arange(len(kept)))
+
+
+@pytest.mark.parametrize(("wrong", "left_out"), [([], []), ([0], []), ([3, 11], [4]), ([], [5, 6])])
+def test_examples_that_cannot_be_encoded_are_counted_and_fail_when_they_are_read(wrong, left_out):
+    examples = datasets.Dataset.from_dict({"x": range(12)})
+    encoded = encode_each(Chooses(wrong, left_out), examples)  # type: ignore[arg-type]
+    assert len(encoded) == 12
+    read = []
+    for row in range(12):
+        with suppress(IndexError):
+            read += encoded.take(np.array([row]))["x"].tolist()
+    assert read == [value for value in range(12) if value not in (*wrong, *left_out)]
+    with pytest.raises(ValueError, match="none of 12 examples can be used: example 1: got unknown"):
+        encode_each(Chooses(range(12), []), examples)  # type: ignore[arg-type]
 
 
 def test_gradient_checkpointing_changes_nothing(bench, all_drawn):
