@@ -16,6 +16,7 @@ from ravan_flwr.client.asked import Asked
 from ravan_flwr.client.delivered import keep_delivered
 from ravan_flwr.client.example_account import SpentError, take_part
 from ravan_flwr.client.masked import train_masked
+from ravan_flwr.client.on_device import is_on_a_device
 from ravan_flwr.client.own_part import keep_own
 from ravan_flwr.client.secure_part import node_keys
 from ravan_flwr.config.insisting import limit_of
@@ -30,7 +31,11 @@ from ravan_flwr.training.local_steps import (
     measured_sums,
     train_locally,
 )
-from ravan_flwr.training.private_steps import sampling_rate, train_privately
+from ravan_flwr.training.private_steps import (
+    check_examples_apart,
+    sampling_rate,
+    train_privately,
+)
 from ravan_flwr.training.workbench import get_workbench
 
 log = getLogger(__name__)
@@ -65,17 +70,22 @@ def forget() -> None:
 
 def _query(client: Asked) -> RecordDict:
     bench, node = client.bench, client.node
+    # What is refused is refused before a round.
     if client.config.secure_aggregation:
-        node_keys(node).public()  # refused, if at all, before a round
+        node_keys(node).public()
+    if client.config.privacy == "example":
+        check_examples_apart(bench.model, bench.task)
+    share = client.share  # "auto" follows from memory, which examples will take a part of
     member = Member(
         node_id=client.context.node_id,
         partition_id=node.partition_id,
         num_partitions=node.num_partitions,
         own_data=node.data_path is not None,
         examples=len(client.examples.train),
-        share=client.share,
+        share=share,
         device=str(bench.model.device),
-        free_memory=client.free_memory,
+        # How much examples take is not told where the server is not trusted.
+        free_memory=0 if client.config.noised_on_devices else client.free_memory,
         versions=f"flwr {flwr.__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
         code=code_fingerprint(),
@@ -112,8 +122,14 @@ def _train_privately(client: Asked) -> RecordDict:
         log.info("this client trains no further: %s", error)
         refused = ConfigRecord({"round": client.round, "reason": str(error)})
         return RecordDict({"refused": refused})
-    result = train_privately(*client.work, client.granted, client.steps, client.turn, noise)
-    reply = _trained(client, result)
+    steps = client.steps
+    if is_on_a_device():
+        # Company changes the rounding of an example's gradient, and a server can send a state that
+        # makes anything of that. By itself none depends on another, whatever the state.
+        steps = replace(steps, micro_batch_size=1, micro_batch_tokens=None)
+    with client.keeping_reasons():
+        result = train_privately(*client.work, client.granted, steps, client.turn, noise)
+        reply = _trained(client, result)
     reply.metric_records["metrics"]["recounted"] = int(recounted)
     return reply
 

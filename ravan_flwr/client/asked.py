@@ -1,7 +1,10 @@
 """Hold a message together with the node that it came to: what every answer begins with."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from logging import getLogger
 from typing import Any, cast
 
 import psutil
@@ -25,6 +28,13 @@ from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.cost import largest_share
 from ravan_flwr.training.local_steps import LocalSteps, steps_of
 from ravan_flwr.training.workbench import Examples, Workbench, get_workbench
+
+log = getLogger(__name__)
+
+KEPT = (
+    "this device could not work on its examples; its own log says why, which the server is not "
+    "told, since it could learn of an example by that"
+)
 
 
 class Asked:
@@ -57,9 +67,25 @@ class Asked:
     @property
     def examples(self) -> Examples:
         node = self.node
-        if node.data_path is not None:
-            return self.bench.own_examples(node.data_path, node.partition_id)
-        return self.bench.partition(node.partition_id, node.num_partitions)
+        with self.keeping_reasons():
+            if node.data_path is not None:
+                return self.bench.own_examples(node.data_path, node.partition_id)
+            return self.bench.partition(node.partition_id, node.num_partitions)
+
+    @contextmanager
+    def keeping_reasons(self) -> Iterator[None]:
+        """Keep to the device why work on its examples fails, where it does not trust the server.
+
+        Flower sends the class and the text of an error to the server: one of both for all. It is
+        not that of bad input, after which a warm worker would stay.
+        """
+        try:
+            yield
+        except Exception:
+            if not self.config.noised_on_devices:
+                raise
+            log.exception("the server is told that this device failed, and not why")
+            raise RuntimeError(KEPT) from None
 
     @property
     def trained_on(self) -> Encoded:
@@ -120,12 +146,11 @@ class Asked:
 
     @property
     def told(self) -> dict[str, Any]:
-        """Say what every upload tells of itself, and how long it has taken until now."""
-        return {
-            "round": self.round,
-            "derived": self.bench.model.derived,
-            "seconds": time.perf_counter() - self.started,
-        }
+        """Say what every upload tells of itself, and how long it has taken if that may be told."""
+        told = {"round": self.round, "derived": self.bench.model.derived}
+        if self.config.noised_on_devices:  # seconds would tell of the examples
+            return told
+        return told | {"seconds": time.perf_counter() - self.started}
 
     def find_own(self) -> Tensors | None:
         """Find the part of the model that has stayed with this client, if one has."""

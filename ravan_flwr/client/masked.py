@@ -1,6 +1,7 @@
 """Train in a secure round, where what is uploaded is masked, and may have noise in it."""
 
 from dataclasses import replace
+from logging import getLogger
 
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
@@ -9,9 +10,12 @@ from ravan_flwr.client.asked import Asked
 from ravan_flwr.client.noise_account import NoiseAccount
 from ravan_flwr.client.secure_part import SecurePart, pieces_in
 from ravan_flwr.messages.pieces import read_pieces, to_pieces
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.masked import by_tensor, check_given, check_parts, parts_of, to_numbers
 from ravan_flwr.training.noised import noise_in, noised_parts, to_noised
+
+log = getLogger(__name__)
 
 
 def train_masked(client: Asked) -> RecordDict:
@@ -22,21 +26,31 @@ def train_masked(client: Asked) -> RecordDict:
     sent, method = client.broadcast, client.bench.model.method
     check_given(replace(client.bench.config, rank=method.rank), sent, schedule)
     random = np.random.default_rng(client.turn.derive("rounding"))
-    work, steps = client.work, client.steps
     if client.config.privacy == "client":
         noise = noise_in(client.config, schedule)
         check_parts(noised_parts(method, sent, noise), schedule)
         node, context = client.node, client.context
         account = NoiseAccount(context.state, context.run_id, node.partition_id)
         account.spend(node, schedule.shown)
-        result = train_locally(*work, client.granted, steps, client.turn)
-        numbers = to_noised(method, sent, result.upload, schedule, random)
+        numbers = to_noised(method, sent, _trained(client), schedule, random)
     else:
         check_parts(parts_of(method, sent, 1.0), schedule)
         chosen = by_tensor(schedule, rows)
-        result = train_locally(*work, client.granted, steps, client.turn, rows=chosen)
+        result = train_locally(*client.work, client.granted, client.steps, client.turn, rows=chosen)
         numbers = to_numbers(method, sent, result.upload, schedule, rows, random)
     with SecurePart(client.context, client.node) as secure:
         masked = secure.mask(client.round, numbers)
     arrays = to_pieces({"masked": masked})
     return RecordDict({"arrays": arrays, "metrics": MetricRecord(client.told)})
+
+
+def _trained(client: Asked) -> Tensors | None:
+    """Train, and return the upload; None after a failure, which may follow from an example.
+
+    A client that dropped out would tell the server of it: it sends noise alone.
+    """
+    try:
+        return train_locally(*client.work, client.granted, client.steps, client.turn).upload
+    except Exception:
+        log.exception("this device could not train, and sends noise alone")
+        return None

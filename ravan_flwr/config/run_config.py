@@ -114,6 +114,11 @@ class Config:
     secure_aggregation: bool
     secure_minimum: int
 
+    @property
+    def noised_on_devices(self) -> bool:
+        """Return whether devices add the noise, since they do not trust the server."""
+        return self.privacy == "example" or (self.privacy == "client" and self.secure_aggregation)
+
     def steps_of(self, examples: int) -> int:
         """Count the optimiser steps of a client with so many examples, in each round.
 

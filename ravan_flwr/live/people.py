@@ -104,7 +104,7 @@ def _add_reply(person: Person, number: int, client: Mapping[str, Any]) -> None:
     person.bytes_up += int(_number(client, "bytes-up"))
     person.bytes_down += int(_number(client, "bytes-down"))
     person.heads = f"{_number(client, 'heads'):g}"
-    person.seconds = f"{_number(client, 'seconds'):.1f}"
+    person.seconds = f"{_number(client, 'seconds'):.1f}" if "seconds" in client else ""
     person.budget = person.budget or f"{_number(client, 'share'):g}"
     person.examples = person.examples or f"{_number(client, 'examples'):,.0f}"
 

@@ -6,6 +6,7 @@ the run, so that this name is checked there, whoever sends it.
 
 import json
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -41,6 +42,11 @@ class Parcel:
         """Read the run's summary, which a model card shows."""
         content: dict[str, Any] = json.loads(self.summary)
         return content
+
+
+def new_run_id() -> str:
+    """Draw the id of a run."""
+    return secrets.token_hex(8)
 
 
 def check_run_name(name: str) -> str:

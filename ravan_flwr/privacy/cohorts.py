@@ -42,14 +42,13 @@ def _exactly(number: int, of: int, rate: float) -> float:
     return math.exp(log + number * math.log(rate) + (of - number) * math.log1p(-rate))
 
 
-def most_rounds(clients: int, rate: float, rounds: int) -> int:
-    """Return in how many rounds the client takes part that is drawn most often: the likely number.
-
-    The least that all clients stay within with probability one half.
-    """
-    within = 0.0
-    for number in range(rounds):
-        within += _exactly(number, rounds, rate) if rate < 1 else 0.0
-        if within > 0 and clients * math.log(min(within, 1.0)) >= math.log(0.5):
+def most_rounds(clients: int, rate: float, rounds: int, likely: float = 0.5) -> int:
+    """Return in how many rounds each client takes part at most, with that probability for all."""
+    if rate >= 1:
+        return rounds
+    more, least = 0.0, math.log(likely)  # `more`: how likely one client has so many, or more
+    for number in range(rounds, 0, -1):
+        more += _exactly(number, rounds, rate)
+        if more >= 1 or clients * math.log1p(-more) < least:
             return number
-    return rounds
+    return 0

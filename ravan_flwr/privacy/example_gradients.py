@@ -135,17 +135,20 @@ def check_trained(network: nn.Module, parameters: Sequence[nn.Parameter]) -> Non
             )
 
 
-def check_apart(alone: Sequence[Tensor], together: Sequence[Tensor]) -> bool:
+def check_apart(alone: Sequence[Tensor], together: Sequence[Tensor]) -> None:
     """Raise ValueError unless an example's gradients are the same by itself and in a batch.
 
-    Both are what `ExampleGradients.of` returned; the example is the first of the batch. How far off
-    it is is not told: the server hears the error. False if neither is finite, which tells nothing:
-    another example must.
+    Both are what `ExampleGradients.of` returned; the example is the first of the batch, and one
+    that nobody has: the server hears the error.
     """
     mine = [a[0].double() for a in alone]
     others = [b[0].double() for b in together]
     if not any(all(bool(one.isfinite().all()) for one in side) for side in (mine, others)):
-        return False
+        raise ValueError(
+            "privacy = 'example': got gradients that are not numbers from the untrained model, so "
+            "that nobody can see whether examples depend on each other, expected finite ones; "
+            "choose another model"
+        )
     size = math.hypot(*(float(a.norm()) for a in mine))
     off = math.hypot(*(float((a - b).norm()) for a, b in zip(mine, others, strict=True)))
     # Where one side alone is finite, `off` is not.
@@ -154,4 +157,3 @@ def check_apart(alone: Sequence[Tensor], together: Sequence[Tensor]) -> bool:
             "privacy = 'example': the gradient of an example depends on the other examples of its "
             "batch, expected a model that works on each by itself; choose another model"
         )
-    return True

@@ -46,10 +46,13 @@ class ClippedExamples:
         sound = norms.isfinite()
         factors = (_BELOW * self.noise.norm / norms).clamp(max=1.0)
         factors = torch.where(sound & (norms > 0), factors, sound.double())
+        clipped = []
         for total, each in zip(self.sums, gradients, strict=True):
             rows = torch.where(sound[:, None].to(each.device), each.flatten(1), 0.0)
             rows = rows.to(total.device)
-            total.add_((factors.to(total.device) @ rows.double()).view_as(total))
+            clipped.append((factors.to(total.device) @ rows.double()).view_as(total))
+        for total, part in zip(self.sums, clipped, strict=True):  # all, or none after an error
+            total.add_(part)
 
     def release(self, expected: float) -> list[Tensor]:
         """Return the gradient of the step, noise included, in float32; the sum begins anew."""

@@ -22,7 +22,7 @@ ClientRecord = TypedDict(
         "examples": int,
         "steps": int,  # of the optimiser; in a calibration, batches
         "train-loss": NotRequired[float],  # not told in private and in secure runs
-        "seconds": float,
+        "seconds": NotRequired[float],  # not told where devices add the noise
         "bytes-up": int,
         "bytes-down": int,
     },
@@ -46,6 +46,7 @@ Spent = TypedDict(
         "clip-norm": NotRequired[float],  # of this round
         "noise-cohort": NotRequired[int],  # clients a round of the federation that epsilon is of
         "epsilon-to-server": NotRequired[float],  # of the client that the server knows most of
+        "epsilon-to-server-bound": NotRequired[float],  # the same, whoever was drawn
     },
 )
 
@@ -141,10 +142,12 @@ Summary = TypedDict(
         "noise-multiplier": NotRequired[float],
         "noise-cohort": NotRequired[int],
         "epsilon-to-server": NotRequired[float],  # with secure aggregation, for any client
+        "epsilon-to-server-bound": NotRequired[float],  # the same, whoever was drawn
         "began-anew": NotRequired[int],  # times that a client had lost its part of the model
         "head-norms": NotRequired[dict[str, list[float]]],  # by layer
         "until-metric": NotRequired[float],  # of a run that was to end when it is reached
         "reached": NotRequired[int],  # the first round whose evaluation has reached it
+        "run-id": NotRequired[str],  # random: by this devices know a run that delivers again
         "delivered": NotRequired[list[Delivered]],  # devices that have this result
         "not-delivered": NotRequired[list[Rejection]],  # devices that could not get it, and why
     },

@@ -56,7 +56,13 @@ class WandB(Tracker):
     def __init__(self, run: Path, name: str, settings: Settings) -> None:
         import wandb  # noqa: PLC0415 (optional)
 
-        self._run = wandb.init(project="ravan-flwr", name=name, config=settings, dir=str(run))
+        # By default it sends what the process prints, and the bytes that it sends: both tell who
+        # takes part, or how many.
+        private = settings.get("privacy", "none") != "none"
+        silent = {"console": "off", "x_disable_stats": True} if private else None
+        self._run = wandb.init(
+            project="ravan-flwr", name=name, config=settings, dir=str(run), settings=silent
+        )
 
     def log(self, numbers: Numbers, step: int) -> None:
         self._run.log(dict(numbers), step=step)

@@ -4,7 +4,6 @@ The run is over then, and its own result is on disk: whatever a node does costs 
 `summary.json`, and whatever fails here is told there and does not make the run fail.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ from torch import Tensor
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.messages.member import Member
-from ravan_flwr.messages.parcel import Parcel, check_run_name, read_answer
+from ravan_flwr.messages.parcel import Parcel, check_run_name, new_run_id, read_answer
 from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.methods.tensors import Tensors, checksum
 from ravan_flwr.runs.callback import Callback
@@ -96,23 +95,26 @@ def hand_out(
         log.warning("who has the result is not in summary.json: %s", error)
 
 
-# What tells who took part in a private run, or how many, and is not covered by its account.
-OF_COHORTS = {"bytes-up", "bytes-down", "rejected", "steps", "seconds"}
+# What a device is told of a private run, which its model card says. Of the rest some tells who took
+# part, or how many, and no account covers that.
+PUBLISHED = (
+    "method", "preset", "seed", "num-clients", "rounds", "rank", "trainable-parameters", "metrics",
+    "unit", "epsilon", "delta", "noise-multiplier", "noise-cohort", "epsilon-to-server-bound",
+)  # fmt: skip
 
 
 def make_parcel(
     directory: RunDirectory, state: Tensors, summary: Summary, shown: Metrics | None = None
 ) -> Parcel:
     """Describe a run's result; ValueError if its name cannot be that of a device's folder."""
-    left_out = {"delivered", "not-delivered"} | (OF_COHORTS if "epsilon" in summary else set())
-    told = {k: v for k, v in summary.items() if k not in left_out}
+    kept_back = {"delivered", "not-delivered", "run-id"}
+    listed = PUBLISHED if "epsilon" in summary else summary.keys() - kept_back
+    told = {k: v for k, v in summary.items() if k in listed}
     if shown is not None:
         told["metrics"] = {**summary["metrics"], "final": shown}
-    # A run keeps its first round whatever becomes of it, and its seconds are nobody else's.
-    first = json.dumps(directory.read_rounds()[0], sort_keys=True)
     return Parcel(
         run=check_run_name(directory.path.name),
-        run_id=hashlib.sha256(first.encode()).hexdigest()[:16],
+        run_id=summary.setdefault("run-id", new_run_id()),
         last_round=summary["rounds"],
         checksum=checksum(state),
         summary=json.dumps(told),

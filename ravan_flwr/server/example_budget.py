@@ -11,7 +11,7 @@ examples stays within epsilon, were it to train in every round.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from logging import getLogger
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from ravan_flwr.privacy.account import epsilon_of, multiplier_for
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
-from ravan_flwr.server.privacy_budget import NAME, read_account
+from ravan_flwr.server.privacy_budget import CLOSE, NAME, Records, agree, read_account, times_used
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.start import Start
 from ravan_flwr.training.private_steps import sampling_rate
@@ -67,7 +67,7 @@ class ExampleBudget:
         """Open a run's account; None if it is not one with privacy of examples."""
         if config.privacy != "example":
             return None
-        before = read_account(directory, start, lambda told, _: _wrong_in(told, config.delta))
+        before = read_account(directory, start, partial(_problems, config=config))
         return cls(config, partial(directory.write_json, NAME), before)
 
     def begin(self, roster: Roster, rounds: int) -> None:
@@ -196,20 +196,34 @@ class ExampleBudget:
             )
 
 
-def _wrong_in(before: Mapping[str, Any], delta: float) -> str:
-    """Say which value of the file is not as a run writes it; empty if all are."""
-    if before.get("unit") != "example" or before.get("delta") != delta:
-        return f"unit = {before.get('unit')!r}, delta = {before.get('delta')!r}"
+def _problems(before: Mapping[str, Any], records: Records, config: Config) -> Iterator[str]:
+    """List the values of the file that are not as a run writes them, those first that others need.
+
+    Epsilon follows from the others, which the settings and the records have as well.
+    """
+    if before.get("unit") != "example" or before.get("delta") != config.delta:
+        yield f"unit = {before.get('unit')!r}, delta = {before.get('delta')!r}"
     multiplier = before.get("noise-multiplier")
     if not isinstance(multiplier, int | float) or not 0 < multiplier < math.inf:
-        return f"noise-multiplier = {multiplier!r}"
+        yield f"noise-multiplier = {multiplier!r}"
+    if config.noise_multiplier not in (None, multiplier):
+        yield f"noise-multiplier = {multiplier!r}, and the run has {config.noise_multiplier!r}"
     asked = before.get("asked")
     if not isinstance(asked, dict):
-        return f"asked = {asked!r}"
+        yield f"asked = {asked!r}"
+        return
     for partition, one in asked.items():
         if not (partition.isdecimal() and _is_asked(one)):
-            return f"asked has {one!r} of partition {partition!r}"
-    return ""
+            yield f"asked has {one!r} of partition {partition!r}"
+    times = times_used(records)
+    for client in (client for record in records for client in record["clients"]):
+        of, rate = client["partition-id"], sampling_rate(config.batch_size, client["examples"])
+        counted = TimesAsked(*asked.get(str(of), NEVER))
+        if counted.rate < rate * (1 - CLOSE) or counted.rounds < times[of]:
+            yield f"asked has {[*counted]} of partition {of}, and the records {[rate, times[of]]}"
+    spent = ExampleBudget(config, lambda _: None, before).epsilon
+    if not agree(before.get("epsilon"), spent):
+        yield f"epsilon = {before.get('epsilon')!r}, and what was asked spends {spent!r}"
 
 
 def _is_asked(one: object) -> bool:

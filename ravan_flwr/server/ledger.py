@@ -65,12 +65,13 @@ class Ledger:
             "selected": heads,
             "examples": member.examples,
             "steps": reply.steps,
-            "seconds": round(reply.trained.seconds, 4),
             "bytes-up": reply.bytes_up,
             "bytes-down": reply.bytes_down,
         }
         if reply.trained.loss is not None:
             client["train-loss"] = reply.trained.loss
+        if reply.trained.seconds is not None:
+            client["seconds"] = round(reply.trained.seconds, 4)
         self.clients.append(client)
 
     def lost(self, member: Member) -> None:

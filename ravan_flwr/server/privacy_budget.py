@@ -9,18 +9,21 @@ The sampling rate is fixed when the run begins, by the clients that there are th
 
 With secure aggregation there is a second account: what the server may learn of each client, which
 knows who takes part and sees sums before it has added the rest of the noise. There no draw hides
-anybody, so that what counts is how often a client took part, and with how much noise.
+anybody, so that what counts is how often a client took part, and with how much noise. That follows
+from the cohorts, which the operator alone may know: what is published is a bound that does not.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from logging import getLogger
 from typing import Any
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.privacy.account import epsilon_of, epsilon_seen, multiplier_for
-from ravan_flwr.privacy.cohorts import why_not_masked
+from ravan_flwr.privacy.cohorts import most_rounds, why_not_masked
 from ravan_flwr.privacy.mechanism import Noise
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
@@ -30,6 +33,7 @@ from ravan_flwr.server.start import Start
 log = getLogger(__name__)
 
 NAME = "privacy.json"
+CLOSE = 1e-6  # two accounts of the same releases
 _NUMBERS = ("noise-multiplier", "sampling-rate", "delta")
 
 
@@ -52,18 +56,19 @@ class PrivacyBudget:
         self.multiplier = float(before["noise-multiplier"]) if before else 0.0
         seen = before.get("to-server", {}) if before else {}
         self.seen = {int(partition): float(sum_) for partition, sum_ in seen.items()}
+        self._clients = 0  # the most from which a round has drawn
 
     @classmethod
     def of(cls, config: Config, directory: RunDirectory, start: Start) -> "PrivacyBudget | None":
         """Open a run's account; None if it is not one with privacy of clients."""
         if config.privacy != "client":
             return None
-        before = read_account(directory, start, lambda told, done: _wrong_in(told, done, config))
+        before = read_account(directory, start, partial(_problems, config=config))
         return cls(config, partial(directory.write_json, NAME), before)
 
     def begin(self, roster: Roster, rounds: int) -> None:
         """Fix the sampling rate and the noise of a new run; tell what the run will spend."""
-        clients = max(roster.partitions, len(roster.members))
+        clients = self._clients = max(roster.partitions, len(roster.members))
         if not self.rate:
             self.rate = min(1.0, self.config.clients_per_round / clients)
             self.multiplier = self.config.noise_multiplier or multiplier_for(
@@ -109,7 +114,7 @@ class PrivacyBudget:
 
     def noise(self, members: int) -> Noise:
         """Say how much noise a round needs that draws from so many members."""
-        config = self.config
+        config, self._clients = self.config, max(self._clients, members)
         adaptive = config.clip_norm is None
         return Noise(self.multiplier, self.rate * members, adaptive, config.noise_cohort)
 
@@ -137,7 +142,16 @@ class PrivacyBudget:
             told["noise-cohort"] = self.config.noise_cohort
         if self.config.secure_aggregation:
             told["epsilon-to-server"] = epsilon_seen(max(self.seen.values(), default=0), self.delta)
+            told["epsilon-to-server-bound"] = self._bound_to_server()
         return told
+
+    def _bound_to_server(self) -> float:
+        """Return what the server has seen of a client at most, by the chances of the draws alone.
+
+        Cohorts exceed it with a chance of delta. Of a round's noise two thirds are there at least.
+        """
+        rounds = most_rounds(self._clients, self.rate, self.releases, 1 - self.delta)
+        return epsilon_seen(rounds * 1.5 / self.multiplier**2, self.delta)
 
     def _epsilon(self, releases: int) -> float:
         return epsilon_of(self.multiplier, self.rate, self.delta, releases)
@@ -164,18 +178,27 @@ class PrivacyBudget:
             )
 
 
-def read_account(
-    directory: RunDirectory, start: Start, wrong_in: Callable[[Mapping[str, Any], int], str]
-) -> Mapping[str, Any] | None:
-    """Read the account of a run that goes on, None of a new one; ValueError for a damaged one.
+Records = Sequence[RoundRecord]
 
-    `wrong_in` says what is wrong with it after so many rounds.
+
+def read_account(
+    directory: RunDirectory,
+    start: Start,
+    problems: Callable[[Mapping[str, Any], Records], Iterator[str]],
+) -> Mapping[str, Any] | None:
+    """Read the account of a run that goes on, None of a new one; ValueError for a wrong one.
+
+    `problems` lists what is wrong with it by itself, and by all records, those too that the run
+    goes back behind.
     """
     if start.done is None:
         return None
-    there = (directory.path / NAME).is_file()
-    before = directory.read_json(NAME) if there else {}
-    if wrong := wrong_in(before, start.done) if there else "it is missing":
+    wrong, before = "it is missing", {}
+    if (directory.path / NAME).is_file():
+        before, records = directory.read_json(NAME), directory.read_rounds()
+        found = chain(problems(before, records), _contradictions(before, records))
+        wrong = next(found, "")
+    if wrong:
         raise ValueError(
             f"{directory.path / NAME}: {wrong}, expected the account of the run that goes "
             "on; restore the file, since without it nobody knows what was spent"
@@ -183,25 +206,79 @@ def read_account(
     return before
 
 
-def _wrong_in(before: Mapping[str, Any], done: int, config: Config) -> str:
-    """Say which value of the file is not as a run writes it; empty if all are."""
+def _contradictions(before: Mapping[str, Any], records: Records) -> Iterator[str]:
+    """List where an account of sound values has other noise than a record, or spends less."""
+    for record in records:
+        told: Mapping[str, Any] = record.get("privacy", {})
+        for key in ("noise-multiplier", "epsilon", *({"epsilon-to-server"} & before.keys())):
+            here, there = before[key], told.get(key)
+            same = agree(there, here) or (key != "noise-multiplier" and is_less(there, here))
+            if not same:
+                yield f"{key} = {here!r}, and round {record['round']} has {there!r}"
+
+
+def agree(found: object, expected: float) -> bool:
+    """Tell whether a number of a file is one that was worked out, on whatever machine."""
+    return isinstance(found, int | float) and math.isclose(found, expected, rel_tol=CLOSE)
+
+
+def is_less(found: object, expected: float) -> bool:
+    """Tell whether a number of a file is less than that."""
+    return isinstance(found, int | float) and found < expected
+
+
+def times_used(records: Records) -> Counter[int]:
+    """Count the rounds in which a reply of each partition was used."""
+    return Counter(client["partition-id"] for record in records for client in record["clients"])
+
+
+def _problems(before: Mapping[str, Any], records: Records, config: Config) -> Iterator[str]:
+    """List the values of the file that are not as a run writes them, those first that others need.
+
+    Epsilon follows from the others, which the settings and the records have as well.
+    """
     for key in _NUMBERS:
         value = before.get(key)
         if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            return f"{key} = {value!r}"
-    if before["sampling-rate"] > 1 or before["delta"] != config.delta:
-        return f"sampling-rate = {before['sampling-rate']}, delta = {before['delta']}"
+            yield f"{key} = {value!r}"
+    z, rate, delta = (float(before[key]) for key in _NUMBERS)
+    if rate > 1 or delta != config.delta:
+        yield f"sampling-rate = {rate}, delta = {delta}"
     releases = before.get("releases")
-    if type(releases) is not int or releases < done:
-        return f"releases = {releases!r} after {done} rounds"
-    if config.secure_aggregation and not _are_sums(before.get("to-server")):
-        return f"to-server = {str(before.get('to-server'))[:80]}"
-    return ""
+    if type(releases) is not int or releases < max(1, len(records)):
+        yield f"releases = {releases!r} after {len(records)} rounds"
+    if config.noise_multiplier not in (None, z):
+        yield f"noise-multiplier = {z!r}, and the run has {config.noise_multiplier!r}"
+    spent = epsilon_of(z, rate, delta, releases or 0)
+    if not agree(before.get("epsilon"), spent):
+        yield f"epsilon = {before.get('epsilon')!r}, and its releases spend {spent!r}"
+    first = epsilon_of(z, rate, delta, 1)
+    told = records[0].get("privacy", {}).get("epsilon") if records else first
+    if not agree(told, first):
+        yield (
+            f"noise-multiplier = {z}, sampling-rate = {rate}, by which round 1 spends {first!r}, "
+            f"and it has {told!r}"
+        )
+    if config.secure_aggregation:
+        yield from _problems_to_server(before, records, delta)
 
 
-def _are_sums(seen: object) -> bool:
-    """Tell whether this is what the server has seen, by partition."""
-    return isinstance(seen, dict) and all(
+def _problems_to_server(before: Mapping[str, Any], records: Records, delta: float) -> Iterator[str]:
+    """List what is wrong with the account of what the server has seen."""
+    seen = before.get("to-server")
+    if not isinstance(seen, dict) or not all(
         name.isdecimal() and type(sum_) is float and 0 < sum_ < math.inf
         for name, sum_ in seen.items()
+    ):
+        yield f"to-server = {str(seen)[:80]}"
+        return
+    for partition, rounds in times_used(records).items():
+        sum_, least = seen.get(str(partition), 0.0), rounds / before["noise-multiplier"] ** 2
+        if sum_ < least * (1 - CLOSE):
+            yield f"to-server = {sum_!r} of partition {partition}, which took part {rounds} times"
+    told, spent = (
+        before.get("epsilon-to-server"),
+        epsilon_seen(max(seen.values(), default=0), delta),
     )
+    if not agree(told, spent):
+        yield f"epsilon-to-server = {told!r}, and to-server makes that {spent!r}"

@@ -20,9 +20,10 @@ from ravan_flwr.messages.member import Member
 from ravan_flwr.methods.base import Method, Tensors, apart
 from ravan_flwr.methods.tensors import sum_of_squares
 from ravan_flwr.privacy.expected import expected_clients
-from ravan_flwr.privacy.mechanism import ClippedSum, Noise
+from ravan_flwr.privacy.mechanism import FIRST_NORM, ClippedSum, Noise
 from ravan_flwr.privacy.noise import happens
 from ravan_flwr.runs.record import Spent
+from ravan_flwr.secure.noised import LEAST_NORM, MOST_NORM
 from ravan_flwr.server.aggregation import check_upload
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.replies import Reply
@@ -32,6 +33,19 @@ from ravan_flwr.server.sampling import Sampler
 log = getLogger(__name__)
 
 CLIP_NORM = "privacy/clip-norm"  # in the server's memory
+
+
+def clip_norm_in(memory: Mapping[str, Tensor]) -> float:
+    """Read the clip norm that a run goes on with; that of a new run if there is none."""
+    if (kept := memory.get(CLIP_NORM)) is None:
+        return FIRST_NORM
+    norm = float(kept) if kept.numel() == 1 else math.nan
+    if not LEAST_NORM <= norm <= MOST_NORM:
+        raise ValueError(
+            f"checkpoint: {CLIP_NORM} is {kept.tolist()}, expected one number from {LEAST_NORM:g} "
+            f"to {MOST_NORM:g}; restore the checkpoint, or go back with resume=RUN@N"
+        )
+    return norm
 
 
 def able_members(run: Run, method: Method) -> list[Member]:

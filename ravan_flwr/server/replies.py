@@ -35,7 +35,7 @@ class Trained:
 
     upload: Tensors  # over the message's own bytes: to be read only
     loss: float | None  # of a private run
-    seconds: float
+    seconds: float | None  # of a run that devices noise
     anew: bool = False  # the client had no part of the model of its own, and began with a new one
 
 
@@ -83,19 +83,21 @@ def read_trained(
     *,
     personal: bool = False,
     with_loss: bool = True,
+    with_seconds: bool = True,
 ) -> Trained:
     """Read a training reply of that round, of a node with the server's bases.
 
     The method checks its tensors. `most` is how many numbers it can have on a wire that is decoded.
     Where clients have parts of their own (`personal`), a reply says whether it began without one.
-    Clients of a private run tell no loss, and one that is there is not read.
+    Clients of a private run tell no loss, and where they add the noise no seconds; what is there
+    all the same is not read.
     """
     with telling():
         content = content_of(reply)
         metrics = _metrics_of(content, round_number)
         check_derived(metrics.get("derived"), derived, member.versions)
         loss = within(metrics, "train-loss", -MOST_LOSS, MOST_LOSS) if with_loss else None
-        seconds = within(metrics, "seconds", 0, MOST_SECONDS)
+        seconds = within(metrics, "seconds", 0, MOST_SECONDS) if with_seconds else None
         anew = personal and within(metrics, "began-anew", 0, 1) > 0
         return Trained(decode(view_record(_arrays_of(content)), wire, most), loss, seconds, anew)
 
@@ -122,13 +124,17 @@ def read_phase(reply: Message, round_number: int, names: Collection[str]) -> Map
 
 def read_masked(
     reply: Message, member: Member, round_number: int, derived: Sequence[float]
-) -> tuple[bytes, float]:
-    """Read a client's masked numbers, and its seconds; its bases must be the server's."""
+) -> tuple[bytes, float | None]:
+    """Read a client's masked numbers, and its seconds if it tells them.
+
+    Its bases must be the server's.
+    """
     with telling():
         content = content_of(reply)
         metrics = _metrics_of(content, round_number)
         check_derived(metrics.get("derived"), derived, member.versions)
-        seconds = within(metrics, "seconds", 0, MOST_SECONDS)
+        told = "seconds" in metrics
+        seconds = within(metrics, "seconds", 0, MOST_SECONDS) if told else None
         return read_pieces(_arrays_of(content), ("masked",))["masked"], seconds
 
 

@@ -178,6 +178,7 @@ class Round(ABC):
             message, member, self.number, self.run.state.derived, wire, most,
             personal=self.run.method.personal is not None,
             with_loss=self.run.config.privacy == "none",
+            with_seconds=not self.run.config.noised_on_devices,
         )  # fmt: skip
 
     def _most_numbers(self, share: float) -> int:

@@ -18,7 +18,6 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.wire import encode
 from ravan_flwr.methods.base import Method, Tensors
-from ravan_flwr.privacy.mechanism import FIRST_NORM
 from ravan_flwr.runs.callback import Callbacks
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics
@@ -34,7 +33,7 @@ from ravan_flwr.server.limits import Limit
 from ravan_flwr.server.mailbox import Mailbox
 from ravan_flwr.server.noised_round import NoisedRound
 from ravan_flwr.server.privacy_budget import PrivacyBudget
-from ravan_flwr.server.private_round import CLIP_NORM, PrivateRound
+from ravan_flwr.server.private_round import CLIP_NORM, PrivateRound, clip_norm_in
 from ravan_flwr.server.replies import Measures
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.round import CalibrationRound, Run, TrainingRound
@@ -87,7 +86,7 @@ class FederatedTuning(Strategy):
         self._measured = measured or Measures()
         self._privacy = privacy
         self._limits = [*limits, *([] if privacy is None else [privacy])]
-        self._clip_norm = config.clip_norm or float((memory or {}).get(CLIP_NORM, FIRST_NORM))
+        self._clip_norm = config.clip_norm or clip_norm_in(memory or {})
         # Numbers of examples are checked where they count.
         counted = config.weighting == "examples" or config.evaluate_on == "clients"
         examples = ExampleCounts(dealt_out if counted else None, config.max_examples)

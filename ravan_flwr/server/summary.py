@@ -3,6 +3,7 @@
 import time
 
 from ravan_flwr.config.run_config import Config
+from ravan_flwr.messages.parcel import new_run_id
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord, Summary
 from ravan_flwr.runs.watch import merit
@@ -57,10 +58,14 @@ def summary_of(
 
 
 def carry_over(directory: RunDirectory, start: Start, summary: Summary) -> None:
-    """Keep the names of the devices that have the result, where no round was added to it."""
-    if start.done != summary["rounds"] or not (directory.path / "summary.json").is_file():
+    """Keep the run's id, and who has the result where no round was added to it."""
+    if start.done is None or not (directory.path / "summary.json").is_file():
+        summary["run-id"] = new_run_id()
         return
     before = directory.read_summary()
+    summary["run-id"] = before.get("run-id") or new_run_id()
+    if start.done != summary["rounds"]:
+        return
     if before["rounds"] == start.done and "delivered" in before:
         summary["delivered"] = before["delivered"]
         summary["not-delivered"] = before["not-delivered"]

@@ -49,7 +49,9 @@ class Result:
     def of(cls, directory: RunDirectory) -> "Result":
         """Read it from the directory of a run that is done."""
         summary, rounds = directory.read_summary(), directory.read_rounds()
-        spent = [sum(client["seconds"] for client in one["clients"]) for one in rounds]
+        clients = [client for one in rounds for client in one["clients"]]
+        known = all("seconds" in client for client in clients)  # not told in some private runs
+        spent = [sum(client.get("seconds", 0.0) for client in one["clients"]) for one in rounds]
         return cls(
             metric=summary["metric"],
             final=summary["metrics"]["final"],
@@ -59,8 +61,8 @@ class Result:
             bytes_up=summary["bytes-up"],
             bytes_down=summary["bytes-down"],
             seconds=summary["seconds"],
-            client_seconds=round(sum(spent), 3) if spent else None,
-            curve=_curve(summary, rounds, spent),
+            client_seconds=round(sum(spent), 3) if spent and known else None,
+            curve=_curve(summary, rounds, spent if known else [0.0] * len(rounds)),
         )
 
     def value(self, metric: str = "") -> float:

@@ -138,6 +138,23 @@ class Task(ABC):
     def shapes(self, config: Any, batch_size: int) -> Shapes:
         """Give shape and dtype of every tensor of a batch, for a model of that configuration."""
 
+    def made_up(self, config: Any, number: int) -> Batch:
+        """Make a batch of random examples that nobody has, the same on every machine."""
+        each = [self._made_up(config, torch.Generator().manual_seed(n)) for n in range(number)]
+        return {name: torch.cat([one[name] for one in each]) for name in each[0]}
+
+    def _made_up(self, config: Any, random: torch.Generator) -> Batch:
+        words, example = getattr(config, "vocab_size", 2), {}
+        for name, (shape, dtype) in self.shapes(config, 1).items():
+            if dtype.is_floating_point:
+                example[name] = torch.randn(shape, generator=random, dtype=dtype)
+            elif dtype is torch.bool:  # networks make such a mask of one by token
+                example[name] = torch.ones(1, shape[-1], dtype=torch.int64)
+            else:
+                most = words if name == "input_ids" else 2
+                example[name] = torch.randint(most, shape, generator=random, dtype=dtype)
+        return example
+
     @property
     def cut_at(self) -> int:
         """Return how many tokens of a text others are to read, too."""

@@ -211,6 +211,12 @@ class Causal(Task):
             "targets": ((counted,), torch.int64),
         }
 
+    def made_up(self, config: Any, number: int) -> Batch:
+        batch = super().made_up(config, number)
+        ids = batch["input_ids"]
+        positions = torch.arange(ids.numel()).view_as(ids)[:, :-1].flatten()
+        return batch | {"positions": positions, "targets": ids.flatten()[positions + 1]}
+
     def transient(self, config: Any, batch_size: int) -> int:
         return block_bytes(config, batch_size * (self.max_length - 1))
 

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -136,7 +137,7 @@ class Stepper:
         steps: LocalSteps,
         work: ClientRound,
     ) -> None:
-        self.model, self.task, self.steps = model, task, steps
+        self.model, self.task, self.examples, self.steps = model, task, examples, steps
         self.device = model.device
         by_length, cut = steps.batching == "length", None
         lengths = task.lengths(examples) if by_length or steps.micro_batch_tokens else None
@@ -150,7 +151,7 @@ class Stepper:
         order = self.order_of(len(examples), lengths if by_length else None, work)
         parts, self.parts = in_parts(order, steps.micro_batch_size or steps.batch_size, cut)
         lay_out = task.packed if steps.packing else task.collate
-        self.batches = _batches(examples, lay_out, parts, self.device)
+        self.batches = self.read(parts, lay_out)
         self.dtype = PRECISIONS[steps.precision]
         check_precision(steps.precision, self.device)
         scales = self.dtype is torch.float16
@@ -164,6 +165,10 @@ class Stepper:
         """Choose the rows of each step's batch, without end."""
         random = work.generator("batches")
         return training_batches(number, self.steps.batch_size, random, lengths)
+
+    def read(self, parts: Iterator[np.ndarray], lay_out: Callable[[Batch], Batch]) -> Iterator[Any]:
+        """Read the examples of each part, as `backward` takes them."""
+        return _batches(self.examples, lay_out, parts, self.device)
 
     def train(self, parameters: Sequence[Tensor]) -> None:
         """Take a round's steps on these parameters; the optimiser's state starts anew."""

@@ -55,7 +55,7 @@ def noise_in(config: Config, schedule: Schedule) -> NoiseShares:
 def to_noised(
     method: Method,
     sent: Mapping[str, Tensor],
-    upload: Mapping[str, Tensor],
+    upload: Mapping[str, Tensor] | None,
     schedule: Schedule,
     random: np.random.Generator,
 ) -> Numbers:
@@ -70,19 +70,21 @@ def to_noised(
 def clipped_steps(
     method: Method,
     sent: Mapping[str, Tensor],
-    upload: Mapping[str, Tensor],
+    upload: Mapping[str, Tensor] | None,
     schedule: Schedule,
     random: np.random.Generator,
 ) -> Steps:
     """Make the whole numbers without noise: their norm is at most the clip norm.
 
-    What is not finite counts as zero: a client that failed for it would tell of its examples.
+    What is not finite counts as zero, and so does no upload at all: a client that failed for it
+    would tell of its examples.
     """
     noise = schedule.noise
     assert noise is not None
+    made = sent if upload is None else filled_in(method, sent, upload)
     filled = {
         name: tensor.double().nan_to_num(nan=np.nan, posinf=np.nan, neginf=np.nan)
-        for name, tensor in filled_in(method, sent, upload).items()
+        for name, tensor in made.items()
     }
     changes = changes_from(sent, filled)
     factor, is_within = clipping(changes, noise.norm)

@@ -5,13 +5,23 @@ a Poisson draw, each example's gradient is clipped, and the sum has noise. A dra
 for the memory is worked on in parts, whose clipped sums are added up.
 
 Draws, noise and dropout come from the system's entropy: what a seed makes, others can make as well.
+
+The server chooses the state and the settings, and it sees whether a client answers. So nothing
+here may fail by what is in an example: a model is checked on examples that nobody has, and one
+that cannot be worked on counts as zero, as one whose gradient is not finite.
 """
 
 import math
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from logging import getLogger
+from typing import Any
 
+import datasets
 import numpy as np
+import torch
 from torch import Tensor
 
 from ravan_flwr.methods.base import Tensors
@@ -23,12 +33,51 @@ from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.batching import poisson_batches
 from ravan_flwr.training.local_steps import LocalResult, LocalSteps, Stepper, dropout_from
 
-_LOOKED_AT = 8  # examples, of which one at least has a gradient
+log = getLogger(__name__)
+
+_NOWHERE = 2**62  # the row of an example that could not be encoded: reading it fails
+_AWAY = 1e-2  # from the state at rest, whose zeros would hide gradients
 
 
 def sampling_rate(batch_size: int, examples: int) -> float:
     """Return how likely an example is in a batch of which so many examples are expected."""
     return min(1.0, batch_size / examples)
+
+
+def encode_each(task: Task, examples: datasets.Dataset) -> Encoded:
+    """Encode a device's examples; what cannot be encoded stays in their number, and counts as zero.
+
+    The server chooses labels and lengths: an error, or a smaller number, would tell of examples.
+    """
+    problems: list[str] = []
+    usable = _usable(task, examples, np.arange(len(examples)), problems)
+    if not len(usable):
+        raise ValueError(f"none of {len(examples)} examples can be used: {problems[0]}")
+    if problems:
+        log.warning(
+            "%d of %d examples cannot be used, and count as zero: %s; expected examples as the "
+            "run's preset describes them",
+            *(len(problems), len(examples), problems[0]),
+        )
+    encoded = task.encode(examples.select(usable))
+    missing = np.full(len(examples) - len(encoded), _NOWHERE)
+    return replace(encoded, rows=np.concatenate([encoded.rows, missing]))
+
+
+def _usable(
+    task: Task, examples: datasets.Dataset, rows: np.ndarray, problems: list[str]
+) -> np.ndarray:
+    """Find the rows that can be encoded, half by half; add a problem for each other."""
+    try:
+        task.encode(examples.select(rows))
+    except Exception as error:  # noqa: BLE001 (as in a step)
+        if len(rows) == 1:
+            problems.append(f"example {rows[0] + 1}: {error}")
+            return rows[:0]
+    else:
+        return rows
+    halves = np.array_split(rows, 2)
+    return np.concatenate([_usable(task, examples, half, problems) for half in halves])
 
 
 def train_privately(
@@ -42,9 +91,38 @@ def train_privately(
     noise: StepNoise,
 ) -> LocalResult:
     """Do one client's round, as `train_locally` does, with private steps; no loss is measured."""
+    check_examples_apart(model, task)
     stepper = PrivateStepper(model, task, examples, steps, work, noise)
     with model.holding(broadcast), dropout_from(secrets.randbits(63), model.device):
         return stepper.round(share, work)
+
+
+def check_examples_apart(model: AdaptedModel, task: Task) -> None:
+    """Refuse a model whose examples are not apart; ValueError. Once a process is enough.
+
+    Neither real examples nor a state that the server sends are looked at.
+    """
+    if model.has_examples_apart:
+        return
+    network, random = model.network, torch.Generator().manual_seed(0)
+    config: Any = network.config
+    with model.holding(model.initial_state()):
+        parameters = model.parameters()
+        if not parameters:
+            return
+        check_trained(network, parameters)
+        with torch.no_grad():
+            for parameter in parameters:
+                moved = torch.randn(parameter.shape, generator=random) * _AWAY
+                parameter.add_(moved.to(parameter))
+        network.eval()  # dropout would differ
+        gradients = ExampleGradients(network, parameters)
+        together, alone = (
+            _of_batch(gradients, task, partial(task.loss, network), task.made_up(config, number))
+            for number in (2, 1)
+        )
+        check_apart(alone, together)
+    model.has_examples_apart = True
 
 
 class PrivateStepper(Stepper):
@@ -59,7 +137,8 @@ class PrivateStepper(Stepper):
         work: ClientRound,
         noise: StepNoise,
     ) -> None:
-        self.examples, self.noise = examples, noise
+        self.noise = noise
+        self._failed: set[int] = set()  # rows of which the log has said so
         self.rate = sampling_rate(steps.batch_size, len(examples))
         super().__init__(model, task, examples, steps, work)
 
@@ -71,12 +150,18 @@ class PrivateStepper(Stepper):
     ) -> Iterator[np.ndarray]:
         return poisson_batches(number, self.rate)
 
+    def read(
+        self, parts: Iterator[np.ndarray], lay_out: Callable[[Batch], Batch]
+    ) -> Iterator[np.ndarray]:
+        """Read nothing ahead: an example that cannot be read ends no step."""
+        del lay_out
+        return parts
+
     def train(self, parameters: Sequence[Tensor]) -> None:
         if not parameters:
             return
         self.gradients = ExampleGradients(self.model.network, self.model.parameters())
         self.clipped = ClippedExamples(parameters, self.noise)
-        self._check()
         super().train(parameters)
 
     def mean_loss(self) -> float:
@@ -86,45 +171,36 @@ class PrivateStepper(Stepper):
     def backward(self) -> None:
         """Put a private gradient into the parameters."""
         for _ in range(next(self.parts)):
-            self.clipped.add(self._of(next(self.batches)))
+            self._add(next(self.batches))
         released = self.clipped.release(self.rate * len(self.examples))
         for parameter, gradient in zip(self.gradients.parameters, released, strict=True):
             parameter.grad = gradient.to(parameter)
 
-    def _of(self, batch: Batch) -> list[Tensor]:
-        sizes = self.task.sizes(batch).to(self.device)
-        return self.gradients.of(lambda: self.loss_of(batch), sizes)
+    def _add(self, rows: np.ndarray) -> None:
+        """Add the clipped gradients of these examples; one that fails adds nothing.
 
-    def _check(self) -> None:
-        """Refuse a model whose examples are not apart, before it is trained; once is enough."""
-        if self.model.has_examples_apart:
+        Those that it came with are worked on again, one by one: what they add must not depend on
+        it.
+        """
+        try:
+            batch = self.task.collate(self.examples.take(rows))
+            self.clipped.add(_of_batch(self.gradients, self.task, self.loss_of, batch))
+        except Exception as error:  # noqa: BLE001 (whatever it is, the server must not learn of it)
+            problem = f"{type(error).__name__}: {error}"
+        else:
             return
-        check_trained(self.model.network, self.gradients.parameters)
-        self.model.network.eval()  # dropout would differ
-        try:
-            self.model.has_examples_apart = any(map(self._is_apart, range(_LOOKED_AT)))
-        finally:
-            self.model.network.train()
-        if not self.model.has_examples_apart:
-            raise ValueError(
-                "privacy = 'example': got gradients that are not numbers, so that nobody can see "
-                "whether examples depend on each other, expected finite ones; lower learning-rate"
-            )
+        if len(rows) > 1:
+            for row in rows:
+                self._add(np.array([row]))
+        elif rows[0] not in self._failed:
+            self._failed.add(rows[0])
+            log.warning("example %d counts as zero: %s", rows[0] + 1, problem)
 
-    def _is_apart(self, first: int) -> bool:
-        """Compare an example by itself with the same in company; False if it has no gradient."""
-        number = len(self.examples)
-        if first >= number:
-            return False
-        rows = np.array([first, (first + 1) % number][:number])
-        together, alone = (self._of_rows(chosen) for chosen in (rows, rows[:1]))
-        return check_apart(alone, together)
 
-    def _of_rows(self, rows: np.ndarray) -> list[Tensor]:
-        batch = self.task.collate(self.examples.take(rows))
-        moved = {name: tensor.to(self.device) for name, tensor in batch.items()}
-        dtype, self.dtype = self.dtype, None  # whose rounding would differ, too
-        try:
-            return self._of(moved)
-        finally:
-            self.dtype = dtype
+def _of_batch(
+    gradients: ExampleGradients, task: Task, loss: Callable[[Batch], Tensor], batch: Batch
+) -> list[Tensor]:
+    """Compute the gradients of each example of a batch."""
+    device = next(gradients.network.parameters()).device
+    moved = {name: tensor.to(device) for name, tensor in batch.items()}
+    return gradients.of(lambda: loss(moved), task.sizes(moved).to(device))

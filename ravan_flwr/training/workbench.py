@@ -46,6 +46,7 @@ from ravan_flwr.training.network import (
     build_network,
     checkpoint_gradients,
 )
+from ravan_flwr.training.private_steps import encode_each
 from ravan_flwr.training.threads import suitable_threads
 
 
@@ -222,7 +223,11 @@ class Workbench:
     def own_examples(self, path: str, partition_id: int) -> Examples:
         """Read a device's own examples."""
         if path not in self._own:
-            self._own[path] = self.task.encode(own_examples(path, self.config.data))
+            examples = own_examples(path, self.config.data)
+            private = self.config.privacy == "example"
+            self._own[path] = (
+                encode_each(self.task, examples) if private else self.task.encode(examples)
+            )
         return self._split(self._own[path], partition_id)
 
     def _split(self, examples: Encoded, partition_id: int) -> Examples:

@@ -24,6 +24,7 @@ from ravan_flwr.results.export import merged_network
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.local_steps import evaluate
 from ravan_flwr.training.network import build_network
+from ravan_flwr.training.private_steps import check_examples_apart
 from ravan_flwr.training.workbench import Workbench, make_task
 from testing.tiny import MODELS, OF_IMAGES, save_data, save_model
 
@@ -133,6 +134,34 @@ def test_gradients_by_example_are_those_of_one_after_the_other(kind, settings):
             for parameter, whole in zip(parameters, together, strict=True):
                 plain = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 torch.testing.assert_close(whole[row], plain, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["ravan", "fedit"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_made_up_examples_show_whether_a_model_mixes_examples(kind, method, settings):
+    """Before training, near the state at rest, whose zeros would hide gradients."""
+    given = settings(kind) | {"privacy": "example", "epsilon": 8.0, "method": method}
+    bench = Workbench(read_config(given | ({} if kind == "t5" else {"classifier": "trained"})))
+    check_mixing_is_found(bench)
+
+
+def check_mixing_is_found(bench):
+    """Of a model as it is nothing is found; of one whose first layer mixes a batch it is."""
+    check_examples_apart(bench.model, bench.task)
+    assert bench.model.has_examples_apart
+    bench.model.has_examples_apart = False
+    reads = getattr(bench.model.network, "encoder", bench.model.network)  # T5's
+    hook = reads.get_input_embeddings().register_forward_hook(_mixed)
+    with pytest.raises(ValueError, match="depends on the other examples of its batch"):
+        check_examples_apart(bench.model, bench.task)
+    hook.remove()
+    assert all(parameter.grad is None for parameter in bench.model.network.parameters())
+
+
+def _mixed(_, __, output):
+    if isinstance(output, tuple):  # of Swin, with its height and width
+        return (output[0] - output[0].mean(0, keepdim=True), *output[1:])
+    return output - output.mean(0, keepdim=True)
 
 
 def test_a_merged_model_is_one_to_go_on_from(settings, tmp_path):

@@ -27,6 +27,7 @@ from ravan_flwr.training.workbench import Workbench
 from testing.tiny import save_speaker
 from tests.docstrings import as_completion, as_messages, docstrings, lines, preset
 from tests.memory import saved_for_backward
+from tests.runs.test_architectures import check_mixing_is_found
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +231,7 @@ def test_a_private_client_trains_on_texts_in_parts_by_tokens(tmp_path):
     steps, work = steps_of(config, 1, len(examples)), ClientRound(0, 1, 0)
     noise = StepNoise(1.0, 1.0)
     found = train_privately(bench.model, bench.task, examples, state, 1.0, steps, work, noise)
+    check_mixing_is_found(bench)
     assert all(tensor.float().isfinite().all() for tensor in found.upload.values())
     assert seen
     assert max(rows * width for rows, width in shapes) <= 200

@@ -213,15 +213,25 @@ def test_cohorts_that_are_at_times_too_few_are_refused_at_the_start(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "seen", [None, [], {"a": 1.0}, {"1": "2"}, {"1": -1.0}, {"1": math.nan}, {"1": math.inf}]
-)
+    "seen",
+    [
+        None, [], {"a": 1.0}, {"1": "2"}, {"1": -1.0}, {"1": math.nan}, {"1": math.inf},
+        {"1": 0.5}, {"3": 0.9 / Z**2}, {"3": 0.4}, {"3": 0.4, "4": 0.6},
+    ],
+)  # fmt: skip
 def test_what_the_server_has_seen_is_not_forgotten(tmp_path, seen):
     """A run that goes on without it would begin to count anew."""
     config = read_config(NOISED)
-    account = {"noise-multiplier": Z, "sampling-rate": 1.0, "delta": 1e-5, "releases": 1}
+    account = {
+        "noise-multiplier": Z, "sampling-rate": 1.0, "delta": 1e-5, "releases": 1,
+        "epsilon": epsilon_of(Z, 1.0, 1e-5, 1), "epsilon-to-server": epsilon_seen(0.5, 1e-5),
+    }  # fmt: skip
+    spent = {key: account[key] for key in ("noise-multiplier", "epsilon", "epsilon-to-server")}
+    record = {"round": 1, "privacy": spent, "clients": [{"partition-id": 3}]}
+    (tmp_path / "rounds.jsonl").write_text(json.dumps(record) + "\n")
     directory, start = RunDirectory(tmp_path), Start({}, done=1)
     (tmp_path / "privacy.json").write_text(json.dumps(account | {"to-server": seen}))
-    with pytest.raises(ValueError, match=r"to-server = .*, expected the account of the run"):
+    with pytest.raises(ValueError, match=r"to-server .*, expected the account of the run"):
         PrivacyBudget.of(config, directory, start)
     (tmp_path / "privacy.json").write_text(json.dumps(account | {"to-server": {"3": 0.5}}))
     budget = PrivacyBudget.of(config, directory, start)

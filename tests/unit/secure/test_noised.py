@@ -119,14 +119,19 @@ def test_who_decides_whether_a_sum_is_opened(others, rate):
     assert chance_to_decide(others, 1.0, 3, 40) == 0
 
 
+@pytest.mark.parametrize("likely", [0.5, 1 - 1e-5, 1 - 1e-9])
 @pytest.mark.parametrize(
     ("clients", "rate", "rounds"), [(1000, 0.05, 100), (6, 1.0, 3), (200, 0.5, 50), (9, 0.1, 1)]
 )
-def test_in_how_many_rounds_the_client_is_that_is_drawn_most_often(clients, rate, rounds):
-    number = most_rounds(clients, rate, rounds)
+def test_in_how_many_rounds_the_client_is_that_is_drawn_most_often(clients, rate, rounds, likely):
+    number = most_rounds(clients, rate, rounds, likely)
     draws = stats.binom(rounds, rate)
-    assert draws.cdf(number) ** clients >= 0.5
-    assert number == 0 or draws.cdf(number - 1) ** clients < 0.5
+
+    def all_within(most):
+        return clients * np.log1p(-min(draws.sf(most), 1 - 1e-12))
+
+    assert all_within(number) >= math.log(likely)
+    assert number == 0 or all_within(number - 1) < math.log(likely)
 
 
 @pytest.mark.parametrize(

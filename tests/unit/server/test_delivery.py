@@ -1,6 +1,5 @@
 """The result goes to every node that is there; one that lies, fails or is silent loses its own."""
 
-import json
 import re
 
 import pytest
@@ -25,7 +24,6 @@ from tests.hand_made import DERIVED, Nodes, impatient, member
 __all__ = ["impatient"]
 
 STATE = {"H": torch.arange(24.0).view(6, 2, 2)}
-FIRST = {"round": 1, "seconds": 1.25}
 
 
 class Keepers(Nodes):
@@ -53,7 +51,6 @@ def reply_with(message, answer):
 def directory(tmp_path):
     made = RunDirectory(tmp_path / "20260101-120000-digits-vit-ravan-seed0")
     made.path.mkdir()
-    (made.path / "rounds.jsonl").write_text(json.dumps(FIRST) + "\n")
     made.write_json("summary.json", {"rounds": 3, "metrics": {"final": {}, "best": {}}})
     return made
 
@@ -70,9 +67,7 @@ def hand_to(nodes, directory, **settings):
     hand_out(nodes, delivery_of(nodes, **settings), directory, STATE, summary)
     written = directory.read_summary()
     assert written == summary
-    assert {k: v for k, v in written.items() if "delivered" not in k} == {
-        "rounds": 3, "metrics": {"final": {}, "best": {}},
-    }  # fmt: skip
+    assert written.keys() - {"delivered", "not-delivered", "run-id"} == {"rounds", "metrics"}
     return written["delivered"], written["not-delivered"]
 
 
@@ -93,15 +88,15 @@ def test_everybody_gets_all_of_it_whatever_the_budget(directory):
 
 
 def test_a_run_is_told_from_another_of_the_same_name(directory):
+    """Also where all that happened was the same; what it delivers again is known by its id."""
     ids = []
-    for seconds in (1.25, 1.25, 1.26):
-        (directory.path / "rounds.jsonl").write_text(
-            json.dumps(FIRST | {"seconds": seconds}) + "\n"
-        )
+    for is_new in (True, False, True):
+        if is_new:
+            told = {"rounds": 3, "metrics": {"final": {}, "best": {}}}
+            directory.write_json("summary.json", told)
         nodes = Keepers()
         hand_to(nodes, directory)
         ids.append(nodes.shelves[0][0].run_id)
-        directory.write_json("summary.json", {"rounds": 3, "metrics": {"final": {}, "best": {}}})
     assert ids[0] == ids[1] != ids[2]
 
 
@@ -167,17 +162,6 @@ def test_a_node_that_comes_back_just_then_is_waited_for(directory, monkeypatch):
 
 def parcel_of(directory):
     return delivering.make_parcel(directory, STATE, directory.read_summary())
-
-
-def test_devices_are_not_told_how_many_took_part_in_a_private_run(directory):
-    public = parcel_of(directory).told
-    directory.write_json("summary.json", public | {"epsilon": 3.0, "delta": 1e-5})
-    private = parcel_of(directory).told
-    assert delivering.OF_COHORTS & private.keys() == set()
-    assert private == {k: v for k, v in public.items() if k not in delivering.OF_COHORTS} | {
-        "epsilon": 3.0,
-        "delta": 1e-5,
-    }
 
 
 # Nodes that mean harm: those of training messages that say nothing of training, and others.

@@ -252,7 +252,21 @@ def test_few_accounts_are_worked_out_however_many_clients_there_are(monkeypatch)
 
 ACCOUNT = {
     "unit": "example", "noise-multiplier": 2.0, "delta": 1e-5, "asked": {"3": [0.5, 2]},
+    "epsilon": epsilon_of(2.0, 0.5, 1e-5, 2 * STEPS),
 }  # fmt: skip
+
+
+def record_of(number):
+    """A round's record, in which partition 3 trained with ten examples."""
+    told = {"noise-multiplier": 2.0, "epsilon": epsilon_of(2.0, 0.5, 1e-5, number * STEPS)}
+    return {"round": number, "privacy": told, "clients": [{"partition-id": 3, "examples": 10}]}
+
+
+def spending(rate, rounds, z=2.0):
+    return {
+        "noise-multiplier": z, "asked": {"3": [rate, rounds]},
+        "epsilon": epsilon_of(z, rate, 1e-5, rounds * STEPS),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -267,11 +281,24 @@ ACCOUNT = {
         ({"asked": {"3": [0.5, 2.5]}}, r"has \[0.5, 2.5\] of partition '3'"),
         ({"asked": {"3": [1.5, 2]}}, r"has \[1.5, 2\]"),
         ({"asked": {"3": "no"}}, "has 'no'"),
+        ({"epsilon": 0.01}, "epsilon = 0.01, and what was asked spends"),
+        (spending(0.5, 2, z=100.0), "noise-multiplier = 100.0, and round 1 has 2.0"),
+        (spending(0.5, 1), r"asked has \[0.5, 1\] of partition 3, and the records \[0.5, 2\]"),
+        (spending(0.1, 9), r"asked has \[0.1, 9\] of partition 3, and the records \[0.5, 2\]"),
+        ({"asked": {}, "epsilon": 0.0}, r"asked has \[0.0, 0\] of partition 3, and the records"),
     ],
 )
 def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp_path):
-    config = read_config({"privacy": "example", "noise-multiplier": 2.0})
-    directory, start = RunDirectory(tmp_path), Start({}, done=3)
+    settings: dict[str, Any] = {
+        "privacy": "example",
+        "epsilon": 8.0,
+        "local-steps": STEPS,
+        "batch-size": 5,
+    }
+    config = read_config(settings)
+    directory, start = RunDirectory(tmp_path), Start({}, done=2)
+    lines = (json.dumps(record_of(number)) + "\n" for number in (1, 2))
+    (tmp_path / "rounds.jsonl").write_text("".join(lines))
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT | changes))
     with pytest.raises(ValueError, match=told):
         ExampleBudget.of(config, directory, start)
@@ -280,6 +307,9 @@ def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp
     assert budget is not None
     assert budget.asked == {3: (0.5, 2)}
     assert ExampleBudget.of(read_config({}), directory, start) is None
+    other = read_config(settings | {"noise-multiplier": 1.0})
+    with pytest.raises(ValueError, match=r"noise-multiplier = 2.0, and the run has 1.0"):
+        ExampleBudget.of(other, directory, start)
 
 
 def test_a_run_that_goes_on_needs_its_account(tmp_path):

@@ -176,13 +176,43 @@ def test_a_clip_norm_that_adapts_is_kept_for_a_run_that_goes_on():
     assert after.multiplier == budget.multiplier
 
 
-ACCOUNT = {"noise-multiplier": 1.0, "sampling-rate": 0.5, "delta": 1e-5, "releases": 5}
+ACCOUNT = {
+    "noise-multiplier": 1.0, "sampling-rate": 0.5, "delta": 1e-5, "releases": 5,
+    "epsilon": epsilon_of(1.0, 0.5, 1e-5, 5),
+}  # fmt: skip
+
+
+def record_of(number, spent=None, **changes):
+    """A round's record; the run went back once, so that each has released one more."""
+    releases = number + (number > 1)
+    told = {"noise-multiplier": 1.0, "epsilon": epsilon_of(1.0, 0.5, 1e-5, releases)}
+    return {"round": number, "privacy": told | (spent or {}), "clients": []} | changes
+
+
+def write_rounds(folder, records):
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+
+
+def spending(**changes):
+    """Changes of an account with the epsilon that they make."""
+    made = {**ACCOUNT, **{k.replace("_", "-"): v for k, v in changes.items()}}
+    z, rate, releases = (made[k] for k in ("noise-multiplier", "sampling-rate", "releases"))
+    return made | {"epsilon": epsilon_of(z, rate, 1e-5, releases)}
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"releases": 2}, "releases = 2 after 3 rounds"),
+        (spending(releases=2), "releases = 2 after 3 rounds"),
+        (spending(releases=3), r"epsilon = .*, and round 3 has"),
+        (spending(noise_multiplier=100.0), "noise-multiplier = 100.0, and the run has 1.0"),
+        (
+            spending(sampling_rate=0.05, releases=500),
+            "sampling-rate = 0.05, by which round 1",
+        ),
+        ({"noise-multiplier": 100.0}, "noise-multiplier = 100.0"),
+        ({"epsilon": 0.059}, "epsilon = 0.059, and its releases spend"),
+        ({"epsilon": None}, "epsilon = None, and its releases spend"),
         ({"releases": 5.5}, "releases = 5.5"),
         ({"releases": True}, "releases = True"),
         ({"noise-multiplier": math.inf}, "noise-multiplier = inf"),
@@ -194,6 +224,7 @@ ACCOUNT = {"noise-multiplier": 1.0, "sampling-rate": 0.5, "delta": 1e-5, "releas
 def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp_path):
     config = read_config({"privacy": "client", "noise-multiplier": 1.0})
     directory, start = RunDirectory(tmp_path), Start({}, done=3)
+    write_rounds(tmp_path, map(record_of, (1, 2, 3)))
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT | changes))
     with pytest.raises(ValueError, match=told):
         PrivacyBudget.of(config, directory, start)
@@ -201,6 +232,34 @@ def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp
     budget = PrivacyBudget.of(config, directory, start)
     assert budget is not None
     assert budget.releases == 5
+
+
+@pytest.mark.parametrize(
+    ("spent", "told"),
+    [
+        ({"epsilon": 8.39}, "epsilon = .*, and round 4 has 8.39"),
+        ({"noise-multiplier": 0.5}, "noise-multiplier = 100.0, .* by which round 1 spends"),
+    ],
+)
+def test_an_account_whose_noise_followed_from_epsilon_is_that_of_the_records(spent, told, tmp_path):
+    """Also of those behind which a run goes back: what was released stays released."""
+    config = read_config({"privacy": "client", "epsilon": 8.0})
+    directory, start = RunDirectory(tmp_path), Start({}, done=3)
+    write_rounds(tmp_path, [*map(record_of, (1, 2, 3)), record_of(4, spent)])
+    account = ACCOUNT if "epsilon" in spent else spending(noise_multiplier=100.0)
+    (tmp_path / NAME).write_text(json.dumps(account))
+    with pytest.raises(ValueError, match=told):
+        PrivacyBudget.of(config, directory, start)
+    write_rounds(tmp_path, map(record_of, (1, 2, 3, 4)))
+    (tmp_path / NAME).write_text(json.dumps(ACCOUNT))
+    assert PrivacyBudget.of(config, directory, start) is not None
+
+
+@pytest.mark.parametrize("norm", [-0.1, 0.0, math.nan, math.inf, 1e-200, [0.1, 0.2], []])
+def test_a_clip_norm_of_a_checkpoint_that_no_run_writes_is_refused(norm):
+    memory = {CLIP_NORM: torch.tensor(norm, dtype=torch.float64)}
+    with pytest.raises(ValueError, match=r"checkpoint: privacy/clip-norm is .*, expected one numb"):
+        hold(Nodes(), memory=memory, clip_norm="auto")
 
 
 def test_a_run_that_goes_on_needs_its_account(tmp_path):

@@ -1,7 +1,9 @@
 """Private steps on real digits: Poisson batches, parts, what is drawn anew and what is refused."""
 
 import math
+from contextlib import suppress
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,15 @@ from ravan_flwr.privacy import example_mechanism
 from ravan_flwr.privacy.example_mechanism import StepNoise
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
+from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.training import batching, private_steps
 from ravan_flwr.training.local_steps import dropout_from, steps_of, train_locally
-from ravan_flwr.training.private_steps import PrivateStepper, sampling_rate, train_privately
+from ravan_flwr.training.private_steps import (
+    PrivateStepper,
+    encode_each,
+    sampling_rate,
+    train_privately,
+)
 from ravan_flwr.training.workbench import Workbench
 
 QUIET = StepNoise(1e-12, 1e6)  # neither noise nor clipping
@@ -96,24 +104,57 @@ def test_a_draw_that_is_too_large_is_worked_on_in_parts(bench, all_drawn, change
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-7)
 
 
-def test_whether_examples_are_apart_is_seen_by_one_that_has_a_gradient(bench, monkeypatch):
-    """The first has none; a model of which nobody has any is not trained."""
-    looked, pretended = [], {"number": 1}
+def test_an_example_that_fails_counts_as_zero_and_the_others_as_they_are(
+    bench, all_drawn, monkeypatch, caplog
+):
+    """Not the whole step: then what the others add would follow from that one."""
+    noise, took = StepNoise(1e-9, 0.5), Encoded.take
+    whole = gradients_of_step(bench, noise)
+    without = [7, 30]
+    monkeypatch.setattr(batching, "drawn", lambda number, _: np.delete(np.arange(number), without))
+    expected = gradients_of_step(bench, noise)
 
-    def gradients(self, rows, honest=PrivateStepper._of_rows):
-        looked.append(rows.tolist())
-        found = honest(self, rows)
-        return [g * torch.nan for g in found] if rows[0] < pretended["number"] else found
+    def take(self, rows):
+        if set(rows) & set(without):
+            raise OSError("image of Jane Doe is truncated")
+        return took(self, rows)
 
-    monkeypatch.setattr(PrivateStepper, "_of_rows", gradients)
-    monkeypatch.setattr(bench.model, "has_examples_apart", False)
-    trained(bench, QUIET)
-    assert bench.model.has_examples_apart
-    assert looked == [[0, 1], [0], [1, 2], [1]]
-    monkeypatch.setattr(bench.model, "has_examples_apart", False)
-    pretended["number"] = 64
-    with pytest.raises(ValueError, match="got gradients that are not numbers"):
-        trained(bench, QUIET)
+    monkeypatch.setattr(batching, "drawn", lambda number, _: np.arange(number))
+    monkeypatch.setattr(Encoded, "take", take)
+    found = gradients_of_step(bench, noise)
+    assert "example 8 counts as zero: OSError: image of Jane Doe is truncated" in caplog.text
+    assert len(caplog.records) == 2
+    for one, other, all_of_them in zip(found, expected, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-7)
+        assert not torch.allclose(one, all_of_them, rtol=1e-3, atol=1e-7)
+
+
+class Chooses:
+    """A task that raises for some examples, and leaves out others."""
+
+    def __init__(self, wrong, left_out):
+        self.wrong, self.left_out = wrong, left_out
+
+    def encode(self, examples):
+        values = np.array(examples["x"])
+        if set(values) & set(self.wrong):
+            raise ValueError("got unknown labels")
+        kept = values[~np.isin(values, self.left_out)]
+        return Encoded({"x": torch.from_numpy(kept)}, np.arange(len(kept)))
+
+
+@pytest.mark.parametrize(("wrong", "left_out"), [([], []), ([0], []), ([3, 11], [4]), ([], [5, 6])])
+def test_examples_that_cannot_be_encoded_are_counted_and_fail_when_they_are_read(wrong, left_out):
+    examples = datasets.Dataset.from_dict({"x": range(12)})
+    encoded = encode_each(Chooses(wrong, left_out), examples)  # type: ignore[arg-type]
+    assert len(encoded) == 12
+    read = []
+    for row in range(12):
+        with suppress(IndexError):
+            read += encoded.take(np.array([row]))["x"].tolist()
+    assert read == [value for value in range(12) if value not in (*wrong, *left_out)]
+    with pytest.raises(ValueError, match="none of 12 examples can be used: example 1: got unknown"):
+        encode_each(Chooses(range(12), []), examples)  # type: ignore[arg-type]
 
 
 def test_gradient_checkpointing_changes_nothing(bench, all_drawn):
