@@ -123,6 +123,7 @@ def check_against_plain(uploads, state, alive, head_mean="trained"):
         {"method": "ravan", "budgets": "skewed-right", "scoring": "weight"},
         {"method": "ravan", "budgets": "uniform", "selection": "global", "scaling": "constant"},
         {"method": "ravan", "budgets": "uniform", "head-mean": "all"},
+        {"method": "ravan", "budgets": "uniform", "max-share": 0.5},
         {"method": "full"},
         {"method": "fedit"},
         {"method": "ffa-lora"},
@@ -305,15 +306,15 @@ def test_a_client_takes_no_smaller_sum_than_the_run_names(tmp_path, monkeypatch)
         """A server that makes its schedules with a lower minimum than the settings have."""
 
         def _schedule(self, members):
-            return replace(super()._schedule(members), minimum=3)
+            return replace(super()._schedule(members), minimum=4)
 
     monkeypatch.setattr("ravan_flwr.server.strategy.SecureRound", Lower)
-    run = simulate(QUICK | {"secure-minimum": 4, "output-dir": str(tmp_path)}, 6)
+    run = simulate(QUICK | {"secure-minimum": 5, "output-dir": str(tmp_path)}, 6)
     (record,) = records_of(run)
     assert "0 of 6 clients have sent their numbers" in record["refused"]
     assert len(record["rejected"]) == 6
     for rejected in record["rejected"]:
-        assert "sums of 3 clients, expected the run's own secure-minimum = 4" in rejected["reason"]
+        assert "sums of 4 clients, expected the run's own secure-minimum = 5" in rejected["reason"]
 
 
 class Hostile(secure_round.SecureRound):
