@@ -2,8 +2,9 @@
 
 Eight SuperNodes, each with keys that `ravan-flwr secure-keys` made. In round 1 one dies with its
 keys and one with its masked numbers, in round 2 one with its shares and one with those by which the
-sum is unmasked: six are left for it, two thirds rounded up. Both rounds close with the others. That a client fails with its
-signature, and that too many fail, is tested in process (tests/runs/test_secure.py).
+sum is unmasked: six are left for it, two thirds rounded up. Both rounds close with the others. That
+a client fails with its signature, and that too many fail, is tested in process
+(tests/runs/test_secure.py).
 """
 
 import os

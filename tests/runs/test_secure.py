@@ -28,7 +28,9 @@ from ravan_flwr.secure import agreement, shamir
 from ravan_flwr.secure.agreed import signed_keys
 from ravan_flwr.secure.fixed_point import step_of
 from ravan_flwr.secure.node_keys import NodeKeys, make_keys
+from ravan_flwr.secure.server import DealerError
 from ravan_flwr.server import secure_round
+from ravan_flwr.server.nodes import Node
 from ravan_flwr.server.notices import check_simulation
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import masked
@@ -456,6 +458,36 @@ def test_a_state_with_which_nothing_can_be_computed_costs_no_client(tmp_path, mo
     assert len(record["clients"]) == 6
 
 
+def test_two_rounds_from_one_state_tell_a_change_unless_batches_hide_it(
+    tmp_path, monkeypatch, uploads
+):
+    """What masks do not prevent: docs/secure-aggregation.md says so."""
+
+    class Repeating(Hostile):
+        """The same state twice, the second time without one client."""
+
+        def choose(self, sampler, grid):
+            tensors = self.run.state.tensors
+            self.run.state.tensors = {k: torch.zeros_like(v) for k, v in tensors.items()}
+            return super().choose(sampler, grid)
+
+        def _drawn(self, sampler, grid):
+            drawn = super()._drawn(sampler, grid)
+            return [m for m in drawn if self.number == 1 or m.partition_id != 3]
+
+    monkeypatch.setattr("ravan_flwr.server.strategy.SecureRound", Repeating)
+    told = {}
+    for size in (8, 1000):  # a few examples, or all that a client has
+        settings: dict[str, Scalar] = {"batch-size": size, "num-rounds": 2}
+        run = simulate(QUICK | settings | {"output-dir": str(tmp_path / str(size))}, 6)
+        first, second = (state_of(run, number)[CLASSIFIER].double() for number in (1, 2))
+        change = uploads[1][3][1][CLASSIFIER].double()
+        told[size] = float(torch.cosine_similarity(6 * first - 5 * second, change, dim=0))
+        uploads.clear()
+    assert told[1000] > 0.999
+    assert told[8] < 0.9
+
+
 def test_two_clients_of_one_key_cost_themselves(tmp_path, monkeypatch):
     """The others would refuse the whole round."""
     sealing = agreement.public_of(agreement.new_key())
@@ -580,6 +612,31 @@ def test_who_denies_all_shares_is_left_out_and_not_who_gave_them(tmp_path, monke
     assert "3 shares" in first["refused"]
     assert second["resting"] == [2]
     assert "refused" not in second
+
+
+@pytest.mark.parametrize(
+    ("rounds", "skipped"),
+    [
+        # Dealer and denier of each dispute, round by round, and who is skipped after the last.
+        ([{(0, 4)}], [0, 4]),  # nobody can know which of the two
+        ([{(0, 4), (0, 5)}], [0]),
+        ([{(0, 4), (1, 4), (2, 4)}], [4]),
+        ([{(0, 4)}, {(0, 5)}], [0]),  # it has done so before
+        ([{(1, 4)}, {(0, 4)}], [4]),
+        ([{(1, 4)}, {(0, 4), (0, 5)}], [0, 4]),
+        ([{(0, 4)}, {(0, 4)}], [0, 4]),  # the same dispute counts once
+    ],
+)
+def test_of_two_in_dispute_the_one_with_more_disputes_is_skipped(rounds, skipped):
+    members = [SimpleNamespace(partition_id=partition) for partition in range(6)]
+    nodes = {10 + m.partition_id: Node(10 + m.partition_id, member=cast(Any, m)) for m in members}
+    for denied in rounds:
+        round_: Any = object.__new__(secure_round.SecureRound)
+        round_.run = SimpleNamespace(roster=SimpleNamespace(nodes=nodes))
+        round_.secure = SimpleNamespace(denied=denied)
+        deniers = sorted(denier for dealer, denier in denied if dealer == min(denied)[0])
+        found = round_._blamed(DealerError(min(denied)[0], "too few", deniers))
+    assert found == skipped
 
 
 def test_one_client_cannot_accuse_another(tmp_path, monkeypatch):
