@@ -84,9 +84,11 @@ class Sampler:
         """Wait until as many members can train as a round needs, or the time is up."""
         deadline = time.monotonic() + timeout
         while len(self.able(grid, ledger)) < self._least:
-            all_here = len(self.roster.present(grid)) == len(self.roster.members)
-            # In one process nobody comes later who is not away.
-            if (in_process(grid) and all_here) or time.monotonic() >= deadline:
+            members = len(self.roster.members)
+            # Nobody comes later who is not away, in one process or where each part has its node.
+            complete = in_process(grid) or members >= self.roster.partitions
+            all_here = complete and len(self.roster.present(grid)) == members
+            if all_here or time.monotonic() >= deadline:
                 break
             time.sleep(0.2)
             self.roster.recruit(grid)

@@ -34,6 +34,7 @@ from ravan_flwr.server.nodes import Node
 from ravan_flwr.server.notices import check_simulation
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import masked
+from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.plan import plan_of
 
 QUICK: dict[str, Scalar] = {
@@ -419,7 +420,7 @@ def test_a_round_for_which_too_few_are_ready_is_not_held(tmp_path, monkeypatch):
 def test_numbers_that_are_none_do_not_single_out_their_client(tmp_path, monkeypatch, uploads):
     """A client that failed for them would tell the server about its examples."""
 
-    def trained(*given, rows, train=masked_training.train_locally):
+    def trained(*given, rows, train=train_locally):
         result = train(*given, rows=rows)
         if given[-1].partition_id == 3:
             result.upload["H"][0] = torch.nan
