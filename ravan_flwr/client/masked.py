@@ -9,10 +9,22 @@ from flwr.app import MetricRecord, RecordDict
 from ravan_flwr.client.asked import Asked
 from ravan_flwr.client.noise_account import NoiseAccount
 from ravan_flwr.client.secure_part import SecurePart, pieces_in
+from ravan_flwr.config.keys import AUTO
 from ravan_flwr.messages.pieces import read_pieces, to_pieces
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.secure.schedule import Schedule
+from ravan_flwr.seeding import generator
 from ravan_flwr.training.local_steps import train_locally
-from ravan_flwr.training.masked import by_tensor, check_given, check_parts, parts_of, to_numbers
+from ravan_flwr.training.masked import (
+    by_tensor,
+    check_cohort,
+    check_given,
+    check_parts,
+    check_rows,
+    parts_of,
+    rows_wanted,
+    to_numbers,
+)
 from ravan_flwr.training.noised import noise_in, noised_parts, to_noised
 
 log = getLogger(__name__)
@@ -34,7 +46,7 @@ def train_masked(client: Asked) -> RecordDict:
         account.spend(node, schedule.shown)
         numbers = to_noised(method, sent, _trained(client), schedule, random)
     else:
-        check_parts(parts_of(method, sent, 1.0), schedule)
+        _check_schedule(client, sent, schedule)
         chosen = by_tensor(schedule, rows)
         result = train_locally(*client.work, client.granted, client.steps, client.turn, rows=chosen)
         numbers = to_numbers(method, sent, result.upload, schedule, rows, random)
@@ -54,3 +66,14 @@ def _trained(client: Asked) -> Tensors | None:
     except Exception:
         log.exception("this device could not train, and sends noise alone")
         return None
+
+
+def _check_schedule(client: Asked, sent: Tensors, schedule: Schedule) -> None:
+    """Refuse what the server would have said otherwise, as far as this client can know it."""
+    method, config, node = client.bench.model.method, client.config, client.node
+    check_cohort(config, len(schedule.partitions), node.num_partitions)
+    check_parts(parts_of(method, sent, config.learning_rate * client.steps.number), schedule)
+    # What a node with budget = auto has named depends on memory that was free then.
+    share = client.granted if node.budget == AUTO else min(client.share, config.max_share)
+    random = generator(config.seed, "heads", client.round, node.partition_id)
+    check_rows(rows_wanted(method, sent, share, random), schedule, node.partition_id)

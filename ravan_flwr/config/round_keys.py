@@ -151,7 +151,7 @@ SECURE: dict[str, Key] = {
     ),
     "secure-minimum": Key(
         int,
-        3,
+        4,
         "clients that a head needs in a round, and whose numbers a sum has at least; with fewer "
         "it is not trained",
         low=3,

@@ -167,7 +167,8 @@ class Ravan(MultiHeadMethod):
         if self.settings.scoring == "random":
             scores = torch.rand(len(self.layers), self.heads, generator=random)
         else:
-            scores = state["H"].norm(dim=(2, 3))
+            # In double precision: client and server must agree on what is larger.
+            scores = state["H"].double().norm(dim=(2, 3))
         chosen = best_heads(scores, number, self.settings.selection, random)
         rows = torch.zeros(len(self.layers), self.heads, dtype=torch.bool)
         for row, heads in zip(rows, chosen, strict=True):

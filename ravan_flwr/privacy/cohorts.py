@@ -18,7 +18,7 @@ def why_not_masked(members: int, rate: float, least: int, rounds: int, delta: fl
     if chance_to_decide(members - 1, rate, least, MOST_CLIENTS) * rounds <= _SLACK * delta:
         return ""
     can = [f"{members}, all of them"] if members <= MOST_CLIENTS else []
-    can += ["40 to 140 (more, if secure-minimum is above 3)"] if members > _OFTEN_ENOUGH else []
+    can += ["40 to 140 (more, if secure-minimum is above 4)"] if members > _OFTEN_ENOUGH else []
     return (
         f"secure-aggregation = true with privacy = 'client': {members} clients that are drawn with "
         f"probability {rate:.3g} are sometimes fewer than {least} (secure-minimum) "

@@ -1,8 +1,8 @@
 """Write numbers as whole ones that can be summed modulo 2^24, and read means of such sums.
 
 A number x within a bound C becomes one of 65,535 steps from -C to C, zero among them, rounded up
-or down at random so that the mean over many is unbiased. Beyond the bound it is cut off, which is
-counted. The sum of 256 clients is below 2^24, so that a number takes 3 bytes.
+or down at random so that the mean over many is unbiased. Beyond the bound it is cut off, and NaN
+becomes zero; both are counted. The sum of 256 clients is below 2^24: a number takes 3 bytes.
 """
 
 import math
@@ -22,13 +22,14 @@ MASK = np.uint32(MODULUS - 1)
 def to_steps(
     values: NDArray[np.float64], bound: float, random: np.random.Generator
 ) -> tuple[Numbers, int]:
-    """Round numbers to steps, and count those beyond the bound; ValueError for one that is NaN."""
-    if np.isnan(values).any():
-        raise ValueError("a change is not a number, expected finite ones; lower learning-rate")
+    """Round numbers to steps, and count those that are not within the bound.
+
+    NaN counts as no change: a client that failed for it would tell the server of its examples.
+    """
     middle = LEVELS // 2
-    scaled = np.clip(values, -bound, bound) * (middle / bound)
+    scaled = np.nan_to_num(np.clip(values, -bound, bound)) * (middle / bound)
     steps = np.floor(scaled + random.random(values.shape)) + middle
-    beyond = int(np.count_nonzero(np.abs(values) > bound))
+    beyond = int(np.count_nonzero(~(np.abs(values) <= bound)))
     return np.clip(steps, 0, LEVELS).astype(np.uint32), beyond
 
 

@@ -69,11 +69,16 @@ class Opened:
 
 
 class DealerError(ValueError):
-    """Tell that a client has not shared its secrets with the others as it should have."""
+    """Tell that a client has not shared its secrets with the others as it should have.
 
-    def __init__(self, partition: int) -> None:
-        super().__init__(f"partition {partition} has shared something else than its secrets")
-        self.partition = partition
+    Where there are `deniers`, either it has not, or they falsely report that it gave them no share.
+    """
+
+    def __init__(self, partition: int, why: str = "", deniers: Sequence[int] = ()) -> None:
+        shared = f"partition {partition} has shared something else than its secrets"
+        listed = ", ".join(map(str, deniers))
+        super().__init__(f"{why}; partitions that report no share: {listed}" if why else shared)
+        self.partition, self.deniers = partition, tuple(deniers)
 
 
 def read_greeting(run: int, round_: int, partition: int, parts: Parts) -> Greeting:
@@ -108,7 +113,7 @@ class SecureServer:
         self._masked: Bits = np.zeros((0, 0), bool)
         self._total: Vector | None = None
         self._asked: list[tuple[int, Sequence[int]]] = []  # whose shares, and which
-        self._told: set[int] = set()  # who has told its shares
+        self.denied: set[tuple[int, int]] = set()  # partitions: who gave nothing, says who
         self._shares: dict[tuple[int, int], dict[int, bytes]] = {}  # by dealer, index: by holder
 
     @property
@@ -195,13 +200,14 @@ class SecureServer:
 
     def take_shares(self, partition: int, parts: Parts) -> None:
         """Take the shares that a client tells; one that is not as marked refuses them all."""
-        holder, kept = self.place(partition), []
+        holder, kept, denied = self.place(partition), [], set()
         number = sum(len(indices) for _, indices in self._asked)
         shares = cut(parts["shares"], [shamir.SHARE] * number)
         for dealer, indices in self._asked:
             for index in indices:
                 share = next(shares)
                 if share == shamir.NONE:  # what the dealer gave it was not as marked
+                    denied.add((self.schedule.partitions[dealer], partition))
                     continue
                 if not self._is_marked(dealer, holder, index, share):
                     raise ValueError(
@@ -209,7 +215,7 @@ class SecureServer:
                         "that it was given"
                     )
                 kept.append((dealer, index, share))
-        self._told.add(holder)
+        self.denied |= {(dealer, holder) for dealer, holder in denied if dealer != holder}
         for dealer, index, share in kept:
             self._shares.setdefault((dealer, index), {})[holder] = share
 
@@ -262,12 +268,19 @@ class SecureServer:
             return shamir.join(shares, self.schedule.threshold)
         except ValueError as error:
             partition, threshold = self.schedule.partitions[dealer], self.schedule.threshold
+            deniers = [
+                p
+                for place, p in enumerate(self.schedule.partitions)
+                if place not in shares and (partition, p) in self.denied
+            ]
             # There are enough, each as its dealer marked it, and they are of no secret. Or more
             # than a third say that they were given none: more than may work together.
-            if len(shares) >= threshold or len(self._told) - len(shares) > self.number - threshold:
+            if len(shares) >= threshold or len(deniers) > self.number - threshold:
                 raise DealerError(partition) from None
-            whose = f"partition {partition}"
-            raise ValueError(f"the masks of {whose} cannot be told: {error}") from None
+            why = f"the masks of partition {partition} cannot be told: {error}"
+            if len(shares) + len(deniers) >= threshold:  # without the denials there were enough
+                raise DealerError(partition, why, deniers) from None
+            raise ValueError(why) from None
 
     def _means(self) -> tuple[dict[str, NDArray[np.float64]], dict[str, NDArray[np.int64]]]:
         assert self._total is not None

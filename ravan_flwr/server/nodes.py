@@ -25,6 +25,7 @@ class Node:
     silent: dict[str, int] = field(default_factory=dict)  # how many in a row had no reply
     asleep: dict[str, int] = field(default_factory=dict)  # the first round in which it is asked
     faults: int = 0  # how many of its replies in a row were no good
+    disputes: set[int] = field(default_factory=set)  # partitions: one of both is at fault
     heard: float = 0.0  # when it last sent something, in seconds since 1970
 
     @property

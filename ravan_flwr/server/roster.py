@@ -102,10 +102,12 @@ class Roster:
         members = [node.member for node in nodes if node.member is not None and not node.question]
         return sorted(members, key=lambda member: member.partition_id)
 
-    def rested(self, members: Sequence[Member], kind: str, round_number: int) -> list[Member]:
+    def rested(
+        self, members: Sequence[Member], kind: str, round_number: int, least: int = 1
+    ) -> list[Member]:
         """Drop the members that sit this round out; keep all where the others are too few."""
         awake = [m for m in members if not self.nodes[m.node_id].rests(kind, round_number)]
-        return awake if len(awake) >= max(1, self.least) else list(members)
+        return awake if len(awake) >= max(least, self.least) else list(members)
 
     # Recruiting.
 

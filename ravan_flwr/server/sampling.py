@@ -21,6 +21,7 @@ from ravan_flwr.seeding import generator
 from ravan_flwr.server.inbox import in_process
 from ravan_flwr.server.ledger import Ledger
 from ravan_flwr.server.roster import Roster
+from ravan_flwr.training.masked import least_cohort
 
 log = getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Sampler:
         config = self.config
         able = self.able(grid, ledger)
         able = able if among is None else among(able)
-        members = self.roster.rested(able, MessageType.TRAIN, ledger.number)
+        members = self.roster.rested(able, MessageType.TRAIN, ledger.number, self._least)
         awake = {member.node_id for member in members}
         ledger.resting = [m.partition_id for m in able if m.node_id not in awake]
         number = min(config.clients_per_round, len(members))
@@ -82,13 +83,21 @@ class Sampler:
     def wait(self, grid: Grid, ledger: Ledger, timeout: float) -> None:
         """Wait until as many members can train as a round needs, or the time is up."""
         deadline = time.monotonic() + timeout
-        while len(self.able(grid, ledger)) < self.config.min_replies:
-            all_here = len(self.roster.present(grid)) == len(self.roster.members)
-            # In one process nobody comes later who is not away.
-            if (in_process(grid) and all_here) or time.monotonic() >= deadline:
+        while len(self.able(grid, ledger)) < self._least:
+            members = len(self.roster.members)
+            # Nobody comes later who is not away, in one process or where each part has its node.
+            complete = in_process(grid) or members >= self.roster.partitions
+            all_here = complete and len(self.roster.present(grid)) == members
+            if all_here or time.monotonic() >= deadline:
                 break
             time.sleep(0.2)
             self.roster.recruit(grid)
+
+    @property
+    def _least(self) -> int:
+        """Return how many clients a round needs: at least one."""
+        cohort = least_cohort(self.config, self.roster.partitions)
+        return max(self.config.min_replies, cohort)
 
     def _check_budgets(self, members: Iterable[Member]) -> None:
         """Raise ValueError if no member, connected or not, can afford the method."""

@@ -31,6 +31,7 @@ from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.training.masked import (
     CUT_OFF,
     by_tensor,
+    check_cohort,
     given_to_all,
     moved,
     parts_of,
@@ -97,6 +98,7 @@ class SecureRound(TrainingRound):
     def _schedule(self, members: Sequence[Member]) -> Schedule:
         """Say who trains what: as each would have chosen, less what too few have chosen."""
         config, state = self.run.config, self.run.state.tensors
+        check_cohort(config, len(members), self.run.roster.partitions)
         wanted = {member.partition_id: self._wanted(member) for member in members}
         steps = config.learning_rate * max(map(self.steps, members), default=0)
         parts = parts_of(self.method, state, steps)
@@ -161,14 +163,36 @@ class SecureRound(TrainingRound):
             try:
                 self._unmask()
             except DealerError as error:
-                self.why = f"{error}; it rests"
-                self._leave_out(error.partition)
+                blamed = self._blamed(error)
+                for partition in blamed:
+                    self._leave_out(partition)
+                told = ", ".join(f"partition {partition}" for partition in blamed)
+                self.why = f"{error}; skipped from now on: {told}"
             except ValueError as error:
                 self.why = str(error)
         self.ledger.secure = self.told
         if self.why:
             self.ledger.refused = self.why
             log.warning("round %d has no effect, the state stays: %s", self.number, self.why)
+
+    def _blamed(self, error: DealerError) -> list[int]:
+        """Return which clients are skipped: of two in dispute the one with more disputes, or both.
+
+        One of the two is at fault, and which it is cannot be known. Disputes are counted over all
+        rounds that were lost to them.
+        """
+        if not error.deniers:
+            return [error.partition]
+        nodes = self.run.roster.nodes.values()
+        disputes = {n.member.partition_id: n.disputes for n in nodes if n.member is not None}
+        for one, other in self.secure.denied:
+            disputes[one].add(other)
+            disputes[other].add(one)
+        found = set()
+        for pair in ((error.partition, denier) for denier in error.deniers):
+            most = max(len(disputes[one]) for one in pair)
+            found |= {one for one in pair if len(disputes[one]) == most}
+        return sorted(found)
 
     def _unmask(self) -> None:
         secure, members = self.secure, [c["partition-id"] for c in self.ledger.clients]

@@ -18,7 +18,7 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, apart
 from ravan_flwr.methods.tensors import whole_checksum
 from ravan_flwr.secure.fixed_point import Numbers, bound_of, to_steps
-from ravan_flwr.secure.schedule import Bits, Part, Schedule
+from ravan_flwr.secure.schedule import Bits, Part, Schedule, threshold_of
 
 CUT_OFF = "/cut-off"  # no tensor has this name
 
@@ -81,14 +81,61 @@ def check_given(config: Config, state: Mapping[str, Tensor], schedule: Schedule)
             f"got a schedule with sums of {schedule.minimum} clients, expected the run's own "
             f"secure-minimum = {config.secure_minimum} at least"
         )
+    if not 1 <= schedule.round <= config.num_rounds:
+        raise ValueError(
+            f"got round {schedule.round}, expected 1 to {config.num_rounds} (num-rounds)"
+        )
+
+
+def least_cohort(config: Config, clients: int) -> int:
+    """Return how many of so many clients a round needs: two thirds of `clients-per-round`.
+
+    Any number of a private run: whether its round is held must not follow from who is drawn.
+    """
+    if not config.secure_aggregation or config.privacy == "client":
+        return 0
+    return max(config.secure_minimum, threshold_of(min(config.clients_per_round, clients)))
+
+
+def check_cohort(config: Config, cohort: int, clients: int) -> None:
+    """Raise ValueError unless a round has about as many of all clients as the settings say."""
+    least, most = least_cohort(config, clients), config.clients_per_round
+    if not least <= cohort <= most:
+        raise ValueError(
+            f"got a round of {cohort} clients, expected {least} to {most}: at least two thirds of "
+            "clients-per-round, or of all clients if they are fewer; lower clients-per-round"
+        )
+
+
+def check_rows(wanted: Bits, schedule: Schedule, partition: int) -> None:
+    """Raise ValueError unless a client is listed for what it would have chosen.
+
+    Rows that too few have chosen are left out of the schedule, for all.
+    """
+    listed = schedule.trained[schedule.partitions.index(partition)]
+    if not np.array_equal(listed, wanted & schedule.trained.any(0)):
+        raise ValueError(
+            "got a schedule with other heads than the seed and its budget give this client, "
+            "expected those; the server does not do as the run's settings say"
+        )
 
 
 def check_parts(parts: Sequence[Part], schedule: Schedule) -> None:
-    """Raise ValueError unless a schedule is about these; bounds are the server's to say."""
+    """Raise ValueError unless a schedule is about these parts, with bounds as large at least.
+
+    With a lower bound a sum tells signs: all clients' where they agree.
+    """
     expected = [(part.name, part.rows, part.size) for part in parts]
     got = [(part.name, part.rows, part.size) for part in schedule.parts]
     if got != expected:
         raise ValueError(f"got a schedule of {str(got)[:200]}, expected {str(expected)[:200]}")
+    for own, part in zip(parts, schedule.parts, strict=True):
+        if part.bound < own.bound:
+            raise ValueError(
+                f"got a bound of {part.bound:.3g} for {own.name}, expected {own.bound:.3g} at "
+                "least, by this client's steps; if it has more examples than the server counts, "
+                "raise max-examples"
+            )
 
 
 def to_numbers(

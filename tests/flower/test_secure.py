@@ -1,9 +1,10 @@
 """Secure rounds on Flower's deployment runtime: machines die in their phases.
 
-Six SuperNodes, each with keys that `ravan-flwr secure-keys` made. In round 1 one dies with its
-shares and one with its masked numbers, in round 2 one with its keys and one with the shares by
-which the sum is unmasked. Both rounds close with the others. That a client fails with its
-signature, and that too many fail, is tested in process (tests/runs/test_secure.py).
+Eight SuperNodes, each with keys that `ravan-flwr secure-keys` made. In round 1 one dies with its
+keys and one with its masked numbers, in round 2 one with its shares and one with those by which the
+sum is unmasked: six are left for it, two thirds rounded up. Both rounds close with the others. That
+a client fails with its signature, and that too many fail, is tested in process
+(tests/runs/test_secure.py).
 """
 
 import os
@@ -23,11 +24,11 @@ pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="finds processes in /proc"
 )
 
-NODES = 6
-PLAN = {5: (1, "shares"), 4: (1, "masked"), 3: (2, "keys"), 2: (2, "unmask")}
+NODES = 8
+PLAN = {7: (1, "keys"), 6: (1, "masked"), 5: (2, "shares"), 4: (2, "unmask")}
 GRACE = 12.0  # of which a SuperNode may sleep three, on a machine that is busy
 SHORT = (
-    "num-rounds=2 local-steps=2 clients-per-round=6 report=false tracking='none' eval-every=2 "
+    "num-rounds=2 local-steps=2 clients-per-round=8 report=false tracking='none' eval-every=2 "
     f"secure-aggregation=true straggler-grace={GRACE} round-timeout=600.0"
 )
 
@@ -69,9 +70,9 @@ def run(tmp_path_factory, python):
 
 def test_rounds_close_with_those_who_are_left(run):
     first, second = run.rounds
-    assert [c["partition-id"] for c in first["clients"]] == [0, 1, 2, 3]
-    assert first["secure"]["dropped"] == [4]
-    assert [c["partition-id"] for c in second["clients"]] == [0, 1, 2]
+    assert [c["partition-id"] for c in first["clients"]] == [0, 1, 2, 3, 4, 5]
+    assert first["secure"]["dropped"] == [6]
+    assert [c["partition-id"] for c in second["clients"]] == [0, 1, 2, 3, 4]
     for record in (first, second):
         assert "refused" not in record
         assert record["secure"]["untrained"] == 0

@@ -24,14 +24,17 @@ from ravan_flwr.live.view import view_of
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.pieces import DISTRUSTS, to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.secure import agreement
+from ravan_flwr.secure import agreement, shamir
 from ravan_flwr.secure.agreed import signed_keys
 from ravan_flwr.secure.fixed_point import step_of
 from ravan_flwr.secure.node_keys import NodeKeys, make_keys
+from ravan_flwr.secure.server import DealerError
 from ravan_flwr.server import secure_round
+from ravan_flwr.server.nodes import Node
 from ravan_flwr.server.notices import check_simulation
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import masked
+from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.plan import plan_of
 
 QUICK: dict[str, Scalar] = {
@@ -108,7 +111,7 @@ def check_against_plain(uploads, state, alive, head_mean="trained"):
                 whole = torch.stack([*chosen, *left]).mean(0)
             else:
                 whole = chosen.mean(0)
-            mean = whole if len(chosen) >= 3 else before[row]
+            mean = whole if len(chosen) >= 4 else before[row]
             got = state[name].double().reshape(rows, -1)[row]
             error = float((got - mean).abs().max())
             rounding = 1e-7 * float(mean.abs().max())  # of float32
@@ -123,6 +126,7 @@ def check_against_plain(uploads, state, alive, head_mean="trained"):
         {"method": "ravan", "budgets": "skewed-right", "scoring": "weight"},
         {"method": "ravan", "budgets": "uniform", "selection": "global", "scaling": "constant"},
         {"method": "ravan", "budgets": "uniform", "head-mean": "all"},
+        {"method": "ravan", "budgets": "uniform", "max-share": 0.5},
         {"method": "full"},
         {"method": "fedit"},
         {"method": "ffa-lora"},
@@ -192,7 +196,7 @@ def test_fewer_clients_than_the_minimum_train_nothing(tmp_path, monkeypatch):
     misbehave(monkeypatch, failing(*((p, 1, "keys") for p in range(4))))
     run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
     (record,) = records_of(run)
-    assert "got 2 clients that are ready, expected at least 3" in record["refused"]
+    assert "got a round of 2 clients, expected 4 to 6" in record["refused"]
 
 
 def test_where_too_few_can_afford_the_method_nobody_is_waited_for(tmp_path):
@@ -202,7 +206,7 @@ def test_where_too_few_can_afford_the_method_nobody_is_waited_for(tmp_path):
     run = simulate(settings | {"output-dir": str(tmp_path)}, 8)
     assert time.monotonic() - began < 60
     (record,) = records_of(run)
-    assert "got 2 clients that are ready, expected at least 3" in record["refused"]
+    assert "got a round of 2 clients, expected 4 to 6" in record["refused"]
 
 
 def test_a_run_that_goes_on_ends_with_the_same_bits(tmp_path):
@@ -305,15 +309,184 @@ def test_a_client_takes_no_smaller_sum_than_the_run_names(tmp_path, monkeypatch)
         """A server that makes its schedules with a lower minimum than the settings have."""
 
         def _schedule(self, members):
-            return replace(super()._schedule(members), minimum=3)
+            return replace(super()._schedule(members), minimum=4)
 
     monkeypatch.setattr("ravan_flwr.server.strategy.SecureRound", Lower)
-    run = simulate(QUICK | {"secure-minimum": 4, "output-dir": str(tmp_path)}, 6)
+    run = simulate(QUICK | {"secure-minimum": 5, "output-dir": str(tmp_path)}, 6)
     (record,) = records_of(run)
     assert "0 of 6 clients have sent their numbers" in record["refused"]
     assert len(record["rejected"]) == 6
     for rejected in record["rejected"]:
-        assert "sums of 3 clients, expected the run's own secure-minimum = 4" in rejected["reason"]
+        assert "sums of 4 clients, expected the run's own secure-minimum = 5" in rejected["reason"]
+
+
+class Hostile(secure_round.SecureRound):
+    """A server that leaves out its own checks, and changes a schedule before anybody sees it."""
+
+    clients: int | None = None  # of a round; None: as many as were drawn
+
+    def _drawn(self, sampler, grid):
+        return super()._drawn(sampler, grid)[: self.clients]
+
+    def _schedule(self, members):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(secure_round, "check_cohort", lambda *_: None, raising=False)
+            return self.changed(super()._schedule(members))
+
+    def changed(self, schedule):
+        return schedule
+
+
+class Signs(Hostile):
+    """Bounds so low that a number is up, down or none: of a sum all of one sign tells each."""
+
+    def changed(self, schedule):
+        tiny = [replace(part, bound=1e-30) for part in schedule.parts]
+        return replace(schedule, parts=tuple(tiny))
+
+
+class OneBound(Hostile):
+    """The same of one tensor alone, and just below what a change may be."""
+
+    def changed(self, schedule):
+        first, *others = schedule.parts
+        return replace(schedule, parts=(replace(first, bound=0.99 * first.bound), *others))
+
+
+class OtherHeads(Hostile):
+    """Each client trains as many heads as it should, but those that the server likes."""
+
+    def changed(self, schedule):
+        trained = schedule.trained.copy()
+        (rows,) = (rows for part, rows in schedule.spans() if part.name == "H")
+        trained[:, rows] = trained[:, rows][:, ::-1]
+        return replace(schedule, trained=trained)
+
+
+class FewClients(Hostile):
+    """A third of the clients that the run's settings name."""
+
+    clients = 4
+
+
+@pytest.mark.parametrize(
+    ("server", "told"),
+    [
+        (Signs, "a bound of 1e-30 for /cut-off, expected 1 at least|of 1e-30 for H, expected"),
+        (OneBound, r"a bound of \S+ for H, expected \S+ at least"),
+        (OtherHeads, "other heads than the seed and its budget give this client"),
+        (FewClients, "got a round of 4 clients, expected 8 to 12"),
+    ],
+)
+def test_clients_check_what_a_schedule_says(tmp_path, monkeypatch, server, told):
+    """Else a sum tells signs, or is of the clients that the server chose for the purpose."""
+    monkeypatch.setattr("ravan_flwr.server.strategy.SecureRound", server)
+    settings: dict[str, Scalar] = {"clients-per-round": 12, "secure-minimum": 3}
+    settings |= {"budgets": "uniform", "output-dir": str(tmp_path)}
+    (record,) = records_of(simulate(QUICK | settings, 12))
+    assert "clients have sent their numbers, expected at least" in record["refused"]
+    for rejected in record["rejected"]:
+        assert re.search(told, rejected["reason"])
+
+
+def test_clients_take_part_in_no_round_after_the_last(tmp_path, monkeypatch):
+    """Each more would be one more sum of what they have."""
+
+    class MoreRounds(Hostile):
+        def _given(self):
+            sent = self.run.state.tensors
+            return masked.given_to_all(replace(self.run.config, num_rounds=1), sent)
+
+    def reply(message, context, honest=worker_process.reply_of):
+        context = replace(context, run_config=dict(context.run_config) | {"num-rounds": 1})
+        return honest(message, context)
+
+    monkeypatch.setattr("ravan_flwr.server.strategy.SecureRound", MoreRounds)
+    monkeypatch.setattr(side_by_side, "reply_of", reply)
+    run = simulate(QUICK | {"num-rounds": 2, "output-dir": str(tmp_path)}, 6)
+    first, second = records_of(run)
+    assert "refused" not in first
+    assert "clients have sent their numbers" in second["refused"]
+    assert "got round 2, expected 1 to 1 (num-rounds)" in second["rejected"][0]["reason"]
+
+
+def test_a_round_for_which_too_few_are_ready_is_not_held(tmp_path, monkeypatch):
+    """Clients would refuse it: the server says so at once, and what to do."""
+    misbehave(monkeypatch, failing(*((p, 1, "keys") for p in (0, 2))))
+    run = simulate(QUICK | {"clients-per-round": 5, "output-dir": str(tmp_path)}, 5)
+    assert "got a round of 3 clients, expected 4 to 5" in records_of(run)[0]["refused"]
+
+
+def test_numbers_that_are_none_do_not_single_out_their_client(tmp_path, monkeypatch, uploads):
+    """A client that failed for them would tell the server about its examples."""
+
+    def trained(*given, rows, train=train_locally):
+        result = train(*given, rows=rows)
+        if given[-1].partition_id == 3:
+            result.upload["H"][0] = torch.nan
+            result.upload["H"][1, 0, 0] = torch.inf
+        return result
+
+    monkeypatch.setattr(masked_training, "train_locally", trained)
+    (record,) = records_of(run := simulate(QUICK | {"output-dir": str(tmp_path)}, 6))
+    assert record["rejected"] == []
+    assert [client["partition-id"] for client in record["clients"]] == list(range(6))
+    sent, _, schedule = uploads[1][0]
+    changes = [upload["H"].double() - sent["H"] for _, upload, _ in uploads[1]]
+    changes[3][0, 0] = 0.0  # unchanged
+    bound = next(part.bound for part in schedule.parts if part.name == "H")
+    mean = torch.stack(changes).clamp(-bound, bound).mean(0)
+    error = (state_of(run, 1)["H"] - sent["H"] - mean).abs().max()
+    assert float(error) <= step_of(bound) + 1e-7
+    assert record["secure"]["cut-off"] > 0
+
+
+def test_a_state_with_which_nothing_can_be_computed_costs_no_client(tmp_path, monkeypatch):
+    class Huge(Hostile):
+        def choose(self, sampler, grid):
+            tensors = self.run.state.tensors
+            self.run.state.tensors = tensors | {"H": torch.full_like(tensors["H"], 3e38)}
+            self.before = tensors
+            return super().choose(sampler, grid)
+
+        def close(self):
+            super().close()
+            self.run.state.tensors = self.before  # which can be evaluated
+
+    monkeypatch.setattr("ravan_flwr.server.strategy.SecureRound", Huge)
+    (record,) = records_of(simulate(QUICK | {"output-dir": str(tmp_path)}, 6))
+    assert record["rejected"] == []
+    assert len(record["clients"]) == 6
+
+
+def test_two_rounds_from_one_state_tell_a_change_unless_batches_hide_it(
+    tmp_path, monkeypatch, uploads
+):
+    """What masks do not prevent: docs/secure-aggregation.md says so."""
+
+    class Repeating(Hostile):
+        """The same state twice, the second time without one client."""
+
+        def choose(self, sampler, grid):
+            tensors = self.run.state.tensors
+            self.run.state.tensors = {k: torch.zeros_like(v) for k, v in tensors.items()}
+            return super().choose(sampler, grid)
+
+        def _drawn(self, sampler, grid):
+            drawn = super()._drawn(sampler, grid)
+            return [m for m in drawn if self.number == 1 or m.partition_id != 3]
+
+    monkeypatch.setattr("ravan_flwr.server.strategy.SecureRound", Repeating)
+    told = {}
+    for size in (8, 1000):  # a few examples, or all that a client has
+        settings: dict[str, Scalar] = {"batch-size": size, "num-rounds": 2}
+        run = simulate(QUICK | settings | {"output-dir": str(tmp_path / str(size))}, 6)
+        first, second = (state_of(run, number)[CLASSIFIER].double() for number in (1, 2))
+        change = uploads[1][3][1][CLASSIFIER].double()
+        told[size] = float(torch.cosine_similarity(6 * first - 5 * second, change, dim=0))
+        uploads.clear()
+    assert told[1000] > 0.999
+    assert told[8] < 0.9
 
 
 def test_two_clients_of_one_key_cost_themselves(tmp_path, monkeypatch):
@@ -386,9 +559,85 @@ def test_who_shares_nonsense_ends_a_round_and_rests(tmp_path, monkeypatch):
     misbehave(monkeypatch, behave)
     run = simulate(QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}, 6)
     first, second = records_of(run)
-    assert "partition 3 has shared something else than its secrets; it rests" in first["refused"]
+    assert "partition 3 has shared something else than its secrets; skipped" in first["refused"]
     assert "refused" not in second
     assert second["resting"] == [3]
+
+
+def spoiling(reply, holders, groups=1):
+    """Seal nonsense for some clients in place of their shares."""
+    sent = {name: a.data for name, a in reply.content["arrays"].items()}
+    each = len(sent["sealed"]) // 6
+    sealed = bytearray(sent["sealed"])
+    for holder in holders:
+        sealed[each * holder : each * (holder + 1)] = bytes(each)
+    reply.content["arrays"] = to_pieces(sent | {"sealed": bytes(sealed)})
+    return reply
+
+
+def test_who_spoils_a_third_of_its_shares_and_drops_out_costs_one_round(tmp_path, monkeypatch):
+    """No more than a third say that they were given nothing: they might lie together."""
+
+    def behave(partition, _, kind, message, honest):
+        if (partition, kind) == (3, "shares"):
+            return spoiling(honest(), (0, 1))
+        if (partition, kind) == (3, "masked"):
+            return Message(Error(2, "gone"), reply_to=message)
+        return honest()
+
+    misbehave(monkeypatch, behave)
+    run = simulate(QUICK | {"output-dir": str(tmp_path), "num-rounds": 5}, 6)
+    first, *others = records_of(run)
+    assert "got 3 shares, expected at least 4" in first["refused"]
+    assert "report no share: 0, 1; skipped from now on: partition 3" in first["refused"]
+    for record in others:
+        assert "refused" not in record
+        assert record["resting"] == [3]
+
+
+def test_who_denies_all_shares_is_left_out_and_not_who_gave_them(tmp_path, monkeypatch):
+    """Two drop out, so that one that tells nothing is one too few."""
+
+    def behave(partition, number, kind, message, honest):
+        if partition in (4, 5) and (number, kind) == (1, "masked"):
+            return Message(Error(2, "gone"), reply_to=message)
+        reply = honest()
+        if (partition, number, kind) == (2, 1, "unmask"):
+            told = next(iter(reply.content["arrays"].values())).data
+            reply.content["arrays"] = to_pieces({"shares": shamir.NONE * (len(told) // 33)})
+        return reply
+
+    misbehave(monkeypatch, behave)
+    run = simulate(QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}, 6)
+    first, second = records_of(run)
+    assert "3 shares" in first["refused"]
+    assert second["resting"] == [2]
+    assert "refused" not in second
+
+
+@pytest.mark.parametrize(
+    ("rounds", "skipped"),
+    [
+        # Dealer and denier of each dispute, round by round, and who is skipped after the last.
+        ([{(0, 4)}], [0, 4]),  # nobody can know which of the two
+        ([{(0, 4), (0, 5)}], [0]),
+        ([{(0, 4), (1, 4), (2, 4)}], [4]),
+        ([{(0, 4)}, {(0, 5)}], [0]),  # it has done so before
+        ([{(1, 4)}, {(0, 4)}], [4]),
+        ([{(1, 4)}, {(0, 4), (0, 5)}], [0, 4]),
+        ([{(0, 4)}, {(0, 4)}], [0, 4]),  # the same dispute counts once
+    ],
+)
+def test_of_two_in_dispute_the_one_with_more_disputes_is_skipped(rounds, skipped):
+    members = [SimpleNamespace(partition_id=partition) for partition in range(6)]
+    nodes = {10 + m.partition_id: Node(10 + m.partition_id, member=cast(Any, m)) for m in members}
+    for denied in rounds:
+        round_: Any = object.__new__(secure_round.SecureRound)
+        round_.run = SimpleNamespace(roster=SimpleNamespace(nodes=nodes))
+        round_.secure = SimpleNamespace(denied=denied)
+        deniers = sorted(denier for dealer, denier in denied if dealer == min(denied)[0])
+        found = round_._blamed(DealerError(min(denied)[0], "too few", deniers))
+    assert found == skipped
 
 
 def test_one_client_cannot_accuse_another(tmp_path, monkeypatch):
@@ -437,7 +686,7 @@ def test_a_plan_counts_the_bytes(tmp_path):
 @pytest.mark.usefixtures("undrawn")
 def test_log_card_and_pages_say_that_uploads_were_masked(tmp_path):
     run = simulate(QUICK | {"output-dir": str(tmp_path), "report": True}, 6)
-    masked = "the server sees sums over at least 3 clients, head by head"
+    masked = "the server sees sums over at least 4 clients, head by head"
     assert f"secure-aggregation: {masked}" in (run.run_dir / "log.txt").read_text()
     (card,) = run.run_dir.glob("*/README.md")
     for page in (card, run.run_dir / "report" / "index.html"):

@@ -383,7 +383,7 @@ def test_what_every_client_would_refuse_is_refused_once_and_before_anything(
 def test_settings_without_effect_are_told_in_a_line_each(tmp_path, capsys):
     words = ["num-clients=2", "num-rounds=1", "local-steps=1", "method=fedit", "heads=8"]
     words += ["report=false"]
-    words += ["epsilon=8", "delta=1e-6", "secure-minimum=4"]  # without what they are about
+    words += ["epsilon=8", "delta=1e-6", "secure-minimum=5"]  # without what they are about
     main(["simulate", f"output-dir={tmp_path}", "clients-per-round=30", *words])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == (
@@ -391,7 +391,7 @@ def test_settings_without_effect_are_told_in_a_line_each(tmp_path, capsys):
         "privacy=client or privacy=example beside it"
     )
     assert lines[2] == (
-        "warning: no effect, and nobody is protected: secure-minimum=4; expected "
+        "warning: no effect, and nobody is protected: secure-minimum=5; expected "
         "secure-aggregation=true beside it"
     )
     assert lines[3] == "warning: no effect with method=fedit: heads=8"

@@ -6,7 +6,7 @@ from flwr.app import Context, RecordDict
 from ravan_flwr.client import answers, asked
 from ravan_flwr.specs import Scalar
 
-SECURE = {"secure-aggregation": True}
+SECURE: dict[str, Scalar] = {"secure-aggregation": True, "clients-per-round": 4}
 BY_EXAMPLE = {"privacy": "example", "epsilon": 8.0}
 
 

@@ -33,8 +33,8 @@ REFUSED: dict[str, tuple[dict[str, Scalar], str]] = {
         {"evaluate-on": "clients", "validation-share": 0.1},
         "got evaluate-on = 'clients', expected 'server'",
     ),
-    "two clients": ({"clients-per-round": 2}, "got clients-per-round = 2, expected 3"),
-    "many clients": ({"clients-per-round": 257}, "expected 3 .secure-minimum. to 256"),
+    "two clients": ({"clients-per-round": 2}, "got clients-per-round = 2, expected 4"),
+    "many clients": ({"clients-per-round": 257}, "expected 4 .secure-minimum. to 256"),
     "a high minimum": ({"secure-minimum": 11}, "got clients-per-round = 10, expected 11"),
     "a low minimum": ({"secure-minimum": 2}, "secure-minimum = 2: expected a whole number at le"),
 }  # fmt: skip
@@ -57,7 +57,7 @@ def test_methods_that_need_more_than_sums_are_refused(name):
 @pytest.mark.parametrize("name", [name for name, m in METHODS.items() if m.sums_changes])
 def test_methods_that_sum_changes_are_taken(name):
     config = read_config(SECURE | {"method": name})
-    assert (config.secure_aggregation, config.secure_minimum, config.min_replies) == (True, 3, 3)
+    assert (config.secure_aggregation, config.secure_minimum, config.min_replies) == (True, 4, 4)
 
 
 def test_a_sum_of_fewer_is_not_used():
@@ -67,5 +67,5 @@ def test_a_sum_of_fewer_is_not_used():
 
 
 def test_the_minimum_changes_nothing_without_it():
-    assert without_effect({"secure-minimum": 4}) == ["secure-minimum=4"]
-    assert without_effect(SECURE | {"secure-minimum": 4}) == []
+    assert without_effect({"secure-minimum": 5}) == ["secure-minimum=5"]
+    assert without_effect(SECURE | {"secure-minimum": 5}) == []

@@ -484,8 +484,8 @@ def test_who_gives_most_of_the_others_nonsense_is_named(folder):
     assert caught.value.partition == 2
 
 
-def test_who_says_that_it_was_given_nothing_blames_nobody(folder):
-    """With two gone, one that tells no share is one too few, and no dealer's fault."""
+def test_who_says_that_it_was_given_nothing_is_named_beside_who_gave_it(folder):
+    """With two gone, one that tells no share is one too few, and no dealer's fault for sure."""
     held = until(folder, "agree")
     told = held.server.close_list()
     for partition in range(5):
@@ -493,8 +493,24 @@ def test_who_says_that_it_was_given_nothing_blames_nobody(folder):
         if partition == 1:
             shares = shamir.NONE * (len(shares) // shamir.SHARE)
         held.server.take_shares(partition, {"shares": shares})
-    with pytest.raises(ValueError, match="cannot be told: got 4 shares, expected at least 5"):
+    with pytest.raises(DealerError, match="cannot be told: got 4 shares, expected") as caught:
         held.server.open()
+    assert (caught.value.partition, caught.value.deniers) == (0, (1,))
+    assert held.server.denied == {(dealer, 1) for dealer in (0, 2, 3, 4, 5, 6)}
+
+
+def test_who_is_silent_makes_no_dealer_suspect(folder):
+    """One denies, and two do not answer: with its share there were still too few."""
+    held = until(folder, "agree")
+    told = held.server.close_list()
+    for partition in range(4):
+        shares = held.clients[partition].unmask(ROUND, told)["shares"]
+        if partition == 1:
+            shares = shamir.NONE * (len(shares) // shamir.SHARE)
+        held.server.take_shares(partition, {"shares": shares})
+    with pytest.raises(ValueError, match="got 3 shares, expected at least 5") as caught:
+        held.server.open()
+    assert not isinstance(caught.value, DealerError)
 
 
 def test_sealed_nonsense_is_left_out_and_others_have_theirs(folder):
@@ -599,14 +615,12 @@ def test_rounding_is_unbiased_and_zero_is_exact():
     assert (to_steps(np.zeros(9), 0.7, random)[0] == LEVELS // 2).all()
 
 
-def test_what_is_beyond_the_bound_is_cut_off_and_counted():
+def test_what_is_beyond_the_bound_is_cut_off_and_what_is_none_is_zero():
     random = np.random.default_rng(0)
-    values = np.array([-np.inf, -2.0, -1.0, 1.0, 1.5, np.inf])
+    values = np.array([-np.inf, -2.0, -1.0, 1.0, 1.5, np.inf, np.nan])
     steps, beyond = to_steps(values, 1.0, random)
-    assert steps.tolist() == [0, 0, 0, LEVELS, LEVELS, LEVELS]
-    assert beyond == 4
-    with pytest.raises(ValueError, match="not a number"):
-        to_steps(np.array([0.0, np.nan]), 1.0, random)
+    assert steps.tolist() == [0, 0, 0, LEVELS, LEVELS, LEVELS, LEVELS // 2]
+    assert beyond == 5
 
 
 def test_256_clients_have_room():

@@ -5,13 +5,15 @@ import math
 import threading
 import time
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from flwr.proto.node_pb2 import NodeInfo
 from torch.overrides import TorchFunctionMode
 
+from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.member import MOST_PARTITIONS, read_member
 from ravan_flwr.messages.wire import decode, encode
 from ravan_flwr.server import roster as recruiting
@@ -19,7 +21,7 @@ from ravan_flwr.server.ledger import mean_of
 from ravan_flwr.server.mailbox import MOST_LATE
 from ravan_flwr.server.nodes import Node
 from ravan_flwr.server.patience import Patience
-from ravan_flwr.server.sampling import sample
+from ravan_flwr.server.sampling import Sampler, sample
 from ravan_flwr.server.strategy import FederatedTuning
 from tests.hand_made import DERIVED, Nodes, Silent, impatient, member, run
 
@@ -478,3 +480,40 @@ def test_what_no_upload_has_is_refused_before_it_is_decoded(wire):
 
 def test_the_seconds_of_a_grace_may_be_any():
     assert math.isinf(Patience(math.inf, 1).left)
+
+
+@pytest.mark.parametrize(
+    ("settings", "partitions", "can", "came"),
+    [
+        ({"min-replies": 4}, 20, 20, 4),
+        ({"secure-aggregation": True}, 20, 20, 7),  # two thirds of clients-per-round
+        ({"secure-aggregation": True}, 6, 6, 4),  # of all, which are fewer
+        (
+            {"secure-aggregation": True, "privacy": "client", "epsilon": 8.0},
+            20,
+            20,
+            4,
+        ),  # secure-minimum
+        ({"secure-aggregation": True}, 9, 5, 9),  # all are here: nobody else can come
+    ],
+)
+def test_a_round_waits_for_the_cohort_that_clients_accept(settings, partitions, can, came):
+    """Over a network; nodes come one by one. The time-out is longer than any test."""
+    members: dict[int, Any] = {}
+
+    def recruit(_):
+        number = len(members)
+        members[number] = SimpleNamespace(partition_id=number, share=1.0 if number < can else 0.5)
+
+    def present(_):
+        return list(members.values())
+
+    roster = SimpleNamespace(
+        members=members, partitions=partitions, recruit=recruit, present=present
+    )
+    method = SimpleNamespace(can_train=lambda share: share == 1.0)
+    config = read_config({"clients-per-round": 10} | settings)
+    recruit(None)
+    sampler = Sampler(config, cast(Any, method), cast(Any, roster))
+    sampler.wait(cast(Any, None), cast(Any, SimpleNamespace()), 3600.0)
+    assert len(members) == came
