@@ -54,6 +54,7 @@ from ravan_flwr.server.start import (
 from ravan_flwr.server.status import Status
 from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.server.summary import carry_over, summary_of
+from ravan_flwr.server.superlink import ask_again
 from ravan_flwr.specs import RESULT_FOLDERS
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.workbench import Workbench, get_workbench
@@ -293,6 +294,7 @@ def _deliver_again(
     )  # fmt: skip
     if not in_process(grid):
         guard()
+        ask_again(grid, config.round_timeout)
     roster.gather(grid, wait=True)
     mail = Mailbox(to_record(start.fixed) if start.fixed else None)
     delivery = Delivery(config, roster, mail, Status(roster, tell=None))
