@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.run import RunNotRunningException
 
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.messages.arrays import from_record, to_record
@@ -20,12 +21,18 @@ from ravan_flwr.results.card import measured, write_card
 from ravan_flwr.results.classes import write_classes
 from ravan_flwr.results.export import natural_form, write_result
 from ravan_flwr.results.samples import Samples
-from ravan_flwr.runs.console import Progress, show
-from ravan_flwr.runs.directory import RunDirectory, how_to_go_on, is_of_writing, not_written
+from ravan_flwr.runs.console import Progress, show, show_in_one_line
+from ravan_flwr.runs.directory import (
+    RunDirectory,
+    check_there,
+    how_to_go_on,
+    is_of_writing,
+    not_written,
+)
 from ravan_flwr.runs.lock import locked
 from ravan_flwr.runs.log_file import logging_to
 from ravan_flwr.runs.record import RoundRecord, Summary
-from ravan_flwr.runs.status import drop_status, write_status
+from ravan_flwr.runs.status import RunStatus, drop_status, write_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.server.delivery import Delivery, hand_out
 from ravan_flwr.server.envelope import guard
@@ -78,7 +85,17 @@ RESULT = "ravan-flwr"  # the record in the context's state that says where the r
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run once, from the configuration to the summary."""
+    """Run once; of an error that this package raises, Flower logs one line."""
+    try:
+        _main(grid, context)
+    except Exception as error:
+        if not in_process(grid):
+            show_in_one_line(error)
+        raise
+
+
+def _main(grid: Grid, context: Context) -> None:
+    """Run from the configuration to the summary."""
     show()
     config = read_config(context.run_config)
     parent = output_folder(config)  # refused, if at all, before anything is loaded
@@ -144,6 +161,14 @@ def _run_here(
     except Exception as error:
         _note_failure(directory, error)
         raise
+    except RunNotRunningException as error:
+        problem = RuntimeError(
+            "Flower has ended this run: it was stopped, or its process gave no sign of life for "
+            "too long, as after a suspension of the machine or a jump of its clock; "
+            + how_to_go_on(directory.path)
+        )
+        _note_failure(directory, problem)
+        raise problem from error
     except KeyboardInterrupt:
         log.info("stopped; %s", how_to_go_on(directory.path))
         raise
@@ -258,10 +283,16 @@ def _strategy(
         trained=start.trained,
         measured=Measures.of(bench.task),
         dealt_out=bench.dealt_out,
-        tell=partial(write_status, keeper.directory.path),
+        tell=partial(_tell, keeper.directory.path),
         limits=limits,
         privacy=privacy,
     )
+
+
+def _tell(run: Path, status: RunStatus) -> None:
+    """Write what the run does now; FileNotFoundError if its directory is gone."""
+    check_there(run)
+    write_status(run, status)
 
 
 def _save_result(

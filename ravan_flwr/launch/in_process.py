@@ -7,6 +7,7 @@ run at a time in processes of their own (side_by_side.py), with the same results
 
 import math
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,8 +50,18 @@ def simulate(config: Mapping[str, Scalar], num_clients: int | None = None) -> Si
     """Run the app in this process and return when it is done.
 
     `config` holds keys of the run config; what is left out is the preset's. A relative
-    `output-dir` starts at the working directory, and so does the default, `runs`.
+    `output-dir` starts at the working directory, and so does the default, `runs`. Calls in
+    several threads run one after the other.
     """
+    with _ONE_AT_A_TIME:
+        return _simulate(config, num_clients)
+
+
+# Runs of one process share a model and a log: those of several threads take turns.
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def _simulate(config: Mapping[str, Scalar], num_clients: int | None) -> Simulation:
     run_config = {key: spec.default for key, spec in KEYS.items()} | own_preset(config)
     checked = read_config(run_config)
     num_clients = number_of_clients(checked, num_clients)

@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from ravan_flwr.runs.directory import RunDirectory, write_atomically
+from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.samples import SAMPLES, SampleLine, cut, sample_lines
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks.base import Sample
@@ -47,7 +47,7 @@ class Samples:
         if not self._goes_on:
             kept = [line for line in self._before if line["round"] < number]
             text = "".join(json.dumps(line) + "\n" for line in kept)
-            write_atomically(self._directory.path / SAMPLES, text.encode())
+            self._directory.write(SAMPLES, text)
             self._goes_on = True
         lines: list[SampleLine] = [
             {

@@ -44,6 +44,7 @@ class Keeper:
     def _append(self, record: RoundRecord) -> None:
         self.go_on()
         self.directory.append_round(record)
+        self.directory.note_clients(record["partitions"])
 
     def calibrated(self, record: RoundRecord, fixed: Tensors, state: Tensors) -> list[float]:
         """Save what a calibration round made, and load it; return the model's new fingerprint."""

@@ -18,6 +18,7 @@ from functools import partial
 from logging import getLogger
 from typing import Any
 
+from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.privacy.account import epsilon_of, epsilon_seen, multiplier_for
 from ravan_flwr.privacy.cohorts import why_not_masked
@@ -31,6 +32,8 @@ log = getLogger(__name__)
 
 NAME = "privacy.json"
 _NUMBERS = ("noise-multiplier", "sampling-rate", "delta")
+MOST_RELEASES = KEYS["num-rounds"].high
+MOST_SEEN = 1e12  # sum of a client in `to-server`
 
 
 class PrivacyBudget:
@@ -192,7 +195,7 @@ def _wrong_in(before: Mapping[str, Any], done: int, config: Config) -> str:
     if before["sampling-rate"] > 1 or before["delta"] != config.delta:
         return f"sampling-rate = {before['sampling-rate']}, delta = {before['delta']}"
     releases = before.get("releases")
-    if type(releases) is not int or releases < done:
+    if type(releases) is not int or not done <= releases <= MOST_RELEASES:
         return f"releases = {releases!r} after {done} rounds"
     if config.secure_aggregation and not _are_sums(before.get("to-server")):
         return f"to-server = {str(before.get('to-server'))[:80]}"
@@ -202,6 +205,6 @@ def _wrong_in(before: Mapping[str, Any], done: int, config: Config) -> str:
 def _are_sums(seen: object) -> bool:
     """Tell whether this is what the server has seen, by partition."""
     return isinstance(seen, dict) and all(
-        name.isdecimal() and type(sum_) is float and 0 < sum_ < math.inf
+        name.isdecimal() and type(sum_) is float and 0 < sum_ <= MOST_SEEN
         for name, sum_ in seen.items()
     )

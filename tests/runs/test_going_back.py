@@ -1,6 +1,7 @@
 """After a poisoned round: it is told, a good checkpoint is left, and a run goes back to it."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -109,6 +110,29 @@ def _fail(settings):
         simulate(settings, 3)
     except IndexError as error:
         raise RuntimeError(f"IndexError {error}") from None
+
+
+@pytest.mark.parametrize("here", ["training", "evaluating"])
+def test_a_run_directory_that_is_removed_in_the_middle_is_told_at_once(tmp_path, monkeypatch, here):
+    """And is not made anew, with a part of the run in it."""
+    rounds = []
+
+    def remove(*_):
+        rounds.append(len(rounds))
+        if len(rounds) == 2:
+            (path,) = tmp_path.glob("*/")
+            shutil.rmtree(path)
+        return {"accuracy": 0.5, "loss": 1.0}
+
+    place = {
+        "training": "ravan_flwr.server.round.TrainingRound.close",
+        "evaluating": "ravan_flwr.training.workbench.Workbench.evaluate",
+    }
+    monkeypatch.setattr(place[here], remove)
+    with pytest.raises(OSError, match="is gone: it was removed or renamed while the run wrote"):
+        simulate(SMALL | {"output-dir": str(tmp_path), "evaluate-on": "server"}, 3)
+    assert len(rounds) == 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_was_usual_goes_on_with_the_run(tmp_path):
