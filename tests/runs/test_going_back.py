@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from flwr.supercore.run import RunNotRunningException
 
 from ravan_flwr import simulate
 from ravan_flwr.runs.checkpoint import checkpoint_rounds, load_checkpoint
@@ -133,6 +134,19 @@ def test_a_run_directory_that_is_removed_in_the_middle_is_told_at_once(tmp_path,
         simulate(SMALL | {"output-dir": str(tmp_path), "evaluate-on": "server"}, 3)
     assert len(rounds) == 2
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_flower_has_ended_says_so(tmp_path, monkeypatch):
+    """As after a jump of the clock: then nobody has given a sign of life for years."""
+
+    def ended(_):
+        raise RunNotRunningException
+
+    monkeypatch.setattr("ravan_flwr.server.round.TrainingRound.close", ended)
+    with pytest.raises(RuntimeError, match="Flower has ended this run: .* a jump of its clock"):
+        simulate(SMALL | {"output-dir": str(tmp_path)}, 3)
+    (path,) = tmp_path.glob("*/failure.json")
+    assert "Flower has ended this run" in json.loads(path.read_text())["error"]
 
 
 def test_what_was_usual_goes_on_with_the_run(tmp_path):

@@ -267,6 +267,7 @@ ACCOUNT = {
         ({"asked": {"3": [0.5, 2.5]}}, r"has \[0.5, 2.5\] of partition '3'"),
         ({"asked": {"3": [1.5, 2]}}, r"has \[1.5, 2\]"),
         ({"asked": {"3": "no"}}, "has 'no'"),
+        ({"asked": {"3": [0.5, 10**12]}}, "privacy.json: asked has .* of partition '3'"),
     ],
 )
 def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp_path):
