@@ -162,13 +162,13 @@ def _run_here(
         _note_failure(directory, error)
         raise
     except RunNotRunningException as error:
-        problem = RuntimeError(
+        ended = RuntimeError(
             "Flower has ended this run: it was stopped, or its process gave no sign of life for "
             "too long, as after a suspension of the machine or a jump of its clock; "
             + how_to_go_on(directory.path)
         )
-        _note_failure(directory, problem)
-        raise problem from error
+        _note_failure(directory, ended)
+        raise ended from error
     except KeyboardInterrupt:
         log.info("stopped; %s", how_to_go_on(directory.path))
         raise

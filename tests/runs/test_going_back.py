@@ -116,7 +116,7 @@ def _fail(settings):
 @pytest.mark.parametrize("here", ["training", "evaluating"])
 def test_a_run_directory_that_is_removed_in_the_middle_is_told_at_once(tmp_path, monkeypatch, here):
     """And is not made anew, with a part of the run in it."""
-    rounds = []
+    rounds: list[int] = []
 
     def remove(*_):
         rounds.append(len(rounds))

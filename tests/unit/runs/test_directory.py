@@ -284,10 +284,11 @@ def test_what_a_run_directory_holds_is_written_into_no_other(tmp_path):
     directory = RunDirectory.create(tmp_path, "run")
     directory.path.rename(tmp_path / "elsewhere")
     status: Any = {}
+    record: Any = RECORD
     write_status(directory.path, status)
     for write in (
         lambda: directory.write_json("summary.json", {}),
-        lambda: directory.append_round(RECORD),
+        lambda: directory.append_round(record),
         lambda: directory.write_rounds([]),
         lambda: save_checkpoint(directory.checkpoints, 1, state(1)),
         lambda: save_fixed(directory.checkpoints, state(1)),

@@ -103,7 +103,10 @@ class Lost(Failing):
         if call == "pull" and kind == "train":
             message = self._waiting[about]
             member = self.members[message.metadata.dst_node_id]
-            if member.partition_id in self.partitions and message.content["config"]["round"] < 3:
+            if (
+                member.partition_id in self.partitions
+                and int(str(message.content.config_records["config"]["round"])) < 3
+            ):
                 super().fail(call, about, kind)
 
 
