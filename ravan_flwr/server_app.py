@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.run import RunNotRunningException
 
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.messages.arrays import from_record, to_record
@@ -20,7 +21,7 @@ from ravan_flwr.results.classes import write_classes
 from ravan_flwr.results.export import natural_form, write_result
 from ravan_flwr.results.samples import Samples
 from ravan_flwr.runs.callback import Callback, Callbacks
-from ravan_flwr.runs.console import Progress, show
+from ravan_flwr.runs.console import Progress, show, show_in_one_line
 from ravan_flwr.runs.directory import RunDirectory, how_to_go_on, is_of_writing, not_written
 from ravan_flwr.runs.lock import locked
 from ravan_flwr.runs.log_file import logging_to
@@ -54,6 +55,7 @@ from ravan_flwr.server.start import (
 from ravan_flwr.server.status import Status, StatusFile
 from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.server.summary import carry_over, summary_of
+from ravan_flwr.server.superlink import ask_again
 from ravan_flwr.specs import RESULT_FOLDERS
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.workbench import Workbench, get_workbench
@@ -84,11 +86,22 @@ def main(grid: Grid, context: Context) -> None:
 def run(grid: Grid, context: Context, callbacks: Iterable[object] = ()) -> None:
     """Run once, from the configuration to the summary.
 
+    Of an error that this package raises, Flower logs one line.
+
     Args:
         grid: Flower's, or that of a simulation in this process.
         context: Flower's, with the run config.
         callbacks: What watches the run: `Callback` has the hooks.
     """
+    try:
+        _from_config_to_summary(grid, context, callbacks)
+    except Exception as error:
+        if not in_process(grid):
+            show_in_one_line(error)
+        raise
+
+
+def _from_config_to_summary(grid: Grid, context: Context, callbacks: Iterable[object]) -> None:
     watching = Callbacks(callbacks)  # refused, if at all, before anything is loaded
     show()
     config = read_config(context.run_config)
@@ -156,6 +169,14 @@ def _run_here(
     except Exception as error:
         _note_failure(directory, error)
         raise
+    except RunNotRunningException as error:
+        ended = RuntimeError(
+            "Flower has ended this run: it was stopped, or its process gave no sign of life for "
+            "too long, as after a suspension of the machine or a jump of its clock; "
+            + how_to_go_on(directory.path)
+        )
+        _note_failure(directory, ended)
+        raise ended from error
     except KeyboardInterrupt:
         log.info("stopped; %s", how_to_go_on(directory.path))
         raise
@@ -306,6 +327,7 @@ def _deliver_again(
     )  # fmt: skip
     if not in_process(grid):
         guard()
+        ask_again(grid, config.round_timeout)
     roster.gather(grid, wait=True)
     mail = Mailbox(to_record(start.fixed) if start.fixed else None)
     delivery = Delivery(config, roster, mail, Status(roster, tell=None))

@@ -74,7 +74,7 @@ def settings_of(content: Mapping[str, Any], where: str) -> dict[str, Scalar]:
 
 def _different(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List the keys that have other values now, of those that a run keeps."""
-    free = FREE_ON_RESUME - WAITING
+    free = FREE_ON_RESUME - WAITING | {"num-clients"}  # who starts a run decides that
     before = dict(recorded)
     if not now["data"]["labels"]:  # the data tells them once more
         before["data"] = before["data"] | {"labels": []}

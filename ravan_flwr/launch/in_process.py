@@ -7,6 +7,7 @@ run at a time in processes of their own (side_by_side.py), with the same results
 
 import math
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,6 +53,8 @@ def simulate(
 ) -> Simulation:
     """Run the app in this process and return when it is done.
 
+    Calls in several threads run one after the other.
+
     Args:
         config: Keys of the run config; what is left out is the preset's. A relative `output-dir`
             starts at the working directory, and so does the default, `runs`.
@@ -61,6 +64,17 @@ def simulate(
     Returns:
         The run directory and the summary.
     """
+    with _ONE_AT_A_TIME:
+        return _simulate(config, num_clients, callbacks)
+
+
+# Runs of one process share a model and a log: those of several threads take turns.
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def _simulate(
+    config: Mapping[str, Scalar], num_clients: int | None, callbacks: Iterable[object]
+) -> Simulation:
     run_config = {key: spec.default for key, spec in KEYS.items()} | own_preset(config)
     checked = read_config(run_config)
     num_clients = number_of_clients(checked, num_clients)

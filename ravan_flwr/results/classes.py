@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ravan_flwr.runs.directory import RunDirectory, write_atomically
+from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.tasks.tally import ClassScores, Tally, macro_f1
 
@@ -44,7 +44,7 @@ def write_classes(
 ) -> None:
     """Write the file of a round's evaluation in the place of the one before."""
     text = json.dumps({"round": number, **described(tally, labels)}, allow_nan=False)
-    write_atomically(directory.path / CLASSES, (text + "\n").encode())
+    directory.write(CLASSES, text + "\n")
 
 
 def classes_of(run: Path, rounds: Sequence[RoundRecord]) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.callback import Callback
-from ravan_flwr.runs.directory import RunDirectory, write_atomically
+from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.runs.samples import SAMPLES, SampleLine, cut, sample_lines
 from ravan_flwr.seeding import derive
@@ -64,7 +64,7 @@ class Samples(Callback):
         if not self._goes_on:
             kept = [line for line in self._before if line["round"] < number]
             text = "".join(json.dumps(line) + "\n" for line in kept)
-            write_atomically(self._directory.path / SAMPLES, text.encode())
+            self._directory.write(SAMPLES, text)
             self._goes_on = True
         with self._bench.model.holding(state):
             answers = list(self._answers())

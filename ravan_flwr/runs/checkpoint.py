@@ -15,20 +15,19 @@ checkpoints are still read.
 """
 
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
 
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.runs.directory import write_atomically
+from ravan_flwr.runs.directory import check_there, write_atomically
+from ravan_flwr.runs.record import parsed
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +174,7 @@ def _parts_path(folder: Path, number: int) -> Path:
 def _write(path: Path, number: int, tensors: Tensors) -> None:
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     told = {"round": str(number), "sha256": _digest(number, tensors)}
+    check_there(path.parent.parent)
     write_atomically(path, safetensors.torch.save(tensors, told))
 
 
@@ -212,7 +212,7 @@ def _read(path: Path, number: int) -> Tensors:
 
 def _told_beside(path: Path) -> dict[str, str]:
     """Check an older version's file by the checksum in the JSON beside it; return its round."""
-    told: Any = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    told = parsed(path.with_suffix(".json").read_bytes())
     if not isinstance(told, dict) or type(told.get("round")) is not int:
         raise ValueError(f"{path.with_suffix('.json').name} is {told!r}, expected a round")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()

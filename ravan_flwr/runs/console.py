@@ -54,6 +54,23 @@ def show() -> None:
         log.addHandler(_Plain())
 
 
+def show_in_one_line(error: Exception) -> None:
+    """Let Flower log an error of this package without a traceback: its text says what to do."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    if frame is None or not frame.tb_frame.f_globals["__name__"].startswith("ravan_flwr."):
+        return  # of a library: where it was raised says more than its text
+
+    def shorten(record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[1] is error:
+            record.msg, record.args = f"{record.getMessage()}: {error}", ()
+            record.exc_info = None
+        return True
+
+    logging.getLogger("flwr").addFilter(shorten)
+
+
 def say(text: str) -> None:
     """Write to standard output at once; a reader that has seen enough (`| head`) ends nothing."""
     try:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ravan_flwr.config.recorded import in_todays_values
-from ravan_flwr.runs.record import RoundRecord, Summary, check_line, wrong_in
+from ravan_flwr.runs.record import RoundRecord, Summary, check_line, parsed, wrong_in
 
 
 class RunDirectory:
@@ -69,14 +69,18 @@ class RunDirectory:
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write the file `name`, whole."""
-        text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+        self.write(name, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+    def write(self, name: str, text: str) -> None:
+        """Write a text into the file `name`, whole."""
+        check_there(self.path)
         write_atomically(self.path / name, text.encode())
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Read the file `name`."""
         path = self.path / name
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parsed(path.read_bytes())
         except FileNotFoundError:
             raise ValueError(
                 f"{path} is not there, expected the file of a finished run; let the run end, with "
@@ -92,6 +96,12 @@ class RunDirectory:
         """Read `config.json`, in today's values where an earlier version wrote it."""
         return in_todays_values(self.read_json("config.json"))
 
+    def note_clients(self, number: int) -> None:
+        """Write into `config.json` how many clients there are: who starts a run decides that."""
+        config = self.read_json("config.json")
+        if config.get("num-clients") not in (None, number):  # None: the data says it
+            self.write_json("config.json", config | {"num-clients": number})
+
     def read_summary(self) -> Summary:
         """Read `summary.json`."""
         return cast(Summary, self.read_json("summary.json"))
@@ -103,6 +113,7 @@ class RunDirectory:
     def append_lines(self, name: str, lines: Sequence[str]) -> None:
         """Add lines to the file `name`, on disk when this returns."""
         path = self.path / name
+        check_there(self.path)
         with _naming(path), path.open("a", encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))
             file.flush()
@@ -143,8 +154,8 @@ class RunDirectory:
 
     def write_rounds(self, records: Sequence[RoundRecord]) -> None:
         """Write `rounds.jsonl` anew, with these rounds alone."""
-        text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
-        write_atomically(self.path / "rounds.jsonl", text.encode())
+        lines = (json.dumps(record, allow_nan=False) + "\n" for record in records)
+        self.write("rounds.jsonl", "".join(lines))
 
 
 def is_of_writing(error: OSError, run: Path) -> bool:
@@ -154,8 +165,19 @@ def is_of_writing(error: OSError, run: Path) -> bool:
     return error.errno in _OF_A_DISK
 
 
+def check_there(run: Path) -> None:
+    """Raise FileNotFoundError if a run directory is gone: a file of it would make it anew."""
+    if not run.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(run))
+
+
 def not_written(error: OSError, run: Path) -> str:
     """Say which file of a run could not be written, what is safe, and how to go on."""
+    if not run.is_dir():
+        return (
+            f"{run} is gone: it was removed or renamed while the run wrote to it, and nothing more "
+            "is written; go on from where it is now with resume=RUN, or start a new run"
+        )
     rounds = sorted((run / "checkpoints").glob("round-*.safetensors"))
     last = int(rounds[-1].stem.removeprefix("round-")) if rounds else None
     safe = "" if last is None else f"round {last} is safe in the last checkpoint; "

@@ -5,7 +5,9 @@ of a later version are kept when a run goes on. `check_line` and `wrong_in` chec
 """
 
 import json
+import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NotRequired, TypedDict, cast, get_origin, get_type_hints
 
 from ravan_flwr.runs.spread import Spread
@@ -164,9 +166,34 @@ _MAYBE = {"noise-cohort", "epsilon-to-server"}
 _OF_EACH = {"clients": {"partition-id"}, "rejected": {"client", "reason"}}
 
 
+MOST_LEVELS = 20  # of nesting in a run's files
+LARGEST = 10**18  # whole number in them
+
+
+def parsed(text: bytes, *, finite: bool = False) -> Any:
+    """Parse JSON as a run writes it; ValueError if it is none, deep, or has absurd numbers."""
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level = [content]
+    for _ in range(MOST_LEVELS):
+        for one in level:
+            if isinstance(one, int) and abs(one) > LARGEST:
+                raise ValueError(f"it has a whole number above {LARGEST:g}")
+            if finite and isinstance(one, float) and not math.isfinite(one):
+                raise ValueError(f"it has the number {one}")
+        inner = [one.values() if isinstance(one, dict) else one for one in level
+                 if isinstance(one, dict | list)]  # fmt: skip
+        level = list(chain.from_iterable(inner))
+        if not level:
+            return content
+    raise ValueError("it is nested too deeply")
+
+
 def check_line(line: bytes, before: int | None) -> RoundRecord:
     """Read one line, which must be of the round after `before`; ValueError if it is not."""
-    record = json.loads(line.decode())
+    record = parsed(line, finite=True)
     if not isinstance(record, dict) or type(record.get("round")) is not int:
         raise ValueError(f"it is {line.decode()[:60]!r}, expected an object with a whole 'round'")
     expected = (0, 1) if before is None else (before + 1,)

@@ -7,12 +7,11 @@ Round 0 is the model before training. A text of more than `MOST` characters is c
 back to an earlier round drops what lies behind it with its next evaluation.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ravan_flwr.runs.record import RoundRecord
+from ravan_flwr.runs.record import RoundRecord, parsed
 
 SAMPLES = "samples.jsonl"
 MOST = 1000  # characters of a text
@@ -60,7 +59,7 @@ def sample_lines(run: Path, tail: int | None = None) -> list[SampleLine]:
     found = []
     for number, line in enumerate(lines[1:] if start else lines, start=1):
         try:
-            found.append(_checked(json.loads(line)))
+            found.append(_checked(parsed(line)))
         except ValueError as error:
             raise ValueError(
                 f"{path} is damaged: line {number}{' of its end' * bool(start)}: {error}; restore "

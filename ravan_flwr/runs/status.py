@@ -21,7 +21,7 @@ from typing import (
     is_typeddict,
 )
 
-from ravan_flwr.runs.directory import write_atomically
+from ravan_flwr.runs.directory import check_there, write_atomically
 
 NAME = "status.json"
 LARGEST = 1e18  # of a number in it
@@ -65,6 +65,7 @@ class RunStatus(TypedDict):
 def write_status(folder: Path, status: RunStatus) -> None:
     """Write the file, whole; a disk that is full costs the page something, and the run nothing."""
     with suppress(OSError, ValueError):
+        check_there(folder)
         text = json.dumps(status, allow_nan=False)
         write_atomically(folder / NAME, text.encode(), durable=False)
 

@@ -16,6 +16,7 @@ from flwr.supercore.inflatable.inflatable_object import InflatableObject
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 from ravan_flwr.messages.plain_text import plain
+from ravan_flwr.server.superlink import failures_of, is_failure
 
 UNREADABLE = 1000  # the code of an error that is made here
 MOST_BESIDE = 1 << 20  # bytes of a reply beside the bytes of its tensors: names, metrics, reasons
@@ -26,13 +27,16 @@ ALWAYS_ROOM = 64 << 20  # ... unless it is smaller than this many bytes
 def take(grid: Grid, message_id: str) -> Message | None:
     """Return the reply to this message, if it is there; an error message if it is no reply.
 
-    An exception is the reply's fault, unless the SuperLink does not answer at all.
+    An exception is the reply's fault, unless the SuperLink failed: then it is as if the reply
+    were not there.
     """
     try:
         replies = list(grid.pull_messages([message_id]))
         return _checked(replies, message_id) if replies else None
     except Exception as error:  # noqa: BLE001 (whatever a node's objects make of Flower's code)
-        list(grid.get_node_ids())  # raises, where the connection is what failed
+        if is_failure(error):
+            failures_of(grid).note(error)
+            return None
         return unreadable(message_id, f"{type(error).__name__}: {plain(str(error))}")
 
 

@@ -22,7 +22,15 @@ from ravan_flwr.privacy.account import epsilon_of, multiplier_for
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
-from ravan_flwr.server.privacy_budget import CLOSE, NAME, Records, agree, read_account, times_used
+from ravan_flwr.server.privacy_budget import (
+    CLOSE,
+    MOST_RELEASES,
+    NAME,
+    Records,
+    agree,
+    read_account,
+    times_used,
+)
 from ravan_flwr.server.roster import Roster
 from ravan_flwr.server.start import Start
 from ravan_flwr.training.private_steps import sampling_rate
@@ -230,4 +238,4 @@ def _is_asked(one: object) -> bool:
     """Tell whether it is a rate and a number of rounds."""
     if not isinstance(one, list) or len(one) != 2 or type(one[1]) is not int:
         return False
-    return isinstance(one[0], int | float) and 0 < one[0] <= 1 and one[1] >= 1
+    return isinstance(one[0], int | float) and 0 < one[0] <= 1 and 1 <= one[1] <= MOST_RELEASES

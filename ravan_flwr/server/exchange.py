@@ -15,6 +15,7 @@ from ravan_flwr.server.mailbox import Mailbox
 from ravan_flwr.server.nodes import Node
 from ravan_flwr.server.patience import Patience
 from ravan_flwr.server.status import Status
+from ravan_flwr.server.superlink import failures_of
 
 
 class Exchange:
@@ -42,6 +43,7 @@ class Exchange:
         asked = [member for member, _ in self._outstanding.values()]
         self._status.begin(self._doing, self._ledger.number, asked=asked)
         self._patience = patience(len(self._outstanding))
+        failed = failures_of(grid).count
         for reply in pull_replies(
             grid, self._mail.inbox, self._in_order(), self._patience, self._mail.late
         ):
@@ -49,8 +51,11 @@ class Exchange:
                 yield reply
             else:
                 self._refuse_late(reply)
+            failed = failures_of(grid).count
+        # Where the SuperLink failed after the last reply that came, nobody was silent.
+        failure = failures_of(grid).last if failures_of(grid).count > failed else ""
         # In one process a client runs only if it is asked for its reply: none comes later.
-        self._close(look_for_late=not in_process(grid))
+        self._close(failure, look_for_late=not in_process(grid))
 
     def take(
         self, replies: Iterable[Message], take: Callable[[Message, Member, int], None]
@@ -116,14 +121,23 @@ class Exchange:
         }
         return sorted(doubts, key=lambda message_id: doubts[message_id])
 
-    def _close(self, *, look_for_late: bool) -> None:
-        """Stop waiting: the replies that are missing are spare, or their nodes were silent."""
+    def _close(self, failure: str, *, look_for_late: bool) -> None:
+        """Stop waiting: the replies that are missing are spare, or their nodes were silent.
+
+        Or the SuperLink failed: then they are rejected, and their nodes are asked as before.
+        """
         seconds, number = f"{self._patience.seconds:.4g}", self._ledger.number
         for message_id, (member, size) in self._outstanding.items():
             self._ledger.count(0, size)
             if self._patience.satisfied:
                 why = ""
                 self._ledger.spare.append(member.partition_id)
+            elif failure:
+                why = ""
+                self._mail.has_failed(member.node_id)  # it may not have got the message
+                self._ledger.reject(
+                    member, f"no reply within {seconds} s, since the SuperLink failed ({failure})"
+                )
             else:
                 self.reject(member, f"no reply within {seconds} s")
                 self._nodes[member.node_id].was_silent(self._kind, number)

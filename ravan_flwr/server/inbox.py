@@ -12,6 +12,7 @@ from flwr.supercore.constant import TaskType
 
 from ravan_flwr.server.envelope import take
 from ravan_flwr.server.patience import Patience
+from ravan_flwr.server.superlink import failures_of
 
 STUCK = 2.0  # seconds that others wait for one reply that is being fetched
 
@@ -45,7 +46,10 @@ class Inbox:
         self._fetching.update(todo)
         try:
             while todo or self._came.qsize():
+                failed = failures_of(grid).count
                 yield from self._fetch(grid, todo)
+                if todo and failures_of(grid).count > failed:
+                    return  # the SuperLink fails: more threads would not help
         finally:  # also when nobody wants more
             while (message_id := _next(todo)) is not None:
                 self._fetching.discard(message_id)

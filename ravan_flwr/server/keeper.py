@@ -50,6 +50,7 @@ class Keeper(Callback):
     def _append(self, record: RoundRecord) -> None:
         self.go_on()
         self.directory.append_round(record)
+        self.directory.note_clients(record["partitions"])
 
     def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:
         """Save a round and its state; warn if the round has lost what was learned before."""

@@ -21,6 +21,7 @@ from itertools import chain
 from logging import getLogger
 from typing import Any
 
+from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.privacy.account import epsilon_of, epsilon_seen, multiplier_for
 from ravan_flwr.privacy.cohorts import most_rounds, why_not_masked
@@ -35,6 +36,8 @@ log = getLogger(__name__)
 NAME = "privacy.json"
 CLOSE = 1e-6  # two accounts of the same releases
 _NUMBERS = ("noise-multiplier", "sampling-rate", "delta")
+MOST_RELEASES = KEYS["num-rounds"].high
+MOST_SEEN = 1e12  # sum of a client in `to-server`
 
 
 class PrivacyBudget:
@@ -245,7 +248,7 @@ def _problems(before: Mapping[str, Any], records: Records, config: Config) -> It
     if rate > 1 or delta != config.delta:
         yield f"sampling-rate = {rate}, delta = {delta}"
     releases = before.get("releases")
-    if type(releases) is not int or releases < max(1, len(records)):
+    if type(releases) is not int or not max(1, len(records)) <= releases <= MOST_RELEASES:
         yield f"releases = {releases!r} after {len(records)} rounds"
     if config.noise_multiplier not in (None, z):
         yield f"noise-multiplier = {z!r}, and the run has {config.noise_multiplier!r}"
@@ -267,7 +270,7 @@ def _problems_to_server(before: Mapping[str, Any], records: Records, delta: floa
     """List what is wrong with the account of what the server has seen."""
     seen = before.get("to-server")
     if not isinstance(seen, dict) or not all(
-        name.isdecimal() and type(sum_) is float and 0 < sum_ < math.inf
+        name.isdecimal() and type(sum_) is float and 0 < sum_ <= MOST_SEEN
         for name, sum_ in seen.items()
     ):
         yield f"to-server = {str(seen)[:80]}"

@@ -99,7 +99,9 @@ def _check_same_run(directory: RunDirectory, config: Config) -> None:
     before, now = directory.read_config(), config.as_dict()
     # A key that came with a later version than the run's had what is its default now.
     before = read_config({}).as_dict() | before
-    different = [k for k in now if k not in FREE_ON_RESUME and before.get(k) != now[k]]
+    # In how many parts the clients share the data is compared when they are here.
+    free = FREE_ON_RESUME | {"num-clients"}
+    different = [k for k in now if k not in free and before.get(k) != now[k]]
     if different:
         details = ", ".join(f"{k}: then {before.get(k)!r}, now {now[k]!r}" for k in different)
         raise ValueError(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ravan_flwr.messages.member import Member
 from ravan_flwr.runs.callback import Callback
+from ravan_flwr.runs.directory import check_there
 from ravan_flwr.runs.status import RunStatus, write_status
 from ravan_flwr.server.nodes import Node
 from ravan_flwr.server.roster import Roster
@@ -24,6 +25,7 @@ class StatusFile(Callback):
         self.folder = folder
 
     def on_status(self, status: RunStatus) -> None:
+        check_there(self.folder)
         write_status(self.folder, status)
 
 

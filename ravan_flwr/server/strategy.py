@@ -41,6 +41,7 @@ from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.secure_round import SecureRound
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status
+from ravan_flwr.server.superlink import ask_again
 
 log = getLogger(__name__)
 
@@ -151,6 +152,7 @@ class FederatedTuning(Strategy):
         evaluate_config = evaluate_config or ConfigRecord()
         if not in_process(grid):
             guard()
+            ask_again(grid, timeout)
         result = Result()
         # 1. Recruit: query every node; the valid ones are members of the roster.
         self.status.begin("recruiting", self.first_round - 1, num_rounds)

@@ -10,9 +10,11 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import ssl
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -255,6 +257,62 @@ def test_a_node_without_a_registered_key_is_refused_by_the_superlink(deployment)
     deployment.start_node(2, "partition-id=2 num-partitions=3")
     assert not deployment.wait_for_node(2)
     assert "Failed to activate SuperNode" in deployment.log("node-2")
+
+
+ANNOUNCES = """
+import sys
+if any("flower-supernode" in word for word in sys.orig_argv):
+    import hashlib, pathlib
+    from flwr.supernode.fleet_http_client import FleetHttpClient
+    push = FleetHttpClient.PushMessages
+    def announce(self, request):
+        if pathlib.Path({attacked!r}).exists():
+            for number in range(20_000):
+                child = request.message_object_trees[0].children.add()
+                child.object_id = hashlib.sha256(str(number).encode()).hexdigest()
+            pathlib.Path({announced!r}).write_text(str(request.ByteSize()))
+        return push(self, request)
+    FleetHttpClient.PushMessages = announce
+"""
+
+
+def test_a_reply_that_announces_20000_objects_does_not_pass(deployment, tmp_path):
+    """Flower's database is locked while it notes them: every other call would fail meanwhile."""
+    attacked, announced = tmp_path / "attacked", tmp_path / "announced"
+    (tmp_path / "sitecustomize.py").write_text(
+        ANNOUNCES.format(attacked=str(attacked), announced=str(announced))
+    )
+    deployment.stop_node(1)
+    deployment.start_node(
+        1, "partition-id=1 num-partitions=2 warm-worker=true",
+        PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]),
+    )  # fmt: skip
+    assert deployment.wait_for_node(1)
+    run = deployment.run(f"num-rounds=3 straggler-grace=10 {SHORT}")
+    wait_for(lambda: len(run.rounds) >= 1, "a round")
+    attacked.touch()
+    assert run.wait() == "finished:completed"
+    assert int(announced.read_text()) > 1_000_000
+    assert all(0 in [c["partition-id"] for c in record["clients"]] for record in run.rounds)
+    rejected = [one["client"] for record in run.rounds for one in record["rejected"]]
+    assert set(rejected) == {"partition 1"}
+    assert "client intended to send too large body" in deployment.log("fence")
+    assert " 500" not in deployment.log("superlink")
+    deployment.stop_node(1)
+    start_node(deployment, 1, SCRIPTS)
+    assert deployment.wait_for_node(1)
+
+
+def test_a_superlink_whose_database_is_locked_costs_no_reply(deployment):
+    run = deployment.run(f"num-rounds=4 {SHORT}")
+    wait_for(lambda: len(run.rounds) >= 1, "a round")
+    with closing(sqlite3.connect(deployment.folder / "superlink" / "state.db")) as database:
+        database.execute("BEGIN IMMEDIATE")
+        wait_for(lambda: " 500" in deployment.log("superlink"), "a call that fails")
+        database.rollback()
+    assert run.wait() == "finished:completed"
+    assert all(record["rejected"] == [] for record in run.rounds)
+    assert "the SuperLink fails (HTTP 500), and is asked again" in run.log
 
 
 CLOCK = """

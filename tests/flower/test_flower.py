@@ -184,6 +184,14 @@ def test_a_run_that_fails_is_told_as_failed(superlink, app, tmp_path):
     assert "got no valid reply" in json.loads((directory / "failure.json").read_text())["error"]
 
 
+def test_a_wrong_value_is_told_in_one_line(superlink, app, capfd):
+    assert superlink.run(app, "method='hetlra'", FEDERATION) == "finished:failed"
+    told = capfd.readouterr().out
+    (line,) = [line for line in told.splitlines() if "hetlra" in line]
+    assert "method 'hetlra' is unknown: did you mean 'hetlora'? Expected one of: ravan" in line
+    assert "Traceback" not in told
+
+
 @given(st.text(st.characters(codec="utf-8")) | st.text("'\"\\ \t\n=.$#") | st.just("a.toml"))
 def test_flower_reads_every_text_as_it_was_given(text):
     """By its own parser, which splits at spaces and takes no quote within quotes of its kind."""

@@ -1,9 +1,11 @@
 """After a poisoned round: it is told, a good checkpoint is left, and a run goes back to it."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from flwr.supercore.run import RunNotRunningException
 
 from ravan_flwr import simulate
 from ravan_flwr.runs.checkpoint import checkpoint_rounds, load_checkpoint
@@ -109,6 +111,42 @@ def _fail(settings):
         simulate(settings, 3)
     except IndexError as error:
         raise RuntimeError(f"IndexError {error}") from None
+
+
+@pytest.mark.parametrize("here", ["training", "evaluating"])
+def test_a_run_directory_that_is_removed_in_the_middle_is_told_at_once(tmp_path, monkeypatch, here):
+    """And is not made anew, with a part of the run in it."""
+    rounds: list[int] = []
+
+    def remove(*_):
+        rounds.append(len(rounds))
+        if len(rounds) == 2:
+            (path,) = tmp_path.glob("*/")
+            shutil.rmtree(path)
+        return {"accuracy": 0.5, "loss": 1.0}
+
+    place = {
+        "training": "ravan_flwr.server.round.TrainingRound.close",
+        "evaluating": "ravan_flwr.training.workbench.Workbench.evaluate",
+    }
+    monkeypatch.setattr(place[here], remove)
+    with pytest.raises(OSError, match="is gone: it was removed or renamed while the run wrote"):
+        simulate(SMALL | {"output-dir": str(tmp_path), "evaluate-on": "server"}, 3)
+    assert len(rounds) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_flower_has_ended_says_so(tmp_path, monkeypatch):
+    """As after a jump of the clock: then nobody has given a sign of life for years."""
+
+    def ended(_):
+        raise RunNotRunningException
+
+    monkeypatch.setattr("ravan_flwr.server.round.TrainingRound.close", ended)
+    with pytest.raises(RuntimeError, match="Flower has ended this run: .* a jump of its clock"):
+        simulate(SMALL | {"output-dir": str(tmp_path)}, 3)
+    (path,) = tmp_path.glob("*/failure.json")
+    assert "Flower has ended this run" in json.loads(path.read_text())["error"]
 
 
 def test_what_was_usual_goes_on_with_the_run(tmp_path):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,6 +47,22 @@ def final_state(simulation):
     return safetensors.torch.load_file(path)
 
 
+def test_runs_of_two_threads_do_not_meet(tmp_path):
+    """Neither in their logs nor in their numbers."""
+    alone = [run(tmp_path / "alone", seed=seed) for seed in (1, 2)]
+    with ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(lambda seed: run(tmp_path / "both", seed=seed), (1, 2)))
+    for one, other in zip(alone, both, strict=True):
+        lines = (other.run_dir / "log.txt").read_text().splitlines()
+        assert len(lines) == len((one.run_dir / "log.txt").read_text().splitlines())
+        named = [line for line in lines if str(tmp_path) in line]
+        assert named
+        assert all(str(other.run_dir) in line for line in named)
+        assert final_state(one).keys() == final_state(other).keys()
+        for name, tensor in final_state(one).items():
+            assert torch.equal(final_state(other)[name], tensor)
+
+
 def test_a_run_directory_has_everything(tmp_path):
     simulation = run(tmp_path, report=True, tracking="tensorboard")
     directory = simulation.run_dir
@@ -55,6 +72,7 @@ def test_a_run_directory_has_everything(tmp_path):
     }  # fmt: skip
     config = json.loads((directory / "config.json").read_text())
     assert (config["rank"], config["heads"], config["num-rounds"]) == (13, 4, 2)
+    assert config["num-clients"] == 4  # and not the preset's 20
     assert "auto" not in {config["init"], config["learning-rate"], config["partition"]}
     lines = (directory / "rounds.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [1, 2]

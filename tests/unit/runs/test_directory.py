@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -17,7 +18,14 @@ from ravan_flwr.runs.checkpoint import (
     save_checkpoint,
     save_fixed,
 )
-from ravan_flwr.runs.directory import RunDirectory, write_atomically
+from ravan_flwr.runs.directory import (
+    RunDirectory,
+    is_of_writing,
+    not_written,
+    write_atomically,
+)
+from ravan_flwr.runs.samples import sample_lines
+from ravan_flwr.runs.status import write_status
 
 
 def test_two_runs_of_one_second_have_two_folders(tmp_path):
@@ -234,6 +242,63 @@ def test_a_record_is_checked_before_a_run_goes_on(tmp_path, lines, told):
     directory = write_lines(tmp_path, *lines)
     with pytest.raises(ValueError, match=told):
         directory.rounds_until(2)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+ABSURD = {
+    "deep": DEEP,
+    "not so deep": DEEP[100_000 - 300 : 100_000 + 300],
+    "NaN": "NaN",
+    "infinite": "-Infinity",
+    "large": "1" + "0" * 400,
+    "larger": "1" * 100_000,
+    "float": "1e999",
+}
+
+
+@pytest.mark.parametrize("value", ABSURD)
+def test_json_that_no_run_writes_is_told_with_its_file(tmp_path, value):
+    text = f'{{"round": 1, "bytes-up": {ABSURD[value]}}}'
+    for name in ("config.json", "summary.json", "privacy.json", "rounds.jsonl"):
+        (tmp_path / name).write_text(text + "\n")
+    directory = RunDirectory(tmp_path)
+    if value not in ("NaN", "infinite", "float"):  # whoever reads these looks at the values
+        for name in ("summary.json", "privacy.json"):
+            with pytest.raises(ValueError, match=f"{name} is damaged .*; restore it"):
+                directory.read_json(name)
+        with pytest.raises(ValueError, match=r"config.json is damaged .*; restore it"):
+            directory.read_config()
+    with pytest.raises(ValueError, match=r"rounds.jsonl: line 1 is damaged .*; restore it"):
+        directory.rounds_until(1)
+    (tmp_path / "samples.jsonl").write_text(text + "\n")
+    with pytest.raises(ValueError, match=r"samples.jsonl is damaged: line 1"):
+        sample_lines(tmp_path)
+    (tmp_path / "round-000001.safetensors").write_bytes(safetensors.torch.save(state(1)))
+    (tmp_path / "round-000001.json").write_text(text)
+    with pytest.raises(ValueError, match="no usable checkpoint in"):
+        load_checkpoint(tmp_path)
+
+
+def test_what_a_run_directory_holds_is_written_into_no_other(tmp_path):
+    """A run directory that is removed is not made anew, with the rest of a run in it."""
+    directory = RunDirectory.create(tmp_path, "run")
+    directory.path.rename(tmp_path / "elsewhere")
+    status: Any = {}
+    record: Any = RECORD
+    write_status(directory.path, status)
+    for write in (
+        lambda: directory.write_json("summary.json", {}),
+        lambda: directory.append_round(record),
+        lambda: directory.write_rounds([]),
+        lambda: save_checkpoint(directory.checkpoints, 1, state(1)),
+        lambda: save_fixed(directory.checkpoints, state(1)),
+    ):
+        with pytest.raises(FileNotFoundError) as error:
+            write()
+        assert error.value.filename == str(directory.path)
+        assert is_of_writing(error.value, directory.path)
+        assert "is gone: it was removed or renamed" in not_written(error.value, directory.path)
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
 
 
 def test_a_good_record_is_taken_up_to_its_round(tmp_path):

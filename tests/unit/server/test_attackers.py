@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
@@ -287,13 +288,11 @@ def test_what_is_honest_and_large_is_put_together():
 
 def test_a_superlink_that_is_gone_is_no_fault_of_a_reply(uploads):
     def gone(_):
-        raise ConnectionError("nobody there")
+        raise httpx.ConnectError("nobody there")
 
     uploads._client.PullMessages = uploads._client.GetNodes = gone
-    with pytest.raises(ConnectionError):
-        take(uploads, "question-0")
-    with pytest.raises(ConnectionError):
-        list(Inbox().look(uploads, ["question-0"]))
+    assert take(uploads, "question-0") is None
+    assert list(Inbox().look(uploads, ["question-0"])) == []
 
 
 def test_a_reply_that_never_comes_whole_holds_nobody_up(uploads, monkeypatch):

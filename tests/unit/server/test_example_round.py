@@ -286,6 +286,7 @@ def spending(rate, rounds, z=2.0):
         (spending(0.5, 1), r"asked has \[0.5, 1\] of partition 3, and the records \[0.5, 2\]"),
         (spending(0.1, 9), r"asked has \[0.1, 9\] of partition 3, and the records \[0.5, 2\]"),
         ({"asked": {}, "epsilon": 0.0}, r"asked has \[0.0, 0\] of partition 3, and the records"),
+        ({"asked": {"3": [0.5, 10**12]}}, "privacy.json: asked has .* of partition '3'"),
     ],
 )
 def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp_path):

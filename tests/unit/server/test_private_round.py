@@ -215,6 +215,8 @@ def spending(**changes):
         ({"epsilon": None}, "epsilon = None, and its releases spend"),
         ({"releases": 5.5}, "releases = 5.5"),
         ({"releases": True}, "releases = True"),
+        ({"releases": 10**12}, "privacy.json: releases = 1000000000000 after 3 rounds"),
+        ({"releases": 10**30}, "privacy.json is damaged"),
         ({"noise-multiplier": math.inf}, "noise-multiplier = inf"),
         ({"noise-multiplier": "1"}, "noise-multiplier = '1'"),
         ({"sampling-rate": 1.5}, "sampling-rate = 1.5"),
