@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoImageProcessor
 
 from ravan_flwr.data.examples import label_numbers
-from ravan_flwr.data.model_folder import reading
+from ravan_flwr.data.model_folder import read_json, reading
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.data.values import check_bits, image_of
 from ravan_flwr.tasks.base import (
@@ -31,6 +31,8 @@ from ravan_flwr.tasks.base import (
 )
 from ravan_flwr.tasks.classification import Classification
 
+PROCESSOR = "preprocessor_config.json"
+
 
 class Vision(Classification):
     """Read the columns `image` and `label`."""
@@ -40,10 +42,11 @@ class Vision(Classification):
     pipeline = "image-classification"
 
     def load_reader(self, folder: Path) -> Any:
-        if not (folder / "preprocessor_config.json").is_file():
+        if not (folder / PROCESSOR).is_file():
             return None
+        _check_sides(folder)
         # Pillow's resizing is the same on every machine; torchvision's depends on it.
-        with reading(str(folder), "preprocessor_config.json"):
+        with reading(str(folder), PROCESSOR):
             return AutoImageProcessor.from_pretrained(
                 folder, backend="pil", local_files_only=True, trust_remote_code=False
             )
@@ -78,7 +81,7 @@ class Vision(Classification):
         sides, feature = self._sides, examples.features["image"]
         if isinstance(feature, datasets.Image):
             images = np.stack(
-                [_bytes(*_images([value], feature), sides) for value in examples["image"]]
+                [_bytes(_images([value], feature)[0], sides) for value in examples["image"]]
             )
         elif getattr(feature, "dtype", "") == "uint8":  # which NumPy's format would widen
             rows = np.arange(len(examples))
@@ -153,6 +156,21 @@ class Vision(Classification):
 
 
 TASK = Vision
+
+_LONGEST = 4096  # pixels of a side that a processor makes
+
+
+def _check_sides(folder: Path) -> None:
+    """Raise ValueError if an image processor makes huge images of small ones."""
+    settings = read_json(folder / PROCESSOR, str(folder))
+    for key in ("size", "crop_size", "pad_size"):
+        told = settings.get(key)
+        sides = told.values() if isinstance(told, dict) else [told]
+        if wrong := [side for side in sides if isinstance(side, int | float) and side > _LONGEST]:
+            raise ValueError(
+                f"model {folder}: its {PROCESSOR} says {key} = {wrong[0]:,}, expected "
+                f"{_LONGEST:,} at most; correct it, or choose another model"
+            )
 
 
 def _rgb(image: Any) -> Any:
