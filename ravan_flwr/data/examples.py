@@ -7,7 +7,7 @@ import datasets
 import numpy as np
 
 from ravan_flwr.data.encoding import check_encoding
-from ravan_flwr.data.hub import load_data
+from ravan_flwr.data.hub import as_files, load_data
 from ravan_flwr.data.hub_errors import no_bars
 from ravan_flwr.specs import DataSpec
 
@@ -143,7 +143,7 @@ def by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.
     kept, other = [*found], spec.partition_by
     if other not in dict(spec.columns) and other in examples.column_names:
         kept = list(dict.fromkeys([*kept, other]))
-    return examples.select_columns(kept).rename_columns(
+    return as_files(examples.select_columns(kept)).rename_columns(
         {column: role for column, role in found.items() if column != role}
     )
 
@@ -209,7 +209,13 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
     Of a numbered class the name counts: `load_splits` has settled whose names those are. So does a
     number that is the name of a class.
     """
-    feature, column = examples.features["label"], examples["label"][:]
+    feature = examples.features["label"]
+    if not isinstance(feature, datasets.Value | datasets.ClassLabel):
+        raise ValueError(
+            f"{where}: got {type(feature).__name__} values, expected texts, numbers or classes; "
+            "name another column"
+        )
+    column = examples["label"][:]
     if isinstance(feature, datasets.ClassLabel):
         column = [feature.names[number] if number >= 0 else None for number in column]
     elif feature.dtype in _WRITTEN and any(str(value) in labels for value in column):

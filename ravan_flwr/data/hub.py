@@ -2,13 +2,17 @@
 
 import hashlib
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import datasets
+from datasets.features.features import _visit
 
 from ravan_flwr.data.hub_errors import telling
 from ravan_flwr.data.idx import idx_splits, is_idx
+from ravan_flwr.data.packed import check_examples
+from ravan_flwr.data.rows import IMAGES
 from ravan_flwr.specs import DataSpec
 
 log = logging.getLogger(__name__)
@@ -42,7 +46,7 @@ def load_data(spec: DataSpec) -> datasets.DatasetDict:
     with telling("data", spec.name, spec.revision):
         return datasets.DatasetDict(
             {
-                name: federated.load_split(split)
+                name: as_files(federated.load_split(split))
                 for name, split in splits.items()
                 if split != "test" or _has_test(federated)
             }
@@ -53,13 +57,14 @@ def every_split(name: str, subset: str, revision: str) -> datasets.DatasetDict:
     """Load all splits of a data set that nothing is known of yet."""
     folder = Path(name)
     with telling("data", name, revision):
-        return datasets.load_dataset(
+        splits = datasets.load_dataset(
             name,
             subset or None,
             trust_remote_code=False,
             **({"revision": revision} if revision else {}),
             **({"cache_dir": str(cache_of(folder))} if folder.is_dir() else {}),
         )
+        return datasets.DatasetDict({split: as_files(found) for split, found in splits.items()})
 
 
 def _has_test(federated: Any) -> bool:
@@ -77,10 +82,32 @@ def cache_of(path: Path) -> Path:
     """Choose where `datasets` keeps what it made of a folder of the user's as it is now.
 
     Its own cache takes two folders with the same names in them for one, whatever their content.
+    Raise ValueError for files that it has not read yet, and that it had better not.
     """
     digest = hashlib.sha256(str(path.resolve()).encode())
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file():  # and no link that leads nowhere
-            stat = file.stat()
-            digest.update(f"{file.relative_to(path)} {stat.st_size} {stat.st_mtime_ns}".encode())
-    return Path(datasets.config.HF_DATASETS_CACHE) / f"folder-{digest.hexdigest()[:16]}"
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+    for file in files:
+        stat = file.stat()
+        digest.update(f"{file.relative_to(path)} {stat.st_size} {stat.st_mtime_ns}".encode())
+    cache = Path(datasets.config.HF_DATASETS_CACHE) / f"folder-{digest.hexdigest()[:16]}"
+    if not cache.exists():
+        for file in files:
+            if file.suffix.lower() not in IMAGES:
+                check_examples(file)
+    return cache
+
+
+def as_files(examples: datasets.Dataset) -> datasets.Dataset:
+    """Leave images as the files that they are: `datasets` opens them whatever is in them."""
+    for name, feature in examples.features.items():
+        closed = _visit(feature, _closed)
+        if closed != feature:
+            examples = examples.cast_column(name, closed)
+    return examples
+
+
+def _closed(feature: Any) -> Any:
+    """Describe files of any kind as such; None for anything else."""
+    return replace(feature, decode=False) if getattr(feature, "decode", False) else None

@@ -7,7 +7,9 @@ for the network.
 
 import json
 import logging
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,16 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 
 from ravan_flwr.data.hub_errors import telling
+from ravan_flwr.files import LARGE, check_file, read_file
 from ravan_flwr.specs import ModelSpec
 
 log = logging.getLogger(__name__)
 
 # Weights are read from safetensors alone: every other format runs code when it is opened.
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+MOST_BYTES = 2**28  # of a file that is no weights
 WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
 
 
 def made_folder(name: str) -> Path:
@@ -42,7 +47,22 @@ def model_folder(spec: ModelSpec) -> Path:
             f"model {spec.name}: {folder} has no {missing}, expected config.json and weights as "
             f"safetensors; {_how_to_make(folder)}, or choose another model"
         )
+    _check_files(folder, spec.name)
+    settings_in(folder, spec.name)
     return folder
+
+
+def _check_files(folder: Path, model: str) -> None:
+    """Raise ValueError for what transformers would read, or do, beside what a model needs."""
+    if (folder / _ADAPTER).exists():
+        raise ValueError(
+            f"model {model}: {folder} has an {_ADAPTER}, expected a model without an adapter, "
+            "which transformers would load beside it; merge it into the model, or take it away"
+        )
+    for path in folder.iterdir():
+        if any(path.match(kind) for kind in FILES) and not path.is_dir():
+            with reading(model, path.name):
+                check_file(path, LARGE if path.suffix == ".safetensors" else MOST_BYTES)
 
 
 def _is_folder(path: Path) -> bool:
@@ -88,13 +108,52 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model {spec.name}: {folder} has no config.json; choose another model")
-    return read_json(path, spec.name)
+    return settings_in(folder, spec.name)
+
+
+def settings_in(folder: Path, model: str) -> dict[str, Any]:
+    """Read a model's config.json, without what chooses code; ValueError for absurd sizes."""
+    settings = read_json(folder / "config.json", model)
+    with reading(model, "config.json"):
+        settings = {key: _checked(key, value) for key, value in settings.items()}
+    return {key: value for key, value in settings.items() if value is not _LEFT_OUT}
+
+
+# What chooses code, which transformers may fetch, or other files; and the number of classes, which
+# is the task's. A value that is harmless stays.
+_CHOICES: Mapping[str, Collection[Any]] = {
+    **dict.fromkeys(("attn_implementation", "_attn_implementation"), ("eager", "sdpa", None)),
+    **dict.fromkeys(("experts_implementation", "_experts_implementation"), ("eager", None)),
+    **dict.fromkeys(("auto_map", "custom_pipelines", "fusion_config", "kernel_config"), ()),
+    **dict.fromkeys(("distributed_config", "transformers_weights", "num_labels"), ()),
+}
+_LEFT_OUT = object()
+_LARGEST = 2**24  # of a whole number: positions, words
+_DEEPEST = 2**10  # of one that counts layers
+_OF_DEPTH, _OF_NO_SIZE = re.compile("(layer|depth|block|stage)s?$"), re.compile("theta|base$")
+
+
+def _checked(key: str, value: Any) -> Any:
+    """Check a value of config.json, and all that is within it."""
+    if key in _CHOICES and not (isinstance(value, str | None) and value in _CHOICES[key]):
+        return _LEFT_OUT
+    if key == "quantization_config" and value:
+        raise ValueError(f"{key}: its weights are kept in few bits, expected plain ones")
+    if isinstance(value, dict):
+        found = {name: _checked(name, inner) for name, inner in value.items()}
+        return {name: inner for name, inner in found.items() if inner is not _LEFT_OUT}
+    if isinstance(value, list):
+        return [_checked(key, inner) for inner in value]
+    most = _DEEPEST if _OF_DEPTH.search(key) else _LARGEST
+    if type(value) is int and abs(value) > most and not _OF_NO_SIZE.search(key):
+        raise ValueError(f"{key} = {value:,}, expected {most:,} at most")
+    return value
 
 
 def read_json(path: Path, model: str) -> dict[str, Any]:
     """Read the object in a JSON file of a model."""
     with reading(model, path.name):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_file(path, MOST_BYTES))
         if not isinstance(content, dict):
             raise TypeError(f"it holds a {type(content).__name__} and no object")
     return content
@@ -152,8 +211,16 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / part for part in parts]
 
 
-def check_weights(folder: Path, model: str) -> None:
-    """Raise ValueError if a file of a model's weights is cut off or no safetensors."""
+def check_weights(folder: Path, model: str) -> tuple[int, int]:
+    """Count the tensors and the numbers of a model's weights.
+
+    Raise ValueError if a file of them is cut off or no safetensors.
+    """
+    tensors = numbers = 0
     for path in weight_files(folder):
-        with reading(model, path.name), safe_open(path, framework="pt"):
-            pass  # it reads the header, and compares it with the file's size
+        # The header alone is read, and compared with the file's size.
+        with reading(model, path.name), safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                tensors += 1
+                numbers += math.prod(file.get_slice(name).get_shape())
+    return tensors, numbers

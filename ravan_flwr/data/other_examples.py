@@ -22,7 +22,8 @@ def other_examples(spec: DataSpec) -> tuple[datasets.Dataset, str]:
     place = Path(spec.name)
     if is_idx(place):
         return with_roles_and_labels(idx_splits(place)["test"], spec, f"data {place}"), "test"
-    source = _file(place) if place.is_file() else _repository(place, spec)
+    is_file = place.exists() and not place.is_dir()
+    source = _file(place) if is_file else _repository(place, spec)
     where = f"data {spec.name}"
     with telling("data", spec.name, spec.revision):
         try:

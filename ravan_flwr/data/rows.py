@@ -7,17 +7,22 @@ row for each image. A row that cannot be read says why; those after it are read 
 import csv
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, AnyStr
 
 import pyarrow as pa
 import pyarrow.parquet
 
+from ravan_flwr.data.packed import check_parquet
+from ravan_flwr.files import check_file
+
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif")
 _AT_A_TIME = 256  # rows of a parquet file
-csv.field_size_limit(2**31 - 1)  # a text may be long
+_LONGEST = 2**24  # characters of a line, or bytes: a text may be long
+csv.field_size_limit(_LONGEST)
 
 
 class UnreadableError(Exception):
@@ -47,6 +52,8 @@ def rows_of(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
     """
     if not path.exists():
         raise ValueError(f"data = {str(path)!r}: found nothing there; correct the path")
+    if not path.is_dir():
+        check_file(path, sys.maxsize)
     if path.is_dir() or path.suffix.lower() in IMAGES:
         return _images(path, columns)
     kind = path.suffix.lower()
@@ -95,7 +102,7 @@ def _csv(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
     # What is no UTF-8 becomes halves of characters, which are found value by value.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         try:
-            header = next(csv.reader(file), [])
+            header = next(csv.reader(_lines(path, file)), [])
         except csv.Error as error:
             raise ValueError(
                 f"data = {str(path)!r}: it is no CSV ({error}), expected a line with the names of "
@@ -108,7 +115,7 @@ def _csv(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
 
 def _csv_rows(path: Path, places: Mapping[str, int], width: int) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        lines = csv.reader(file)
+        lines = csv.reader(_lines(path, file))
         next(lines)
         number = 0
         while True:
@@ -130,6 +137,17 @@ def _csv_rows(path: Path, places: Mapping[str, int], width: int) -> Iterator[Row
             yield Row(number, {role: fields[place] for role, place in places.items()})
 
 
+def _lines(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
+    """Read the lines of a file; ValueError for one that has no end."""
+    while line := file.readline(_LONGEST):
+        if len(line) == _LONGEST:
+            raise ValueError(
+                f"data = {str(path)!r}: it has a line of {_LONGEST:,} characters or more, expected "
+                "shorter ones; correct it"
+            )
+        yield line
+
+
 def _json_lines(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
     with path.open("rb") as file:
         start = file.read(4096).lstrip()
@@ -144,7 +162,7 @@ def _json_lines(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
 def _json_rows(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
     number = 0
     with path.open("rb") as file:
-        for line in file:
+        for line in _lines(path, file):
             if not line.strip():
                 continue
             number += 1
@@ -163,6 +181,7 @@ def _json_rows(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
 
 
 def _parquet(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+    check_parquet(path)
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:

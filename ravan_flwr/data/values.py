@@ -1,12 +1,19 @@
 """Check the values of one row: a text must be one, an image must open."""
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ravan_flwr.data.rows import UnreadableError
+
+# The others of Pillow are rarely used for examples; that of EPS starts the program `gs`.
+FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF", "GIF")
+MOST_PIXELS = 2**26  # 8192 x 8192
+MOST_STRETCHED = 256  # times that one side is the other: a processor may scale the shorter one up
 
 
 def check_bits(mode: str, what: str) -> None:
@@ -29,30 +36,43 @@ def text_of(role: str, value: Any) -> str:
 
 
 def image_of(value: Any, folder: Path) -> Image.Image:
-    """Open an image whole: a path (a relative one starts at `folder`), or its bytes."""
-    if isinstance(value, dict):  # as `datasets` writes one to parquet
-        value = value.get("bytes") or value.get("path")
-    if not value:
-        raise UnreadableError("its image is missing")
-    if isinstance(value, bytes):
-        return _opened(io.BytesIO(value))
-    if not isinstance(value, str | Path):
-        raise UnreadableError(f"its image is a {type(value).__name__}, expected a path or bytes")
-    if not (folder / value).is_file():
-        raise UnreadableError(f"there is no file {str(value)!r}")
-    return _opened(folder / value)
-
-
-def _opened(source: Any) -> Image.Image:
-    """Read a file's image whole, turned as its camera was held."""
+    """Read an image whole, turned as its camera was held; `value` is as for `opened_image`."""
     try:
-        with Image.open(source) as image:
+        with opened_image(value, folder) as image:
             image.load()
             check_bits(image.mode, "it")
             return ImageOps.exif_transpose(image)
-    except UnidentifiedImageError:
-        raise UnreadableError("it is no image") from None
-    except MemoryError:
+    except (UnreadableError, MemoryError):
         raise
+    except UnidentifiedImageError:
+        raise UnreadableError(f"it is no image of a kind that is read: {_KINDS}") from None
     except Exception as error:  # noqa: BLE001 (Pillow's readers raise what they like)
         raise UnreadableError(f"its image cannot be read: {error}") from None
+
+
+_KINDS = ", ".join(FORMATS)
+
+
+@contextmanager
+def opened_image(value: Any, folder: Path) -> Iterator[Image.Image]:
+    """Open an image, of which only the header is read: a path (a relative one starts at `folder`).
+
+    It may also be the bytes of a file, or have either, as `datasets` writes one to parquet.
+    """
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if not value:
+        raise UnreadableError("its image is missing")
+    if not isinstance(value, str | Path | bytes):
+        raise UnreadableError(f"its image is a {type(value).__name__}, expected a path or bytes")
+    if not isinstance(value, bytes) and not (folder / value).is_file():
+        raise UnreadableError(f"there is no file {str(value)!r}")
+    source = io.BytesIO(value) if isinstance(value, bytes) else folder / value
+    with Image.open(source, formats=FORMATS) as image:
+        width, height = image.size
+        if width * height > MOST_PIXELS or max(image.size) > MOST_STRETCHED * min(image.size):
+            raise UnreadableError(
+                f"its image has {width:,} x {height:,} pixels, expected {MOST_PIXELS:,} at most, "
+                f"and no side more than {MOST_STRETCHED} times the other"
+            )
+        yield image

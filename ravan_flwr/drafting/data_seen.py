@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 
 import datasets
@@ -15,7 +14,8 @@ from ravan_flwr.data.examples import held_back, some_of
 from ravan_flwr.data.hub import every_split
 from ravan_flwr.data.idx import is_idx
 from ravan_flwr.data.labels import labels_of
-from ravan_flwr.data.values import check_bits
+from ravan_flwr.data.rows import UnreadableError
+from ravan_flwr.data.values import check_bits, opened_image
 from ravan_flwr.drafting.columns import NamedColumns, find_columns
 from ravan_flwr.drafting.language import prompts_for
 from ravan_flwr.specs import DataSpec
@@ -193,12 +193,12 @@ def _sizes(train: datasets.Dataset, column: str, where: str) -> str:
     sizes: set[tuple[int, int]] = set()
     files = train.select_columns([column]).cast_column(column, datasets.Image(decode=False))
     for row in files.select(range(min(len(files), _IMAGES))):
-        content, path = row[column]["bytes"], row[column]["path"]
+        path = row[column]["path"]
         try:
-            with Image.open(path if content is None else BytesIO(content)) as file:
+            with opened_image(row[column], Path()) as file:
                 sizes.add(file.size)
                 check_bits(file.mode, f"{where}: {path or 'an image'}")
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        except (OSError, SyntaxError, UnreadableError, Image.DecompressionBombError) as error:
             raise ValueError(
                 f"{where}: {path or 'an image'} cannot be read ({error}), expected an image; take "
                 "it out, or save it again"

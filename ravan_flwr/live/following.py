@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ravan_flwr.files import LARGE, opened
 from ravan_flwr.runs import log_file, status
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.lock import NAME as LOCK
@@ -98,7 +99,7 @@ class _Rounds:
         if found.st_ino != self._inode or found.st_size < self._read:
             self._forget()  # a run that went back has written the file anew
             self._inode = found.st_ino
-        with self._path.open("rb") as file:
+        with opened(self._path, LARGE) as file:
             file.seek(self._read)
             for line in file.read().split(b"\n")[:-1]:
                 self._records.append(self._checked(line))

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ravan_flwr.results.chart import STYLE, Chart, plain
+from ravan_flwr.results.table_file import no_formula
 
 _LETTERS = 24  # of a name; the table beside the picture has it whole
 
@@ -63,6 +64,6 @@ def confusion_csv(counts: Sequence[Sequence[int]], labels: Sequence[str]) -> byt
     """Write the numbers as a table for spreadsheets: rows are right, columns are predicted."""
     text = io.StringIO()
     table = csv.writer(text)
-    table.writerow(["right / predicted", *labels])
-    table.writerows([label, *row] for label, row in zip(labels, counts, strict=True))
+    table.writerow(["right / predicted", *map(no_formula, labels)])
+    table.writerows([no_formula(label), *row] for label, row in zip(labels, counts, strict=True))
     return text.getvalue().encode(errors="backslashreplace")

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from ravan_flwr.files import read_file
 from ravan_flwr.messages.parcel import Parcel, check_state
 from ravan_flwr.methods.tensors import Tensors, checksum
 from ravan_flwr.results.card import fill_card
@@ -116,7 +117,7 @@ def _mark_of(target: Path) -> dict[str, Any] | None:
     if target.is_symlink() or path.is_symlink():
         return None
     with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_file(path))
         return content if isinstance(content, dict) else None
     return None
 

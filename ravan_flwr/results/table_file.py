@@ -6,6 +6,7 @@ The file appears whole or not at all, and never in the place of another.
 import csv
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,9 @@ import pyarrow.parquet
 
 Cells = Sequence[str | float | int | None]
 Kinds = Mapping[str, type]  # of the columns, by name: str, int or float
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a formula begins with
+_NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
 
 _ROWS_AT_ONCE = 8192  # of a parquet file: small groups of rows make it large and slow
 
@@ -71,10 +75,17 @@ class _Csv:
         self.table.writerow(kinds)
 
     def write(self, cells: Cells) -> None:
-        self.table.writerow(map(_utf8, cells))
+        self.table.writerow(map(no_formula, map(_utf8, cells)))
 
     def close(self) -> None:
         _close(self.file)
+
+
+def no_formula(cell: Any) -> Any:
+    """Put an apostrophe before a text that a spreadsheet would compute; numbers stay."""
+    if not isinstance(cell, str) or not cell.startswith(_FORMULA) or _NUMBER.fullmatch(cell):
+        return cell
+    return f"'{cell}"
 
 
 class _JsonLines:

@@ -25,6 +25,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from ravan_flwr.files import check_file, read_file
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.directory import check_there, write_atomically
 from ravan_flwr.runs.record import parsed
@@ -195,6 +196,7 @@ def _read_round(folder: Path, number: int) -> Checkpoint:
 
 def _read(path: Path, number: int) -> Tensors:
     """Read the tensors of a file that is whole and of that round; else raise one of `_DAMAGED`."""
+    check_file(path)
     with safetensors.safe_open(path, "pt") as file:
         told = file.metadata() or {}
         tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -212,7 +214,7 @@ def _read(path: Path, number: int) -> Tensors:
 
 def _told_beside(path: Path) -> dict[str, str]:
     """Check an older version's file by the checksum in the JSON beside it; return its round."""
-    told = parsed(path.with_suffix(".json").read_bytes())
+    told = parsed(read_file(path.with_suffix(".json")))
     if not isinstance(told, dict) or type(told.get("round")) is not int:
         raise ValueError(f"{path.with_suffix('.json').name} is {told!r}, expected a round")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()

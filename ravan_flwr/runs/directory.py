@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ravan_flwr.config.recorded import in_todays_values
+from ravan_flwr.files import LARGE, read_file
 from ravan_flwr.runs.record import RoundRecord, Summary, check_line, parsed, wrong_in
 
 
@@ -80,7 +81,7 @@ class RunDirectory:
         """Read the file `name`."""
         path = self.path / name
         try:
-            content = parsed(path.read_bytes())
+            content = parsed(read_file(path))
         except FileNotFoundError:
             raise ValueError(
                 f"{path} is not there, expected the file of a finished run; let the run end, with "
@@ -122,10 +123,10 @@ class RunDirectory:
     def read_rounds(self) -> list[RoundRecord]:
         """Read the rounds so far; a last line that was cut off does not count."""
         path = self.path / "rounds.jsonl"
-        if not path.is_file():
+        if not path.exists():
             return []
         records: list[RoundRecord] = []
-        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        for number, line in enumerate(read_file(path, LARGE).split(b"\n")[:-1], start=1):
             try:
                 records.append(check_line(line, records[-1]["round"] if records else None))
             except ValueError as error:

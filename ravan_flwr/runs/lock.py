@@ -18,9 +18,12 @@ from typing import Literal
 
 import psutil
 
+from ravan_flwr.files import read_file
+
 log = getLogger(__name__)
 
 NAME = "lock"
+_MOST = 1024  # bytes of it
 
 
 @contextmanager
@@ -65,7 +68,7 @@ def holder_of(folder: Path) -> Holder:
     """
     path = folder / NAME
     try:
-        told, written = path.read_text(encoding="utf-8")[:200], path.stat().st_mtime
+        told, written = read_file(path, _MOST).decode(), path.stat().st_mtime
     except FileNotFoundError:
         return "nobody"
     except (OSError, ValueError):
@@ -105,7 +108,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 def _holder(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")[:200] or "another process"
+        return read_file(path, _MOST).decode() or "another process"
     except (OSError, ValueError):
         return "another process"
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from ravan_flwr.files import LARGE, opened
 from ravan_flwr.runs.record import RoundRecord, parsed
 
 SAMPLES = "samples.jsonl"
@@ -49,9 +50,9 @@ def last_samples(run: Path, rounds: Sequence[RoundRecord]) -> list[SampleLine]:
 def sample_lines(run: Path, tail: int | None = None) -> list[SampleLine]:
     """Read the file, or its end; a line that is still being written does not count."""
     path = run / SAMPLES
-    if not path.is_file():
+    if not path.exists():
         return []
-    with path.open("rb") as file:
+    with opened(path, LARGE) as file:
         size = file.seek(0, 2)
         start = 0 if tail is None else max(0, size - tail)
         file.seek(start)

@@ -21,6 +21,7 @@ from typing import (
     is_typeddict,
 )
 
+from ravan_flwr.files import read_file
 from ravan_flwr.runs.directory import check_there, write_atomically
 
 NAME = "status.json"
@@ -79,7 +80,7 @@ def drop_status(folder: Path) -> None:
 def read_status(folder: Path) -> RunStatus | None:
     """Read the file; None if there is none, or it is not as a run writes it."""
     try:
-        content: object = json.loads((folder / NAME).read_bytes())
+        content: object = json.loads(read_file(folder / NAME))
     except (OSError, ValueError, RecursionError):
         return None
     return cast(RunStatus, content) if fits(content, RunStatus) else None

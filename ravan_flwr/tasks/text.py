@@ -1,5 +1,7 @@
 """Classify a text, or a pair of texts."""
 
+import base64
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +124,59 @@ def load_tokenizer(folder: Path) -> Any:
             "choose another model"
         )
     tokenizer.padding_side = "right"
+    with reading(str(folder), "tokenizer's files"):
+        _check_growth(tokenizer.backend_tokenizer)
     return tokenizer
+
+
+_GROWTH = 64  # times the characters of a text that a tokenizer may make of it
+
+
+def _check_growth(backend: Any) -> None:
+    """Raise ValueError if a tokenizer makes far longer texts of texts, or repeats their tokens."""
+    for part in ("normalizer", "decoder"):
+        if (growth := _growth(_described(getattr(backend, part)))) > _GROWTH:
+            raise ValueError(
+                f"its {part} makes {growth:,} characters of one, expected {_GROWTH} at most"
+            )
+    for step in _steps(_described(backend.post_processor)):
+        added = {name: len(one["ids"]) for name, one in step.get("special_tokens", {}).items()}
+        for pieces in (step.get("single", ()), step.get("pair", ())):
+            special = [one["SpecialToken"]["id"] for one in pieces if "SpecialToken" in one]
+            size = len(pieces) - len(special) + sum(added[name] for name in special)
+            if size > _GROWTH:
+                raise ValueError(f"it makes {size:,} pieces of a text, expected {_GROWTH} at most")
+
+
+def _described(part: Any) -> Any:
+    """Return a part of a tokenizer as its file has it."""
+    return json.loads(part.__getstate__()) if part is not None else {}
+
+
+def _steps(part: Any) -> list[Any]:
+    """List the steps of a part, one after the other."""
+    inner = [step for value in part.values() if isinstance(value, list) for step in value]
+    steps = [step for step in inner if isinstance(step, dict) and "type" in step]
+    return [part, *(deeper for step in steps for deeper in _steps(step))]
+
+
+def _growth(part: Any) -> int:
+    """Count the characters that the steps make of one, at most."""
+    growth = 1
+    for step in _steps(part):
+        pattern = step.get("pattern")
+        of = len(pattern["String"]) if isinstance(pattern, dict) and "String" in pattern else 1
+        for made in (step.get("content"), step.get("prepend")):
+            growth *= max(1, -(-len(made or "") // max(1, of)))
+        if charsmap := step.get("precompiled_charsmap"):
+            growth *= max(map(len, _replacements(base64.b64decode(charsmap))))
+    return growth
+
+
+def _replacements(charsmap: bytes) -> list[bytes]:
+    """List what SentencePiece puts in the place of characters: after a tree, with zeros between."""
+    start = 4 + int.from_bytes(charsmap[:4], "little")
+    return charsmap[start:].split(b"\0")
 
 
 def describe(tokenizer: Any) -> dict[str, Any]:

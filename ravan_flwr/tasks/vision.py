@@ -7,7 +7,6 @@ channels, and its pixels from [0, 1] to [-1, 1].
 """
 
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoImageProcessor
 
 from ravan_flwr.data.examples import label_numbers
-from ravan_flwr.data.model_folder import reading
-from ravan_flwr.data.values import check_bits
+from ravan_flwr.data.model_folder import read_json, reading
+from ravan_flwr.data.rows import UnreadableError
+from ravan_flwr.data.values import check_bits, image_of
 from ravan_flwr.tasks.base import (
     Batch,
     Columns,
@@ -31,6 +31,8 @@ from ravan_flwr.tasks.base import (
 )
 from ravan_flwr.tasks.classification import Classification
 
+PROCESSOR = "preprocessor_config.json"
+
 
 class Vision(Classification):
     """Read the columns `image` and `label`."""
@@ -40,10 +42,11 @@ class Vision(Classification):
     pipeline = "image-classification"
 
     def load_reader(self, folder: Path) -> Any:
-        if not (folder / "preprocessor_config.json").is_file():
+        if not (folder / PROCESSOR).is_file():
             return None
+        _check_sides(folder)
         # Pillow's resizing is the same on every machine; torchvision's depends on it.
-        with reading(str(folder), "preprocessor_config.json"):
+        with reading(str(folder), PROCESSOR):
             return AutoImageProcessor.from_pretrained(
                 folder, backend="pil", local_files_only=True, trust_remote_code=False
             )
@@ -52,19 +55,21 @@ class Vision(Classification):
         labels = label_numbers(examples, self.data.labels, "labels")
         try:
             return self._encode(examples, labels)
-        except _DAMAGED:
-            if told := _unreadable(examples):
-                raise ValueError(told) from None
-            raise
+        except UnreadableError:
+            raise ValueError(_unreadable(examples)) from None
 
     def _encode(self, examples: datasets.Dataset, labels: np.ndarray) -> Encoded:
         if self.reader is None:
             return self._as_they_are(examples, labels)
-        first = self._pixels([examples[0]["image"]])[0]
+        feature = examples.features["image"]
+        first = self._pixels(_images([examples[0]["image"]], feature))[0]
         numbered = examples.remove_columns("label").add_column("labels", labels)
         return encode_in_batches(
             numbered,
-            self._encode_batch,
+            lambda columns: {
+                "pixel_values": self._pixels(_images(columns["image"], feature)),
+                "labels": np.asarray(columns["labels"]),
+            },
             {
                 "pixel_values": datasets.Array3D(first.shape, str(first.dtype)),
                 "labels": datasets.Value("int64"),
@@ -75,7 +80,9 @@ class Vision(Classification):
     def _as_they_are(self, examples: datasets.Dataset, labels: np.ndarray) -> Encoded:
         sides, feature = self._sides, examples.features["image"]
         if isinstance(feature, datasets.Image):
-            images = np.stack([_bytes(image, sides) for image in examples["image"]])
+            images = np.stack(
+                [_bytes(_images([value], feature)[0], sides) for value in examples["image"]]
+            )
         elif getattr(feature, "dtype", "") == "uint8":  # which NumPy's format would widen
             rows = np.arange(len(examples))
             images = tensors_of(examples.select_columns(["image"]), rows)["image"].numpy()
@@ -98,9 +105,6 @@ class Vision(Classification):
         side = self.model_config["image_size"]
         height, width = side if isinstance(side, list | tuple) else (side, side)
         return int(self.model_config.get("num_channels", 3)), int(height), int(width)
-
-    def _encode_batch(self, columns: Mapping[str, Any]) -> Columns:
-        return self.inputs(columns) | {"labels": np.asarray(columns["labels"])}
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         images = columns["image"]
@@ -153,6 +157,21 @@ class Vision(Classification):
 
 TASK = Vision
 
+_LONGEST = 4096  # pixels of a side that a processor makes
+
+
+def _check_sides(folder: Path) -> None:
+    """Raise ValueError if an image processor makes huge images of small ones."""
+    settings = read_json(folder / PROCESSOR, str(folder))
+    for key in ("size", "crop_size", "pad_size"):
+        told = settings.get(key)
+        sides = told.values() if isinstance(told, dict) else [told]
+        if wrong := [side for side in sides if isinstance(side, int | float) and side > _LONGEST]:
+            raise ValueError(
+                f"model {folder}: its {PROCESSOR} says {key} = {wrong[0]:,}, expected "
+                f"{_LONGEST:,} at most; correct it, or choose another model"
+            )
+
 
 def _rgb(image: Any) -> Any:
     """Convert an image to three channels of bytes, which a processor wants."""
@@ -166,22 +185,22 @@ def _rgb(image: Any) -> Any:
     return np.repeat(array[..., None], 3, axis=-1) if array.ndim == 2 else array
 
 
-_DAMAGED = (OSError, SyntaxError, Image.DecompressionBombError)  # as Pillow tells it
+def _images(values: Sequence[Any], feature: Any) -> list[Any]:
+    """Read images that are files; anything else stays as it is."""
+    if not isinstance(feature, datasets.Image):
+        return list(values)
+    images = [image_of(value, Path()) if isinstance(value, dict) else value for value in values]
+    return [image.convert(feature.mode) if feature.mode else image for image in images]
 
 
 def _unreadable(examples: datasets.Dataset, most: int = 10) -> str:
-    """Name the images that cannot be read; "" if all can."""
+    """Name the images that cannot be read."""
     wrong = []
-    for image in examples.cast_column("image", datasets.Image(decode=False))["image"]:
+    for value in examples["image"]:
         try:
-            with Image.open(
-                image["path"] if image["bytes"] is None else BytesIO(image["bytes"])
-            ) as f:
-                f.load()
-        except _DAMAGED as error:
-            wrong.append(f"{image['path'] or 'one without a name'} ({error})")
-    if not wrong:
-        return ""
+            image_of(value, Path())
+        except UnreadableError as error:
+            wrong.append(f"{value['path'] or 'one without a name'} ({error})")
     listed = "; ".join(wrong[:most]) + ("; ..." if len(wrong) > most else "")
     return (
         f"images: {len(wrong)} of {len(examples)} cannot be read: {listed}; expected whole image "

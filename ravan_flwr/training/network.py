@@ -5,13 +5,20 @@ The parameters that the pretrained weights lack are the classifier, drawn from t
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
@@ -22,8 +29,8 @@ from ravan_flwr.data.model_folder import (
     check_weights,
     config_of,
     model_folder,
-    read_json,
     reading,
+    settings_in,
     weight_files,
 )
 from ravan_flwr.seeding import generator
@@ -76,7 +83,7 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
 def build_skeleton(spec: ModelSpec, task: Task, dtype: torch.dtype = torch.float32) -> Backbone:
     """Build the same network without weights, on the meta device, for plans and estimates."""
     settings = dict(spec.shape) or CONFIGS[spec.source](spec)
-    with torch.device("meta"):
+    with torch.device("meta"), at_most(_TENSORS, sys.maxsize):
         network = _architecture(settings, task, spec.name)
     task.adjust(network)
     heads = [network.get_parameter(name) for name in _heads(network, task)]
@@ -96,6 +103,42 @@ def _heads(network: PreTrainedModel, task: Task) -> list[str]:
         return []
     base = network.base_model_prefix + "."
     return [name for name, _ in network.named_parameters() if not name.startswith(base)]
+
+
+# A network is built of shapes alone before its weights are read. It has more than its files have: a
+# classifier, and words that are held once for several layers.
+_TENSORS = 2**16  # of a network whose files are not there
+_TIMES, _MORE, _MORE_NUMBERS = 4, 256, 2**24
+_BUFFERS = 2**28  # numbers that are no parameters, such as masks
+
+
+@contextmanager
+def at_most(tensors: int, numbers: int) -> Iterator[None]:
+    """Raise ValueError, in this thread, as soon as a network has more parameters than that."""
+    thread, left = threading.get_ident(), {"parameter": numbers, "buffer": numbers + _BUFFERS}
+    made = 0
+
+    def count(kind: str, tensor: Tensor | None) -> None:
+        nonlocal made
+        if tensor is None or threading.get_ident() != thread:
+            return
+        made += 1
+        left[kind] -= tensor.numel()
+        if made > tensors or left[kind] < 0:
+            raise ValueError(
+                f"config.json describes a larger network than the weights are: more than "
+                f"{tensors:,} tensors, {numbers:,} numbers, or {numbers + _BUFFERS:,} in buffers"
+            )
+
+    hooks = (
+        register_module_parameter_registration_hook(lambda _, __, it: count("parameter", it)),
+        register_module_buffer_registration_hook(lambda _, __, it: count("buffer", it)),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _architecture(settings: Mapping[str, Any], task: Task, model: str) -> PreTrainedModel:
@@ -173,12 +216,13 @@ def _from_folder(
     What is to be kept in 16 bits is loaded as the files have it: never twice as large in between.
     """
     folder = model_folder(spec)
-    settings = read_json(folder / "config.json", spec.name)
+    settings = settings_in(folder, spec.name)
     _check_shape(spec, settings)
     made = network_class(settings, task)
     config = _config(settings, task, spec.name)
-    check_weights(folder, spec.name)
-    with no_bars(), reading(spec.name, "config.json and weights"):
+    tensors, numbers = check_weights(folder, spec.name)
+    limits = at_most(_TIMES * tensors + _MORE, _TIMES * numbers + _MORE_NUMBERS)
+    with no_bars(), reading(spec.name, "config.json and weights"), limits:
         loaded: Any = made.from_pretrained(
             folder,
             config=config,

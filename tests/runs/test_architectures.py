@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import peft
 import pytest
@@ -345,7 +346,8 @@ def test_training_by_length_is_a_function_of_the_seed(settings, tmp_path):
 def test_images_are_those_of_the_models_own_processor(settings):
     bench = Workbench(read_config(settings("vit")))
     reader, test = bench.task.reader, bench.splits["test"]
-    images = [image.convert("RGB") for image in test["image"][:8]]
+    opened = test.cast_column("image", datasets.Image())["image"][:8]  # by `datasets` itself
+    images = [image.convert("RGB") for image in opened]
     expected = reader(images=images, return_tensors="pt")
     got = {}
     network = bench.model.network.eval()

@@ -1,0 +1,117 @@
+"""Refuse files of examples that become far larger than they are when they are read.
+
+`datasets` unpacks whatever is packed, be its name `train.csv`, and a table in parquet holds a long
+text once and a small number for each row that has it. What a file would become is counted before
+it is read, a little at a time, and no longer than until it is too much.
+"""
+
+import bz2
+import gzip
+import lzma
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet
+from datasets.utils.extract import Extractor
+
+from ravan_flwr.files import LARGE, check_file, check_unpacked, opened
+
+_AT_A_TIME = 2**20  # bytes
+_ROWS = 1024
+_TABLES = {".csv", ".json", ".jsonl", ".parquet"}
+
+
+def check_examples(path: Path) -> None:
+    """Raise ValueError if a file of examples is none, or becomes far larger when it is read."""
+    check_file(path, LARGE)
+    kind = Extractor.infer_extractor_format(path)
+    if kind is None:
+        if path.suffix.lower() == ".parquet":
+            check_parquet(path)
+        return
+    if kind not in _SIZES:
+        if _TABLES.isdisjoint(path.suffixes):
+            return  # it is not read
+        raise ValueError(f"{path} is packed by {kind}, expected a plain or gzipped file; unpack it")
+    packed, unpacked = path.stat().st_size, 0
+    try:
+        for size in _SIZES[kind](path):
+            unpacked += size
+            check_unpacked(path, packed, unpacked)
+    except (OSError, EOFError, zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError) as error:
+        raise ValueError(f"{path} cannot be unpacked ({error}); restore it") from None
+
+
+def _read_with(unpack: Callable[[Path], Any]) -> Callable[[Path], Iterator[int]]:
+    def sizes(path: Path) -> Iterator[int]:
+        with unpack(path) as file:
+            while part := file.read(_AT_A_TIME):
+                yield len(part)
+
+    return sizes
+
+
+def _of_zip(path: Path) -> Iterator[int]:
+    with zipfile.ZipFile(path) as archive:  # which unpacks no more of a file than it says here
+        yield from (entry.file_size for entry in archive.infolist())
+
+
+def _of_tar(path: Path) -> Iterator[int]:
+    with tarfile.open(path) as archive:
+        yield from (entry.size for entry in archive)
+
+
+_SIZES: dict[str, Callable[[Path], Iterator[int]]] = {
+    "gzip": _read_with(gzip.open),
+    "bz2": _read_with(bz2.open),
+    "xz": _read_with(lzma.open),
+    "zip": _of_zip,
+    "tar": _of_tar,
+}
+
+
+def check_parquet(path: Path) -> None:
+    """Raise ValueError if a table becomes far larger than its file; one that is none is left."""
+    try:
+        with opened(path, LARGE) as file:
+            _check_table(path, path.stat().st_size, pyarrow.parquet.ParquetFile(file).metadata)
+    except (pa.ArrowException, OSError):
+        return  # whoever reads it says what is wrong with it
+
+
+def _check_table(path: Path, packed: int, metadata: Any) -> None:
+    fixed, shared = 0, set()
+    for group in range(metadata.num_row_groups):
+        row_group = metadata.row_group(group)
+        for number in range(row_group.num_columns):
+            column = row_group.column(number)
+            fixed += max(column.total_uncompressed_size, _WIDTH * column.num_values)
+            if column.has_dictionary_page and column.physical_type.endswith("BYTE_ARRAY"):
+                shared.add(column.path_in_schema)
+    check_unpacked(path, packed, fixed)
+    if not shared:
+        return
+    with opened(path, LARGE) as file:
+        table = pyarrow.parquet.ParquetFile(file, read_dictionary=sorted(shared))
+        unpacked = 0
+        for batch in table.iter_batches(_ROWS, columns=sorted(shared)):
+            unpacked += sum(map(_written_out, batch.columns))
+            check_unpacked(path, packed, unpacked)
+
+
+_WIDTH = 4  # bytes of a value in memory, at least
+
+
+def _written_out(values: Any) -> int:
+    """Count the bytes of texts that are held once, with each written as often as it is used."""
+    if pa.types.is_dictionary(values.type):
+        lengths = pc.binary_length(values.dictionary).cast(pa.int64())
+        return pc.sum(lengths.take(values.indices)).as_py() or 0
+    if pa.types.is_struct(values.type):
+        return sum(map(_written_out, values.flatten()))
+    return _written_out(values.flatten()) if pa.types.is_nested(values.type) else 0

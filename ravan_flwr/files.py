@@ -1,0 +1,57 @@
+"""Open files that others wrote: regular ones alone, and none larger than it may be.
+
+A pipe that nobody writes to would wait for ever, and a device such as `/dev/zero` has no end.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+TEXT = 2**26  # bytes of a file that is read into memory whole
+LARGE = 2**36  # bytes of a file of examples, of weights, or of a run's records
+_FEW, _RATIO = 2**28, 100  # bytes that any file may unpack to; times its size that a large one may
+
+
+@contextmanager
+def opened(path: Path, most: int) -> Iterator[BinaryIO]:
+    """Open a regular file of at most `most` bytes for reading; ValueError for anything else."""
+    with open(path, "rb", opener=_without_waiting) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(
+                f"{path} is a pipe or a device, expected a regular file; put one in its place"
+            )
+        if status.st_size > most:
+            raise ValueError(
+                f"{path} has {status.st_size:,} bytes, expected {most:,} at most; name another file"
+            )
+        yield file
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a path; of a pipe, do not wait for somebody to write to it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+
+
+def read_file(path: Path, most: int = TEXT) -> bytes:
+    """Read a regular file of at most `most` bytes."""
+    with opened(path, most) as file:
+        return file.read()
+
+
+def check_file(path: Path, most: int = LARGE) -> None:
+    """Raise ValueError unless this is a regular file of at most `most` bytes."""
+    with opened(path, most):
+        pass
+
+
+def check_unpacked(path: Path, packed: int, unpacked: int) -> None:
+    """Raise ValueError if a file's content becomes far larger than the file when it is read."""
+    if unpacked > LARGE or unpacked > max(_FEW, _RATIO * packed):
+        raise ValueError(
+            f"{path}: its {packed:,} bytes unpack to {unpacked:,} or more, expected {LARGE:,} at "
+            f"most, and {_RATIO} times the file's size; write the file anew without packing it"
+        )

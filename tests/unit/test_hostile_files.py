@@ -1,0 +1,413 @@
+"""Files from outside that are made to do harm: programs started, time and memory without bound.
+
+Each is built here, small as it is. What it would do to a reader that does not look is written
+beside it, as measured before the readers looked.
+"""
+
+import gzip
+import io
+import json
+import os
+import stat
+import struct
+import time
+import tracemalloc
+import zipfile
+import zlib
+from contextlib import suppress
+from subprocess import CalledProcessError
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from PIL import EpsImagePlugin, Image
+
+from ravan_flwr.config.yaml_file import read_yaml
+from ravan_flwr.data.device_folder import own_examples
+from ravan_flwr.data.examples import load_splits
+from ravan_flwr.data.other_examples import other_examples
+from ravan_flwr.data.rows import UnreadableError, rows_of
+from ravan_flwr.data.values import image_of
+from ravan_flwr.drafting.columns import NamedColumns
+from ravan_flwr.drafting.data_seen import look_at_data
+from ravan_flwr.files import LARGE, check_unpacked, read_file
+from ravan_flwr.live.following import FollowedRun
+from ravan_flwr.results.confusion import confusion_csv
+from ravan_flwr.results.table_file import new_table
+from ravan_flwr.runs.checkpoint import load_checkpoint
+from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.specs import DataSpec
+from ravan_flwr.tasks.vision import Vision
+
+# Files of CSV are closed by the garbage collector, by `datasets`.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
+%%BoundingBox: 0 0 8 8
+%%EndComments
+showpage
+%%EOF
+"""
+IMAGES = DataSpec(
+    "hub", "", columns=(("image", "image"), ("label", "label")), labels=("a", "b"), partition_by=""
+)
+TEXTS = DataSpec("hub", "", columns=(("text", "text"), ("label", "label")), labels=("a", "b"))
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """A program called `gs` on the PATH, and the file that it makes when it is started."""
+    mark, program = tmp_path / "started", tmp_path / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {mark}\nexit 1\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # it has not looked for one yet
+    return mark
+
+
+def folders(root, content):
+    """A folder of images as somebody sends it: a folder for each label, names of PNG."""
+    for split in ("train", "test"):
+        for number, label in enumerate("ab"):
+            (root / split / label).mkdir(parents=True)
+            (root / split / label / f"{number}.png").write_bytes(content)
+    return root
+
+
+def vision():
+    return Vision(IMAGES, 0, lambda: None, lambda: {"image_size": 8, "num_channels": 1})
+
+
+def encode(examples):
+    vision().encode(examples)
+
+
+def on_a_device(root):
+    encode(own_examples(str(folders(root, EPS) / "train"), IMAGES))
+
+
+def for_a_run(root):
+    encode(load_splits(DataSpec(**vars(IMAGES) | {"name": str(folders(root, EPS))}))["train"])
+
+
+def to_evaluate(root):
+    encode(other_examples(DataSpec(**vars(IMAGES) | {"name": str(folders(root, EPS))}))[0])
+
+
+def for_a_new_preset(root):
+    look_at_data(str(folders(root, EPS)), "", NamedColumns("", "", "", ""))
+
+
+def to_predict(root):
+    (row, *_) = rows_of(folders(root, EPS), {"image": "image"})
+    image_of(row.values["image"], root)
+
+
+def as_bytes(root, column):
+    """A table that says in its own metadata that a column holds images."""
+    other = {"image": "label", "label": "image"}[column]
+    features = {column: datasets.Image(), other: datasets.Value("string")}
+    if column == "label":
+        features[other] = datasets.Value("int64")
+    rows = {column: [{"bytes": EPS, "path": None}] * 4, other: ["a", "b"] * 2}
+    if column == "label":
+        rows[other] = [1] * 4
+    root.mkdir()
+    table = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+    table.to_parquet(root / "train.parquet")
+    return root
+
+
+def as_bytes_of_a_hub(root):
+    name = str(as_bytes(root, "image"))
+    encode(load_splits(DataSpec(**vars(IMAGES) | {"name": name, "test_share": 0.5}))["train"])
+
+
+def as_a_label(root):
+    examples = own_examples(str(as_bytes(root, "label")), IMAGES)
+    encode(examples)
+
+
+EVERYWHERE = [
+    on_a_device, for_a_run, to_evaluate, for_a_new_preset, to_predict, as_bytes_of_a_hub,
+    as_a_label,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", EVERYWHERE)
+def test_no_image_starts_a_program(use, started, tmp_path):
+    with pytest.raises((ValueError, UnreadableError)):
+        use(tmp_path / "data")
+    assert not started.exists()
+
+
+def test_this_image_does_start_a_program_if_pillow_may_guess_what_it_is(started):
+    with pytest.raises((OSError, CalledProcessError)), Image.open(io.BytesIO(EPS)) as image:
+        image.load()
+    assert started.exists()
+
+
+def png(width, height):
+    """An image of one colour, of which a file of 164 kB holds 13,000 x 13,000."""
+
+    def chunk(kind, data):
+        whole = kind + data
+        return struct.pack(">I", len(data)) + whole + struct.pack(">I", zlib.crc32(whole))
+
+    packer = zlib.compressobj(9)
+    rows = b"".join(packer.compress(bytes(width // 8 + 2)) for _ in range(height))
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)  # a bit a pixel
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        chunk(kind, data)
+        for kind, data in ((b"IHDR", header), (b"IDAT", rows + packer.flush()), (b"IEND", b""))
+    )
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("size", [(13_000, 13_000), (30_000, 8), (8, 30_000)])
+def test_an_image_of_too_many_pixels_is_not_unpacked(size, tmp_path):
+    """One of 8 x 30,000 has few, until a processor makes 224 of the 8."""
+    content = png(*size)
+    assert len(content) < 100_000
+    tracemalloc.start()
+    with pytest.raises(UnreadableError, match=r"its image has [\d,]+ x [\d,]+ pixels, expected"):
+        image_of(content, tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
+    with pytest.raises(ValueError, match=r"images: 2 of 2 cannot be read: .*/a/0.png \(its image"):
+        encode(own_examples(str(folders(tmp_path / "data", content) / "train"), IMAGES))
+
+
+def test_images_that_are_none_of_these_are_read_as_before(tmp_path):
+    for kind, mode in (("png", "RGBA"), ("jpeg", "L"), ("bmp", "RGB"), ("webp", "RGB"),
+                       ("tiff", "CMYK"), ("gif", "P")):  # fmt: skip
+        path = tmp_path / f"a.{kind}"
+        Image.new(mode, (9, 7)).save(path)
+        assert image_of(path.name, tmp_path).size == (9, 7)
+        assert image_of({"bytes": path.read_bytes(), "path": None}, tmp_path).size == (9, 7)
+
+
+# YAML: what it takes without a limit, on one core.
+LAUGHS = "a0: &a0 [lol, lol]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
+)
+MERGES = "a0: &a0 {x: 1, y: 2}\n" + "".join(  # 2 ** 26 keys, gigabytes and minutes
+    f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 26)
+)
+SIXTIES = "a: 1" + ":30" * 130_000  # 400 kB: 6 s; the time is the square of its length
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (LAUGHS, "line .*: its aliases make it larger than 1,048,576 characters"),
+        (MERGES, "line .*: its aliases make it larger than"),
+        ("a: &a [*a]", "its aliases make it larger than"),
+        (f"a: &a {'x' * 600_000}\nb: [*a, *a]", "its aliases make it larger than"),
+        (SIXTIES, "line 1, column 4: a number of 390,001 characters"),
+        ("a: !!float " + SIXTIES[3:], "a number of 390,001 characters"),
+        ("a: 1" + "0" * 5000, "a number of 5,001 characters"),
+        ("a: 'x" + "x" * 2**20, "has 1,048,581 bytes, expected 1,048,576 at most"),
+    ],
+)
+def test_a_small_yaml_file_stays_small(text, told, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    start = time.process_time()
+    with pytest.raises(ValueError, match=f"mine.yaml.*{told}"):
+        read_yaml(path)
+    assert time.process_time() - start < 3
+
+
+def test_yaml_with_some_aliases_is_read(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("a: &a {x: 1:30, y: &y [1.5, z]}\nb: {<<: *a, v: *y}\nc: [*a, *a]")
+    mapping = {"x": 90, "y": [1.5, "z"]}
+    assert read_yaml(path) == {"a": mapping, "b": mapping | {"v": [1.5, "z"]}, "c": [mapping] * 2}
+
+
+MUCH = 272  # MiB
+
+
+def gzipped(path):
+    """A table of 272 MiB in 270 kB, or of as much as one likes in a thousandth."""
+    with gzip.open(path, "wb", 6) as file:
+        file.write(b"text,label\n")
+        line = b"x" * 2**20 + b",a\n"
+        for _ in range(MUCH):
+            file.write(line)
+
+
+def zipped(path):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("train.csv", bytes(MUCH * 2**20))
+
+
+def one_text(path):
+    """A hundred thousand rows with the same text of 100 kB, held once: 10 GB."""
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 100_000, pa.int32()), ["x" * 100_000])
+    table = pa.table({"text": texts, "label": ["a"] * 100_000})
+    pyarrow.parquet.write_table(table, path, compression="zstd")
+
+
+def one_text_in_a_list(path):
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 100_000, pa.int32()), ["x" * 100_000])
+    lists = pa.ListArray.from_arrays(np.arange(0, 100_001, 10, dtype=np.int32), texts)
+    table = pa.table({"text": lists, "label": ["a"] * 10_000})
+    pyarrow.parquet.write_table(table, path, compression="zstd")
+
+
+def one_number(path):
+    """So many rows with the same number: 400 MB, of 300 kB."""
+    table = pa.table({"text": pa.array(np.zeros(10**8, np.int8)), "label": pa.nulls(10**8)})
+    pyarrow.parquet.write_table(table, path, row_group_size=10**8)
+
+
+BOMBS = [
+    ("csv", gzipped), ("csv", zipped), ("jsonl", gzipped), ("parquet", one_text),
+    ("parquet", one_text_in_a_list), ("parquet", one_number),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "make"), BOMBS)
+def test_what_becomes_far_larger_is_not_unpacked(kind, make, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", None)  # it is not asked to
+    monkeypatch.setattr(datasets, "load_dataset_builder", None)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    path = folder / f"train.{kind}"
+    make(path)
+    size = path.stat().st_size
+    assert size < 2**21
+    spec = DataSpec(**vars(TEXTS) | {"name": str(folder)})
+    of_file = DataSpec(**vars(TEXTS) | {"name": str(path)})
+    told = rf"train.{kind}: its {size:,} bytes unpack to [\d,]+ or more, expected"
+    for read in (
+        lambda: own_examples(str(folder), TEXTS),
+        lambda: own_examples(str(path), TEXTS),
+        lambda: load_splits(spec),
+        lambda: other_examples(spec),
+        lambda: other_examples(of_file),
+        lambda: look_at_data(str(folder), "", NamedColumns("", "", "", "")),
+    ):
+        with pytest.raises(ValueError, match=told):
+            read()
+    if kind == "parquet":
+        with pytest.raises(ValueError, match=told):
+            rows_of(path, {"text": "text"})
+
+
+def test_what_unpacks_to_a_few_times_its_size_is_read(tmp_path):
+    rows = {"text": [f"text {number}" for number in range(500)] * 4, "label": ["a", "b"] * 1000}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    lines = "".join(f"{t},{n}\n" for t, n in zip(*rows.values(), strict=True))
+    (tmp_path / "a" / "train.csv").write_bytes(gzip.compress(f"text,label\n{lines}".encode()))
+    pyarrow.parquet.write_table(pa.table(rows), tmp_path / "b" / "train.parquet")
+    for folder in ("a", "b"):
+        assert own_examples(str(tmp_path / folder), TEXTS)["text"][:] == rows["text"]
+    check_unpacked(tmp_path, 1, 2**28)
+    check_unpacked(tmp_path, LARGE // 50, LARGE)
+    with pytest.raises(ValueError, match="expected 68,719,476,736 at most"):
+        check_unpacked(tmp_path, LARGE // 50, LARGE + 1)
+
+
+def test_a_line_without_an_end_is_not_read_whole(tmp_path):
+    """A file of nothing, which takes no room on the disk, and would all the memory."""
+    for name, begin in (("a.csv", b"text\n"), ("a.jsonl", b"{}\n")):
+        with (tmp_path / name).open("wb") as file:
+            file.write(begin)
+            file.truncate(2**40)
+        rows = rows_of(tmp_path / name, {"text": "text"})
+        with pytest.raises(ValueError, match=f"{name}.*a line of 16,777,216 characters or more"):
+            list(rows)
+
+
+@pytest.fixture(params=["pipe", "zero"])
+def endless(request):
+    """Put a pipe that nobody writes to, or a device without an end, in the place of a file."""
+
+    def put(path):
+        path.unlink(missing_ok=True)
+        if request.param == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to("/dev/zero")
+
+    return put
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
+def test_data_are_regular_files(name, endless, tmp_path):
+    endless(path := tmp_path / name)
+    spec = DataSpec(**vars(TEXTS) | {"name": str(path)})
+    for read in (
+        lambda: own_examples(str(path), TEXTS),
+        lambda: other_examples(spec),
+        lambda: rows_of(path, {"text": "text"}),
+        lambda: read_file(path),
+        lambda: read_yaml(path),
+    ):
+        with pytest.raises(ValueError, match=r"is a pipe or a device, expected|it is not a file"):
+            read()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run under way, as far as a page looks at it."""
+    directory = RunDirectory.create(tmp_path, "run")
+    directory.write_json("config.json", {"method": "ravan", "preset": "x", "seed": 0})
+    return directory.path
+
+
+ENDLESS = ["status.json", "log.txt", "lock", "rounds.jsonl", "samples.jsonl", "summary.json"]
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_runs_files_are_regular_files(name, endless, run):
+    """Whoever watches a run, or reports of it, does not wait for ever."""
+    from ravan_flwr.runs.history import RecordedRun
+    from ravan_flwr.runs.samples import sample_lines
+
+    endless(run / name)
+    followed = FollowedRun(run)
+    for use in (
+        followed.version,
+        followed.read,
+        lambda: RecordedRun.read(run),
+        lambda: sample_lines(run),
+    ):
+        with suppress(ValueError):
+            use()
+
+
+def test_checkpoints_are_regular_files(endless, run):
+    (run / "checkpoints").mkdir()
+    endless(run / "checkpoints" / "round-000001.safetensors")
+    with pytest.raises(ValueError, match="is damaged .*is a pipe or a device"):
+        load_checkpoint(run / "checkpoints", 1)
+
+
+FORMULAS = ['=cmd|" /C calc"!A0', "+A1+B1", "-A1", "@SUM(A1)", "\t=1", "\r=1"]
+
+
+def test_no_cell_of_a_table_is_computed_by_a_spreadsheet(tmp_path):
+    import csv
+
+    path = tmp_path / "a.csv"
+    harmless = ["-5", "+3.25", "a=b", "", "label", "'=1"]
+    with new_table(path, {"file": str, "label": str}) as table:
+        for text in (*FORMULAS, *harmless):
+            table.write([f"{text}.png", text])
+    with path.open(newline="") as file:
+        rows = list(csv.reader(file))[1:]
+    assert [label for _, label in rows] == [*(f"'{text}" for text in FORMULAS), *harmless]
+    assert all(name.startswith("'") for name, _ in rows[: len(FORMULAS)])
+    read = list(csv.reader(io.StringIO(confusion_csv([[1, 0], [0, 1]], FORMULAS[:2]).decode())))
+    assert read[0][1:] == [row[0] for row in read[1:]] == [f"'{text}" for text in FORMULAS[:2]]
+    with new_table(tmp_path / "a.jsonl", {"label": str}) as other:
+        other.write([FORMULAS[0]])
+    assert json.loads((tmp_path / "a.jsonl").read_text()) == {"label": FORMULAS[0]}

@@ -1,0 +1,267 @@
+"""Folders of models that are made to do harm: what is in them is checked before it is built."""
+
+import json
+import os
+import struct
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers.modeling_utils
+from PIL import Image
+from tokenizers import Tokenizer, normalizers, processors
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.data.model_folder import model_folder
+from ravan_flwr.specs import ModelSpec
+from ravan_flwr.tasks import get_task
+from ravan_flwr.training.network import build_network, build_skeleton
+from testing.tiny import MODELS, OF_IMAGES, save_model
+
+
+def spec(folder):
+    return ModelSpec("hub", str(folder))
+
+
+def task(kind, folder):
+    preset = "cifar100-vit-b16" if kind in OF_IMAGES else "glue-llama"
+    config = read_config({"preset": preset} | ({} if kind in OF_IMAGES else {"glue-task": "rte"}))
+    return get_task(config.task)(config.data, 16, lambda: model_folder(spec(folder)))
+
+
+def build(kind, folder):
+    return build_network(spec(folder), task(kind, folder), 0)
+
+
+def changed(folder, name="config.json", **changes):
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+ABSURD = [
+    ("bert", {"num_hidden_layers": 10**9}, "num_hidden_layers = 1,000,000,000, expected 1,024"),
+    ("bert", {"vocab_size": 10**12}, "vocab_size = 1,000,000,000,000, expected 16,777,216"),
+    ("bert", {"hidden_size": 2**30}, "hidden_size = 1,073,741,824, expected"),
+    ("llama", {"max_position_embeddings": 10**15}, "max_position_embeddings = 1,000,"),
+    ("vit", {"num_hidden_layers": -(10**9)}, "num_hidden_layers = -1,000,000,000, expected"),
+    ("swin", {"depths": [1, 10**9]}, "depths = 1,000,000,000, expected 1,024"),
+    ("bert", {"text_config": {"num_layers": 10**9}}, "num_layers = 1,000,000,000, expected"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "told"), ABSURD)
+def test_absurd_sizes_are_refused_before_anything_is_built(kind, changes, told, tmp_path):
+    """Of a billion layers a list is made, and a tokenizer's loader makes it as well."""
+    changed(folder := save_model(kind, tmp_path / "model"), **changes)
+    tracemalloc.start()
+    start = time.process_time()
+    for use in (
+        lambda: build(kind, folder),
+        lambda: build_skeleton(spec(folder), task(kind, folder)),
+        lambda: task(kind, folder).reader,
+    ):
+        with pytest.raises(ValueError, match=f"its config.json cannot be used .*{told}"):
+            use()
+    assert time.process_time() - start < 5
+    assert tracemalloc.get_traced_memory()[1] < 2**25
+    tracemalloc.stop()
+
+
+# Possible sizes, but not those of the files.
+LARGER = [
+    ("bert", {"num_hidden_layers": 1000}),
+    ("bert", {"vocab_size": 2**24}),
+    ("bert", {"hidden_size": 2**15, "intermediate_size": 2**15}),
+    ("roberta", {"max_position_embeddings": 2**23}),
+    ("llama", {"intermediate_size": 2**22}),
+    ("t5", {"d_ff": 2**22}),
+    ("vit", {"image_size": 2**13, "patch_size": 1}),
+    ("bert", {"id2label": {str(n): str(n) for n in range(20)}, "hidden_size": 2**14}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), LARGER)
+def test_a_network_is_no_larger_than_its_weights(kind, changes, tmp_path, monkeypatch):
+    """Each would take gigabytes: what the files lack is drawn before it is found to be missing."""
+    changed(folder := save_model(kind, tmp_path / "model"), **changes)
+
+    def load(*_, **__):
+        raise AssertionError("weights are made")
+
+    monkeypatch.setattr(transformers.modeling_utils.PreTrainedModel, "_load_pretrained_model", load)
+    start = time.process_time()
+    with pytest.raises(ValueError, match="describes a larger network than the weights are"):
+        build(kind, folder)
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_architecture_fits_its_own_weights(kind, tmp_path):
+    folder = save_model(kind, tmp_path / "model")
+    if kind == "t5":
+        config = read_config({"preset": "newsgroups-t5", "model": str(folder)})
+        made = get_task(config.task)(config.data, 16, lambda: folder)
+        assert build_network(spec(folder), made, 0).size > 0
+    else:
+        assert build(kind, folder).size > 0
+
+
+def test_others_may_build_meanwhile_and_afterwards(tmp_path):
+    folder = save_model("bert", tmp_path / "model")
+    build("bert", folder)
+    torch.nn.Embedding(2**13, 2**13, device="meta")  # no limit is left behind
+
+
+CODE = [
+    {"attn_implementation": "kernels-community/flash-attn"},
+    {"_attn_implementation": "somebody/kernel:attend"},
+    {"attn_implementation": {"": "somebody/kernel"}},
+    {"_attn_implementation": "flash_attention_2"},
+]
+
+
+@pytest.mark.parametrize("changes", CODE)
+def test_a_model_does_not_choose_the_code_of_its_attention(changes, tmp_path, monkeypatch):
+    """Transformers would fetch that from the hub, and run it."""
+    fetched = []
+    monkeypatch.setattr(
+        transformers.modeling_utils,
+        "lazy_import_flash_attention",
+        lambda name, **_: fetched.append(name),
+    )
+    changed(folder := save_model("bert", tmp_path / "model"), **changes)
+    for use in (lambda: build("bert", folder),
+                lambda: build_skeleton(spec(folder), task("bert", folder))):  # fmt: skip
+        assert use().network.config._attn_implementation == "sdpa"
+    assert not fetched
+
+
+def test_what_a_model_needs_its_attention_to_be_stays(tmp_path):
+    changed(folder := save_model("bert", tmp_path / "model"), attn_implementation="eager")
+    assert build("bert", folder).network.config._attn_implementation == "eager"
+
+
+def test_other_files_than_the_weights_are_not_chosen(tmp_path):
+    folder = save_model("bert", tmp_path / "model")
+    before = build("bert", folder).network.bert.embeddings.word_embeddings.weight
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    safetensors.torch.save_file(
+        {name: tensor + 1 for name, tensor in state.items()}, folder / "other.safetensors",
+        {"format": "pt"},
+    )  # fmt: skip
+    changed(folder, transformers_weights="other.safetensors")
+    assert torch.equal(build("bert", folder).network.bert.embeddings.word_embeddings.weight, before)
+
+
+def test_weights_in_few_bits_are_refused(tmp_path):
+    """What unpacks them is chosen by the model, and may be fetched as well."""
+    folder = save_model("bert", tmp_path / "model")
+    changed(folder, quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(ValueError, match="quantization_config: its weights are kept in few bits"):
+        build("bert", folder)
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path):
+    folder = save_model("bert", tmp_path / "model")
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "somebody/else"}')
+    with pytest.raises(ValueError, match="has an adapter_config.json, expected a model without"):
+        model_folder(spec(folder))
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "added.txt"])
+def test_files_of_a_model_are_regular_files(name, tmp_path):
+    folder = save_model("bert", tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=f"its {name} cannot be used .*is a pipe or a device"):
+        _ = task("bert", folder).reader
+
+
+def test_files_of_a_model_are_of_limited_size(tmp_path):
+    folder = save_model("bert", tmp_path / "model")
+    with (folder / "config.json").open("ab") as file:
+        file.truncate(2**36)  # which takes no room on the disk
+    with pytest.raises(ValueError, match=r"config.json has 68,719,476,736 bytes, expected"):
+        build("bert", folder)
+
+
+def doubled(tokenizer):
+    """Thirty steps, each of which doubles a letter: a gigabyte of each."""
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "aa")] * 30)
+
+
+def replaced(tokenizer):
+    tokenizer.normalizer = normalizers.Replace("a", "b" * 10**6)
+
+
+def mapped(tokenizer):
+    """SentencePiece's map of characters: a tree, whose node has a place in what follows it."""
+    charsmap = struct.pack("<I", 1024) + bytes(1024) + b"b" * 10**6 + b"\0"
+    tokenizer.normalizer = normalizers.Precompiled(charsmap)
+
+
+def repeated(tokenizer):
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=["$A"] * 1000, special_tokens=[]
+    )
+
+
+def surrounded(tokenizer):
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>",
+        special_tokens=[{"id": "</s>", "ids": [2] * 1000, "tokens": ["</s>"] * 1000}],
+    )
+
+
+GROWING = [
+    (doubled, r"its normalizer makes 1,073,741,824 characters of one, expected 64 at most"),
+    (replaced, r"its normalizer makes 1,000,000 characters of one"),
+    (mapped, r"its normalizer makes 1,000,000 characters of one"),
+    (repeated, r"it makes 1,000 pieces of a text"),
+    (surrounded, r"it makes 1,001 pieces of a text"),
+]
+
+
+@pytest.mark.parametrize(("make", "told"), GROWING)
+def test_a_tokenizer_makes_no_long_texts_of_short_ones(make, told, tmp_path):
+    folder = save_model("bert", tmp_path / "model")
+    path = str(folder / "tokenizer.json")
+    make(tokenizer := Tokenizer.from_file(path))
+    tokenizer.save(path)
+    with pytest.raises(ValueError, match=f"its tokenizer's files cannot be used .*{told}"):
+        _ = task("bert", folder).reader
+
+
+# The longest that Unicode makes of one character, by NFKC: U+FDFA, 18 characters of 33 bytes.
+USUAL = {
+    "T5": normalizers.Sequence(
+        [normalizers.Precompiled(struct.pack("<I", 1024) + bytes(1024) + "ﷺ".encode() * 11),
+         normalizers.Replace("  ", "▁")]
+    ),
+    "LLaMA": normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+    "ALBERT": normalizers.Sequence(
+        [normalizers.Replace("``", '"'), normalizers.NFKD(), normalizers.StripAccents()]
+    ),
+    "BERT": normalizers.BertNormalizer(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_tokenizers_are_used(name, tmp_path):
+    folder = save_model("bert", tmp_path / "model")
+    path = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.normalizer = USUAL[name]
+    tokenizer.save(path)
+    assert task("bert", folder).reader("Hello world").input_ids
+
+
+@pytest.mark.parametrize("size", [{"height": 10**6, "width": 10**6}, {"shortest_edge": 10**6}])
+def test_an_image_processor_makes_no_huge_images(size, tmp_path):
+    folder = save_model("vit", tmp_path / "model")
+    changed(folder, "preprocessor_config.json", size=size)
+    with pytest.raises(ValueError, match=r"size = 1,000,000, expected 4,096 at most"):
+        task("vit", folder).inputs({"image": [Image.fromarray(np.zeros((8, 8), np.uint8))]})
