@@ -213,6 +213,7 @@ def _hold_rounds(
             measured = MetricRecord(_finite(bench.evaluate(tally), number))
             if samples:
                 samples.write(number)
+        keeper.tally = tally
         if tally is not None:
             write_classes(directory, number, tally, bench.task.data.labels)
         return measured

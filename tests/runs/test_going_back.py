@@ -9,6 +9,7 @@ from ravan_flwr import simulate
 from ravan_flwr.runs.checkpoint import checkpoint_rounds, load_checkpoint
 from ravan_flwr.runs.watch import best_round, collapse
 from ravan_flwr.specs import Scalar
+from ravan_flwr.tasks.tally import OTHER, Tally
 
 SMALL: dict[str, Scalar] = {
     "num-rounds": 6, "local-steps": 1, "batch-size": 4, "report": False, "tracking": "none",
@@ -40,6 +41,45 @@ def test_a_collapse_is_what_the_rule_says(before, now, told):
     assert (got is None) if told is None else (got is not None and told in got)
 
 
+LABELS = ("tea", "coffee", "cocoa")
+
+
+def counted(right, predicted):
+    tally = Tally()
+    tally.add(right, predicted)
+    return tally
+
+
+@pytest.mark.parametrize(
+    ("right", "predicted", "told"),
+    [
+        ([0, 1, 2, 2], [1, 1, 1, 1], "100.0% of predictions are 'coffee'"),
+        ([0, 1, 2, 2], [OTHER] * 4, "100.0% of predictions are no label"),
+        ([1] * 100 + [2] * 300, [0, 1] + [2] * 398, None),  # two of a hundred others
+        ([1] * 100 + [2] * 300, [2] * 399 + [1], "99.8% of predictions are 'cocoa'"),
+        ([1, 1, 1], [1, 1, 1], None),  # there is no other class
+        ([0, 1, 2], [2, 1, 1], None),
+        ([0, 0, 0, 1], [0, 0, 0, 1], None),
+        ([], [], None),
+    ],
+)
+def test_predictions_that_fall_on_one_class_are_a_collapse(right, predicted, told):
+    tally = counted(right, predicted)
+    now, earlier = of(2, 0.3, 1.0), [of(1, 0.3, 1.0)]
+    assert collapse(earlier, now, "accuracy", LABELS, tally) == told
+    assert collapse([], now, "accuracy", LABELS, tally) is None  # it has hardly trained
+    assert collapse([], now, "accuracy", LABELS, tally, last=True) == told
+
+
+@pytest.mark.parametrize(("loss", "collapsed"), [(1.0986, False), (1.0987, True)])
+def test_a_loss_above_that_of_equal_probabilities_is_a_collapse(loss, collapsed):
+    told = collapse([of(1, 0.3, 1.0)], of(2, 0.3, loss), "accuracy", LABELS)
+    assert (told is not None) == collapsed
+    if told:
+        assert told == "loss is 1.099, above the 1.099 of equal probabilities for 3 classes"
+    assert collapse([of(1, 0.3, 1.0)], of(2, 0.3, loss), "accuracy") is None  # no classes
+
+
 def test_the_best_round_is_the_earliest_of_the_largest():
     assert best_round([of(1, 0.1), of(2), of(3, 0.5), of(4, 0.5), of(5, 0.2)], "accuracy") == 3
     assert best_round([of(1)], "accuracy") is None
@@ -68,6 +108,7 @@ def test_a_collapsed_run_says_so_and_goes_back_to_its_best_round(tmp_path, measu
     told = capsys.readouterr().out
     assert "round 3 COLLAPSED: accuracy fell to 0.1, below half of 0.8 in round 2" in told
     assert f"resume={run.run_dir}@2" in told
+    assert told.count("COLLAPSED") == 1  # where it begins
     assert run.summary["collapsed"] == [3, 4, 5, 6]
     assert ["collapsed" in record for record in records_of(run.run_dir)] == [False] * 2 + [True] * 4
     assert checkpoint_rounds(folder) == [2, 4, 5, 6]
@@ -89,6 +130,32 @@ def test_a_collapsed_run_says_so_and_goes_back_to_its_best_round(tmp_path, measu
     assert again.summary["metrics"]["final"]["accuracy"] == 0.84
     assert checkpoint_rounds(folder) == [4, 5, 6]
     assert good.state.keys() == load_checkpoint(folder).state.keys()
+
+
+@pytest.mark.parametrize("where", ["server", "clients"])
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_that_never_learned_says_so_in_its_log_and_its_report(tmp_path, capsys, where):
+    """A rate a thousand times too high: no earlier round is better, and nothing falls."""
+    settings = SMALL | {
+        "output-dir": str(tmp_path), "learning-rate": 3.0, "num-rounds": 3, "report": True,
+        "validation-share": 0.2, "evaluate-on": where,
+    }  # fmt: skip
+    run = simulate(settings, 3)
+    assert 3 in run.summary["collapsed"]
+    told = capsys.readouterr().out
+    assert "COLLAPSED" in told
+    assert "The likely cause is a learning rate that is too high (here 3)" in told
+    page = (run.run_dir / "report" / "index.html").read_text()
+    assert "The evaluation collapsed in round" in page
+    assert "a learning rate that is too high (here 3.0)" in page
+
+
+def test_one_evaluation_at_the_end_is_judged_and_no_training_is_not(tmp_path):
+    settings = SMALL | {"output-dir": str(tmp_path), "learning-rate": 3.0, "num-rounds": 2}
+    run = simulate(settings | {"eval-every": 2}, 3)
+    assert run.summary["collapsed"] == [2]
+    idle = simulate(settings | {"method": "none", "classifier": "frozen"}, 3)
+    assert idle.summary["collapsed"] == []
 
 
 def test_going_back_to_the_end_drops_what_came_after(tmp_path):
