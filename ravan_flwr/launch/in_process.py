@@ -30,7 +30,7 @@ from ravan_flwr.launch.crew import Job
 from ravan_flwr.launch.side_by_side import SideBySide
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.runs.directory import RunDirectory, with_those_of_the_run
 from ravan_flwr.secure.node_keys import make_keys
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
@@ -48,10 +48,11 @@ class Simulation:
 def simulate(config: Mapping[str, Scalar], num_clients: int | None = None) -> Simulation:
     """Run the app in this process and return when it is done.
 
-    `config` holds keys of the run config; what is left out is the preset's. A relative
-    `output-dir` starts at the working directory, and so does the default, `runs`.
+    `config` holds keys of the run config; what is left out is the preset's, or with `resume` the
+    run's. A relative `output-dir` starts at the working directory, and so does the default, `runs`.
     """
-    run_config = {key: spec.default for key, spec in KEYS.items()} | own_preset(config)
+    given, num_clients = with_those_of_the_run(own_preset(config), num_clients)
+    run_config = {key: spec.default for key, spec in KEYS.items()} | given
     checked = read_config(run_config)
     num_clients = number_of_clients(checked, num_clients)
     if num_clients < 1:

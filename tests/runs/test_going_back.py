@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from ravan_flwr import simulate
+from ravan_flwr.cli import main
+from ravan_flwr.config.presets import preset_file
 from ravan_flwr.runs.checkpoint import checkpoint_rounds, load_checkpoint
 from ravan_flwr.runs.watch import best_round, collapse
 from ravan_flwr.specs import Scalar
@@ -65,19 +67,20 @@ def counted(right, predicted):
 )
 def test_predictions_that_fall_on_one_class_are_a_collapse(right, predicted, told):
     tally = counted(right, predicted)
-    now, earlier = of(2, 0.3, 1.0), [of(1, 0.3, 1.0)]
+    now, earlier = of(3, 0.3, 1.0), [of(1, 0.3, 1.0)]
     assert collapse(earlier, now, "accuracy", LABELS, tally) == told
     assert collapse([], now, "accuracy", LABELS, tally) is None  # it has hardly trained
+    assert collapse([], of(2, 0.3), "accuracy", LABELS, tally, last=True) is None
     assert collapse([], now, "accuracy", LABELS, tally, last=True) == told
 
 
 @pytest.mark.parametrize(("loss", "collapsed"), [(1.0986, False), (1.0987, True)])
 def test_a_loss_above_that_of_equal_probabilities_is_a_collapse(loss, collapsed):
-    told = collapse([of(1, 0.3, 1.0)], of(2, 0.3, loss), "accuracy", LABELS)
+    told = collapse([of(1, 0.3, 1.0)], of(3, 0.3, loss), "accuracy", LABELS)
     assert (told is not None) == collapsed
     if told:
         assert told == "loss is 1.099, above the 1.099 of equal probabilities for 3 classes"
-    assert collapse([of(1, 0.3, 1.0)], of(2, 0.3, loss), "accuracy") is None  # no classes
+    assert collapse([of(1, 0.3, 1.0)], of(3, 0.3, loss), "accuracy") is None  # no classes
 
 
 def test_the_best_round_is_the_earliest_of_the_largest():
@@ -151,9 +154,9 @@ def test_a_run_that_never_learned_says_so_in_its_log_and_its_report(tmp_path, ca
 
 
 def test_one_evaluation_at_the_end_is_judged_and_no_training_is_not(tmp_path):
-    settings = SMALL | {"output-dir": str(tmp_path), "learning-rate": 3.0, "num-rounds": 2}
-    run = simulate(settings | {"eval-every": 2}, 3)
-    assert run.summary["collapsed"] == [2]
+    settings = SMALL | {"output-dir": str(tmp_path), "learning-rate": 3.0, "num-rounds": 3}
+    run = simulate(settings | {"eval-every": 3}, 3)
+    assert run.summary["collapsed"] == [3]
     idle = simulate(settings | {"method": "none", "classifier": "frozen"}, 3)
     assert idle.summary["collapsed"] == []
 
@@ -169,6 +172,42 @@ def test_going_back_to_the_end_drops_what_came_after(tmp_path):
     forth = simulate(settings | {"resume": str(run.run_dir)}, 3)
     assert forth.summary["rounds"] == 3
     assert torch.equal(load_checkpoint(run.run_dir / "checkpoints").state["H"], third)
+
+
+def test_a_run_that_goes_on_takes_its_own_settings(tmp_path, monkeypatch, capsys):
+    """Of a preset that `new` has written, with another number of clients and everything changed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    text = preset_file("digits-vit").read_text()
+    (tmp_path / "conf" / "mine.yaml").write_text(text)
+    settings = SMALL | {
+        "preset": "conf/mine.yaml", "method": "hetlora", "partition": "iid", "num-rounds": 3,
+        "learning-rate": 0.02, "budgets": "uniform", "eval-every": 2, "weighting": "examples",
+    }  # fmt: skip
+    whole = simulate(settings, 4)
+    part = simulate(settings | {"num-rounds": 2}, 4)
+    before = json.loads((part.run_dir / "config.json").read_text())
+    assert simulate({"resume": str(part.run_dir)}).summary["rounds"] == 2  # as many as it had
+    capsys.readouterr()
+    main(["simulate", f"resume={part.run_dir}", "num-rounds=3"])
+    assert "no effect" not in capsys.readouterr().out  # nothing is given that it had not
+    assert json.loads((part.run_dir / "config.json").read_text()) == before
+    one, two = (load_checkpoint(run.run_dir / "checkpoints") for run in (whole, part))
+    assert one.round == two.round == 3
+    assert all(torch.equal(one.state[name], two.state[name]) for name in one.state)
+    assert not (part.run_dir / "report").exists()
+    simulate({"resume": f"{part.run_dir}@1", "num-rounds": 1})
+    assert [record["round"] for record in records_of(part.run_dir)] == [1]
+
+    with pytest.raises(ValueError, match="method: then 'hetlora', now 'fedit'; leave them out"):
+        simulate({"resume": str(part.run_dir), "method": "fedit"})
+    with pytest.raises(ValueError, match="preset: then 'mine', now 'digits-vit'"):
+        simulate({"resume": str(part.run_dir), "preset": "digits-vit"})
+    monkeypatch.chdir(tmp_path.parent)
+    with pytest.raises(ValueError, match="its preset 'mine' is none of the app's.*preset=FILE"):
+        simulate({"resume": str(part.run_dir)})
+    preset = str(tmp_path / "conf" / "mine.yaml")
+    assert simulate({"resume": str(part.run_dir), "preset": preset}).summary["rounds"] == 2
 
 
 def _fail(settings):
