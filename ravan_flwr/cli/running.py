@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.config.words import key_table, read_settings
 from ravan_flwr.importing import importing
-from ravan_flwr.runs.console import say_loading
+from ravan_flwr.runs.console import minutes, say_loading
 from ravan_flwr.runs.directory import check_writable, with_those_of_the_run
 from ravan_flwr.specs import ModelSpec, Scalar
 from ravan_flwr.training.clients import number_of_clients
@@ -132,7 +133,7 @@ def _hidden_size(model: ModelSpec) -> int | None:
 
 def _plan(parsed: argparse.Namespace) -> None:
     config, num_clients = read_settings(parsed.settings)
-    read_config(own_preset(config))  # before anything heavy is imported
+    checked = read_config(own_preset(config))  # before anything heavy is imported
     if parsed.picture is not None and not parsed.partition:
         raise ValueError(
             f"--picture {parsed.picture}: got no --partition beside it, expected both, since the "
@@ -146,7 +147,24 @@ def _plan(parsed: argparse.Namespace) -> None:
     with importing():
         from ravan_flwr.training.plan import plan_of  # noqa: PLC0415
 
-    sys.stdout.write(plan_of(config, num_clients) + "\n")
+    sys.stdout.write(plan_of(config, num_clients) + "\n\n")
+    number = number_of_clients(checked, num_clients)
+    sys.stdout.write(_time_told(replace(checked, num_clients=number)) + "\n")
+
+
+def _time_told(config: Config) -> str:
+    """Say how long the training of a run in process takes here, and how that is known."""
+    from ravan_flwr.training.speed import time_of_rounds  # noqa: PLC0415 (imports torch)
+
+    try:
+        seconds = time_of_rounds(config, config.num_rounds)
+    except ValueError as error:
+        return f"time            not estimated: {error}"
+    return (
+        f"time            about {minutes(seconds)} of training on this machine, in process\n"
+        "                (a step's operations are counted, and timed by some like them;\n"
+        "                evaluation, messages and waiting come on top)"
+    )
 
 
 def _show_partition(

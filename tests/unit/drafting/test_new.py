@@ -19,6 +19,7 @@ from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.specs import Scalar
 from testing.tiny import DATA, features, save_data, save_model
 
 MODULES = (pathlib, statistics, string, threading)  # whose docstrings are the texts
@@ -315,7 +316,12 @@ def test_the_bundled_model_is_a_model(new, images, tmp_path):
     assert "adapts 8 matrices of 96 x 96" in told
     assert "source: bundled" in (tmp_path / "conf" / "digits.yaml").read_text()
     preset = str(tmp_path / "conf" / "digits.yaml")
-    settings = {"preset": preset, "num-rounds": 1, "local-steps": 1, "report": False}
+    settings: dict[str, Scalar] = {
+        "preset": preset,
+        "num-rounds": 1,
+        "local-steps": 1,
+        "report": False,
+    }
     assert simulate(settings, 3).summary["rounds"] == 1
 
 
