@@ -248,6 +248,7 @@ def _hold_rounds(
         tally = Tally() if bench.task.classifies else None
         with bench.model.holding(from_record(arrays)):
             measured = MetricRecord(_finite(bench.evaluate(tally), number))
+        keeper.tally = tally
         if tally is not None:
             write_classes(directory, number, tally, bench.task.data.labels)
         return measured

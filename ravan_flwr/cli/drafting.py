@@ -2,11 +2,16 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from ravan_flwr.cli.parts import Commands
+from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.places import chosen_model, place_of_data
+from ravan_flwr.config.presets import new_file
 from ravan_flwr.importing import importing
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.runs.console import say_loading
+from ravan_flwr.specs import ModelSpec
 
 
 def add(commands: Commands) -> None:
@@ -26,7 +31,7 @@ def add(commands: Commands) -> None:
         "--model",
         required=True,
         metavar="FOLDER",
-        help="the same, of a pretrained model",
+        help="the same, of a pretrained model; or digits-vit, which comes with ravan-flwr",
     )
     for option, about in (
         ("--text", "the column of texts, where the data leave it open"),
@@ -43,10 +48,22 @@ def add(commands: Commands) -> None:
         help="ends of the names of the layers to adapt, with commas between them, for "
         "architectures that ravan-flwr does not know",
     )
+    new.add_argument(
+        "--chat-template",
+        default="",
+        metavar="FILE",
+        help="a Jinja template that writes conversations, in place of the tokenizer's",
+    )
     new.set_defaults(command=_new)
 
 
 def _new(parsed: argparse.Namespace) -> None:
+    # What needs no library first: they take seconds to import.
+    new_file(parsed.name)
+    place_of_data(parsed.data)
+    chosen_model(ModelSpec("hub", ""), parsed.model, parsed.targets or AUTO)
+    chat_template = _read(parsed.chat_template) if parsed.chat_template else ""
+
     say_loading()
     with importing():
         from ravan_flwr.drafting.columns import NamedColumns  # noqa: PLC0415
@@ -60,6 +77,18 @@ def _new(parsed: argparse.Namespace) -> None:
         asked=asked,
         subset=parsed.subset,
         targets=parsed.targets,
+        chat_template=chat_template,
     ):
         sys.stdout.write(plain(line) + "\n")
         sys.stdout.flush()
+
+
+def _read(name: str) -> str:
+    """Read a chat template."""
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"--chat-template {name}: it cannot be read ({error}), expected a file with a Jinja "
+            "template; correct it"
+        ) from None

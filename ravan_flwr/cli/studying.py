@@ -1,11 +1,19 @@
 """Commands that run the app many times."""
 
 import argparse
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from ravan_flwr.cli.parts import Commands, add_gpus
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.config.words import key_table, read_settings
+from ravan_flwr.importing import importing
+
+if TYPE_CHECKING:
+    from ravan_flwr.studies.tuning import Tuning
 
 
 def add(commands: Commands) -> None:
@@ -63,6 +71,12 @@ def _add_tune(commands: Commands) -> None:
         "--rates",
         metavar="RATE,RATE,...",
         help="try these rates alone (default: five around the preset's, more at an edge)",
+    )
+    tune.add_argument(
+        "--seeds",
+        metavar="SEED,SEED,...",
+        help="seeds of the last runs, the first of them that of all others (default: 100,101,102, "
+        "or three from seed=...)",
     )
     tune.add_argument(
         "--no-write", action="store_true", help="print the line rather than change the preset"
@@ -131,12 +145,15 @@ def _tune(parsed: argparse.Namespace) -> None:
     settings, num_clients = read_settings(parsed.settings)
     if parsed.engine == "flower":
         read_config(settings)  # which refuses a preset's path: Flower bundles the app's own
-    tuning = plan_tuning(settings, num_clients, _rates(parsed.rates))
+    seeds = _numbers("--seeds", parsed.seeds, int, "whole numbers", "1,2,3")
+    rates = _numbers("--rates", parsed.rates, float, "numbers", "1e-3,3e-3")
+    tuning = plan_tuning(settings, num_clients, rates, seeds)
     show()
     config = tuning.config
     folder = parsed.output or Path("studies") / f"tune-{Path(config.preset).stem}-{config.method}"
     log.info("%s\nfolder %s", tuning.describe(), folder.absolute())
     if parsed.dry_run:
+        log.info("%s", _time_of(tuning))
         return
 
     from ravan_flwr.studies.adopting import adopt  # noqa: PLC0415
@@ -157,11 +174,38 @@ def _tune(parsed: argparse.Namespace) -> None:
     log.info("%s", adopt(choice, write=not parsed.no_write))
 
 
-def _rates(text: str | None) -> list[float]:
-    """Read the option --rates."""
+def _time_of(tuning: "Tuning") -> str:
+    """Estimate how long a tuning takes on this machine, one run after the other."""
+    from ravan_flwr.runs.console import minutes  # noqa: PLC0415
+    from ravan_flwr.studies.clock import Work  # noqa: PLC0415
+
+    started = time.monotonic()
+    with importing():
+        from ravan_flwr.training.speed import time_of_rounds  # noqa: PLC0415
+    start = time.monotonic() - started
+    work = sum((rung.work for rung in tuning.rungs), start=Work())
     try:
-        return [float(word) for word in (text or "").replace(",", " ").split()]
+        seconds = time_of_rounds(replace(tuning.config, num_clients=tuning.num_clients))
+    except ValueError as error:
+        return f"time not estimated: {error}"
+    total = work.rounds * seconds + work.runs * start
+    return (
+        f"about {minutes(total)} on this machine, one run after the other: {seconds:.2g} s for the "
+        f"training of a round (`ravan-flwr plan` says how that is known), {start:.0f} s to start a "
+        "run; evaluation comes on top"
+    )
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _numbers(
+    option: str, text: str | None, kind: Callable[[str], _Number], what: str, example: str
+) -> list[_Number]:
+    """Read the numbers of an option, which commas part."""
+    try:
+        return [kind(word) for word in (text or "").replace(",", " ").split()]
     except ValueError:
         raise ValueError(
-            f"--rates {text}: expected numbers with commas between, such as 1e-3,3e-3; correct it"
+            f"{option} {text}: expected {what} with commas between, such as {example}; correct it"
         ) from None

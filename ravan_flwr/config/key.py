@@ -109,9 +109,12 @@ def did_you_mean(value: str, choices: Iterable[str]) -> str:
 
 
 def nearest(value: str, choices: Iterable[str]) -> str | None:
-    """Find the choice that begins so, or is spelt most like it, whatever its case and dashes."""
+    """Find the choice that begins or ends so, or is spelt most like it, whatever its case."""
     plain = {choice.lower(): choice for choice in choices}
     asked = str(value).lower().replace("_", "-")
+    if asked in plain:
+        return plain[asked]
     begun = [choice for choice in plain if len(asked) > 2 and choice.startswith(f"{asked}-")]
-    near = begun or difflib.get_close_matches(asked, list(plain), n=1)
+    ended = [choice for choice in plain if len(asked) > 2 and choice.endswith(f"-{asked}")]
+    near = begun or difflib.get_close_matches(asked, list(plain), n=1) or sorted(ended, key=len)
     return plain[near[0]] if near else None

@@ -108,6 +108,54 @@ NOT_OF_RESULT = frozenset(name for name, key in KEYS.items() if not key.of_resul
 # A run that is resumed may differ in these from what it was.
 FREE_ON_RESUME = NOT_OF_RESULT | {name for name, key in KEYS.items() if key.may_change}
 
+# What other programs call a key, where its spelling does not lead to it.
+_ELSEWHERE = {
+    "lr": "learning-rate",
+    "eta": "learning-rate",
+    "client-lr": "learning-rate",
+    "server-lr": "server-learning-rate",
+    "lr-scheduler": "learning-rate-schedule",
+    "wd": "weight-decay",
+    "bs": "batch-size",
+    "epochs": "local-epochs",
+    "num-epochs": "local-epochs",
+    "max-steps": "local-steps",
+    "num-server-rounds": "num-rounds",
+    "fraction-fit": "clients-per-round",
+    "fraction-train": "clients-per-round",
+    "num-supernodes": "num-clients",
+    "alpha": "partition-alpha",
+    "mu": "proximal-mu",
+    "r": "rank",
+    "lora-r": "lora-rank",
+    "lora-alpha": "lora-scale",
+    "target-modules": "targets",
+    "num-heads": "heads",
+    "max-seq-length": "max-length",
+    "optimizer": "server-optimizer",
+    "max-grad-norm": "max-gradient-norm",
+    "dtype": "precision",
+    "fp16": "precision",
+    "bf16": "precision",
+    "gpu": "device",
+    "cuda": "device",
+    "dataset": "data",
+    "strategy": "method",
+    "algorithm": "method",
+    "sigma": "noise-multiplier",
+    "dp": "privacy",
+    "secagg": "secure-aggregation",
+    "compression": "wire",
+    "clients": "num-clients",
+    "dirichlet-alpha": "partition-alpha",
+    "head": "heads",
+    "num-workers": "processes",
+    "wandb": "tracking",
+    "out": "output-dir",
+    "dropout": "",  # there is none
+    "lora-dropout": "",
+}
+
 
 def check_key(name: str, value: Scalar) -> Scalar:
     """Return the value in the key's own type; ValueError for an unknown key or a wrong value."""
@@ -118,8 +166,9 @@ def check_key(name: str, value: Scalar) -> Scalar:
             'simulate(settings, N), or `flwr run` with --federation-config "num-supernodes=N"'
         )
     if name not in KEYS:
+        known, meant = [*KEYS, "num-clients"], _ELSEWHERE.get(name.lower().replace("_", "-"), name)
         raise ValueError(
-            f"unknown key {name!r}{did_you_mean(name, [*KEYS, 'num-clients'])} Expected one that "
+            f"unknown key {name!r}{did_you_mean(meant, known)} Expected one that "
             "`ravan-flwr simulate --help` lists; correct it"
         )
     return KEYS[name].checked(name, value)

@@ -76,3 +76,22 @@ def _place(key: str, text: str) -> tuple[str, str]:
             "org/name@revision; correct it"
         )
     return name, revision
+
+
+def place_of_data(place: str) -> tuple[str, str]:
+    """Split a folder, or an id of the hub, from its revision; ValueError for what is neither."""
+    path = Path(place).expanduser()
+    if path.is_file():
+        raise ValueError(
+            f"data {place}: got a file, expected a folder, which may hold it alone; move it: "
+            f"mkdir data && mv {place} data/train{path.suffix}"
+        )
+    if path.is_dir():
+        return str(path.resolve()), ""
+    name, _, revision = place.partition("@")
+    if place.startswith((".", "/", "~")) or len(name.split("/")) > 2:
+        raise ValueError(
+            f"data {place}: found no such folder; expected one, or an id of the hub such as "
+            "org/name; correct it"
+        )
+    return name, revision

@@ -1,5 +1,6 @@
 """Find and read presets: files of `conf/` by their name, any file by its path."""
 
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -73,6 +74,31 @@ def preset_file(name: str) -> Path:
         f"{', '.join(preset_names())} (the files of {conf_folder()}), or the path of a file, such "
         f"as ./{name}.yaml; `ravan-flwr new` writes one for your own task"
     )
+
+
+def new_file(name: str) -> Path:
+    """Choose where to write a preset: in `conf/` of this app, or of the working directory."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name) or name.endswith(_SUFFIXES):
+        raise ValueError(
+            f"NAME {name!r}: expected letters, digits, hyphens and underscores, such as "
+            "my-task; it becomes conf/my-task.yaml"
+        )
+    here = Path.cwd() / "conf"
+    folder = conf_folder() if conf_folder().parent == Path.cwd() else here
+    path = folder / f"{name}.yaml"
+    taken = conf_folder() / f"{name}.yaml"
+    for found in (path, taken):
+        refuse_if_there(name, found)
+    return path
+
+
+def refuse_if_there(name: str, path: Path) -> None:
+    """Raise ValueError if there is such a file."""
+    if path.exists():
+        raise ValueError(
+            f"NAME {name!r}: there is {path} already, and nothing is overwritten; choose another "
+            "name, or move the file away"
+        )
 
 
 def read_preset(name: str) -> Preset:

@@ -74,6 +74,12 @@ def language_of(content: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
 
 def _prompts(content: Mapping[str, Any], columns: Any) -> tuple[str, ...]:
     """Read one prompt, or several, of which the first serves that an example has all columns of."""
+    if isinstance(columns, dict) and "completion" not in columns:
+        raise ValueError(
+            f"data.columns = {columns}: expected messages, a column of conversations, or a prompt "
+            "with the completion that is learned; write {messages: COLUMN}, or {prompt: COLUMN, "
+            "completion: COLUMN}"
+        )
     check_fields("data.columns.", columns, {"completion"}, set(map(str, columns)))
     told = content.get("prompt", "{prompt}")
     prompts = told if isinstance(told, list) else [told]

@@ -1,7 +1,7 @@
 """Read the configuration of an earlier run from its `config.json`."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from ravan_flwr.config.keys import AUTO, FREE_ON_RESUME, KEYS
@@ -50,20 +50,29 @@ def _data_of(data: dict[str, Any]) -> DataSpec:
     return DataSpec(**data)
 
 
-def settings_of(content: Mapping[str, Any], where: str) -> dict[str, Scalar]:
-    """Find a run config that gives what a run's `config.json` holds, but for what may change.
+_SECOND = ("model", "data", "learning-rate")  # by which others are settled, but for the first few
 
-    ValueError where today's presets do not give it.
+
+def settings_of(
+    content: Mapping[str, Any],
+    where: str,
+    free: Set[str] = FREE_ON_RESUME - WAITING | {"num-clients"},
+    preset: Mapping[str, Scalar] | None = None,
+) -> dict[str, Scalar]:
+    """Find a run config that gives what a run's `config.json` holds, but for what is `free`.
+
+    `preset` names the preset where it is no file of conf/. ValueError where today's presets do not
+    give it.
     """
     recorded = recorded_config(content, where).as_dict()  # checked
-    settings: dict[str, Scalar] = {}
+    settings: dict[str, Scalar] = dict(preset or {})
     # What is set first decides what other keys are where they are "auto".
-    for keys in (("preset", "method", "seed", "glue-task"), ("model", "data"), KEYS, KEYS):
+    for keys in (("preset", "method", "seed", "glue-task"), _SECOND, KEYS, KEYS):
         now = read_config(settings).as_dict()
         for key in keys:
-            if key in _different(recorded, now):
+            if key in _different(recorded, now, free):
                 settings |= _setting(key, recorded[key], now[key])
-    if left := _different(recorded, read_config(settings).as_dict()):
+    if left := _different(recorded, read_config(settings).as_dict(), free):
         raise ValueError(
             f"{where}: its config.json has other values of {left} than today's preset "
             f"{recorded['preset']!r} gives; use the presets and the version of ravan-flwr that "
@@ -72,9 +81,8 @@ def settings_of(content: Mapping[str, Any], where: str) -> dict[str, Scalar]:
     return settings
 
 
-def _different(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List the keys that have other values now, of those that a run keeps."""
-    free = FREE_ON_RESUME - WAITING | {"num-clients"}  # who starts a run decides that
+def _different(recorded: Mapping[str, Any], now: Mapping[str, Any], free: Set[str]) -> list[str]:
+    """List the keys that have other values now, of those that are not free."""
     before = dict(recorded)
     if not now["data"]["labels"]:  # the data tells them once more
         before["data"] = before["data"] | {"labels": []}

@@ -19,6 +19,15 @@ LEAST = 1e-9  # a proportion of zero could not be scaled
 DRAWS = 11  # of one generator, until every client has enough
 
 
+def check_number(clients: int, examples: int) -> None:
+    """Raise ValueError if there are fewer examples than clients that share them."""
+    if clients > examples:
+        raise ValueError(
+            f"{clients} clients share {examples} examples, expected at least one each; use fewer "
+            "clients"
+        )
+
+
 def counts_by_client(
     proportions: np.ndarray, clients: np.ndarray, classes: np.ndarray
 ) -> np.ndarray:

@@ -195,8 +195,8 @@ def _tell_of_names(differing: Mapping[int, str], labels: Sequence[str], data: st
         )
 
 
-def some_of(names: Sequence[str], most: int = 20) -> str:
-    """List the first few names."""
+def some_of(names: Sequence[object], most: int = 20) -> str:
+    """List the first few names or numbers."""
     return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
 
 

@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 
 from ravan_flwr.data.columns import numbered, values_of
-from ravan_flwr.data.dealing import DRAWS, deal_alike, deal_by_class, deal_by_client
+from ravan_flwr.data.dealing import DRAWS, check_number, deal_alike, deal_by_class, deal_by_client
 from ravan_flwr.data.other_partitions import (
     SIZES,
     deal_by_size,
@@ -53,11 +53,7 @@ def deal_out(train: datasets.Dataset, partition: Partition, column: str) -> list
     Under a Dirichlet partition, clients differ in how often they have each value of the column.
     Where only the number of examples counts, no column is read.
     """
-    if partition.number > len(train):
-        raise ValueError(
-            f"{partition.number} clients share {len(train)} examples, expected at least one "
-            "each; use fewer clients"
-        )
+    check_number(partition.number, len(train))
     read = partition.kind in BY_COLUMN
     rows = Rows(len(train), column, values_of(train, column) if read else [])
     seed = derive(partition.seed, "partition") % 2**32

@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 from PIL import Image
 
+from ravan_flwr.config.places import place_of_data
 from ravan_flwr.data.encoding import check_encoding
 from ravan_flwr.data.examples import held_back, some_of
 from ravan_flwr.data.hub import every_split
@@ -65,9 +66,9 @@ class DataSeen:
         return told
 
 
-def look_at_data(place: str, subset: str, asked: NamedColumns) -> DataSeen:
+def look_at_data(place: str, subset: str, asked: NamedColumns, chat_template: str = "") -> DataSeen:
     """Load a data set and see what it is."""
-    name, revision = _name(place)
+    name, revision = place_of_data(place)
     where = f"data {place}"
     _check_kinds(Path(name), where)
     splits = every_split(name, subset, revision)
@@ -77,6 +78,11 @@ def look_at_data(place: str, subset: str, asked: NamedColumns) -> DataSeen:
     train = splits[train_name]
     columns = find_columns(train, asked, where)
     label = columns.get("label", "")  # none for a language model
+    if chat_template and "messages" not in columns:
+        raise ValueError(
+            f"--chat-template: {where} has no column of conversations, which it writes, expected "
+            "messages; leave it out"
+        )
     test_name = _test_split(splits, train_name, label, where)
     used = {"train": train} | ({"test": splits[test_name]} if test_name else {})
     _check_whole(used, columns, where)
@@ -91,6 +97,7 @@ def look_at_data(place: str, subset: str, asked: NamedColumns) -> DataSeen:
         columns=tuple(columns.items()),
         labels=labels,
         prompts=prompts_for(columns),
+        chat_template=chat_template,
     )
     return DataSeen(
         spec,
@@ -103,25 +110,6 @@ def look_at_data(place: str, subset: str, asked: NamedColumns) -> DataSeen:
     )
 
 
-def _name(place: str) -> tuple[str, str]:
-    """Split a folder or an id of the hub from its revision."""
-    path = Path(place).expanduser()
-    if path.is_file():
-        raise ValueError(
-            f"data {place}: got a file, expected a folder, which may hold it alone; move it: "
-            f"mkdir data && mv {place} data/train{path.suffix}"
-        )
-    if path.is_dir():
-        return str(path.resolve()), ""
-    name, _, revision = place.partition("@")
-    if place.startswith((".", "/", "~")) or len(name.split("/")) > 2:
-        raise ValueError(
-            f"data {place}: found no such folder; expected one, or an id of the hub such as "
-            "org/name; correct it"
-        )
-    return name, revision
-
-
 def _check_kinds(folder: Path, where: str) -> None:
     """Refuse tables of several kinds, of which only one would be read, and what has no names."""
     if is_idx(folder):
@@ -131,6 +119,14 @@ def _check_kinds(folder: Path, where: str) -> None:
             "conf/fashion-vit.yaml, with your labels and your model"
         )
     files = [file for file in folder.rglob("*") if file.stem != "metadata"]  # which images may have
+    there = [file for file in files if file.is_file() and not file.name.startswith(".")]
+    if there and all(file.suffix.lower() == ".txt" for file in there):
+        raise ValueError(
+            f"{where}: got {some_of([str(file.relative_to(folder)) for file in there], 5)}, which "
+            "has no columns, expected CSV, JSON lines or parquet (train.csv, test.csv), or images "
+            "in a folder for each class (train/CLASS/*.png); write the texts with their labels "
+            "into one of these"
+        )
     kinds = {file.suffix.lower() for file in files} & {".csv", ".jsonl", ".parquet"}
     if folder.is_dir() and len(kinds) > 1:
         raise ValueError(
@@ -169,23 +165,24 @@ def _test_split(splits: datasets.DatasetDict, train: str, label: str, where: str
 def _check_whole(
     splits: Mapping[str, datasets.Dataset], columns: Mapping[str, str], where: str
 ) -> None:
-    """Refuse examples without a text or a numbered label; other labels are checked by name."""
-    feature = splits["train"].features.get(columns.get("label", ""))
-    if isinstance(feature, datasets.ClassLabel):
-        unknown = sum(n is None or n < 0 for n in splits["train"][columns["label"]])
-        if unknown:
-            raise ValueError(
-                f"{where}: {unknown} examples have no label, expected one each; take them out"
-            )
+    """Refuse examples without a text or a label, by their rows."""
+    nouns = {"text": "text", "text-pair": "text", "label": "label"}
     for name, split in splits.items():
-        for role in ("text", "text-pair"):
+        for role, noun in nouns.items():
             column = columns.get(role)
-            missing = sum(not text for text in split[column]) if column else 0
-            if missing:
+            values = split[column] if column else []
+            nothing = (None, -1) if _is_numbered(split, column) else (None, "")
+            if missing := [row for row, value in enumerate(values, 1) if value in nothing]:
                 raise ValueError(
-                    f"{where}, {name}: {missing} of {len(split)} examples have nothing in column "
-                    f"{column!r}, expected a text in each; take them out"
+                    f"{where}, {name}: {len(missing)} of {len(split)} examples have nothing in "
+                    f"column {column!r} (row {some_of(missing)}), expected a {noun} in each; take "
+                    "them out"
                 )
+
+
+def _is_numbered(split: datasets.Dataset, column: str | None) -> bool:
+    """Tell whether a column has numbered classes, of which -1 is none."""
+    return column is not None and isinstance(split.features[column], datasets.ClassLabel)
 
 
 def _sizes(train: datasets.Dataset, column: str, where: str) -> str:

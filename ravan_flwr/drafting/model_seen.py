@@ -8,10 +8,12 @@ from typing import Any
 import datasets
 import numpy as np
 
+from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.attach import find_layers
 from ravan_flwr.config.places import chosen_model
+from ravan_flwr.config.preset_fields import LORA_RANK, RUN
 from ravan_flwr.data.examples import by_role
-from ravan_flwr.data.model_folder import config_of, lacks, model_folder
+from ravan_flwr.data.model_folder import lacks, model_folder
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.drafting.data_seen import DataSeen
 from ravan_flwr.specs import ModelSpec
@@ -19,7 +21,9 @@ from ravan_flwr.tasks import TASKS, get_task
 from ravan_flwr.tasks.base import Task
 from ravan_flwr.tasks.causal import Causal
 from ravan_flwr.tasks.tokens import fitted, tokens_of
-from ravan_flwr.training.network import build_skeleton
+from ravan_flwr.training.bundled import bundled_names
+from ravan_flwr.training.network import CONFIGS, build_skeleton
+from ravan_flwr.training.plan import suggested_heads
 
 _CHARACTERS = 5_000_000  # of texts whose tokens are counted
 _EXAMPLES = 5_000
@@ -50,6 +54,7 @@ class ModelSeen:
     lengths: Lengths | None  # None: it reads images
     image_size: str
     target_length: int  # of the longest label's name, for a model that writes it
+    heads: int  # of RAVAN, as many as help (`plan` says why)
 
     @property
     def max_length(self) -> int:
@@ -65,12 +70,14 @@ def look_at_model(place: str, data: DataSeen, targets: str) -> ModelSeen:
     path = Path(place).expanduser()
     folder = str(path.resolve()) if path.is_dir() else place
     spec = chosen_model(ModelSpec("hub", ""), folder, targets or "auto")
+    if not path.is_dir() and place in bundled_names():
+        spec = replace(spec, source="bundled")
     if Path(spec.name).is_dir() and (missing := lacks(Path(spec.name))):
         raise ValueError(
             f"model {place}: the folder has no {missing}, expected config.json and weights as "
             "safetensors; save it with save_pretrained of transformers 5"
         )
-    settings = config_of(spec)
+    settings = CONFIGS[spec.source](spec)
     task_name = _task_of(settings, data)
     task = _plain_task(task_name, data, spec)
     backbone = build_skeleton(spec, task)
@@ -89,6 +96,7 @@ def look_at_model(place: str, data: DataSeen, targets: str) -> ModelSeen:
         lengths=None if data.is_image else _lengths(task, data, settings),
         image_size=_image_size(task, settings) if data.is_image else "",
         target_length=0,
+        heads=_heads(layers),
     )
     if task_name != "text-to-label":
         return seen
@@ -96,14 +104,22 @@ def look_at_model(place: str, data: DataSeen, targets: str) -> ModelSeen:
     return replace(seen, target_length=max(map(len, names)))
 
 
+def _heads(layers: Sequence[Layer]) -> int:
+    """Choose RAVAN's heads within the parameter budget of a preset that says none."""
+    budget = LORA_RANK["lower"] * sum(one.out_features + one.in_features for one in layers)
+    side = min(min(one.out_features, one.in_features) for one in layers)
+    return min(int(RUN["heads"]), suggested_heads(budget / len(layers), side))
+
+
 def _plain_task(name: str, data: DataSeen, model: ModelSpec) -> Task:
     """Make the task, with as many tokens as there may be: they are counted with it."""
     kind = TASKS[name]
     spec = replace(data.spec, prompt=kind.prompt, target_length=kind.target_length)
 
-    return get_task(name)(
-        spec, kind.max_length, lambda: model_folder(model), lambda: config_of(model)
-    )
+    def folder() -> Path | None:
+        return None if model.source == "bundled" else model_folder(model)
+
+    return get_task(name)(spec, kind.max_length, folder, lambda: CONFIGS[model.source](model))
 
 
 def _task_of(settings: dict[str, Any], data: DataSeen) -> str:

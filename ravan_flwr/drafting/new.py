@@ -1,12 +1,17 @@
 """Draft a preset for a task of one's own, and say what was seen."""
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ravan_flwr.config.presets import PresetPath, conf_folder, read_preset
+from ravan_flwr.config.presets import (
+    PresetPath,
+    conf_folder,
+    new_file,
+    read_preset,
+    refuse_if_there,
+)
 from ravan_flwr.data.hub_errors import NotHereError
 from ravan_flwr.drafting.columns import NamedColumns
 from ravan_flwr.drafting.data_seen import DataSeen, look_at_data
@@ -16,12 +21,12 @@ from ravan_flwr.drafting.writing import preset_text, run_of
 
 def new_preset(
     name: str, data: str, model: str, *, asked: NamedColumns | None = None, subset: str = "",
-    targets: str = "",
+    targets: str = "", chat_template: str = "",
 ) -> Iterator[str]:  # fmt: skip
     """Write `conf/NAME.yaml`, and yield lines that say what was seen and what to do next."""
-    path = _path(name)
+    path = new_file(name)
     with _telling_of("--data", data):
-        seen = look_at_data(data, subset, asked or NamedColumns())
+        seen = look_at_data(data, subset, asked or NamedColumns(), chat_template)
     yield from _told_of_data(seen)
     with _telling_of("--model", model):
         fitting = look_at_model(model, seen, targets)
@@ -46,32 +51,6 @@ def _telling_of(option: str, place: str) -> Iterator[None]:
         ) from None
 
 
-def _path(name: str) -> Path:
-    """Choose the file, in `conf/` of the app that this is, or of the working directory."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name) or name.endswith(
-        (".yaml", ".yml")
-    ):
-        raise ValueError(
-            f"NAME {name!r}: expected letters, digits, hyphens and underscores, such as "
-            "my-task; it becomes conf/my-task.yaml"
-        )
-    here = Path.cwd() / "conf"
-    folder = conf_folder() if conf_folder().parent == Path.cwd() else here
-    path = folder / f"{name}.yaml"
-    taken = conf_folder() / f"{name}.yaml"
-    for found in (path, taken):
-        _refuse_if_there(name, found)
-    return path
-
-
-def _refuse_if_there(name: str, path: Path) -> None:
-    if path.exists():
-        raise ValueError(
-            f"NAME {name!r}: there is {path} already, and nothing is overwritten; choose another "
-            "name, or move the file away"
-        )
-
-
 def _write(name: str, path: Path, text: str) -> None:
     """Write a new file, whole or not at all, and read it as a run will."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +61,7 @@ def _write(name: str, path: Path, text: str) -> None:
         try:
             os.link(draft, path)  # unlike a rename, it replaces nothing
         except OSError:  # there is a file now, or no link on this file system
-            _refuse_if_there(name, path)
+            refuse_if_there(name, path)
             draft.rename(path)
     finally:
         draft.unlink(missing_ok=True)

@@ -19,7 +19,12 @@ PRESET = """\
 task: {{ model.task }}  # what is learned, and how it is measured
 
 model:
+{% if model.spec.source == "bundled" %}
+  source: bundled  # it comes with ravan-flwr
+  name: {{ model.spec.name | text }}  # of the app's own
+{% else %}
   name: {{ model.spec.name | text }}  # an id of the hub, or a folder (on every machine)
+{% endif %}
 {% if model.spec.revision %}
   revision: {{ model.spec.revision | text }}  # of the hub
 {% endif %}
@@ -41,6 +46,9 @@ data:
 {% for one in prompts %}
     - {{ one | text }}
 {% endfor %}
+{% endif %}
+{% if spec.chat_template %}
+  chat-template: {{ spec.chat_template | text }}  # in place of the tokenizer's
 {% endif %}
 {% if splits %}
   splits: {{ splits }}  # of the clients: of the server
@@ -69,7 +77,7 @@ run:
   partition: {{ run["partition"] }}  # simulated clients differ in their classes; or iid
   partition-alpha: {{ run["partition-alpha"] }}  # the smaller, the more they differ
 {% endif %}
-  heads: {{ run["heads"] }}  # of the method ravan, in each adapted layer
+  heads: {{ model.heads }}  # of the method ravan, in each adapted layer
 {% if not writes %}
   classifier: {{ run["classifier"] }}  # trained along with the adapters; or frozen
 {% endif %}

@@ -31,7 +31,7 @@ from ravan_flwr.launch.crew import Job
 from ravan_flwr.launch.side_by_side import SideBySide
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.runs.directory import RunDirectory, with_those_of_the_run
 from ravan_flwr.secure.node_keys import make_keys
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
@@ -56,8 +56,9 @@ def simulate(
     Calls in several threads run one after the other.
 
     Args:
-        config: Keys of the run config; what is left out is the preset's. A relative `output-dir`
-            starts at the working directory, and so does the default, `runs`.
+        config: Keys of the run config; what is left out is the preset's, or with `resume` the
+            run's. A relative `output-dir` starts at the working directory, and so does the
+            default, `runs`.
         num_clients: How many clients share the data; the preset's number if left out.
         callbacks: What watches the run: objects with hooks of `Callback`.
 
@@ -75,7 +76,8 @@ _ONE_AT_A_TIME = threading.RLock()
 def _simulate(
     config: Mapping[str, Scalar], num_clients: int | None, callbacks: Iterable[object]
 ) -> Simulation:
-    run_config = {key: spec.default for key, spec in KEYS.items()} | own_preset(config)
+    given, num_clients = with_those_of_the_run(own_preset(config), num_clients)
+    run_config = {key: spec.default for key, spec in KEYS.items()} | given
     checked = read_config(run_config)
     num_clients = number_of_clients(checked, num_clients)
     if num_clients < 1:

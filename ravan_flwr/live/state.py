@@ -48,7 +48,7 @@ def now_of(seen: Seen) -> Now:
     if is_going_on(seen):
         return _going_on(seen, done)
     after = f"after {last} round{'' if last == 1 else 's'}"
-    advice = f"To go on, with the same settings: resume={seen.path}"
+    advice = f"To go on: resume={seen.path} (flwr run needs the same settings beside it)"
     if seen.failure is not None:
         return Now("failed", f"It failed {after}: {seen.failure}", None, advice, done)
     if seen.summary is not None:

@@ -2,14 +2,17 @@
 
     y = W x + b + B H A x
 
-In a first federated round the sampled clients fine-tune the adapted matrices themselves
-(first_round.py). Their mean change is decomposed, U S V^T, and
+In a first federated round, as the RAVAN paper describes it, the sampled clients fine-tune the
+adapted matrices themselves (first_round.py). Their mean change is decomposed, U S V^T, and
 
     B = U[:, :r],    H(0) = S[:r, :r],    A = V^T[:r]
 
 B and A are frozen from then on, and travel to each client once; W is the pretrained one again.
 Clients train H, and the server takes the mean, which is exact: B mean(H_c) A = mean(B H_c A).
 It is RAVAN with one head and without a scale, up to the initialisation.
+
+Fed-SB's own code has no such round: the server decomposes one signed gradient, -eta sign(sum of
+gradients), of about 50 examples.
 """
 
 import math

@@ -8,8 +8,9 @@ and towards its B in even ones:
     B <- mean_c(B_c R'_c),    A <- mean_c(R'_c^T A_c)
 
 R' is the rotation nearest to (1 - lambda) I + lambda R: it goes a part of the way. With lambda = 0
-this is FedIT. It is not exact. The turn needs the upload and the last state alone, so the server
-makes it, after a reply was checked as the client trained it.
+this is FedIT; the paper's best values are 0.4 to 0.6. The public code's default, 1.5, takes the
+whole orthogonal factor, reflections included. It is not exact. The turn needs the upload and the
+last state alone, so the server makes it, after a reply was checked as the client trained it.
 """
 
 import copy

@@ -6,6 +6,8 @@ mean of A as it is, and adds to the mean of B what turns the product towards M, 
     D = argmin 1 - cos(M, (mean B + D) mean A) + lambda |D|^2
     B <- mean B + D,    A <- mean A
 
+The penalty is squared as implementations have it; digests of the paper print lambda |D|.
+
 It is not exact, since M has a larger rank than A, and since a cosine has no length. D is never
 larger than mean B's own change in this round: a reply cannot use the correction to move B by more
 than replies move it.

@@ -51,8 +51,9 @@ def lines(
     y: str,
     whole: bool = True,
     ends: Ends = least_and_greatest,
+    top: float | None = None,
 ) -> Chart:
-    """Draw means over runs as lines, each with a band."""
+    """Draw means over runs as lines, each with a band; the vertical axis ends at `top` at most."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure()
         for number, one in enumerate(series):
@@ -64,6 +65,8 @@ def lines(
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         elif ends_far_apart(series):
             axes.set_xscale("log")
+        if top is not None and axes.get_ylim()[1] > top:
+            axes.set_ylim(top=top)
         if len(series) > 1:
             _legend(figure, axes, [one.label for one in series])
     return Chart(name, title, about, figure)

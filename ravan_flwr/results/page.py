@@ -49,6 +49,7 @@ def described(run: RecordedRun, charts: Sequence[Chart]) -> dict[str, Any]:
         "name": f"{config['method']}, seed {config['seed']}: {run.path.name}",
         "path": run.path,
         "finished": run.summary is not None,
+        "collapsed": _collapsed(run),
         "facts": _facts(run, classes),
         "charts": charts,
         "classes": class_table(classes) if classes else None,
@@ -93,6 +94,19 @@ def _facts(run: RecordedRun, classes: Mapping[str, Any] | None) -> dict[str, str
     return facts
 
 
+def _collapsed(run: RecordedRun) -> str:
+    """Say in which rounds the evaluation had collapsed, and why; empty if in none."""
+    rounds = [record for record in run.rounds if "collapsed" in record]
+    if not rounds:
+        return ""
+    numbers = ", ".join(str(record["round"]) for record in rounds)
+    return (
+        f"The evaluation collapsed in round{'s' * (len(rounds) > 1)} {numbers}. Round "
+        f"{rounds[-1]['round']}: {rounds[-1]['collapsed']}. The likely cause is a learning rate "
+        f"that is too high (here {run.config.get('learning-rate')}); start again with a lower one."
+    )
+
+
 def _comparison(groups: Groups) -> dict[str, Any]:
     """Make a table with a row for each line of the charts."""
     metric = common_metric([run for runs in groups.values() for run in runs])
@@ -107,5 +121,8 @@ def _row(name: str, runs: Sequence[RecordedRun], metric: str) -> tuple[object, .
     spread = f"{min(values):.4f} to {max(values):.4f}" if len(values) > 1 else ""
     sent = sum(run.bytes_so_far()[-1] for run in runs) / len(runs)
     rounds = ", ".join(map(str, sorted({run.rounds[-1]["round"] for run in runs})))
-    unfinished = "" if all(run.summary for run in runs) else ", unfinished"
-    return name, len(runs), rounds + unfinished, mean, spread, f"{sent:.2f} MB"
+    if not all(run.summary for run in runs):
+        rounds += ", unfinished"
+    if number := sum("collapsed" in run.rounds[-1] for run in runs):
+        rounds += f", {number} collapsed at the end"
+    return name, len(runs), rounds, mean, spread, f"{sent:.2f} MB"

@@ -24,6 +24,7 @@ from ravan_flwr.runs.history import (
     group_runs,
 )
 from ravan_flwr.runs.lock import NAME as LOCK
+from ravan_flwr.specs import LOWER_IS_BETTER
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ def _measured(name: str, groups: Groups) -> list[Chart]:
     """Draw what the server or the clients measured, by round and by megabyte."""
     by_round = _series(groups, lambda run: run.measured(name))
     by_bytes = _series(groups, lambda run: run.measured(name, by_bytes=True))
+    top = None if name in LOWER_IS_BETTER else 1.0
     return [
         lines(
             name,
@@ -60,6 +62,7 @@ def _measured(name: str, groups: Groups) -> list[Chart]:
             by_round,
             x="round",
             y=name,
+            top=top,
         ),
         lines(
             f"{name}-by-bytes",
@@ -69,6 +72,7 @@ def _measured(name: str, groups: Groups) -> list[Chart]:
             x="MB sent, up and down",
             y=name,
             whole=False,
+            top=top,
         ),
     ]
 

@@ -84,6 +84,9 @@ PAGE = (
 {% if not run.finished %}
 <p class="warn">This run has not finished.</p>
 {% endif %}
+{% if run.collapsed %}
+<p class="warn">{{ run.collapsed }}</p>
+{% endif %}
 <dl class="facts">
   {% for name, value in run.facts.items() %}
   <div><dt>{{ name }}</dt><dd>{{ value }}</dd></div>

@@ -19,15 +19,18 @@ lock               who writes to it, while somebody does (lock.py)
 import errno
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
-from ravan_flwr.config.recorded import in_todays_values
+from ravan_flwr.config.presets import own_preset, preset_names, read_preset
+from ravan_flwr.config.recorded import in_todays_values, settings_of
 from ravan_flwr.files import LARGE, read_file
 from ravan_flwr.runs.record import RoundRecord, Summary, check_line, parsed, wrong_in
+from ravan_flwr.specs import Scalar
 
 
 class RunDirectory:
@@ -159,6 +162,58 @@ class RunDirectory:
         self.write("rounds.jsonl", "".join(lines))
 
 
+def check_writable(parent: Path) -> None:
+    """Raise ValueError if no run directory can be made in a folder, which need not be there yet."""
+    there = next(path for path in (parent, *parent.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"output-dir = {str(parent)!r}: {there} is no folder that can be written to, expected "
+            "one; set output-dir"
+        )
+
+
+def named_by(resume: str) -> tuple[Path, int | None]:
+    """Split RUN@N, or RUN alone, into the run directory and the round to go back to."""
+    path = Path(resume).expanduser()
+    match = re.fullmatch(r"(.+)@(\d+)", str(path))
+    return (Path(match[1]), int(match[2])) if match and not path.is_dir() else (path, None)
+
+
+def with_those_of_the_run(
+    given: Mapping[str, Scalar], num_clients: int | None = None
+) -> tuple[dict[str, Scalar], int | None]:
+    """Add to what is given the settings of the run to go on with, and the number of its clients.
+
+    Under Flower who resumes a run gives them all, since clients read them before the server does.
+    """
+    config = dict(given)
+    if not config.get("resume"):
+        return config, num_clients
+    directory = RunDirectory.open(named_by(str(config["resume"]))[0])
+    content = directory.read_config()
+    name = str(content.get("preset"))
+    own = Path("conf", f"{name}.yaml")  # where `new` writes it
+    if "preset" in config:
+        preset = {"preset": config["preset"]}
+    elif name not in preset_names() and own.is_file():
+        preset = own_preset({"preset": str(own)})
+    else:
+        preset = {}
+    if preset and read_preset(cast(str, preset["preset"])).name != name:
+        return config, num_clients  # of another run, which is refused where runs are compared
+    if not preset and name not in preset_names():
+        raise ValueError(
+            f"resume = {config['resume']!r}: its preset {name!r} is none of the app's own "
+            f"({', '.join(preset_names())}), expected its file beside it; give preset=FILE"
+        )
+    free = frozenset({"resume", "output-dir", "num-clients"})
+    settings = settings_of(content, f"resume = {str(directory.path)!r}", free, preset)
+    records = directory.read_rounds()
+    if num_clients is None and records:
+        num_clients = records[-1].get("partitions")
+    return settings | config, num_clients
+
+
 def is_of_writing(error: OSError, run: Path) -> bool:
     """Tell whether an error of the system came from writing a run's files."""
     if isinstance(error.filename, str):
@@ -191,7 +246,7 @@ def not_written(error: OSError, run: Path) -> str:
 def how_to_go_on(run: Path) -> str:
     """Say how a run that was stopped is gone on with, if it can be."""
     if any((run / "checkpoints").glob("round-*.safetensors")):
-        return f"to go on, with the same settings: resume={run}"
+        return f"to go on: resume={run} (flwr run needs the same settings beside it)"
     return f"no round has finished, so that there is nothing to go on from: {run}"
 
 

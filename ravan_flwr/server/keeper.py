@@ -16,6 +16,7 @@ from ravan_flwr.runs.tracking import Trackers
 from ravan_flwr.runs.watch import best_round, collapse
 from ravan_flwr.server.start import Start
 from ravan_flwr.server.strategy import FederatedTuning
+from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.workbench import Workbench
 
 log = getLogger(__name__)
@@ -34,7 +35,9 @@ class Keeper(Callback):
         strategy: FederatedTuning,
         own_parts: Callable[[], Mapping[int, Tensors]] | None = None,
     ) -> None:
-        self.directory, self.metric, self.strategy = directory, bench.task.metric, strategy
+        self.directory, self.bench, self.metric = directory, bench, bench.task.metric
+        self.strategy = strategy
+        self.tally: Tally | None = None  # what was predicted in the last evaluation, if known
         self.progress, self.trackers = progress, trackers
         self.records = list(start.records)
         self._own_parts = own_parts  # of the clients, where they are in this process and have some
@@ -53,12 +56,14 @@ class Keeper(Callback):
         self.directory.note_clients(record["partitions"])
 
     def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:
-        """Save a round and its state; warn if the round has lost what was learned before."""
+        """Save a round and its state; warn where evaluations begin to be collapsed."""
         if record["round"] == 0:
             self._save_calibration(record, state)
             return
-        if told := collapse(self.records, record, self.metric):
+        if told := self._collapse(record):
             record["collapsed"] = told
+        measured = [earlier for earlier in self.records if earlier["metrics"]]
+        begins = told and not (measured and "collapsed" in measured[-1])
         self._append(record)
         self.records.append(record)
         best = best_round(self.records, self.metric)
@@ -68,15 +73,8 @@ class Keeper(Callback):
         save_checkpoint(self.directory.checkpoints, record["round"], dict(state), memory, best)
         self.progress.round(record)
         self.trackers.round(record)
-        if told:
-            back = f"resume={self.directory.path}@{best}"
-            log.warning(
-                "round %d COLLAPSED: %s. A false reply or a learning rate that is too high can be "
-                "the cause; to go back: %s",
-                record["round"],
-                told,
-                back,
-            )
+        if begins:
+            log.warning("round %d COLLAPSED: %s. %s", record["round"], told, self._advice(best))
 
     def _save_calibration(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:
         """Save what a calibration round made."""
@@ -87,3 +85,21 @@ class Keeper(Callback):
         self.records.append(record)
         self.progress.calibrated(record)
         self.trackers.round(record)
+
+    def _collapse(self, record: RoundRecord) -> str | None:
+        """Say how the evaluation of a round has collapsed; None if it has not."""
+        if not self.bench.model.trainable_parameters():
+            return None
+        labels = self.bench.task.data.labels if self.bench.task.classifies else ()
+        last = record["round"] == self.progress.last
+        return collapse(self.records, record, self.metric, labels, self.tally, last=last)
+
+    def _advice(self, best: int | None) -> str:
+        """Give the likely cause of a collapse, and what to do."""
+        rate = self.bench.config.learning_rate
+        back = [r["round"] for r in self.records if r["round"] == best and "collapsed" not in r]
+        return (
+            f"The likely cause is a learning rate that is too high (here {rate:g}), another is a "
+            "false reply. Start again with a lower learning-rate"
+            + (f", or go back: resume={self.directory.path}@{best}" if back else "")
+        )

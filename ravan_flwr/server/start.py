@@ -1,7 +1,6 @@
 """Decide what a run begins with: anew, or going on with an earlier one, whose files are checked."""
 
 import dataclasses
-import re
 from logging import getLogger
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from ravan_flwr.config.keys import AUTO, FREE_ON_RESUME
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed, load_own_parts
-from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.runs.directory import RunDirectory, named_by
 from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.training.workbench import Workbench
 
@@ -66,11 +65,8 @@ def resumed(config: Config) -> tuple[RunDirectory | None, int | None]:
     """Open the run directory to go on with, and read the round to go back to if one is named."""
     if not config.resume:
         return None, None
-    path = Path(config.resume).expanduser()
-    match = re.fullmatch(r"(.+)@(\d+)", str(path))
-    if match and not path.is_dir():
-        return RunDirectory.open(Path(match[1])), int(match[2])
-    return RunDirectory.open(path), None
+    path, back_to = named_by(config.resume)
+    return RunDirectory.open(path), back_to
 
 
 def go_on(directory: RunDirectory, back_to: int | None, config: Config, bench: Workbench) -> Start:
@@ -106,7 +102,7 @@ def _check_same_run(directory: RunDirectory, config: Config) -> None:
         details = ", ".join(f"{k}: then {before.get(k)!r}, now {now[k]!r}" for k in different)
         raise ValueError(
             f"resume = {str(directory.path)!r}: the run differs from this one in {details}; "
-            "give the same settings, or start a new run"
+            "leave them out (`flwr run` needs all settings of the run), or start a new run"
         )
 
 

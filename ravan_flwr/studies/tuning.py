@@ -21,7 +21,7 @@ from ravan_flwr.studies.rates import EXTENSIONS, grid_around
 from ravan_flwr.studies.spec import HELD_BACK, PlannedRun
 from ravan_flwr.training.clients import number_of_clients
 
-SEED, SEEDS = 100, 3  # the first seed unless one is given, and how many the last rung has
+SEED, SEEDS = 100, 3  # the first seed, and how many the last rung has, unless some are given
 # What a tuning sets itself, in every run, or what is the folder's that it writes to.
 OWN = ("learning-rate", "evaluate-on", "eval-every", "resume", "output-dir", "report", "tracking")
 
@@ -92,14 +92,25 @@ class Tuning:
 
 
 def plan_tuning(
-    given: Mapping[str, Scalar], num_clients: int | None = None, rates: Sequence[float] = ()
+    given: Mapping[str, Scalar],
+    num_clients: int | None = None,
+    rates: Sequence[float] = (),
+    seeds: Sequence[int] = (),
 ) -> Tuning:
     """Check the settings, and plan the tuning: around the default rate, or of these rates alone."""
     _check_given(given)
     held_back: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": HELD_BACK}
     settings = own_preset({"preset": "digits-vit", "method": "ravan", **held_back, **given})
-    seed = int(check_key("seed", settings.pop("seed", SEED)))
-    check_key("seed", seed + SEEDS - 1)
+    if seeds and "seed" in settings:
+        raise ValueError(
+            f"--seeds: got seed={settings['seed']} beside it, expected one of them; leave one out"
+        )
+    if seeds and len(set(seeds)) < max(2, len(seeds)):
+        raise ValueError(f"--seeds: got {list(seeds)}, expected at least two different ones")
+    first = int(check_key("seed", settings.pop("seed", SEED)))
+    chosen = tuple(seeds) or tuple(range(first, first + SEEDS))
+    for seed in chosen:
+        check_key("seed", seed)
     for rate in rates:
         check_key("learning-rate", rate)
     if rates and len(set(rates)) < 2:
@@ -114,7 +125,7 @@ def plan_tuning(
         num_clients=number_of_clients(config, num_clients),
         rates=begin,
         extensions=0 if rates else EXTENSIONS,
-        rungs=_rungs(len(begin), config.num_rounds, seed),
+        rungs=_rungs(len(begin), config.num_rounds, chosen),
     )
 
 
@@ -132,14 +143,14 @@ def _check_given(given: Mapping[str, Scalar]) -> None:
             )
 
 
-def _rungs(rates: int, rounds: int, seed: int) -> tuple[Rung, ...]:
+def _rungs(rates: int, rounds: int, seeds: tuple[int, ...]) -> tuple[Rung, ...]:
     """Plan a quarter of the rounds, half, and all; equal lengths count once."""
-    last = Rung(min(rates, 2), rounds, tuple(range(seed, seed + SEEDS)))
+    last = Rung(min(rates, 2), rounds, seeds)
     before: dict[int, Rung] = {}
     for part in (4, 2):
         length, number = math.ceil(rounds / part), rates if not before else math.ceil(rates / 2)
         if length < rounds and number > last.rates and length not in before:
-            before[length] = Rung(number, length, (seed,))
+            before[length] = Rung(number, length, seeds[:1])
     # Of a single round no part can be run: then all rates get it, with every seed.
     return (*before.values(), last if before else Rung(rates, rounds, last.seeds))
 

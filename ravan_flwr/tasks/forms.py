@@ -66,7 +66,8 @@ class Conversations(Form):
             raise ValueError(
                 "data.columns has messages, but the model's tokenizer has no chat template; "
                 "expected one, which writes a conversation as a text; choose an instruction-tuned "
-                "model, write chat-template into the preset's data, or give prompt and completion"
+                "model, write chat-template into the preset's data (`new --chat-template FILE`), "
+                "or give prompt and completion"
             )
         try:
             render(self.reader, [{"role": "user", "content": "Hi"}])

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 OTHER = -1  # what a text-to-text model wrote where it wrote no label
+FALLEN = 0.99  # of the examples of all other classes
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,17 @@ class Tally:
         """Compute the share of right predictions."""
         right = sum(number for (one, other), number in self.pairs.items() if one == other)
         return right / max(len(self), 1)
+
+    def predicted(self, label: int) -> int:
+        """Count how often a label was predicted."""
+        return sum(number for (_, other), number in self.pairs.items() if other == label)
+
+    def fallen_on(self) -> int | None:
+        """Find the label that nearly all examples of the others are taken for, if there is one."""
+        label = max((other for _, other in self.pairs), key=self.predicted, default=OTHER)
+        others = Counter({pair: n for pair, n in self.pairs.items() if pair[0] != label})
+        taken = sum(number for (_, other), number in others.items() if other == label)
+        return label if others and taken >= FALLEN * others.total() else None
 
     def matrix(self, classes: int) -> list[list[int]]:
         """Lay the counts out, a row for each class; what is no label is left out."""

@@ -74,10 +74,17 @@ def _unpacked(text: str) -> bytes:
         return b""
 
 
+_FOLDER = Path(__file__).resolve().parent / "backbones"
+
+
+def bundled_names() -> list[str]:
+    """List the bundled backbones."""
+    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+
+
 def bundled_file(name: str) -> Path:
     """Find the file of a bundled backbone."""
-    path = Path(__file__).resolve().parent / "backbones" / f"{name}.json"
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.json")))
+    if name not in bundled_names():
+        known = ", ".join(bundled_names())
         raise ValueError(f"model {name!r} is not bundled; expected one of: {known}")
-    return path
+    return _FOLDER / f"{name}.json"

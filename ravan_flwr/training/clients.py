@@ -12,7 +12,7 @@ def number_of_clients(config: Config, asked: int | None = None) -> int:
     said = config.num_clients if asked is None else asked
     if config.partition != "natural":
         assert said is not None  # the configuration has a number then
-        return said
+        return _enough(said, config)
 
     from ravan_flwr.data.columns import check_column, column_of, values_of  # noqa: PLC0415 (slow)
     from ravan_flwr.data.examples import load_splits  # noqa: PLC0415
@@ -23,4 +23,15 @@ def number_of_clients(config: Config, asked: int | None = None) -> int:
     found = len(set(values_of(train, column)))
     if said is not None:
         check_natural(found, said, column)
-    return found
+    return _enough(found, config)
+
+
+def _enough(number: int, config: Config) -> int:
+    """Return the number of clients; ValueError if they cannot send the replies of a round."""
+    if 0 < number < config.min_replies:
+        raise ValueError(
+            f"min-replies = {config.min_replies}: got num-clients = {number}, and a round gets no "
+            "more replies than that; start more clients, or lower min-replies (with "
+            "secure-aggregation=true it is secure-minimum at least)"
+        )
+    return number

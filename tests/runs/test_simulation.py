@@ -433,7 +433,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
         return folder, capsys.readouterr().out.splitlines()[-1]
 
     folder, last = interrupted_in(2)
-    assert last == f"stopped; to go on, with the same settings: resume={folder}"
+    assert last.startswith(f"stopped; to go on: resume={folder} (flwr run needs the same")
     assert last in (folder / "log.txt").read_text()
     folder, last = interrupted_in(1)
     assert last.startswith("stopped; no round has finished, so that there is nothing to go on from")
@@ -560,7 +560,7 @@ def test_a_key_with_dashes_is_told_how_it_is_written(words, told, capsys):
     [
         (["method=ravn"], 2, "error: method 'ravn' is unknown: did you mean 'ravan'?"),
         (["num-clients=0"], 2, "error: num-clients = 0: expected a whole number at least 1"),
-        (["rank=97"], 2, "error: rank = 97: the smallest side of an adapted matrix is 96"),
+        (["rank=97"], 2, "error: rank = 97: the model digits-vit has a hidden size of 96"),
         (["max-update-norm=1e-9", "local-steps=1"], 1, "error: round 1: got no valid reply"),
     ],
 )

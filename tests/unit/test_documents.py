@@ -49,3 +49,21 @@ def test_files_and_tests_that_documents_name_are_there(page):
         assert path in written or (ROOT / path).is_file(), f"{page.name} names {path}"
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in functions, f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("docs/methods.md", "Fed-SB's own code trains no such round"),
+        ("docs/methods.md", "squared, as implementations have it"),
+        ("docs/methods.md", "The public code's default is\nlambda = 1.5"),
+        ("docs/methods.md", "There is no LoRA dropout"),
+        ("docs/methods.md", "weights by examples"),
+        ("docs/models.md", '"Total Epochs (per round) 1"'),
+        ("ravan_flwr/methods/fed_sb.py", "-eta sign(sum of"),
+        ("ravan_flwr/methods/lora_fair.py", "squared as implementations have it"),
+        ("ravan_flwr/methods/fedrot_lora.py", "reflections included"),
+    ],
+)
+def test_where_a_method_departs_from_its_source_is_said(place, said):
+    assert said in (ROOT / place).read_text()

@@ -37,7 +37,8 @@ def test_prompts_over_columns(tmp_path):
     ("data", "told"),
     [
         ({"columns": {"messages": "m", "text": "t"}}, "data.columns.text is unknown"),
-        ({"columns": {"prompt": "p"}}, "data.columns.completion is missing"),
+        ({"columns": {"prompt": "p"}}, "expected messages, a column of conversations, or a prompt"),
+        ({"columns": {"text": "body"}}, "expected messages, a column of conversations, or a pro"),
         ({"columns": {"completion": "c"}}, "expected a column for a prompt"),
         (ALPACA, "KeyError: 'prompt'; expected braces around {input}, {instruction} alone"),
         (ALPACA | {"prompt": "{instruction}"}, "input stands in no prompt"),

@@ -81,6 +81,63 @@ def test_what_is_mistyped_is_told_once(words, told, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("lr", "learning-rate"),
+        ("LR", "learning-rate"),
+        ("rate", "learning-rate"),
+        ("learning_rate", "learning-rate"),
+        ("num_epochs", "local-epochs"),
+        ("rounds", "num-rounds"),
+        ("steps", "local-steps"),
+        ("alpha", "partition-alpha"),
+        ("clients", "num-clients"),
+        ("target_modules", "targets"),
+    ],
+)
+def test_what_other_programs_call_a_key_leads_to_it(typed, meant, capsys):
+    with pytest.raises(SystemExit):
+        main(["simulate", f"{typed}=1"])
+    assert f"unknown key {typed!r}: did you mean {meant!r}?" in capsys.readouterr().err
+
+
+def test_a_key_for_what_there_is_not_leads_nowhere(capsys):
+    with pytest.raises(SystemExit):
+        main(["simulate", "lora-dropout=0.05"])
+    assert "unknown key 'lora-dropout'. Expected one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["simulate", "run"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["resume=/nowhere"], "resume = '/nowhere': found no config.json there"),
+        (["output-dir=/dev/null/runs"], "'/dev/null/runs': /dev/null is no folder"),
+        (["min-replies=3", "num-clients=2"], "min-replies = 3: got num-clients = 2"),
+        (["rank=97"], "rank = 97: the model digits-vit has a hidden size of 96"),
+        (["preset=cifar100-vit-b16", "method=fedit", "rank=769"], "a hidden size of 768"),
+        (["num-clients=1439"], "1439 clients share 1438 examples, expected at least one each"),
+    ],
+)
+def test_what_can_be_told_without_pytorch_is_told_before_it_is_imported(
+    command, words, told, capsys, monkeypatch
+):
+    for heavy in ("cli.running.importing", "launch.superlink.run_in_flower"):
+        monkeypatch.setattr(f"ravan_flwr.{heavy}", lambda *_: pytest.fail("too late"))
+    with pytest.raises(SystemExit) as end:
+        main([command, *words])
+    assert end.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_is_told_before_the_rest_is_imported(capsys, monkeypatch):
+    monkeypatch.setattr("ravan_flwr.cli.running.importing", lambda: pytest.fail("too late"))
+    with pytest.raises(SystemExit):
+        main(["simulate", "device=cuda:99"])
+    assert "device = 'cuda:99' is not there" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["seed=3", "--jobs", "1"], ["--jobs", "1", "seed=3"]])
 def test_keys_stand_before_an_option_or_after_it(words, tmp_path, capsys):
     (file := tmp_path / "study.yaml").write_text("")

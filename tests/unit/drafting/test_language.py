@@ -5,11 +5,13 @@ import json
 import datasets
 import pytest
 
+from ravan_flwr.cli import main
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.drafting.columns import NamedColumns, find_columns
 from ravan_flwr.drafting.language import ALPACA
 from ravan_flwr.drafting.new import new_preset
+from ravan_flwr.training.workbench import get_workbench
 from testing.tiny import save_speaker, texts
 
 TALK = [{"role": "user", "content": "ka"}, {"role": "assistant", "content": "ne"}]
@@ -89,6 +91,26 @@ def test_conversations_are_drafted(tmp_path, monkeypatch):
     assert (config.task, config.classifier, config.partition) == ("causal", "frozen", "iid")
     assert 0 < config.max_length <= 32
     assert config.data.prompts == ()
+
+
+def test_a_chat_template_can_be_given(tmp_path, monkeypatch, capsys):
+    """The file is a test's own; what is trained on is what it writes."""
+    template = "{% for one in messages %}<{{ one.role }}> {{ one.content }}\n{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template)
+    save_speaker("qwen2", tmp_path / "model", texts(9), template=None)
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "train.jsonl"
+    file.write_text((json.dumps({"messages": TALK}) + "\n") * 60)
+    monkeypatch.chdir(tmp_path)
+    words = ["--data", "data", "--model", "model", "--chat-template", "chat.jinja"]
+    main(["new", "mine", *words])
+    config = read_config(own_preset({"preset": str(tmp_path / "conf/mine.yaml")}))
+    assert config.data.chat_template == template
+    assert get_workbench(config).task.reader.chat_template == template
+    file.write_text((json.dumps({"prompt": "a", "completion": "b"}) + "\n") * 60)
+    with pytest.raises(SystemExit):
+        main(["new", "other", *words])
+    assert "has no column of conversations, which it writes" in capsys.readouterr().err
 
 
 def test_alpaca_is_drafted_with_both_prompts(tmp_path, monkeypatch):

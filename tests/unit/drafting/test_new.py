@@ -3,6 +3,7 @@
 import inspect
 import json
 import pathlib
+import re
 import statistics
 import string
 import threading
@@ -14,9 +15,11 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from transformers import AutoTokenizer
 
+from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.specs import Scalar
 from testing.tiny import DATA, features, save_data, save_model
 
 MODULES = (pathlib, statistics, string, threading)  # whose docstrings are the texts
@@ -208,9 +211,15 @@ ROWS = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(40)]
         ([{"text": "a", "label": "x"}] * 9, r"got 1 class (x), expected two at least"),
         ([{**row, "label": n * 0.5} for n, row in enumerate(ROWS)], "of the types float"),
         ([{**row, "label": [n]} for n, row in enumerate(ROWS)], "labels are of the types list"),
-        ([*ROWS, {"text": None, "label": "a"}], "1 of 41 examples have nothing in column 'text'"),
+        (
+            [{"text": None, "label": "a"}, *ROWS],
+            "1 of 41 examples have nothing in column 'text' (row 1)",
+        ),
         ([*ROWS, {"text": "", "label": "a"}], "1 of 41 examples have nothing in column 'text'"),
-        ([*ROWS, {"text": "b", "label": None}], "1 examples have no label"),
+        (
+            [*ROWS[:2], {"text": "b", "label": None}, *ROWS, {"text": "c", "label": None}],
+            "train: 2 of 44 examples have nothing in column 'label' (row 3, 44)",
+        ),
         (
             [{"a": f"text {n}", "b": f"more {n}", "label": n % 2} for n in range(60)],
             "several columns could be it: ",
@@ -289,6 +298,61 @@ def test_tables_of_two_kinds_are_refused(refused, bert, tmp_path):
     folder = as_lines(tmp_path / "data", ROWS)
     (tmp_path / "data" / "more.csv").write_text("text,label\na,b\n")
     assert "got files of the kinds .csv, .jsonl, expected one kind" in refused("x", folder, bert)
+
+
+def test_files_without_columns_are_named_with_those_that_are_read(refused, bert, tmp_path):
+    (tmp_path / "plain" / "deep").mkdir(parents=True)
+    for name in ("data.txt", "deep/more.TXT"):
+        (tmp_path / "plain" / name).write_text("some words\n")
+    told = refused("x", tmp_path / "plain", bert)
+    assert "data.txt" in told
+    assert "deep/more.TXT" in told
+    assert "has no columns, expected CSV, JSON lines or parquet (train.csv, test.csv)" in told
+
+
+def test_the_bundled_model_is_a_model(new, images, tmp_path):
+    told, config = new("digits", images, "digits-vit")
+    assert (config.model.source, config.model.name) == ("bundled", "digits-vit")
+    assert "adapts 8 matrices of 96 x 96" in told
+    assert "source: bundled" in (tmp_path / "conf" / "digits.yaml").read_text()
+    preset = str(tmp_path / "conf" / "digits.yaml")
+    settings: dict[str, Scalar] = {
+        "preset": preset,
+        "num-rounds": 1,
+        "local-steps": 1,
+        "report": False,
+    }
+    assert simulate(settings, 3).summary["rounds"] == 1
+
+
+def test_the_bundled_model_reads_no_texts(refused, texts):
+    assert "transformers has none of that architecture" in refused("x", texts, "digits-vit")
+
+
+def test_a_preset_has_as_many_heads_as_the_plan_says_that_help(new, texts, tmp_path, capsys):
+    """Of a model whose layers are small: four heads would have a rank above what helps."""
+    small = save_model("bert", tmp_path / "small")
+    _, config = new("small", texts, small)
+    main(["plan", f"preset={tmp_path}/conf/small.yaml"])
+    plan = capsys.readouterr().out
+    advice = int(re.findall(r"up to (\d+) heads", plan)[0])
+    assert config.heads == advice < 4
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "model", "words", "told"),
+    [
+        ("digits-vit", ".", "x/y", [], "and nothing is overwritten"),
+        ("x", "./none", "x/y", [], "data ./none: found no such folder"),
+        ("x", ".", "./none", [], "model = './none': found no such folder"),
+        ("x", ".", "x/y", ["--chat-template", "none.jinja"], "none.jinja: it cannot be read"),
+    ],
+)
+def test_what_needs_no_library_is_told_before_one_is_imported(
+    name, data, model, words, told, refused, monkeypatch
+):
+    monkeypatch.setattr("ravan_flwr.cli.drafting.importing", lambda: pytest.fail("too late"))
+    assert told in refused(name, data, model, *words)
 
 
 def test_nothing_is_overwritten(new, texts, bert, tmp_path):

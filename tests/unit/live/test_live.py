@@ -124,7 +124,7 @@ def test_a_run_that_was_killed_is_told(tmp_path):
     words = page_of(folder).words
     assert "stopped Its process is gone after 3 rounds, without a result." in words
     assert "Nothing has been heard of it for 2 h 00 min." in words
-    assert f"To go on, with the same settings: resume={folder}" in words
+    assert f"To go on: resume={folder} (flwr run needs the same settings" in words
     assert "time left" not in words
     assert "at work" not in words
 

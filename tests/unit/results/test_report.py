@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ravan_flwr.results.report import run_charts, short_names
-from ravan_flwr.runs.history import RecordedRun
+from ravan_flwr.results.report import comparison_charts, run_charts, short_names
+from ravan_flwr.runs.history import RecordedRun, group_runs
 from tests.followed import client, record
 
 
@@ -73,3 +73,19 @@ def test_many_numbers_of_rounds_share_bars():
 def test_clients_that_took_part_and_are_no_longer_there_are_counted():
     _, _, heights = participation(2, [range(150), [3]])
     assert heights == [0, 149, 1]
+
+
+@pytest.mark.parametrize(("metric", "values", "end"), [
+    ("accuracy", [0.2, 0.97], 1.0), ("accuracy", [0.2, 1.0], 1.0), ("accuracy", [0.1, 0.3], 0.31),
+    ("perplexity", [3.0, 2.0], 3.05),
+])  # fmt: skip
+def test_an_axis_of_shares_ends_at_one_and_others_where_the_numbers_do(metric, values, end):
+    records: list[Any] = [
+        record(number, metrics={metric: value}) for number, value in enumerate(values, start=1)
+    ]
+    config = {"method": "ravan", "preset": "digits-vit", "seed": 0}
+    run = RecordedRun(Path("a-run"), config, records, None)
+    charts = {chart.name: chart for chart in comparison_charts(group_runs([run]))}
+    for name in (metric, f"{metric}-by-bytes"):
+        (axes,) = charts[name].figure.axes
+        assert axes.get_ylim()[1] == pytest.approx(end)

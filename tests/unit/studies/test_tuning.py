@@ -133,3 +133,16 @@ def test_of_a_loss_the_smaller_is_better(metric):
     choice = Choice(plan_tuning({}), Path(), [1e-3, 1e-2], [found])
     assert choice.rate == 1e-2
     assert choice.at_the_edge
+
+
+def test_the_seeds_of_a_tuning_can_be_chosen():
+    tuning = plan_tuning({}, seeds=[9, 4, 7, 1])
+    assert [rung.seeds for rung in tuning.rungs] == [(9,), (9,), (9, 4, 7, 1)]
+    for seeds, given, told in (
+        ([3, 3], {}, "--seeds: got .*at least two different ones"),
+        ([3], {}, "at least two different ones"),
+        ([3, -4], {}, "seed = -4: expected a whole number at least 0"),
+        ([3, 4], {"seed": 1}, "--seeds: got seed=1 beside it"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            plan_tuning(given, seeds=seeds)
