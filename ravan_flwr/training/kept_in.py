@@ -2,10 +2,10 @@
 
 import torch
 
+from ravan_flwr.config.checks import trains_backbone
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.data.hub_errors import NotHereError
-from ravan_flwr.methods import METHODS
 from ravan_flwr.training.network import stored_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -14,11 +14,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def backbone_dtype(config: Config, device: str) -> torch.dtype:
     """Find the dtype for a device of that type; `auto`: the checkpoint's own 16 bits, on a GPU.
 
-    A method that changes the pretrained weights has them in float32.
+    Pretrained weights that are trained, be it in a round before the first, are in float32: in 16
+    bits a weight of 0.02 does not move by steps of 1e-5.
     """
     if config.backbone_dtype != AUTO:
         return DTYPES[config.backbone_dtype]
-    if device != "cuda" or not METHODS[config.method].frozen_backbone:
+    if device != "cuda" or trains_backbone({"method": config.method, "init": config.init}):
         return torch.float32
     try:
         own = stored_dtype(config.model)

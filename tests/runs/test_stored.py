@@ -143,8 +143,9 @@ def test_auto_is_the_checkpoints_own_on_a_gpu_and_whole_on_a_cpu(settings):
     config = read_config(settings("llama"))
     assert backbone_dtype(config, "cpu") == torch.float32
     assert backbone_dtype(config, "cuda") == stored_dtype(config.model) == torch.bfloat16
-    changing = read_config(settings("llama") | {"method": "fedex-lora"})
-    assert backbone_dtype(changing, "cuda") == torch.float32
+    for changes in ({"method": "fedex-lora"}, {"init": "first-round"}):
+        changing = read_config(settings("llama") | changes)
+        assert backbone_dtype(changing, "cuda") == torch.float32
 
 
 @pytest.mark.parametrize("method", ["full", "fedex-lora", "fed-sb", "flora"])
