@@ -157,6 +157,7 @@ def register() -> torch.device:
         for op in (_aten.copy_.default, _aten._copy_from.default, _aten.lift_fresh.default):
             _LIBRARY.impl(op.name().removeprefix("aten::"), _kernel(op), "PrivateUse1")
         _FALLBACK.fallback(lambda op, *args, **kwargs: compute(op, args, kwargs), "PrivateUse1")
+        _FALLBACK.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     return torch.device(NAME)
 
 

@@ -71,6 +71,8 @@ class Ledger:
         }
         if reply.trained.loss is not None:
             client["train-loss"] = reply.trained.loss
+        if reply.trained.skipped:
+            client["skipped-steps"] = reply.trained.skipped
         self.clients.append(client)
 
     def lost(self, member: Member) -> None:

@@ -6,6 +6,7 @@ model stays with each client (methods/personal.py), a trained classifier is in t
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -182,6 +183,11 @@ class AdaptedModel:
         """List what the client's optimiser is given, once its heads are chosen."""
         classifier = self.classifier if self.train_classifier else []
         return [*self.method.parameters(self.adapters), *classifier]
+
+    @cached_property
+    def scaler(self) -> torch.amp.GradScaler:
+        """Hold the loss scale of float16, which one client leaves to the next."""
+        return torch.amp.GradScaler(self.device.type)
 
     @property
     def device(self) -> torch.device:

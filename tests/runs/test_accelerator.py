@@ -114,6 +114,74 @@ def test_bases_from_data_on_an_accelerator(accelerator):
     assert all(tensor.norm() > 0 for tensor in moved)
 
 
+def float16_client(settings, scale, precision="float16"):
+    """A client's stepper with the loss scale at which float16 begins; nothing is cast here."""
+    bench = Workbench(read_config({"seed": 5, "lora-rank": 4, "heads": 2} | settings))
+    model = bench.model
+    vars(model)["scaler"] = torch.amp.GradScaler(model.device.type, init_scale=scale)
+    steps = LocalSteps(3, 8, 0.01, precision)
+    return model, (model, bench.task, bench.partition(0, 4).train, model.initial_state()), steps
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**127])
+def test_the_loss_scale_of_float16_is_in_nothing_that_is_measured(scale, accelerator, monkeypatch):
+    """With the larger scale gradients are infinite at first."""
+    found = {}
+    for precision in ("float32", "float16"):
+        how = {"init": "data-aware"}, scale, precision
+        model, work, steps = float16_client(*how)
+        found[precision] = calibrate_locally(*work, steps, ClientRound(5, 0, 0)).upload["sketch"]
+    assert found["float32"].norm() > 0
+    torch.testing.assert_close(found["float16"], found["float32"], rtol=1e-4, atol=1e-7)
+
+    seen = {}
+    monkeypatch.setattr(
+        "ravan_flwr.methods.ravan.best_heads",
+        lambda scores, number, *_: seen.update({precision: scores}) or [[0]] * len(scores),
+    )
+    for precision in ("float32", "float16"):
+        how = {"scoring": "gradient"}, scale, precision
+        model, work, steps = float16_client(*how)
+        train_locally(*work, 0.5, steps, ClientRound(5, 1, 0))
+    torch.testing.assert_close(seen["float16"], seen["float32"], rtol=1e-4, atol=1e-9)
+
+
+def test_gradients_that_no_loss_scale_makes_finite_are_an_error(accelerator, monkeypatch):
+    model, work, steps = float16_client({"init": "data-aware"}, 8.0)
+    with torch.no_grad():
+        model.classifier[0].fill_(torch.inf)
+    monkeypatch.setattr(model, "_set_classifier", lambda _: None)
+    with pytest.raises(ValueError, match="precision = 'float16': .* use bfloat16 or float32"):
+        calibrate_locally(*work, steps, ClientRound(5, 0, 0))
+
+
+def test_the_loss_scale_of_float16_stays_and_skipped_steps_are_counted(accelerator):
+    model, work, steps = float16_client({}, 2.0**127)
+    first = train_locally(*work, 1.0, steps, ClientRound(5, 1, 0))
+    assert first.skipped in (1, 2)  # of three: each halves the scale
+    assert model.scaler.get_scale() == 2.0 ** (127 - first.skipped)
+    whole = LocalSteps(3, 8, 0.01, "float32")
+    expected = train_locally(*work, 1.0, whole, ClientRound(5, 1, 0)).upload["H"]
+    second = train_locally(*work, 1.0, steps, ClientRound(5, 1, 0))
+    assert not second.skipped
+    torch.testing.assert_close(second.upload["H"], expected, rtol=1e-2, atol=1e-4)
+
+
+def test_the_record_counts_steps_that_float16_skipped(accelerator, monkeypatch, tmp_path):
+    made = torch.amp.GradScaler
+    monkeypatch.setattr(
+        torch.amp, "GradScaler", lambda *of, **how: made(*of, **{"init_scale": 2.0**127} | how)
+    )
+    settings: dict[str, Any] = {
+        "num-rounds": 1, "local-steps": 3, "batch-size": 8, "lora-rank": 4, "report": False,
+        "precision": "float16", "tracking": "none", "output-dir": str(tmp_path),
+    }  # fmt: skip
+    run = simulate(settings, 2)
+    (line,) = (run.run_dir / "rounds.jsonl").read_text().splitlines()
+    told = [client.get("skipped-steps", 0) for client in json.loads(line)["clients"]]
+    assert 0 < sum(told) < 6
+
+
 @pytest.mark.parametrize(
     ("preset", "task", "model", "method"),
     [
