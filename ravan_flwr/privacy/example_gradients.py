@@ -142,8 +142,8 @@ def check_apart(alone: Sequence[Tensor], together: Sequence[Tensor]) -> bool:
     it is is not told: the server hears the error. False if neither is finite, which tells nothing:
     another example must.
     """
-    mine = [a[0].double() for a in alone]
-    others = [b[0].double() for b in together]
+    mine = [a[0].cpu().double() for a in alone]  # MPS knows no float64
+    others = [b[0].cpu().double() for b in together]
     if not any(all(bool(one.isfinite().all()) for one in side) for side in (mine, others)):
         return False
     size = math.hypot(*(float(a.norm()) for a in mine))

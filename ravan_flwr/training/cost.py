@@ -30,12 +30,11 @@ from ravan_flwr.secure.schedule import GIVEN, Schedule, make_schedule
 from ravan_flwr.secure.sizes import Bytes, masked_bytes, most_around
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Task
-from ravan_flwr.tasks.packing import check_packing
 from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.kept_in import backbone_dtype, likely_device
 from ravan_flwr.training.local_steps import PRECISIONS
 from ravan_flwr.training.masked import parts_of, rows_wanted
-from ravan_flwr.training.network import build_skeleton, checkpoint_gradients, pretrained_parameters
+from ravan_flwr.training.network import build_skeleton, prepare_network, pretrained_parameters
 from ravan_flwr.training.noised import noised_parts
 from ravan_flwr.training.workbench import make_method, make_task, settle
 
@@ -80,10 +79,7 @@ class Skeleton:
         kept_in = backbone_dtype(config, likely_device(config.device))
         skeleton = build_skeleton(config.model, make_task(config), kept_in)
         network, lacking = skeleton.network.requires_grad_(False), skeleton.classifier
-        if config.gradient_checkpointing:
-            checkpoint_gradients(network, config.model.name)
-        if config.packing:
-            check_packing(network)
+        prepare_network(network, config)
         layers = find_layers(network, skeleton.targets)
         pretrained = pretrained_parameters(network, lacking)
         # Which heads are chosen is all the same, and scores cannot be computed here.

@@ -33,7 +33,6 @@ from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.tasks.multiple_choice import Questions, questions_of
-from ravan_flwr.tasks.packing import check_packing
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.asking import accuracy
@@ -44,7 +43,7 @@ from ravan_flwr.training.network import (
     CONFIGS,
     backbone_fingerprint,
     build_network,
-    checkpoint_gradients,
+    prepare_network,
 )
 from ravan_flwr.training.threads import suitable_threads
 
@@ -131,14 +130,11 @@ class Workbench:
         device = pick_device(config.device)
         kept_in = backbone_dtype(config, device.type)
         backbone = build_network(config.model, self.task, config.seed, kept_in)
-        if config.packing:
-            check_packing(backbone.network)
         if config.quantize != "none":  # before the rest moves: whole, it may not fit the device
             dtype = PRECISIONS[config.precision] or torch.float32
             quantize(backbone.network, config.quantize, backbone.classifier, dtype, device)
         torch.nn.Module.to(backbone.network, device)
-        if config.gradient_checkpointing:
-            checkpoint_gradients(backbone.network, config.model.name)
+        prepare_network(backbone.network, config)
         return AdaptedModel(
             backbone,
             lambda layers, size: make_method(config, layers, size),

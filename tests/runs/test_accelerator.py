@@ -5,18 +5,22 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from ravan_flwr import simulate
 from ravan_flwr.adapters import MultiHeadLinear
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.privacy.example_gradients import check_apart
+from ravan_flwr.results.spectrum import Spectra
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.aggregation import Aggregate, outgoing
 from ravan_flwr.server.limit import ChangeLimit
+from ravan_flwr.tasks.multiple_choice import Question, Questions
 from ravan_flwr.training.local_steps import LocalSteps, calibrate_locally, train_locally
 from ravan_flwr.training.workbench import Workbench, get_workbench
-from testing.tiny import save_data, save_model
+from testing.tiny import DECODER, save_data, save_model
 from tests.pretend import PretendTensor, register
 
 
@@ -129,7 +133,7 @@ def test_the_loss_scale_of_float16_is_in_nothing_that_is_measured(scale, acceler
     found = {}
     for precision in ("float32", "float16"):
         how = {"init": "data-aware"}, scale, precision
-        model, work, steps = float16_client(*how)
+        _, work, steps = float16_client(*how)
         found[precision] = calibrate_locally(*work, steps, ClientRound(5, 0, 0)).upload["sketch"]
     assert found["float32"].norm() > 0
     torch.testing.assert_close(found["float16"], found["float32"], rtol=1e-4, atol=1e-7)
@@ -141,7 +145,7 @@ def test_the_loss_scale_of_float16_is_in_nothing_that_is_measured(scale, acceler
     )
     for precision in ("float32", "float16"):
         how = {"scoring": "gradient"}, scale, precision
-        model, work, steps = float16_client(*how)
+        _, work, steps = float16_client(*how)
         train_locally(*work, 0.5, steps, ClientRound(5, 1, 0))
     torch.testing.assert_close(seen["float16"], seen["float32"], rtol=1e-4, atol=1e-9)
 
@@ -205,6 +209,25 @@ def test_a_run_of_every_kind_of_task(preset, task, model, method, accelerator, t
     lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
     assert all(json.loads(line)["clients"] for line in lines)
     assert (run.run_dir / "adapter").is_dir() or (run.run_dir / "merged").is_dir()
+    if method == "ravan":
+        assert Spectra.of(run.run_dir).values
+
+
+def test_an_example_in_company_is_compared_on_a_device_without_float64(accelerator):
+    alone = [torch.randn(1, 3, 4).to(accelerator)]
+    assert check_apart(alone, [torch.cat([alone[0], alone[0]])])
+    with pytest.raises(ValueError, match="depends on the other examples"):
+        check_apart(alone, [torch.cat([2 * alone[0], alone[0]])])
+
+
+def test_questions_are_scored_on_a_device_without_float64(accelerator):
+    config = transformers.LlamaConfig(**DECODER)
+    network = transformers.LlamaForCausalLM(config).eval()
+    questions = Questions([Question((1, 5, 6), ((7, 8), (9,)), 0, (2, 1))], "tokens")
+    with torch.inference_mode():
+        (expected,) = questions.likelihoods(network, torch.device("cpu"))
+        (got,) = questions.likelihoods(network.to(accelerator), accelerator)
+    assert got == pytest.approx(expected, rel=1e-4)
 
 
 # The accelerator refuses what CUDA refuses.
