@@ -267,7 +267,9 @@ def mapped(
 def _one_process(examples: datasets.Dataset, fingerprint: str) -> Iterator[None]:
     """Let one process at a time make what is not in the cache: the others find it there."""
     for file in examples.cache_files[:1]:
-        made = Path(file["filename"]).parent / f"cache-{fingerprint}.arrow"  # as `datasets` names it
+        made = (
+            Path(file["filename"]).parent / f"cache-{fingerprint}.arrow"
+        )  # as `datasets` names it
         if not made.exists():
             with FileLock(f"{made}.lock"):
                 yield

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
@@ -307,18 +307,39 @@ def measured_sums(
     batch_size: int,
     precision: str = "float32",
     tally: Tally | None = None,
+    copies: Sequence[nn.Module] = (),
 ) -> dict[str, float]:
-    """Measure as sums over the examples."""
-    model.network.eval()
-    dtype, device = PRECISIONS[precision], model.device
-    sums: dict[str, float] = {}
+    """Measure as sums over the examples; `copies` of the network, on other devices, share the work.
+
+    What is summed, and in which order, does not depend on them.
+    """
+    networks = [model.network.eval(), *(copy.eval() for copy in copies)]
     order = evaluation_batches(len(examples), batch_size, task.lengths(examples))
-    with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
-        batches = _batches(examples, task.collate, iter(order), device)
-        for rows, batch in zip(order, batches, strict=True):
-            answers = examples.answers_of(rows)
-            for name, value in task.measure(model.network, batch, answers, tally).items():
-                sums[name] = sums.get(name, 0.0) + value
+    tallies = [None if tally is None else Tally() for _ in networks]
+
+    def measure(place: int) -> list[dict[str, float]]:
+        network, mine = networks[place], order[place :: len(networks)]
+        device, dtype = next(network.parameters()).device, PRECISIONS[precision]
+        with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
+            batches = _batches(examples, task.collate, iter(mine), device)
+            return [
+                task.measure(network, batch, examples.answers_of(rows), tallies[place])
+                for rows, batch in zip(mine, batches, strict=True)
+            ]
+
+    if copies:
+        with ThreadPoolExecutor(len(networks)) as threads:
+            parts = [*threads.map(measure, range(len(networks)))]
+    else:
+        parts = [measure(0)]
+    sums: dict[str, float] = {}
+    for number in range(len(order)):
+        measured = parts[number % len(networks)][number // len(networks)]
+        for name, value in measured.items():
+            sums[name] = sums.get(name, 0.0) + value
+    for counted in tallies:
+        if tally is not None and counted is not None:
+            tally.pairs.update(counted.pairs)
     return sums
 
 
@@ -329,10 +350,11 @@ def evaluate_all(
     batch_size: int,
     precision: str = "float32",
     tally: Tally | None = None,
+    copies: Sequence[nn.Module] = (),
 ) -> dict[str, float]:
     """Evaluate on the examples of all sets, and `NAME-SET` on each if there are several."""
     sums = {
-        name: measured_sums(model, task, one, batch_size, precision, tally)
+        name: measured_sums(model, task, one, batch_size, precision, tally, copies)
         for name, one in sets.items()
     }
     total: dict[str, float] = {}

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ravan_flwr import simulate
-from ravan_flwr.client.asked import free_memory
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.sharing import share_gpus
 from ravan_flwr.launch.superlink import LocalSuperLink
@@ -15,6 +14,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cost import largest_share, step_memory
+from ravan_flwr.training.device import free_memory
 from ravan_flwr.training.footprint import CONTEXT, evaluation_memory, footprint
 from ravan_flwr.training.gpus import visible_gpus
 from ravan_flwr.training.local_steps import LocalSteps, train_locally
