@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ravan_flwr.adapters.merged import factored_cost, loses_nothing, merged_cost, merged_linear
+from ravan_flwr.adapters.stored import cast_once
 
 
 class MultiHeadLinear(nn.Module):
@@ -74,11 +75,11 @@ class MultiHeadLinear(nn.Module):
             weight, bias = self.base.weight.to(x.dtype), self.base.bias  # it may be kept in 16 bits
             cores = self._cores()
             return merged_linear(x, weight, bias, self.B_stack, cores, self.A_stack, trained)
-        u = F.linear(x, self.A_stack).view(-1, self.heads, self.rank).transpose(0, 1)
+        u = F.linear(x, cast_once(self.A_stack, x)).view(-1, self.heads, self.rank).transpose(0, 1)
         v = self._apply_cores(u)
         v = v.transpose(0, 1).reshape(*x.shape[:-1], self.heads * self.rank)
         y: Tensor = self.base(x)
-        return y + F.linear(v, self.B_stack)
+        return y + F.linear(v, cast_once(self.B_stack, v))
 
     def _merges(self, x: Tensor) -> bool:
         """Tell whether to use W + B C A as one weight: if it loses nothing, and is less work."""

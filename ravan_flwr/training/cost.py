@@ -177,7 +177,7 @@ def step_memory(config: Config, share: float) -> StepMemory:
         trained=ADAM * _bytes(trained),
         activations=kept
         + (_kept_by_example(trained, at_a_time) if by_example else 0)
-        + _cast_weights(config, network)
+        + cast_weights(config, network)
         + _computed_again(config, share, network)
         + task.transient(network.config, at_a_time),
     )
@@ -195,11 +195,11 @@ def examples_at_a_time(config: Config) -> int:
     return min(number, -(-config.micro_batch_tokens // config.max_length))
 
 
-def _cast_weights(config: Config, network: nn.Module) -> int:
+def cast_weights(config: Config, network: nn.Module) -> int:
     """Count the copies of linear layers' weights that autocast makes in a precision of 16 bits.
 
-    The backward pass needs them, so that they stay until then. With checkpoints they are made
-    again, block by block. Activations are counted in float32 all the same: some are.
+    They stay (keeps_casts), at least until the backward pass, which needs them. With checkpoints
+    they are made again, block by block. Activations are counted in float32 all the same: some are.
     """
     if config.precision == "float32":
         return 0

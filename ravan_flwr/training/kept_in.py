@@ -19,13 +19,26 @@ def backbone_dtype(config: Config, device: str) -> torch.dtype:
     """
     if config.backbone_dtype != AUTO:
         return DTYPES[config.backbone_dtype]
-    if device != "cuda" or trains_backbone({"method": config.method, "init": config.init}):
+    if device != "cuda" or _trains_backbone(config):
         return torch.float32
     try:
         own = stored_dtype(config.model)
     except NotHereError:  # a plan of a model that is not here yet
         return torch.float32
     return own if own in DTYPES.values() else torch.float32
+
+
+def keeps_casts(config: Config) -> bool:
+    """Tell whether weights in the 16 bits of the precision stay from step to step.
+
+    With gradient checkpointing no more than one block's are there at a time.
+    """
+    whole = config.precision == "float32" or config.gradient_checkpointing
+    return not whole and not _trains_backbone(config)
+
+
+def _trains_backbone(config: Config) -> bool:
+    return trains_backbone({"method": config.method, "init": config.init})
 
 
 def likely_device(name: str) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.quantize import quantize
+from ravan_flwr.adapters.stored import keep_casts
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.data.columns import check_column, column_of
 from ravan_flwr.data.device_folder import own_examples
@@ -37,7 +38,7 @@ from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.asking import accuracy
 from ravan_flwr.training.device import further_gpus, pick_device
-from ravan_flwr.training.kept_in import backbone_dtype
+from ravan_flwr.training.kept_in import backbone_dtype, keeps_casts
 from ravan_flwr.training.local_steps import PRECISIONS, evaluate_all
 from ravan_flwr.training.network import (
     CONFIGS,
@@ -135,13 +136,16 @@ class Workbench:
             quantize(backbone.network, config.quantize, backbone.classifier, dtype, device)
         torch.nn.Module.to(backbone.network, device)
         prepare_network(backbone.network, config)
-        return AdaptedModel(
+        model = AdaptedModel(
             backbone,
             lambda layers, size: make_method(config, layers, size),
             train_classifier=config.classifier == "trained",
             threads=suitable_threads(backbone.size, config.batch_size),
             shares_device=self.shares_device,
         )
+        if keeps_casts(config):
+            keep_casts(model.network)
+        return model
 
     @cached_property
     def backbone_fingerprint(self) -> str:

@@ -124,7 +124,8 @@ def float16_client(settings, scale, precision="float16"):
     model = bench.model
     vars(model)["scaler"] = torch.amp.GradScaler(model.device.type, init_scale=scale)
     steps = LocalSteps(3, 8, 0.01, precision)
-    return model, (model, bench.task, bench.partition(0, 4).train, model.initial_state()), steps
+    work: Any = model, bench.task, bench.partition(0, 4).train, model.initial_state()
+    return model, work, steps
 
 
 @pytest.mark.parametrize("scale", [2.0**16, 2.0**127])

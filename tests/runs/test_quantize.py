@@ -66,9 +66,12 @@ def test_weights_are_unpacked_as_what_they_are_computed_with(precision, settings
     import bitsandbytes.functional as F
 
     unpacked, unpack = [], F.dequantize_4bit
-    monkeypatch.setattr(
-        F, "dequantize_4bit", lambda *a, **k: unpacked.append(unpack(*a, **k)) or unpacked[-1]
-    )
+
+    def seen(*given, **named):
+        unpacked.append(unpack(*given, **named))
+        return unpacked[-1]
+
+    monkeypatch.setattr(F, "dequantize_4bit", seen)
     bench = Workbench(read_config(settings | {"quantize": "4bit", "precision": precision}))
     train_locally(
         *(bench.model, bench.task, bench.partition(0, 4).train, bench.model.initial_state(), 1.0),

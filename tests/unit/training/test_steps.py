@@ -37,7 +37,7 @@ def test_only_pinned_memory_is_copied_while_others_write_to_it(device, asynchron
     """MPS reads a batch's memory later, when the reader may have filled it with another batch."""
     copies = []
 
-    class Pixels:
+    class Pixels(torch.Tensor):
         def pin_memory(self):
             return self
 
