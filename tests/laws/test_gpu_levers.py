@@ -11,8 +11,10 @@ from benchmarks.gpu_levers import apart, compiled, one_at_a_time, together
 
 
 @pytest.fixture(params=["ravan", "fedit", "full"])
-def bench(request):
-    given = argparse.Namespace(method=request.param, device="cpu", small=True, steps=3, clients=3)
+def bench(request, tmp_path):
+    given = argparse.Namespace(
+        method=request.param, device="cpu", small=True, steps=3, clients=3, folder=tmp_path
+    )
     return gpu_levers.Bench("cifar100-vit-b16", "float32", given)
 
 

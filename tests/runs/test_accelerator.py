@@ -29,6 +29,7 @@ def accelerator(monkeypatch):
     """The device that `auto` finds."""
     device = register()
     monkeypatch.setattr("ravan_flwr.training.workbench.pick_device", lambda _: device)
+    monkeypatch.setattr("ravan_flwr.adapters.stored.autocasts", lambda _: False)  # it casts nothing
     # A module's parameters stay the objects that they are, as they do on the way to a GPU.
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
