@@ -48,11 +48,13 @@ from ravan_flwr import simulate
 from ravan_flwr.adapters import stored
 from ravan_flwr.config.presets import read_preset
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.launch.sharing import MOST_A_GPU, USABLE
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Batch, Encoded
 from ravan_flwr.training import local_steps, workbench
+from ravan_flwr.training.footprint import Footprint, footprint
 from ravan_flwr.training.local_steps import LocalSteps, Stepper, calibrate_locally, train_locally
 from ravan_flwr.training.workbench import Workbench
 from testing.tiny import ARCHITECTURES, save_data, save_model
@@ -371,6 +373,44 @@ def levers(given: argparse.Namespace) -> Iterator[Row]:
             yield what, line.get("failed") or f"{line['quicker']:.2f} times as quick"
 
 
+# What fits, by the plan.
+
+SIZES = (8, 16, 24, 48, 80)  # GB of a GPU's memory
+IN_16_BITS: dict[str, Scalar] = {"precision": "bfloat16", "backbone-dtype": "bfloat16"}
+SAVING: dict[str, Scalar] = {"gradient-checkpointing": True, "quantize": "4bit"}
+RUNS: dict[str, dict[str, Scalar]] = {
+    "`cifar100-vit-b16`": {"preset": "cifar100-vit-b16"},
+    "the same, `precision=bfloat16`": {"preset": "cifar100-vit-b16", "precision": "bfloat16"},
+    "`newsgroups-t5`, `precision=bfloat16`": {"preset": "newsgroups-t5", "precision": "bfloat16"},
+    "`glue-llama`, in float32": {"preset": "glue-llama", "backbone-dtype": "float32"},
+    "the same, `precision=bfloat16`, `backbone-dtype=bfloat16`": {
+        "preset": "glue-llama", **IN_16_BITS
+    },
+    "the same, `gradient-checkpointing=true`, `quantize=4bit` on top": {
+        "preset": "glue-llama", **IN_16_BITS, **SAVING
+    },
+    "`general-nlp`, a 7B model in 4 bits": {"preset": "general-nlp", **IN_16_BITS},
+}  # fmt: skip
+
+
+def classes() -> Iterator[str]:
+    """Write the table of what GPUs of each size can train, by what the plan counts."""
+    yield f"| run | client, server, GB | {' | '.join(f'{size} GB' for size in SIZES)} |"
+    yield "| --- " * (2 + len(SIZES)) + "|"
+    for name, settings in RUNS.items():
+        need = footprint(read_config({"device": "cuda"} | settings))
+        cells = [fitting(USABLE * size * 1e9, need) for size in SIZES]
+        both = f"{need.client / 1e9:.1f}, {need.server / 1e9:.1f}"
+        yield f"| {name} | {both} | {' | '.join(cells)} |"
+
+
+def fitting(room: float, need: Footprint) -> str:
+    """Say how many clients fit beside the server; or that both fit as one process."""
+    if room >= need.server + need.client:
+        return str(min(MOST_A_GPU, int((room - need.server) // need.client)))
+    return "in process" if room >= max(need.client, need.server) else "no"
+
+
 def failure(error: Exception) -> str:
     """Say in a line why something could not be measured."""
     return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
@@ -391,7 +431,10 @@ PARTS: dict[str, tuple[Callable[[argparse.Namespace], Iterator[Row]], float]] = 
 def main(arguments: list[str]) -> int:
     """Run all parts within the limit and write the table; or one part, and print its rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("part", nargs="?", choices=PARTS, help="this one alone, without a limit")
+    parser.add_argument(
+        "part", nargs="?", choices=(*PARTS, "classes"),
+        help="this one alone, without a limit; classes: what fits on which GPU, by the plan",
+    )  # fmt: skip
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "pretend"))
     parser.add_argument("--preset", default=PRESETS[1], choices=PRESETS, help="of the part steps")
     parser.add_argument("--small", action="store_true", help="small shapes, to try the script")
@@ -399,6 +442,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--page", type=Path, help="a page that has the table between two comments")
     parser.add_argument("--folder", type=Path, help="keep the models and examples that are made")
     given = parser.parse_args(arguments)
+    if given.part == "classes":
+        print("\n".join(classes()))
+        return 0
     with tempfile.TemporaryDirectory() as place:
         given.folder = given.folder or Path(place)
         if given.part is None:

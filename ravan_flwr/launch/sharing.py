@@ -20,7 +20,7 @@ from ravan_flwr.training.gpus import VISIBLE, Gpu, visible_gpus
 
 MOST_A_GPU = 24  # Ray counts shares in ten-thousandths: more would not come out even on 16 GPUs
 _TEN_THOUSANDTHS = 10_000
-_USABLE = 0.9  # of the free memory: PyTorch's pieces of it do not fit without gaps
+USABLE = 0.9  # of the free memory: PyTorch's pieces of it do not fit without gaps
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _by_memory(
     needs = footprint(config)
     fitting = [
         int(
-            (_USABLE * _free(gpu, runs) - (needs.server if place < evaluating else 0))
+            (USABLE * _free(gpu, runs) - (needs.server if place < evaluating else 0))
             // needs.client
         )
         for place, gpu in enumerate(gpus)

@@ -1,4 +1,4 @@
-"""`make gpu-first` on the tests' accelerator: every part runs to its end, in time, into the page."""
+"""`make gpu-first` on the pretend accelerator: each part runs to its end, into the page."""
 
 import os
 import re

@@ -10,6 +10,7 @@ import torch
 from flwr.proto.federation_config_pb2 import SimulationConfig
 from flwr.supercore.utils import simulation_config_from_json
 
+from benchmarks.gpu import classes, fitting
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
@@ -25,7 +26,13 @@ from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training import gpus
 from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.device import free_memory, further_gpus, give_back_memory, pick_device
-from ravan_flwr.training.footprint import CONTEXT, _MostAlive, evaluation_memory, footprint
+from ravan_flwr.training.footprint import (
+    CONTEXT,
+    Footprint,
+    _MostAlive,
+    evaluation_memory,
+    footprint,
+)
 from ravan_flwr.training.gpus import Gpu, in_turn, unused_gpus, visible_gpus
 from ravan_flwr.training.plan import plan_of
 from ravan_flwr.training.workbench import Workbench, get_workbench
@@ -286,6 +293,15 @@ def test_an_evaluation_takes_its_batch_and_the_widest_layer():
     # T5-Base generates: keys and values of 12 layers, of the prompt for each.
     text = read_config({"preset": "newsgroups-t5"})
     assert evaluation_memory(text) > 2 * 12 * 256 * text.max_length * 768 * 4
+
+
+def test_the_page_says_what_the_plan_counts_for_each_size_of_gpu():
+    """In three steps: what a process needs, what fits beside the server, and what the page says."""
+    assert [fitting(room, Footprint(30, 20)) for room in (20, 30, 50, 110, 1e6)] == [
+        "no", "in process", "1", "3", str(MOST_A_GPU)
+    ]  # fmt: skip
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert "\n".join(classes()) in page
 
 
 @pytest.mark.parametrize("evaluate_on", ["server", "clients"])
