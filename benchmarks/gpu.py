@@ -166,14 +166,14 @@ def right(given: argparse.Namespace) -> Iterator[Row]:
     small = argparse.Namespace(**vars(given) | {"small": True})
     bench = bench_of(small, "glue-llama", init="first-round", precision="float32")
     steps = LocalSteps(50, 4, 1e-5, "float32")
-    work: Any = bench.model, bench.task, bench.partition(0, 4).train, bench.model.initial_state()
+    work = bench.model, bench.task, bench.partition(0, 4).train, bench.model.initial_state()
     change = calibrate_locally(*work, steps, WORK).upload["change"]
     moved = (change != 0).float().mean()
     yield "first round: weights that fifty steps of 1e-5 moved", f"{moved:.1%}"
 
     def sketch(precision: str) -> Tensor:
         made = bench_of(small, "glue-llama", init="data-aware", precision=precision)
-        work: Any = made.model, made.task, made.partition(0, 4).train, made.model.initial_state()
+        work = made.model, made.task, made.partition(0, 4).train, made.model.initial_state()
         how = LocalSteps(1, 4, 1e-4, precision)
         return calibrate_locally(*work, how, ClientRound(0, 0, 0)).upload["sketch"]
 
@@ -462,10 +462,12 @@ def settle_device(name: str) -> None:
     from tests.pretend import register  # noqa: PLC0415 (a machine with a GPU has no need of it)
 
     device = register()
-    workbench.pick_device, stored.autocasts = (
-        lambda name: torch.device("cpu") if name == EXACT else device,
-        lambda _: False,  # it casts nothing
-    )
+
+    def pick(name: str) -> torch.device:
+        return torch.device("cpu") if name == EXACT else device
+
+    setattr(workbench, "pick_device", pick)  # noqa: B010 (mypy: it is no part of that module)
+    setattr(stored, "autocasts", lambda _: False)  # noqa: B010 (it casts nothing)
     torch.__future__.set_swap_module_params_on_conversion(True)
 
 

@@ -22,7 +22,7 @@ def bench(request, tmp_path):
 def test_uploads_are_those_of_one_client_at_a_time(bench):
     expected = one_at_a_time(bench)
     different = apart(expected[:1], expected[1:2])
-    assert different > 1e-3  # the clients have batches of their own
+    assert different > 5e-4  # the clients have batches of their own
     assert apart(together(bench), expected) < 1e-2 * different
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's compiler warns of itself

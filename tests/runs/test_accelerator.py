@@ -125,7 +125,11 @@ def float16_client(settings, scale, precision="float16"):
     model = bench.model
     vars(model)["scaler"] = torch.amp.GradScaler(model.device.type, init_scale=scale)
     steps = LocalSteps(3, 8, 0.01, precision)
-    work: Any = model, bench.task, bench.partition(0, 4).train, model.initial_state()
+    examples, state = bench.partition(0, 4).train, model.initial_state()
+
+    def work(do, *more):
+        return do(model, bench.task, examples, state, *more)
+
     return model, work, steps
 
 
@@ -136,7 +140,7 @@ def test_the_loss_scale_of_float16_is_in_nothing_that_is_measured(scale, acceler
     for precision in ("float32", "float16"):
         how = {"init": "data-aware"}, scale, precision
         _, work, steps = float16_client(*how)
-        found[precision] = calibrate_locally(*work, steps, ClientRound(5, 0, 0)).upload["sketch"]
+        found[precision] = work(calibrate_locally, steps, ClientRound(5, 0, 0)).upload["sketch"]
     assert found["float32"].norm() > 0
     torch.testing.assert_close(found["float16"], found["float32"], rtol=1e-4, atol=1e-7)
 
@@ -148,7 +152,7 @@ def test_the_loss_scale_of_float16_is_in_nothing_that_is_measured(scale, acceler
     for precision in ("float32", "float16"):
         how = {"scoring": "gradient"}, scale, precision
         _, work, steps = float16_client(*how)
-        train_locally(*work, 0.5, steps, ClientRound(5, 1, 0))
+        work(train_locally, 0.5, steps, ClientRound(5, 1, 0))
     torch.testing.assert_close(seen["float16"], seen["float32"], rtol=1e-4, atol=1e-9)
 
 
@@ -158,17 +162,17 @@ def test_gradients_that_no_loss_scale_makes_finite_are_an_error(accelerator, mon
         model.classifier[0].fill_(torch.inf)
     monkeypatch.setattr(model, "_set_classifier", lambda _: None)
     with pytest.raises(ValueError, match="precision = 'float16': .* use bfloat16 or float32"):
-        calibrate_locally(*work, steps, ClientRound(5, 0, 0))
+        work(calibrate_locally, steps, ClientRound(5, 0, 0))
 
 
 def test_the_loss_scale_of_float16_stays_and_skipped_steps_are_counted(accelerator):
     model, work, steps = float16_client({}, 2.0**127)
-    first = train_locally(*work, 1.0, steps, ClientRound(5, 1, 0))
+    first = work(train_locally, 1.0, steps, ClientRound(5, 1, 0))
     assert first.skipped in (1, 2)  # of three: each halves the scale
     assert model.scaler.get_scale() == 2.0 ** (127 - first.skipped)
     whole = LocalSteps(3, 8, 0.01, "float32")
-    expected = train_locally(*work, 1.0, whole, ClientRound(5, 1, 0)).upload["H"]
-    second = train_locally(*work, 1.0, steps, ClientRound(5, 1, 0))
+    expected = work(train_locally, 1.0, whole, ClientRound(5, 1, 0)).upload["H"]
+    second = work(train_locally, 1.0, steps, ClientRound(5, 1, 0))
     assert not second.skipped
     torch.testing.assert_close(second.upload["H"], expected, rtol=1e-2, atol=1e-4)
 
