@@ -20,7 +20,7 @@ RUN pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^t
 COPY pyproject.toml README.md LICENSE ./
 COPY conf conf
 COPY ravan_flwr ravan_flwr
-RUN pip install --constraint constraints.txt .
+RUN pip install --constraint constraints.txt ".[privacy,quantize]"
 
 FROM python:${PYTHON}-slim-bookworm
 # The user must be able to read the secrets, which belong to whoever made them.

@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 WORKERS ?= 4
 
-.PHONY: help run simulate test quick e2e bench gpu lint types check release clean
+.PHONY: help run simulate test quick e2e bench gpu gpu-first lint types check release clean
 
 help:
 	@echo "make run       a federated run in Flower's simulation runtime, 20 clients, digits"
@@ -16,6 +16,7 @@ help:
 	@echo "make e2e       only the tests of a deployment: SuperLink, fence (needs nginx), SuperNodes, signals"
 	@echo "make bench     speed and memory against peers, about a quarter of an hour; CHECK=--check fails on a missed bar"
 	@echo "make gpu       the tests that need a GPU, and what a client's round takes on it"
+	@echo "make gpu-first what only a GPU can tell, in ten minutes, as a table in docs/gpu.md"
 	@echo "make check     lint, types and tests: what CI runs"
 	@echo "make release   sdist, wheel and app bundle into dist/, each tried in a new environment"
 	@echo "make clean     remove the environment and caches, keep the runs"
@@ -61,8 +62,11 @@ gpu: $(INSTALLED)
 	+ torch.__version__ + " finds no GPU, expected one that nvidia-smi lists and a PyTorch built with CUDA")'
 	$(BIN)/python -m pytest -n 0 -v -m gpu tests $(ARGS)
 	@mkdir -p bench
-	$(BIN)/python -m benchmarks.gpu --json bench/gpu.json
+	$(BIN)/python -m benchmarks.gpu --limit 3600 --page docs/gpu.md
 	$(BIN)/python -m benchmarks.gpu_levers --json bench/gpu_levers.json
+
+gpu-first: $(INSTALLED)
+	$(BIN)/python -m benchmarks.gpu --limit 600 --page docs/gpu.md $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

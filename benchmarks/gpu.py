@@ -1,258 +1,537 @@
-"""Measure seconds and peak memory of a client's local steps on a GPU, at real models' shapes.
+"""Measure on a GPU what only a GPU can tell, in parts with a time limit each.
 
-    python -m benchmarks.gpu                       # digits-vit, ViT-B/16, LLaMA-3.2-1B; minutes
-    python -m benchmarks.gpu --device cpu --small  # does it run? small shapes, on a CPU
-    make gpu                                       # the tests marked gpu, and this
+    make gpu-first                                       # ten minutes; a table in docs/gpu.md
+    python -m benchmarks.gpu steps --preset glue-llama   # one part, with another model
+    python -m benchmarks.gpu --device pretend --small    # does it run? on the tests' accelerator
 
-Random weights of the presets' shapes and random examples, no hub. A line is a model in a
-precision: RAVAN at the paper's rank beside LoRA, with the same batches, in one process, in turn;
-medians over the repetitions. Memory is PyTorch's: of the model with its adapters, and the most
-that the steps took beyond it. "GPU waits" is the share of a round in which no kernel was at work
-(waiting.py), "kernels" how many a step launches: where the GPU waits long, gpu_levers.py says
-what several clients in one pass, or a graph of the step, would bring.
+The parts, each in a process of its own, which ends when its time is up; what it has found by then
+is in the table:
+
+- sync: three steps during which nothing may wait for the GPU.
+- right: a first round moves weights of 16 bits; float16 measures what float32 does; gradients in
+  each precision and in 4 bits beside float64's of the same weights.
+- tests: those marked gpu, of precision, heads, plan, evaluation and budget.
+- steps: the preset's own path, from examples in a file to what a client sends: milliseconds a step,
+  how long the GPU waits in it (waiting.py), kernels and memory; each lever on or off; one
+  evaluation; one, two and four processes of clients.
+- levers: several clients in one pass, and graphs of a step (gpu_levers.py).
+
+Models have the presets' shapes and random weights, examples are random: no hub is needed.
 """
 
 import argparse
 import json
+import os
+import re
+import signal
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
-from transformers import AutoConfig
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from benchmarks.waiting import kernels, traced, waiting_share
-from ravan_flwr.adapters.attach import TARGETS
-from ravan_flwr.adapters.quantize import quantize
-from ravan_flwr.adapters.stored import keep_in
-from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr import simulate
+from ravan_flwr.adapters import stored
+from ravan_flwr.config.presets import read_preset
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.launch.sharing import MOST_A_GPU, USABLE
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.seeding import ClientRound
-from ravan_flwr.specs import ModelSpec, Scalar
-from ravan_flwr.tasks.base import Encoded, Task
-from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.device import pick_device
-from ravan_flwr.training.kept_in import DTYPES
-from ravan_flwr.training.local_steps import PRECISIONS, LocalSteps, train_locally
-from ravan_flwr.training.network import CONFIGS, Backbone, checkpoint_gradients, network_class
-from ravan_flwr.training.workbench import make_method, make_task
+from ravan_flwr.specs import Scalar
+from ravan_flwr.tasks.base import Batch, Encoded
+from ravan_flwr.training import local_steps, workbench
+from ravan_flwr.training.footprint import Footprint, footprint
+from ravan_flwr.training.local_steps import LocalSteps, Stepper, calibrate_locally, train_locally
+from ravan_flwr.training.workbench import Workbench
+from testing.tiny import ARCHITECTURES, save_data, save_model
 
-VARIANTS: tuple[dict[str, Scalar], ...] = (
-    {"precision": "float32"},
-    {"precision": "bfloat16"},
-    {"precision": "bfloat16", "backbone-dtype": "bfloat16"},
-    {"precision": "bfloat16", "backbone-dtype": "bfloat16", "gradient-checkpointing": True},
-    {"precision": "bfloat16", "backbone-dtype": "bfloat16", "quantize": "4bit"},
-)
-SMALL = {
-    "vit": {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 2,
-        "intermediate_size": 128,
-        "image_size": 32,
-    },
-    "llama": {
-        "num_hidden_layers": 2,
-        "hidden_size": 128,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "intermediate_size": 128,
-        "vocab_size": 1000,
-    },
+Row = tuple[str, str]  # what, and what came of it
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- gpu-first: made by benchmarks/gpu.py -->", "<!-- end of gpu-first -->"
+PRESETS = ("digits-vit", "cifar100-vit-b16", "glue-llama")
+SMALL: dict[str, Scalar] = {"lora-rank": 4, "batch-size": 4}
+WORK = ClientRound(0, 1, 0)
+EXACT = "cpu:0"  # where float64 is computed
+
+
+# What is measured.
+
+
+def bench_of(given: argparse.Namespace, preset: str, **settings: Scalar) -> Workbench:
+    """Build the workbench of a preset, with a model and examples made for it."""
+    return Workbench(read_config(settings_of(given, preset, **settings)))
+
+
+def settings_of(given: argparse.Namespace, preset: str, **settings: Scalar) -> dict[str, Scalar]:
+    """Write the run config; model and examples lie in the folder, once for all parts."""
+    device = "cpu" if given.device == "pretend" else given.device
+    found: dict[str, Scalar] = {"preset": preset, "device": device, "partition": "iid"}
+    found |= {"precision": precision_of(given)} | (SMALL if given.small else {})
+    if preset in ARCHITECTURES:
+        place = given.folder / f"{preset}{'-small' * given.small}"
+        if not place.exists():
+            task = "rte" if preset == "glue-llama" else ""
+            rows = (40, 40) if given.small else (640, 2048)
+            shape = {} if given.small else dict(read_preset(preset).model.shape)
+            shape.pop("model_type", None)
+            save_data(preset, place / "data", task, *rows)
+            save_model(ARCHITECTURES[preset], place / "model", **shape)
+        found |= {"model": str(place / "model"), "data": str(place / "data")}
+        found |= {"glue-task": "rte"} if preset == "glue-llama" else {}
+    return found | settings
+
+
+def precision_of(given: argparse.Namespace) -> str:
+    """Return the precision to measure in; the tests' accelerator casts nothing."""
+    return "float32" if given.device == "pretend" else "bfloat16"
+
+
+def started(bench: Workbench) -> Tensors:
+    """Make a state that is not zero, so that every parameter has a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: tensor + 0.01 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in bench.model.initial_state().items()
+    }
+
+
+@contextmanager
+def stepping(bench: Workbench, precision: str, number: int = 1) -> Iterator[tuple[Stepper, Any]]:
+    """Give a client's stepper, and what it trains."""
+    steps = LocalSteps(number, bench.config.batch_size, 1e-4, precision)
+    stepper = Stepper(bench.model, bench.task, bench.partition(0, 4).train, steps, WORK)
+    with bench.model.holding(started(bench)):
+        bench.model.method.choose(
+            bench.model.adapters, 1.0, WORK.generator("heads"), lambda *_: None
+        )
+        yield stepper, bench.model.parameters()
+
+
+def train(bench: Workbench, number: int) -> None:
+    """Do a client's round, as a run does."""
+    how = LocalSteps(number, bench.config.batch_size, 1e-4, bench.config.precision)
+    mine, state = bench.partition(0, 4).train, bench.model.initial_state()
+    train_locally(bench.model, bench.task, mine, state, 1.0, how, WORK)
+
+
+# The parts.
+
+
+def sync(given: argparse.Namespace) -> Iterator[Row]:
+    """Look for what waits for the GPU, which does not depend on sizes."""
+    for preset in ("cifar100-vit-b16", "glue-llama"):
+        small = argparse.Namespace(**vars(given) | {"small": True})
+        with stepping(bench_of(small, preset), precision_of(given), 3) as (stepper, parameters):
+            stepper.train(parameters)
+            try:
+                with no_waiting(given.device):
+                    stepper.train(parameters)
+            except RuntimeError as error:
+                frames = traceback.extract_tb(error.__traceback__)
+                named = [f"{Path(f.filename).name}:{f.lineno}" for f in frames]
+                yield f"{preset}: three steps without waiting", f"no: {' <- '.join(named[:-4:-1])}"
+            else:
+                yield f"{preset}: three steps without waiting", "yes"
+
+
+@contextmanager
+def no_waiting(device: str) -> Iterator[None]:
+    """Turn whatever waits for a GPU into an error."""
+    if device != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def right(given: argparse.Namespace) -> Iterator[Row]:
+    """Compare with what must come out."""
+    small = argparse.Namespace(**vars(given) | {"small": True})
+    bench = bench_of(small, "glue-llama", init="first-round", precision="float32")
+    steps = LocalSteps(50, 4, 1e-5, "float32")
+    work = bench.model, bench.task, bench.partition(0, 4).train, bench.model.initial_state()
+    change = calibrate_locally(*work, steps, WORK).upload["change"]
+    moved = (change != 0).float().mean()
+    yield "first round: weights that fifty steps of 1e-5 moved", f"{moved:.1%}"
+
+    def sketch(precision: str) -> Tensor:
+        made = bench_of(small, "glue-llama", init="data-aware", precision=precision)
+        work = made.model, made.task, made.partition(0, 4).train, made.model.initial_state()
+        how = LocalSteps(1, 4, 1e-4, precision)
+        return calibrate_locally(*work, how, ClientRound(0, 0, 0)).upload["sketch"]
+
+    if given.device != "cpu":
+        yield "sketches of gradients in float16", f"{off(sketch('float16'), sketch('float32'))} off"
+    exact = gradients(bench_of(small, "glue-llama", device=EXACT, precision="float32"), double=True)
+    kinds: dict[str, dict[str, Scalar]] = {"float32": {}, "bfloat16": {}, "float16": {}}
+    kinds |= {"bfloat16, backbone in it": {"backbone-dtype": "bfloat16"}}
+    for kind, more in kinds.items():
+        precision = kind.partition(",")[0]
+        if precision in {"cpu": ("float16",), "pretend": ("bfloat16",)}.get(given.device, ()):
+            continue  # which the one does not train in, and the other casts nothing to
+        got = gradients(bench_of(small, "glue-llama", precision=precision, **more))
+        yield f"gradients in {kind}", f"{off(got, exact)} off float64's"
+    if given.device == "cuda":
+        yield "gradients in 4 bits, bfloat16", f"{off(*four_bits(small))} off float64's"
+
+
+def gradients(bench: Workbench, *, double: bool = False) -> Tensor:
+    """Compute a batch's gradients of all that a client trains."""
+    precision = bench.config.precision
+    if double:
+        bench.model.network.double()
+    with stepping(bench, precision) as (stepper, parameters):
+        stepper.backward()
+        found = torch.cat([parameter.grad.flatten().cpu() for parameter in parameters])
+        return found.double() / stepper.scaler.get_scale()
+
+
+def four_bits(given: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """Compute gradients over a backbone in 4 bits, and in float64 over what these bits say."""
+    import bitsandbytes.functional as F  # noqa: PLC0415
+
+    few = bench_of(given, "glue-llama", quantize="4bit", precision="bfloat16")
+    whole = bench_of(given, "glue-llama", device=EXACT, precision="float32")
+    modules = dict(few.model.network.named_modules())
+    with torch.no_grad():
+        for name, module in whole.model.network.named_modules():
+            weight: Any = getattr(modules[name], "weight", None)
+            if getattr(weight, "quant_state", None) is not None:
+                unpacked = F.dequantize_4bit(weight.data, weight.quant_state)
+                module.get_parameter("weight").copy_(unpacked)
+    return gradients(few), gradients(whole, double=True)
+
+
+def off(got: Tensor, expected: Tensor) -> str:
+    """Say how far tensors are from each other, by norms."""
+    return f"{float((got - expected).norm() / expected.norm()):.1e}"
+
+
+def tests(given: argparse.Namespace) -> Iterator[Row]:
+    """Run the tests that need a GPU, and name those that fail."""
+    words = "precision or head or plan or evaluation or budget"
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-rf", "-m", "gpu", "-k", words]
+    command += ["tests/runs/test_gpu.py", *["--collect-only"] * given.small]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    for name in re.findall(r"^FAILED \S+::(\S+)", done.stdout, re.MULTILINE):
+        yield name, "failed"
+    counted = re.findall(r"^.*\d+ .*in [\d.]+ ?s.*$", done.stdout, re.MULTILINE)
+    yield "all of these", counted[-1].strip("= ") if counted else f"status {done.returncode}"
+
+
+@contextmanager
+def casting_always() -> Iterator[None]:
+    """Let autocast cast frozen weights in every step."""
+    with mock.patch.object(workbench, "keep_casts"):
+        yield
+
+
+def cast_norms(network: nn.Module) -> None:
+    """Cast what a LayerNorm gives once, and not for each layer that reads it."""
+
+    def cast(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output.to(torch.bfloat16)
+
+    for module in network.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.register_forward_hook(cast)
+
+
+def compile_blocks(network: nn.Module) -> None:
+    """Compile each block."""
+    for module in network.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(dynamic=False)
+
+
+@contextmanager
+def examples_on_the_device() -> Iterator[None]:
+    """Bring all examples of a client to the device before the first step."""
+
+    def batches(
+        examples: Encoded,
+        lay_out: Callable[[Batch], Batch],
+        order: Iterator[np.ndarray],
+        device: torch.device,
+    ) -> Iterator[Batch]:
+        whole = lay_out(examples.take(np.arange(len(examples))))
+        there = {name: tensor.to(device) for name, tensor in whole.items()}
+        for rows in order:
+            chosen = torch.from_numpy(rows).to(device)
+            yield {name: tensor.index_select(0, chosen) for name, tensor in there.items()}
+
+    with mock.patch.object(local_steps, "_batches", batches):
+        yield
+
+
+@dataclass(frozen=True)
+class Lever:
+    """Say how a step is computed otherwise."""
+
+    settings: dict[str, Scalar] = field(default_factory=dict)
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+    change: Callable[[nn.Module], None] = lambda _: None
+    anywhere: bool = True  # also where it does nothing, or there are no kernels for it
+
+
+AS_IT_IS = "as it is"
+LEVERS = {
+    AS_IT_IS: Lever(),
+    "precision=float32": Lever({"precision": "float32"}),
+    "examples on the device": Lever(context=examples_on_the_device),
+    "weights cast in every step": Lever(context=casting_always),
+    "backbone-dtype=bfloat16": Lever({"backbone-dtype": "bfloat16"}),
+    "gradient-checkpointing=true": Lever({"gradient-checkpointing": True}),
+    "a LayerNorm's output cast once": Lever(change=cast_norms, anywhere=False),
+    "each block compiled": Lever(change=compile_blocks, anywhere=False),
+    "quantize=4bit": Lever({"quantize": "4bit"}, anywhere=False),
 }
 
 
-def main(arguments: list[str]) -> None:
-    """Measure, and write a table and JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--steps", type=int, default=50, help="local steps of a round")
-    parser.add_argument("--repeat", type=int, default=5)
+def steps(given: argparse.Namespace) -> Iterator[Row]:
+    """Time a client's steps, each lever on or off, an evaluation, and processes side by side."""
+    for name, lever in LEVERS.items():
+        if not lever.anywhere and given.device != "cuda":
+            continue
+        try:
+            with lever.context():
+                bench = bench_of(given, given.preset, **lever.settings)
+                bench.shares_device = False
+                lever.change(bench.model.network)
+                yield f"{given.preset}, {name}", timed_steps(bench, given)
+                if name == AS_IT_IS:
+                    began, number = time.perf_counter(), sum(map(len, bench.test_sets.values()))
+                    bench.evaluate()
+                    rate = number / (time.perf_counter() - began)
+                    yield f"{given.preset}, an evaluation", f"{rate:,.0f} examples a second"
+        except Exception as error:  # noqa: BLE001 (a lever that does not move is a finding)
+            yield f"{given.preset}, {name}", failure(error)
+    for processes in (1, 2) if given.small else (1, 2, 4):
+        number, rounds = (2, 1) if given.small else (20, 2)
+        settings: dict[str, Scalar] = {
+            "processes": processes, "clients-per-round": 4, "num-rounds": rounds,
+            "eval-every": rounds, "local-steps": number, "report": False, "tracking": "none",
+            "output-dir": str(given.folder / "runs"),
+        }  # fmt: skip
+        try:
+            run = simulate(settings_of(given, given.preset, **settings), 4)
+            lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
+            seconds = json.loads(lines[-1])["phases"]
+            told = ", ".join(f"{phase} {took:.2f} s" for phase, took in seconds.items())
+            yield f"{given.preset}, processes={processes}, 4 clients of {number} steps", told
+        except Exception as error:  # noqa: BLE001
+            yield f"{given.preset}, processes={processes}", failure(error)
+
+
+def timed_steps(bench: Workbench, given: argparse.Namespace) -> str:
+    """Measure a client's round: time and kernels by step, waiting, memory."""
+    number, on_cuda = 2 if given.small else 20, given.device == "cuda"
+    train(bench, number)  # warms up
+    taken = []
+    for _ in range(3):
+        began = time.perf_counter()
+        train(bench, number)
+        taken.append(time.perf_counter() - began)
+    seconds = statistics.median(taken)
+    told = f"{1000 * seconds / number:.1f} ms a step"
+    if not on_cuda:
+        return told
+    torch.cuda.reset_peak_memory_stats()
+    trace = traced(partial(train, bench, 5))
+    waits = waiting_share(trace, 5 * seconds / number)
+    peak = torch.cuda.max_memory_allocated() / 1e9
+    return f"{told}, the GPU waits {waits:.0%}, {kernels(trace) // 5} kernels, {peak:.1f} GB"
+
+
+def levers(given: argparse.Namespace) -> Iterator[Row]:
+    """Measure what several clients in one pass, and graphs, would bring."""
+    from benchmarks import gpu_levers  # noqa: PLC0415 (it uses this module)
+
+    how = gpu_levers.how(["--device", given.device, "--folder", str(given.folder)])
+    if given.small:
+        how.small, how.steps, how.repeat, how.backend = True, 2, 1, "eager"
+    for preset in PRESETS[:2]:
+        for line in gpu_levers.measure(preset, precision_of(given), how):
+            what = f"{preset}, 8 clients {line['row']}"
+            yield what, line.get("failed") or f"{line['quicker']:.2f} times as quick"
+
+
+# What fits, by the plan.
+
+SIZES = (8, 16, 24, 48, 80)  # GB of a GPU's memory
+IN_16_BITS: dict[str, Scalar] = {"precision": "bfloat16", "backbone-dtype": "bfloat16"}
+SAVING: dict[str, Scalar] = {"gradient-checkpointing": True, "quantize": "4bit"}
+RUNS: dict[str, dict[str, Scalar]] = {
+    "`cifar100-vit-b16`": {"preset": "cifar100-vit-b16"},
+    "the same, `precision=bfloat16`": {"preset": "cifar100-vit-b16", "precision": "bfloat16"},
+    "`newsgroups-t5`, `precision=bfloat16`": {"preset": "newsgroups-t5", "precision": "bfloat16"},
+    "`glue-llama`, in float32": {"preset": "glue-llama", "backbone-dtype": "float32"},
+    "the same, `precision=bfloat16`, `backbone-dtype=bfloat16`": {
+        "preset": "glue-llama", **IN_16_BITS
+    },
+    "the same, `gradient-checkpointing=true`, `quantize=4bit` on top": {
+        "preset": "glue-llama", **IN_16_BITS, **SAVING
+    },
+    "`general-nlp`, a 7B model in 4 bits": {"preset": "general-nlp", **IN_16_BITS},
+}  # fmt: skip
+
+
+def classes() -> Iterator[str]:
+    """Write the table of what GPUs of each size can train, by what the plan counts."""
+    yield f"| run | client, server, GB | {' | '.join(f'{size} GB' for size in SIZES)} |"
+    yield "| --- " * (2 + len(SIZES)) + "|"
+    for name, settings in RUNS.items():
+        need = footprint(read_config({"device": "cuda"} | settings))
+        cells = [fitting(USABLE * size * 1e9, need) for size in SIZES]
+        both = f"{need.client / 1e9:.1f}, {need.server / 1e9:.1f}"
+        yield f"| {name} | {both} | {' | '.join(cells)} |"
+
+
+def fitting(room: float, need: Footprint) -> str:
+    """Say how many clients fit beside the server; or that both fit as one process."""
+    if room >= need.server + need.client:
+        return str(min(MOST_A_GPU, int((room - need.server) // need.client)))
+    return "in process" if room >= max(need.client, need.server) else "no"
+
+
+def failure(error: Exception) -> str:
+    """Say in a line why something could not be measured."""
+    return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+# Each part in a process of its own.
+
+# name -> what it does, and its share of the time that is left
+PARTS: dict[str, tuple[Callable[[argparse.Namespace], Iterator[Row]], float]] = {
+    "sync": (sync, 1),
+    "right": (right, 2),
+    "tests": (tests, 3),
+    "steps": (steps, 5),
+    "levers": (levers, 3),
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Run all parts within the limit and write the table; or one part, and print its rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "part", nargs="?", choices=(*PARTS, "classes"),
+        help="this one alone, without a limit; classes: what fits on which GPU, by the plan",
+    )  # fmt: skip
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "pretend"))
+    parser.add_argument("--preset", default=PRESETS[1], choices=PRESETS, help="of the part steps")
     parser.add_argument("--small", action="store_true", help="small shapes, to try the script")
-    parser.add_argument("--json", type=Path, help="write the numbers here, too")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for all parts")
+    parser.add_argument("--page", type=Path, help="a page that has the table between two comments")
+    parser.add_argument("--folder", type=Path, help="keep the models and examples that are made")
     given = parser.parse_args(arguments)
+    if given.part == "classes":
+        print("\n".join(classes()))
+        return 0
+    with tempfile.TemporaryDirectory() as place:
+        given.folder = given.folder or Path(place)
+        if given.part is None:
+            return all_parts(given)
+        settle_device(given.device)
+        for what, told in PARTS[given.part][0](given):
+            print(json.dumps([what, told]), flush=True)
+    return 0
+
+
+def settle_device(name: str) -> None:
+    """Let the tests' accelerator be the device that is found, if it is asked for."""
+    if name != "pretend":
+        return
+    from tests.pretend import register  # noqa: PLC0415 (a machine with a GPU has no need of it)
+
+    device = register()
+
+    def pick(name: str) -> torch.device:
+        return torch.device("cpu") if name == EXACT else device
+
+    setattr(workbench, "pick_device", pick)  # noqa: B010 (mypy: it is no part of that module)
+    setattr(stored, "autocasts", lambda _: False)  # noqa: B010 (it casts nothing)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+
+
+def all_parts(given: argparse.Namespace) -> int:
+    """Run every part; a part gets its share of the time that is left."""
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print(f"error: PyTorch {torch.__version__} finds no GPU", file=sys.stderr)
+        return 1
+    ends, lines = time.monotonic() + given.limit, []
+    for place, name in enumerate(PARTS):
+        left = sum(share for _, share in list(PARTS.values())[place:])
+        limit = max(0.0, ends - time.monotonic()) * PARTS[name][1] / left
+        for what, told in rows_of(name, given, limit):
+            lines.append(f"| {name} | {what} | {told} |".replace("\n", " "))
+            print(lines[-1], flush=True)
+    gpu = torch.cuda.get_device_name() if given.device == "cuda" else given.device
+    about = f"{gpu}, PyTorch {torch.__version__}, {time.strftime('%Y-%m-%d')}:"
+    table = [about, "", "| part | what | result |", "| --- | --- | --- |", *lines]
+    if given.page:
+        write_table(given.page, "\n".join(table))
+    return 0
+
+
+def rows_of(name: str, given: argparse.Namespace, limit: float) -> list[Row]:
+    """Run a part for so many seconds at most, and read what it has found by then."""
+    command = [sys.executable, "-m", "benchmarks.gpu", name, "--device", given.device]
+    command += ["--preset", given.preset, "--folder", str(given.folder)]
+    with tempfile.TemporaryFile("w+") as found, tempfile.TemporaryFile("w+") as told:
+        process = subprocess.Popen(
+            [*command, *["--small"] * given.small], cwd=ROOT, stdout=found, stderr=told,
+            start_new_session=True,
+        )  # fmt: skip
+        end = ""
+        try:
+            if process.wait(limit):
+                end = f"ended with status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            end = f"stopped after {limit:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):  # and what it has started
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        found.seek(0)
+        told.seek(0)
+        rows = [row for line in found if (row := row_in(line))]
+        last = (told.read().strip().splitlines() or [""])[-1][:200]
+    return [*rows, *([(end, last if "status" in end else "")] if end else [])]
+
+
+def row_in(line: str) -> Row | None:
+    """Read a row; None of what others have printed, or of half a line."""
     try:
-        pick_device(given.device)
-    except ValueError as error:
-        sys.exit(f"benchmarks/gpu.py: error: {error}")
-    lines = []
-    sys.stdout.write(
-        "| model | precision | method | seconds a round | to fedit's | GPU waits | kernels | "
-        "model, MB | steps, MB |\n"
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
-    )
-    for preset in ("digits-vit", "cifar100-vit-b16", "glue-llama"):
-        for variant in VARIANTS:
-            if variant.get("quantize") and given.device == "cpu":
-                continue
-            for line in measure(preset, variant, given):
-                lines.append(line)
-                waited = "" if line["waits"] is None else f"{line['waits']:.0%}"
-                sys.stdout.write(
-                    f"| {line['model']} | {line['variant']} | {line['method']} | "
-                    f"{line['seconds']:.3f} | {line['ratio']:.2f} | {waited} | "
-                    f"{line['kernels'] or ''} | {line['weights'] / 1e6:,.0f} | "
-                    f"{line['steps'] / 1e6:,.0f} |\n"
-                )
-                sys.stdout.flush()
-    if given.json:
-        about = "cpu" if given.device == "cpu" else torch.cuda.get_device_name(given.device)
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        content = {
-            "device": about,
-            "torch": torch.__version__,
-            "steps": given.steps,
-            "repeat": given.repeat,
-            "lines": lines,
-        }
-        given.json.write_text(json.dumps(content, indent=2) + "\n")
+        what, told = json.loads(line)
+    except (TypeError, ValueError):
+        return None
+    return str(what), str(told)
 
 
-def measure(
-    preset: str, variant: dict[str, Scalar], given: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Measure both methods, in turn."""
-    made = {}
-    for method in ("ravan", "fedit"):
-        small = {"lora-rank": 4} if given.small else {}
-        config = read_config({"preset": preset, "method": method, **variant, **small})
-        config = replace(config, device=given.device, model=shape_of(config.model, given.small))
-        made[method] = config, build(config)
-    seconds: dict[str, list[float]] = {method: [] for method in made}
-    peaks = dict.fromkeys(made, 0)
-    for repetition in range(given.repeat + 1):
-        for method, (config, (model, task, examples)) in made.items():
-            before = reset_peak(given.device)
-            started = time.perf_counter()
-            train(model, task, examples, config, given.steps, repetition)
-            synchronize(given.device)
-            if repetition:  # the first warms up
-                seconds[method].append(time.perf_counter() - started)
-                peaks[method] = max(peaks[method], peak(given.device) - before)
-    traces = {
-        method: traced(partial(train, *parts, config, given.steps, 0))
-        for method, (config, parts) in made.items()
-        if given.device != "cpu"
-    }
-    ratios = [a / b for a, b in zip(seconds["ravan"], seconds["fedit"], strict=True)]
-    return [
-        {
-            "model": made[method][0].model.name,
-            "variant": ", ".join(
-                str(value) if key == "precision" else f"{key} {value}"
-                for key, value in variant.items()
-            ),
-            "method": method,
-            "seconds": statistics.median(seconds[method]),
-            "ratio": statistics.median(ratios) if method == "ravan" else 1.0,
-            **waits(traces.get(method), statistics.median(seconds[method]), given.steps),
-            "weights": weight(made[method][1][0]),
-            "steps": peaks[method],
-        }
-        for method in made
-    ]
-
-
-def train(
-    model: AdaptedModel, task: Task, examples: Encoded, config: Config, steps: int, round_: int
-) -> None:
-    """Do a client's round."""
-    how = LocalSteps(steps, config.batch_size, 1e-4, config.precision)
-    state = model.initial_state()
-    train_locally(model, task, examples, state, 1.0, how, ClientRound(0, round_, 0))
-
-
-def waits(
-    trace: list[Mapping[str, Any]] | None, seconds: float, steps: int
-) -> dict[str, float | None]:
-    """Say how long the GPU waited, and what a step launched; nothing of a CPU."""
-    if trace is None:
-        return {"waits": None, "kernels": None}
-    return {
-        "waits": round(waiting_share(trace, seconds), 3),
-        "kernels": round(kernels(trace) / steps),
-    }
-
-
-def shape_of(spec: ModelSpec, small: bool) -> ModelSpec:
-    """Return the preset's shape, or a small one."""
-    shape = dict(spec.shape) or CONFIGS[spec.source](spec)
-    if spec.source == "bundled" or not small:  # that is small as it is
-        return replace(spec, shape=tuple(shape.items()))
-    return replace(spec, shape=tuple((shape | SMALL[str(shape["model_type"])]).items()))
-
-
-def build(config: Config) -> tuple[AdaptedModel, Task, Encoded]:
-    """Build a model with random weights, its task, and random examples."""
-    task, device = make_task(config), torch.device(config.device)
-    torch.manual_seed(0)
-    shape: dict[str, Any] = dict(config.model.shape)
-    settings = AutoConfig.for_model(**shape)
-    settings.num_labels, settings.pad_token_id = len(config.data.labels), 0
-    with device:
-        network = network_class(shape, task)(settings)
-    network.config.use_cache = False
-    base = f"{network.base_model_prefix}."
-    heads = [p for name, p in network.named_parameters() if not name.startswith(base)]
-    size = sum(p.numel() for p in network.parameters()) - sum(p.numel() for p in heads)
-    keep_in(network, DTYPES.get(config.backbone_dtype, torch.float32), heads)
-    if config.quantize != "none":
-        quantize(network, config.quantize, heads, PRECISIONS[config.precision] or torch.float32)
-    if config.gradient_checkpointing:
-        checkpoint_gradients(network, config.model.name)
-    model = AdaptedModel(
-        Backbone(network.eval(), heads, TARGETS[str(shape["model_type"])], size),
-        lambda layers, number: make_method(config, layers, number),
-        train_classifier=False,
-        shares_device=False,
-    )
-    random, rows = np.random.default_rng(0), 4 * config.batch_size
-    if config.task == "vision":
-        sides = (settings.num_channels, settings.image_size, settings.image_size)
-        inputs = {"pixel_values": torch.from_numpy(random.random((rows, *sides), np.float32))}
-    else:
-        tokens = random.integers(1, settings.vocab_size, (rows, config.max_length))
-        ids = torch.from_numpy(tokens.astype(np.int32))
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    labels = torch.from_numpy(random.integers(0, settings.num_labels, rows))
-    return model, task, Encoded(inputs | {"labels": labels}, np.arange(rows))
-
-
-def synchronize(device: str) -> None:
-    """Wait until a GPU has done what it was given."""
-    if device != "cpu":
-        torch.cuda.synchronize(device)
-
-
-def reset_peak(device: str) -> int:
-    """Begin to count anew, and return the bytes in use now."""
-    if device == "cpu":
-        return 0
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def peak(device: str) -> int:
-    """Return the most bytes in use since `reset_peak`."""
-    if device == "cpu":
-        return 0
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device)
-
-
-def weight(model: AdaptedModel) -> int:
-    """Count the bytes of the model with its adapters."""
-    tensors = [*model.network.parameters(), *model.network.buffers()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def write_table(page: Path, table: str) -> None:
+    """Put the table into the page, in place of the one before."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -25,10 +25,10 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +36,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from benchmarks.gpu import build, shape_of, synchronize
+from benchmarks.gpu import PRESETS, bench_of, settle_device
 from benchmarks.waiting import traced, waiting_share
-from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
-from ravan_flwr.tasks.base import Batch, Encoded, Task
-from ravan_flwr.training.adapted_model import AdaptedModel
+from ravan_flwr.tasks.base import Batch
 from ravan_flwr.training.batching import training_batches
-from ravan_flwr.training.device import pick_device
 from ravan_flwr.training.local_steps import PRECISIONS, LocalSteps, train_locally
 
-PRESETS = ("digits-vit", "cifar100-vit-b16", "glue-llama")
 MOST_APART = 1e-4
 FIRST = "one at a time"
 
@@ -59,13 +55,10 @@ class Bench:
     def __init__(self, preset: str, precision: str, given: argparse.Namespace) -> None:
         settings: dict[str, Scalar] = {"method": given.method, "precision": precision}
         settings["layer-form"] = "factored"  # the merged form makes a weight for each client
-        small = {"lora-rank": 4, "batch-size": 4} if given.small else {}
-        config = read_config({"preset": preset, **settings, **small})
-        self.config: Config = replace(
-            config, device=given.device, model=shape_of(config.model, given.small)
-        )
-        built: tuple[AdaptedModel, Task, Encoded] = build(self.config)
-        self.model, self.task, self.examples = built
+        made = bench_of(given, preset, **settings)
+        made.shares_device = False
+        self.config, self.model, self.task = made.config, made.model, made.task
+        self.examples = made.partition(0, 4).train
         self.network: nn.Module = self.model.network
         self.steps, self.dtype = given.steps, PRECISIONS[precision]
         self.clients = [ClientRound(0, 1, number) for number in range(given.clients)]
@@ -257,7 +250,7 @@ def measure(preset: str, precision: str, given: argparse.Namespace) -> Iterator[
         "together": together,
         "compiled": lambda bench: compiled(bench, given.backend),
     }
-    if given.device != "cpu":
+    if given.device == "cuda":
         rows["CUDA graph"] = Graph(bench)
     expected: list[Tensors] = []
     base = 0.0
@@ -273,7 +266,7 @@ def measure(preset: str, precision: str, given: argparse.Namespace) -> Iterator[
         middle = statistics.median(seconds)
         base = base or middle
         waits = None
-        if given.device != "cpu":
+        if given.device == "cuda":
             waits = waiting_share(traced(lambda row=row: row(bench)), middle)  # type: ignore[misc]
         yield line | {
             "seconds": middle, "quicker": base / middle, "waits": waits,
@@ -290,10 +283,16 @@ def timed(row: Callable[[Bench], list[Tensors]], bench: Bench, device: str) -> f
     return time.perf_counter() - began
 
 
-def main(arguments: list[str]) -> int:
-    """Measure, and write a table and JSON."""
+def synchronize(device: str) -> None:
+    """Wait until a GPU has done what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def how(arguments: list[str]) -> argparse.Namespace:
+    """Read what is to be measured, and how."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "pretend"))
     parser.add_argument("--method", default="ravan", help="of the run config (default: ravan)")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
@@ -306,11 +305,20 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--check", action="store_true", help="end with 1 if a float32 row differs")
     parser.add_argument("--json", type=Path, help="write the numbers here, too")
-    given = parser.parse_args(arguments)
-    try:
-        pick_device(given.device)
-    except ValueError as error:
-        sys.exit(f"benchmarks/gpu_levers.py: error: {error}")
+    parser.add_argument("--folder", type=Path, help="keep the models and examples that are made")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, and write a table and JSON."""
+    given = how(arguments)
+    settle_device(given.device)
+    with tempfile.TemporaryDirectory() as place:
+        given.folder = given.folder or Path(place)
+        return _all(given)
+
+
+def _all(given: argparse.Namespace) -> int:
     print("| model | precision | clients | seconds | times as quick | GPU waits | apart |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     lines = []

@@ -77,7 +77,8 @@ def save_model(kind: str, folder: Path, **changes: Any) -> Path:
     if kind in OF_IMAGES:
         reader = {
             "image_processor_type": "ViTImageProcessor",
-            "do_resize": True, "size": {"height": 16, "width": 16}, "resample": 2,
+            "do_resize": True, "resample": 2,
+            "size": {"height": config.image_size, "width": config.image_size},
             "do_rescale": True, "rescale_factor": 1 / 255,
             "do_normalize": True, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.25, 0.2],
         }  # fmt: skip

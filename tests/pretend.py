@@ -1,10 +1,10 @@
 """A pretend accelerator: tensors on a device of their own, whose numbers lie in the CPU's memory.
 
-It refuses what CUDA refuses: an operation on tensors of two devices (a CPU tensor of no dimension
-may take part in an element-wise one, and indices may lie on the CPU), random numbers by a generator
-of another device, and `numpy()`. So a tensor that was forgotten on the CPU fails on a machine
-without a GPU, too. PyTorch's private backend, registered from Python, lends the device and what
-autograd needs of it; a tensor subclass holds the numbers.
+It refuses float64, as MPS does, and what CUDA refuses: an operation on tensors of two devices (a
+CPU tensor of no dimension may take part in an element-wise one, and indices may lie on the CPU),
+random numbers by a generator of another device, and `numpy()`. So a tensor that was forgotten on
+the CPU fails on a machine without a GPU, too. PyTorch's private backend, registered from Python,
+lends the device and what autograd needs of it; a tensor subclass holds the numbers.
 
 It cannot see whether a GPU has a kernel and what that computes, what autocast casts (nothing is
 cast here), streams, pinned memory, how much memory there is, and attention's fused kernels.
@@ -22,6 +22,8 @@ _INDEXED = {
     _aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default,
     _aten._index_put_impl_.default,
 }  # fmt: skip
+
+LACKING = {torch.float64}  # as MPS lacks it: it raises where a tensor of it would be made
 
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 
@@ -81,6 +83,8 @@ def _owned(leaf, owners):
     """The tensor that has these numbers; a new one where nobody has."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
+    if leaf.dtype in LACKING:
+        raise TypeError(f"{NAME}: the device has no {leaf.dtype}")
     return owners[id(leaf)] if id(leaf) in owners else PretendTensor(leaf)
 
 
@@ -157,6 +161,7 @@ def register() -> torch.device:
         for op in (_aten.copy_.default, _aten._copy_from.default, _aten.lift_fresh.default):
             _LIBRARY.impl(op.name().removeprefix("aten::"), _kernel(op), "PrivateUse1")
         _FALLBACK.fallback(lambda op, *args, **kwargs: compute(op, args, kwargs), "PrivateUse1")
+        _FALLBACK.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     return torch.device(NAME)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ravan_flwr.adapters.merged import factored_cost, loses_nothing, merged_cost, merged_linear
-from ravan_flwr.adapters.stored import autocasts
+from ravan_flwr.adapters.stored import autocasts, cast_once
 
 
 class MultiHeadLinear(nn.Module):
@@ -135,10 +135,10 @@ class Heads(NamedTuple):
         heads, rank, _ = self.H.shape
         if not autocasts(x):
             x = x.to(self.A_stack.dtype)
-        u = F.linear(x, self.A_stack).view(-1, heads, rank).transpose(0, 1)
+        u = F.linear(x, cast_once(self.A_stack, x)).view(-1, heads, rank).transpose(0, 1)
         v = self._apply_cores(u)
         v = v.transpose(0, 1).reshape(*x.shape[:-1], heads * rank)
-        return F.linear(v, self.B_stack)
+        return F.linear(v, cast_once(self.B_stack, v))
 
     def _apply_cores(self, u: Tensor) -> Tensor:
         """Compute s_i H_i u_i for all heads and tokens, (heads, tokens, r).

@@ -66,7 +66,10 @@ def _replacement(
     if linear.bias is not None:
         small.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
     small.weight_norm = float(weight.norm())
-    return cast(nn.Module, small.to(device))
+    small = small.to(device)
+    if how == "4bit":  # unpacked as what it is computed with, which float32 is rounded to anyway
+        small.weight.quant_state.dtype = dtype
+    return cast(nn.Module, small)
 
 
 def weight_norm(linear: nn.Linear) -> float:

@@ -5,6 +5,9 @@ copy of it is kept in between. Under autocast in its own dtype it is used as it 
 whose weights fit into 16 bits, as those of most checkpoints do, computes the same bits in half the
 memory. Linear layers and embeddings are kept so; normalisations, convolutions and what
 `transformers` wants in float32 are small, and stay.
+
+Autocast casts every frozen float32 weight in every step. `keep_casts` lets it do so once: the
+copies in 16 bits, which a step needs anyway, stay with the weights.
 """
 
 from collections.abc import Collection, Iterator
@@ -21,10 +24,36 @@ class StoredLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype or autocasts(x):
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, cast_once(self.weight, x), cast_once(self.bias, x))
         rows = x.reshape(-1, x.shape[-1])  # so that what comes out is no view, and may be added to
         y: Tensor = _Widened.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], -1)
+
+
+def keep_casts(network: nn.Module) -> None:
+    """Let frozen linear layers, and the bases beside them, keep what autocast makes of them."""
+    for module in network.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = StoredLinear
+    frozen = [m for m in network.modules() if isinstance(m, StoredLinear)]
+    tensors: list[Any] = [tensor for linear in frozen for tensor in linear.parameters()]
+    for module in network.modules():
+        tensors += [b for b in module.buffers(recurse=False) if hasattr(module, "A_stack")]
+    for tensor in tensors:
+        tensor.kept_cast = None
+
+
+def cast_once(tensor: Any, x: Tensor) -> Any:
+    """Give a tensor in autocast's dtype, made once if it is to be kept; else leave it as it is."""
+    if tensor is None or not hasattr(tensor, "kept_cast") or tensor.requires_grad:
+        return tensor
+    if not autocasts(x):
+        return tensor
+    wanted, kept = (tensor._version, torch.get_autocast_dtype(x.device.type)), tensor.kept_cast
+    if kept is None or kept[0] != wanted:
+        with torch.inference_mode(False):
+            kept = tensor.kept_cast = wanted, tensor.detach().to(wanted[1])
+    return kept[1]
 
 
 class StoredEmbedding(nn.Embedding):

@@ -144,6 +144,7 @@ def _trained(client: Asked, result: LocalResult) -> RecordDict:
     told = client.told
     if client.config.privacy == "none":
         told |= {"train-loss": result.train_loss, "num-examples": len(client.trained_on)}
+        told |= {"skipped-steps": result.skipped} if result.skipped else {}
     metrics = MetricRecord(told)
     return RecordDict({"arrays": to_record(upload), "metrics": metrics})
 

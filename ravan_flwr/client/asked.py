@@ -7,8 +7,6 @@ from dataclasses import replace
 from logging import getLogger
 from typing import Any, cast
 
-import psutil
-import torch
 from flwr.app import Context, RecordDict
 
 from ravan_flwr.client.account_book import check_kept
@@ -26,6 +24,7 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.cost import largest_share
+from ravan_flwr.training.device import free_memory
 from ravan_flwr.training.local_steps import LocalSteps, steps_of
 from ravan_flwr.training.workbench import Examples, Workbench, get_workbench
 
@@ -171,12 +170,3 @@ class Asked:
                 "they were sent; the server sends them once more in its next round"
             )
         self.bench.model.load_fixed(from_record(state.array_records[FIXED]), wanted)
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that a client may take on its device: a GPU's, or the machine's."""
-    if device.type == "cuda":
-        # What PyTorch holds and does not use is free for this process.
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
-    return int(psutil.virtual_memory().available)

@@ -87,8 +87,9 @@ def _simulate(
     if checked.output_dir == AUTO:
         run_config["output-dir"] = "runs"
     run_config = absolute_paths(run_config)
-    # Server and clients are this process, and lend each other this one workbench.
-    get_workbench(read_config(run_config)).shares_device = False
+    # Server and clients are this process, and lend each other this one workbench; with `processes`
+    # others compute on the device as well.
+    get_workbench(read_config(run_config)).shares_device = (checked.processes or 1) > 1
 
     context = Context(
         run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=run_config

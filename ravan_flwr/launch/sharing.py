@@ -3,8 +3,8 @@
 Ray runs as many clients at a time as their shares of CPUs and GPUs allow, and shows each client the
 one GPU that it has a share of; a client that asks for none sees none, by Ray's default, which
 superlink.py changes. Nothing keeps a process within its share, so that it is chosen by memory: of
-what is free on a GPU, each client gets what the plan counts. The ServerApp sees all GPUs and
-computes on the first.
+what is free on a GPU, each client gets what the plan counts. The ServerApp sees all GPUs, and
+evaluates on all of this machine.
 """
 
 import os
@@ -20,7 +20,7 @@ from ravan_flwr.training.gpus import VISIBLE, Gpu, visible_gpus
 
 MOST_A_GPU = 24  # Ray counts shares in ten-thousandths: more would not come out even on 16 GPUs
 _TEN_THOUSANDTHS = 10_000
-_USABLE = 0.9  # of the free memory: PyTorch's pieces of it do not fit without gaps
+USABLE = 0.9  # of the free memory: PyTorch's pieces of it do not fit without gaps
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Sharing:
         words = f"num-supernodes={num_clients} client-resources-num-cpus=1"
         if self.clients_per_gpu:
             words += f" client-resources-num-gpus={self.share:g}"
+            if self.cluster is None and any(gpu.uuid == gpu.index for gpu in self.gpus):
+                words += f" init-args-num-gpus={len(self.gpus)}"  # Ray may not find them by itself
         return words
 
     def told(self) -> str:
@@ -103,7 +105,10 @@ def share_gpus(
         return Sharing(cluster=cluster)
     cpus = cluster.cpus if cluster else os.cpu_count() or 1
     useful = _useful(config, num_clients, len(gpus), cpus // runs_at_a_time)
-    return replace(_by_memory(config, gpus, useful, runs_at_a_time), cluster=cluster)
+    # The server evaluates on all GPUs that it sees.
+    evaluating = len(gpus) if config.evaluate_on == "server" and cluster is None else 1
+    shared = _by_memory(config, gpus, useful, runs_at_a_time, evaluating)
+    return replace(shared, cluster=cluster)
 
 
 def _check_asked(device: str, clients_per_gpu: int | None, runs_at_a_time: int) -> None:
@@ -136,27 +141,32 @@ def _useful(config: Config, num_clients: int, gpus: int, cpus: int) -> int:
     return -(-min(max(1, cpus), config.at_work_of(num_clients)) // gpus)
 
 
-def _by_memory(config: Config, gpus: Sequence[Gpu], useful: int, runs: int) -> Sharing:
-    """Take as many clients as fit on the GPU with the least room, the server beside them."""
+def _by_memory(
+    config: Config, gpus: Sequence[Gpu], useful: int, runs: int, evaluating: int
+) -> Sharing:
+    """Take as many clients as fit on the GPU with the least room, the server on the first few."""
     from ravan_flwr.training.footprint import footprint  # noqa: PLC0415 (torch, which takes seconds)
 
     needs = footprint(config)
     fitting = [
-        int((_USABLE * _free(gpu, runs) - (needs.server if first else 0)) // needs.client)
-        for gpu, first in zip(gpus, [True, *[False] * len(gpus)], strict=False)
+        int(
+            (USABLE * _free(gpu, runs) - (needs.server if place < evaluating else 0))
+            // needs.client
+        )
+        for place, gpu in enumerate(gpus)
     ]
     client, server = (f"{size / 1e9:.1f} GB" for size in (needs.client, needs.server))
     if min(fitting) < 1:
         worst = gpus[fitting.index(min(fitting))]
         raise ValueError(
             f"GPU {worst.index} ({worst.name}) is too small: a client needs {client} and "
-            f"the server, on the first GPU, {server}, but 90 % of {_free(worst, runs) / 1e9:.1f} "
+            f"the server {server}, but 90 % of {_free(worst, runs) / 1e9:.1f} "
             "GB free are less; lower batch-size, set gradient-checkpointing=true, quantize=4bit or "
             f"device=cpu, name other GPUs in {VISIBLE}, or try --clients-per-gpu 1"
         )
     number = min(*fitting, useful, MOST_A_GPU)
     reason = (
-        f"by the plan a client needs {client} and the server {server} on the first; "
+        f"by the plan a client needs {client} and the server {server}; "
         f"{min(fitting)} would fit, and there are CPUs and work for {useful}"
     )
     return Sharing(number, gpus, reason)

@@ -16,6 +16,7 @@ import psutil
 import torch
 from flwr.app import Message, MessageType
 
+from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.crew import Crew, Job, NobodyLeftError
 from ravan_flwr.launch.worker_process import reply_of
@@ -23,6 +24,7 @@ from ravan_flwr.launch.worker_starts import Anew, Forking, Starter
 from ravan_flwr.runs.console import count
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cores import usable_cores
+from ravan_flwr.training.gpus import Gpu, visible_gpus
 from ravan_flwr.training.workbench import get_workbench
 from ravan_flwr.training.workers import most_workers
 
@@ -87,7 +89,14 @@ class SideBySide:
             return None
         if sys.platform == "win32":
             raise OSError("it takes sockets that Windows does not have")
-        return Anew(self._run_config, self._threads if divided else None)
+        return Anew(self._run_config, self._threads if divided else None, self._gpus)
+
+    @property
+    def _gpus(self) -> list[Gpu]:
+        """List the GPUs for workers, if there are several; the server's comes last."""
+        on_gpu = get_workbench(self._config).model.device.type == "cuda"
+        gpus = visible_gpus() if on_gpu and self._config.device in (AUTO, "cuda") else []
+        return [*gpus[1:], gpus[0]] if len(gpus) > 1 else []
 
     @property
     def _steps(self) -> int:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import NoReturn, Protocol
 from ravan_flwr.launch.worker_process import leave_signals_to_the_server, prepare, serve
 from ravan_flwr.messages.records import KnownArrays, send_records
 from ravan_flwr.specs import Scalar
+from ravan_flwr.training.gpus import VISIBLE, Gpu
 
 
 class WorkerLink:
@@ -156,12 +157,17 @@ def _ended() -> list[int]:
 class Anew:
     """Start workers as new processes, each of which imports and loads everything."""
 
-    def __init__(self, run_config: Mapping[str, Scalar], threads: int | None) -> None:
-        self._run_config, self._threads = dict(run_config), threads
-        self._started: list[subprocess.Popen[bytes]] = []
+    def __init__(
+        self, run_config: Mapping[str, Scalar], threads: int | None, gpus: Sequence[Gpu] = ()
+    ) -> None:
+        """Start them on these GPUs in turn; if there are none, each finds its device by itself."""
+        self._run_config, self._threads, self._gpus = dict(run_config), threads, gpus
+        self._started: list[tuple[subprocess.Popen[bytes], str]] = []  # and the word for its GPU
 
     def start(self) -> WorkerLink:
         """Start one more process."""
+        at_work = [word for process, word in self._started if process.poll() is None]
+        word = min((gpu.uuid for gpu in self._gpus), key=at_work.count, default="")
         package = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         ours, theirs = socket.socketpair()
@@ -172,18 +178,22 @@ class Anew:
                     sys.executable, "-P", "-m", "ravan_flwr.launch.worker_process",
                     str(theirs.fileno()),
                 ],
-                env=os.environ | {"PYTHONPATH": paths},
+                env=os.environ | {"PYTHONPATH": paths} | ({VISIBLE: word} if word else {}),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )  # fmt: skip
-        self._started.append(process)
-        worker = WorkerLink(Connection(ours.detach()), process.kill)
+        self._started.append((process, word))
+        worker = WorkerLink(Connection(ours.detach()), lambda: _end(process))
         header = {"run-config": self._run_config, "threads": self._threads}
         send_records(worker.connection, header, [])
         return worker
 
     def close(self) -> None:
         """Kill all processes."""
-        for process in self._started:
-            process.kill()
-            process.wait()
+        for process, _ in self._started:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()

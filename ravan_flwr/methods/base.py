@@ -265,11 +265,12 @@ class Method(ABC, Generic[Adapter]):
         adapters: Sequence[Adapter],
         share: float,
         random: torch.Generator,
-        backward: Callable[[], object],
+        backward: Callable[..., object],
     ) -> None:
         """Make trainable what the share pays for, where `load` has not done it.
 
-        `backward` runs one mini-batch of the client forward and backward.
+        `backward(seen)` runs one mini-batch of the client forward and backward. What hooks add
+        meanwhile to the tensors of `seen` has to be in proportion to the gradients.
         """
 
     def parameters(self, adapters: Sequence[Adapter]) -> list[nn.Parameter]:

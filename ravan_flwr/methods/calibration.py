@@ -27,8 +27,11 @@ Adapter = TypeVar("Adapter", bound=nn.Module, default=Any)
 class LocalWork(Protocol):
     """Run a client's examples through the model, as a calibration asks for it."""
 
-    def backward(self) -> object:
-        """Run the next mini-batch forward and backward."""
+    def measure(self, seen: Sequence[Tensor]) -> object:
+        """Run the next mini-batch forward and backward.
+
+        What hooks add meanwhile to the tensors of `seen` has to be in proportion to the gradients.
+        """
 
     def train(self, parameters: Sequence[Tensor]) -> None:
         """Take a round's local steps on these parameters."""

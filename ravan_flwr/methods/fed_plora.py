@@ -82,7 +82,7 @@ class FedPLora(LoraMethod):
         adapters: Sequence[LoRALinear],
         share: float,
         random: torch.Generator,
-        backward: Callable[[], object],  # noqa: ARG002
+        backward: Callable[..., object],  # noqa: ARG002
     ) -> None:
         number = affordable(share, self.rank)
         if number == self.rank:

@@ -7,8 +7,9 @@ block of r singular directions and values:
     B_i = c U_i,    A_i = c V_i^T,    H_i(0) = S_i / c^2
 
 with c = `init-scale`. So all heads together begin with the best approximation of the mean change
-of their whole rank. Where a matrix has no further directions, heads begin as orthonormal blocks
-in general position to these, with H = 0. B and A are frozen from then on, and travel to each
+of their whole rank. Where a matrix has no further directions, or has not changed, heads begin as
+orthonormal blocks in general position to these, with H = 0. If no matrix has changed, the round is
+refused: there is nothing to make bases of. B and A are frozen from then on, and travel to each
 client once; the matrices are the pretrained ones again. Fed-SB is this with one head
 (fed_sb.py), RAVAN takes it with `init = first-round`.
 """
@@ -89,7 +90,7 @@ class FirstRound(Calibration[MultiHeadLinear]):
         """Make a layer's B (heads, out, r), H(0) (heads, r, r) and A (heads, r, in)."""
         heads, rank = self.heads, self.rank
         U, S, Vh = svd(change.view(layer.out_features, layer.in_features).double())
-        leading = min(heads, len(S) // rank) * rank
+        leading = min(heads, len(S) // rank) * rank if S.any() else 0
         random = generator(self.seed, "complement", layer.name)
         B = fill_heads(U[:, :leading], heads, rank, random)
         A = fill_heads(Vh[:leading].T, heads, rank, random).mT
@@ -114,7 +115,13 @@ class DecomposedChange:
 
     def close(self) -> tuple[Tensors, Tensors]:
         """Make the bases, and H(0)."""
-        parts = self.sums.close()["change"].split(self.sizes)
+        change = self.sums.close()["change"]
+        if not change.any():
+            raise ValueError(
+                "first round: got a mean change of zero in every adapted matrix, expected clients "
+                "that move the pretrained weights; raise calibration-learning-rate or local-steps"
+            )
+        parts = change.split(self.sizes)
         made = [
             self.calibration.decompose(layer, change)
             for layer, change in zip(self.layers, parts, strict=True)

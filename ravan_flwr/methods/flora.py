@@ -52,7 +52,7 @@ class Flora(ResidualLora):
         adapters: Sequence[LoRALinear],
         share: float,
         random: torch.Generator,  # noqa: ARG002
-        backward: Callable[[], object],  # noqa: ARG002
+        backward: Callable[..., object],  # noqa: ARG002
     ) -> None:
         rank = affordable(share, self.rank)
         for adapter in adapters:

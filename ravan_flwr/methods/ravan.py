@@ -212,7 +212,7 @@ class Ravan(MultiHeadMethod):
         adapters: Sequence[MultiHeadLinear],
         share: float,
         random: torch.Generator,
-        backward: Callable[[], object],
+        backward: Callable[..., object],
     ) -> None:
         number = affordable(share, self.heads)
         if number < self.heads:

@@ -46,7 +46,7 @@ class RoLora(LoraMethod):
         adapters: Sequence[LoRALinear],
         share: float,  # noqa: ARG002
         random: torch.Generator,  # noqa: ARG002
-        backward: Callable[[], object],  # noqa: ARG002
+        backward: Callable[..., object],  # noqa: ARG002
     ) -> None:
         for adapter in adapters:
             (adapter.A if self.turn == "B" else adapter.B).requires_grad_(False)

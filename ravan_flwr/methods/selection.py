@@ -25,20 +25,20 @@ def score_heads(
     scoring: str,
     layers: Sequence[MultiHeadLinear],
     random: torch.Generator,
-    backward: Callable[[], object],
+    backward: Callable[..., object],
 ) -> Tensor:
-    """Score the heads, (layers, heads); `backward` runs one mini-batch forward and backward."""
+    """Score the heads, (layers, heads); `backward` is that of `Method.choose`."""
     return SCORINGS[scoring](layers, random, backward)
 
 
 def _random_scores(
-    layers: Sequence[MultiHeadLinear], random: torch.Generator, _: Callable[[], object]
+    layers: Sequence[MultiHeadLinear], random: torch.Generator, _: Callable[..., object]
 ) -> Tensor:
     return torch.rand(len(layers), layers[0].heads, generator=random)
 
 
 def _weight_scores(
-    layers: Sequence[MultiHeadLinear], _: torch.Generator, __: Callable[[], object]
+    layers: Sequence[MultiHeadLinear], _: torch.Generator, __: Callable[..., object]
 ) -> Tensor:
     """Measure how much of its layer a head has already changed, relative to the norm of W."""
     norms = [layer.products().norm(dim=(1, 2)) / weight_norm(layer.base) for layer in layers]
@@ -46,13 +46,13 @@ def _weight_scores(
 
 
 def _gradient_scores(
-    layers: Sequence[MultiHeadLinear], _: torch.Generator, backward: Callable[[], object]
+    layers: Sequence[MultiHeadLinear], _: torch.Generator, backward: Callable[..., object]
 ) -> Tensor:
     """Measure the norms of B_i^T (dL/dy)^T x A_i^T, which is the gradient with respect to s_i H_i.
 
     Each layer's gradient is reduced to its heads' norms as soon as it comes by.
     """
-    norms: dict[int, Tensor] = {}
+    norms = layers[0].H.new_zeros(len(layers), layers[0].heads, requires_grad=False)
     with ExitStack() as stack:
         for position, layer in enumerate(layers):
 
@@ -63,12 +63,12 @@ def _gradient_scores(
                 norms[at] = (layer.B.mT @ full @ layer.A.mT).norm(dim=(1, 2))
 
             stack.enter_context(watch_gradients(layer, see))
-        backward()
-    return torch.stack([norms[position] for position in range(len(layers))]).cpu()
+        backward([norms])
+    return norms.cpu()
 
 
 SCORINGS: dict[
-    str, Callable[[Sequence[MultiHeadLinear], torch.Generator, Callable[[], object]], Tensor]
+    str, Callable[[Sequence[MultiHeadLinear], torch.Generator, Callable[..., object]], Tensor]
 ] = {"random": _random_scores, "weight": _weight_scores, "gradient": _gradient_scores}
 
 

@@ -141,8 +141,8 @@ def check_apart(alone: Sequence[Tensor], together: Sequence[Tensor]) -> None:
     Both are what `ExampleGradients.of` returned; the example is the first of the batch, and one
     that nobody has: the server hears the error.
     """
-    mine = [a[0].double() for a in alone]
-    others = [b[0].double() for b in together]
+    mine = [a[0].cpu().double() for a in alone]  # MPS knows no float64
+    others = [b[0].cpu().double() for b in together]
     if not any(all(bool(one.isfinite().all()) for one in side) for side in (mine, others)):
         raise ValueError(
             "privacy = 'example': got gradients that are not numbers from the untrained model, so "

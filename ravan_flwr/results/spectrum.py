@@ -43,7 +43,7 @@ class Spectra:
         with result_of(path) as bench:
             deltas = bench.model.method.delta_weights(bench.model.adapters)
             names = [layer.name for layer in bench.model.layers]
-            values = [torch.linalg.svdvals(delta.double().cpu()) for delta in deltas]
+            values = [torch.linalg.svdvals(delta.cpu().double()) for delta in deltas]
         return cls(run, dict(zip(names, values, strict=True)))
 
     def mean_spectrum(self, top: int) -> Tensor:

@@ -24,6 +24,7 @@ ClientRecord = TypedDict(
         "examples": int,
         "steps": int,  # of the optimiser; in a calibration, batches
         "train-loss": NotRequired[float],  # not told in private and in secure runs
+        "skipped-steps": NotRequired[int],  # in which float16 overflowed, where there are any
         "seconds": NotRequired[float],  # not told where devices add the noise
         "bytes-up": int,
         "bytes-down": int,

@@ -72,6 +72,8 @@ class Ledger:
             client["train-loss"] = reply.trained.loss
         if reply.trained.seconds is not None:
             client["seconds"] = round(reply.trained.seconds, 4)
+        if reply.trained.skipped:
+            client["skipped-steps"] = reply.trained.skipped
         self.clients.append(client)
 
     def lost(self, member: Member) -> None:

@@ -26,6 +26,7 @@ from ravan_flwr.tasks.base import Task
 # What a number that a client tells may be, at most. A loss beyond it is a run that diverged.
 MOST_LOSS = 1e9
 MOST_SECONDS = 1e9
+MOST_STEPS = 1e9
 SHARES = ("accuracy", "f1")  # metrics from 0 to 1
 
 
@@ -37,6 +38,7 @@ class Trained:
     loss: float | None  # of a private run
     seconds: float | None  # of a run that devices noise
     anew: bool = False  # the client had no part of the model of its own, and began with a new one
+    skipped: int = 0  # steps in which float16 overflowed
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,10 @@ def read_trained(
         loss = within(metrics, "train-loss", -MOST_LOSS, MOST_LOSS) if with_loss else None
         seconds = within(metrics, "seconds", 0, MOST_SECONDS) if with_seconds else None
         anew = personal and within(metrics, "began-anew", 0, 1) > 0
-        return Trained(decode(view_record(_arrays_of(content)), wire, most), loss, seconds, anew)
+        skips = with_loss and "skipped-steps" in metrics
+        skipped = int(within(metrics, "skipped-steps", 0, MOST_STEPS)) if skips else 0
+        tensors = decode(view_record(_arrays_of(content)), wire, most)
+        return Trained(tensors, loss, seconds, anew, skipped)
 
 
 def refusal_in(reply: Message, round_number: int) -> str:

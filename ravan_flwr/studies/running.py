@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
+from ravan_flwr.config.keys import AUTO
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.choosing import candidates, planned
 from ravan_flwr.studies.clock import Clock, Work, work_ahead
@@ -19,6 +21,7 @@ from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import PlannedRun, Study, words_of_run
 from ravan_flwr.studies.tables import write_tables
 from ravan_flwr.training.cores import CORES, usable_cores
+from ravan_flwr.training.gpus import in_turn, visible_gpus
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,11 @@ class How:
         if self.clients_per_gpu is not None:
             command += ["--clients-per-gpu", str(self.clients_per_gpu)]
         return command
+
+    def divides_gpus(self, runs: Sequence[PlannedRun]) -> bool:
+        """Tell whether each run at work has GPUs of its own; not where a run names its device."""
+        named = [dict(run.settings + run.here).get("device", AUTO) for run in runs]
+        return self.engine == "process" and self.jobs > 1 and {*named} <= {AUTO, "cuda"}
 
 
 def run_study(
@@ -132,11 +140,18 @@ def run_missing(
     environment = dict(os.environ)
     if how.jobs > 1:  # side by side they share the cores; a number of the user's is kept
         environment[CORES] = str(max(1, usable_cores() // how.jobs))
+    places: SimpleQueue[dict[str, str]] = SimpleQueue()
+    for place in in_turn(visible_gpus() if how.divides_gpus(todo) else [], how.jobs):
+        places.put(place)
     failed: dict[PlannedRun, str] = {}
     now = sum((Work(1, run.num_rounds) for run in todo), start=Work())
 
     def execute(run: PlannedRun) -> tuple[bool, str]:
-        return children.run(how.command(run, results.folder), environment)
+        place = places.get()
+        try:
+            return children.run(how.command(run, results.folder), environment | place)
+        finally:
+            places.put(place)
 
     children, pool = _Children(), ThreadPoolExecutor(how.jobs)
     try:

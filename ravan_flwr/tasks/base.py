@@ -3,7 +3,8 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import torch
+from filelock import FileLock
 from torch import Tensor, nn
 
 from ravan_flwr.data.hub_errors import no_bars
@@ -266,15 +268,30 @@ def mapped(
 ) -> datasets.Dataset:
     """Make new columns of all examples, and keep some of the old ones as they are."""
     told = json.dumps([examples._fingerprint, settings], sort_keys=True, default=str)
-    with no_bars():
+    fingerprint = hashlib.sha256(told.encode()).hexdigest()[:16]
+    with no_bars(), _one_process(examples, fingerprint):
         return examples.map(
             function,
             batched=True,
             batch_size=256,
             remove_columns=[name for name in examples.column_names if name not in keep],
             features=datasets.Features({n: examples.features[n] for n in keep} | dict(features)),
-            new_fingerprint=hashlib.sha256(told.encode()).hexdigest()[:16],
+            new_fingerprint=fingerprint,
         )
+
+
+@contextmanager
+def _one_process(examples: datasets.Dataset, fingerprint: str) -> Iterator[None]:
+    """Let one process at a time make what is not in the cache: the others find it there."""
+    for file in examples.cache_files[:1]:
+        made = (
+            Path(file["filename"]).parent / f"cache-{fingerprint}.arrow"
+        )  # as `datasets` names it
+        if not made.exists():
+            with FileLock(f"{made}.lock"):
+                yield
+            return
+    yield
 
 
 def encoded_as_it_is(encoded: datasets.Dataset) -> Encoded:

@@ -75,7 +75,7 @@ class Questions:
         sums = torch.zeros(ends[-1], dtype=torch.float64)
         for batch in _batches(_texts(self.questions)):
             owners, values = _scored(network, batch, device)
-            sums.index_add_(0, owners, values.double().cpu())
+            sums.index_add_(0, owners, values.cpu().double())
         return [sums[start:end].tolist() for start, end in pairwise(ends)]
 
 

@@ -7,6 +7,7 @@ channels, and its pixels from [0, 1] to [-1, 1].
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -139,20 +140,18 @@ class Vision(Classification):
         if pixels.dtype == torch.uint8 and self.reader is None:
             pixels = (pixels.float() / 255 * 2).sub_(1)
         elif pixels.dtype == torch.uint8:  # as they left the processor
-            scale, shift = self._affine(pixels.device)
+            scale, shift = _affine(*self._affine, pixels.device)
             pixels = torch.addcmul(shift, pixels.float(), scale)
         return cast(Tensor, network(pixel_values=pixels).logits)
 
-    def _affine(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Find what the processor does after resizing: pixels * scale + shift, by channel."""
+    @cached_property
+    def _affine(self) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
+        """Find what the processor does after resizing: its factor, and means and deviations."""
         reader = self.reader
         factor = float(reader.rescale_factor) if reader.do_rescale else 1.0
-        mean, std = (0.0,), (1.0,)
-        if reader.do_normalize:
-            mean, std = reader.image_mean, reader.image_std
-        means = torch.tensor(mean, dtype=torch.float32, device=device).view(-1, 1, 1)
-        stds = torch.tensor(std, dtype=torch.float32, device=device).view(-1, 1, 1)
-        return factor / stds, -means / stds
+        if not reader.do_normalize:
+            return factor, (0.0,), (1.0,)
+        return factor, tuple(reader.image_mean), tuple(reader.image_std)
 
 
 TASK = Vision
@@ -171,6 +170,17 @@ def _check_sides(folder: Path) -> None:
                 f"model {folder}: its {PROCESSOR} says {key} = {wrong[0]:,}, expected "
                 f"{_LONGEST:,} at most; correct it, or choose another model"
             )
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _affine(
+    factor: float, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Give scale and shift by channel, pixels * scale + shift; a GPU would wait for them."""
+    means = torch.tensor(mean, dtype=torch.float32, device=device).view(-1, 1, 1)
+    stds = torch.tensor(std, dtype=torch.float32, device=device).view(-1, 1, 1)
+    return factor / stds, -means / stds
 
 
 def _rgb(image: Any) -> Any:

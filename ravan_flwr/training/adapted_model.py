@@ -4,8 +4,10 @@ The classifier, drawn from the seed, is frozen as well, or trained and averaged.
 model stays with each client (methods/personal.py), a trained classifier is in that part.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, apart
 from ravan_flwr.methods.calibration import Calibration
 from ravan_flwr.methods.tensors import check_names, check_tensor, checksum
+from ravan_flwr.training.device import give_back_memory
 from ravan_flwr.training.network import Backbone, pretrained_parameters
 from ravan_flwr.training.threads import computing_with
 
@@ -149,8 +152,8 @@ class AdaptedModel:
             self._load(self._state_at_rest)
             for parameter in self.network.parameters():
                 parameter.grad = None
-            if self.shares_device and self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            if self.shares_device:
+                give_back_memory(self.device)
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         self.method.load(self.adapters, apart(tensors)[0])
@@ -186,6 +189,18 @@ class AdaptedModel:
         """List what the client's optimiser is given, once its heads are chosen."""
         classifier = self.classifier if self.train_classifier else []
         return [*self.method.parameters(self.adapters), *classifier]
+
+    def copied_to(self, device: torch.device) -> nn.Module:
+        """Copy the network as it is now to another device."""
+        tensors = [*self.network.parameters(), *self.network.buffers()]
+        there = {id(t): t.detach().to(device, copy=True) for t in tensors}
+        whole = {id(p): nn.Parameter(there[id(p)], False) for p in self.network.parameters()}
+        return copy.deepcopy(self.network, there | whole)
+
+    @cached_property
+    def scaler(self) -> torch.amp.GradScaler:
+        """Hold the loss scale of float16, which one client leaves to the next."""
+        return torch.amp.GradScaler(self.device.type)
 
     @property
     def device(self) -> torch.device:

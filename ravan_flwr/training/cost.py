@@ -30,12 +30,11 @@ from ravan_flwr.secure.schedule import GIVEN, Schedule, make_schedule
 from ravan_flwr.secure.sizes import Bytes, masked_bytes, most_around
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Task
-from ravan_flwr.tasks.packing import check_packing
 from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.kept_in import backbone_dtype, likely_device
 from ravan_flwr.training.local_steps import PRECISIONS
 from ravan_flwr.training.masked import parts_of, rows_wanted
-from ravan_flwr.training.network import build_skeleton, checkpoint_gradients, pretrained_parameters
+from ravan_flwr.training.network import build_skeleton, prepare_network, pretrained_parameters
 from ravan_flwr.training.noised import noised_parts
 from ravan_flwr.training.workbench import make_method, make_task, settle
 
@@ -80,10 +79,7 @@ class Skeleton:
         kept_in = backbone_dtype(config, likely_device(config.device))
         skeleton = build_skeleton(config.model, make_task(config), kept_in)
         network, lacking = skeleton.network.requires_grad_(False), skeleton.classifier
-        if config.gradient_checkpointing:
-            checkpoint_gradients(network, config.model.name)
-        if config.packing:
-            check_packing(network)
+        prepare_network(network, config)
         layers = find_layers(network, skeleton.targets)
         pretrained = pretrained_parameters(network, lacking)
         # Which heads are chosen is all the same, and scores cannot be computed here.
@@ -181,7 +177,7 @@ def step_memory(config: Config, share: float) -> StepMemory:
         trained=ADAM * _bytes(trained),
         activations=kept
         + (_kept_by_example(trained, at_a_time) if by_example else 0)
-        + _cast_weights(config, network)
+        + cast_weights(config, network)
         + _computed_again(config, share, network)
         + task.transient(network.config, at_a_time),
     )
@@ -199,11 +195,11 @@ def examples_at_a_time(config: Config) -> int:
     return min(number, -(-config.micro_batch_tokens // config.max_length))
 
 
-def _cast_weights(config: Config, network: nn.Module) -> int:
+def cast_weights(config: Config, network: nn.Module) -> int:
     """Count the copies of linear layers' weights that autocast makes in a precision of 16 bits.
 
-    The backward pass needs them, so that they stay until then. With checkpoints they are made
-    again, block by block. Activations are counted in float32 all the same: some are.
+    They stay (keeps_casts), at least until the backward pass, which needs them. With checkpoints
+    they are made again, block by block. Activations are counted in float32 all the same: some are.
     """
     if config.precision == "float32":
         return 0

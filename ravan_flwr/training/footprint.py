@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.training.attention import attention_of
-from ravan_flwr.training.cost import Skeleton, step_memory
+from ravan_flwr.training.cost import Skeleton, cast_weights, step_memory
+from ravan_flwr.training.kept_in import keeps_casts
 from ravan_flwr.training.workbench import make_task
 
 # Of each process: CUDA's context, the kernels, the workspaces of cuBLAS and cuDNN. A customary
@@ -56,7 +57,8 @@ def evaluation_memory(config: Config) -> int:
         task.loss(network, batch)
     keep.remove()
     ahead = sum(tensor.numel() * tensor.element_size() for tensor in batch.values())
-    return int(memory.most + ahead)  # the next batch is there while this one is worked on
+    kept = cast_weights(config, network) if keeps_casts(config) else 0
+    return int(memory.most + ahead + kept)  # the next batch is there while this one is worked on
 
 
 def _keep_keys_and_values(_: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:

@@ -1,26 +1,43 @@
-"""Find the NVIDIA GPUs of this machine without PyTorch, which takes seconds to import.
+"""Find the GPUs of this machine without PyTorch, which takes seconds to import.
 
 `nvidia-smi` comes with the driver. Of the GPUs that it lists, CUDA uses those that
 CUDA_VISIBLE_DEVICES names. It may number unequal GPUs in another order than `nvidia-smi` does;
-nothing here depends on which of them is which.
+nothing here depends on which of them is which. Where the system has GPUs that it does not list, an
+AMD one or an older Jetson's, a process with PyTorch is asked.
 """
 
 import logging
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
+# What AMD's driver and that of a Jetson have in place of nvidia-smi.
+OTHER_DRIVERS = (Path("/dev/kfd"), Path("/dev/nvmap"))
 DRIVER = Path("/proc/driver/nvidia/gpus")  # has a folder a GPU, also for a process that sees none
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARE_FOR_EXAMPLE = '--federation-config "... client-resources-num-gpus=0.25"'
 _COLUMNS = "index,uuid,name,memory.total,memory.free"
 _MIB = 2**20
+# CUDA's major version -> the oldest driver that it works with, by its release notes.
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+# Prints what nvidia-smi would. The GPU of a Jetson has the machine's memory, of which CUDA calls
+# free only what no cache of files is in.
+_ASK_PYTORCH = """
+import psutil, torch
+for i in range(torch.cuda.device_count()):
+    about, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
+    if getattr(about, "is_integrated", False):
+        free = max(free, psutil.virtual_memory().available)
+    print(i, i, about.name, total >> 20, free >> 20, sep=",")
+"""
 
 
 @dataclass(frozen=True)
@@ -28,7 +45,7 @@ class Gpu:
     """Describe a GPU, or a part of one, with its memory in bytes where that is known."""
 
     index: str
-    uuid: str
+    uuid: str  # or another word for it in CUDA_VISIBLE_DEVICES
     name: str
     total: int | None
     free: int | None
@@ -49,6 +66,14 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     return found
 
 
+def in_turn(gpus: Sequence[Gpu], processes: int) -> list[dict[str, str]]:
+    """Give GPUs to so many processes in turn: what each gets in its environment, if anything."""
+    if len(gpus) < 2 or processes < 2:
+        return [{}] * processes
+    shares = [gpus[place % len(gpus) :: processes] for place in range(processes)]
+    return [{VISIBLE: ",".join(gpu.uuid for gpu in share)} for share in shares]
+
+
 def _named(word: str, gpus: list[Gpu]) -> Gpu | None:
     """Find the GPU that a word of CUDA_VISIBLE_DEVICES means: an index, or the start of a UUID."""
     if word.startswith("MIG-"):  # a part of a GPU, of which nvidia-smi lists no memory
@@ -59,8 +84,11 @@ def _named(word: str, gpus: list[Gpu]) -> Gpu | None:
 
 
 def _listed(environment: Mapping[str, str]) -> list[Gpu]:
-    """List all GPUs of the machine that the driver answers for."""
+    """List all GPUs of the machine that the driver answers for, or else PyTorch."""
     lines = _ask(environment, f"--query-gpu={_COLUMNS}", "--format=csv,noheader,nounits")
+    if not lines and any(path.exists() for path in OTHER_DRIVERS):
+        everything = {key: value for key, value in environment.items() if key != VISIBLE}
+        lines = _lines_of([sys.executable, "-c", _ASK_PYTORCH], everything)
     return [_read(line) for line in lines]
 
 
@@ -78,11 +106,13 @@ def _bytes(mebibytes: str) -> int | None:
 def _ask(environment: Mapping[str, str], *options: str) -> list[str]:
     """Read the lines that nvidia-smi answers; none where there is no driver, or it fails."""
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
-    if program is None:
-        return []
+    return [] if program is None else _lines_of([program, *options])
+
+
+def _lines_of(command: list[str], environment: Mapping[str, str] | None = None) -> list[str]:
     try:
         answer = subprocess.run(
-            [program, *options], capture_output=True, text=True, timeout=60, check=False
+            command, env=environment, capture_output=True, text=True, timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
@@ -96,16 +126,43 @@ def gpus_of_machine(driver: Path = DRIVER, environment: Mapping[str, str] = os.e
     return len(_ask(environment, "--list-gpus"))  # as under WSL
 
 
+def _driver_version(driver: Path, environment: Mapping[str, str]) -> int | None:
+    """Find the driver's major version; None if nothing says it."""
+    try:
+        told = (driver.parent / "version").read_text()
+    except OSError:  # as under WSL
+        lines = _ask(environment, "--query-gpu=driver_version", "--format=csv,noheader")
+        told = lines[0] if lines else ""
+    found = re.search(r"\b(\d{3,})\.\d+", told)
+    return int(found[1]) if found else None
+
+
+def _old_driver(cuda: str, driver: Path, environment: Mapping[str, str]) -> str:
+    """Say that the driver is too old for PyTorch's version of CUDA; "" if it is not."""
+    version = _driver_version(driver, environment)
+    needed = OLDEST_DRIVER.get(int(cuda.partition(".")[0]))
+    if version is None or needed is None or version >= needed:
+        return ""
+    return (
+        f"NVIDIA's driver is version {version}, but this PyTorch is built for CUDA {cuda}, which "
+        f"needs {needed} or newer; update the driver, or install PyTorch's wheels for an older "
+        "CUDA (pytorch.org)"
+    )
+
+
 def unused_gpus(
-    built_with_cuda: bool,
+    cuda: str | None,
     driver: Path = DRIVER,
     environment: Mapping[str, str] = os.environ,
 ) -> str | None:
-    """Say what GPUs a process on the CPU was not given, and what to do; None if there are none."""
+    """Say what GPUs a process on the CPU was not given, and what to do; None if there are none.
+
+    `cuda` is the version that PyTorch is built for, if for any.
+    """
     number = gpus_of_machine(driver, environment)
     if not number:
         return None
-    if not built_with_cuda:
+    if cuda is None:
         reason = "this PyTorch is built without CUDA; install one that has it (pytorch.org)"
     elif "RAY_RAYLET_PID" in environment and not environment.get(VISIBLE, "all"):
         reason = (
@@ -114,6 +171,8 @@ def unused_gpus(
         )
     elif VISIBLE in environment:
         reason = f"{VISIBLE}={environment[VISIBLE]!r} hides them; unset it, or name some there"
+    elif old := _old_driver(cuda, driver, environment):
+        reason = old
     else:
         reason = (
             "CUDA cannot use them; see whether nvidia-smi lists them, and start a container with "
@@ -126,7 +185,7 @@ def unused_gpus(
 
 
 @cache
-def tell_of_unused_gpus(built_with_cuda: bool) -> None:
+def tell_of_unused_gpus(cuda: str | None) -> None:
     """Log that GPUs are unused, once a process."""
-    if told := unused_gpus(built_with_cuda):
+    if told := unused_gpus(cuda):
         log.warning("%s", told)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
@@ -69,6 +69,7 @@ class LocalResult:
     upload: Tensors
     own: Tensors  # what stays with the client; empty for most methods
     train_loss: float  # mean over the steps, without the proximal term; the scores' batch is none
+    skipped: int = 0  # steps that float16 overflowed in, and that changed nothing
 
 
 def train_locally(
@@ -155,7 +156,9 @@ class Stepper:
         self.dtype = PRECISIONS[steps.precision]
         check_precision(steps.precision, self.device)
         scales = self.dtype is torch.float16
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=scales)
+        unscaled = torch.amp.GradScaler(self.device.type, enabled=False)
+        self.scaler = model.scaler if scales else unscaled
+        self.skipped = torch.zeros((), dtype=torch.long, device=self.device)
         self.losses: list[Tensor] = []
         model.network.train()
 
@@ -188,24 +191,24 @@ class Stepper:
             if self.steps.max_gradient_norm:
                 torch.nn.utils.clip_grad_norm_(parameters, self.steps.max_gradient_norm)
             self.scaler.step(optimizer)
-            self.scaler.update()
+            self._adapt_scale()
 
     def round(self, share: float, work: ClientRound, rows: Tensors | None = None) -> LocalResult:
         """Choose heads, unless it is said which `rows` are trained; train, and collect."""
         model = self.model
         method = model.method.in_round(work.round)
         if rows is None:
-            method.choose(model.adapters, share, work.generator("heads"), self.backward)
+            method.choose(model.adapters, share, work.generator("heads"), self.measure)
         else:
             method.train_rows(model.adapters, rows, share)
         self.train(model.parameters())
-        return LocalResult(model.upload(method), model.own_part(), self.mean_loss())
+        skipped = int(self.skipped)
+        return LocalResult(model.upload(method), model.own_part(), self.mean_loss(), skipped)
 
     def _optimizer(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
         """Make Adam, or AdamW where weights decay."""
-        rate, decay, fused = self.steps.learning_rate, self.steps.weight_decay, True
-        if self.device.type == "mps":
-            fused = False
+        rate, decay = self.steps.learning_rate, self.steps.weight_decay
+        fused = True if self.device.type != "mps" else None  # False would end foreach as well
         if decay:
             return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay, fused=fused)
         return torch.optim.Adam(parameters, lr=rate, fused=fused)
@@ -216,14 +219,55 @@ class Stepper:
 
     def backward(self) -> None:
         """Compute gradients on the next batch, part by part; they are those of its mean loss."""
-        parts = [next(self.batches) for _ in range(next(self.parts))]
-        if len(parts) == 1:
-            self.losses.append(self._backward(parts[0]))
+        self.losses.append(self._over(self._next()))
+
+    def measure(self, seen: Sequence[Tensor]) -> None:
+        """Do so while hooks add to `seen` what is in proportion to these gradients.
+
+        The loss scale of float16 is divided out. If it makes gradients too large, it is halved,
+        and the batch computed again.
+        """
+        if not self.scaler.is_enabled():
+            self.backward()
             return
+        parts, before = self._next(), [tensor.clone() for tensor in seen]
+        while True:
+            for tensor in seen:
+                tensor.zero_()
+            loss, scale = self._over(parts), self.scaler.get_scale()
+            if all(bool(tensor.isfinite().all()) for tensor in seen):
+                break
+            if scale < 1:
+                raise ValueError(
+                    "precision = 'float16': got gradients that are not finite at any loss scale, "
+                    "expected numbers below 65,504; use bfloat16 or float32"
+                )
+            self.scaler.update(scale / 2)
+        for tensor, old in zip(seen, before, strict=True):
+            tensor.div_(scale).add_(old)
+        self.losses.append(loss)
+
+    def _next(self) -> list[Batch]:
+        """Take the parts of the next batch."""
+        return [next(self.batches) for _ in range(next(self.parts))]
+
+    def _over(self, parts: Sequence[Batch]) -> Tensor:
+        """Compute the gradients of a batch's mean loss, and return the loss."""
+        if len(parts) == 1:
+            return self._backward(parts[0])
         sizes = [self.task.size(part) for part in parts]
         shares = [size / sum(sizes) for size in sizes]
         losses = [self._backward(part, share) for part, share in zip(parts, shares, strict=True)]
-        self.losses.append(torch.stack(losses).sum())
+        return torch.stack(losses).sum()
+
+    def _adapt_scale(self) -> None:
+        """Adapt the loss scale of float16, and count a step that was skipped; nobody waits."""
+        if not self.scaler.is_enabled():
+            return
+        one = torch.ones((), device=self.device)
+        before = self.scaler.scale(one)
+        self.scaler.update()
+        self.skipped += self.scaler.scale(one) < before
 
     def _backward(self, batch: Batch, share: float = 1.0) -> Tensor:
         """Add the gradients of a part of a step, which has that share of the whole's mean."""
@@ -268,18 +312,39 @@ def measured_sums(
     batch_size: int,
     precision: str = "float32",
     tally: Tally | None = None,
+    copies: Sequence[nn.Module] = (),
 ) -> dict[str, float]:
-    """Measure as sums over the examples."""
-    model.network.eval()
-    dtype, device = PRECISIONS[precision], model.device
-    sums: dict[str, float] = {}
+    """Measure as sums over the examples; `copies` of the network, on other devices, share the work.
+
+    What is summed, and in which order, does not depend on them.
+    """
+    networks = [model.network.eval(), *(copy.eval() for copy in copies)]
     order = evaluation_batches(len(examples), batch_size, task.lengths(examples))
-    with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
-        batches = _batches(examples, task.collate, iter(order), device)
-        for rows, batch in zip(order, batches, strict=True):
-            answers = examples.answers_of(rows)
-            for name, value in task.measure(model.network, batch, answers, tally).items():
-                sums[name] = sums.get(name, 0.0) + value
+    tallies = [None if tally is None else Tally() for _ in networks]
+
+    def measure(place: int) -> list[dict[str, float]]:
+        network, mine = networks[place], order[place :: len(networks)]
+        device, dtype = next(network.parameters()).device, PRECISIONS[precision]
+        with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
+            batches = _batches(examples, task.collate, iter(mine), device)
+            return [
+                task.measure(network, batch, examples.answers_of(rows), tallies[place])
+                for rows, batch in zip(mine, batches, strict=True)
+            ]
+
+    if copies:
+        with ThreadPoolExecutor(len(networks)) as threads:
+            parts = [*threads.map(measure, range(len(networks)))]
+    else:
+        parts = [measure(0)]
+    sums: dict[str, float] = {}
+    for number in range(len(order)):
+        measured = parts[number % len(networks)][number // len(networks)]
+        for name, value in measured.items():
+            sums[name] = sums.get(name, 0.0) + value
+    for counted in tallies:
+        if tally is not None and counted is not None:
+            tally.pairs.update(counted.pairs)
     return sums
 
 
@@ -290,10 +355,11 @@ def evaluate_all(
     batch_size: int,
     precision: str = "float32",
     tally: Tally | None = None,
+    copies: Sequence[nn.Module] = (),
 ) -> dict[str, float]:
     """Evaluate on the examples of all sets, and `NAME-SET` on each if there are several."""
     sums = {
-        name: measured_sums(model, task, one, batch_size, precision, tally)
+        name: measured_sums(model, task, one, batch_size, precision, tally, copies)
         for name, one in sets.items()
     }
     total: dict[str, float] = {}
@@ -332,4 +398,6 @@ def _batches(
         ahead = reader.submit(read, next(order, None))
         while (batch := ahead.result()) is not None:
             ahead = reader.submit(read, next(order, None))
-            yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+            # From memory that is not pinned, MPS may read it while the next batch is written.
+            pinned = device.type == "cuda"
+            yield {name: tensor.to(device, non_blocking=pinned) for name, tensor in batch.items()}

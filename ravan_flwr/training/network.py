@@ -24,6 +24,7 @@ from transformers.models.auto import modeling_auto
 
 from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.adapters.stored import keep_in
+from ravan_flwr.config.run_config import Config
 from ravan_flwr.data.hub_errors import no_bars
 from ravan_flwr.data.model_folder import (
     check_weights,
@@ -36,6 +37,7 @@ from ravan_flwr.data.model_folder import (
 from ravan_flwr.seeding import generator
 from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks.base import Task
+from ravan_flwr.tasks.packing import check_packing
 from ravan_flwr.training.bundled import bundled_file, read_backbone, read_backbone_config
 from ravan_flwr.training.digests import file_digest
 
@@ -280,7 +282,27 @@ def _draw(name: str, parameter: nn.Parameter, random: torch.Generator) -> None:
         parameter.copy_(values / math.sqrt(parameter.shape[1]))
 
 
-def checkpoint_gradients(network: PreTrainedModel, name: str) -> None:
+def prepare_network(network: PreTrainedModel, config: Config) -> None:
+    """Let a network train as a run asks; ValueError for what it cannot do."""
+    if config.packing:
+        check_packing(network)
+    if config.precision == "float16":
+        _check_float16(network, config.model.name)
+    if config.gradient_checkpointing:
+        _checkpoint_gradients(network, config.model.name)
+
+
+def _check_float16(network: PreTrainedModel, name: str) -> None:
+    """Refuse a network of which transformers knows that it overflows: T5, for one."""
+    if kept := getattr(network, "_keep_in_fp32_modules", None):
+        raise ValueError(
+            f"precision = 'float16': the numbers of model {name}, a {type(network).__name__}, "
+            f"become too large for it in {', '.join(sorted(kept))}, expected bfloat16 or float32; "
+            "set precision=bfloat16"
+        )
+
+
+def _checkpoint_gradients(network: PreTrainedModel, name: str) -> None:
     """Keep few activations for the backward pass, and compute the others again."""
     if not network.supports_gradient_checkpointing:
         raise ValueError(

@@ -1,8 +1,11 @@
 """Describe what a run will cost, for people, before anything runs."""
 
 import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
+
+import torch
 
 from ravan_flwr.config.checks import told_without_effect
 from ravan_flwr.config.presets import own_preset
@@ -12,6 +15,7 @@ from ravan_flwr.methods.budgets import SHARES, affordable
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, step_memory
+from ravan_flwr.training.gpus import unused_gpus
 from ravan_flwr.training.kept_in import likely_device
 from ravan_flwr.training.plan_privacy import privacy_told
 from ravan_flwr.training.threads import suitable_threads
@@ -143,6 +147,14 @@ def _side_by_side(config: Config, built: Skeleton, there: int) -> list[str]:
     return [f"in process      {most} clients at a time{each}{when}"]
 
 
+def _unused_gpus(config: Config) -> list[str]:
+    """Say which GPUs of this machine a run would not use, and why."""
+    if config.device == "cpu" or torch.accelerator.is_available():
+        return []
+    told = unused_gpus(torch.version.cuda)
+    return textwrap.wrap(told, 88, initial_indent="GPU             ") if told else []
+
+
 def _fitting(config: Config, built: Skeleton, before: int) -> list[str]:
     """Say how many rounds a limit of bytes leaves."""
     if config.max_bytes is None:
@@ -212,6 +224,7 @@ def _run(config: Config, built: Skeleton) -> list[str]:
         f"the run         {rounds} rounds: at most {all_up:,} bytes up,",
         f"                {all_down:,} down",
         *_side_by_side(config, built, there),
+        *_unused_gpus(config),
         *_fitting(config, built, calibrated * first + asked if first else 0),
         *_until(config),
         *privacy_told(config, built, there),

@@ -18,6 +18,7 @@ import torch
 
 from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.quantize import quantize
+from ravan_flwr.adapters.stored import keep_casts
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.data.columns import check_column, column_of
 from ravan_flwr.data.device_folder import own_examples
@@ -33,18 +34,17 @@ from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.tasks.multiple_choice import Questions, questions_of
-from ravan_flwr.tasks.packing import check_packing
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.asking import accuracy
-from ravan_flwr.training.device import pick_device
-from ravan_flwr.training.kept_in import backbone_dtype
+from ravan_flwr.training.device import further_gpus, pick_device
+from ravan_flwr.training.kept_in import backbone_dtype, keeps_casts
 from ravan_flwr.training.local_steps import PRECISIONS, evaluate_all
 from ravan_flwr.training.network import (
     CONFIGS,
     backbone_fingerprint,
     build_network,
-    checkpoint_gradients,
+    prepare_network,
 )
 from ravan_flwr.training.private_steps import encode_each
 from ravan_flwr.training.threads import suitable_threads
@@ -132,21 +132,21 @@ class Workbench:
         device = pick_device(config.device)
         kept_in = backbone_dtype(config, device.type)
         backbone = build_network(config.model, self.task, config.seed, kept_in)
-        if config.packing:
-            check_packing(backbone.network)
         if config.quantize != "none":  # before the rest moves: whole, it may not fit the device
             dtype = PRECISIONS[config.precision] or torch.float32
             quantize(backbone.network, config.quantize, backbone.classifier, dtype, device)
         torch.nn.Module.to(backbone.network, device)
-        if config.gradient_checkpointing:
-            checkpoint_gradients(backbone.network, config.model.name)
-        return AdaptedModel(
+        prepare_network(backbone.network, config)
+        model = AdaptedModel(
             backbone,
             lambda layers, size: make_method(config, layers, size),
             train_classifier=config.classifier == "trained",
             threads=suitable_threads(backbone.size, config.batch_size),
             shares_device=self.shares_device,
         )
+        if keeps_casts(config):
+            keep_casts(model.network)
+        return model
 
     @cached_property
     def backbone_fingerprint(self) -> str:
@@ -186,10 +186,23 @@ class Workbench:
         chosen = self.test_sets if sets is None else sets
         precision = self.config.precision
         size = self.task.evaluation_batch
-        found = evaluate_all(self.model, self.task, chosen, size, precision, tally)
+        found = evaluate_all(
+            self.model, self.task, chosen, size, precision, tally, self._copies(chosen)
+        )
         if sets is None and self.questions is not None:
             found["accuracy"] = accuracy(self.model, self.questions, precision)
         return found
+
+    def _copies(self, sets: Mapping[str, Encoded]) -> list[torch.nn.Module]:
+        """Copy the network to this process's further GPUs, each of which has a batch to evaluate.
+
+        One in few bits stays where it is.
+        """
+        if self.config.quantize != "none":
+            return []
+        batches = max(-(-len(one) // self.task.evaluation_batch) for one in sets.values())
+        further = further_gpus(self.model.device, self.config.device)
+        return [self.model.copied_to(device) for device in further[: batches - 1]]
 
     @cached_property
     def _shared(self) -> Encoded:

@@ -68,6 +68,19 @@ def test_heads_for_which_a_matrix_has_no_directions_begin_at_zero():
     assert_close(deltas(method, adapters, state), deltas(two[0], two[1], two[2]))
 
 
+def test_a_change_of_nothing_gives_no_bases():
+    """As where weights are kept in so few bits that small steps are lost."""
+    nothing = [torch.zeros(layer.out_features, layer.in_features).numpy() for layer in LAYERS]
+    with pytest.raises(ValueError, match=r"mean change of zero .* raise calibration-learning-rate"):
+        first_round(2, both=[nothing, nothing])
+    # Of one matrix alone: its heads are in general position, and the others have their blocks.
+    some = [nothing[0], *changes_of_two_clients()[0][0][1:]]
+    _, adapters, state = first_round(2, both=[some, some])
+    assert not state["H"][0].any()
+    assert state["H"][1:].abs().amax((2, 3)).min() > 0
+    assert adapters[0].A.count_nonzero() == adapters[0].A.numel()
+
+
 def test_it_is_fed_sb_with_several_heads():
     both = changes_of_two_clients()[0]
     ravan, adapters, state = first_round(1)

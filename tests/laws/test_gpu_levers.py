@@ -11,8 +11,10 @@ from benchmarks.gpu_levers import apart, compiled, one_at_a_time, together
 
 
 @pytest.fixture(params=["ravan", "fedit", "full"])
-def bench(request):
-    given = argparse.Namespace(method=request.param, device="cpu", small=True, steps=3, clients=3)
+def bench(request, tmp_path):
+    given = argparse.Namespace(
+        method=request.param, device="cpu", small=True, steps=3, clients=3, folder=tmp_path
+    )
     return gpu_levers.Bench("cifar100-vit-b16", "float32", given)
 
 
@@ -20,7 +22,7 @@ def bench(request):
 def test_uploads_are_those_of_one_client_at_a_time(bench):
     expected = one_at_a_time(bench)
     different = apart(expected[:1], expected[1:2])
-    assert different > 1e-3  # the clients have batches of their own
+    assert different > 5e-4  # the clients have batches of their own
     assert apart(together(bench), expected) < 1e-2 * different
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's compiler warns of itself

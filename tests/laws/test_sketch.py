@@ -110,12 +110,12 @@ def calibrated(seeds):
     for seed in seeds:
         random = generator(seed, "batch")
 
-        def backward(random=random):
+        def measure(_, random=random):
             for layer, adapter in zip(LAYERS, adapters, strict=True):
                 x = torch.randn(6, layer.in_features, generator=random)
                 adapter(x).square().mean().backward()
 
-        uploads.append(method.calibration.run(adapters, SimpleNamespace(backward=backward)))
+        uploads.append(method.calibration.run(adapters, SimpleNamespace(measure=measure)))
     for upload in uploads:
         sums.add(upload, 1.0)
     return method, adapters, sums, uploads

@@ -209,6 +209,7 @@ def test_the_image_copies_what_is_there_and_nothing_else_can_get_in():
         assert not fnmatch.filter([source], "*key*")
     assert re.search(r"^USER \$UID$", dockerfile(), re.MULTILINE)
     assert "HEALTHCHECK" in dockerfile()
+    assert re.search(r"^RUN pip install .*\[privacy,quantize\]", dockerfile(), re.MULTILINE)
     assert re.search(r"^torch==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
 
 

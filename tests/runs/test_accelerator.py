@@ -5,18 +5,22 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from ravan_flwr import simulate
 from ravan_flwr.adapters import MultiHeadLinear
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.privacy.example_gradients import check_apart
+from ravan_flwr.results.spectrum import Spectra
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.aggregation import Aggregate, outgoing
 from ravan_flwr.server.limit import ChangeLimit
+from ravan_flwr.tasks.multiple_choice import Question, Questions
 from ravan_flwr.training.local_steps import LocalSteps, calibrate_locally, train_locally
 from ravan_flwr.training.workbench import Workbench, get_workbench
-from testing.tiny import save_data, save_model
+from testing.tiny import DECODER, save_data, save_model
 from tests.pretend import PretendTensor, register
 
 
@@ -25,6 +29,7 @@ def accelerator(monkeypatch):
     """The device that `auto` finds."""
     device = register()
     monkeypatch.setattr("ravan_flwr.training.workbench.pick_device", lambda _: device)
+    monkeypatch.setattr("ravan_flwr.adapters.stored.autocasts", lambda _: False)  # it casts nothing
     # A module's parameters stay the objects that they are, as they do on the way to a GPU.
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -114,6 +119,79 @@ def test_bases_from_data_on_an_accelerator(accelerator):
     assert all(tensor.norm() > 0 for tensor in moved)
 
 
+def float16_client(settings, scale, precision="float16"):
+    """A client's stepper with the loss scale at which float16 begins; nothing is cast here."""
+    bench = Workbench(read_config({"seed": 5, "lora-rank": 4, "heads": 2} | settings))
+    model = bench.model
+    vars(model)["scaler"] = torch.amp.GradScaler(model.device.type, init_scale=scale)
+    steps = LocalSteps(3, 8, 0.01, precision)
+    examples, state = bench.partition(0, 4).train, model.initial_state()
+
+    def work(do, *more):
+        return do(model, bench.task, examples, state, *more)
+
+    return model, work, steps
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**127])
+def test_the_loss_scale_of_float16_is_in_nothing_that_is_measured(scale, accelerator, monkeypatch):
+    """With the larger scale gradients are infinite at first."""
+    found = {}
+    for precision in ("float32", "float16"):
+        how = {"init": "data-aware"}, scale, precision
+        _, work, steps = float16_client(*how)
+        found[precision] = work(calibrate_locally, steps, ClientRound(5, 0, 0)).upload["sketch"]
+    assert found["float32"].norm() > 0
+    torch.testing.assert_close(found["float16"], found["float32"], rtol=1e-4, atol=1e-7)
+
+    seen = {}
+    monkeypatch.setattr(
+        "ravan_flwr.methods.ravan.best_heads",
+        lambda scores, number, *_: seen.update({precision: scores}) or [[0]] * len(scores),
+    )
+    for precision in ("float32", "float16"):
+        how = {"scoring": "gradient"}, scale, precision
+        _, work, steps = float16_client(*how)
+        work(train_locally, 0.5, steps, ClientRound(5, 1, 0))
+    torch.testing.assert_close(seen["float16"], seen["float32"], rtol=1e-4, atol=1e-9)
+
+
+def test_gradients_that_no_loss_scale_makes_finite_are_an_error(accelerator, monkeypatch):
+    model, work, steps = float16_client({"init": "data-aware"}, 8.0)
+    with torch.no_grad():
+        model.classifier[0].fill_(torch.inf)
+    monkeypatch.setattr(model, "_set_classifier", lambda _: None)
+    with pytest.raises(ValueError, match="precision = 'float16': .* use bfloat16 or float32"):
+        work(calibrate_locally, steps, ClientRound(5, 0, 0))
+
+
+def test_the_loss_scale_of_float16_stays_and_skipped_steps_are_counted(accelerator):
+    model, work, steps = float16_client({}, 2.0**127)
+    first = work(train_locally, 1.0, steps, ClientRound(5, 1, 0))
+    assert first.skipped in (1, 2)  # of three: each halves the scale
+    assert model.scaler.get_scale() == 2.0 ** (127 - first.skipped)
+    whole = LocalSteps(3, 8, 0.01, "float32")
+    expected = work(train_locally, 1.0, whole, ClientRound(5, 1, 0)).upload["H"]
+    second = work(train_locally, 1.0, steps, ClientRound(5, 1, 0))
+    assert not second.skipped
+    torch.testing.assert_close(second.upload["H"], expected, rtol=1e-2, atol=1e-4)
+
+
+def test_the_record_counts_steps_that_float16_skipped(accelerator, monkeypatch, tmp_path):
+    made = torch.amp.GradScaler
+    monkeypatch.setattr(
+        torch.amp, "GradScaler", lambda *of, **how: made(*of, **{"init_scale": 2.0**127} | how)
+    )
+    settings: dict[str, Any] = {
+        "num-rounds": 1, "local-steps": 3, "batch-size": 8, "lora-rank": 4, "report": False,
+        "precision": "float16", "tracking": "none", "output-dir": str(tmp_path),
+    }  # fmt: skip
+    run = simulate(settings, 2)
+    (line,) = (run.run_dir / "rounds.jsonl").read_text().splitlines()
+    told = [client.get("skipped-steps", 0) for client in json.loads(line)["clients"]]
+    assert 0 < sum(told) < 6
+
+
 @pytest.mark.parametrize(
     ("preset", "task", "model", "method"),
     [
@@ -137,6 +215,25 @@ def test_a_run_of_every_kind_of_task(preset, task, model, method, accelerator, t
     lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
     assert all(json.loads(line)["clients"] for line in lines)
     assert (run.run_dir / "adapter").is_dir() or (run.run_dir / "merged").is_dir()
+    if method == "ravan":
+        assert Spectra.of(run.run_dir).values
+
+
+def test_an_example_in_company_is_compared_on_a_device_without_float64(accelerator):
+    alone = [torch.randn(1, 3, 4).to(accelerator)]
+    check_apart(alone, [torch.cat([alone[0], alone[0]])])  # does not raise
+    with pytest.raises(ValueError, match="depends on the other examples"):
+        check_apart(alone, [torch.cat([2 * alone[0], alone[0]])])
+
+
+def test_questions_are_scored_on_a_device_without_float64(accelerator):
+    config = transformers.LlamaConfig(**DECODER)
+    network = transformers.LlamaForCausalLM(config).eval()
+    questions = Questions([Question((1, 5, 6), ((7, 8), (9,)), 0, (2, 1))], "tokens")
+    with torch.inference_mode():
+        (expected,) = questions.likelihoods(network, torch.device("cpu"))
+        (got,) = questions.likelihoods(network.to(accelerator), accelerator)
+    assert got == pytest.approx(expected, rel=1e-4)
 
 
 # The accelerator refuses what CUDA refuses.

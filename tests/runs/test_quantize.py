@@ -12,7 +12,9 @@ from ravan_flwr.adapters.quantize import BITS, quantizable, quantize, weight_nor
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.results.export import merged_network
+from ravan_flwr.seeding import ClientRound
 from ravan_flwr.training.cost import step_memory
+from ravan_flwr.training.local_steps import LocalSteps, train_locally
 from ravan_flwr.training.workbench import Workbench
 from testing.tiny import small_decoder
 
@@ -56,6 +58,26 @@ def test_the_network_is_the_same_to_the_bits_rounding(how, settings):
     assert kinds == {small, "MultiHeadLinear", "Linear"}
     head = few.model.network.get_submodule("score")
     assert type(head) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_weights_are_unpacked_as_what_they_are_computed_with(precision, settings, monkeypatch):
+    """A step in bfloat16 would else write each weight in float32 first, twice the bytes."""
+    import bitsandbytes.functional as F
+
+    unpacked, unpack = [], F.dequantize_4bit
+
+    def seen(*given, **named):
+        unpacked.append(unpack(*given, **named))
+        return unpacked[-1]
+
+    monkeypatch.setattr(F, "dequantize_4bit", seen)
+    bench = Workbench(read_config(settings | {"quantize": "4bit", "precision": precision}))
+    train_locally(
+        *(bench.model, bench.task, bench.partition(0, 4).train, bench.model.initial_state(), 1.0),
+        *(LocalSteps(1, 4, 1e-3, precision), ClientRound(0, 1, 0)),
+    )
+    assert {weight.dtype for weight in unpacked} == {getattr(torch, precision)}
 
 
 # Every method in either number of bits, and in either precision; these two meet in its neighbours.

@@ -16,7 +16,6 @@ from flwr.supercore.run import Run
 
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
-from ravan_flwr.client.asked import free_memory
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.methods import METHODS
@@ -26,6 +25,7 @@ from ravan_flwr.runs.history import RecordedRun, group_runs
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import NODES_CHOSEN, Scalar
 from ravan_flwr.training import local_steps as training
+from ravan_flwr.training.device import free_memory
 from ravan_flwr.training.workbench import get_workbench
 
 SMALL: dict[str, Scalar] = {

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ravan_flwr import result_of, simulate
 from ravan_flwr.adapters.stored import StoredEmbedding, StoredLinear, keep_in
@@ -80,6 +81,59 @@ def test_what_is_kept_in_the_files_own_bits_computes_the_same_bits(kind, precisi
     assert whole.evaluate() == stored.evaluate()
 
 
+class FrozenCasts(TorchDispatchMode):
+    """Count how often a frozen tensor of the network is brought to 16 bits."""
+
+    def __init__(self, network):
+        super().__init__()
+        tensors = [*network.parameters(), *network.buffers()]
+        self.there = {t.data_ptr(): t for t in tensors if not t.requires_grad and t.dim() == 2}
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        copies = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype")
+        self.number += copies == torch.bfloat16 and args[0].data_ptr() in self.there
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["vit", "t5"])
+@pytest.mark.parametrize("method", ["ravan", "fedit"])
+def test_frozen_weights_are_cast_once_and_not_in_every_step(kind, method, settings, monkeypatch):
+    given = settings(kind) | {"precision": "bfloat16", "method": method, "seed": 2}
+    keeping = Workbench(read_config(given))
+    assert upload_of(keeping)
+    with FrozenCasts(keeping.model.network) as casts:
+        got = upload_of(keeping)
+    measured = keeping.evaluate()
+    # What another client leaves, and what is changed in place, is cast anew.
+    monkeypatch.setattr("ravan_flwr.training.workbench.keep_casts", lambda _: None)
+    plain = Workbench(read_config(given))
+    with FrozenCasts(plain.model.network) as before:
+        expected = upload_of(plain)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert measured == plain.evaluate()
+    assert casts.number == 0
+    assert before.number > 8
+
+
+def test_a_kept_cast_follows_its_weight(settings):
+    given = settings("vit") | {"precision": "bfloat16", "seed": 3}
+    bench = Workbench(read_config(given))
+    bench.evaluate()
+    linear = next(m for m in bench.model.network.modules() if isinstance(m, StoredLinear))
+    x = torch.randn(2, linear.in_features)
+    with torch.no_grad():
+        linear.weight.mul_(2)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = torch.nn.functional.linear(x, linear.weight, linear.bias)
+            assert torch.equal(linear(x), expected)
+        assert linear(x).dtype == torch.float32
+    # Where blocks are computed twice, copies of all at a time are not wanted; nor of what changes.
+    for more in ({"gradient-checkpointing": True}, {"precision": "float32"}, {"method": "full"}):
+        network = Workbench(read_config(given | more)).model.network
+        assert not any(hasattr(p, "kept_cast") for p in network.parameters())
+
+
 FROZEN = [name for name, method in METHODS.items() if method.frozen_backbone]
 
 
@@ -143,8 +197,9 @@ def test_auto_is_the_checkpoints_own_on_a_gpu_and_whole_on_a_cpu(settings):
     config = read_config(settings("llama"))
     assert backbone_dtype(config, "cpu") == torch.float32
     assert backbone_dtype(config, "cuda") == stored_dtype(config.model) == torch.bfloat16
-    changing = read_config(settings("llama") | {"method": "fedex-lora"})
-    assert backbone_dtype(changing, "cuda") == torch.float32
+    for changes in ({"method": "fedex-lora"}, {"init": "first-round"}):
+        changing = read_config(settings("llama") | changes)
+        assert backbone_dtype(changing, "cuda") == torch.float32
 
 
 @pytest.mark.parametrize("method", ["full", "fedex-lora", "fed-sb", "flora"])

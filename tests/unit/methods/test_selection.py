@@ -46,7 +46,7 @@ def test_the_configuration_offers_the_scorings_there_are():
 def test_gradient_scores_are_the_norms_of_the_gradients_of_the_products(tower):
     x = torch.randn(7, 5, dtype=torch.float64)
 
-    def backward():
+    def backward(*_):
         tower(x).square().mean().backward()
 
     backward()

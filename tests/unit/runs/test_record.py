@@ -29,7 +29,7 @@ SPENT: Spent = {"epsilon": 2.5, "delta": 1e-5, "noise-multiplier": 1.0, "clip-no
 @pytest.fixture
 def ledger():
     ledger = Ledger(1, 4)
-    ledger.use(Reply(member(), Trained({}, 1.0, 0.5), 7, 8, 3), [[0, 1], [0, 2]])
+    ledger.use(Reply(member(), Trained({}, 1.0, 0.5, skipped=2), 7, 8, 3), [[0, 1], [0, 2]])
     ledger.reject(member(2, 1), "late")
     return ledger
 

@@ -1,5 +1,7 @@
 """Images without a processor are kept as bytes, and computed with as numbers from -1 to 1."""
 
+from types import SimpleNamespace
+
 import datasets
 import numpy as np
 import torch
@@ -32,6 +34,24 @@ def examples(images, feature):
 
 
 GREYS = np.arange(256, dtype=np.uint8).reshape(1, 16, 16)  # every byte once
+
+
+def test_what_a_processor_does_is_made_once_and_not_in_every_step(monkeypatch):
+    """Each tensor that is made on a GPU waits for it."""
+    made = task(channels=3)
+    made.reader = SimpleNamespace(
+        rescale_factor=1 / 255, do_rescale=True, do_normalize=True,
+        image_mean=[0.5, 0.4, 0.3], image_std=[0.5, 0.25, 0.21],
+    )  # fmt: skip
+    pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    with torch.inference_mode():
+        first = made.logits(Seen(), {"pixel_values": pixels})
+    expected = (pixels.double() / 255 - torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1)) / (
+        torch.tensor([0.5, 0.25, 0.21]).view(3, 1, 1)
+    )
+    torch.testing.assert_close(first.double(), expected, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(torch, "tensor", None)
+    assert torch.equal(made.logits(Seen(), {"pixel_values": pixels}), first)
 
 
 def logits_of(made, encoded):

@@ -1,35 +1,51 @@
 """GPUs that a machine has, as nvidia-smi tells of them, and how simulated clients share them."""
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from flwr.proto.federation_config_pb2 import SimulationConfig
+from flwr.supercore.utils import simulation_config_from_json
 
+from benchmarks.gpu import classes, fitting
+from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import superlink as flower
 from ravan_flwr.launch.sharing import MOST_A_GPU, Sharing, share_gpus
+from ravan_flwr.launch.worker_starts import Anew
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies import running
 from ravan_flwr.studies.choosing import planned
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
+from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training import gpus
 from ravan_flwr.training.cost import step_memory
-from ravan_flwr.training.device import pick_device
-from ravan_flwr.training.footprint import CONTEXT, _MostAlive, evaluation_memory, footprint
-from ravan_flwr.training.gpus import unused_gpus, visible_gpus
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.device import free_memory, further_gpus, give_back_memory, pick_device
+from ravan_flwr.training.footprint import (
+    CONTEXT,
+    Footprint,
+    _MostAlive,
+    evaluation_memory,
+    footprint,
+)
+from ravan_flwr.training.gpus import Gpu, in_turn, unused_gpus, visible_gpus
+from ravan_flwr.training.plan import plan_of
+from ravan_flwr.training.workbench import Workbench, get_workbench
 from tests import ROOT
 from tests.memory import kept_for_backward
 
 # As `nvidia-smi --query-gpu=index,uuid,name,memory.total,memory.free` prints it, by its manual.
+CUDA = torch.device("cuda")
 LARGE = "NVIDIA H100 80GB HBM3, 81559, 81004"
 SMALL = "NVIDIA GeForce RTX 3060 Laptop GPU, 6144, 6000"
 
 
-def machine(folder, *cards, status=0):
+def machine(folder, *cards, status=0, driver="580.65.06"):
     """An environment in which nvidia-smi tells of these; it is a program like the real one."""
     lines = [f"{i}, GPU-{i}{i}{i}aaaa-bbbb, {card}" for i, card in enumerate(cards)]
     folder.mkdir(exist_ok=True)
@@ -37,6 +53,7 @@ def machine(folder, *cards, status=0):
     program = folder / "nvidia-smi"
     program.write_text(
         f"#!/bin/sh\n[ $# -gt 0 ] || exit 9\n"
+        f'case "$*" in *driver_version*) echo {driver}; exit {status};; esac\n'
         f'while IFS= read -r line; do echo "$line"; done < {folder}/answer\nexit {status}\n'
     )
     program.chmod(0o755)
@@ -105,17 +122,25 @@ def test_as_many_clients_as_fit_beside_the_server(tmp_path, monkeypatch):
     def sharing(*cards, **how):
         return shared(tmp_path, *cards, monkeypatch=monkeypatch, **how)
 
+    on_clients: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": 0.1}
     need = footprint(read_config({"preset": "cifar100-vit-b16"}))
     usable = 0.9 * 81004 * 2**20
     fit = int((usable - need.server) // need.client)
     assert 5 < fit < 30
     assert sharing(LARGE).clients_per_gpu == fit
-    # The server is on the first GPU alone, but a share is the same on all.
+    # The server evaluates on both, and a share is the same on all.
     assert sharing(LARGE, LARGE).clients_per_gpu == fit
     assert len(sharing(LARGE, LARGE).gpus) == 2
     # The smallest decides.
-    less = f"Less, 40960, {int(need.client * 2.5 / 0.9 / 2**20)}"
+    less = f"Less, 40960, {int((need.client * 2.5 + need.server) / 0.9 / 2**20)}"
     assert sharing(LARGE, less).clients_per_gpu == 2
+    fewer = f"Less, 40960, {int(need.client * 2.5 / 0.9 / 2**20)}"
+    assert sharing(LARGE, fewer).clients_per_gpu == 1
+    held = {"evaluate_on": "clients", "validation_share": 0.1}  # then the server is on one alone
+    need = footprint(read_config(on_clients | {"preset": "cifar100-vit-b16"}))
+    fewer = f"Less, 40960, {int(need.client * 2.5 / 0.9 / 2**20)}"
+    assert sharing(LARGE, fewer, **held).clients_per_gpu == 2
+    need = footprint(read_config({"preset": "cifar100-vit-b16"}))
     # No more than there are CPUs and clients for, spread over the GPUs.
     assert sharing(LARGE, LARGE, cpus=3).clients_per_gpu == 2
     assert sharing(LARGE, clients_per_round=3).clients_per_gpu == 3
@@ -270,6 +295,15 @@ def test_an_evaluation_takes_its_batch_and_the_widest_layer():
     assert evaluation_memory(text) > 2 * 12 * 256 * text.max_length * 768 * 4
 
 
+def test_the_page_says_what_the_plan_counts_for_each_size_of_gpu():
+    """In three steps: what a process needs, what fits beside the server, and what the page says."""
+    assert [fitting(room, Footprint(30, 20)) for room in (20, 30, 50, 110, 1e6)] == [
+        "no", "in process", "1", "3", str(MOST_A_GPU)
+    ]  # fmt: skip
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert "\n".join(classes()) in page
+
+
 @pytest.mark.parametrize("evaluate_on", ["server", "clients"])
 def test_a_process_takes_the_model_the_context_and_what_it_does(evaluate_on):
     held = {"validation-share": 0.2} if evaluate_on == "clients" else {}
@@ -313,20 +347,252 @@ def test_a_process_without_the_machines_gpus_is_told_what_gives_it_one(tmp_path)
     driver, empty = cards_of(tmp_path, 2), {"PATH": str(tmp_path)}
     in_ray = empty | {"RAY_RAYLET_PID": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-    def told(built=True, environment=empty):
-        return unused_gpus(built, driver, environment)
+    def told(cuda="13.0", environment=empty):
+        return unused_gpus(cuda, driver, environment)
 
     assert "on the CPU, but the machine has 2 GPUs: CUDA cannot use them" in told()
     assert "client-resources-num-gpus=0.25" in told(environment=in_ray)
     assert "`ravan-flwr run` asks for a share" in told(environment=in_ray)
-    assert "this PyTorch is built without CUDA" in told(False, in_ray)
+    assert "this PyTorch is built without CUDA" in told(None, in_ray)
     hidden = empty | {"CUDA_VISIBLE_DEVICES": "-1"}
     assert "CUDA_VISIBLE_DEVICES='-1' hides them; unset it" in told(environment=hidden)
     assert told().endswith("If the CPU is meant, device=cpu says so")
     # No driver's folder, as under WSL: nvidia-smi is asked.
     nowhere = tmp_path / "nowhere"
-    assert unused_gpus(True, nowhere, empty) is None
-    assert "has 1 GPU:" in (unused_gpus(True, nowhere, machine(tmp_path / "wsl", SMALL)) or "")
+    assert unused_gpus("13.0", nowhere, empty) is None
+    assert "has 1 GPU:" in (unused_gpus("13.0", nowhere, machine(tmp_path / "wsl", SMALL)) or "")
+
+
+VERSIONS = [  # as NVIDIA's drivers write /proc/driver/nvidia/version
+    (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56",
+        550,
+    ),
+    ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", 580),
+    (None, 535),  # under WSL nvidia-smi says it
+]
+
+
+@pytest.mark.parametrize(("told", "major"), VERSIONS)
+@pytest.mark.parametrize(("cuda", "needed"), [("13.0", 580), ("12.6", 525)])
+def test_a_driver_that_is_too_old_for_pytorch_is_named(told, major, cuda, needed, tmp_path):
+    """PyPI's PyTorch 2.9 and later is built for CUDA 13."""
+    driver = cards_of(tmp_path, 1)
+    if told is not None:
+        (tmp_path / "version").write_text(told + "\nGCC version: gcc version 12.3.0\n")
+    environment = machine(tmp_path / "bin", SMALL, driver="535.104.05")
+    reason = unused_gpus(cuda, driver, environment) or ""
+    assert (f"version {major}, but this PyTorch is built for CUDA {cuda}" in reason) == (
+        major < needed
+    )
+    assert (f"needs {needed} or newer; update the driver" in reason) == (major < needed)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is used")
+def test_a_plan_and_a_device_that_is_not_there_say_what_is_in_the_way(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", machine(tmp_path, SMALL, driver="550.1")["PATH"])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    told = " ".join(plan_of({}).split())
+    assert "has 1 GPU: NVIDIA's driver is version 550, but this PyTorch is built for CUDA" in told
+    assert "GPU" not in plan_of({"device": "cpu"})
+    with pytest.raises(ValueError, match=r"'cuda' is not there: .* driver is version 550"):
+        pick_device("cuda")
+
+
+# GPUs that nvidia-smi does not list.
+
+TORCH = """
+from types import SimpleNamespace
+class cuda:
+    device_count = lambda: 2
+    get_device_properties = lambda i: SimpleNamespace(name="Orin", is_integrated=bool(i))
+    mem_get_info = lambda i: (2**30, 64 * 2**30)
+"""
+
+
+def test_gpus_without_nvidia_smi_are_found_by_pytorch(tmp_path, monkeypatch):
+    """On AMD's and on older Jetsons; that of a Jetson has the machine's memory."""
+    (tmp_path / "torch.py").write_text(TORCH)
+    environment = {"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    monkeypatch.setattr(gpus, "OTHER_DRIVERS", (tmp_path / "nvmap",))
+    assert visible_gpus(environment) == []  # PyTorch is not asked in vain
+    (tmp_path / "nvmap").touch()
+    first, second = visible_gpus(environment)
+    assert (first.uuid, first.name, first.free, first.total) == ("0", "Orin", 2**30, 2**36)
+    assert second.free == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    assert names(environment | {"CUDA_VISIBLE_DEVICES": "1"}) == ["1"]
+    # Clients ask for a share, and Ray is told of the GPUs, which it may not find.
+    words = Sharing(2, [first, second]).federation(4).split()
+    assert {"client-resources-num-gpus=0.5", "init-args-num-gpus=2"} <= {*words}
+    assert (
+        simulation_config_from_json(
+            {k.replace("-", "_"): int(v) for k, v in [words[-1].split("=")]}
+        ).init_args_num_gpus
+        == 2
+    )
+    listed = visible_gpus(machine(tmp_path / "bin", LARGE))
+    assert "init-args" not in Sharing(2, listed).federation(4)
+
+
+class FakeCuda:
+    """What CUDA says of a GPU's memory, in bytes."""
+
+    def __init__(self, monkeypatch, free, reserved=0, allocated=0, integrated=False):
+        self.emptied = 0
+        for name, value in {
+            "mem_get_info": (free, 100), "memory_reserved": reserved, "memory_allocated": allocated,
+            "get_device_properties": SimpleNamespace(is_integrated=integrated),
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, lambda _=None, value=value: value)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self.empty)
+
+    def empty(self):
+        self.emptied += 1
+
+
+def test_free_on_an_integrated_gpu_is_what_the_machine_has_beside_its_cache(monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=70))
+    FakeCuda(monkeypatch, free=20, reserved=9, allocated=4)
+    assert free_memory(CUDA) == 20 + 5
+    FakeCuda(monkeypatch, free=20, reserved=9, allocated=4, integrated=True)
+    assert free_memory(CUDA) == 70 + 5
+
+
+@pytest.mark.parametrize(("free", "given"), [(50, 0), (20, 1)])
+def test_memory_is_given_back_only_where_others_have_less(free, given, monkeypatch):
+    cuda = FakeCuda(monkeypatch, free, reserved=60, allocated=20)
+    give_back_memory(CUDA)
+    give_back_memory(torch.device("cpu"))
+    assert cuda.emptied == given
+
+
+@pytest.mark.parametrize(("processes", "shares"), [("auto", False), (1, False), (2, True)])
+def test_a_server_shares_its_gpu_with_the_processes_of_clients(processes, shares, monkeypatch):
+    """Else it would keep an evaluation's memory while others train beside it."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", stop)
+    given: dict[str, Scalar] = {"processes": processes, "seed": 77}
+    with pytest.raises(KeyboardInterrupt):
+        simulate(given, 2)
+    found = get_workbench(read_config(given | {"output-dir": str(Path("runs").absolute())}))
+    assert found.shares_device == shares
+
+
+# Several GPUs.
+
+
+@pytest.mark.parametrize(
+    ("number", "processes", "expected"),
+    [
+        (1, 3, [None] * 3), (4, 1, [None]), (2, 2, ["0", "1"]), (2, 3, ["0", "1", "0"]),
+        (4, 2, ["0,2", "1,3"]), (3, 2, ["0,2", "1"]),
+    ],
+)  # fmt: skip
+def test_processes_get_gpus_in_turn(number, processes, expected):
+    there = [Gpu(str(i), str(i), "H100", 1, 1) for i in range(number)]
+    places = in_turn(there, processes)
+    assert [place.get("CUDA_VISIBLE_DEVICES") for place in places] == expected
+
+
+def test_the_runs_of_a_study_have_gpus_of_their_own(tmp_path, monkeypatch):
+    file = tmp_path / "study.yaml"
+    file.write_text(STUDY)
+    monkeypatch.setenv("PATH", machine(tmp_path / "bin", LARGE, LARGE)["PATH"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    both, seen = threading.Barrier(2), []
+
+    def run(_, command, environment):
+        seen.append(environment.get("CUDA_VISIBLE_DEVICES"))
+        both.wait(60)
+        return False, "stopped"
+
+    monkeypatch.setattr(running._Children, "run", run)
+    running.run_study(file, tmp_path / "runs", jobs=2)
+    assert sorted(seen) == ["GPU-000aaaa-bbbb", "GPU-111aaaa-bbbb"]
+    # A run that names its GPU has to see it.
+    seen.clear()
+    running.run_study(file, tmp_path / "others", jobs=2, here={"device": "cuda:1"})
+    assert seen == [None, None]
+
+
+def test_workers_are_started_where_the_fewest_are(monkeypatch):
+    """The server's GPU comes last, and who takes another's place is on the same GPU."""
+    given = []
+
+    class Process:
+        returncode = None
+
+        def __init__(self, *_, env, **__):
+            given.append(env.get("CUDA_VISIBLE_DEVICES"))
+
+        def poll(self):
+            return self.returncode
+
+        def kill(self):
+            self.returncode = -9
+
+        wait = poll
+
+    monkeypatch.setattr("ravan_flwr.launch.worker_starts.subprocess.Popen", Process)
+    monkeypatch.setattr("ravan_flwr.launch.worker_starts.send_records", lambda *_: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cards = [Gpu(str(i), f"GPU-{i}", "H100", 1, 1) for i in (1, 0)]
+    starter = Anew({}, None, cards)
+    links = [starter.start() for _ in range(3)]
+    assert given == ["GPU-1", "GPU-0", "GPU-1"]
+    links[1].end()
+    links.append(starter.start())
+    assert given[3] == "GPU-0"
+    for link in (links[0], *links[2:]):
+        link.end()
+    Anew({}, None).start().end()
+    assert given[4] is None
+
+
+@pytest.mark.parametrize("preset", ["digits-vit"])
+def test_an_evaluation_is_shared_among_the_gpus_and_sums_up_the_same(preset, monkeypatch):
+    """Three processors stand for GPUs."""
+    bench = Workbench(read_config({"preset": preset, "seed": 3}))
+    monkeypatch.setattr(type(bench.task), "evaluation_batch", 50)
+    whole = bench.evaluate(alone := Tally())
+    monkeypatch.setattr(
+        "ravan_flwr.training.workbench.further_gpus", lambda *_: [torch.device("cpu")] * 2
+    )
+    networks: dict[int, int] = {}
+    measure = type(bench.task).measure
+
+    def measured(self, network, batch, *more):
+        networks[id(network)] = networks.get(id(network), 0) + len(batch["labels"])
+        return measure(self, network, batch, *more)
+
+    monkeypatch.setattr(type(bench.task), "measure", measured)
+    assert bench.evaluate(shared := Tally()) == pytest.approx(whole, rel=1e-6)
+    assert shared.pairs == alone.pairs
+    assert len(networks) == 3
+    assert sum(networks.values()) == len(alone)
+    # With another state the copies have that.
+    with bench.model.holding({k: v + 0.3 for k, v in bench.model.initial_state().items()}):
+        found = bench.evaluate()
+        monkeypatch.setattr("ravan_flwr.training.workbench.further_gpus", lambda *_: [])
+        assert bench.evaluate() == pytest.approx(found, rel=1e-6)
+    assert found["loss"] != pytest.approx(whole["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "expected"),
+    [
+        ("cuda", "auto", [1, 2]),
+        ("cuda", "cuda", [1, 2]),
+        ("cuda", "cuda:0", []),
+        ("cpu", "auto", []),
+    ],
+)
+def test_gpus_beside_the_first_are_those_that_nobody_ruled_out(kind, asked, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert [device.index for device in further_gpus(torch.device(kind), asked)] == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compute on")

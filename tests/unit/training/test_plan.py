@@ -8,6 +8,7 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cost import largest_share, step_memory
 from ravan_flwr.training.plan import describe, plan_of, suggested_heads
 from ravan_flwr.training.workbench import Workbench
+from testing.tiny import save_model
 from tests.memory import kept_for_backward
 
 
@@ -34,6 +35,19 @@ def test_kept_memory_is_what_autograd_keeps_of_the_real_model(share):
     estimate = step_memory(settings, share)
     assert estimate.trained == 4 * trained
     assert measured == pytest.approx(estimate.activations, rel=0.05)
+
+
+def test_a_t5_is_refused_in_float16_in_which_it_overflows(tmp_path):
+    told = r"precision = 'float16': .* too large for it in wo, .* set precision=bfloat16"
+    for preset in ("newsgroups-t5", "mrqa-t5"):
+        with pytest.raises(ValueError, match=told):
+            plan_of({"preset": preset, "precision": "float16"})
+    assert plan_of({"preset": "newsgroups-t5", "precision": "bfloat16"})
+    assert plan_of({"preset": "cifar100-vit-b16", "precision": "float16"})
+    given = {"preset": "newsgroups-t5", "precision": "float16", "device": "cpu"}
+    given |= {"model": str(save_model("t5", tmp_path))}
+    with pytest.raises(ValueError, match=told):
+        _ = Workbench(read_config(given)).model
 
 
 def test_memory_falls_with_every_head_that_is_frozen():

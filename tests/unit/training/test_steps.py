@@ -1,6 +1,7 @@
 """Parts of a step, schedules, decay and clipping: as by hand, and today's way where none is set."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import torch
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.seeding import ClientRound
+from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.training.batching import in_parts
-from ravan_flwr.training.local_steps import steps_of, train_locally
+from ravan_flwr.training.local_steps import Stepper, _batches, steps_of, train_locally
 from ravan_flwr.training.schedule import rate_in_round
 from ravan_flwr.training.workbench import Workbench
 
@@ -29,6 +31,38 @@ def trained(bench, **changes):
 @pytest.fixture(scope="module")
 def bench():
     return Workbench(read_config(QUICK))
+
+
+@pytest.mark.parametrize(("device", "asynchronous"), [("mps", False), ("cuda", True)])
+def test_only_pinned_memory_is_copied_while_others_write_to_it(device, asynchronous):
+    """MPS reads a batch's memory later, when the reader may have filled it with another batch."""
+    copies = []
+
+    class Pixels:
+        def pin_memory(self):
+            return self
+
+        def to(self, device, non_blocking=False):
+            copies.append(non_blocking)
+
+    examples = Encoded({"pixels": torch.zeros(4)}, np.arange(4))
+    order = iter([np.arange(2), np.arange(2, 4)])
+    pixels: Any = Pixels()
+    batches = _batches(examples, lambda _: {"pixels": pixels}, order, torch.device(device))
+    assert len([*batches]) == 2
+    assert copies == [asynchronous] * 2
+
+
+@pytest.mark.parametrize(("device", "fused"), [("cpu", True), ("cuda", True), ("mps", None)])
+def test_adam_is_fused_or_left_to_pytorch(bench, device, fused, monkeypatch):
+    """`fused=False` would mean one parameter after the other."""
+    steps = steps_of(read_config(QUICK), 1, 10)
+    stepper = Stepper(bench.model, bench.task, bench.partition(0, 5).train, steps, WORK)
+    stepper.device = torch.device(device)
+    given = {}
+    monkeypatch.setattr(torch.optim, "Adam", lambda _, **how: given.update(how))
+    stepper._optimizer([])
+    assert given["fused"] is fused
 
 
 def test_batches_are_cut_into_parts_in_their_order():
