@@ -37,7 +37,7 @@ from ravan_flwr.tasks.multiple_choice import Questions, questions_of
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.asking import accuracy
-from ravan_flwr.training.device import further_gpus, pick_device
+from ravan_flwr.training.device import further_gpus, give_back_memory, pick_device
 from ravan_flwr.training.kept_in import backbone_dtype, keeps_casts
 from ravan_flwr.training.local_steps import PRECISIONS, evaluate_all
 from ravan_flwr.training.network import (
@@ -186,23 +186,25 @@ class Workbench:
         chosen = self.test_sets if sets is None else sets
         precision = self.config.precision
         size = self.task.evaluation_batch
-        found = evaluate_all(
-            self.model, self.task, chosen, size, precision, tally, self._copies(chosen)
-        )
+        further = self._further_gpus(chosen)
+        copies = [self.model.copied_to(device) for device in further]
+        found = evaluate_all(self.model, self.task, chosen, size, precision, tally, copies)
+        del copies
+        for device in further if self.shares_device else ():
+            give_back_memory(device)
         if sets is None and self.questions is not None:
             found["accuracy"] = accuracy(self.model, self.questions, precision)
         return found
 
-    def _copies(self, sets: Mapping[str, Encoded]) -> list[torch.nn.Module]:
-        """Copy the network to this process's further GPUs, each of which has a batch to evaluate.
+    def _further_gpus(self, sets: Mapping[str, Encoded]) -> list[torch.device]:
+        """List further GPUs for copies of the network, as long as each has a batch to evaluate.
 
-        One in few bits stays where it is.
+        A network in few bits stays where it is.
         """
         if self.config.quantize != "none":
             return []
         batches = max(-(-len(one) // self.task.evaluation_batch) for one in sets.values())
-        further = further_gpus(self.model.device, self.config.device)
-        return [self.model.copied_to(device) for device in further[: batches - 1]]
+        return further_gpus(self.model.device, self.config.device)[: batches - 1]
 
     @cached_property
     def _shared(self) -> Encoded:

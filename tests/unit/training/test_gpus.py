@@ -561,6 +561,8 @@ def test_an_evaluation_is_shared_among_the_gpus_and_sums_up_the_same(preset, mon
     monkeypatch.setattr(
         "ravan_flwr.training.workbench.further_gpus", lambda *_: [torch.device("cpu")] * 2
     )
+    given_back: list[torch.device] = []
+    monkeypatch.setattr("ravan_flwr.training.workbench.give_back_memory", given_back.append)
     networks: dict[int, int] = {}
     measure = type(bench.task).measure
 
@@ -572,6 +574,7 @@ def test_an_evaluation_is_shared_among_the_gpus_and_sums_up_the_same(preset, mon
     assert bench.evaluate(shared := Tally()) == pytest.approx(whole, rel=1e-6)
     assert shared.pairs == alone.pairs
     assert len(networks) == 3
+    assert len(given_back) == 2
     assert sum(networks.values()) == len(alone)
     # With another state the copies have that.
     with bench.model.holding({k: v + 0.3 for k, v in bench.model.initial_state().items()}):
