@@ -50,7 +50,8 @@ def test_the_round_that_reaches_the_value_is_the_last(tmp_path, capsys):
     same = simulate(settings | {"until-metric": value, "resume": str(run.run_dir)}, 4)
     assert same.summary["rounds"] == first
     assert told in capsys.readouterr().out
-    more = simulate(settings | {"resume": str(run.run_dir)}, 4)  # and with no value, all rounds
+    assert simulate({"resume": str(run.run_dir)}).summary["rounds"] == first  # it keeps the value
+    more = simulate({"resume": str(run.run_dir), "until-metric": 0})  # and with none, all rounds
     assert more.summary["rounds"] == 3
     assert "reached" not in more.summary
 
