@@ -8,10 +8,13 @@ from ravan_flwr.cli.parts import Commands
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.places import chosen_model, place_of_data
 from ravan_flwr.config.presets import new_file
+from ravan_flwr.files import read_file
 from ravan_flwr.importing import importing
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.runs.console import say_loading
 from ravan_flwr.specs import ModelSpec
+
+_MOST = 2**20  # bytes of a chat template, which a preset has to hold
 
 
 def add(commands: Commands) -> None:
@@ -86,8 +89,8 @@ def _new(parsed: argparse.Namespace) -> None:
 def _read(name: str) -> str:
     """Read a chat template."""
     try:
-        return Path(name).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_file(Path(name).expanduser(), _MOST).decode()
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"--chat-template {name}: it cannot be read ({error}), expected a file with a Jinja "
             "template; correct it"

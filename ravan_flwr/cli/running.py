@@ -16,6 +16,7 @@ from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.config.words import key_table, read_settings
+from ravan_flwr.files import read_file
 from ravan_flwr.importing import importing
 from ravan_flwr.runs.console import minutes, say_loading
 from ravan_flwr.runs.directory import check_writable, with_those_of_the_run
@@ -124,9 +125,10 @@ def _hidden_size(model: ModelSpec) -> int | None:
         path = Path(model.name) / "config.json"
     content: Mapping[str, Any] = dict(model.shape)
     if path.is_file():
-        with suppress(ValueError):  # it is named where the model is built
-            content = json.loads(path.read_text(encoding="utf-8"))
-            content = content["config"] if model.source == "bundled" else content
+        with suppress(ValueError, RecursionError):  # it is named where the model is built
+            read = json.loads(read_file(path))
+            read = read["config"] if model.source == "bundled" else read
+            content = read if isinstance(read, dict) else {}
     found = next((content[n] for n in ("hidden_size", "d_model", "n_embd") if n in content), None)
     return found if type(found) is int else None
 

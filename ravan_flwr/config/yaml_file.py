@@ -5,6 +5,7 @@ A file is small, with all that its aliases and merge keys stand for.
 
 import itertools
 from collections.abc import Hashable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,18 @@ def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
     return read
 
 
+def _scalar(loader: Any, node: yaml.ScalarNode, tag: str) -> Any:
+    """Read a value of that tag; PyYAML fails in its own ways at one that is not written so."""
+    try:
+        return yaml.SafeLoader.yaml_constructors[tag](loader, node)
+    except (ValueError, LookupError, AttributeError, OverflowError):
+        named = tag.rpartition(":")[2]
+        raise _wrong(node, f"{str(node.value)[:40]!r} is no {named} of YAML") from None
+
+
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+for _tag in (*_NUMBERS, "tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp"):
+    _Loader.add_constructor(_tag, partial(_scalar, tag=_tag))
 
 
 def read_yaml(path: Path) -> Any:

@@ -3,9 +3,10 @@
 import pytest
 
 from ravan_flwr.cli import main
+from ravan_flwr.cli.running import _hidden_size
 from ravan_flwr.config.key import nearest
 from ravan_flwr.config.words import read_settings, words_of
-from ravan_flwr.specs import Scalar
+from ravan_flwr.specs import ModelSpec, Scalar
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,12 @@ def test_what_can_be_told_without_pytorch_is_told_before_it_is_imported(
         main([command, *words])
     assert end.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '["hidden_size"]', "{}{", "\xff"])
+def test_a_damaged_config_of_a_model_has_no_hidden_size(text, tmp_path):
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    assert _hidden_size(ModelSpec("hub", str(tmp_path))) is None
 
 
 def test_a_device_that_is_not_there_is_told_before_the_rest_is_imported(capsys, monkeypatch):

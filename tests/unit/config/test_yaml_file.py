@@ -36,6 +36,24 @@ def test_a_file_that_is_wrong_is_wrong_every_time(tmp_path):
                 read_yaml(path)
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("!!timestamp 'x'", "'x' is no timestamp"),
+        ("2024-13-45", "'2024-13-45' is no timestamp"),
+        ("!!bool maybe", "'maybe' is no bool"),
+        ("!!int x", "'x' is no int"),
+        ("!!int ''", "'' is no int"),
+        ("!!float x", "'x' is no float"),
+    ],
+)
+def test_a_value_that_its_tag_does_not_fit_is_named_with_its_place(value, told, tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text(f"a: 1\nb: {value}")
+    with pytest.raises(ValueError, match=f"a.yaml, line 2, column 4: {told} of YAML; expected"):
+        read_yaml(path)
+
+
 def test_a_run_config_is_read_many_times_and_its_preset_parsed_once(monkeypatch):
     parsed = []
 

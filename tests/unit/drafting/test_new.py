@@ -346,6 +346,7 @@ def test_a_preset_has_as_many_heads_as_the_plan_says_that_help(new, texts, tmp_p
         ("x", "./none", "x/y", [], "data ./none: found no such folder"),
         ("x", ".", "./none", [], "model = './none': found no such folder"),
         ("x", ".", "x/y", ["--chat-template", "none.jinja"], "none.jinja: it cannot be read"),
+        ("x", ".", "x/y", ["--chat-template", "/dev/zero"], "/dev/zero is a pipe or a"),
     ],
 )
 def test_what_needs_no_library_is_told_before_one_is_imported(
