@@ -58,7 +58,7 @@ class RavanConfig(PeftConfig):
     )
     bias: Literal["none", "all", "ravan_only"] = field(
         default="none",
-        metadata={"help": "biases to train: none, all, or those of the adapted layers"},
+        metadata={"help": "biases to train: none, all, or ravan_only, those of the adapted layers"},
     )
     fan_in_fan_out: bool = field(
         default=False,

@@ -1,6 +1,8 @@
 """Put RAVAN's heads into a model, for PEFT."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +42,16 @@ class RavanModel(BaseTuner):
         """Add an adapter to every target; see PEFT's `BaseTuner`."""
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         _check_base(model, adapter_name, self.peft_config[adapter_name])
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *_: Any, **kwargs: Any) -> Iterator[None]:
+        """Refuse a batch for several adapters, which PEFT would run through the active one."""
+        if kwargs.get("adapter_names") is not None:
+            raise ValueError(
+                "adapter_names: got a batch for several adapters, which RAVAN does not mix, "
+                "expected none; leave it out, and call set_adapter before each part of the batch"
+            )
+        yield
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         targets = peft_config.target_modules

@@ -52,6 +52,11 @@ class Callbacks(Callback):
     def __init__(self, callbacks: Iterable[object] = ()) -> None:
         self.all: list[Any] = list(callbacks)
         for number, callback in enumerate(self.all):
+            if isinstance(callback, type):
+                raise ValueError(
+                    f"callbacks[{number}] = {callback!r}: got a class, expected an object; pass "
+                    f"{callback.__name__}()"
+                )
             if not any(callable(getattr(callback, hook, None)) for hook in HOOKS):
                 raise ValueError(
                     f"callbacks[{number}] = {callback!r}: got an object without a hook, expected "

@@ -96,10 +96,10 @@ class MethodStrategy(FedAvg):
         super().__init__(**fedavg)
         self.optimizer = _optimizer(server_optimizer)
         if self.optimizer is not None and not METHODS[self.method].averages:
-            choices = ", ".join(name for name, listed in METHODS.items() if listed.averages)
             raise ValueError(
                 f"server_optimizer = {server_optimizer!r}: the next arrays of {self.method} are no "
-                f"mean of the replies, expected 'none'; leave it out, or use one of {choices}"
+                "mean of the replies, expected 'none'; leave it out, or use RavanStrategy, "
+                "FedSBStrategy, FFALoraStrategy or FedRotLoraStrategy"
             )
         if not 0 < max_update_norm <= MOST_CHANGE:
             raise ValueError(
@@ -213,13 +213,13 @@ def _optimizer(wanted: str | FedAvg) -> FedAvg | None:
     """Make the server's optimiser, which never samples nodes itself."""
     if wanted == "none":
         return None
-    if isinstance(wanted, str):
-        if wanted not in OPTIMIZERS:
-            raise ValueError(
-                f"server_optimizer = {wanted!r}: expected 'none', one of "
-                f"{', '.join(OPTIMIZERS)}, or a strategy of Flower such as FedAdam(eta=0.01)"
-            )
+    if isinstance(wanted, str) and wanted in OPTIMIZERS:
         wanted = OPTIMIZERS[wanted]()
+    if not isinstance(wanted, FedAvg):
+        raise ValueError(
+            f"server_optimizer = {wanted!r}: expected 'none', one of "
+            f"{', '.join(OPTIMIZERS)}, or a strategy of Flower such as FedAdam(eta=0.01)"
+        )
     wanted.fraction_train = 0.0
     return wanted
 

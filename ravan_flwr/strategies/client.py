@@ -101,10 +101,15 @@ def choose(
             "backward = None: score='gradient' expects a function that runs one mini-batch forward "
             "and backward; pass backward=lambda: model(**batch).loss.backward(), say"
         )
-    restore(model)
-    chosen: dict[str, list[int]] = {}
     adapter = _active(model)
     with_heads = _layers(model, "ravan_H")
+    if not with_heads and not _layers(model, "lora_A"):
+        raise ValueError(
+            f"model: adapter {adapter!r} has neither heads nor a LoRA to choose from, expected "
+            "one of RavanConfig or LoraConfig; make the model with it, or leave choose out"
+        )
+    restore(model)
+    chosen: dict[str, list[int]] = {}
     if with_heads:
         number = affordable(fraction, len(with_heads[0][1].ravan_H[adapter]))
         scores = _scores(score, model, with_heads, generator, backward)
@@ -261,6 +266,12 @@ def _scores(
         assert backward is not None
         model.zero_grad()
         backward()
+        for H, (name, _) in zip(Hs, layers, strict=True):
+            if H.grad is None:
+                raise ValueError(
+                    f"backward: the heads of {name} have no gradient after it, expected one for "
+                    "every layer; pass backward=lambda: model(**batch).loss.backward(), say"
+                )
         norms = [H.grad.norm(dim=(1, 2)) for H in Hs]
         model.zero_grad()
     return torch.stack(norms).cpu()

@@ -237,6 +237,15 @@ def test_merge_and_unload_gives_a_network_without_adapters(kind):
     assert torch.equal(logits(back, kind), logits(build(kind), kind))
 
 
+def test_a_batch_for_several_adapters_is_refused():
+    model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), RavanConfig(r=2, target_modules=["0"]))
+    model.add_adapter("second", RavanConfig(r=2, target_modules=["0"]))
+    x = torch.ones(2, 4)
+    assert torch.equal(model(x), model(x))
+    with pytest.raises(ValueError, match="adapter_names: .* call set_adapter"):
+        model(x, adapter_names=["default", "second"])
+
+
 def test_an_adapter_that_is_not_finite_is_not_merged():
     model = adapted("bert")
     (layer, *_) = layers_of(model).values()

@@ -99,6 +99,15 @@ def test_an_error_of_a_callback_ends_the_run_and_keeps_the_round(tmp_path):
     assert not (directory / "summary.json").exists()
 
 
+def test_a_class_is_refused_before_anything_is_written(tmp_path):
+    class Mine(Callback):
+        pass
+
+    with pytest.raises(ValueError, match=r"callbacks\[0\] = .*: got a class, .* pass Mine\(\)"):
+        simulate({**SHORT, "output-dir": str(tmp_path)}, 3, callbacks=[Mine])
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("wrong", [3, print, object()])
 def test_what_has_no_hook_is_refused_before_anything_is_written(wrong, tmp_path):
     told = r"callbacks\[1\] = .*: got an object without a hook, expected one of on_run_begin, "

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import IA3Config, LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import nn
 
 from ravan_flwr import RavanConfig
@@ -275,6 +275,11 @@ def test_other_mistakes_are_errors_that_say_what_to_do():
         choose(ravan(), 0.5, selection="all")
     with pytest.raises(ValueError, match="backward = None: .* pass backward=lambda"):
         choose(ravan(), 0.5, "gradient")
+    with pytest.raises(ValueError, match="the heads of .* have no gradient .* pass backward="):
+        choose(ravan(), 0.5, "gradient", backward=lambda: None)
+    other = get_peft_model(Small(), IA3Config(target_modules=["query"], feedforward_modules=[]))
+    with pytest.raises(ValueError, match="neither heads nor a LoRA .* or leave choose out"):
+        choose(other, 0.5)
     with pytest.raises(ValueError, match="got a Small .* make it with get_peft_model"):
         collect_arrays(Small())
     empty = ArrayRecord({"a": Array(np.zeros(1))})

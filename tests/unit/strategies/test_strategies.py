@@ -13,6 +13,7 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYog
 
 from ravan_flwr import strategies
 from ravan_flwr.launch.in_process import InProcessGrid
+from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.tensors import flatten
 from ravan_flwr.strategies import (
     FedExLoraStrategy,
@@ -523,7 +524,8 @@ def test_arrays_of_another_adapter_are_refused_by_name():
     ("strategy", "how", "told"),
     [
         (RavanStrategy, {"server_optimizer": "sgd"}, "expected 'none', one of adagrad, adam"),
-        (FlexLoraStrategy, {"server_optimizer": "adam"}, "no mean of the replies, expected 'none'"),
+        (RavanStrategy, {"server_optimizer": None}, "None: expected 'none', one of adagrad, adam"),
+        (FlexLoraStrategy, {"server_optimizer": "adam"}, "no mean of .*, or use RavanStrategy"),
         (RavanStrategy, {"head_mean": "some"}, "expected 'trained' .* or 'all'"),
         (RavanStrategy, {"max_update_norm": 0}, "max_update_norm = 0: expected a number above 0"),
     ],
@@ -531,6 +533,14 @@ def test_arrays_of_another_adapter_are_refused_by_name():
 def test_a_wrong_argument_is_refused(strategy, how, told):
     with pytest.raises(ValueError, match=told):
         strategy(**how)
+
+
+def test_the_error_of_a_server_optimizer_names_the_strategies_that_take_one():
+    with pytest.raises(ValueError, match="no mean of the replies") as told:
+        FlexLoraStrategy(server_optimizer="adam")
+    for name in (name for name in strategies.__all__ if "Strategy" in name):
+        averages = METHODS[getattr(strategies, name).method].averages
+        assert (name in str(told.value)) == averages
 
 
 def test_replies_before_anything_was_sent_are_an_error():
