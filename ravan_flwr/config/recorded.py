@@ -21,7 +21,8 @@ def recorded_config(content: Mapping[str, Any], where: str) -> Config:
     """Turn what a run's `config.json` holds into its `Config`; `Config.as_dict` is the inverse."""
     # What an earlier version had no key for was as the key's default.
     later: dict[str, Any] = dict.fromkeys(
-        ("processes", "micro-batch-size", "micro-batch-tokens", "max-bytes")
+        ("processes", "micro-batch-size", "micro-batch-tokens", "max-bytes", "max-examples")
+        + ("straggler-grace",)
     )
     later |= {
         name: key.default
@@ -65,6 +66,8 @@ def settings_of(
     give it.
     """
     recorded = recorded_config(content, where).as_dict()  # checked
+    if recorded["secure-aggregation"] and recorded["min-replies"] == recorded["secure-minimum"]:
+        free = free | {"min-replies"}  # it follows from the other
     settings: dict[str, Scalar] = dict(preset or {})
     # What is set first decides what other keys are where they are "auto".
     for keys in (("preset", "method", "seed", "glue-task"), _SECOND, KEYS, KEYS):

@@ -44,11 +44,11 @@ class Ravan(MultiHeadMethod):
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
         self.heads = self.parts = settings.heads
+        self.init, self.trains_scales = settings.init, settings.scaling == "trained"
         self.side = min(min(layer.out_features, layer.in_features) for layer in self.layers)
         self.rank = settings.rank or self._largest_rank()
         self.over_all = settings.head_mean == "all"
         check_rank(self.rank, self.side)
-        self.init, self.trains_scales = settings.init, settings.scaling == "trained"
         if settings.init == "data-aware":
             self.init = "gram-schmidt"  # until the calibration: there must be some
             self.calibration = DataAwareBases(settings, self.layers, self.heads, self.rank)

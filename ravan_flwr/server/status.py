@@ -15,7 +15,7 @@ from ravan_flwr.server.roster import Roster
 SHARE = 0.05  # of the time, at most, for telling of single replies
 DESCRIBED = 1000  # clients, at most: a page lists fewer
 
-Tell = Callable[[RunStatus], None]
+Tell = Callable[[Callable[[], RunStatus]], None]  # what to call for it, if anybody looks at it
 
 
 class StatusFile(Callback):
@@ -65,7 +65,7 @@ class Status:
         if self._tell is None:
             return
         began = time.perf_counter()
-        self._tell(self._now())
+        self._tell(self._now)
         ended = time.perf_counter()
         self._not_before = ended + (ended - began) / SHARE
 

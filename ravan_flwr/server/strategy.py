@@ -301,9 +301,10 @@ class FederatedTuning(Strategy):
             self._round = TrainingRound(number, self._run)
         return self._round
 
-    def _on_status(self, status: RunStatus) -> None:
+    def _on_status(self, status: Callable[[], RunStatus]) -> None:
         """Call the callbacks of today: some of them need the strategy, and are made after it."""
-        self.callbacks.on_status(status)
+        if self.callbacks.all:
+            self.callbacks.on_status(status())
 
     @property
     def memory(self) -> Tensors:

@@ -96,7 +96,8 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
     metric, drawn = rows[0].metric, []
     for along in _ALONG:
         series = [_course(row, metric, along) for row in rows]
-        if not all(any(any(x) for x, _ in one.runs) for one in series):
+        unknown = along.key == "client-seconds" and any(row.client_seconds is None for row in rows)
+        if unknown or not all(any(x for x, _ in one.runs) for one in series):
             continue  # a run has not noted it
         told = f"The {metric} on examples that nobody trains on, {along.about}. "
         about, title = told + _said_of_bands(rows), f"{metric.capitalize()} {along.heading}"

@@ -104,7 +104,8 @@ class PlannedRun:
         recorded = read_config({}).as_dict() | RunDirectory(found[-1].parent).read_config()
         if not self.resolved["data"]["labels"]:  # the run has found them in its data
             recorded["data"] = {**recorded["data"], "labels": []}
-        compared = self.resolved.keys() - dict(self.here).keys()
+        # A run's own has how many clients there were, which `num_clients` says here.
+        compared = self.resolved.keys() - dict(self.here).keys() - {"num-clients"}
         same = all(recorded.get(key) == self.resolved[key] for key in compared)
         return found[-1].parent if same else None
 

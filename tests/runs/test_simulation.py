@@ -39,7 +39,7 @@ def run(tmp_path, num_clients=4, **settings):
 
 
 def without_times(summary):
-    return {k: v for k, v in summary.items() if k not in {"seconds", "finished"}}
+    return {k: v for k, v in summary.items() if k not in {"seconds", "finished", "run-id"}}
 
 
 def final_state(simulation):

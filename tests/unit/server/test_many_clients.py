@@ -278,7 +278,7 @@ def test_the_status_describes_those_of_this_step_and_counts_the_others():
         roster._note(roster.nodes[number], member(number, number - 1), "")
     for number in (3, DESCRIBED + 499):
         roster.nodes[number].heard = 2e9
-    status = Status(roster, told.append)
+    status = Status(roster, lambda status: told.append(status()))
     asked = [roster.members[number] for number in (DESCRIBED + 400, 7, DESCRIBED + 200)]
     status.begin("training", 1, 5, asked)
     described = [one["partition-id"] for one in told[-1]["nodes"]]

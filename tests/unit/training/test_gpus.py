@@ -391,6 +391,7 @@ def test_a_driver_that_is_too_old_for_pytorch_is_named(told, major, cuda, needed
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is used")
 def test_a_plan_and_a_device_that_is_not_there_say_what_is_in_the_way(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", machine(tmp_path, SMALL, driver="550.1")["PATH"])
+    monkeypatch.delenv(gpus.VISIBLE, raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     told = " ".join(plan_of({}).split())
     assert "has 1 GPU: NVIDIA's driver is version 550, but this PyTorch is built for CUDA" in told
