@@ -20,10 +20,8 @@ EARLIER: dict[str, Scalar] = {
 def recorded_config(content: Mapping[str, Any], where: str) -> Config:
     """Turn what a run's `config.json` holds into its `Config`; `Config.as_dict` is the inverse."""
     # What an earlier version had no key for was as the key's default.
-    later: dict[str, Any] = dict.fromkeys(
-        ("processes", "micro-batch-size", "micro-batch-tokens", "max-bytes", "max-examples")
-        + ("straggler-grace",)
-    )
+    none = ("processes", "micro-batch-size", "micro-batch-tokens", "max-bytes", "max-examples")
+    later: dict[str, Any] = dict.fromkeys([*none, "straggler-grace"])
     later |= {
         name: key.default
         for name, key in KEYS.items()

@@ -96,6 +96,8 @@ class Sampler:
     @property
     def _least(self) -> int:
         """Return how many clients a round needs: at least one."""
+        if not self.config.secure_aggregation:
+            return self.config.min_replies
         cohort = least_cohort(self.config, self.roster.partitions)
         return max(self.config.min_replies, cohort)
 

@@ -303,7 +303,7 @@ class FederatedTuning(Strategy):
 
     def _on_status(self, status: Callable[[], RunStatus]) -> None:
         """Call the callbacks of today: some of them need the strategy, and are made after it."""
-        if self.callbacks.all:
+        if self.callbacks.look_at_status:
             self.callbacks.on_status(status())
 
     @property
