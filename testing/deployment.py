@@ -28,8 +28,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -43,6 +43,9 @@ PATIENCE = 1800.0  # seconds; whatever takes longer will never happen
 RARELY = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1.0"}  # who starts a ServerApp asks, once a run
 ENDING = 120.0  # for processes to end by themselves, before they are killed
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
+
+# What calls the SuperLink by itself.
+CALLERS = re.compile("flower-(superexec|supernode)")
 
 
 class Deployment(AbstractContextManager["Deployment"]):
@@ -158,6 +161,19 @@ class Deployment(AbstractContextManager["Deployment"]):
         command = ["flower-superexec", "--runtime-api-address", self.inside]
         command += ["--root-certificates", str(self.keys / "authority" / "ca.crt")]
         self._beside.append(self.start("serverapps", *command, environment=RARELY))
+
+    @contextmanager
+    def only_apps_call(self) -> Iterator[None]:
+        """Suspend all SuperExecs and SuperNodes for a while, but not the apps that they started."""
+        pids = [pid for pid in processes_of(self.folder) if CALLERS.search(_command_line(pid))]
+        assert pids
+        try:
+            for pid in pids:
+                _send(pid, signal.SIGSTOP)
+            yield
+        finally:
+            for pid in pids:
+                _send(pid, signal.SIGCONT)
 
     def _start_fence(self) -> None:
         """Start the nginx that devices reach: deploy/fence.conf with this machine's addresses."""
@@ -391,6 +407,8 @@ class Run:
             self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"it goes on after {PATIENCE:g} s: {self.log[-2000:]}") from None
+        # `--stream` also ends when one of its calls fails; the run goes on.
+        wait_for(lambda: self.status.startswith("finished"), "the end of the run")
         return self.status
 
     def abandon(self) -> None:

@@ -1,8 +1,8 @@
 """Ask a SuperLink again where it fails: it answers HTTP 5xx, or the connection breaks.
 
-No node is to blame for that. Its database is locked while a large message is stored, for example,
-and every call is answered with 500 until then. Flower's grid repeats a call after some of these
-failures, for ever, and raises the others.
+No node is to blame for that. Its database is locked while a large message is stored, for example.
+Until then it answers calls with 500, and push-object with "not stored". Flower's grid repeats a
+call after some of these failures, for ever, and raises the others.
 """
 
 import time
@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
 log = getLogger(__name__)
 
@@ -42,10 +43,10 @@ def failures_of(grid: Grid) -> Failures:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether an error is the SuperLink's: it answered 5xx, or did not answer."""
+    """Return whether the SuperLink is to blame: it answered 5xx or not at all, or did not store."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR
-    return isinstance(error, httpx.TransportError)
+    return isinstance(error, httpx.TransportError | ObjectPushError)
 
 
 def ask_again(grid: Grid, timeout: float) -> None:
@@ -81,7 +82,7 @@ def _answer(
     while True:
         try:
             return list(call(*arguments))
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, ObjectPushError) as error:
             if not is_failure(error):
                 raise RuntimeError(
                     f"the SuperLink refuses a call ({_shown(error)}), expected an answer; its log "
@@ -102,4 +103,6 @@ def _answer(
 def _shown(error: Exception) -> str:
     if isinstance(error, httpx.HTTPStatusError):
         return f"HTTP {error.response.status_code}"
+    if isinstance(error, ObjectPushError):
+        return "an object is not stored"
     return type(error).__name__

@@ -121,7 +121,7 @@ def test_flwr_does_nothing_through_the_fence(deployment, nodes, words):
         ["flwr", *(word.format(key=key, app=deployment.app) for word in words)],
         env=deployment._environment("device"), capture_output=True, text=True,
     )  # fmt: skip
-    assert re.search("404|413", ended.stdout + ended.stderr)  # what it sends may be too large
+    assert "404" in ended.stdout + ended.stderr
     assert deployment.listed_nodes() == nodes
     since = asked(deployment)[before:]
     assert {path for _, path in since if "control" in path} == {"/v1/control/list-nodes"}
@@ -306,13 +306,18 @@ def test_a_reply_that_announces_20000_objects_does_not_pass(deployment, tmp_path
 def test_a_superlink_whose_database_is_locked_costs_no_reply(deployment):
     run = deployment.run(f"num-rounds=4 {SHORT}")
     wait_for(lambda: len(run.rounds) >= 1, "a round")
-    with closing(sqlite3.connect(deployment.folder / "superlink" / "state.db")) as database:
+    state = deployment.folder / "superlink" / "state.db"
+    # A SuperExec and a SuperNode end with their first call that fails: docs/reliability.md.
+    with deployment.only_apps_call(), closing(sqlite3.connect(state)) as database:
         database.execute("BEGIN IMMEDIATE")
         wait_for(lambda: " 500" in deployment.log("superlink"), "a call that fails")
         database.rollback()
     assert run.wait() == "finished:completed"
     assert all(record["rejected"] == [] for record in run.rounds)
-    assert "the SuperLink fails (HTTP 500), and is asked again" in run.log
+    log = (run.directory / "log.txt").read_text()
+    assert re.search(
+        r"the SuperLink fails \((HTTP 500|an object is not stored)\), and is asked again", log
+    )
 
 
 CLOCK = """

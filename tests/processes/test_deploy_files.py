@@ -297,7 +297,7 @@ def test_the_supernodes_unit():
 
 UNITS = {
     "ravan-superlink.service": ("ravan", "on-failure"),
-    "ravan-supernode@.service": ("ravan", "on-failure"),
+    "ravan-supernode@.service": ("ravan", "always"),
     "ravan-serverapp.service": ("ravan-app", "always"),
     "ravan-fence.service": ("ravan-fence", "always"),
 }

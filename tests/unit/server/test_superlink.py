@@ -9,6 +9,7 @@ import pytest
 import torch
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.proto.runtime_pb2 import GetNodesRequest, GetNodesResponse
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from flwr.supercore.run import Run
 from flwr.superlink.grid import HttpGrid
 
@@ -29,6 +30,7 @@ def answer(status):
 
 
 FAILURES = [lambda: answer(500), lambda: answer(503), lambda: httpx.ReadTimeout("no answer")]
+NOT_STORED = lambda: ObjectPushError("fe68", 1, "58662800")  # noqa: E731
 
 
 class Failing(Nodes):
@@ -65,8 +67,10 @@ class Failing(Nodes):
         return super().get_nodes()
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("call", ["push", "pull", "nodes", ""])
+@pytest.mark.parametrize(
+    ("call", "failure"),
+    [*((c, f) for c in ("push", "pull", "nodes", "") for f in FAILURES), ("push", NOT_STORED)],
+)
 def test_a_passing_failure_costs_nobody_anything(failure, call, monkeypatch):
     monkeypatch.setattr(recruiting, "QUERY_TIMEOUT", 1800.0)
     honest, _, _ = run(Nodes(), **ALL)

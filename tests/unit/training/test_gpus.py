@@ -393,6 +393,8 @@ def test_a_plan_and_a_device_that_is_not_there_say_what_is_in_the_way(tmp_path, 
     monkeypatch.setenv("PATH", machine(tmp_path, SMALL, driver="550.1")["PATH"])
     monkeypatch.delenv(gpus.VISIBLE, raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    # Another test may have registered a pretended accelerator in this process.
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     told = " ".join(plan_of({}).split())
     assert "has 1 GPU: NVIDIA's driver is version 550, but this PyTorch is built for CUDA" in told
     assert "GPU" not in plan_of({"device": "cpu"})
