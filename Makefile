@@ -12,7 +12,7 @@ help:
 	@echo "make run       a federated run in Flower's simulation runtime, 20 clients, digits"
 	@echo "make simulate  the same in one process"
 	@echo "make test      all tests; WORKERS=0 in one process"
-	@echo "make quick     the tests of single parts and of the laws"
+	@echo "make quick     the tests of single parts and of the properties"
 	@echo "make e2e       only the tests of a deployment: SuperLink, fence (needs nginx), SuperNodes, signals"
 	@echo "make bench     speed and memory against peers, about a quarter of an hour; CHECK=--check fails on a missed bar"
 	@echo "make gpu       the tests that need a GPU, and what a client's round takes on it"
@@ -33,12 +33,12 @@ simulate: $(INSTALLED)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)
-	$(PYTEST) tests/flower tests/processes tests/runs tests/laws tests/unit $(ARGS)
+	$(PYTEST) tests/flower tests/processes tests/runs tests/properties tests/unit $(ARGS)
 
 # These wait for nothing: more workers would only import the libraries once more.
 quick: WORKERS = 2
 quick: $(INSTALLED)
-	$(PYTEST) tests/laws tests/unit $(ARGS)
+	$(PYTEST) tests/properties tests/unit $(ARGS)
 
 e2e: $(INSTALLED)
 	$(BIN)/python -m pytest -v tests/flower/test_deployment.py tests/flower/test_deployment_faults.py \

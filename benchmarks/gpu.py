@@ -53,10 +53,10 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Batch, Encoded
-from ravan_flwr.training import local_steps, workbench
+from ravan_flwr.training import local_steps, model_and_data
 from ravan_flwr.training.footprint import Footprint, footprint
 from ravan_flwr.training.local_steps import LocalSteps, Stepper, calibrate_locally, train_locally
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.model_and_data import ModelAndData
 from testing.tiny import ARCHITECTURES, save_data, save_model
 
 Row = tuple[str, str]  # what, and what came of it
@@ -71,9 +71,9 @@ EXACT = "cpu:0"  # where float64 is computed
 # What is measured.
 
 
-def bench_of(given: argparse.Namespace, preset: str, **settings: Scalar) -> Workbench:
+def bench_of(given: argparse.Namespace, preset: str, **settings: Scalar) -> ModelAndData:
     """Build the workbench of a preset, with a model and examples made for it."""
-    return Workbench(read_config(settings_of(given, preset, **settings)))
+    return ModelAndData(read_config(settings_of(given, preset, **settings)))
 
 
 def settings_of(given: argparse.Namespace, preset: str, **settings: Scalar) -> dict[str, Scalar]:
@@ -100,7 +100,7 @@ def precision_of(given: argparse.Namespace) -> str:
     return "float32" if given.device == "pretend" else "bfloat16"
 
 
-def started(bench: Workbench) -> Tensors:
+def started(bench: ModelAndData) -> Tensors:
     """Make a state that is not zero, so that every parameter has a gradient."""
     generator = torch.Generator().manual_seed(0)
     return {
@@ -110,7 +110,7 @@ def started(bench: Workbench) -> Tensors:
 
 
 @contextmanager
-def stepping(bench: Workbench, precision: str, number: int = 1) -> Iterator[tuple[Stepper, Any]]:
+def stepping(bench: ModelAndData, precision: str, number: int = 1) -> Iterator[tuple[Stepper, Any]]:
     """Give a client's stepper, and what it trains."""
     steps = LocalSteps(number, bench.config.batch_size, 1e-4, precision)
     stepper = Stepper(bench.model, bench.task, bench.partition(0, 4).train, steps, WORK)
@@ -121,7 +121,7 @@ def stepping(bench: Workbench, precision: str, number: int = 1) -> Iterator[tupl
         yield stepper, bench.model.parameters()
 
 
-def train(bench: Workbench, number: int) -> None:
+def train(bench: ModelAndData, number: int) -> None:
     """Do a client's round, as a run does."""
     how = LocalSteps(number, bench.config.batch_size, 1e-4, bench.config.precision)
     mine, state = bench.partition(0, 4).train, bench.model.initial_state()
@@ -192,7 +192,7 @@ def right(given: argparse.Namespace) -> Iterator[Row]:
         yield "gradients in 4 bits, bfloat16", f"{off(*four_bits(small))} off float64's"
 
 
-def gradients(bench: Workbench, *, double: bool = False) -> Tensor:
+def gradients(bench: ModelAndData, *, double: bool = False) -> Tensor:
     """Compute a batch's gradients of all that a client trains."""
     precision = bench.config.precision
     if double:
@@ -239,7 +239,7 @@ def tests(given: argparse.Namespace) -> Iterator[Row]:
 @contextmanager
 def casting_always() -> Iterator[None]:
     """Let autocast cast frozen weights in every step."""
-    with mock.patch.object(workbench, "keep_casts"):
+    with mock.patch.object(model_and_data, "keep_casts"):
         yield
 
 
@@ -340,7 +340,7 @@ def steps(given: argparse.Namespace) -> Iterator[Row]:
             yield f"{given.preset}, processes={processes}", failure(error)
 
 
-def timed_steps(bench: Workbench, given: argparse.Namespace) -> str:
+def timed_steps(bench: ModelAndData, given: argparse.Namespace) -> str:
     """Measure a client's round: time and kernels by step, waiting, memory."""
     number, on_cuda = 2 if given.small else 20, given.device == "cuda"
     train(bench, number)  # warms up
@@ -466,7 +466,7 @@ def settle_device(name: str) -> None:
     def pick(name: str) -> torch.device:
         return torch.device("cpu") if name == EXACT else device
 
-    setattr(workbench, "pick_device", pick)  # noqa: B010 (mypy: it is no part of that module)
+    setattr(model_and_data, "pick_device", pick)  # noqa: B010 (mypy: it is no part of that module)
     setattr(stored, "autocasts", lambda _: False)  # noqa: B010 (it casts nothing)
     torch.__future__.set_swap_module_params_on_conversion(True)
 

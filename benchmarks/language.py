@@ -34,7 +34,7 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Batch
 from ravan_flwr.training.batching import training_batches
 from ravan_flwr.training.local_steps import LocalSteps, train_locally
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.model_and_data import ModelAndData
 
 LENGTH, END = 512, "<|endoftext|>"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -126,13 +126,13 @@ def save(folder: Path, shape: str) -> None:
     )
 
 
-def bench_of(folder: Path, kept_in: str, precision: str, device: str) -> Workbench:
+def bench_of(folder: Path, kept_in: str, precision: str, device: str) -> ModelAndData:
     """Open the files as a run does."""
     settings: dict[str, Scalar] = {
         "preset": str(folder / "preset.yaml"), "backbone-dtype": kept_in, "precision": precision,
         "lora-rank": 16, "learning-rate": 1e-4, "device": device,
     }  # fmt: skip
-    bench = Workbench(read_config(own_preset(settings)))
+    bench = ModelAndData(read_config(own_preset(settings)))
     bench.model  # noqa: B018 (built before anything is timed)
     return bench
 
@@ -162,20 +162,20 @@ def measured(folder: Path, table: dict[str, Way], given: argparse.Namespace) -> 
     return rows
 
 
-def work_of(bench: Workbench, steps: LocalSteps) -> Callable[[], object]:
+def work_of(bench: ModelAndData, steps: LocalSteps) -> Callable[[], object]:
     """Let one client train, from the same state on the same examples in every row."""
     examples, state = bench.partition(0, 1).train, bench.model.initial_state()
     work = ClientRound(0, 1, 0)
     return lambda: train_locally(bench.model, bench.task, examples, state, 1.0, steps, work)
 
 
-def frozen_bytes(bench: Workbench) -> int:
+def frozen_bytes(bench: ModelAndData) -> int:
     """Count the bytes of the frozen weights, shared ones once."""
     tensors = {p.data_ptr(): p for p in bench.model.network.parameters() if not p.requires_grad}
     return sum(p.numel() * p.element_size() for p in tensors.values())
 
 
-def tokens_told(bench: Workbench, given: argparse.Namespace) -> str:
+def tokens_told(bench: ModelAndData, given: argparse.Namespace) -> str:
     """Say how many tokens go through the network in both ways, and how many are none of padding."""
     examples = bench.partition(0, 1).train
     order = training_batches(len(examples), given.batch, ClientRound(0, 1, 0).generator("batches"))

@@ -35,7 +35,7 @@ from ravan_flwr.tasks.base import EVALUATION_BATCH, Encoded
 from ravan_flwr.tasks.text import token_counts
 from ravan_flwr.training.batching import evaluation_batches, training_batches
 from ravan_flwr.training.local_steps import LocalSteps, evaluate, train_locally
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.model_and_data import ModelAndData
 
 TEXTS, LENGTH, BATCH = 6000, 256, 32
 BERT_MINI: dict[str, Any] = {
@@ -100,7 +100,7 @@ def docstrings() -> list[str]:
     return [texts[number] for number in order[:TEXTS]]
 
 
-def workbench(folder: Path, texts: list[str], number: int) -> Workbench:
+def workbench(folder: Path, texts: list[str], number: int) -> ModelAndData:
     """Save a model, its tokenizer and the texts, and open them as a run does."""
     torch.manual_seed(0)
     transformers.BertModel(transformers.BertConfig(**BERT_MINI)).save_pretrained(folder / "model")
@@ -123,12 +123,12 @@ def workbench(folder: Path, texts: list[str], number: int) -> Workbench:
         "data": str(folder / "data"), "max-length": LENGTH, "lora-rank": 8, "learning-rate": 1e-4,
     }  # fmt: skip
     config = read_config(settings)  # the files are no subset of GLUE
-    bench = Workbench(replace(config, data=replace(config.data, subset="")))
+    bench = ModelAndData(replace(config, data=replace(config.data, subset="")))
     bench.model  # noqa: B018 (built before anything is timed)
     return bench
 
 
-def evaluations(bench: Workbench, test: Encoded) -> dict[str, Callable[[], object]]:
+def evaluations(bench: ModelAndData, test: Encoded) -> dict[str, Callable[[], object]]:
     """Evaluate in the order of the file, and by length."""
 
     def by_length() -> dict[str, float]:
@@ -142,7 +142,7 @@ def evaluations(bench: Workbench, test: Encoded) -> dict[str, Callable[[], objec
     return {"in order": in_order, "by length": by_length}
 
 
-def trainings(bench: Workbench, train: Encoded, steps: int) -> dict[str, Callable[[], object]]:
+def trainings(bench: ModelAndData, train: Encoded, steps: int) -> dict[str, Callable[[], object]]:
     """Train on batches at random, and on batches of like lengths."""
     by_chance = LocalSteps(steps, BATCH, 1e-4, "float32")
 

@@ -26,9 +26,9 @@ from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Method
-from ravan_flwr.server.keeper import Keeper
+from ravan_flwr.server.run_recorder import RunRecorder
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.workbench import get_workbench
+from ravan_flwr.training.model_and_data import get_model_and_data
 
 BASE = "fedit"
 SETTINGS: dict[str, Scalar] = {
@@ -86,17 +86,17 @@ FORMULAS: dict[str, Formula] = {
 def ends_of_rounds() -> Iterator[list[tuple[float, float]]]:
     """Note wall and CPU seconds, of all threads and children, at the end of every round."""
     ends: list[tuple[float, float]] = []
-    done = Keeper.on_round_end
+    done = RunRecorder.on_round_end
 
     def noting(*given: Any) -> None:
         done(*given)
         ends.append((time.perf_counter(), cpu_seconds()))
 
-    setattr(Keeper, "on_round_end", noting)  # noqa: B010 (mypy: it is a method)
+    setattr(RunRecorder, "on_round_end", noting)  # noqa: B010 (mypy: it is a method)
     try:
         yield ends
     finally:
-        setattr(Keeper, "on_round_end", done)  # noqa: B010
+        setattr(RunRecorder, "on_round_end", done)  # noqa: B010
 
 
 def cpu_seconds() -> float:
@@ -128,7 +128,7 @@ def mean_bytes(record: dict[str, Any], key: str) -> float:
 
 def formula(name: str, rounds: int) -> tuple[list[float], list[float]]:
     """Compute bytes up and down of a client in each round, as docs/methods.md says."""
-    method = get_workbench(read_config({**SETTINGS, "method": name})).model.method
+    method = get_model_and_data(read_config({**SETTINGS, "method": name})).model.method
     shapes = Shapes(method, int(SETTINGS["clients-per-round"]))
     each = [FORMULAS[name](shapes, number) for number in range(1, rounds + 1)]
     return [4 * up for up, _ in each], [4 * down for _, down in each]

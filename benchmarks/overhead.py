@@ -23,10 +23,10 @@ from typing import Any
 import transformers
 
 from ravan_flwr import simulate
-from ravan_flwr.server.keeper import Keeper
+from ravan_flwr.server.run_recorder import RunRecorder
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import local_steps as training
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.model_and_data import ModelAndData
 from testing.tiny import save_data
 
 Round = dict[str, float]  # seconds of all of it, of training, of evaluation
@@ -77,8 +77,8 @@ def rounds_of(settings: dict[str, Scalar], clients: int, folder: Path) -> list[R
 
     places: list[tuple[Any, str, Callable[..., Any]]] = [
         (training.Stepper, "train", timed(training.Stepper.train, seconds, "training")),
-        (Workbench, "evaluate", timed(Workbench.evaluate, seconds, "evaluation")),
-        (Keeper, "on_round_end", ending(Keeper.on_round_end)),
+        (ModelAndData, "evaluate", timed(ModelAndData.evaluate, seconds, "evaluation")),
+        (RunRecorder, "on_round_end", ending(RunRecorder.on_round_end)),
     ]
     before = [getattr(home, name) for home, name, _ in places]
     try:

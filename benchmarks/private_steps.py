@@ -21,8 +21,8 @@ from ravan_flwr.privacy.example_mechanism import StepNoise
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.local_steps import steps_of, train_locally
+from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.private_steps import train_privately
-from ravan_flwr.training.workbench import Workbench
 
 METHODS = ("ravan", "fedit", "ffa-lora")
 EXAMPLES = 256  # of the client, of which 32 are expected in a step
@@ -53,7 +53,7 @@ def measured(method: str, steps: int, repetitions: int) -> list[list[float]]:
     """Return seconds of a step for each turn: plain, private, one example after the other."""
     settings: dict[str, Scalar] = {"method": method, "partition": "iid", "local-steps": steps}
     config = read_config(settings)
-    bench = Workbench(config)
+    bench = ModelAndData(config)
     examples = bench.partition(0, 2).train.select(np.arange(EXAMPLES))
     state, work = bench.model.initial_state(), ClientRound(0, 1, 0)
     told, noise = steps_of(config, 1, EXAMPLES), StepNoise(1.0, 1.0)

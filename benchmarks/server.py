@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ravan_flwr.adapters import Layer
 from ravan_flwr.messages.arrays import to_record, view_record
-from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.methods.fedex_lora import FedExLora
 from ravan_flwr.methods.fedit import FedIT
@@ -39,8 +39,8 @@ from ravan_flwr.methods.hetlora import HetLora
 from ravan_flwr.methods.lora import LoraMethod
 from ravan_flwr.methods.ravan import Ravan
 from ravan_flwr.server.aggregation import Aggregate
-from ravan_flwr.server.limit import ChangeLimit
 from ravan_flwr.server.sampling import sample
+from ravan_flwr.server.update_norm_check import UpdateNormCheck
 
 LAYERS, HEADS, RANK, SIDE, DIFFERENT = 24, 4, 110, 768, 16
 BAR, ROSTER_BAR = 0.5, 0.010
@@ -112,7 +112,7 @@ def of_ours(method: Method, records: list[ArrayRecord], number: int) -> float:
         state = {"H": state["H"].view(LAYERS, HEADS, *state["H"].shape[1:])}
     replies = list(messages(records, number))
     began = time.perf_counter()
-    aggregate = Aggregate(method, state, ChangeLimit(1e6))
+    aggregate = Aggregate(method, state, UpdateNormCheck(1e6))
     for reply in replies:
         aggregate.offer(view_record(reply.content.array_records["arrays"]), 1.0)
     to_record(aggregate.close())
@@ -170,7 +170,7 @@ def resident() -> float:
 def sampling(clients: int = 10_000) -> float:
     """Time the sampling of a round's clients from a large roster."""
     members = [
-        Member(
+        RegisteredClient(
             node_id=n,
             partition_id=n,
             num_partitions=clients,

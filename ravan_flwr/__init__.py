@@ -23,13 +23,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ravan_flwr.dashboard.serving import watch_run
     from ravan_flwr.launch.in_process import Simulation, simulate
-    from ravan_flwr.live.serving import watch_run
     from ravan_flwr.peft import RavanConfig
     from ravan_flwr.results.evaluation import evaluate
     from ravan_flwr.results.export import export_run
+    from ravan_flwr.results.load_run import result_of
     from ravan_flwr.results.prediction import predict
-    from ravan_flwr.results.reopen import result_of
     from ravan_flwr.results.report import write_report
     from ravan_flwr.results.spectrum import write_spectra
     from ravan_flwr.runs.callback import Callback
@@ -45,10 +45,10 @@ _HOMES = {
     "export_run": "ravan_flwr.results.export",
     "plan_of": "ravan_flwr.training.plan",
     "predict": "ravan_flwr.results.prediction",
-    "result_of": "ravan_flwr.results.reopen",
+    "result_of": "ravan_flwr.results.load_run",
     "run_study": "ravan_flwr.studies.running",
     "simulate": "ravan_flwr.launch.in_process",
-    "watch_run": "ravan_flwr.live.serving",
+    "watch_run": "ravan_flwr.dashboard.serving",
     "write_report": "ravan_flwr.results.report",
     "write_spectra": "ravan_flwr.results.spectrum",
 }

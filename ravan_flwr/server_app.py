@@ -28,37 +28,37 @@ from ravan_flwr.runs.log_file import logging_to
 from ravan_flwr.runs.record import RoundRecord, Summary
 from ravan_flwr.runs.status import drop_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
+from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.delivery import DeliverAtEnd, Delivery
-from ravan_flwr.server.envelope import guard
 from ravan_flwr.server.example_budget import ExampleBudget
-from ravan_flwr.server.inbox import in_process, processes_of, simulating
-from ravan_flwr.server.keeper import Keeper
-from ravan_flwr.server.limits import Limit, limits_of
-from ravan_flwr.server.mailbox import Mailbox
-from ravan_flwr.server.notices import (
-    check_simulation,
-    tell_of_the_rate,
-    tell_the_end,
-    tell_what_has_no_effect,
-)
+from ravan_flwr.server.message_builder import MessageBuilder
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.replies import Measures
-from ravan_flwr.server.roster import Roster
-from ravan_flwr.server.start import (
-    Start,
+from ravan_flwr.server.reply_decoder import guard
+from ravan_flwr.server.reply_fetcher import in_process, processes_of, simulating
+from ravan_flwr.server.resume import (
+    ResumePoint,
     go_on,
     is_to_be_delivered,
     output_folder,
+    report_if_finished,
     resumed,
-    tell_if_all_are_done,
 )
+from ravan_flwr.server.run_recorder import RunRecorder
 from ravan_flwr.server.status import Status, StatusFile
+from ravan_flwr.server.stop_conditions import StopCondition, stop_conditions_of
 from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.server.summary import carry_over, summary_of
 from ravan_flwr.server.superlink import ask_again
+from ravan_flwr.server.user_messages import (
+    check_simulation,
+    report_default_learning_rate,
+    report_result,
+    report_settings_without_effect,
+)
 from ravan_flwr.specs import RESULT_FOLDERS
 from ravan_flwr.tasks.tally import Tally
-from ravan_flwr.training.workbench import Workbench, get_workbench
+from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
 
 app = ServerApp()
 log = getLogger(__name__)
@@ -112,7 +112,7 @@ def _from_config_to_summary(grid: Grid, context: Context, callbacks: Iterable[ob
         if earlier is not None:
             stack.enter_context(locked(earlier.path, needed=config.privacy != "none"))
             stack.enter_context(logging_to(earlier.path))
-        bench = get_workbench(config)
+        bench = get_model_and_data(config)
         if simulating(grid):
             check_simulation(grid, bench, config)
         resolved = dataclasses.replace(bench.config, rank=bench.model.method.rank)
@@ -120,10 +120,10 @@ def _from_config_to_summary(grid: Grid, context: Context, callbacks: Iterable[ob
         if config.privacy == "example":
             check_trained(bench.model.network, bench.model.parameters())
         if earlier is None:
-            start = Start(bench.model.initial_state())
+            start = ResumePoint(bench.model.initial_state())
         else:
             start = go_on(earlier, back_to, resolved, bench)
-        limits = limits_of(resolved, bench.task.metric, start)
+        limits = stop_conditions_of(resolved, bench.task.metric, start)
         if earlier is None:
             name = f"{config.preset}-{config.method}-seed{config.seed}"
             directory = RunDirectory.create(parent, name)
@@ -137,25 +137,25 @@ def _from_config_to_summary(grid: Grid, context: Context, callbacks: Iterable[ob
                 context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
                 _deliver_again(grid, bench, resolved, directory, start)
                 return
-            tell_if_all_are_done(start.done or 0, config.num_rounds, directory.path)
+            report_if_finished(start.done or 0, config.num_rounds, directory.path)
         _run_here(grid, context, bench, resolved, directory, start, limits, watching)
 
 
 def _run_here(
     grid: Grid,
     context: Context,
-    bench: Workbench,
+    bench: ModelAndData,
     config: Config,
     directory: RunDirectory,
-    start: Start,
-    limits: list[Limit],
+    start: ResumePoint,
+    limits: list[StopCondition],
     watching: Callbacks,
 ) -> None:
     """Run, and say where; a run that fails says why in its directory."""
     context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
     log.info("run directory: %s", directory.path)
-    tell_of_the_rate(context.run_config, config)
-    tell_what_has_no_effect(context.run_config, config, grid)
+    report_default_learning_rate(context.run_config, config)
+    report_settings_without_effect(context.run_config, config, grid)
     try:
         _run(grid, bench, config, directory, start, limits, watching)
     except OSError as error:
@@ -191,11 +191,11 @@ def _note_failure(directory: RunDirectory, error: Exception) -> None:
 
 def _run(
     grid: Grid,
-    bench: Workbench,
+    bench: ModelAndData,
     config: Config,
     directory: RunDirectory,
-    start: Start,
-    limits: list[Limit],
+    start: ResumePoint,
+    limits: list[StopCondition],
     watching: Callbacks,
 ) -> None:
     """Hold the rounds, save what comes out of them, and tell it."""
@@ -205,7 +205,7 @@ def _run(
     privacy = account or ExampleBudget.of(config, directory, start)
     strategy = _strategy(bench, config, start, limits, privacy)
     final, records = _hold_rounds(grid, bench, config, directory, start, strategy, watching)
-    summary = summary_of(bench, config, records, len(strategy.roster.members))
+    summary = summary_of(bench, config, records, len(strategy.registry.members))
     if privacy is not None:
         summary.update(cast(Summary, privacy.told()))
     if (processes := processes_of(grid)) is not None:
@@ -213,15 +213,15 @@ def _run(
     carry_over(directory, start, summary)
     _save_result(final, bench, directory, summary)
     strategy.callbacks.on_run_end()
-    tell_the_end(summary, bench.task.metric, directory, _report(config, directory))
+    report_result(summary, bench.task.metric, directory, _report(config, directory))
 
 
 def _hold_rounds(
     grid: Grid,
-    bench: Workbench,
+    bench: ModelAndData,
     config: Config,
     directory: RunDirectory,
-    start: Start,
+    start: ResumePoint,
     strategy: FederatedTuning,
     watching: Callbacks,
 ) -> tuple[Tensors, list[RoundRecord]]:
@@ -231,13 +231,13 @@ def _hold_rounds(
     trackers = Trackers(config.tracking, directory.path, config.as_dict())
     here = in_process(grid) and bench.model.method.personal is not None
     own_parts = cast(InProcess, grid).own_parts if here else None
-    keeper = Keeper(directory, bench, progress, trackers, start, strategy, own_parts)
+    keeper = RunRecorder(directory, bench, progress, trackers, start, strategy, own_parts)
     callbacks: list[Callback] = [keeper, StatusFile(directory.path)]
     if config.evaluate_samples:  # before the round's line: a run that is resumed writes them again
         anew = start.done is None and bench.model.method.calibration is None
         callbacks.insert(0, Samples(bench, directory, start.state if anew else None))
     if config.deliver:
-        delivery = Delivery(config, strategy.roster, strategy.mail, strategy.status)
+        delivery = Delivery(config, strategy.registry, strategy.mail, strategy.status)
         callbacks.append(DeliverAtEnd(grid, delivery, directory, start.state, measured))
     strategy.callbacks = Callbacks([*callbacks, watching])
 
@@ -271,10 +271,10 @@ def _hold_rounds(
 
 
 def _strategy(
-    bench: Workbench,
+    bench: ModelAndData,
     config: Config,
-    start: Start,
-    limits: list[Limit],
+    start: ResumePoint,
+    limits: list[StopCondition],
     privacy: PrivacyBudget | ExampleBudget | None,
 ) -> FederatedTuning:
     """Make the strategy of a run that begins there."""
@@ -292,14 +292,14 @@ def _strategy(
         partitions=records[-1]["partitions"] if records else None,
         trained=start.trained,
         measured=Measures.of(bench.task),
-        dealt_out=bench.dealt_out,
+        partition_sizes=bench.partition_sizes,
         limits=limits,
         privacy=privacy,
     )
 
 
 def _save_result(
-    final: Tensors, bench: Workbench, directory: RunDirectory, summary: Summary
+    final: Tensors, bench: ModelAndData, directory: RunDirectory, summary: Summary
 ) -> None:
     """Write the summary, the result's folder and its card; the run has not failed then."""
     form, model = natural_form(bench), bench.model
@@ -319,19 +319,19 @@ def _save_result(
 
 
 def _deliver_again(
-    grid: Grid, bench: Workbench, config: Config, directory: RunDirectory, start: Start
+    grid: Grid, bench: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint
 ) -> None:
     """Give the nodes of today the result of a run that has ended; nothing else of it changes."""
-    roster = Roster(
+    registry = ClientRegistry(
         config.num_clients or 0, bench.backbone_fingerprint, bench.model.seed_fingerprint,
-        dealt_out=False,
+        partition_sizes=False,
     )  # fmt: skip
     if not in_process(grid):
         guard()
         ask_again(grid, config.round_timeout)
-    roster.gather(grid, wait=True)
-    mail = Mailbox(to_record(start.fixed) if start.fixed else None)
-    delivery = Delivery(config, roster, mail, Status(roster, tell=None))
+    registry.gather(grid, wait=True)
+    mail = MessageBuilder(to_record(start.fixed) if start.fixed else None)
+    delivery = Delivery(config, registry, mail, Status(registry, tell=None))
     DeliverAtEnd(grid, delivery, directory, start.state, measured).on_run_end()
     log.info("run directory: %s", directory.path)
 

@@ -12,9 +12,9 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
-from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.server import roster as recruiting
+from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server.strategy import FederatedTuning
 from tests.methods import build, train_client
 
@@ -27,7 +27,7 @@ def member(node_id=1, partition_id=0, **changes):
         "device": "cpu", "free_memory": 0, "versions": "",
         "code": code_fingerprint(), "backbone": "b", "derived": tuple(DERIVED),
     }  # fmt: skip
-    return Member(node_id=node_id, partition_id=partition_id, **settings | changes)
+    return RegisteredClient(node_id=node_id, partition_id=partition_id, **settings | changes)
 
 
 class Nodes(InProcessGrid):

@@ -10,7 +10,7 @@ from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Settings
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import Aggregate
-from ravan_flwr.server.limit import ChangeLimit
+from ravan_flwr.server.update_norm_check import UpdateNormCheck
 
 LAYERS = (Layer("q", 6, 5), Layer("v", 4, 7))  # rectangular, both ways
 SETTINGS = Settings(
@@ -79,7 +79,7 @@ class FakeTraining:
 
 def aggregate(method, state, uploads):
     """The next state; uploads are (tensors, share) or (tensors, share, weight)."""
-    pot = Aggregate(method, state, ChangeLimit(1e9))
+    pot = Aggregate(method, state, UpdateNormCheck(1e9))
     for upload, share, *weight in uploads:
         pot.offer(upload, share if method.can_train(share) else 1.0, *weight)
     return pot.close()

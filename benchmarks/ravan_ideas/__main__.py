@@ -4,11 +4,11 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
-from ravan_flwr.methods import METHODS, Listed
+from ravan_flwr.methods import METHODS, MethodInfo
 
 IDEAS = ("scales", "anew")
 for idea in IDEAS:
-    METHODS[f"ravan-{idea}"] = Listed(f"benchmarks.ravan_ideas.{idea}", 3e-3, has_heads=True)
+    METHODS[f"ravan-{idea}"] = MethodInfo(f"benchmarks.ravan_ideas.{idea}", 3e-3, has_heads=True)
 
 from ravan_flwr.cli import main  # noqa: E402 (it makes a list of the methods)
 from ravan_flwr.studies.spec import PlannedRun  # noqa: E402

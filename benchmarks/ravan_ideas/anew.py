@@ -18,7 +18,7 @@ from ravan_flwr.methods.ravan import Ravan
 ROUNDS = 5  # with one set of bases
 
 
-class Anew(Ravan):
+class SpawnStarter(Ravan):
     """Keep the state {"H"} of both halves; an upload has the heads of one."""
 
     turn = 0
@@ -28,7 +28,7 @@ class Anew(Ravan):
         self.each = self.heads  # of which half
         self.heads = self.parts = 2 * self.each
 
-    def in_round(self, number: int) -> "Anew":
+    def in_round(self, number: int) -> "SpawnStarter":
         method = copy.copy(self)
         method.turn = min(1, (number - 1) // ROUNDS)
         return method
@@ -68,4 +68,4 @@ class Anew(Ravan):
             adapter.train_heads(list(range(first, first + self.each)))
 
 
-METHOD = Anew
+METHOD = SpawnStarter

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 from ravan_flwr.cli.parts import Commands
+from ravan_flwr.config.key_values import read_settings
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.config.words import read_settings
 
 
 def add(commands: Commands) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ravan_flwr.cli.parts import Commands
+from ravan_flwr.dashboard import PORT
 from ravan_flwr.launch.signals import Ended
-from ravan_flwr.live import PORT
 from ravan_flwr.messages.plain_text import plain
 
 
@@ -158,7 +158,7 @@ def _beside(runs: Sequence[Path], name: str) -> Path:
 
 
 def _watch(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.live.serving import watch_run  # noqa: PLC0415
+    from ravan_flwr.dashboard.serving import watch_run  # noqa: PLC0415
 
     try:
         watch_run(parsed.run, parsed.port)

@@ -12,10 +12,10 @@ from typing import Any
 
 from ravan_flwr import training
 from ravan_flwr.cli.parts import Commands, add_gpus
+from ravan_flwr.config.key_values import key_table, read_settings
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
-from ravan_flwr.config.words import key_table, read_settings
 from ravan_flwr.files import read_file
 from ravan_flwr.importing import importing
 from ravan_flwr.runs.console import minutes, say_loading
@@ -107,8 +107,8 @@ def _refuse_early(config: Config, asked: int | None) -> int:
         )
     # The preset's own number fits its own data, which take a moment to read.
     if asked is not None and config.num_clients is not None and asked > config.num_clients:
-        from ravan_flwr.data.dealing import check_number  # noqa: PLC0415
         from ravan_flwr.data.examples import load_splits  # noqa: PLC0415
+        from ravan_flwr.data.partitioning import check_number  # noqa: PLC0415
 
         check_number(asked, len(load_splits(config.data)["train"]))
     return number
@@ -173,13 +173,13 @@ def _show_partition(
     config: Mapping[str, Scalar], num_clients: int | None, picture: Path | None
 ) -> None:
     if picture is not None:
-        from ravan_flwr.holdings.picture import check_picture  # noqa: PLC0415
+        from ravan_flwr.partition_report.picture import check_picture  # noqa: PLC0415
 
         check_picture(picture)
     say_loading()
     with importing():
-        from ravan_flwr.holdings.deal import deal  # noqa: PLC0415
-        from ravan_flwr.holdings.text import SHADES, as_text  # noqa: PLC0415
+        from ravan_flwr.partition_report.assignment import deal  # noqa: PLC0415
+        from ravan_flwr.partition_report.text import SHADES, as_text  # noqa: PLC0415
 
     dealt, coding = deal(config, num_clients), sys.stdout.encoding or "ascii"
     letters = SHADES[0].encode(coding, "replace").decode(coding) == SHADES[0]
@@ -187,7 +187,7 @@ def _show_partition(
     text = as_text(dealt, width, ascii_only=not letters)
     sys.stdout.write(text.encode(coding, "backslashreplace").decode(coding) + "\n")
     if picture is not None:
-        from ravan_flwr.holdings.picture import write_picture  # noqa: PLC0415
+        from ravan_flwr.partition_report.picture import write_picture  # noqa: PLC0415
 
         write_picture(dealt, picture)
         sys.stdout.write(f"wrote {picture.absolute()}\n")

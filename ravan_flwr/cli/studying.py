@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ravan_flwr.cli.parts import Commands, add_gpus
+from ravan_flwr.config.key_values import key_table, read_settings
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.config.words import key_table, read_settings
 from ravan_flwr.importing import importing
 
 if TYPE_CHECKING:
@@ -159,11 +159,11 @@ def _tune(parsed: argparse.Namespace) -> None:
     from ravan_flwr.studies.adopting import adopt  # noqa: PLC0415
     from ravan_flwr.studies.halving import tune  # noqa: PLC0415
     from ravan_flwr.studies.held_back import check_held_back  # noqa: PLC0415
-    from ravan_flwr.studies.running import How  # noqa: PLC0415
+    from ravan_flwr.studies.running import RunOptions  # noqa: PLC0415
     from ravan_flwr.studies.tuned import summary, write_results  # noqa: PLC0415
 
     log.info("held back: %s examples", f"{check_held_back(tuning):,}")
-    how = How(parsed.engine, parsed.jobs, parsed.clients_per_gpu)
+    how = RunOptions(parsed.engine, parsed.jobs, parsed.clients_per_gpu)
     try:
         choice = tune(tuning, folder.absolute(), how)
     except KeyboardInterrupt:

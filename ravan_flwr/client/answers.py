@@ -12,18 +12,18 @@ import torch
 import transformers
 from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 
-from ravan_flwr.client.asked import Asked
+from ravan_flwr.client.client_request import ClientRequest
 from ravan_flwr.client.delivered import keep_delivered
 from ravan_flwr.client.example_account import SpentError, take_part
 from ravan_flwr.client.masked import train_masked
 from ravan_flwr.client.on_device import is_on_a_device
-from ravan_flwr.client.own_part import keep_own
+from ravan_flwr.client.personal_state import keep_own
 from ravan_flwr.client.secure_part import node_keys
-from ravan_flwr.config.insisting import limit_of
+from ravan_flwr.config.node_requirements import limit_of
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
-from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.wire import encode
 from ravan_flwr.training.local_steps import (
     LocalResult,
@@ -31,19 +31,19 @@ from ravan_flwr.training.local_steps import (
     measured_sums,
     train_locally,
 )
+from ravan_flwr.training.model_and_data import get_model_and_data
 from ravan_flwr.training.private_steps import (
     check_examples_apart,
     sampling_rate,
     train_privately,
 )
-from ravan_flwr.training.workbench import get_workbench
 
 log = getLogger(__name__)
 
 
 def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
     """Answer a message: `query`, `train`, `masked`, `calibrate`, `evaluate` or `deliver`."""
-    client = Asked(content, context)
+    client = ClientRequest(content, context)
     _check_kind(kind, client.config)
     return _ANSWERS[kind](client)
 
@@ -65,10 +65,10 @@ def _check_kind(kind: str, config: Config) -> None:
 
 def forget() -> None:
     """Read model and examples anew for the next message."""
-    get_workbench.cache_clear()
+    get_model_and_data.cache_clear()
 
 
-def _query(client: Asked) -> RecordDict:
+def _query(client: ClientRequest) -> RecordDict:
     bench, node = client.bench, client.node
     # What is refused is refused before a round.
     if client.config.secure_aggregation:
@@ -76,7 +76,7 @@ def _query(client: Asked) -> RecordDict:
     if client.config.privacy == "example":
         check_examples_apart(bench.model, bench.task)
     share = client.share  # "auto" follows from memory, which examples will take a part of
-    member = Member(
+    member = RegisteredClient(
         node_id=client.context.node_id,
         partition_id=node.partition_id,
         num_partitions=node.num_partitions,
@@ -96,7 +96,7 @@ def _query(client: Asked) -> RecordDict:
     return RecordDict({"member": ConfigRecord(member.as_config())})
 
 
-def _train(client: Asked) -> RecordDict:
+def _train(client: ClientRequest) -> RecordDict:
     client.take_fixed()
     if client.config.privacy == "example":
         return _train_privately(client)
@@ -109,7 +109,7 @@ def _train(client: Asked) -> RecordDict:
     return reply
 
 
-def _train_privately(client: Asked) -> RecordDict:
+def _train_privately(client: ClientRequest) -> RecordDict:
     """Train with private steps, once they are accounted for; or say that no room is left."""
     message = client.content.config_records["config"]
     limited = replace(client.config, epsilon=limit_of(client.node, client.config.epsilon))
@@ -134,12 +134,12 @@ def _train_privately(client: Asked) -> RecordDict:
     return reply
 
 
-def _calibrate(client: Asked) -> RecordDict:
+def _calibrate(client: ClientRequest) -> RecordDict:
     steps = replace(client.steps, learning_rate=client.config.calibration_learning_rate)
     return _trained(client, calibrate_locally(*client.work, steps, client.turn))
 
 
-def _trained(client: Asked, result: LocalResult) -> RecordDict:
+def _trained(client: ClientRequest, result: LocalResult) -> RecordDict:
     upload = encode(result.upload, client.wire, client.turn.generator("wire up"))
     told = client.told
     if client.config.privacy == "none":
@@ -149,7 +149,7 @@ def _trained(client: Asked, result: LocalResult) -> RecordDict:
     return RecordDict({"arrays": to_record(upload), "metrics": metrics})
 
 
-def _evaluate(client: Asked) -> RecordDict:
+def _evaluate(client: ClientRequest) -> RecordDict:
     bench, examples = client.bench, client.examples.validation
     if not len(examples):
         raise ValueError(
@@ -167,7 +167,7 @@ def _evaluate(client: Asked) -> RecordDict:
     return RecordDict({"metrics": metrics})
 
 
-_ANSWERS: dict[str, Callable[[Asked], RecordDict]] = {
+_ANSWERS: dict[str, Callable[[ClientRequest], RecordDict]] = {
     "query": _query,
     "train": _train,
     "masked": train_masked,

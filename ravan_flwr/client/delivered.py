@@ -6,14 +6,14 @@ from typing import Any
 
 from flwr.app import ConfigRecord, RecordDict
 
-from ravan_flwr.client.asked import Asked
+from ravan_flwr.client.client_request import ClientRequest
 from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.messages.parcel import kept, not_kept, read_parcel
 
 log = getLogger(__name__)
 
 
-def keep_delivered(client: Asked) -> RecordDict:
+def keep_delivered(client: ClientRequest) -> RecordDict:
     """Keep the run's result; whatever prevents that is told, and costs nothing else."""
     try:
         answer = _keep(client)
@@ -24,8 +24,8 @@ def keep_delivered(client: Asked) -> RecordDict:
     return RecordDict({"kept": ConfigRecord(answer)})
 
 
-def _keep(client: Asked) -> dict[str, Any]:
-    from ravan_flwr.results.keeping import keep_result  # noqa: PLC0415 (no round needs it)
+def _keep(client: ClientRequest) -> dict[str, Any]:
+    from ravan_flwr.results.device_result import keep_result  # noqa: PLC0415 (no round needs it)
 
     node = client.node
     parcel = read_parcel(client.content.config_records["config"])

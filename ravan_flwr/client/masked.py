@@ -6,7 +6,7 @@ from logging import getLogger
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
-from ravan_flwr.client.asked import Asked
+from ravan_flwr.client.client_request import ClientRequest
 from ravan_flwr.client.noise_account import NoiseAccount
 from ravan_flwr.client.secure_part import SecurePart, pieces_in
 from ravan_flwr.config.keys import AUTO
@@ -30,7 +30,7 @@ from ravan_flwr.training.noised import noise_in, noised_parts, to_noised
 log = getLogger(__name__)
 
 
-def train_masked(client: Asked) -> RecordDict:
+def train_masked(client: ClientRequest) -> RecordDict:
     """Train the rows that the schedule of a secure round says, and mask how they changed."""
     parts = read_pieces(pieces_in(client.content), ("here", "sealed", "marks"))
     with SecurePart(client.context, client.node) as secure:
@@ -56,7 +56,7 @@ def train_masked(client: Asked) -> RecordDict:
     return RecordDict({"arrays": arrays, "metrics": MetricRecord(client.told)})
 
 
-def _trained(client: Asked) -> Tensors | None:
+def _trained(client: ClientRequest) -> Tensors | None:
     """Train, and return the upload; None after a failure, which may follow from an example.
 
     A client that dropped out would tell the server of it: it sends noise alone.
@@ -68,7 +68,7 @@ def _trained(client: Asked) -> Tensors | None:
         return None
 
 
-def _check_schedule(client: Asked, sent: Tensors, schedule: Schedule) -> None:
+def _check_schedule(client: ClientRequest, sent: Tensors, schedule: Schedule) -> None:
     """Refuse what the server would have said otherwise, as far as this client can know it."""
     method, config, node = client.bench.model.method, client.config, client.node
     check_cohort(config, len(schedule.partitions), node.num_partitions)

@@ -23,7 +23,7 @@ from ravan_flwr.config.prompt_fields import (
 from ravan_flwr.config.question_fields import questions_of
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
-from ravan_flwr.tasks import TASKS, Kind
+from ravan_flwr.tasks import TASKS, TaskInfo
 
 # What a run is, as far as the preset does not say it.
 RUN: dict[str, Scalar] = {
@@ -106,7 +106,7 @@ def _place(content: Any) -> Any:
     return {"name": content} if isinstance(content, str) else content
 
 
-def run_defaults(kind: Kind) -> dict[str, Scalar]:
+def run_defaults(kind: TaskInfo) -> dict[str, Scalar]:
     """Return what a run of such a task is, as far as the preset does not say it."""
     unlike: dict[str, Scalar] = {} if "label" in kind.roles else {"partition": "iid"}
     if kind.target_length:  # it answers by its pretrained head: there is no classifier to train
@@ -114,7 +114,7 @@ def run_defaults(kind: Kind) -> dict[str, Scalar]:
     return RUN | unlike
 
 
-def _read_run(run: Any, kind: Kind) -> dict[str, Any]:
+def _read_run(run: Any, kind: TaskInfo) -> dict[str, Any]:
     check_fields("run.", run, set(), FROM_PRESET | {"num-clients"})
     said = {key: value for key, value in run.items() if value != AUTO}
     values = run_defaults(kind) | said
@@ -209,14 +209,14 @@ def _read_others(content: Any, folder: Path) -> dict[str, ModelSpec]:
     }
 
 
-def _read_data(content: Any, kind: Kind, folder: Path) -> tuple[DataSpec, dict[str, DataSpec]]:
+def _read_data(content: Any, kind: TaskInfo, folder: Path) -> tuple[DataSpec, dict[str, DataSpec]]:
     check_fields("data.", content, set(), _DATA)
     source = _source("data.", content, ("hub", "sklearn-digits"))
     common = DataSpec(
         source=source,
         name=_name("data.", content, folder, source),
         revision=text_field("data.", content, "revision"),
-        prompt="" if kind.goes_on else prompt_of(content, kind),
+        prompt="" if kind.is_causal_lm else prompt_of(content, kind),
         target_length=_target_length(content, kind),
         test_share=_share(content.get("test-share", DataSpec.test_share)),
         **language_of(content, kind),
@@ -234,10 +234,12 @@ def _read_data(content: Any, kind: Kind, folder: Path) -> tuple[DataSpec, dict[s
     }
 
 
-def _with_columns(spec: DataSpec, content: Mapping[str, Any], kind: Kind, where: str) -> DataSpec:
+def _with_columns(
+    spec: DataSpec, content: Mapping[str, Any], kind: TaskInfo, where: str
+) -> DataSpec:
     columns = _part(content, "columns") or {role: role for role in kind.roles}
     needed, more = set(kind.roles), set(kind.optional)
-    if kind.goes_on:
+    if kind.is_causal_lm:
         needed, more = language_columns(columns)
     check_fields(f"{where}columns.", columns, needed, more)
     names = [text_field(f"{where}columns.", columns, role) for role in columns]
@@ -277,7 +279,7 @@ def _labels(labels: Any, where: str, *, labelled: bool) -> tuple[str, ...]:
     return tuple(labels)
 
 
-def _target_length(content: Mapping[str, Any], kind: Kind) -> int:
+def _target_length(content: Mapping[str, Any], kind: TaskInfo) -> int:
     """Read how many tokens an answer has, where the model writes one."""
     length = whole_field("data.", content, "target-length", kind.target_length)
     if bool(length) != bool(kind.target_length):
@@ -286,7 +288,7 @@ def _target_length(content: Mapping[str, Any], kind: Kind) -> int:
     return length
 
 
-def _max_length(content: Mapping[str, Any], kind: Kind) -> int:
+def _max_length(content: Mapping[str, Any], kind: TaskInfo) -> int:
     if "max-length" not in content:
         return kind.max_length
     if not kind.max_length:

@@ -6,13 +6,13 @@ from typing import Any
 
 from ravan_flwr.config.fields import check_fields, text_field
 from ravan_flwr.config.key import check_choice
-from ravan_flwr.tasks import Kind
+from ravan_flwr.tasks import TaskInfo
 
 OF_LANGUAGE_MODELS = ("chat-template", "overlong", "loss-on", "questions")
 _CHOICES = {"overlong": ("cut", "drop"), "loss-on": ("answers", "all")}
 
 
-def prompt_of(content: Mapping[str, Any], kind: Kind) -> str:
+def prompt_of(content: Mapping[str, Any], kind: TaskInfo) -> str:
     """Read the prompt, in which the names of columns may stand in braces."""
     prompt = text_field("data.", content, "prompt")
     if prompt and not kind.prompt:
@@ -40,9 +40,9 @@ def check_braces(
         )
 
 
-def language_of(content: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+def language_of(content: Mapping[str, Any], kind: TaskInfo) -> dict[str, Any]:
     """Read what a language model learns: the fields of `DataSpec` that are its own."""
-    if not kind.goes_on:
+    if not kind.is_causal_lm:
         for field in OF_LANGUAGE_MODELS:
             if field in content:
                 raise ValueError(f"data.{field}: only task causal has it; leave it out")

@@ -18,7 +18,9 @@ SIZES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def deal_naturally(values: Sequence[str | float], clients: int, column: str) -> list[np.ndarray]:
+def partition_naturally(
+    values: Sequence[str | float], clients: int, column: str
+) -> list[np.ndarray]:
     """Give each client the rows of one value, in the values' order."""
     different, numbers = numbered(values)
     check_natural(len(different), clients, column)
@@ -35,7 +37,7 @@ def check_natural(different: int, clients: int, column: str) -> None:
         )
 
 
-def deal_few_classes(
+def partition_few_classes(
     values: Sequence[str | float], clients: int, classes: int, random: np.random.Generator
 ) -> list[np.ndarray]:
     """Give each client rows of so many values: one in turn, the others drawn.
@@ -78,7 +80,7 @@ def _drawn(first: int, different: int, classes: int, random: np.random.Generator
     return chosen
 
 
-def deal_shards(
+def partition_shards(
     values: Sequence[str | float], clients: int, shards: int, random: np.random.Generator
 ) -> list[np.ndarray]:
     """Sort the rows by value, cut them into shards of one size, and give each client so many.
@@ -98,7 +100,7 @@ def deal_shards(
     return [np.sort(order[mine.ravel()]) for mine in places]
 
 
-def deal_by_size(
+def partition_by_size(
     kind: str, number: int, clients: int, random: np.random.Generator
 ) -> list[np.ndarray]:
     """Deal out shuffled rows in parts whose sizes grow with the client's number."""

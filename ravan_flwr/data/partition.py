@@ -11,13 +11,19 @@ import datasets
 import numpy as np
 
 from ravan_flwr.data.columns import numbered, values_of
-from ravan_flwr.data.dealing import DRAWS, check_number, deal_alike, deal_by_class, deal_by_client
 from ravan_flwr.data.other_partitions import (
     SIZES,
-    deal_by_size,
-    deal_few_classes,
-    deal_naturally,
-    deal_shards,
+    partition_by_size,
+    partition_few_classes,
+    partition_naturally,
+    partition_shards,
+)
+from ravan_flwr.data.partitioning import (
+    DRAWS,
+    check_number,
+    partition_by_class,
+    partition_by_client,
+    partition_evenly,
 )
 from ravan_flwr.seeding import derive
 
@@ -65,7 +71,7 @@ def deal_out(train: datasets.Dataset, partition: Partition, column: str) -> list
 
 def _iid(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
     """Deal out equal shares of a shuffled whole."""
-    return deal_alike(rows.number, partition.number, np.random.default_rng(seed))
+    return partition_evenly(rows.number, partition.number, np.random.default_rng(seed))
 
 
 def _dirichlet(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
@@ -78,7 +84,7 @@ def _dirichlet(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
     smallest = max(1, min(10, rows.number // (4 * number)))
     for attempt in range(SEEDS):
         random = np.random.default_rng(seed + attempt)
-        dealt = deal_by_class(labels, number, partition.alpha, smallest, random)
+        dealt = partition_by_class(labels, number, partition.alpha, smallest, random)
         if dealt is not None:
             return dealt
     raise ValueError(
@@ -91,25 +97,29 @@ def _dirichlet(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
 def _dirichlet_by_client(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
     """Draw every client's proportions from a Dirichlet distribution, and give equal shares."""
     labels = np.asarray(rows.values)
-    return deal_by_client(labels, partition.number, partition.alpha, np.random.default_rng(seed))
+    return partition_by_client(
+        labels, partition.number, partition.alpha, np.random.default_rng(seed)
+    )
 
 
 def _natural(rows: Rows, partition: Partition, _: int) -> list[np.ndarray]:
-    return deal_naturally(rows.values, partition.number, rows.column)
+    return partition_naturally(rows.values, partition.number, rows.column)
 
 
 def _pathological(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
     random = np.random.default_rng(seed)
-    return deal_few_classes(rows.values, partition.number, partition.classes, random)
+    return partition_few_classes(rows.values, partition.number, partition.classes, random)
 
 
 def _shards(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
     random = np.random.default_rng(seed)
-    return deal_shards(rows.values, partition.number, partition.shards, random)
+    return partition_shards(rows.values, partition.number, partition.shards, random)
 
 
 def _by_size(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
-    return deal_by_size(partition.kind, rows.number, partition.number, np.random.default_rng(seed))
+    return partition_by_size(
+        partition.kind, rows.number, partition.number, np.random.default_rng(seed)
+    )
 
 
 PARTITIONERS = {

@@ -22,20 +22,20 @@ from flwr.supercore.constant import TaskType
 from flwr.supercore.run import Run
 
 from ravan_flwr import server_app
-from ravan_flwr.client.own_part import keep_own, own_tensors, run_mark
+from ravan_flwr.client.personal_state import keep_own, own_tensors, run_mark
 from ravan_flwr.config.keys import AUTO, KEYS
 from ravan_flwr.config.places import absolute_paths
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.launch.crew import Job
-from ravan_flwr.launch.side_by_side import SideBySide
+from ravan_flwr.launch.parallel_clients import SideBySide
+from ravan_flwr.launch.worker_pool import Job
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.directory import RunDirectory, with_those_of_the_run
 from ravan_flwr.secure.node_keys import make_keys
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
-from ravan_flwr.training.workbench import get_workbench
+from ravan_flwr.training.model_and_data import get_model_and_data
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _simulate(
     run_config = absolute_paths(run_config)
     # Server and clients are this process, and lend each other this one workbench; with `processes`
     # others compute on the device as well.
-    get_workbench(read_config(run_config)).shares_device = (checked.processes or 1) > 1
+    get_model_and_data(read_config(run_config)).shares_device = (checked.processes or 1) > 1
 
     context = Context(
         run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=run_config

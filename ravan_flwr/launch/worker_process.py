@@ -53,11 +53,11 @@ def prepare(run_config: Mapping[str, Scalar], threads: int | None) -> None:
     import torch  # noqa: PLC0415 (a worker's own module must not: it is forked, or imported anew)
 
     from ravan_flwr.config.run_config import read_config  # noqa: PLC0415
-    from ravan_flwr.training.workbench import get_workbench  # noqa: PLC0415
+    from ravan_flwr.training.model_and_data import get_model_and_data  # noqa: PLC0415
 
     if threads is not None:
         torch.set_num_threads(threads)
-        get_workbench(read_config(run_config)).model.threads = threads
+        get_model_and_data(read_config(run_config)).model.threads = threads
 
 
 def serve(connection: Connection) -> NoReturn:

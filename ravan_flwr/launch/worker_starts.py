@@ -50,7 +50,7 @@ class Starter(Protocol):
         """End all that is left of it."""
 
 
-class Forking:
+class ForkStarter:
     """Start workers as forks of a process that stands by, which is forked off now."""
 
     def __init__(self, run_config: Mapping[str, Scalar]) -> None:
@@ -154,7 +154,7 @@ def _ended() -> list[int]:
     return found
 
 
-class Anew:
+class SpawnStarter:
     """Start workers as new processes, each of which imports and loads everything."""
 
     def __init__(

@@ -5,7 +5,16 @@ from functools import cache
 from pathlib import Path
 
 # Rooms of commands and for other programs, which no app imports: they are not in the app bundle.
-BESIDE_THE_APPS = ("cli", "drafting", "holdings", "launch", "live", "peft", "strategies", "studies")
+BESIDE_THE_APPS = (
+    "cli",
+    "dashboard",
+    "launch",
+    "partition_report",
+    "peft",
+    "preset_wizard",
+    "strategies",
+    "studies",
+)
 
 
 @cache

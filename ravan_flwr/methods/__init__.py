@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Listed:
+class MethodInfo:
     """Say where a method lives, and which options go with it."""
 
     module: str
@@ -52,7 +52,7 @@ _OF_HEADS = (
 )  # fmt: skip
 
 METHODS = {
-    "ravan": Listed(
+    "ravan": MethodInfo(
         "ravan_flwr.methods.ravan",
         3e-3,
         sums_changes=True,
@@ -60,24 +60,24 @@ METHODS = {
         by_example=True,
         ignores=("lora-scale",),
     ),
-    "full": Listed(
+    "full": MethodInfo(
         "ravan_flwr.methods.full",
         1e-4,
         frozen_backbone=False,
         sums_changes=True,
         ignores=("layer-form", "rank", "lora-scale", "init-scale"),
     ),
-    "fedit": Listed(
+    "fedit": MethodInfo(
         "ravan_flwr.methods.fedit", sums_changes=True, by_example=True, ignores=("layer-form",)
     ),
-    "fedex-lora": Listed(
+    "fedex-lora": MethodInfo(
         "ravan_flwr.methods.fedex_lora",
         averages=False,
         frozen_backbone=False,
         by_example=True,
         ignores=("layer-form",),
     ),
-    "ffa-lora": Listed(
+    "ffa-lora": MethodInfo(
         "ravan_flwr.methods.ffa_lora",
         3e-3,
         sums_changes=True,
@@ -85,62 +85,64 @@ METHODS = {
         ignores=("layer-form",),
     ),
     # Its first round trains the pretrained weights.
-    "fed-sb": Listed(
+    "fed-sb": MethodInfo(
         "ravan_flwr.methods.fed_sb",
         3e-3,
         frozen_backbone=False,
         ignores=("lora-scale", "init-scale"),
     ),
-    "hetlora": Listed(
+    "hetlora": MethodInfo(
         "ravan_flwr.methods.hetlora", averages=False, by_example=True, ignores=("layer-form",)
     ),
-    "flexlora": Listed(
+    "flexlora": MethodInfo(
         "ravan_flwr.methods.flexlora", averages=False, by_example=True, ignores=("layer-form",)
     ),
     # Its A has orthonormal rows from the first round on.
-    "fedsvd": Listed(
+    "fedsvd": MethodInfo(
         "ravan_flwr.methods.fedsvd",
         3e-3,
         averages=False,
         by_example=True,
         ignores=("layer-form", "init-scale"),
     ),
-    "raflora": Listed(
+    "raflora": MethodInfo(
         "ravan_flwr.methods.raflora", averages=False, by_example=True, ignores=("layer-form",)
     ),
-    "flora": Listed(
+    "flora": MethodInfo(
         "ravan_flwr.methods.flora",
         averages=False,
         frozen_backbone=False,
         by_example=True,
         ignores=("layer-form",),
     ),
-    "fedrot-lora": Listed(
+    "fedrot-lora": MethodInfo(
         "ravan_flwr.methods.fedrot_lora", by_example=True, ignores=("layer-form",)
     ),
-    "fed-plora": Listed("ravan_flwr.methods.fed_plora", by_example=True, ignores=("layer-form",)),
-    "rolora": Listed("ravan_flwr.methods.rolora", by_example=True, ignores=("layer-form",)),
-    "lora-fair": Listed(
+    "fed-plora": MethodInfo(
+        "ravan_flwr.methods.fed_plora", by_example=True, ignores=("layer-form",)
+    ),
+    "rolora": MethodInfo("ravan_flwr.methods.rolora", by_example=True, ignores=("layer-form",)),
+    "lora-fair": MethodInfo(
         "ravan_flwr.methods.lora_fair", averages=False, by_example=True, ignores=("layer-form",)
     ),
-    "fedsa-lora": Listed(
+    "fedsa-lora": MethodInfo(
         "ravan_flwr.methods.fedsa_lora", personalised=True, ignores=("layer-form",)
     ),
     # The references: no adapter, each client alone, and one that has all examples.
-    "none": Listed(
+    "none": MethodInfo(
         "ravan_flwr.methods.no_adapter",
         sums_changes=True,
         by_example=True,
         ignores=("layer-form", "rank", "lora-scale", "init-scale"),
     ),
-    "local": Listed(
+    "local": MethodInfo(
         "ravan_flwr.methods.local",
         averages=False,
         personalised=True,
         everyone=True,
         ignores=("layer-form", "clients-per-round"),
     ),
-    "centralised": Listed(
+    "centralised": MethodInfo(
         "ravan_flwr.methods.centralised",
         averages=False,
         pools=True,

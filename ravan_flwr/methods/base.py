@@ -75,12 +75,21 @@ from ravan_flwr.methods.means import Means, Sums
 from ravan_flwr.methods.personal import Personal
 from ravan_flwr.methods.tensors import Tensors, check_form, check_names
 
-__all__ = ["CLASSIFIER", "Adapter", "Method", "Settings", "Sums", "Tensors", "apart", "check_rank"]
+__all__ = [
+    "CLASSIFIER",
+    "Adapter",
+    "Method",
+    "Settings",
+    "Sums",
+    "Tensors",
+    "check_rank",
+    "split_classifier",
+]
 
 CLASSIFIER = "classifier"  # the classifier's one flat tensor, beside a method's own
 
 
-def apart(tensors: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
+def split_classifier(tensors: Mapping[str, Tensor]) -> tuple[Tensors, Tensors]:
     """Part the tensors into the method's own, and the classifier's if it is among them."""
     own = {name: tensor for name, tensor in tensors.items() if name != CLASSIFIER}
     return own, {name: tensor for name, tensor in tensors.items() if name == CLASSIFIER}
@@ -115,9 +124,11 @@ class Method(ABC, Generic[Adapter]):
     # In how many parts a client can train it: heads, or ranks. None: whole, or not at all.
     parts: int | None = None
     calibration: Calibration[Adapter] | None = None  # the round before the first, if there is one
-    turns: int = 1  # after how many rounds `in_round` gives the same again
-    held: tuple[str, ...] = ()  # tensors of the state that stay as they are in this round
-    over_all: bool = False  # does who left a part of the state as it was count for its mean?
+    period: int = 1  # after how many rounds `in_round` gives the same again
+    frozen_tensors: tuple[str, ...] = ()  # tensors of the state that stay as they are in this round
+    mean_over_cohort: bool = (
+        False  # does who left a part of the state as it was count for its mean?
+    )
     personal: Personal[Adapter] | None = None  # what stays with each client, if something does
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
@@ -184,7 +195,7 @@ class Method(ABC, Generic[Adapter]):
         """List the heads of each layer that a checked upload holds; a LoRA has the one head 0."""
         return [[0] for _ in self.layers]
 
-    def filled(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:  # noqa: ARG002
+    def expand_upload(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:  # noqa: ARG002
         """Bring a checked upload into the shapes of the state, NaN where it has nothing."""
         return dict(upload)
 

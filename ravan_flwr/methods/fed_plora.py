@@ -57,7 +57,7 @@ class FedPLora(LoraMethod):
         for name, shape in shapes.items():
             check_form(upload, name, shape, torch.float32)
 
-    def filled(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
+    def expand_upload(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
         whole = {name: torch.full_like(tensor, torch.nan) for name, tensor in state.items()}
         chosen = self.modules(upload)
         for B, A, new_B, new_A in zip(*self.split(whole), *self.split(upload), strict=True):

@@ -37,7 +37,7 @@ class FedRotLora(LoraMethod):
         method.aligned = "A" if number % 2 else "B"
         return method
 
-    def filled(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
+    def expand_upload(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
         """Turn an upload's factors towards those of the state."""
         Bs, As = [], []
         for B, A, old_B, old_A in zip(*self.split(upload), *self.split(state), strict=True):
@@ -60,7 +60,7 @@ class TurnedMeans(Means):
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add one client's B and A."""
-        super().add(self.method.filled(upload, self.state), weight)
+        super().add(self.method.expand_upload(upload, self.state), weight)
 
 
 def towards(correlation: Tensor, part: float) -> Tensor:

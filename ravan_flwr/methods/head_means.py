@@ -29,11 +29,11 @@ def unpack_bits(packed: Tensor, number: int | None = None) -> Tensor:
 class HeadMeans:
     """Keep a sum and a weight for each (layer, head).
 
-    `over_all`: a client that did not upload a head counts for it as well, with the old one.
+    `mean_over_cohort`: a client that did not upload a head counts for it as well, with the old one.
     """
 
-    def __init__(self, H: Tensor, *, over_all: bool = False) -> None:
-        self.old, self.over_all = H, over_all
+    def __init__(self, H: Tensor, *, mean_over_cohort: bool = False) -> None:
+        self.old, self.mean_over_cohort = H, mean_over_cohort
         self.sum = torch.zeros_like(H, dtype=torch.float64).flatten(0, 1)
         self.weight = torch.zeros(len(self.sum), dtype=torch.float64)
         self.total = 0.0
@@ -53,7 +53,7 @@ class HeadMeans:
         trained = self.weight > 0
         H = self.old.flatten(0, 1).clone()
         mean = self.sum[trained] / self.weight[trained, None, None]
-        if self.over_all:
+        if self.mean_over_cohort:
             mean = torch.lerp(H[trained].double(), mean, self._shares(trained))
         H[trained] = mean.float()
         return {"H": H.view_as(self.old)}

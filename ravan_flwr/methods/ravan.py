@@ -47,7 +47,7 @@ class Ravan(MultiHeadMethod):
         self.init, self.trains_scales = settings.init, settings.scaling == "trained"
         self.side = min(min(layer.out_features, layer.in_features) for layer in self.layers)
         self.rank = settings.rank or self._largest_rank()
-        self.over_all = settings.head_mean == "all"
+        self.mean_over_cohort = settings.head_mean == "all"
         check_rank(self.rank, self.side)
         if settings.init == "data-aware":
             self.init = "gram-schmidt"  # until the calibration: there must be some
@@ -139,7 +139,7 @@ class Ravan(MultiHeadMethod):
         bits = unpack_bits(upload["heads"], len(self.layers) * self.heads)
         return [row.nonzero().flatten().tolist() for row in bits.view(-1, self.heads)]
 
-    def filled(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
+    def expand_upload(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
         H = torch.full_like(state["H"], torch.nan).flatten(0, 1)
         H[unpack_bits(upload["heads"], len(H))] = upload["H"]
         return {"H": H.view_as(state["H"])}
@@ -195,7 +195,7 @@ class Ravan(MultiHeadMethod):
         return [row.nonzero().flatten().tolist() for row in chosen]
 
     def open_round(self, state: Tensors) -> "HeadMeans":
-        return HeadMeans(state["H"], over_all=self.over_all)
+        return HeadMeans(state["H"], mean_over_cohort=self.mean_over_cohort)
 
     # The client's half.
 

@@ -25,18 +25,20 @@ class RoLora(LoraMethod):
     """Keep the state {"B", "A"}; an upload is {"B"} or {"A"}."""
 
     turn, held = "B", ("A",)
-    turns = 2
+    period = 2
 
     def in_round(self, number: int) -> "RoLora":
         method = copy.copy(self)
-        method.turn, method.held = ("B", ("A",)) if number % 2 else ("A", ("B",))
+        method.turn, method.frozen_tensors = ("B", ("A",)) if number % 2 else ("A", ("B",))
         return method
 
     def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
         return {self.turn: super().upload_shapes(share)[self.turn]}
 
-    def filled(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
-        return {name: torch.full_like(state[name], torch.nan) for name in self.held} | dict(upload)
+    def expand_upload(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
+        return {
+            name: torch.full_like(state[name], torch.nan) for name in self.frozen_tensors
+        } | dict(upload)
 
     def open_round(self, state: Tensors) -> "MeanOfOne":
         return MeanOfOne(state, self.turn)

@@ -2,8 +2,8 @@
 
 from ravan_flwr.results.chart import Chart
 from ravan_flwr.results.charts import bands
+from ravan_flwr.runs.client_statistics import KEYS, QUARTILES, Spread
 from ravan_flwr.runs.history import RecordedRun, common_metric
-from ravan_flwr.runs.spread import KEYS, QUARTILES, Spread
 
 
 def spreads(run: RecordedRun) -> tuple[str, dict[int, Spread]]:

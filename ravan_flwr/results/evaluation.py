@@ -9,7 +9,7 @@ from ravan_flwr.config.places import chosen_data
 from ravan_flwr.data.other_examples import other_examples
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.results.classes import class_table, described
-from ravan_flwr.results.reopen import result_of
+from ravan_flwr.results.load_run import result_of
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.tally import Tally
 

@@ -27,11 +27,11 @@ from ravan_flwr.data.hub_errors import no_bars
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.multihead import MultiHeadMethod
 from ravan_flwr.results.card import write_card
+from ravan_flwr.results.load_run import result_of
 from ravan_flwr.results.reader import write_reader
-from ravan_flwr.results.reopen import result_of
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
+from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import build_network, stored_dtype
-from ravan_flwr.training.workbench import Workbench
 
 
 def export_run(run: Path | str, form: str, folder: Path | str, client: int | None = None) -> None:
@@ -46,13 +46,13 @@ def export_run(run: Path | str, form: str, folder: Path | str, client: int | Non
     write_card(folder, form, directory)
 
 
-def natural_form(bench: Workbench) -> str:
+def natural_form(bench: ModelAndData) -> str:
     """Choose `peft` where an adapter holds the whole result, `merged` elsewhere."""
     model = bench.model
     return "peft" if model.method.lora_factors(model.adapters[0]) else "merged"
 
 
-def write_result(form: str, folder: Path, bench: Workbench) -> None:
+def write_result(form: str, folder: Path, bench: ModelAndData) -> None:
     """Write the model as it is now in one of the forms; ValueError if it has no such form."""
     if form == "peft" and natural_form(bench) != "peft":
         raise ValueError(
@@ -67,7 +67,7 @@ def write_result(form: str, folder: Path, bench: Workbench) -> None:
 
 
 def write_adapter(
-    folder: Path, bench: Workbench, settings: Mapping[str, Any], parts: Sequence[Tensors]
+    folder: Path, bench: ModelAndData, settings: Mapping[str, Any], parts: Sequence[Tensors]
 ) -> None:
     """Write a PEFT folder: settings of a kind of adapter, its tensors by layer, the classifier."""
     model, spec = bench.model, bench.config.model
@@ -94,7 +94,7 @@ def write_adapter(
     write_atomically(folder / "adapter_config.json", (json.dumps(told, indent=2) + "\n").encode())
 
 
-def _as_lora(bench: Workbench) -> tuple[dict[str, Any], list[Tensors]]:
+def _as_lora(bench: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:
     """Describe each adapter as a LoRA."""
     factors = [bench.model.method.lora_factors(adapter) for adapter in bench.model.adapters]
     parts = [{"lora_A.weight": A, "lora_B.weight": B} for B, A in filter(None, factors)]
@@ -102,7 +102,7 @@ def _as_lora(bench: Workbench) -> tuple[dict[str, Any], list[Tensors]]:
     return {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "lora_dropout": 0.0}, parts
 
 
-def _as_heads(bench: Workbench) -> tuple[dict[str, Any], list[Tensors]]:
+def _as_heads(bench: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:
     """Describe each adapter by its heads, with its bases if the seed makes others."""
     model, seed, method = bench.model, bench.config.seed, bench.model.method
     if not isinstance(method, MultiHeadMethod):
@@ -149,7 +149,7 @@ def _as_heads(bench: Workbench) -> tuple[dict[str, Any], list[Tensors]]:
     return settings, parts
 
 
-def write_merged(folder: Path, bench: Workbench) -> None:
+def write_merged(folder: Path, bench: ModelAndData) -> None:
     """Write the network without adapters, their delta-weights added to its weights."""
     network = merged_network(bench)
     torch.nn.Module.to(network, stored_dtype(bench.config.model))
@@ -160,7 +160,7 @@ def write_merged(folder: Path, bench: Workbench) -> None:
         raise OSError(errno.EIO, str(error), str(folder)) from error
 
 
-def merged_network(bench: Workbench) -> PreTrainedModel:
+def merged_network(bench: ModelAndData) -> PreTrainedModel:
     """Build a network without adapters that computes what the adapted one does now."""
     model, config = bench.model, bench.config
     network = build_network(config.model, bench.task, config.seed).network

@@ -6,7 +6,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from ravan_flwr.config.words import as_typed
+from ravan_flwr.config.key_values import as_typed
 from ravan_flwr.results.card import privacy_of
 from ravan_flwr.results.chart import Chart
 from ravan_flwr.results.classes import class_table, classes_of, without_classes

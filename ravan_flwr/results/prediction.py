@@ -13,11 +13,11 @@ import numpy as np
 
 from ravan_flwr.data.rows import IMAGES, Row, UnreadableError, rows_of
 from ravan_flwr.data.values import image_of
-from ravan_flwr.results.reopen import result_of
+from ravan_flwr.results.load_run import result_of
 from ravan_flwr.results.table_file import Cells, Sink, check_new, new_table
 from ravan_flwr.tasks.base import Columns
-from ravan_flwr.training.asking import predictions
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.model_and_data import ModelAndData
+from ravan_flwr.training.prediction import predictions
 
 _NAMED = 20  # unreadable rows; the others are in the output alone
 
@@ -47,11 +47,11 @@ def predict(
         rows = rows_of(data, needed)
         by_file = data.is_dir() or data.suffix.lower() in IMAGES
         key: dict[str, type] = {"file": str} if by_file else {"row": int}
-        kinds = {name: float if name == "probability" else str for name in task.says}
+        kinds = {name: float if name == "probability" else str for name in task.prediction_columns}
         told = Predicted(output)
         with new_table(output, key | kinds | {"problem": str}) as table:
             for batch in _batches(_encoded(rows, _encoder(bench, data)), task.evaluation_batch):
-                _write(table, batch, _predict(bench, batch), len(task.says), told)
+                _write(table, batch, _predict(bench, batch), len(task.prediction_columns), told)
             _check_some(data, told)
     return told
 
@@ -76,7 +76,7 @@ class _Encoded:
     problem: str = ""
 
 
-def _encoder(bench: Workbench, data: Path) -> Callable[[Row], Columns]:
+def _encoder(bench: ModelAndData, data: Path) -> Callable[[Row], Columns]:
     """Make what encodes one row; it raises UnreadableError."""
     folder = data if data.is_dir() else data.parent
 
@@ -115,7 +115,7 @@ def _batches(encoded: Iterator[_Encoded], size: int) -> Iterator[list[_Encoded]]
         yield batch
 
 
-def _predict(bench: Workbench, batch: Sequence[_Encoded]) -> Iterator[Cells]:
+def _predict(bench: ModelAndData, batch: Sequence[_Encoded]) -> Iterator[Cells]:
     """Predict for those rows of a batch that could be read, in their order."""
     inputs = [one.inputs for one in batch if one.inputs is not None]
     if not inputs:

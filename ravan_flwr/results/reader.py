@@ -15,13 +15,13 @@ from typing import Any
 from ravan_flwr.data.hub_errors import no_bars
 from ravan_flwr.data.model_folder import read_json
 from ravan_flwr.runs.directory import write_atomically
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.model_and_data import ModelAndData
 
 PROCESSOR = "preprocessor_config.json"
 _BILINEAR = 2  # of Pillow
 
 
-def write_reader(folder: Path, bench: Workbench) -> None:
+def write_reader(folder: Path, bench: ModelAndData) -> None:
     """Write the processor or the tokenizer, and the names of the labels."""
     reader = bench.task.reader
     if reader is None:
@@ -34,7 +34,7 @@ def write_reader(folder: Path, bench: Workbench) -> None:
         _write_json(folder / "labels.json", list(labels))
 
 
-def _processor(bench: Workbench) -> dict[str, Any]:
+def _processor(bench: ModelAndData) -> dict[str, Any]:
     """Describe what the run does with the images of a model that has no processor."""
     shapes = bench.task.shapes(bench.model.network.config, 1)
     _, channels, height, width = shapes["pixel_values"][0]

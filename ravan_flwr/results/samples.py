@@ -16,8 +16,8 @@ from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.runs.samples import SAMPLES, SampleLine, cut, sample_lines
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks.base import Sample
-from ravan_flwr.training.asking import predictions
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.model_and_data import ModelAndData
+from ravan_flwr.training.prediction import predictions
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Samples(Callback):
     """
 
     def __init__(
-        self, bench: Workbench, directory: RunDirectory, untrained: Tensors | None
+        self, bench: ModelAndData, directory: RunDirectory, untrained: Tensors | None
     ) -> None:
         self._bench, self._directory, self._untrained = bench, directory, untrained
         self._before = sample_lines(directory.path)  # of a run that goes on; checked at once
@@ -83,7 +83,7 @@ class Samples(Callback):
     def _answers(self) -> Iterator[str]:
         """Let the model write, a few answers at a time."""
         bench, rest = self._bench, iter(self._chosen)
-        place = bench.task.says.index("text")
+        place = bench.task.prediction_columns.index("text")
         while few := list(islice(rest, _AT_A_TIME)):
             columns = {role: [one.values[role] for one in few] for role in few[0].values}
             inputs = bench.task.inputs(columns)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ravan_flwr.methods import METHODS
 from ravan_flwr.results.chart import Chart
 from ravan_flwr.results.charts import Series, boxes, lines
-from ravan_flwr.results.reopen import result_of
+from ravan_flwr.results.load_run import result_of
 from ravan_flwr.runs.history import RecordedRun, group_runs
 
 

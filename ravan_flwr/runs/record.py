@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NotRequired, TypedDict, cast, get_origin, get_type_hints
 
-from ravan_flwr.runs.spread import Spread
+from ravan_flwr.runs.client_statistics import Spread
 
 Metrics = dict[str, float]
 

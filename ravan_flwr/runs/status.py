@@ -1,6 +1,6 @@
 """Write and read `status.json`: what a run does at this moment, and who takes part.
 
-A page shows it while the run goes on (`live/`). It is no record: nothing of the run depends on it,
+The dashboard shows it during the run. It is no record: nothing of the run depends on it,
 it may be some moments old, and runs of earlier versions have none.
 """
 

@@ -13,7 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from ravan_flwr.secure import agreement, shamir
-from ravan_flwr.secure.agreed import (
+from ravan_flwr.secure.fixed_point import Numbers, to_bytes
+from ravan_flwr.secure.masks import Vector, own_key, pair_key
+from ravan_flwr.secure.node_keys import SIGNATURE
+from ravan_flwr.secure.schedule import Bits, Schedule, cut, read_schedule, unpack
+from ravan_flwr.secure.transcript import (
     ENTRY,
     MARK,
     Parts,
@@ -25,10 +29,6 @@ from ravan_flwr.secure.agreed import (
     statement_of,
     wanted,
 )
-from ravan_flwr.secure.fixed_point import Numbers, to_bytes
-from ravan_flwr.secure.masks import Vector, own_key, pair_key
-from ravan_flwr.secure.node_keys import SIGNATURE
-from ravan_flwr.secure.schedule import Bits, Schedule, cut, read_schedule, unpack
 
 State = dict[str, Any]
 

@@ -12,7 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ravan_flwr.secure import agreement, shamir
-from ravan_flwr.secure.agreed import (
+from ravan_flwr.secure.fixed_point import WIDTH, Numbers, from_bytes, mean_of
+from ravan_flwr.secure.masks import Vector, own_key, pair_key
+from ravan_flwr.secure.node_keys import SIGNATURE, is_signed
+from ravan_flwr.secure.noised import signed
+from ravan_flwr.secure.schedule import Bits, Schedule, cut, pack
+from ravan_flwr.secure.transcript import (
     ENTRY,
     MARK,
     Parts,
@@ -23,15 +28,10 @@ from ravan_flwr.secure.agreed import (
     statement_of,
     wanted,
 )
-from ravan_flwr.secure.fixed_point import WIDTH, Numbers, from_bytes, mean_of
-from ravan_flwr.secure.masks import Vector, own_key, pair_key
-from ravan_flwr.secure.node_keys import SIGNATURE, is_signed
-from ravan_flwr.secure.noised import signed
-from ravan_flwr.secure.schedule import Bits, Schedule, cut, pack
 
 
 @dataclass(frozen=True)
-class Greeting:
+class KeyAnnouncement:
     """Hold what a client says first: its keys of the round, signed, and who signs."""
 
     entry: bytes
@@ -49,7 +49,7 @@ class Greeting:
 
 
 @dataclass(frozen=True)
-class Dealt:
+class SharesSent:
     """Hold a client's shares for all others, and the marks of them."""
 
     sealed: list[bytes]  # by holder
@@ -58,7 +58,7 @@ class Dealt:
 
 
 @dataclass(frozen=True)
-class Opened:
+class UnmaskedSum:
     """Hold what came of a round: for each row the mean change, and of how many clients.
 
     Where clients have added noise it is the sum in place of the mean.
@@ -81,7 +81,7 @@ class DealerError(ValueError):
         self.partition, self.deniers = partition, tuple(deniers)
 
 
-def read_greeting(run: int, round_: int, partition: int, parts: Parts) -> Greeting:
+def read_greeting(run: int, round_: int, partition: int, parts: Parts) -> KeyAnnouncement:
     """Read a client's keys; ValueError unless they are signed by the key that it names.
 
     Keys with which the others would refuse the whole round are refused here.
@@ -95,18 +95,18 @@ def read_greeting(run: int, round_: int, partition: int, parts: Parts) -> Greeti
         agreement.shared_secret(agreement.new_key(), key)  # refuses those of low order
     if sealing == pairs:
         raise ValueError("its two keys of the round are one, expected two")
-    return Greeting(entry, node)
+    return KeyAnnouncement(entry, node)
 
 
 class SecureServer:
     """Lead a round of these clients, from their schedule to the sum."""
 
-    def __init__(self, schedule: Schedule, greetings: Mapping[int, Greeting]) -> None:
+    def __init__(self, schedule: Schedule, greetings: Mapping[int, KeyAnnouncement]) -> None:
         self.schedule, self.greetings = schedule, greetings
         self.data = schedule.to_bytes()
         self.roll = b"".join(greetings[p].entry for p in schedule.partitions)
         self.statement = statement_of(self.data, self.roll)
-        self.dealt: dict[int, Dealt] = {}  # by place, as all below
+        self.dealt: dict[int, SharesSent] = {}  # by place, as all below
         self.here: Bits = np.zeros(0, bool)
         self.alive: Bits = np.zeros(self.number, bool)
         self.signatures: dict[int, bytes] = {}
@@ -138,7 +138,7 @@ class SecureServer:
         each = (1 + groups) * shamir.SHARE + agreement.TAG
         sealed = list(cut(parts["sealed"], [each] * self.number))
         marks = list(cut(parts["marks"], [(1 + groups) * MARK] * self.number))
-        self.dealt[place] = Dealt(sealed, marks, list(cut(parts["seeds"], [MARK] * groups)))
+        self.dealt[place] = SharesSent(sealed, marks, list(cut(parts["seeds"], [MARK] * groups)))
 
     # Phase 3: the masked numbers.
 
@@ -227,7 +227,7 @@ class SecureServer:
 
     # The sum.
 
-    def open(self) -> Opened:
+    def open(self) -> UnmaskedSum:
         """Take off all masks that are left; ValueError, which says who, if that cannot be."""
         assert self._total is not None
         for place, indices in self._asked:
@@ -235,7 +235,7 @@ class SecureServer:
                 self._take_off_pairs(place)
             for index in indices if self.alive[place] else ():
                 self._take_off_own(place, index)
-        return Opened(*self._means())
+        return UnmaskedSum(*self._means())
 
     def _take_off_own(self, place: int, index: int) -> None:
         """Take off a client's own masks of a group of rows."""

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from ravan_flwr.secure import agreement, shamir
-from ravan_flwr.secure.agreed import ENTRY, MARK
 from ravan_flwr.secure.fixed_point import WIDTH
 from ravan_flwr.secure.node_keys import SIGNATURE
 from ravan_flwr.secure.schedule import Schedule
+from ravan_flwr.secure.transcript import ENTRY, MARK
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,19 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ravan_flwr.methods.base import Method, Sums, Tensors, apart
+from ravan_flwr.methods.base import Method, Sums, Tensors, split_classifier
 from ravan_flwr.methods.calibration import Calibration, CalibrationSums
 from ravan_flwr.methods.means import Means, MeansBySize
 from ravan_flwr.methods.tensors import check_form
-from ravan_flwr.server.limit import ChangeLimit, Changes, changes_of
 from ravan_flwr.server.robust import RobustRound
+from ravan_flwr.server.update_norm_check import Changes, UpdateNormCheck, changes_of
 
 SHARES = 4  # of the budget, whose broadcasts are kept during a round
 
 
 def outgoing(method: Method, state: Tensors, share: float) -> Tensors:
     """Return what a client with that share of the budget is sent."""
-    own, classifier = apart(state)
+    own, classifier = split_classifier(state)
     return method.broadcast(own, share) | classifier
 
 
@@ -52,10 +52,10 @@ class Aggregate:
     """
 
     def __init__(
-        self, method: Method, state: Tensors, limit: ChangeLimit, robust: str = "none"
+        self, method: Method, state: Tensors, limit: UpdateNormCheck, robust: str = "none"
     ) -> None:
         self.method, self.limit = method, limit
-        self._state, self._classifier = apart(state)
+        self._state, self._classifier = split_classifier(state)
         self._robust = robust != "none"
         # What clients were sent, by share: few shares are kept, however many clients there are.
         self._sent = lru_cache(maxsize=SHARES)(partial(method.broadcast, self._state))
@@ -89,7 +89,7 @@ class Aggregate:
         for name, norm in alone.items():
             self.limit.check_growth(name, self._state.get(name, start[name]), norm, step)
         if self._robust:
-            own = self.method.filled(own, self._state)
+            own = self.method.expand_upload(own, self._state)
         of_method, of_classifier = self._rounds
         of_method.add(own, weight)
         of_classifier.add(upload, weight)
@@ -118,7 +118,7 @@ def open_calibration(
 ) -> CalibrationSums:
     """Open the sums of a calibration round, with a limit on what is added.
 
-    `norm` and `step` are those of `ChangeLimit`. No step bounds a gradient: there, sketches far
+    `norm` and `step` are those of `UpdateNormCheck`. No step bounds a gradient: there, sketches far
     larger than most are left out of the mean.
     """
     by_steps = calibration.by_steps
@@ -128,7 +128,7 @@ def open_calibration(
             inner: Sums = RobustRound(start, robust)
         else:
             inner = Means(start) if by_steps else MeansBySize(start)
-        return _Limited(inner, start, ChangeLimit(norm, step if by_steps else math.inf))
+        return _Limited(inner, start, UpdateNormCheck(norm, step if by_steps else math.inf))
 
     return calibration.open(sums)
 
@@ -136,7 +136,7 @@ def open_calibration(
 class _Limited:
     """Wrap a round's sums, and refuse uploads that change more than the limit allows."""
 
-    def __init__(self, inner: Sums, start: Tensors, limit: ChangeLimit) -> None:
+    def __init__(self, inner: Sums, start: Tensors, limit: UpdateNormCheck) -> None:
         self.inner, self.start, self.limit = inner, start, limit
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:

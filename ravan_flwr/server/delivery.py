@@ -16,20 +16,20 @@ from torch import Tensor
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import to_record
-from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.parcel import Parcel, check_run_name, new_run_id, read_answer
 from ravan_flwr.messages.plain_text import listed, plain
+from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.tensors import Tensors, checksum
 from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Delivered, Metrics, Rejection, RoundRecord, Summary
-from ravan_flwr.server.exchange import Exchange
-from ravan_flwr.server.inbox import in_process
-from ravan_flwr.server.ledger import Ledger
-from ravan_flwr.server.mailbox import Mailbox
-from ravan_flwr.server.patience import Patience
+from ravan_flwr.server.client_registry import ClientRegistry
+from ravan_flwr.server.message_builder import MessageBuilder
 from ravan_flwr.server.replies import content_of, telling
-from ravan_flwr.server.roster import Roster
+from ravan_flwr.server.reply_collector import ReplyCollector
+from ravan_flwr.server.reply_fetcher import in_process
+from ravan_flwr.server.round_deadline import RoundDeadline
+from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.status import Status
 
 log = getLogger(__name__)
@@ -163,14 +163,14 @@ class Outcome:
             log.warning("not delivered to %d: %s. %s", len(could_not), reasons, LATER)
 
 
-class _Notes(Ledger):
+class _Notes(RoundLog):
     """Note who could not keep the result, and why."""
 
-    def reject(self, member: Member, reason: object) -> None:
+    def reject(self, member: RegisteredClient, reason: object) -> None:
         self.rejected.append(_missed(member, plain(str(reason))))
 
 
-def _missed(member: Member, reason: str) -> Rejection:
+def _missed(member: RegisteredClient, reason: str) -> Rejection:
     return {"client": f"partition {member.partition_id}", "reason": reason}
 
 
@@ -187,14 +187,16 @@ def _by_number(missed: Rejection) -> tuple[bool, int]:
 class Delivery:
     """Send a result to the members of a roster, and collect their answers."""
 
-    def __init__(self, config: Config, roster: Roster, mail: Mailbox, status: Status) -> None:
-        self._config, self._roster, self._mail, self._status = config, roster, mail, status
+    def __init__(
+        self, config: Config, registry: ClientRegistry, mail: MessageBuilder, status: Status
+    ) -> None:
+        self._config, self._registry, self._mail, self._status = config, registry, mail, status
 
     def to_all(self, grid: Grid, state: Tensors, parcel: Parcel) -> Outcome:
         """Send it to every member that is connected and has a place for it, whatever its budget."""
-        self._roster.catch_up(grid)
-        present = self._roster.present(grid)
-        notes = _Notes(parcel.last_round, self._roster.partitions)
+        self._registry.catch_up(grid)
+        present = self._registry.present(grid)
+        notes = _Notes(parcel.last_round, self._registry.partitions)
         wanted = [member for member in present if member.keeps_result]
         delivered = self._send(grid, wanted, state, parcel, notes)
         without = [_missed(member, NO_PLACE) for member in present if not member.keeps_result]
@@ -203,9 +205,14 @@ class Delivery:
         return Outcome(delivered, sorted(missed, key=_by_number))
 
     def _send(
-        self, grid: Grid, wanted: list[Member], state: Tensors, parcel: Parcel, notes: Ledger
+        self,
+        grid: Grid,
+        wanted: list[RegisteredClient],
+        state: Tensors,
+        parcel: Parcel,
+        notes: RoundLog,
     ) -> list[Delivered]:
-        exchange = Exchange(self._mail, self._roster.nodes, notes, self._status)
+        exchange = ReplyCollector(self._mail, self._registry.nodes, notes, self._status)
         arrays, settings = to_record(state), ConfigRecord(dict(parcel.as_config()))
         messages = [
             self._mail.message(member, KIND, parcel.last_round, arrays, settings)
@@ -213,7 +220,7 @@ class Delivery:
         ]
         delivered: list[Delivered] = []
 
-        def take(reply: Message, member: Member, _: int) -> None:
+        def take(reply: Message, member: RegisteredClient, _: int) -> None:
             folder = _folder_in(reply, parcel)
             delivered.append({"partition-id": member.partition_id, "folder": folder})
 
@@ -221,17 +228,17 @@ class Delivery:
         exchange.take(replies, take)
         return delivered
 
-    def _patience(self, grid: Grid, asked: int) -> Patience:
+    def _patience(self, grid: Grid, asked: int) -> RoundDeadline:
         """Wait as a round does: for stragglers, and no longer than its timeout."""
         config = self._config
         grace = math.inf if in_process(grid) else config.straggler_grace
-        return Patience(config.round_timeout, asked, config.min_replies, grace)
+        return RoundDeadline(config.round_timeout, asked, config.min_replies, grace)
 
-    def _absent(self, present: list[Member]) -> list[Rejection]:
+    def _absent(self, present: list[RegisteredClient]) -> list[Rejection]:
         """Name the nodes that were known and were not asked, and say why."""
         there = {member.node_id for member in present}
         missed: list[Rejection] = []
-        for node in self._roster.nodes.values():
+        for node in self._registry.nodes.values():
             if node.node_id in there:
                 continue
             if node.member is not None:

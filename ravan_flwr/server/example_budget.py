@@ -17,11 +17,12 @@ from logging import getLogger
 from typing import Any, NamedTuple
 
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.privacy.account import epsilon_of, multiplier_for
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
+from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.privacy_budget import (
     CLOSE,
     MOST_RELEASES,
@@ -31,8 +32,7 @@ from ravan_flwr.server.privacy_budget import (
     read_account,
     times_used,
 )
-from ravan_flwr.server.roster import Roster
-from ravan_flwr.server.start import Start
+from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.training.private_steps import sampling_rate
 
 log = getLogger(__name__)
@@ -68,20 +68,22 @@ class ExampleBudget:
         for partition, (rate, rounds) in (before or {}).get("asked", {}).items():
             self.asked[int(partition)] = TimesAsked(rate, rounds)
         self._closed: set[int] = set()  # partitions that said themselves that they have no room
-        self._roster: Roster | None = None
+        self._registry: ClientRegistry | None = None
 
     @classmethod
-    def of(cls, config: Config, directory: RunDirectory, start: Start) -> "ExampleBudget | None":
+    def of(
+        cls, config: Config, directory: RunDirectory, start: ResumePoint
+    ) -> "ExampleBudget | None":
         """Open a run's account; None if it is not one with privacy of examples."""
         if config.privacy != "example":
             return None
         before = read_account(directory, start, partial(_problems, config=config))
         return cls(config, partial(directory.write_json, NAME), before)
 
-    def begin(self, roster: Roster, rounds: int) -> None:
+    def begin(self, registry: ClientRegistry, rounds: int) -> None:
         """Fix the noise of a new run; tell what the run may spend."""
-        self._roster = roster
-        members = list(roster.members.values())
+        self._registry = registry
+        members = list(registry.members.values())
         rate = max(map(self.rate, members))
         if not self.multiplier:
             self.multiplier = self.config.noise_multiplier or multiplier_for(
@@ -97,7 +99,7 @@ class ExampleBudget:
             )
         self._introduce(members, rate, rounds)
 
-    def rate(self, member: Member) -> float:
+    def rate(self, member: RegisteredClient) -> float:
         """Return the rate with which a client draws its examples."""
         return sampling_rate(self.config.batch_size, member.examples)
 
@@ -106,7 +108,9 @@ class ExampleBudget:
         """Return what the client has spent that has spent most."""
         return self._largest(self.asked.values())
 
-    def with_room(self, members: Sequence[Member], further: int = 1) -> list[Member]:
+    def with_room(
+        self, members: Sequence[RegisteredClient], further: int = 1
+    ) -> list[RegisteredClient]:
         """List those that stay within epsilon if they train in so many further rounds."""
         open_ = [member for member in members if member.partition_id not in self._closed]
         if self._limit is None or not open_:
@@ -119,7 +123,7 @@ class ExampleBudget:
             return open_
         return [m for m in open_ if self._epsilon(after[m.partition_id]) <= self._limit]
 
-    def spend(self, members: Iterable[Member]) -> dict[int, int]:
+    def spend(self, members: Iterable[RegisteredClient]) -> dict[int, int]:
         """Count one round more for these, on disk when this returns; give the rounds before it."""
         chosen = list(members)
         earlier = {m.partition_id: self.asked.get(m.partition_id, NEVER).rounds for m in chosen}
@@ -128,7 +132,7 @@ class ExampleBudget:
         self._write(self.told() | {"asked": {str(k): [*v] for k, v in self.asked.items()}})
         return earlier
 
-    def close(self, member: Member) -> None:
+    def close(self, member: RegisteredClient) -> None:
         """Note that a client has refused to train further."""
         self._closed.add(member.partition_id)
 
@@ -154,7 +158,7 @@ class ExampleBudget:
     @property
     def is_last(self) -> bool:
         """Tell whether too few will have room after the round that begins, which asks all."""
-        members = self._roster.members if self._roster else ()
+        members = self._registry.members if self._registry else ()
         return self.config.clients_per_round >= len(members) and self._too_few_after(1)
 
     def tell(self, number: int) -> None:
@@ -165,12 +169,12 @@ class ExampleBudget:
         )
 
     def _too_few_after(self, rounds: int) -> bool:
-        if self._roster is None:
+        if self._registry is None:
             return False
-        members = list(self._roster.members.values())
+        members = list(self._registry.members.values())
         return len(self.with_room(members, rounds + 1)) < max(1, self.config.min_replies)
 
-    def _after(self, member: Member, further: int) -> TimesAsked:
+    def _after(self, member: RegisteredClient, further: int) -> TimesAsked:
         before = self.asked.get(member.partition_id, NEVER)
         return TimesAsked(max(before.rate, self.rate(member)), before.rounds + further)
 
@@ -185,7 +189,7 @@ class ExampleBudget:
                 largest, rate = max(largest, self._epsilon(one)), one.rate
         return largest
 
-    def _introduce(self, members: Sequence[Member], rate: float, rounds: int) -> None:
+    def _introduce(self, members: Sequence[RegisteredClient], rate: float, rounds: int) -> None:
         """Log what protects the examples, and what would be spent to the end."""
         log.info(
             "privacy=example: noise multiplier %.4g, clip norm %g, %d steps a round, each example "

@@ -9,8 +9,8 @@ from functools import cached_property
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.plain_text import plain
+from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.runs.record import Spent
 from ravan_flwr.server.example_budget import ExampleBudget
 from ravan_flwr.server.replies import Trained, refusal_in, within
@@ -28,21 +28,21 @@ class ExampleRound(TrainingRound):
         self._earlier: dict[int, int] = {}  # rounds before this one, by partition
         self._refused = 0
 
-    def choose(self, sampler: Sampler, grid: Grid) -> list[Member]:
+    def choose(self, sampler: Sampler, grid: Grid) -> list[RegisteredClient]:
         """Sample among those with room, and count the round before anything is sent."""
 
-        def with_room(members: Sequence[Member]) -> list[Member]:
+        def with_room(members: Sequence[RegisteredClient]) -> list[RegisteredClient]:
             found = self.budget.with_room(members)
             kept = {member.partition_id for member in found}
             everyone = (member.partition_id for member in members)
-            self.ledger.spent = [number for number in everyone if number not in kept]
+            self.round_log.spent = [number for number in everyone if number not in kept]
             return found
 
-        chosen = sampler.sample(grid, self.ledger, with_room)
+        chosen = sampler.sample(grid, self.round_log, with_room)
         self._earlier = self.budget.spend(chosen)
         return chosen
 
-    def settings(self, member: Member) -> dict[str, Scalar]:
+    def settings(self, member: RegisteredClient) -> dict[str, Scalar]:
         return {
             "noise-multiplier": self.budget.multiplier,
             "earlier-rounds": self._earlier[member.partition_id],
@@ -56,18 +56,18 @@ class ExampleRound(TrainingRound):
 
     def close(self) -> None:
         """Take the next state, and note what was spent."""
-        self.ledger.private = self._spent
-        if self.ledger.clients:
+        self.round_log.private = self._spent
+        if self.round_log.clients:
             super().close()
 
-    def _read(self, message: Message, member: Member) -> Trained:
+    def _read(self, message: Message, member: RegisteredClient) -> Trained:
         if reason := refusal_in(message, self.number):
             self._refused += 1
             self.budget.close(member)
             raise ValueError(f"it trains no further: {plain(reason)}")
         trained = super()._read(message, member)
         if within(message.content.metric_records["metrics"], "recounted", 0, 1):
-            self.ledger.recounted.append(member.partition_id)
+            self.round_log.recounted.append(member.partition_id)
         return trained
 
     @cached_property

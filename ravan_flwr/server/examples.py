@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from logging import getLogger
 from statistics import median_low
 
-from ravan_flwr.messages.member import MOST_EXAMPLES, Member
+from ravan_flwr.messages.registered_client import MOST_EXAMPLES, RegisteredClient
 
 log = getLogger(__name__)
 
@@ -18,19 +18,19 @@ MOST_TIMES = 10  # how many times the median a node's own examples count
 class ExampleCounts:
     """Compare what nodes claim with what the server dealt out.
 
-    `dealt_out` returns the number of examples in each part, when so many parts share the data; it
+    `partition_sizes` returns the number of examples in each part, if so many share the data; it
     raises an error where the server has not that data. `most` is the operator's bound on examples
     that the server does not know.
     """
 
     def __init__(
-        self, dealt_out: Callable[[int], Sequence[int]] | None = None, most: int | None = None
+        self, partition_sizes: Callable[[int], Sequence[int]] | None = None, most: int | None = None
     ) -> None:
-        self._dealt_out, self._most = dealt_out, most
+        self._dealt_out, self._most = partition_sizes, most
         self._sizes: Sequence[int] | None = None
         self._checked: set[int] = set()  # nodes whose number of examples the server knows
 
-    def misfits(self, members: Collection[Member], parts: int) -> dict[int, str]:
+    def misfits(self, members: Collection[RegisteredClient], parts: int) -> dict[int, str]:
         """Say which nodes claim another number than their part has, and what is wrong."""
         sharing = [member for member in members if not member.own_data]
         sizes = self._sizes_of(parts) if sharing else None
@@ -45,7 +45,7 @@ class ExampleCounts:
             if member.examples != sizes[member.partition_id]
         }
 
-    def most(self, members: Collection[Member]) -> int:
+    def most(self, members: Collection[RegisteredClient]) -> int:
         """Return by how many examples one of these is weighted at most, where nobody knows better.
 
         That is what the operator says, or ten times the median of all: a node that alone has data
@@ -56,7 +56,7 @@ class ExampleCounts:
         claimed = [member.examples for member in members]
         return MOST_TIMES * median_low(claimed or [MOST_EXAMPLES])
 
-    def counted(self, member: Member, most: int) -> int:
+    def counted(self, member: RegisteredClient, most: int) -> int:
         """Return by how many examples a member is weighted; `most` where they are not known."""
         return member.examples if member.node_id in self._checked else min(member.examples, most)
 

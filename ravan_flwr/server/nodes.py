@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from flwr.app import MessageType
 
-from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.registered_client import RegisteredClient
 
 LONG = 64  # rounds
 
@@ -19,7 +19,7 @@ class Node:
     until: float = 0.0  # for how long
     last: str = ""  # the message that it was asked by the last time
     times: int = 0  # how often it was asked
-    member: Member | None = None
+    member: RegisteredClient | None = None
     refused: str = ""  # why
     # By kind of message, since who answers one kind alone would be asked for the other for ever:
     silent: dict[str, int] = field(default_factory=dict)  # how many in a row had no reply

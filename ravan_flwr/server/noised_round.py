@@ -17,8 +17,8 @@ import torch
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
-from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.pieces import SEEN
+from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.privacy.expected import expected_clients
 from ravan_flwr.privacy.mechanism import adapted, moved_by
@@ -26,7 +26,7 @@ from ravan_flwr.privacy.noise import gaussian
 from ravan_flwr.runs.record import Spent
 from ravan_flwr.secure.noised import ROOM, NoiseShares
 from ravan_flwr.secure.schedule import Schedule, make_schedule
-from ravan_flwr.secure.server import Opened
+from ravan_flwr.secure.server import UnmaskedSum
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.private_round import able_members, drawn_cohort, here_now
 from ravan_flwr.server.round import Run
@@ -49,7 +49,7 @@ class NoisedRound(SecureRound):
         bits = self.noise.of_bits if self.noise.adaptive else 0.0
         self.shares = NoiseShares(norm, self.noise.of_changes, bits)
 
-    def choose(self, sampler: Sampler, grid: Grid) -> list[Member]:
+    def choose(self, sampler: Sampler, grid: Grid) -> list[RegisteredClient]:
         """Draw a cohort and prepare it; the account is on disk before anybody is asked to train."""
         asked = super().choose(sampler, grid)
         if self.why:
@@ -59,8 +59,8 @@ class NoisedRound(SecureRound):
         self.budget.spend([member.partition_id for member in asked], schedule.shown)
         return asked
 
-    def _drawn(self, sampler: Sampler, grid: Grid) -> list[Member]:
-        sampler.able(grid, self.ledger)  # notes who is left out
+    def _drawn(self, sampler: Sampler, grid: Grid) -> list[RegisteredClient]:
+        sampler.able(grid, self.round_log)  # notes who is left out
         here = here_now(self, grid)
         number = sum(map(here.can_be_asked, self.members))
         # Whether a round is held follows from who is here, never from who is drawn.
@@ -69,7 +69,7 @@ class NoisedRound(SecureRound):
             return []
         return drawn_cohort(self, self.members, here, self.budget.rate)
 
-    def _schedule(self, members: Sequence[Member]) -> Schedule:
+    def _schedule(self, members: Sequence[RegisteredClient]) -> Schedule:
         """List all rows for all: noise goes to whatever anybody could have trained."""
         config = self.run.config
         parts = noised_parts(self.method, self.run.state.tensors, self.shares)
@@ -79,7 +79,7 @@ class NoisedRound(SecureRound):
             {member.partition_id: rows for member in members}, self._given(), self.shares,
         )  # fmt: skip
 
-    def _message(self, kind: str, member: Member, pieces: ArrayRecord) -> Message:
+    def _message(self, kind: str, member: RegisteredClient, pieces: ArrayRecord) -> Message:
         """Tell a client first what was seen of it: it may have lost its account."""
         message = super()._message(kind, member, pieces)
         if kind == "keys":
@@ -87,7 +87,7 @@ class NoisedRound(SecureRound):
             message.content.config_records["config"][SEEN] = seen
         return message
 
-    def _heads_of(self, member: Member) -> list[list[int]]:
+    def _heads_of(self, member: RegisteredClient) -> list[list[int]]:
         parts = parts_of(self.method, self.run.state.tensors, 1.0)
         return self.method.heads_of(rows_by_tensor(parts, self._wanted(member)))
 
@@ -98,10 +98,10 @@ class NoisedRound(SecureRound):
 
     def close(self) -> None:
         """Unmask the sum, add the rest of the noise, and take the next state."""
-        self.ledger.private = cast(Spent, self.budget.told() | {"clip-norm": self.norm})
+        self.round_log.private = cast(Spent, self.budget.told() | {"clip-norm": self.norm})
         super().close()
 
-    def _take_opened(self, opened: Opened) -> None:
+    def _take_opened(self, opened: UnmaskedSum) -> None:
         """Take the state that the noised sums make, and the next clip norm."""
         state = self.run.state.tensors
         alive = int(self.secure.alive.sum())
@@ -118,9 +118,9 @@ class NoisedRound(SecureRound):
         new = {name: moved_by(old, sums[name], expected[name]) for name, old in state.items()}
         if self.noise.adaptive:
             self.norm = adapted(self.norm, bits, self.noise.clients)
-        self.run.state.take(new, self.method.held)
+        self.run.state.take(new, self.method.frozen_tensors)
 
-    def _bits_in(self, opened: Opened, missing: float) -> float:
+    def _bits_in(self, opened: UnmaskedSum, missing: float) -> float:
         """Read the sum of the clients' bits, each a half or less a half, with all of its noise."""
         if not self.noise.adaptive:
             return 0.0

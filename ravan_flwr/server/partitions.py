@@ -8,7 +8,7 @@ again. Nodes with data of their own have no say in how the rest is dealt out.
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.registered_client import RegisteredClient
 
 
 class Partitions:
@@ -23,7 +23,7 @@ class Partitions:
         self._holders: dict[int, int] = {}  # partition id -> the node that had it first
         self._held: dict[int, int] = {}  # and the other way round
 
-    def number(self, members: Collection[Member]) -> int:
+    def number(self, members: Collection[RegisteredClient]) -> int:
         """Return in how many parts the data is shared, as far as these members tell.
 
         Nodes that share the data decide: the number is what it was before if one of them says so,
@@ -37,18 +37,18 @@ class Partitions:
             return self._before if self._before in told else _agreed(sharing)
         return max(_agreed(members), len(members)) if members else 1
 
-    def awaited(self, members: Collection[Member]) -> int:
+    def awaited(self, members: Collection[RegisteredClient]) -> int:
         """Return how many nodes to wait for: in a run that goes on, as many as before."""
         if self._settled is None and self._before is not None and _sharing(members):
             return self._before
         return self.number(members)
 
-    def settle(self, members: Collection[Member]) -> None:
+    def settle(self, members: Collection[RegisteredClient]) -> None:
         """Fix the number for the run, once there are members that share the data."""
         if _sharing(members):
             self._settled = self.number(members)
 
-    def misfit(self, member: Member) -> str:
+    def misfit(self, member: RegisteredClient) -> str:
         """Say why a member does not fit to the number; empty if it does."""
         if member.own_data or self._settled in (None, member.num_partitions):
             return ""
@@ -57,7 +57,7 @@ class Partitions:
             "have, since the data is dealt out by it; give every SuperNode the same"
         )
 
-    def claim(self, member: Member) -> str:
+    def claim(self, member: RegisteredClient) -> str:
         """Give a member its part; say why not, if another node holds it."""
         holder = self._holders.setdefault(member.partition_id, member.node_id)
         if holder != member.node_id:
@@ -71,7 +71,7 @@ class Partitions:
         self._held[holder] = member.partition_id
         return ""
 
-    def check(self, members: Collection[Member], least: int) -> None:
+    def check(self, members: Collection[RegisteredClient], least: int) -> None:
         """Raise ValueError unless a run can begin: parts as before, enough for `least` replies."""
         now = self.number(members)
         if _sharing(members) and self._before not in (None, now):
@@ -87,12 +87,12 @@ class Partitions:
             )
 
 
-def _sharing(members: Iterable[Member]) -> list[Member]:
+def _sharing(members: Iterable[RegisteredClient]) -> list[RegisteredClient]:
     """List the members that share the data that is dealt out."""
     return [member for member in members if not member.own_data]
 
 
-def _agreed(members: Collection[Member]) -> int:
+def _agreed(members: Collection[RegisteredClient]) -> int:
     """Return the number of partitions that most say; on a tie, the nearer to how many they are."""
     counts = Counter(member.num_partitions for member in members)
     nodes = counts.total()

@@ -28,8 +28,8 @@ from ravan_flwr.privacy.cohorts import most_rounds, why_not_masked
 from ravan_flwr.privacy.mechanism import Noise
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
-from ravan_flwr.server.roster import Roster
-from ravan_flwr.server.start import Start
+from ravan_flwr.server.client_registry import ClientRegistry
+from ravan_flwr.server.resume import ResumePoint
 
 log = getLogger(__name__)
 
@@ -62,16 +62,18 @@ class PrivacyBudget:
         self._clients = 0  # the most from which a round has drawn
 
     @classmethod
-    def of(cls, config: Config, directory: RunDirectory, start: Start) -> "PrivacyBudget | None":
+    def of(
+        cls, config: Config, directory: RunDirectory, start: ResumePoint
+    ) -> "PrivacyBudget | None":
         """Open a run's account; None if it is not one with privacy of clients."""
         if config.privacy != "client":
             return None
         before = read_account(directory, start, partial(_problems, config=config))
         return cls(config, partial(directory.write_json, NAME), before)
 
-    def begin(self, roster: Roster, rounds: int) -> None:
+    def begin(self, registry: ClientRegistry, rounds: int) -> None:
         """Fix the sampling rate and the noise of a new run; tell what the run will spend."""
-        clients = self._clients = max(roster.partitions, len(roster.members))
+        clients = self._clients = max(registry.partitions, len(registry.members))
         if not self.rate:
             self.rate = min(1.0, self.config.clients_per_round / clients)
             self.multiplier = self.config.noise_multiplier or multiplier_for(
@@ -83,7 +85,7 @@ class PrivacyBudget:
                 f"noise-multiplier = {self.multiplier:g}, expected room for one at least; raise "
                 "the one or the other"
             )
-        if self.config.secure_aggregation and (why := self.why_not_masked(len(roster.members))):
+        if self.config.secure_aggregation and (why := self.why_not_masked(len(registry.members))):
             raise ValueError(why)
         self._introduce(clients, rounds)
 
@@ -186,7 +188,7 @@ Records = Sequence[RoundRecord]
 
 def read_account(
     directory: RunDirectory,
-    start: Start,
+    start: ResumePoint,
     problems: Callable[[Mapping[str, Any], Records], Iterator[str]],
 ) -> Mapping[str, Any] | None:
     """Read the account of a run that goes on, None of a new one; ValueError for a wrong one.

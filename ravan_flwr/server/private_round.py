@@ -16,8 +16,8 @@ from flwr.app import MessageType
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from ravan_flwr.messages.member import Member
-from ravan_flwr.methods.base import Method, Tensors, apart
+from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.methods.base import Method, Tensors, split_classifier
 from ravan_flwr.methods.tensors import sum_of_squares
 from ravan_flwr.privacy.expected import expected_clients
 from ravan_flwr.privacy.mechanism import FIRST_NORM, ClippedSum, Noise
@@ -48,41 +48,41 @@ def clip_norm_in(memory: Mapping[str, Tensor]) -> float:
     return norm
 
 
-def able_members(run: Run, method: Method) -> list[Member]:
+def able_members(run: Run, method: Method) -> list[RegisteredClient]:
     """List all that may be drawn, connected or not, by partition."""
-    able = (member for member in run.roster.members.values() if method.can_train(member.share))
+    able = (member for member in run.registry.members.values() if method.can_train(member.share))
     return sorted(able, key=lambda member: member.partition_id)
 
 
-class Here(NamedTuple):
+class Availability(NamedTuple):
     """Tell which nodes are connected, and which of them rest."""
 
     connected: set[int]
     resting: set[int]
 
-    def can_be_asked(self, member: Member) -> bool:
+    def can_be_asked(self, member: RegisteredClient) -> bool:
         """Tell whether a member can be asked now."""
         return member.node_id in self.connected - self.resting
 
 
-def here_now(round_: TrainingRound, grid: Grid) -> Here:
+def here_now(round_: TrainingRound, grid: Grid) -> Availability:
     """Find out who is here before anybody is drawn."""
-    nodes = round_.run.roster.nodes
-    here = {member.node_id for member in round_.run.roster.present(grid)}
+    nodes = round_.run.registry.nodes
+    here = {member.node_id for member in round_.run.registry.present(grid)}
     resting = {one for one in here if nodes[one].rests(MessageType.TRAIN, round_.number)}
-    return Here(here, resting)
+    return Availability(here, resting)
 
 
 def drawn_cohort(
-    round_: TrainingRound, members: Sequence[Member], here: Here, rate: float
-) -> list[Member]:
+    round_: TrainingRound, members: Sequence[RegisteredClient], here: Availability, rate: float
+) -> list[RegisteredClient]:
     """Draw each member by itself, and return those that can be asked; the ledger has the others."""
     asked = []
     for member in (member for member in members if happens(rate)):
         if member.node_id not in here.connected:
-            round_.ledger.reject(member, "it is not connected; its change counts as zero")
+            round_.round_log.reject(member, "it is not connected; its change counts as zero")
         elif member.node_id in here.resting:
-            round_.ledger.resting.append(member.partition_id)
+            round_.round_log.resting.append(member.partition_id)
         else:
             asked.append(member)
     return asked
@@ -107,11 +107,11 @@ class PrivateSums:
 
         Nothing is compared with other clients' uploads.
         """
-        state, classifier = apart(self.clipped.state)
+        state, classifier = split_classifier(self.clipped.state)
         own = check_upload(self.method, upload, classifier, share)
         for name, tensor in upload.items():
             sum_of_squares(tensor, name)  # refuses what is not finite
-        filled = self.method.filled(own, state)
+        filled = self.method.expand_upload(own, state)
         self.clipped.add(filled | {name: upload[name] for name in classifier})
 
     def close(self, noise: Noise) -> Tensors:
@@ -129,9 +129,9 @@ class PrivateRound(TrainingRound):
         self.members = able_members(run, self.method)
         self.noise = budget.noise(len(self.members))
 
-    def choose(self, sampler: Sampler, grid: Grid) -> list[Member]:
+    def choose(self, sampler: Sampler, grid: Grid) -> list[RegisteredClient]:
         """Draw the cohort, and return those of it that can be asked."""
-        sampler.able(grid, self.ledger)  # notes who is left out
+        sampler.able(grid, self.round_log)  # notes who is left out
         return drawn_cohort(self, self.members, here_now(self, grid), self.budget.rate)
 
     @property
@@ -161,11 +161,11 @@ class PrivateRound(TrainingRound):
         sums = self.private_sums
         if not sums.count:
             log.warning("round %d: no change came, and noise alone is added", self.number)
-        self.ledger.private = cast(Spent, self.budget.told() | {"clip-norm": self.norm})
+        self.round_log.private = cast(Spent, self.budget.told() | {"clip-norm": self.norm})
         try:
-            self.run.state.take(sums.close(self.noise), self.method.held)
+            self.run.state.take(sums.close(self.noise), self.method.frozen_tensors)
         except ValueError as error:
-            self.ledger.refused = str(error)
+            self.round_log.refused = str(error)
             log.warning("round %d has no effect, the state stays: %s", self.number, error)
         self.norm = sums.clipped.next_norm(self.noise)
         del self.private_sums

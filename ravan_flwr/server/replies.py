@@ -14,13 +14,13 @@ from typing import Any
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from ravan_flwr.messages.arrays import view_record
-from ravan_flwr.messages.member import Member, check_derived
 from ravan_flwr.messages.pieces import DISTRUSTS, read_pieces
 from ravan_flwr.messages.plain_text import plain, shown
+from ravan_flwr.messages.registered_client import RegisteredClient, check_derived
 from ravan_flwr.messages.wire import decode
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.record import Metrics
-from ravan_flwr.server.envelope import UNREADABLE
+from ravan_flwr.server.reply_decoder import UNREADABLE
 from ravan_flwr.tasks.base import Task
 
 # What a number that a client tells may be, at most. A loss beyond it is a run that diverged.
@@ -45,7 +45,7 @@ class Trained:
 class Reply:
     """Hold a training reply that could be read: its sender, its content, what travelled."""
 
-    member: Member
+    member: RegisteredClient
     trained: Trained
     bytes_up: int
     bytes_down: int
@@ -77,7 +77,7 @@ class Evaluated:
 
 def read_trained(
     reply: Message,
-    member: Member,
+    member: RegisteredClient,
     round_number: int,
     derived: Sequence[float],
     wire: str = "float32",
@@ -128,7 +128,7 @@ def read_phase(reply: Message, round_number: int, names: Collection[str]) -> Map
 
 
 def read_masked(
-    reply: Message, member: Member, round_number: int, derived: Sequence[float]
+    reply: Message, member: RegisteredClient, round_number: int, derived: Sequence[float]
 ) -> tuple[bytes, float | None]:
     """Read a client's masked numbers, and its seconds if it tells them.
 

@@ -17,20 +17,17 @@ from flwr.serverapp import Grid
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import num_bytes, to_record
-from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.wire import wire_of_round
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Method
 from ravan_flwr.methods.calibration import Calibration
 from ravan_flwr.methods.tensors import Tensors
+from ravan_flwr.runs.client_statistics import spreads_of
 from ravan_flwr.runs.record import Metrics
-from ravan_flwr.runs.spread import spreads_of
 from ravan_flwr.server.aggregation import Aggregate, open_calibration
-from ravan_flwr.server.exchange import Exchange
-from ravan_flwr.server.inbox import in_process
-from ravan_flwr.server.ledger import Ledger, mean_of
-from ravan_flwr.server.mailbox import Mailbox
-from ravan_flwr.server.patience import Patience
+from ravan_flwr.server.client_registry import ClientRegistry
+from ravan_flwr.server.message_builder import MessageBuilder
 from ravan_flwr.server.replies import (
     Evaluated,
     Measures,
@@ -40,8 +37,11 @@ from ravan_flwr.server.replies import (
     read_evaluated,
     read_trained,
 )
+from ravan_flwr.server.reply_collector import ReplyCollector
+from ravan_flwr.server.reply_fetcher import in_process
 from ravan_flwr.server.robust import FEWEST
-from ravan_flwr.server.roster import Roster
+from ravan_flwr.server.round_deadline import RoundDeadline
+from ravan_flwr.server.round_log import RoundLog, mean_of
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status
@@ -56,17 +56,17 @@ class Run:
 
     config: Config
     method: Method
-    roster: Roster
-    mail: Mailbox
+    registry: ClientRegistry
+    mail: MessageBuilder
     state: ServerState
     status: Status
     trained: set[int]  # partitions of which a reply was used: they have what stays with a client
 
-    def steps(self, member: Member) -> int:
+    def steps(self, member: RegisteredClient) -> int:
         """Count the steps of a client with as many examples: none where nothing is trained."""
         if not self.method.trainable_parameters() and CLASSIFIER not in self.state.tensors:
             return 0
-        return self.config.local_steps or self.config.steps_of(self.roster.examples(member))
+        return self.config.local_steps or self.config.steps_of(self.registry.examples(member))
 
 
 class Round(ABC):
@@ -77,7 +77,7 @@ class Round(ABC):
     def __init__(self, number: int, run: Run) -> None:
         self.number, self.run = number, run
         self.method = run.method.in_round(number)
-        self.ledger = Ledger(number, run.roster.partitions)
+        self.round_log = RoundLog(number, run.registry.partitions)
         self.least = run.config.min_replies  # replies that it needs
         self.exchange = self._open_exchange()
 
@@ -91,8 +91,8 @@ class Round(ABC):
         """Send the messages and yield the replies; stop waiting when `enough` were used."""
         self.exchange, grace = self._open_exchange(), self.grace(grid)
 
-        def patience(asked: int) -> Patience:
-            return Patience(timeout, asked, self.quorum(asked), grace, enough)
+        def patience(asked: int) -> RoundDeadline:
+            return RoundDeadline(timeout, asked, self.quorum(asked), grace, enough)
 
         return self.exchange.replies(grid, messages, patience)
 
@@ -105,7 +105,7 @@ class Round(ABC):
         """Return how many good replies to training end the wait at once."""
         return self.run.config.clients_per_round
 
-    def addressed(self, message: Message, member: Member) -> Message:  # noqa: ARG002
+    def addressed(self, message: Message, member: RegisteredClient) -> Message:  # noqa: ARG002
         """Add to a message what only this client is sent."""
         return message
 
@@ -121,11 +121,11 @@ class Round(ABC):
     @property
     def has_enough(self) -> bool:
         """Return whether as many replies were used as the round needs."""
-        return len(self.ledger.clients) >= self.least
+        return len(self.round_log.clients) >= self.least
 
     def too_few(self) -> RuntimeError:
         """Make the error that stops the run when too few replies were used."""
-        return RuntimeError(self.ledger.why_too_few_came(self.least))
+        return RuntimeError(self.round_log.why_too_few_came(self.least))
 
     def evaluation(self, replies: Iterable[Message], asked: Measures) -> Metrics | None:
         """Return the mean of the clients' metrics, weighted by what they are means over.
@@ -133,10 +133,10 @@ class Round(ABC):
         None if no reply is sound.
         """
         answers: dict[int, Evaluated] = {}
-        share, roster = self.run.config.validation_share, self.run.roster
+        share, registry = self.run.config.validation_share, self.run.registry
 
-        def take(message: Message, member: Member, _: int) -> None:
-            most = most_held_back(roster.examples(member), share)
+        def take(message: Message, member: RegisteredClient, _: int) -> None:
+            most = most_held_back(registry.examples(member), share)
             answers[member.partition_id] = read_evaluated(message, self.number, asked, most)
 
         self._take(replies, take)
@@ -144,7 +144,7 @@ class Round(ABC):
             return None
         ordered = [answers[partition] for partition in sorted(answers)]
         numbers = [answer.units for answer in ordered]
-        self.ledger.spread = spreads_of([asked.completed(answer.metrics) for answer in ordered])
+        self.round_log.spread = spreads_of([asked.completed(answer.metrics) for answer in ordered])
         return asked.completed(
             {
                 name: mean_of([answer.metrics[name] for answer in ordered], numbers)
@@ -153,24 +153,24 @@ class Round(ABC):
         )
 
     def _take(
-        self, replies: Iterable[Message], take: Callable[[Message, Member, int], None]
+        self, replies: Iterable[Message], take: Callable[[Message, RegisteredClient, int], None]
     ) -> None:
         """Take the replies one by one; one that makes `take` raise ValueError is rejected."""
         self.exchange.take(replies, take)
 
-    def _take_trained(self, message: Message, member: Member, bytes_down: int) -> None:
+    def _take_trained(self, message: Message, member: RegisteredClient, bytes_down: int) -> None:
         trained = self._read(message, member)
         bytes_up = num_bytes(message.content.array_records["arrays"])
         if METHODS[self.run.config.method].pools:
-            everyone = self.run.roster.members.values()
+            everyone = self.run.registry.members.values()
             member = replace(member, examples=sum(one.examples for one in everyone))
         reply = Reply(member, trained, bytes_up, bytes_down, self.steps(member))
-        self.ledger.use(reply, heads=self.add(reply))
+        self.round_log.use(reply, heads=self.add(reply))
         if trained.anew and member.partition_id in self.run.trained:
-            self.ledger.lost(member)
+            self.round_log.lost(member)
         self.run.trained.add(member.partition_id)
 
-    def _read(self, message: Message, member: Member) -> Trained:
+    def _read(self, message: Message, member: RegisteredClient) -> Trained:
         """Read a training reply of this round, of a node with the server's bases."""
         wire = wire_of_round(self.run.config.wire, self.number)
         most = self._most_numbers(member.share)
@@ -187,18 +187,18 @@ class Round(ABC):
         shapes = self.method.upload_shapes(share).values()
         return sum(map(math.prod, shapes)) + (0 if classifier is None else classifier.numel())
 
-    def steps(self, member: Member) -> int:
+    def steps(self, member: RegisteredClient) -> int:
         """Count the steps that a client takes in this round."""
         return self.run.steps(member)
 
-    def _weight(self, member: Member) -> float:
+    def _weight(self, member: RegisteredClient) -> float:
         """Return a reply's weight in a mean."""
         by_examples = self.run.config.weighting == "examples"
-        return float(self.run.roster.examples(member)) if by_examples else 1.0
+        return float(self.run.registry.examples(member)) if by_examples else 1.0
 
-    def _open_exchange(self) -> Exchange:
+    def _open_exchange(self) -> ReplyCollector:
         run = self.run
-        return Exchange(run.mail, run.roster.nodes, self.ledger, run.status)
+        return ReplyCollector(run.mail, run.registry.nodes, self.round_log, run.status)
 
 
 class TrainingRound(Round):
@@ -209,11 +209,11 @@ class TrainingRound(Round):
         """Return the sums, which open empty when the first reply is there."""
         return self.run.state.open_sums(self.method)
 
-    def choose(self, sampler: Sampler, grid: Grid) -> list[Member]:
+    def choose(self, sampler: Sampler, grid: Grid) -> list[RegisteredClient]:
         """Sample the clients that train in the round."""
-        return sampler.sample(grid, self.ledger)
+        return sampler.sample(grid, self.round_log)
 
-    def settings(self, member: Member) -> dict[str, Scalar]:  # noqa: ARG002
+    def settings(self, member: RegisteredClient) -> dict[str, Scalar]:  # noqa: ARG002
         """Return what a client's message says beside what all messages say."""
         return {}
 
@@ -234,7 +234,7 @@ class TrainingRound(Round):
         try:
             self.run.state.advance(self.sums)
         except ValueError as error:
-            self.ledger.refused = str(error)
+            self.round_log.refused = str(error)
             log.warning(
                 "round %d has no effect, the state stays as it was: %s; see who took part in it",
                 self.number, error,
@@ -251,7 +251,7 @@ class CalibrationRound(Round):
         super().__init__(0, run)
         config, self.everyone = run.config, calibration.everyone
         self.by_steps = calibration.by_steps
-        most = max(map(super().steps, run.roster.members.values()), default=0)
+        most = max(map(super().steps, run.registry.members.values()), default=0)
         step = config.calibration_learning_rate * most
         self.sums = open_calibration(calibration, config.max_update_norm, step, config.robust)
         if config.robust != "none":
@@ -269,7 +269,7 @@ class CalibrationRound(Round):
     def enough(self) -> float:
         return math.inf if self.everyone else super().enough
 
-    def steps(self, member: Member) -> int:
+    def steps(self, member: RegisteredClient) -> int:
         return super().steps(member) if self.by_steps else self.run.config.calibration_steps
 
     def add(self, reply: Reply) -> list[list[int]]:

@@ -13,22 +13,22 @@ from flwr.app import MessageType
 from flwr.serverapp import Grid
 
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.plain_text import listed
+from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Method
 from ravan_flwr.runs.console import count
 from ravan_flwr.seeding import generator
-from ravan_flwr.server.inbox import in_process
-from ravan_flwr.server.ledger import Ledger
-from ravan_flwr.server.roster import Roster
+from ravan_flwr.server.client_registry import ClientRegistry
+from ravan_flwr.server.reply_fetcher import in_process
+from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.training.masked import least_cohort
 
 log = getLogger(__name__)
 
 
 def sample(
-    members: Sequence[Member], number: int, seed: int, round_number: int, spare: int = 0
-) -> list[Member]:
+    members: Sequence[RegisteredClient], number: int, seed: int, round_number: int, spare: int = 0
+) -> list[RegisteredClient]:
     """Draw the clients of a round as a function of its number, sorted by partition id.
 
     So many `spare` ones follow, sorted likewise: the first are the same with or without them.
@@ -42,66 +42,66 @@ def sample(
 class Sampler:
     """Choose clients that are connected, can afford the method, and do not rest."""
 
-    def __init__(self, config: Config, method: Method, roster: Roster) -> None:
-        self.config, self.method, self.roster = config, method, roster
+    def __init__(self, config: Config, method: Method, registry: ClientRegistry) -> None:
+        self.config, self.method, self.registry = config, method, registry
         self._left_out: list[int] = []  # in the round before, to log a change once
 
     def sample(
         self,
         grid: Grid,
-        ledger: Ledger,
-        among: Callable[[Sequence[Member]], list[Member]] | None = None,
-    ) -> list[Member]:
+        round_log: RoundLog,
+        among: Callable[[Sequence[RegisteredClient]], list[RegisteredClient]] | None = None,
+    ) -> list[RegisteredClient]:
         """Draw the clients of the ledger's round, then those in reserve (`over-sample`).
 
         `among` picks those that may be drawn.
         """
         config = self.config
-        able = self.able(grid, ledger)
+        able = self.able(grid, round_log)
         able = able if among is None else among(able)
-        members = self.roster.rested(able, MessageType.TRAIN, ledger.number, self._least)
+        members = self.registry.rested(able, MessageType.TRAIN, round_log.number, self._least)
         awake = {member.node_id for member in members}
-        ledger.resting = [m.partition_id for m in able if m.node_id not in awake]
+        round_log.resting = [m.partition_id for m in able if m.node_id not in awake]
         number = min(config.clients_per_round, len(members))
         spare = config.asked_of(len(members)) - number
-        return sample(members, number, config.seed, ledger.number, spare)
+        return sample(members, number, config.seed, round_log.number, spare)
 
-    def able(self, grid: Grid, ledger: Ledger) -> list[Member]:
+    def able(self, grid: Grid, round_log: RoundLog) -> list[RegisteredClient]:
         """List the connected members that can afford to train; the others are left out."""
-        members = self.roster.present(grid)
-        ledger.left_out = [m.partition_id for m in members if not self.method.can_train(m.share)]
-        if ledger.left_out != self._left_out:
-            self._left_out = ledger.left_out
+        members = self.registry.present(grid)
+        round_log.left_out = [m.partition_id for m in members if not self.method.can_train(m.share)]
+        if round_log.left_out != self._left_out:
+            self._left_out = round_log.left_out
             log.info(
                 "%s left out, which cannot afford the whole of %s: partitions %s",
-                count(len(ledger.left_out), "client"), self.config.method,
-                listed(map(str, ledger.left_out), 20, ", ") or "none",
+                count(len(round_log.left_out), "client"), self.config.method,
+                listed(map(str, round_log.left_out), 20, ", ") or "none",
             )  # fmt: skip
-        self._check_budgets(self.roster.members.values())
+        self._check_budgets(self.registry.members.values())
         return [member for member in members if self.method.can_train(member.share)]
 
-    def wait(self, grid: Grid, ledger: Ledger, timeout: float) -> None:
+    def wait(self, grid: Grid, round_log: RoundLog, timeout: float) -> None:
         """Wait until as many members can train as a round needs, or the time is up."""
         deadline = time.monotonic() + timeout
-        while len(self.able(grid, ledger)) < self._least:
-            members = len(self.roster.members)
+        while len(self.able(grid, round_log)) < self._least:
+            members = len(self.registry.members)
             # Nobody comes later who is not away, in one process or where each part has its node.
-            complete = in_process(grid) or members >= self.roster.partitions
-            all_here = complete and len(self.roster.present(grid)) == members
+            complete = in_process(grid) or members >= self.registry.partitions
+            all_here = complete and len(self.registry.present(grid)) == members
             if all_here or time.monotonic() >= deadline:
                 break
             time.sleep(0.2)
-            self.roster.recruit(grid)
+            self.registry.recruit(grid)
 
     @property
     def _least(self) -> int:
         """Return how many clients a round needs: at least one."""
         if not self.config.secure_aggregation:
             return self.config.min_replies
-        cohort = least_cohort(self.config, self.roster.partitions)
+        cohort = least_cohort(self.config, self.registry.partitions)
         return max(self.config.min_replies, cohort)
 
-    def _check_budgets(self, members: Iterable[Member]) -> None:
+    def _check_budgets(self, members: Iterable[RegisteredClient]) -> None:
         """Raise ValueError if no member, connected or not, can afford the method."""
         shares = sorted({member.share for member in members})
         if not any(map(self.method.can_train, shares)):

@@ -17,12 +17,18 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from ravan_flwr.messages.member import Member
 from ravan_flwr.messages.pieces import DISTRUSTS, PIECES, to_pieces
+from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.runs.record import Masked
-from ravan_flwr.secure.agreed import Parts
 from ravan_flwr.secure.schedule import Bits, Schedule, make_schedule, threshold_of
-from ravan_flwr.secure.server import DealerError, Greeting, Opened, SecureServer, read_greeting
+from ravan_flwr.secure.server import (
+    DealerError,
+    KeyAnnouncement,
+    SecureServer,
+    UnmaskedSum,
+    read_greeting,
+)
+from ravan_flwr.secure.transcript import Parts
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
 from ravan_flwr.server.replies import Reply, Trained, read_masked, read_phase, telling
@@ -58,7 +64,7 @@ class SecureRound(TrainingRound):
 
     # Before training: keys and shares.
 
-    def choose(self, sampler: Sampler, grid: Grid) -> list[Member]:
+    def choose(self, sampler: Sampler, grid: Grid) -> list[RegisteredClient]:
         """Sample clients as in any round; return those that have shared their secrets."""
         self.grid = grid
         drawn = self._drawn(sampler, grid)
@@ -70,11 +76,11 @@ class SecureRound(TrainingRound):
             self.why = str(error)
             return []
 
-    def _drawn(self, sampler: Sampler, grid: Grid) -> list[Member]:
-        return sampler.sample(grid, self.ledger)
+    def _drawn(self, sampler: Sampler, grid: Grid) -> list[RegisteredClient]:
+        return sampler.sample(grid, self.round_log)
 
-    def _prepare(self, drawn: Sequence[Member]) -> list[Member]:
-        greetings: dict[int, Greeting] = {}
+    def _prepare(self, drawn: Sequence[RegisteredClient]) -> list[RegisteredClient]:
+        greetings: dict[int, KeyAnnouncement] = {}
         run = self.grid.run.run_id
 
         def greet(partition: int, parts: Parts) -> None:
@@ -95,17 +101,17 @@ class SecureRound(TrainingRound):
         self.secure.close_dealing()
         return [member for member in ready if self.secure.here[self._place(member)]]
 
-    def _schedule(self, members: Sequence[Member]) -> Schedule:
+    def _schedule(self, members: Sequence[RegisteredClient]) -> Schedule:
         """Say who trains what: as each would have chosen, less what too few have chosen."""
         config, state = self.run.config, self.run.state.tensors
-        check_cohort(config, len(members), self.run.roster.partitions)
+        check_cohort(config, len(members), self.run.registry.partitions)
         wanted = {member.partition_id: self._wanted(member) for member in members}
         steps = config.learning_rate * max(map(self.steps, members), default=0)
         parts = parts_of(self.method, state, steps)
         run = self.grid.run.run_id
         return make_schedule(run, self.number, config.secure_minimum, parts, wanted, self._given())
 
-    def _wanted(self, member: Member) -> Bits:
+    def _wanted(self, member: RegisteredClient) -> Bits:
         """Tell which rows a client would train."""
         random = generator(self.run.config.seed, "heads", self.number, member.partition_id)
         return rows_wanted(self.method, self.run.state.tensors, member.share, random)
@@ -115,7 +121,7 @@ class SecureRound(TrainingRound):
         sent = outgoing(self.method, self.run.state.tensors, 1.0)
         return given_to_all(self.run.config, sent)
 
-    def _leave_out_accused(self, members: Sequence[Member]) -> None:
+    def _leave_out_accused(self, members: Sequence[RegisteredClient]) -> None:
         """Let a client rest whose keys more than a third of the others say are not its own."""
         for member in members:
             votes = self._accused[member.partition_id]
@@ -128,25 +134,25 @@ class SecureRound(TrainingRound):
 
     def _leave_out(self, partition: int) -> None:
         """Let a client rest: with it, the rounds to come would have no effect either."""
-        for member in self.run.roster.members.values():
+        for member in self.run.registry.members.values():
             if member.partition_id == partition:
-                self.run.roster.nodes[member.node_id].rest(MessageType.TRAIN, self.number)
+                self.run.registry.nodes[member.node_id].rest(MessageType.TRAIN, self.number)
 
     # Training.
 
-    def addressed(self, message: Message, member: Member) -> Message:
+    def addressed(self, message: Message, member: RegisteredClient) -> Message:
         """Add what a client needs to mask: who is here, and their shares for it."""
         message.content[PIECES] = to_pieces(self.secure.to_mask(member.partition_id))
         return message
 
-    def _take_trained(self, message: Message, member: Member, bytes_down: int) -> None:
+    def _take_trained(self, message: Message, member: RegisteredClient, bytes_down: int) -> None:
         derived = self.run.state.derived
         data, seconds = read_masked(message, member, self.number, derived)
         self.secure.take_masked(member.partition_id, data)
         reply = Reply(member, Trained({}, None, seconds), len(data), bytes_down, self.steps(member))
-        self.ledger.use(reply, heads=self._heads_of(member))
+        self.round_log.use(reply, heads=self._heads_of(member))
 
-    def _heads_of(self, member: Member) -> list[list[int]]:
+    def _heads_of(self, member: RegisteredClient) -> list[list[int]]:
         """List the heads that a client trained, by layer."""
         rows = by_tensor(self.secure.schedule, self.secure.rows_of(member.partition_id))
         return self.method.heads_of(rows)
@@ -170,9 +176,9 @@ class SecureRound(TrainingRound):
                 self.why = f"{error}; skipped from now on: {told}"
             except ValueError as error:
                 self.why = str(error)
-        self.ledger.secure = self.told
+        self.round_log.secure = self.told
         if self.why:
-            self.ledger.refused = self.why
+            self.round_log.refused = self.why
             log.warning("round %d has no effect, the state stays: %s", self.number, self.why)
 
     def _blamed(self, error: DealerError) -> list[int]:
@@ -183,7 +189,7 @@ class SecureRound(TrainingRound):
         """
         if not error.deniers:
             return [error.partition]
-        nodes = self.run.roster.nodes.values()
+        nodes = self.run.registry.nodes.values()
         disputes = {n.member.partition_id: n.disputes for n in nodes if n.member is not None}
         for one, other in self.secure.denied:
             disputes[one].add(other)
@@ -195,12 +201,12 @@ class SecureRound(TrainingRound):
         return sorted(found)
 
     def _unmask(self) -> None:
-        secure, members = self.secure, [c["partition-id"] for c in self.ledger.clients]
+        secure, members = self.secure, [c["partition-id"] for c in self.round_log.clients]
         sent = secure.close_masked()
         if len(members) < self.run.config.min_replies:
-            raise ValueError(self.ledger.why_too_few_came(self.run.config.min_replies))
+            raise ValueError(self.round_log.why_too_few_came(self.run.config.min_replies))
         self._needed = secure.schedule.threshold
-        alive = [m for m in self.run.roster.members.values() if m.partition_id in members]
+        alive = [m for m in self.run.registry.members.values() if m.partition_id in members]
         self._ask("agree", alive, sent, ("signature",), secure.take_signature)
         agreed = [m for m in alive if self._place(m) in secure.signatures]
         self._ask("unmask", agreed, secure.close_list(), ("shares",), secure.take_shares)
@@ -209,7 +215,7 @@ class SecureRound(TrainingRound):
         self.told["dropped"] = [partition for partition, dropped in here if dropped]
         self._take_opened(opened)
 
-    def _take_opened(self, opened: Opened) -> None:
+    def _take_opened(self, opened: UnmaskedSum) -> None:
         """Take the state that the mean changes make."""
         untrained = sum(int((counts == 0).sum()) for counts in opened.counts.values())
         cut_off = float(opened.means[CUT_OFF].max(initial=0.0))
@@ -221,17 +227,17 @@ class SecureRound(TrainingRound):
             )  # fmt: skip
         means = (
             _over_all(opened, int(self.secure.alive.sum()))
-            if self.method.over_all
+            if self.method.mean_over_cohort
             else opened.means
         )
-        self.run.state.take(moved(self.run.state.tensors, means), self.method.held)
+        self.run.state.take(moved(self.run.state.tensors, means), self.method.frozen_tensors)
 
     # All phases.
 
     def _ask(
         self,
         kind: str,
-        members: Sequence[Member],
+        members: Sequence[RegisteredClient],
         parts: Parts,
         names: Sequence[str],
         take: Callable[[int, Parts], None],
@@ -240,7 +246,7 @@ class SecureRound(TrainingRound):
         pieces = to_pieces(parts)
         messages = [self._message(kind, member, pieces) for member in members]
 
-        def read(message: Message, member: Member, _: int) -> None:
+        def read(message: Message, member: RegisteredClient, _: int) -> None:
             found = read_phase(message, self.number, names)
             if kind == "shares" and DISTRUSTS in found:
                 self._accused.update(_partitions(found[DISTRUSTS]))
@@ -253,12 +259,12 @@ class SecureRound(TrainingRound):
     def enough(self) -> float:
         return math.inf  # all replies are waited for: no number of them is enough
 
-    def _message(self, kind: str, member: Member, pieces: ArrayRecord) -> Message:
+    def _message(self, kind: str, member: RegisteredClient, pieces: ArrayRecord) -> Message:
         settings = ConfigRecord({"round": self.number})
         content = RecordDict({PIECES: pieces, "config": settings})
         return Message(content, member.node_id, f"train.{kind}", group_id=str(self.number))
 
-    def _place(self, member: Member) -> int:
+    def _place(self, member: RegisteredClient) -> int:
         return self.secure.place(member.partition_id)
 
 
@@ -271,7 +277,7 @@ def _partitions(data: bytes) -> set[int]:
     return set(named)
 
 
-def _over_all(opened: Opened, clients: int) -> dict[str, NDArray[np.float64]]:
+def _over_all(opened: UnmaskedSum, clients: int) -> dict[str, NDArray[np.float64]]:
     """Spread each row's mean change over all clients, those too that did not train the row."""
     return {
         name: mean * (opened.counts[name] / clients)[:, None] for name, mean in opened.means.items()

@@ -12,8 +12,8 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.wire import check_room
 from ravan_flwr.methods.base import Method, Tensors
 from ravan_flwr.server.aggregation import Aggregate
-from ravan_flwr.server.limit import ChangeLimit
 from ravan_flwr.server.optimizer import ServerOptimizer
+from ravan_flwr.server.update_norm_check import UpdateNormCheck
 
 # What the names of the memory's tensors begin with.
 MOMENTS = "server-optimizer/"
@@ -33,7 +33,7 @@ class ServerState:
         self._moments = _named(memory or {}, MOMENTS)
         step = config.learning_rate * (config.local_steps or 0)  # 0: each client has its own
         usual = _named(memory or {}, CHANGES)
-        self._limit = ChangeLimit(config.max_update_norm, step, usual, config.wire)
+        self._limit = UpdateNormCheck(config.max_update_norm, step, usual, config.wire)
         self._optimizer = ServerOptimizer(
             config.server_optimizer, config.server_learning_rate, config.server_momentum
         )
@@ -50,7 +50,7 @@ class ServerState:
 
     def advance(self, sums: Aggregate) -> None:
         """Take the next state; ValueError, and no change, if honest replies cannot have made it."""
-        self.take(sums.close(), sums.method.held)
+        self.take(sums.close(), sums.method.frozen_tensors)
 
     def take(self, mean: Tensors, held: tuple[str, ...] = ()) -> None:
         """Take the optimiser's step to a mean; ValueError if the wire has no room for it."""

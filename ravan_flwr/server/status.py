@@ -5,12 +5,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import nlargest
 from pathlib import Path
 
-from ravan_flwr.messages.member import Member
+from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import check_there
 from ravan_flwr.runs.status import RunStatus, write_status
+from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.nodes import Node
-from ravan_flwr.server.roster import Roster
 
 SHARE = 0.05  # of the time, at most, for telling of single replies
 DESCRIBED = 1000  # clients, at most: a page lists fewer
@@ -32,16 +32,20 @@ class StatusFile(Callback):
 class Status:
     """Keep what the run does, and tell it."""
 
-    def __init__(self, roster: Roster, tell: Tell | None) -> None:
-        self._roster, self._tell = roster, tell
+    def __init__(self, registry: ClientRegistry, tell: Tell | None) -> None:
+        self._registry, self._tell = registry, tell
         self._doing, self._since, self._round, self._rounds = "recruiting", time.time(), 0, 0
-        self._members_asked: Sequence[Member] = ()
+        self._members_asked: Sequence[RegisteredClient] = ()
         self._answered: list[int] = []
         self._not_before = 0.0
-        roster.on_answer = self._write_if_quick
+        registry.on_answer = self._write_if_quick
 
     def begin(
-        self, doing: str, number: int, rounds: int | None = None, asked: Collection[Member] = ()
+        self,
+        doing: str,
+        number: int,
+        rounds: int | None = None,
+        asked: Collection[RegisteredClient] = (),
     ) -> None:
         """Note that a step of a round begins, and which members were sent a message in it."""
         self._doing, self._since, self._round = doing, time.time(), number
@@ -50,7 +54,7 @@ class Status:
         self._answered = []
         self._write()
 
-    def answered(self, node: Node, member: Member) -> None:
+    def answered(self, node: Node, member: RegisteredClient) -> None:
         """Note that a node replied to what it was sent."""
         node.heard = time.time()
         self._answered.append(member.partition_id)
@@ -69,18 +73,18 @@ class Status:
         ended = time.perf_counter()
         self._not_before = ended + (ended - began) / SHARE
 
-    def _described(self, members: Collection[Member]) -> Iterable[Member]:
+    def _described(self, members: Collection[RegisteredClient]) -> Iterable[RegisteredClient]:
         """Choose whom to describe: of too many those of this step, then who was heard of last."""
         if len(members) <= DESCRIBED:
             return members
         chosen = {member.node_id: member for member in self._members_asked[:DESCRIBED]}
         others = (member for member in members if member.node_id not in chosen)
-        nodes = self._roster.nodes
+        nodes = self._registry.nodes
         last = nlargest(DESCRIBED - len(chosen), others, lambda one: nodes[one.node_id].heard)
         return [*chosen.values(), *last]
 
     def _now(self) -> RunStatus:
-        members = self._roster.members
+        members = self._registry.members
         return {
             "doing": self._doing,
             "since": self._since,
@@ -88,7 +92,7 @@ class Status:
             "rounds": self._rounds,
             "asked": [member.partition_id for member in self._members_asked],
             "answered": sorted(self._answered),
-            "partitions": self._roster.partitions,
+            "partitions": self._registry.partitions,
             "members": len(members),
             "nodes": [
                 {
@@ -98,12 +102,12 @@ class Status:
                     "examples": member.examples,
                     "own-data": member.own_data,
                     "versions": member.versions,
-                    "heard": self._roster.nodes[member.node_id].heard,
+                    "heard": self._registry.nodes[member.node_id].heard,
                 }
                 for member in self._described(members.values())
             ],
             "refused": [
                 {"node": str(node_id), "reason": reason}
-                for node_id, reason in self._roster.refused.items()
+                for node_id, reason in self._registry.refused.items()
             ],
         }

@@ -24,23 +24,23 @@ from ravan_flwr.runs.record import Metrics
 from ravan_flwr.runs.status import RunStatus
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
-from ravan_flwr.server.envelope import guard
+from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.example_budget import ExampleBudget
 from ravan_flwr.server.example_round import ExampleRound
 from ravan_flwr.server.examples import ExampleCounts
-from ravan_flwr.server.inbox import in_process
-from ravan_flwr.server.limits import Limit
-from ravan_flwr.server.mailbox import Mailbox
+from ravan_flwr.server.message_builder import MessageBuilder
 from ravan_flwr.server.noised_round import NoisedRound
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.private_round import CLIP_NORM, PrivateRound, clip_norm_in
 from ravan_flwr.server.replies import Measures
-from ravan_flwr.server.roster import Roster
+from ravan_flwr.server.reply_decoder import guard
+from ravan_flwr.server.reply_fetcher import in_process
 from ravan_flwr.server.round import CalibrationRound, Run, TrainingRound
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.secure_round import SecureRound
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status
+from ravan_flwr.server.stop_conditions import StopCondition
 from ravan_flwr.server.superlink import ask_again
 
 log = getLogger(__name__)
@@ -56,7 +56,7 @@ class FederatedTuning(Strategy):
     those that have `trained` before. `load_fixed` puts the tensors of a calibration into the
     server's model, and returns its new fingerprint. `callbacks` see what the run does, and each
     round before the next one begins.
-    `measured` names the metrics that a client must report of an evaluation. `dealt_out` returns
+    `measured` names the metrics that a client reports of an evaluation. `partition_sizes` returns
     the numbers of examples that clients train on, when so many of them share the data. `limits` may
     end the run before its last round; so may `privacy`, which is what a private run may spend.
     """
@@ -76,9 +76,9 @@ class FederatedTuning(Strategy):
         partitions: int | None = None,
         trained: Iterable[int] = (),
         measured: Measures | None = None,
-        dealt_out: Callable[[int], Sequence[int]] | None = None,
+        partition_sizes: Callable[[int], Sequence[int]] | None = None,
         callbacks: Iterable[object] = (),
-        limits: Iterable[Limit] = (),
+        limits: Iterable[StopCondition] = (),
         privacy: PrivacyBudget | ExampleBudget | None = None,
     ) -> None:
         self.config, self.method = config, method
@@ -90,17 +90,17 @@ class FederatedTuning(Strategy):
         self._clip_norm = config.clip_norm or clip_norm_in(memory or {})
         # Numbers of examples are checked where they count.
         counted = config.weighting == "examples" or config.evaluate_on == "clients"
-        examples = ExampleCounts(dealt_out if counted else None, config.max_examples)
-        self.roster = Roster(
+        examples = ExampleCounts(partition_sizes if counted else None, config.max_examples)
+        self.registry = ClientRegistry(
             config.num_clients or 0, backbone, seed_fingerprint, partitions, config.max_share,
             config.min_replies, examples,
         )  # fmt: skip
         self.state = ServerState(config, derived, memory)
-        self.mail = Mailbox(None if fixed is None else to_record(fixed))
-        self._sampler = Sampler(config, method, self.roster)
-        self.status = Status(self.roster, self._on_status)
+        self.mail = MessageBuilder(None if fixed is None else to_record(fixed))
+        self._sampler = Sampler(config, method, self.registry)
+        self.status = Status(self.registry, self._on_status)
         self._run = Run(
-            config, method, self.roster, self.mail, self.state, self.status, set(trained)
+            config, method, self.registry, self.mail, self.state, self.status, set(trained)
         )
         self._round: TrainingRound | None = None
 
@@ -127,14 +127,14 @@ class FederatedTuning(Strategy):
 
     def _work(self) -> str:
         """Say how many steps the clients take in a round."""
-        steps = sorted(map(self._run.steps, self.roster.members.values()))
+        steps = sorted(map(self._run.steps, self.registry.members.values()))
         low, high = (steps[0], steps[-1]) if steps else (0, 0)
         return (f"{low} to " if low < high else "") + count(high, "local step")
 
     @property
     def _a_round(self) -> int:
         """Count the clients that a round can have, as far as they are here."""
-        able = sum(self.method.can_train(one.share) for one in self.roster.members.values())
+        able = sum(self.method.can_train(one.share) for one in self.registry.members.values())
         return min(self.config.clients_per_round, able)
 
     def start(
@@ -156,10 +156,10 @@ class FederatedTuning(Strategy):
         result = Result()
         # 1. Recruit: query every node; the valid ones are members of the roster.
         self.status.begin("recruiting", self.first_round - 1, num_rounds)
-        self.roster.recruit(grid, wait=True)
+        self.registry.recruit(grid, wait=True)
         self.summary()
         if self._privacy is not None:
-            self._privacy.begin(self.roster, num_rounds)
+            self._privacy.begin(self.registry, num_rounds)
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
         arrays = self._calibrate(grid, initial_arrays, timeout)
         for number in range(self.first_round, num_rounds + 1):
@@ -168,8 +168,8 @@ class FederatedTuning(Strategy):
             last = number == num_rounds or any(limit.is_last for limit in self._limits)
             # 3. Open the round, and wait until enough members are connected.
             round_ = self._open_round(number)
-            self._sampler.wait(grid, round_.ledger, timeout)
-            with round_.ledger.timed("train"):
+            self._sampler.wait(grid, round_.round_log, timeout)
+            with round_.round_log.timed("train"):
                 # 4. Sample clients, and write a message to each.
                 messages = list(self.configure_train(number, arrays, train_config, grid))
                 # 5. Send the messages. The replies are fetched one by one, in step 6.
@@ -183,7 +183,7 @@ class FederatedTuning(Strategy):
             # 7. Evaluate, every few rounds and at the end.
             metrics = None
             if number % self.config.eval_every == 0 or last:
-                with round_.ledger.timed("evaluate"):
+                with round_.round_log.timed("evaluate"):
                     if evaluate_fn is not None:
                         self.status.begin("evaluating", number)
                         metrics = evaluate_fn(number, arrays)
@@ -194,13 +194,13 @@ class FederatedTuning(Strategy):
             if metrics is not None:
                 result.evaluate_metrics_serverapp[number] = metrics
             # 8. Record: the round's line, then the checkpoint, both on disk before the next round.
-            record = round_.ledger.record(cast(Metrics, dict(metrics or {})))
+            record = round_.round_log.record(cast(Metrics, dict(metrics or {})))
             self.status.begin("saving", number)
             for limit in self._limits:
                 limit.add(record)
             self.callbacks.on_round_end(record, self.state.tensors)
             # 9. Recruit nodes that have come meanwhile.
-            self.roster.recruit(grid)
+            self.registry.recruit(grid)
         return result
 
     # Training.
@@ -233,7 +233,7 @@ class FederatedTuning(Strategy):
         round_.close()
         if isinstance(round_, PrivateRound | NoisedRound):
             self._clip_norm = round_.norm
-        loss = round_.ledger.train_loss
+        loss = round_.round_log.train_loss
         told = MetricRecord({} if loss is None else {"train-loss": loss})
         return to_record(self.state.tensors), told
 
@@ -244,9 +244,9 @@ class FederatedTuning(Strategy):
     ) -> Iterable[Message]:
         """Write a message to every client that does not rest."""
         arrays = self._encoded(from_record(arrays), server_round)
-        members = self.roster.present(grid)
+        members = self.registry.present(grid)
         kind = MessageType.EVALUATE
-        for member in self.roster.rested(members, kind, server_round):
+        for member in self.registry.rested(members, kind, server_round):
             yield self.mail.message(member, kind, server_round, arrays, config)
 
     def aggregate_evaluate(
@@ -264,16 +264,16 @@ class FederatedTuning(Strategy):
         if round_ is None:
             return arrays
         self.state.tensors = from_record(arrays)
-        self._sampler.wait(grid, round_.ledger, timeout)
+        self._sampler.wait(grid, round_.round_log, timeout)
         asked = self._sampler.able if round_.everyone else self._sampler.sample
         messages = [
             self.mail.message(member, round_.kind, 0, arrays, ConfigRecord())
-            for member in asked(grid, round_.ledger)
+            for member in asked(grid, round_.round_log)
         ]
         round_.fold(round_.send(grid, messages, timeout, round_.enough))
         if not round_.has_enough:
             raise round_.too_few()
-        fixed, record = round_.close(), round_.ledger.record({})
+        fixed, record = round_.close(), round_.round_log.record({})
         for limit in self._limits:
             limit.add(record)
         self.state.derived = self._load_fixed(fixed)

@@ -4,16 +4,16 @@ import time
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.parcel import new_run_id
+from ravan_flwr.runs.collapse_detection import merit
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord, Summary
-from ravan_flwr.runs.watch import merit
-from ravan_flwr.server.start import Start
-from ravan_flwr.server.target import Target
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.server.metric_target import MetricTarget
+from ravan_flwr.server.resume import ResumePoint
+from ravan_flwr.training.model_and_data import ModelAndData
 
 
 def summary_of(
-    bench: Workbench, config: Config, records: list[RoundRecord], num_clients: int
+    bench: ModelAndData, config: Config, records: list[RoundRecord], num_clients: int
 ) -> Summary:
     """Make what `summary.json` holds, but for the norms of the heads."""
     measured = [record["metrics"] for record in records if record["metrics"]]
@@ -50,14 +50,14 @@ def summary_of(
         summary["spread"] = spreads[-1]
     if config.until_metric:
         summary["until-metric"] = config.until_metric
-        if (reached := Target.of(config, metric, records).round) is not None:
+        if (reached := MetricTarget.of(config, metric, records).round) is not None:
             summary["reached"] = reached
     if bench.model.method.personal is not None:
         summary["began-anew"] = sum(len(record.get("began-anew", ())) for record in records)
     return summary
 
 
-def carry_over(directory: RunDirectory, start: Start, summary: Summary) -> None:
+def carry_over(directory: RunDirectory, start: ResumePoint, summary: Summary) -> None:
     """Keep the run's id, and who has the result where no round was added to it."""
     if start.done is None or not (directory.path / "summary.json").is_file():
         summary["run-id"] = new_run_id()

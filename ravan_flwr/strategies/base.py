@@ -31,8 +31,8 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
 from ravan_flwr.methods.tensors import flatten
 from ravan_flwr.server.aggregation import Aggregate
-from ravan_flwr.server.limit import ChangeLimit
 from ravan_flwr.server.replies import finite, telling
+from ravan_flwr.server.update_norm_check import UpdateNormCheck
 
 log = getLogger("flwr")  # beside the lines of FedAvg about the same replies
 
@@ -139,7 +139,7 @@ class MethodStrategy(FedAvg):
         method = own.method
         others = {name: tensor for name, tensor in tensors.items() if name not in own.names}
         state = own.state | ({CLASSIFIER: flatten([*others.values()])} if others else {})
-        sums = Aggregate(method, state, ChangeLimit(self.max_update_norm))
+        sums = Aggregate(method, state, UpdateNormCheck(self.max_update_norm))
         usual = _most_common(map(_layout, answered))
         accepted: list[RecordDict] = []
         for reply in answered:

@@ -5,8 +5,8 @@ import stat
 from datetime import datetime
 from pathlib import Path
 
+from ravan_flwr.config.key_values import as_key_values
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.config.words import words_of
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.studies.halving import Choice
 from ravan_flwr.studies.preset_text import FIELD, as_written, with_rate
@@ -30,7 +30,9 @@ def adopt(choice: Choice, *, write: bool = True) -> str:
 
 def _why_not(choice: Choice, path: Path) -> str:
     """Say why the preset is left alone; empty where it is not."""
-    given = [word for word in words_of(choice.tuning.given) if word.partition("=")[0] in _OTHER]
+    given = [
+        word for word in as_key_values(choice.tuning.given) if word.partition("=")[0] in _OTHER
+    ]
     if given:
         return f"the rate was chosen with {' '.join(given)}, which the preset does not have"
     if not path.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
@@ -61,7 +63,7 @@ def notes(choice: Choice) -> list[str]:
     seeds = " ".join(map(str, rung.seeds))
     clients = f"{tuning.num_clients} client{'s' * (tuning.num_clients != 1)}"
     shown = {k: v for k, v in tuning.given.items() if k not in ("preset", "method", "seed")}
-    given = f", with {' '.join(words_of(shown))}" if shown else ""
+    given = f", with {' '.join(as_key_values(shown))}" if shown else ""
     version = importlib.metadata.version("ravan-flwr")
     today = datetime.now().astimezone().date().isoformat()
     told = [

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ravan_flwr.studies.clock import Clock, Work
 from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.running import How, run_missing
+from ravan_flwr.studies.running import RunOptions, run_missing
 from ravan_flwr.studies.scores import Score, alike, following, ranked
-from ravan_flwr.studies.spec import words_of_run
+from ravan_flwr.studies.spec import run_key_values
 from ravan_flwr.studies.tuning import Rung, Tuning
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Choice:
         return self.rate in (min(self.tried), max(self.tried))
 
 
-def tune(tuning: Tuning, folder: Path, how: How) -> Choice:
+def tune(tuning: Tuning, folder: Path, how: RunOptions) -> Choice:
     """Run what is not done yet; RuntimeError where every rate of a rung failed."""
     choice, results = Choice(tuning, folder, sorted(tuning.rates)), Results(folder)
     clock = Clock(sum((rung.work for rung in tuning.rungs), start=Work()))
@@ -85,7 +85,12 @@ def _following(choice: Choice, measured: Measured) -> float | None:
 
 
 def _measure(
-    choice: Choice, rung: Rung, rates: Sequence[float], results: Results, how: How, clock: Clock
+    choice: Choice,
+    rung: Rung,
+    rates: Sequence[float],
+    results: Results,
+    how: RunOptions,
+    clock: Clock,
 ) -> dict[float, Score]:
     """Run these rates, and score those of which no run failed."""
     scores = {}
@@ -93,7 +98,7 @@ def _measure(
     planned = [run for one in runs.values() for run in one]
     failed = run_missing(str(replace(rung, rates=len(rates))), planned, results, how, clock)
     for run, reason in failed.items():
-        choice.failed[words_of_run(run)] = reason
+        choice.failed[run_key_values(run)] = reason
     for rate, one in runs.items():
         done = [result for run in one if (result := results.of(run)) is not None]
         if len(done) == len(one):

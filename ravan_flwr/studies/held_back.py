@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from ravan_flwr.studies.tuning import Tuning
-from ravan_flwr.training.workbench import Workbench, held_back
+from ravan_flwr.training.model_and_data import ModelAndData, held_back
 
 FEW = 100  # with fewer, a single answer is more than a percent
 
@@ -17,7 +17,7 @@ def check_held_back(tuning: Tuning) -> int:
     counts = []
     for seed in tuning.rungs[-1].seeds:
         seeded = replace(config, seed=seed)
-        sizes = [len(rows) for rows in Workbench(seeded).rows(tuning.num_clients)]
+        sizes = [len(rows) for rows in ModelAndData(seeded).rows(tuning.num_clients)]
         counts.append(sum(held_back(seeded, size) for size in sizes))
         least = min(sizes)
         if held_back(seeded, least) >= least:

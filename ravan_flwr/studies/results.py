@@ -20,7 +20,7 @@ from typing import Any
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
 from ravan_flwr.runs.record import RoundRecord, Summary
-from ravan_flwr.studies.spec import PlannedRun, words_of_run
+from ravan_flwr.studies.spec import PlannedRun, run_key_values
 
 NAME = "runs.jsonl"  # of the record, in the folder of a study
 _DIGITS = 6  # of the numbers of a curve, which are drawn
@@ -142,7 +142,7 @@ class Results:
 
     def _append(self, run: PlannedRun, content: Mapping[str, Any]) -> None:
         """Add a line, on disk when this returns."""
-        named = {"run": run.name, "clients": run.num_clients, "settings": words_of_run(run)}
+        named = {"run": run.name, "clients": run.num_clients, "settings": run_key_values(run)}
         line = {**named, "config": digest(run), **content}
         self.record.parent.mkdir(parents=True, exist_ok=True)
         with self.record.open("a", encoding="utf-8") as file:

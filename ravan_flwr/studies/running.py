@@ -18,7 +18,7 @@ from ravan_flwr.studies.intervals import LEAST
 from ravan_flwr.studies.page import Page
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.spec import PlannedRun, Study, words_of_run
+from ravan_flwr.studies.spec import PlannedRun, Study, run_key_values
 from ravan_flwr.studies.tables import write_tables
 from ravan_flwr.training.cores import CORES, usable_cores
 from ravan_flwr.training.gpus import in_turn, visible_gpus
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class How:
+class RunOptions:
     """The engine, how many runs are at work at a time, and what each may take of a GPU."""
 
     engine: str = "process"
@@ -75,10 +75,10 @@ def run_study(
         failed = _told_of(study, results)
     else:
         log.info("%s: %d at a time; folder %s", study.title, jobs, folder)
-        failed = _run(study, results, How(engine, jobs, clients_per_gpu))
+        failed = _run(study, results, RunOptions(engine, jobs, clients_per_gpu))
     for run, reason in failed.items():
-        log.warning("failed: %s: %s", words_of_run(run), reason)
-    write_tables(study, results, {words_of_run(run): reason for run, reason in failed.items()})
+        log.warning("failed: %s: %s", run_key_values(run), reason)
+    write_tables(study, results, {run_key_values(run): reason for run, reason in failed.items()})
     log.info("tables: %s", folder / "results.md")
     if place:
         place.write(results)
@@ -96,7 +96,7 @@ def _warn_of_few_seeds(study: Study) -> None:
         )
 
 
-def _run(study: Study, results: Results, how: How) -> dict[PlannedRun, str]:
+def _run(study: Study, results: Results, how: RunOptions) -> dict[PlannedRun, str]:
     """Choose learning rates and run the table, one table after the other; return what failed."""
     parts = [Study(study.title, [table]) for table in study.tables]
     work = work_ahead(parts, results)
@@ -111,7 +111,9 @@ def _run(study: Study, results: Results, how: How) -> dict[PlannedRun, str]:
     return failed
 
 
-def _run_candidates(part: Study, results: Results, how: How, clock: Clock) -> dict[PlannedRun, str]:
+def _run_candidates(
+    part: Study, results: Results, how: RunOptions, clock: Clock
+) -> dict[PlannedRun, str]:
     """Measure the rates of the grid, then those beyond its edges, until no row wants another."""
     failed: dict[PlannedRun, str] = {}
     attempted: set[PlannedRun] = set()
@@ -132,7 +134,7 @@ def _told_of(study: Study, results: Results) -> dict[PlannedRun, str]:
 
 
 def run_missing(
-    what: str, runs: Sequence[PlannedRun], results: Results, how: How, clock: Clock
+    what: str, runs: Sequence[PlannedRun], results: Results, how: RunOptions, clock: Clock
 ) -> dict[PlannedRun, str]:
     """Run those that are not done; return those that failed, with the reason."""
     todo = [run for run in runs if results.of(run) is None]
@@ -161,7 +163,7 @@ def run_missing(
             work, result = Work(1, run.num_rounds), results.of(run)
             now -= work
             left = clock.left(work, result.seconds if result else 0.0, now, how.jobs)
-            log.info("%d/%d  left %s  %s: %s", number, len(todo), left, words_of_run(run), last)
+            log.info("%d/%d  left %s  %s: %s", number, len(todo), left, run_key_values(run), last)
             if not well:
                 failed[run] = last
             if result is None:

@@ -45,10 +45,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ravan_flwr.config.key_values import as_key_values
 from ravan_flwr.config.keys import NOT_OF_RESULT
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.config.words import words_of
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.rates import RATE
@@ -89,7 +89,7 @@ class PlannedRun:
         settings: dict[str, Scalar] = {"report": False, "tracking": "none"}
         settings |= dict(self.settings) | dict(self.here)
         settings |= {"num-clients": self.num_clients, "output-dir": str(self.folder(folder))}
-        return [sys.executable, "-m", "ravan_flwr", ENGINES[engine], *words_of(settings)]
+        return [sys.executable, "-m", "ravan_flwr", ENGINES[engine], *as_key_values(settings)]
 
     def folder(self, study: Path) -> Path:
         """Return the folder in which the run's own directory is made."""
@@ -203,6 +203,6 @@ class Study:
         return len(set(names)) < len(names)
 
 
-def words_of_run(run: PlannedRun) -> str:
+def run_key_values(run: PlannedRun) -> str:
     """Write a run's settings as a person types them."""
-    return " ".join(words_of(dict(run.settings)))
+    return " ".join(as_key_values(dict(run.settings)))

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from ravan_flwr.config.key_values import as_key_values
 from ravan_flwr.config.keys import check_key
 from ravan_flwr.config.presets import own_preset, preset_file
 from ravan_flwr.config.run_config import Config, read_config
-from ravan_flwr.config.words import words_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.clock import Work
 from ravan_flwr.studies.rates import EXTENSIONS, grid_around
@@ -132,7 +132,7 @@ def plan_tuning(
 def _check_given(given: Mapping[str, Scalar]) -> None:
     for key in OWN:
         if key in given:
-            (word,) = words_of({key: given[key]})
+            (word,) = as_key_values({key: given[key]})
             instead = {
                 "learning-rate": "leave it out, or name those to try with --rates",
                 "output-dir": "leave it out, or name a folder with --output",

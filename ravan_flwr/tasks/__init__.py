@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Kind:
+class TaskInfo:
     """Name a task's module, and the columns of a data set that it reads, by what they are for."""
 
     module: str
@@ -23,20 +23,24 @@ class Kind:
     max_length: int = 256  # tokens that are read of a text
     prompt: str = ""
     target_length: int = 0  # tokens of an answer
-    goes_on: bool = False  # with a text, as a language model does: its columns are free
+    is_causal_lm: bool = False  # with a text, as a language model does: its columns are free
 
 
 TASKS = {
-    "vision": Kind("ravan_flwr.tasks.vision", ("image", "label"), max_length=0),
-    "text": Kind("ravan_flwr.tasks.text", ("text", "label"), ("text-pair",)),
-    "text-to-label": Kind(
+    "vision": TaskInfo("ravan_flwr.tasks.vision", ("image", "label"), max_length=0),
+    "text": TaskInfo("ravan_flwr.tasks.text", ("text", "label"), ("text-pair",)),
+    "text-to-label": TaskInfo(
         "ravan_flwr.tasks.text_to_label", ("text", "label"), prompt="{text}", target_length=32
     ),
     # In place of messages `prompt` and `completion`, or any columns (config/prompt_fields.py).
-    "causal": Kind(
-        "ravan_flwr.tasks.causal", ("messages",), max_length=512, target_length=128, goes_on=True
+    "causal": TaskInfo(
+        "ravan_flwr.tasks.causal",
+        ("messages",),
+        max_length=512,
+        target_length=128,
+        is_causal_lm=True,
     ),
-    "question-answering": Kind(
+    "question-answering": TaskInfo(
         "ravan_flwr.tasks.question_answering",
         ("question", "context", "answers"),
         prompt="question: {question} context: {context}",

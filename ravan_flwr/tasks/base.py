@@ -81,7 +81,7 @@ class Task(ABC):
     unit: ClassVar[str] = "examples"  # what metrics are means over: examples or tokens
     right: ClassVar[str] = "label"  # the role of the column that has the right answers
     # What `predict` says of an example, by name: texts, but for a `probability`.
-    says: ClassVar[tuple[str, ...]]
+    prediction_columns: ClassVar[tuple[str, ...]]
     classifies: ClassVar[bool] = True  # one label of several is right, and a tally counts them
     # Which class of transformers serves an architecture: a table of its `modeling_auto`, and the
     # Auto class that looks into it.

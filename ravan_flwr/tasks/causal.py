@@ -33,14 +33,18 @@ from ravan_flwr.tasks.base import (
     encoded_as_it_is,
     mapped,
 )
+from ravan_flwr.tasks.decoding import new_tokens
 from ravan_flwr.tasks.forms import Form, form_of
-from ravan_flwr.tasks.left_out import tell_of_cut, tell_of_left_out, tell_of_unlearned
 from ravan_flwr.tasks.packing import packed
+from ravan_flwr.tasks.skipped_examples import (
+    report_answers_without_tokens,
+    report_cut_examples,
+    report_skipped_examples,
+)
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.text import check_positions, describe, fixed_length, load_tokenizer
 from ravan_flwr.tasks.token_loss import block_bytes, check_logits, summed_loss
 from ravan_flwr.tasks.tokens import fitted, question_tokens, tokens_of
-from ravan_flwr.tasks.writing import new_tokens
 
 EVALUATION_TOKENS = 16_384  # of an evaluation at a time
 MOST_LOSS = 100.0  # by token; what is beyond it would be no finite perplexity
@@ -52,7 +56,7 @@ class Causal(Task):
     metric = "perplexity"
     unit = "tokens"
     right = "completion"
-    says: ClassVar[tuple[str, ...]] = ("text",)
+    prediction_columns: ClassVar[tuple[str, ...]] = ("text",)
     classifies = False
     classes = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
     auto_class = "AutoModelForCausalLM"
@@ -131,9 +135,9 @@ class Causal(Task):
         }
         made = mapped(examples, self._encode_batch, features, settings, keep)
         problems = made["problem"][:]
-        tell_of_left_out(problems)
-        tell_of_cut(sum(made["cut"][:]), len(made), self.max_length)
-        tell_of_unlearned(sum(made["unlearned"][:]))
+        report_skipped_examples(problems)
+        report_cut_examples(sum(made["cut"][:]), len(made), self.max_length)
+        report_answers_without_tokens(sum(made["unlearned"][:]))
         usable = [row for row, problem in enumerate(problems) if not problem]
         return made.select(usable).remove_columns(["cut", "unlearned", "problem"])
 

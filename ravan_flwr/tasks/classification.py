@@ -15,7 +15,7 @@ class Classification(Task):
     """Predict one label of several, in the batch's `labels`."""
 
     metric = "accuracy"
-    says = ("label", "probability")
+    prediction_columns = ("label", "probability")
 
     @abstractmethod
     def logits(self, network: nn.Module, batch: Batch) -> Tensor:

@@ -48,7 +48,7 @@ class TextToText(Task):
     classes = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
     auto_class = "AutoModelForSeq2SeqLM"
     pipeline = ""
-    says: ClassVar[tuple[str, ...]] = ("text",)
+    prediction_columns: ClassVar[tuple[str, ...]] = ("text",)
     classifies = False
 
     @abstractmethod

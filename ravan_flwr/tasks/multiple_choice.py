@@ -21,9 +21,9 @@ from torch.nn import functional as F
 
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.specs import QuestionSpec
-from ravan_flwr.tasks.asked import QuestionText, asked
 from ravan_flwr.tasks.conversation import Written
-from ravan_flwr.tasks.left_out import tell_of_cut, tell_of_left_out
+from ravan_flwr.tasks.question_text import QuestionText, asked
+from ravan_flwr.tasks.skipped_examples import report_cut_examples, report_skipped_examples
 from ravan_flwr.tasks.token_loss import block_rows, hidden_states, logits_of
 from ravan_flwr.tasks.tokens import tokens_of
 
@@ -98,8 +98,8 @@ def questions_of(
         problems.append("")
         cut += len(question.prompt) < len(whole.prompt)
         good.append(question)
-    tell_of_left_out(problems, "questions", "asked", "choices and the right answer")
-    tell_of_cut(cut, len(problems), most, "questions")
+    report_skipped_examples(problems, "questions", "asked", "choices and the right answer")
+    report_cut_examples(cut, len(problems), most, "questions")
     return Questions(good, spec.score)
 
 

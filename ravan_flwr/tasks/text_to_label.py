@@ -19,7 +19,7 @@ class TextToLabel(TextToText):
     """Read the columns `text` and `label`."""
 
     metric = "accuracy"
-    says = ("label", "text")
+    prediction_columns = ("label", "text")
     classifies = True
 
     def check(self) -> None:

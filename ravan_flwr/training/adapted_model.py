@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, find_layers
-from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, apart
+from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifier
 from ravan_flwr.methods.calibration import Calibration
 from ravan_flwr.methods.tensors import check_names, check_tensor, checksum
 from ravan_flwr.training.device import give_back_memory
@@ -156,7 +156,7 @@ class AdaptedModel:
                 give_back_memory(self.device)
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.method.load(self.adapters, apart(tensors)[0])
+        self.method.load(self.adapters, split_classifier(tensors)[0])
         if self._classifier_travels:
             shape = self._drawn_classifier.shape
             self._set_classifier(check_tensor(tensors, CLASSIFIER, shape, torch.float32))
@@ -169,7 +169,7 @@ class AdaptedModel:
         """Put a client's own part into the model, on top of a broadcast."""
         self.check_own(own)
         if self.method.personal is not None:
-            self.method.personal.put(self.adapters, apart(own)[0])
+            self.method.personal.put(self.adapters, split_classifier(own)[0])
         if CLASSIFIER in own:
             self._set_classifier(own[CLASSIFIER])
 

@@ -31,12 +31,12 @@ from ravan_flwr.secure.sizes import Bytes, masked_bytes, most_around
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Task
 from ravan_flwr.training.attention import attention_of
-from ravan_flwr.training.kept_in import backbone_dtype, likely_device
+from ravan_flwr.training.backbone_dtype import backbone_dtype, likely_device
 from ravan_flwr.training.local_steps import PRECISIONS
 from ravan_flwr.training.masked import parts_of, rows_wanted
+from ravan_flwr.training.model_and_data import make_method, make_task, settle
 from ravan_flwr.training.network import build_skeleton, prepare_network, pretrained_parameters
 from ravan_flwr.training.noised import noised_parts
-from ravan_flwr.training.workbench import make_method, make_task, settle
 
 ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 each
 
@@ -126,7 +126,7 @@ class Skeleton:
 
     def largest_round(self) -> Method:
         """Give the method as it is in the round in which a client sends most."""
-        rounds = [self.method.in_round(1 + turn) for turn in range(self.method.turns)]
+        rounds = [self.method.in_round(1 + turn) for turn in range(self.method.period)]
         return max(rounds, key=lambda method: method.upload_bytes(1.0))
 
     @property

@@ -13,13 +13,13 @@ from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods.base import Method
 from ravan_flwr.methods.budgets import SHARES, affordable
 from ravan_flwr.specs import Scalar
+from ravan_flwr.training.backbone_dtype import likely_device
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, step_memory
 from ravan_flwr.training.gpus import unused_gpus
-from ravan_flwr.training.kept_in import likely_device
+from ravan_flwr.training.model_and_data import make_task, settle
 from ravan_flwr.training.plan_privacy import privacy_told
 from ravan_flwr.training.threads import suitable_threads
-from ravan_flwr.training.workbench import make_task, settle
 from ravan_flwr.training.workers import most_workers
 
 

@@ -17,8 +17,8 @@ from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise, reached
 from ravan_flwr.secure.noised import NoiseShares
 from ravan_flwr.secure.schedule import threshold_of
 from ravan_flwr.training.cost import Skeleton
+from ravan_flwr.training.model_and_data import get_model_and_data
 from ravan_flwr.training.private_steps import sampling_rate
-from ravan_flwr.training.workbench import get_workbench
 
 
 def privacy_told(config: Config, built: Skeleton, there: int) -> list[str]:
@@ -92,7 +92,7 @@ def _of_examples(config: Config, built: Skeleton, there: int) -> list[str]:
     method.load(adapters, method.broadcast(method.initial_state(adapters), 1.0))  # what is trained
     trained = [*method.parameters(adapters), *built.classifier]
     check_trained(built.network, trained)
-    fewest = min(filter(None, get_workbench(config).dealt_out(there)))
+    fewest = min(filter(None, get_model_and_data(config).partition_sizes(there)))
     rate, rounds = sampling_rate(config.batch_size, fewest), config.num_rounds
     steps = config.local_steps or 0
     z = config.noise_multiplier or multiplier_for(

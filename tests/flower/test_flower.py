@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
+from ravan_flwr.config.key_values import read_settings
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.config.words import read_settings
 from ravan_flwr.launch.sharing import Sharing
 from ravan_flwr.launch.submit import as_toml, in_toml
 from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.messages.fingerprint import BESIDE_THE_APPS
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.model_and_data import ModelAndData
 from testing.checkout import copy_checkout
 from testing.deployment import PATIENCE, copy_app
 from tests import ROOT
@@ -149,7 +149,7 @@ def test_flwr_run_does_what_simulate_does(superlink, app, tmp_path):
 def test_a_language_model_learns_docstrings_under_flower(superlink, app, tmp_path):
     settings = preset(tmp_path, **{"evaluate-samples": 2, "report": True})
     shutil.copy(tmp_path / "p.yaml", app / "conf" / "docstrings.yaml")
-    start = Workbench(read_config(own_preset(settings)))
+    start = ModelAndData(read_config(own_preset(settings)))
     with start.model.holding(start.model.initial_state()):
         before = start.evaluate()
     words = in_toml(settings | {"preset": "docstrings", "output-dir": str(tmp_path / "flower")})

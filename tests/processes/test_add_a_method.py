@@ -25,7 +25,7 @@ def test_the_example_is_a_file_and_a_row(python, tmp_path):
     listing = tmp_path / "ravan_flwr/methods/__init__.py"
     listing.write_text(listing.read_text().replace("METHODS = {\n", "METHODS = {\n" + row))
 
-    laws = run("pytest", "tests/laws/test_methods.py", "-k", "lora-xs")
+    laws = run("pytest", "tests/properties/test_methods.py", "-k", "lora-xs")
     assert int(re.findall(r"(\d+) passed", laws.stdout)[0]) > 20
 
     settings = ["method=lora-xs", "learning-rate=1e-2", "classifier=frozen", "num-clients=3"]

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from ravan_flwr import simulate
-from ravan_flwr.config.words import words_of
+from ravan_flwr.config.key_values import as_key_values
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
 
@@ -19,11 +19,11 @@ CLIENTS = 4
 
 # Moments of a round: a function of the server, and how often it is called before the end comes.
 MOMENTS = {
-    "while the roster fills": ("ravan_flwr.messages.member.Member.as_config", 2),
-    "before the first checkpoint": ("ravan_flwr.server.keeper.save_checkpoint", 1),
+    "while the roster fills": ("ravan_flwr.messages.registered_client.Member.as_config", 2),
+    "before the first checkpoint": ("ravan_flwr.server.run_recorder.save_checkpoint", 1),
     "while clients train": ("ravan_flwr.client.answers.train_locally", 5),
     "before the record": ("ravan_flwr.runs.directory.RunDirectory.append_round", 3),
-    "between record and checkpoint": ("ravan_flwr.server.keeper.save_checkpoint", 3),
+    "between record and checkpoint": ("ravan_flwr.server.run_recorder.save_checkpoint", 3),
     "in the middle of a checkpoint": ("ravan_flwr.runs.checkpoint.safetensors.torch.save", 3),
     "in the middle of a file": ("ravan_flwr.runs.directory.os.fsync", 7),
     "while old checkpoints are dropped": ("ravan_flwr.runs.checkpoint._drop", 1),
@@ -33,7 +33,7 @@ MOMENTS = {
 KILLER = """
 import importlib, json, os, signal, sys
 from ravan_flwr import simulate
-from ravan_flwr.config.words import words_of
+from ravan_flwr.config.key_values import words_of
 import ravan_flwr.server_app, ravan_flwr.client.answers
 
 where, number, settings, clients = json.loads(sys.argv[1])
@@ -133,7 +133,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(python, whole,
     settings = SETTINGS | {"output-dir": str(tmp_path)}
     run_dir = simulate(settings | {"num-rounds": 2}, CLIENTS).run_dir
     size = (run_dir / "checkpoints" / "round-000002.safetensors").stat().st_size
-    words = words_of(settings)
+    words = as_key_values(settings)
     words += [f"resume={run_dir}", f"num-clients={CLIENTS}"]
     ended = python.run(["-c", LIMITED, str(size - 1), *words])
     assert ended.returncode == 1
@@ -187,7 +187,7 @@ def test_a_run_of_an_older_version_is_gone_on_with_where_its_settings_are_the_sa
 
 def test_two_runs_at_once_do_not_meet(python, whole, tmp_path):
     """Two processes, one folder, in the same second."""
-    words = words_of(SETTINGS)
+    words = as_key_values(SETTINGS)
     words += [f"output-dir={tmp_path / 'runs'}", f"num-clients={CLIENTS}"]
     command = ["-m", "ravan_flwr", "simulate", *words]
     logs = [tmp_path / name for name in ("one", "other")]

@@ -16,8 +16,8 @@ from ravan_flwr.data.hub_errors import NotHereError, telling
 from ravan_flwr.data.model_folder import model_folder, weight_files
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.text import load_tokenizer
+from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import build_network
-from ravan_flwr.training.workbench import Workbench
 from testing.tiny import save_data, save_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -216,7 +216,7 @@ def test_fetching(given, told, run, hub, tmp_path):
 
 def test_data_that_nobody_has_is_told():
     with pytest.raises(ValueError, match="data org/nothing.*run `ravan-flwr fetch PRESET`"):
-        _ = Workbench(read_config({"preset": "mrqa-t5", "data": "org/nothing"})).splits
+        _ = ModelAndData(read_config({"preset": "mrqa-t5", "data": "org/nothing"})).splits
 
 
 def test_weights_in_parts_are_all_there(tmp_path):
@@ -251,7 +251,7 @@ def test_a_damaged_file_of_a_model_is_told(name, content, tmp_path):
     else:
         path.write_text(content, encoding="latin-1")
     given = {"preset": "glue-llama", "glue-task": "rte", "model": str(folder), "data": str(data)}
-    bench = Workbench(read_config(given | {"max-length": 16, "lora-rank": 2}))
+    bench = ModelAndData(read_config(given | {"max-length": 16, "lora-rank": 2}))
     with pytest.raises(ValueError, match=f"model {folder}: its .* cannot be used .*choose another"):
         _ = (bench.model, load_tokenizer(folder))
 

@@ -12,7 +12,7 @@ import pytest
 CODE = """
 import json, os, torch
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.model_and_data import Workbench
 
 def threads():
     model = Workbench(read_config({})).model

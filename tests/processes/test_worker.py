@@ -20,7 +20,7 @@ from ravan_flwr.client import worker
 from ravan_flwr.client.on_device import folder_of_sockets, is_on_a_device, private_folder
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import FIXED, from_record, to_record
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.model_and_data import ModelAndData
 from testing.deployment import wait_for
 from tests import ROOT
 from tests.fork_server import fork_of
@@ -117,7 +117,7 @@ def context(run_config=RUN_CONFIG, **changes):
 
 
 def training(run_config=RUN_CONFIG):
-    state = Workbench(read_config(run_config)).model.initial_state()
+    state = ModelAndData(read_config(run_config)).model.initial_state()
     config = ConfigRecord({"round": 1, "share": 0.5})
     return RecordDict({"arrays": to_record(state), "config": config})
 

@@ -16,10 +16,10 @@ from ravan_flwr.privacy.example_gradients import check_apart
 from ravan_flwr.results.spectrum import Spectra
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.aggregation import Aggregate, outgoing
-from ravan_flwr.server.limit import ChangeLimit
+from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from ravan_flwr.tasks.multiple_choice import Question, Questions
 from ravan_flwr.training.local_steps import LocalSteps, calibrate_locally, train_locally
-from ravan_flwr.training.workbench import Workbench, get_workbench
+from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
 from testing.tiny import DECODER, save_data, save_model
 from tests.pretend import PretendTensor, register
 
@@ -28,20 +28,20 @@ from tests.pretend import PretendTensor, register
 def accelerator(monkeypatch):
     """The device that `auto` finds."""
     device = register()
-    monkeypatch.setattr("ravan_flwr.training.workbench.pick_device", lambda _: device)
+    monkeypatch.setattr("ravan_flwr.training.model_and_data.pick_device", lambda _: device)
     monkeypatch.setattr("ravan_flwr.adapters.stored.autocasts", lambda _: False)  # it casts nothing
     # A module's parameters stay the objects that they are, as they do on the way to a GPU.
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
-    get_workbench.cache_clear()
+    get_model_and_data.cache_clear()
     yield device
-    get_workbench.cache_clear()
+    get_model_and_data.cache_clear()
     torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def a_round(settings, share, steps):
     """Two clients' calibration, if there is one, and two rounds of theirs; what came of them."""
-    bench = Workbench(read_config({"seed": 5, "lora-rank": 4} | settings))
+    bench = ModelAndData(read_config({"seed": 5, "lora-rank": 4} | settings))
     model, task, clients = bench.model, bench.task, [bench.partition(i, 4).train for i in (0, 1)]
     state = first = model.initial_state()
     if model.method.calibration is not None:
@@ -56,7 +56,7 @@ def a_round(settings, share, steps):
     own: dict[int, Any] = {}  # what stays with each client
     for number in (1, 2):  # in the second, the state is one of the middle of a run
         method = model.method.in_round(number)
-        pot = Aggregate(method, state, ChangeLimit(1e9))
+        pot = Aggregate(method, state, UpdateNormCheck(1e9))
         for client, examples in enumerate(clients):
             sent = outgoing(method, state, share)
             done = train_locally(
@@ -81,7 +81,7 @@ def compare(settings, share, steps):
     device, moved, measured = a_round(settings, share, steps)
     assert device.type == "pretend"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ravan_flwr.training.workbench.pick_device", torch.device)
+        patch.setattr("ravan_flwr.training.model_and_data.pick_device", torch.device)
         device, expected, measured_there = a_round(settings | {"device": "cpu"}, share, steps)
         assert device.type == "cpu"
     # Adam makes a step of any gradient, so that where it is nearly zero its rounding shows.
@@ -121,7 +121,7 @@ def test_bases_from_data_on_an_accelerator(accelerator):
 
 def float16_client(settings, scale, precision="float16"):
     """A client's stepper with the loss scale at which float16 begins; nothing is cast here."""
-    bench = Workbench(read_config({"seed": 5, "lora-rank": 4, "heads": 2} | settings))
+    bench = ModelAndData(read_config({"seed": 5, "lora-rank": 4, "heads": 2} | settings))
     model = bench.model
     vars(model)["scaler"] = torch.amp.GradScaler(model.device.type, init_scale=scale)
     steps = LocalSteps(3, 8, 0.01, precision)

@@ -24,9 +24,9 @@ from ravan_flwr.privacy.example_gradients import ExampleGradients, check_trained
 from ravan_flwr.results.export import merged_network
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.local_steps import evaluate
+from ravan_flwr.training.model_and_data import ModelAndData, make_task
 from ravan_flwr.training.network import build_network
 from ravan_flwr.training.private_steps import check_examples_apart
-from ravan_flwr.training.workbench import Workbench, make_task
 from testing.tiny import MODELS, OF_IMAGES, save_data, save_model
 
 # How many matrices each small model's query and value projections are.
@@ -111,7 +111,7 @@ def test_gradients_by_example_are_those_of_one_after_the_other(kind, settings):
     """Also where windows, a decoder or several linear layers of a classifier are in between."""
     given = settings(kind) | {"privacy": "example", "epsilon": 8.0, "method": "fedit"}
     trained = {} if kind == "t5" else {"classifier": "trained"}
-    bench = Workbench(read_config(given | trained))
+    bench = ModelAndData(read_config(given | trained))
     (examples, *_) = bench.test_sets.values()
     with bench.model.holding(bench.model.initial_state()):
         network, parameters = bench.model.network.eval(), bench.model.parameters()
@@ -142,7 +142,7 @@ def test_gradients_by_example_are_those_of_one_after_the_other(kind, settings):
 def test_made_up_examples_show_whether_a_model_mixes_examples(kind, method, settings):
     """Before training, near the state at rest, whose zeros would hide gradients."""
     given = settings(kind) | {"privacy": "example", "epsilon": 8.0, "method": method}
-    bench = Workbench(read_config(given | ({} if kind == "t5" else {"classifier": "trained"})))
+    bench = ModelAndData(read_config(given | ({} if kind == "t5" else {"classifier": "trained"})))
     check_mixing_is_found(bench)
 
 
@@ -172,13 +172,13 @@ def test_a_merged_model_is_one_to_go_on_from(settings, tmp_path):
     main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged")])
     with result_of(run.run_dir) as bench:
         expected = loss_of(bench.model.network, bench)
-    again = Workbench(read_config(given | {"model": str(tmp_path / "merged"), "seed": 5}))
+    again = ModelAndData(read_config(given | {"model": str(tmp_path / "merged"), "seed": 5}))
     torch.testing.assert_close(loss_of(again.model.network, again), expected, rtol=1e-5, atol=1e-5)
     # For other labels it is drawn anew, of another size or not.
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     config["id2label"]["0"] = "other"
     (tmp_path / "merged" / "config.json").write_text(json.dumps(config))
-    other = Workbench(read_config(given | {"model": str(tmp_path / "merged"), "seed": 5}))
+    other = ModelAndData(read_config(given | {"model": str(tmp_path / "merged"), "seed": 5}))
     assert loss_of(other.model.network, other) != pytest.approx(float(expected), abs=1e-4)
 
 
@@ -232,17 +232,17 @@ def test_dropout_is_a_function_of_seed_round_and_client(settings, tmp_path):
 
 def test_targets_of_ones_own(settings):
     config = read_config(settings("llama") | {"targets": "self_attn.o_proj, mlp.up_proj"})
-    names = [layer.name for layer in Workbench(config).model.layers]
+    names = [layer.name for layer in ModelAndData(config).model.layers]
     ends = "self_attn.o_proj", "mlp.up_proj"
     assert names == [f"model.layers.{i}.{end}" for i in (0, 1) for end in ends]
     with pytest.raises(ValueError, match=r"no layer to adapt: got targets \['nothing'\].*o_proj"):
-        _ = Workbench(read_config(settings("llama") | {"targets": "nothing"})).model
+        _ = ModelAndData(read_config(settings("llama") | {"targets": "nothing"})).model
 
 
 def test_an_architecture_that_is_not_in_the_table_lists_its_layers(settings, tmp_path, monkeypatch):
     monkeypatch.delitem(TARGETS, "bert")
     with pytest.raises(ValueError, match=r"architecture 'bert'.*targets=.*self\.query"):
-        _ = Workbench(read_config(settings("bert"))).model
+        _ = ModelAndData(read_config(settings("bert"))).model
 
 
 def changed(settings, tmp_path, kind="vit", **files):
@@ -257,23 +257,23 @@ def changed(settings, tmp_path, kind="vit", **files):
 
 def test_models_that_do_not_fit(settings, tmp_path):
     with pytest.raises(ValueError, match=r"has no config.json, expected config.json and weights"):
-        _ = Workbench(changed(settings, tmp_path / "a", config__json=None)).model
+        _ = ModelAndData(changed(settings, tmp_path / "a", config__json=None)).model
     with pytest.raises(ValueError, match=r"has no model.safetensors, expected config.json and"):
-        _ = Workbench(changed(settings, tmp_path / "b", model__safetensors=None)).model
+        _ = ModelAndData(changed(settings, tmp_path / "b", model__safetensors=None)).model
     config = read_config(settings("vit") | {"model": settings("t5")["model"]})
     with pytest.raises(ValueError, match=r"architecture 't5': transformers has none .* for image"):
-        _ = Workbench(config).model
+        _ = ModelAndData(config).model
     content = json.loads(Path(f"{settings('vit')['model']}/config.json").read_text())
     content["num_hidden_layers"] = 3
     with pytest.raises(ValueError, match=r"its weights lack vit.layers.2.* which only pretraining"):
-        _ = Workbench(changed(settings, tmp_path / "c", config__json=json.dumps(content))).model
+        _ = ModelAndData(changed(settings, tmp_path / "c", config__json=json.dumps(content))).model
     with pytest.raises(ValueError, match="classifier = 'trained': the model has none"):
-        _ = Workbench(read_config(settings("t5") | {"classifier": "trained"})).model
+        _ = ModelAndData(read_config(settings("t5") | {"classifier": "trained"})).model
 
 
 def test_a_model_without_a_tokenizer(settings, tmp_path):
     with pytest.raises(ValueError, match="it has no tokenizer, expected tokenizer.json"):
-        _ = Workbench(
+        _ = ModelAndData(
             changed(settings, tmp_path, "bert", tokenizer__json=None, tokenizer_config__json=None)
         ).model
 
@@ -290,7 +290,7 @@ def test_a_presets_shape_is_that_of_its_model(settings):
 def test_padding_does_not_matter(settings):
     """A batch's loss is the mean of its texts', each by itself."""
     for kind in ("bert", "llama", "t5"):
-        bench = Workbench(read_config(settings(kind) | {"max-length": 48}))
+        bench = ModelAndData(read_config(settings(kind) | {"max-length": 48}))
         (first, *_) = bench.test_sets.values()
         network = bench.model.network.eval()
         with torch.inference_mode():
@@ -306,7 +306,7 @@ def test_padding_does_not_matter(settings):
 
 @pytest.mark.parametrize("kind", ["bert", "llama", "t5"])
 def test_an_evaluation_by_length_measures_what_one_in_order_does(kind, settings, monkeypatch):
-    bench = Workbench(read_config(settings(kind) | {"max-length": 48}))
+    bench = ModelAndData(read_config(settings(kind) | {"max-length": 48}))
     (test, *_) = bench.test_sets.values()
     masks = test.take(np.arange(len(test)))["attention_mask"]
     counts = np.asarray(bench.task.lengths(test))
@@ -325,7 +325,7 @@ def test_lengths_of_texts_that_stay_in_their_file_are_the_same(settings, monkeyp
     for most in (2**28, 0):
         monkeypatch.setattr("ravan_flwr.tasks.base.IN_MEMORY", most)
         monkeypatch.setattr("ravan_flwr.tasks.text._AT_A_TIME", 7)
-        bench = Workbench(read_config(settings("bert") | {"max-length": 48}))
+        bench = ModelAndData(read_config(settings("bert") | {"max-length": 48}))
         train = bench.partition(1, 3).train
         assert isinstance(train.whole, dict) == (most > 0)
         found.append(np.asarray(bench.task.lengths(train)).tolist())
@@ -344,7 +344,7 @@ def test_training_by_length_is_a_function_of_the_seed(settings, tmp_path):
 
 
 def test_images_are_those_of_the_models_own_processor(settings):
-    bench = Workbench(read_config(settings("vit")))
+    bench = ModelAndData(read_config(settings("vit")))
     reader, test = bench.task.reader, bench.splits["test"]
     opened = test.cast_column("image", datasets.Image())["image"][:8]  # by `datasets` itself
     images = [image.convert("RGB") for image in opened]
@@ -362,9 +362,9 @@ def test_images_are_those_of_the_models_own_processor(settings):
 @pytest.mark.parametrize("kind", ["vit", "bert", "t5", "llama"])
 def test_examples_read_from_their_file_are_the_same(kind, settings, monkeypatch):
     config = read_config(settings(kind))
-    in_memory = batch_of(Workbench(config))
+    in_memory = batch_of(ModelAndData(config))
     monkeypatch.setattr("ravan_flwr.tasks.base.IN_MEMORY", 0)
-    from_file = batch_of(Workbench(config))
+    from_file = batch_of(ModelAndData(config))
     assert in_memory.keys() == from_file.keys()
     for name, tensor in in_memory.items():
         assert torch.equal(tensor, from_file[name])

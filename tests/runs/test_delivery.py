@@ -16,9 +16,9 @@ from ravan_flwr import simulate
 from ravan_flwr.client import answers, delivered
 from ravan_flwr.launch import in_process
 from ravan_flwr.methods import METHODS
-from ravan_flwr.results import keeping
+from ravan_flwr.results import device_result
 from ravan_flwr.results.export import export_run
-from ravan_flwr.results.reopen import result_of
+from ravan_flwr.results.load_run import result_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.network import build_network
 from testing.tiny import save_data, save_model
@@ -275,7 +275,7 @@ def test_what_somebody_else_made_is_never_touched(what, ended, devices, tmp_path
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "precious").write_text("data")
-    (elsewhere / keeping.MARK).write_text(json.dumps({"run-id": "f" * 16}))
+    (elsewhere / device_result.MARK).write_text(json.dumps({"run-id": "f" * 16}))
     if what == "file":
         there.write_text("precious")
     elif what == "link":
@@ -284,9 +284,9 @@ def test_what_somebody_else_made_is_never_touched(what, ended, devices, tmp_path
         there.mkdir()
         (there / "precious").write_text("data")
     if what == "another run":
-        (there / keeping.MARK).write_text(json.dumps({"run-id": "f" * 16}))
+        (there / device_result.MARK).write_text(json.dumps({"run-id": "f" * 16}))
     if what == "damaged mark":
-        (there / keeping.MARK).write_text("[" * 100_000)
+        (there / device_result.MARK).write_text("[" * 100_000)
     before = files_of(tmp_path / "device 0"), files_of(elsewhere)
     again = devices.run(num_rounds=1, resume=str(run.run_dir))
     assert again.summary["delivered"] == []
@@ -318,7 +318,7 @@ def test_files_that_somebody_put_beside_are_never_lost(devices):
 def test_a_mark_that_lists_nothing_proves_nothing(files, devices):
     devices.add(0)
     run = devices.run()
-    mark = devices.result(0, run) / keeping.MARK
+    mark = devices.result(0, run) / device_result.MARK
     mark.write_text(json.dumps(json.loads(mark.read_text()) | {"files": files}))
     again = devices.run(resume=str(run.run_dir))
     assert again.summary["delivered"] == []
@@ -388,7 +388,7 @@ def test_a_place_that_cannot_be_used_is_told(fault, told, devices, monkeypatch):
         def refuse(*_):
             raise error_or_memory
 
-        monkeypatch.setattr(keeping, "_write", refuse)
+        monkeypatch.setattr(device_result, "_write", refuse)
     run = devices.run(num_rounds=1)
     assert run.summary["delivered"] == []
     assert run.summary["not-delivered"][0]["reason"].startswith(told)
@@ -405,8 +405,8 @@ def test_a_process_that_ends_on_the_way_leaves_what_was_there(moment, devices, m
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(keeping, moment, killed)
-        patch.setattr(keeping, "_remove", lambda _: None)  # nobody cleans up after a kill
+        patch.setattr(device_result, moment, killed)
+        patch.setattr(device_result, "_remove", lambda _: None)  # nobody cleans up after a kill
         with pytest.raises(KeyboardInterrupt):
             devices.run(num_rounds=3, resume=str(run.run_dir))
     assert files_of(devices.result(0, run)) == former
@@ -422,7 +422,7 @@ def test_a_name_that_cannot_be_taken_gives_back_what_had_it(devices, monkeypatch
     target.mkdir()
     (target / "file").write_text("x")
     with pytest.raises(FileNotFoundError):
-        keeping._put(beside, target, tmp_path / "former")
+        device_result._put(beside, target, tmp_path / "former")
     assert (target / "file").read_text() == "x"
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

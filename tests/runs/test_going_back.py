@@ -11,7 +11,7 @@ from ravan_flwr import simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.presets import preset_file
 from ravan_flwr.runs.checkpoint import checkpoint_rounds, load_checkpoint
-from ravan_flwr.runs.watch import best_round, collapse
+from ravan_flwr.runs.collapse_detection import best_round, collapse
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.tally import OTHER, Tally
 
@@ -98,7 +98,7 @@ def measured(monkeypatch):
     def evaluate(*_):
         return {"accuracy": accuracies.pop(0), "loss": 1.0}
 
-    monkeypatch.setattr("ravan_flwr.training.workbench.Workbench.evaluate", evaluate)
+    monkeypatch.setattr("ravan_flwr.training.model_and_data.Workbench.evaluate", evaluate)
     return accuracies
 
 
@@ -233,7 +233,7 @@ def test_a_run_directory_that_is_removed_in_the_middle_is_told_at_once(tmp_path,
 
     place = {
         "training": "ravan_flwr.server.round.TrainingRound.close",
-        "evaluating": "ravan_flwr.training.workbench.Workbench.evaluate",
+        "evaluating": "ravan_flwr.training.model_and_data.Workbench.evaluate",
     }
     monkeypatch.setattr(place[here], remove)
     with pytest.raises(OSError, match="is gone: it was removed or renamed while the run wrote"):

@@ -21,7 +21,7 @@ from ravan_flwr.training.device import free_memory
 from ravan_flwr.training.footprint import CONTEXT, evaluation_memory, footprint
 from ravan_flwr.training.gpus import visible_gpus
 from ravan_flwr.training.local_steps import LocalSteps, train_locally
-from ravan_flwr.training.workbench import Workbench, get_workbench
+from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
 from testing.tiny import small_decoder
 from tests import ROOT
 
@@ -36,7 +36,7 @@ ROUND: dict[str, Scalar] = {"num-rounds": 1, "local-steps": 3, "report": False, 
 @pytest.fixture(autouse=True)
 def nothing_left():
     """Each test begins with the GPU's memory as free as this process can make it."""
-    get_workbench.cache_clear()
+    get_model_and_data.cache_clear()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
 
@@ -102,7 +102,7 @@ def test_few_bits_take_less_memory(how, llama):
     taken = []
     for quantized in ("none", how):
         before = torch.cuda.memory_allocated()
-        bench = Workbench(read_config(llama | {"quantize": quantized, "device": "cuda"}))
+        bench = ModelAndData(read_config(llama | {"quantize": quantized, "device": "cuda"}))
         assert bench.model.device.type == "cuda"
         taken.append(torch.cuda.memory_allocated() - before)
         del bench
@@ -112,7 +112,7 @@ def test_few_bits_take_less_memory(how, llama):
 def steps_take(settings, number=3):
     """The bytes of a model's steps beyond the model, and what the plan says."""
     config = read_config(settings | {"device": "cuda"})
-    bench = Workbench(config)
+    bench = ModelAndData(config)
     bench.shares_device = False
     examples = bench.partition(0, 4).train
     steps = LocalSteps(number, config.batch_size, 1e-3, config.precision)
@@ -141,7 +141,7 @@ def test_steps_take_no_more_than_the_plan_says(precision):
 
 def test_an_evaluation_takes_no_more_than_was_counted():
     config = read_config({"device": "cuda"})
-    bench = Workbench(config)
+    bench = ModelAndData(config)
     bench.evaluate()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -193,7 +193,7 @@ def test_memory_is_given_back_only_where_others_have_less(pressed, monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 1))
     calls = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
-    bench = Workbench(read_config({"device": "cuda"}))
+    bench = ModelAndData(read_config({"device": "cuda"}))
     work = bench.model, bench.task, bench.partition(0, 4).train, bench.model.initial_state(), 1.0
     for client in range(3):
         train_locally(*work, LocalSteps(1, 8, 1e-3, "float32"), ClientRound(0, 1, client))

@@ -21,9 +21,9 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.footprint import footprint
 from ravan_flwr.training.local_steps import steps_of, train_locally
+from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.plan import plan_of
 from ravan_flwr.training.private_steps import train_privately
-from ravan_flwr.training.workbench import Workbench
 from testing.tiny import save_speaker
 from tests.docstrings import as_completion, as_messages, docstrings, lines, preset
 from tests.memory import saved_for_backward
@@ -39,7 +39,7 @@ def spoken(tmp_path_factory):
 
 
 def before(settings):
-    bench = Workbench(read_config(own_preset(settings)))
+    bench = ModelAndData(read_config(own_preset(settings)))
     with bench.model.holding(bench.model.initial_state()):
         return bench.evaluate()
 
@@ -137,7 +137,7 @@ def test_what_a_step_keeps_is_what_the_plan_counts(options, tmp_path):
     rows = [(name, " ".join([told] * 40)) for name, told in docstrings()]
     settings = preset(tmp_path, data="  loss-on: all\n", **options)
     (tmp_path / "data" / "train.jsonl").write_text(lines(as_completion(*row) for row in rows))
-    bench = Workbench(read_config(own_preset(settings)))
+    bench = ModelAndData(read_config(own_preset(settings)))
     examples = bench.partition(0, 1).train
     one, model, at_a_time = bench.task, bench.model, 3 if "micro-batch-tokens" in options else 8
     batch = one.collate(examples.take(np.arange(at_a_time)))
@@ -180,7 +180,7 @@ def test_packing_and_parts_train_the_same_examples_to_the_same_end(options, tmp_
     settings, results = preset(tmp_path) | {"learning-rate": 1e-3}, []
     for given in (settings, settings | options):
         config = read_config(own_preset(given))
-        bench = Workbench(config)
+        bench = ModelAndData(config)
         seen, shapes = noted(bench.task, "packed" if config.packing else "collate")
         examples, state = bench.partition(0, 2).train, bench.model.initial_state()
         steps, work = steps_of(config, 1, len(examples)), ClientRound(0, 1, 0)
@@ -201,7 +201,7 @@ def test_packing_and_parts_train_the_same_examples_to_the_same_end(options, tmp_
 def test_gradients_of_single_texts_are_by_their_own_tokens(block, tmp_path, monkeypatch):
     """However long the others of the batch are, and in however many blocks logits are computed."""
     monkeypatch.setattr("ravan_flwr.tasks.token_loss.BLOCK", block)
-    bench = Workbench(read_config(own_preset(preset(tmp_path))))
+    bench = ModelAndData(read_config(own_preset(preset(tmp_path))))
     task, examples = bench.task, bench.partition(0, 1).train
     with bench.model.holding(bench.model.initial_state()):
         network, parameters = bench.model.network.train(), bench.model.parameters()
@@ -225,7 +225,7 @@ def test_gradients_of_single_texts_are_by_their_own_tokens(block, tmp_path, monk
 def test_a_private_client_trains_on_texts_in_parts_by_tokens(tmp_path):
     settings = preset(tmp_path) | {"micro-batch-tokens": 200, "privacy": "example", "epsilon": 8.0}
     config = read_config(own_preset(settings))
-    bench = Workbench(config)
+    bench = ModelAndData(config)
     seen, shapes = noted(bench.task, "collate")
     examples, state = bench.partition(0, 2).train, bench.model.initial_state()
     steps, work = steps_of(config, 1, len(examples)), ClientRound(0, 1, 0)
@@ -267,7 +267,7 @@ def test_a_device_brings_its_own_conversations(tmp_path):
     own = tmp_path / "own"
     own.mkdir()
     (own / "chat.jsonl").write_text(lines(as_messages(*row) for row in docstrings()[:7]))
-    bench = Workbench(read_config(own_preset({"preset": str(tmp_path / "p.yaml")})))
+    bench = ModelAndData(read_config(own_preset({"preset": str(tmp_path / "p.yaml")})))
     assert len(bench.own_examples(str(own), 0).train) == 7
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.launch import side_by_side, worker_process
+from ravan_flwr.launch import parallel_clients, worker_process
 from ravan_flwr.messages.pieces import to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.privacy import mechanism
@@ -22,10 +22,10 @@ from ravan_flwr.privacy.account import epsilon_of, epsilon_seen
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.secure.noised import NoiseShares, to_numbers
 from ravan_flwr.secure.schedule import make_schedule, threshold_of
-from ravan_flwr.secure.server import Greeting, SecureServer
+from ravan_flwr.secure.server import KeyAnnouncement, SecureServer
 from ravan_flwr.server import noised_round
 from ravan_flwr.server.privacy_budget import PrivacyBudget
-from ravan_flwr.server.start import Start
+from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.training import noised
 from ravan_flwr.training.plan import plan_of
 from tests.methods import build, some_state
@@ -178,7 +178,7 @@ def test_what_is_released_does_not_tell_how_many_were_drawn():
     for clients in (3, 7, 250):
         schedule, random = schedule_of(parts, shares, clients), np.random.default_rng(0)
         made.append(noised.clipped_steps(method, state, upload, schedule, random))
-        server = SecureServer(schedule, defaultdict(lambda: Greeting(b"", b"")))
+        server = SecureServer(schedule, defaultdict(lambda: KeyAnnouncement(b"", b"")))
         read = server._read(to_numbers(made[-1]), clients, C)
         assert np.allclose(read / shares.step, made[0], rtol=1e-12, atol=0)
     assert all((steps == made[0]).all() for steps in made)
@@ -229,7 +229,7 @@ def test_what_the_server_has_seen_is_not_forgotten(tmp_path, seen):
     spent = {key: account[key] for key in ("noise-multiplier", "epsilon", "epsilon-to-server")}
     record = {"round": 1, "privacy": spent, "clients": [{"partition-id": 3}]}
     (tmp_path / "rounds.jsonl").write_text(json.dumps(record) + "\n")
-    directory, start = RunDirectory(tmp_path), Start({}, done=1)
+    directory, start = RunDirectory(tmp_path), ResumePoint({}, done=1)
     (tmp_path / "privacy.json").write_text(json.dumps(account | {"to-server": seen}))
     with pytest.raises(ValueError, match=r"to-server .*, expected the account of the run"):
         PrivacyBudget.of(config, directory, start)
@@ -323,4 +323,4 @@ def insist(monkeypatch, wanted):
             context.node_config.clear()
             context.node_config.update(before)
 
-    monkeypatch.setattr(side_by_side, "reply_of", reply)
+    monkeypatch.setattr(parallel_clients, "reply_of", reply)

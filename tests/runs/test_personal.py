@@ -9,13 +9,13 @@ from flwr.app import ConfigRecord, RecordDict
 
 from ravan_flwr import result_of, simulate
 from ravan_flwr.cli import main
-from ravan_flwr.client.own_part import OWN, OWN_OF, find_own, keep_own
+from ravan_flwr.client.personal_state import OWN, OWN_OF, find_own, keep_own
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.runs.checkpoint import load_own_parts
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.model_and_data import ModelAndData
 
 SMALL: dict[str, Scalar] = {
     "num-rounds": 3, "local-steps": 2, "batch-size": 8, "report": False, "tracking": "none",
@@ -161,7 +161,7 @@ def test_a_client_that_lost_its_part_begins_anew_and_it_is_told(watched, tmp_pat
 
 
 def test_parts_of_elsewhere_count_as_lost():
-    model = Workbench(read_config({"method": "fedsa-lora"})).model
+    model = ModelAndData(read_config({"method": "fedsa-lora"})).model
     good = model.own_part()
     for own, mark in (
         (good, "another"),
@@ -195,12 +195,12 @@ def test_local_clients_are_each_alone(tmp_path):
 
 def test_one_client_trains_on_the_examples_of_all(tmp_path):
     settings: dict[str, Scalar] = {"validation-share": 0.25, "partition": "dirichlet"}
-    bench = Workbench(read_config(settings | {"method": "centralised"}))
+    bench = ModelAndData(read_config(settings | {"method": "centralised"}))
     parts = [bench.partition(number, 3) for number in range(3)]
     pooled = bench.pooled(3)
     assert sorted(pooled.rows) == sorted(row for part in parts for row in part.train.rows)
     assert not set(pooled.rows) & {row for part in parts for row in part.validation.rows}
-    whole = Workbench(read_config({"method": "centralised"})).pooled(3)
+    whole = ModelAndData(read_config({"method": "centralised"})).pooled(3)
     assert len(whole) > len(pooled)
     simulation = run(tmp_path, method="centralised")
     for record in records_of(simulation):

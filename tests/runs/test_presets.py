@@ -14,8 +14,8 @@ from ravan_flwr.config.presets import conf_folder, preset_names, read_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.training.cost import adapter_parameters
+from ravan_flwr.training.model_and_data import get_model_and_data
 from ravan_flwr.training.plan import describe
-from ravan_flwr.training.workbench import get_workbench
 from testing.tiny import (
     ARCHITECTURES,
     DATA,
@@ -120,7 +120,7 @@ def test_a_text_to_text_model_learns(small, tmp_path):
 
 
 def test_the_sources_of_mrqa_are_what_its_clients_differ_in(small):
-    bench = get_workbench(read_config(small("mrqa-t5") | {"partition-alpha": 0.1}))
+    bench = get_model_and_data(read_config(small("mrqa-t5") | {"partition-alpha": 0.1}))
     sources = np.array(bench.splits["train"]["subset"][:])
     assert set(sources) == set(SOURCES)
     shares = []

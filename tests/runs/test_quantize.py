@@ -15,7 +15,7 @@ from ravan_flwr.results.export import merged_network
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.local_steps import LocalSteps, train_locally
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.model_and_data import ModelAndData
 from testing.tiny import small_decoder
 
 pytest.importorskip("bitsandbytes")
@@ -33,7 +33,7 @@ def settings(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(settings):
     """The pretrained weights, by name."""
-    return dict(Workbench(read_config(settings)).model.network.named_parameters())
+    return dict(ModelAndData(read_config(settings)).model.network.named_parameters())
 
 
 def logits_of(bench):
@@ -46,8 +46,8 @@ def logits_of(bench):
 
 @pytest.mark.parametrize("how", BITS)
 def test_the_network_is_the_same_to_the_bits_rounding(how, settings):
-    whole = Workbench(read_config(settings))
-    few = Workbench(read_config(settings | {"quantize": how}))
+    whole = ModelAndData(read_config(settings))
+    few = ModelAndData(read_config(settings | {"quantize": how}))
     assert whole.backbone_fingerprint == few.backbone_fingerprint
     assert whole.model.method.size == few.model.method.size
     expected, got = logits_of(whole), logits_of(few)
@@ -72,7 +72,7 @@ def test_weights_are_unpacked_as_what_they_are_computed_with(precision, settings
         return unpacked[-1]
 
     monkeypatch.setattr(F, "dequantize_4bit", seen)
-    bench = Workbench(read_config(settings | {"quantize": "4bit", "precision": precision}))
+    bench = ModelAndData(read_config(settings | {"quantize": "4bit", "precision": precision}))
     train_locally(
         *(bench.model, bench.task, bench.partition(0, 4).train, bench.model.initial_state(), 1.0),
         *(LocalSteps(1, 4, 1e-3, precision), ClientRound(0, 1, 0)),
@@ -143,7 +143,7 @@ def test_the_plan_counts_the_bits(how, settings):
         step_memory(read_config(settings | {"quantize": kind} | form), 1.0)
         for kind, form in (("none", {"layer-form": "factored"}), (how, {}))
     )
-    network = Workbench(read_config(settings)).model.network
+    network = ModelAndData(read_config(settings)).model.network
     linears = quantizable(network, [network.get_parameter("score.weight")]).values()
     expected = sum(linear.weight.numel() for linear in linears) * (32 - BITS[how]) / 8
     assert whole.weights - few.weights == pytest.approx(expected, abs=1)

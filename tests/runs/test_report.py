@@ -18,7 +18,7 @@ from tensorboardX.proto.event_pb2 import Event
 from ravan_flwr import simulate
 from ravan_flwr.adapters import MultiHeadLinear
 from ravan_flwr.cli import main
-from ravan_flwr.results.reopen import result_of
+from ravan_flwr.results.load_run import result_of
 from ravan_flwr.results.report import run_charts, write_report
 from ravan_flwr.results.spectrum import effective_rank
 from ravan_flwr.runs import tracking

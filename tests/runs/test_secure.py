@@ -18,20 +18,20 @@ from safetensors.torch import load_file
 from ravan_flwr import simulate
 from ravan_flwr.client import masked as masked_training
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.launch import in_process, side_by_side, worker_process
-from ravan_flwr.live.following import FollowedRun
-from ravan_flwr.live.view import view_of
+from ravan_flwr.dashboard.following import FollowedRun
+from ravan_flwr.dashboard.view import view_of
+from ravan_flwr.launch import in_process, parallel_clients, worker_process
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.pieces import DISTRUSTS, to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.secure import agreement, shamir
-from ravan_flwr.secure.agreed import signed_keys
 from ravan_flwr.secure.fixed_point import step_of
 from ravan_flwr.secure.node_keys import NodeKeys, make_keys
 from ravan_flwr.secure.server import DealerError
+from ravan_flwr.secure.transcript import signed_keys
 from ravan_flwr.server import secure_round
 from ravan_flwr.server.nodes import Node
-from ravan_flwr.server.notices import check_simulation
+from ravan_flwr.server.user_messages import check_simulation
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import masked
 from ravan_flwr.training.local_steps import train_locally
@@ -78,7 +78,7 @@ def misbehave(monkeypatch, behave):
         partition = int(context.node_config["partition-id"])
         return behave(partition, number, kind, message, lambda: honest(message, context))
 
-    monkeypatch.setattr(side_by_side, "reply_of", reply)
+    monkeypatch.setattr(parallel_clients, "reply_of", reply)
 
 
 def failing(*faults):
@@ -295,7 +295,7 @@ def test_a_client_that_is_given_other_settings_masks_nothing(tmp_path, monkeypat
             context = replace(context, run_config=dict(context.run_config) | changes)
         return honest(message, context)
 
-    monkeypatch.setattr(side_by_side, "reply_of", reply)
+    monkeypatch.setattr(parallel_clients, "reply_of", reply)
     run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
     (record,) = records_of(run)
     assert "refused" not in record
@@ -402,7 +402,7 @@ def test_clients_take_part_in_no_round_after_the_last(tmp_path, monkeypatch):
         return honest(message, context)
 
     monkeypatch.setattr("ravan_flwr.server.strategy.SecureRound", MoreRounds)
-    monkeypatch.setattr(side_by_side, "reply_of", reply)
+    monkeypatch.setattr(parallel_clients, "reply_of", reply)
     run = simulate(QUICK | {"num-rounds": 2, "output-dir": str(tmp_path)}, 6)
     first, second = records_of(run)
     assert "refused" not in first
@@ -503,7 +503,7 @@ def test_two_clients_of_one_key_cost_themselves(tmp_path, monkeypatch):
             answer.content["arrays"] = to_pieces(told)
         return answer
 
-    monkeypatch.setattr(side_by_side, "reply_of", reply)
+    monkeypatch.setattr(parallel_clients, "reply_of", reply)
     run = simulate(QUICK | {"output-dir": str(tmp_path)}, 6)
     (record,) = records_of(run)
     assert "refused" not in record
@@ -633,7 +633,7 @@ def test_of_two_in_dispute_the_one_with_more_disputes_is_skipped(rounds, skipped
     nodes = {10 + m.partition_id: Node(10 + m.partition_id, member=cast(Any, m)) for m in members}
     for denied in rounds:
         round_: Any = object.__new__(secure_round.SecureRound)
-        round_.run = SimpleNamespace(roster=SimpleNamespace(nodes=nodes))
+        round_.run = SimpleNamespace(registry=SimpleNamespace(nodes=nodes))
         round_.secure = SimpleNamespace(denied=denied)
         deniers = sorted(denier for dealer, denier in denied if dealer == min(denied)[0])
         found = round_._blamed(DealerError(min(denied)[0], "too few", deniers))

@@ -12,8 +12,8 @@ import torch
 
 from ravan_flwr import simulate
 from ravan_flwr.client import answers
-from ravan_flwr.launch import crew, side_by_side
-from ravan_flwr.launch.worker_starts import Anew, Forking
+from ravan_flwr.launch import parallel_clients, worker_pool
+from ravan_flwr.launch.worker_starts import ForkStarter, SpawnStarter
 from ravan_flwr.methods import METHODS as LISTED
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
@@ -102,13 +102,13 @@ def started_anew(preset, tmp_path_factory):
     """A run with two new processes, each of which has imported everything."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CORES, "2")
-        patch.setattr(side_by_side.SideBySide, "_may_fork", False)
+        patch.setattr(parallel_clients.SideBySide, "_may_fork", False)
         return run(tmp_path_factory.mktemp("anew"), 2, preset=preset, **A_ROUND)
 
 
-@pytest.mark.parametrize("starter", [Forking, Anew])
+@pytest.mark.parametrize("starter", [ForkStarter, SpawnStarter])
 def test_workers_read_a_preset_that_its_path_names(starter, preset, request, tmp_path):
-    if starter is Anew:
+    if starter is SpawnStarter:
         two = request.getfixturevalue("started_anew")
     else:
         two = run(tmp_path, 2, preset=preset, **A_ROUND)
@@ -137,8 +137,8 @@ def test_auto_starts_workers_once_they_pay_and_gives_the_same_bits(tmp_path, mon
     one = run(tmp_path, 1)
     tiny = run(tmp_path, "auto")
     assert tiny.summary["processes"] == 1
-    monkeypatch.setattr(side_by_side, "LEAST_WORK", 0)
-    monkeypatch.setattr(side_by_side, "LEAST_SAVED", 0.0)
+    monkeypatch.setattr(parallel_clients, "LEAST_WORK", 0)
+    monkeypatch.setattr(parallel_clients, "LEAST_SAVED", 0.0)
     long = run(tmp_path, "auto")
     assert long.summary["processes"] == 2
     assert "2 clients at work at a time, each in a process with 1 thread" in capsys.readouterr().out
@@ -148,19 +148,19 @@ def test_auto_starts_workers_once_they_pay_and_gives_the_same_bits(tmp_path, mon
 
 def test_more_threads_than_cores_are_warned_of(tmp_path, monkeypatch, capsys):
     told = "4 threads compute on 2 cores, and each waits for the others"
-    monkeypatch.setattr(side_by_side.SideBySide, "_start", lambda _: None)
+    monkeypatch.setattr(parallel_clients.SideBySide, "_start", lambda _: None)
     run(tmp_path, 2)
     assert told not in capsys.readouterr().out
-    monkeypatch.setattr(side_by_side, "most_workers", lambda *_, **__: Workers(2, 2))
-    monkeypatch.setattr(side_by_side.SideBySide, "_new_starter", lambda *_, **__: None)
+    monkeypatch.setattr(parallel_clients, "most_workers", lambda *_, **__: Workers(2, 2))
+    monkeypatch.setattr(parallel_clients.SideBySide, "_new_starter", lambda *_, **__: None)
     run(tmp_path, 2)
     assert told in capsys.readouterr().out
 
 
 def test_auto_leaves_a_core_alone_that_is_not_ours(tmp_path, monkeypatch):
     monkeypatch.setenv(CORES, "1")
-    monkeypatch.setattr(side_by_side, "LEAST_WORK", 0)
-    monkeypatch.setattr(side_by_side, "LEAST_SAVED", 0.0)
+    monkeypatch.setattr(parallel_clients, "LEAST_WORK", 0)
+    monkeypatch.setattr(parallel_clients, "LEAST_SAVED", 0.0)
     assert run(tmp_path, "auto").summary["processes"] == 1
 
 
@@ -239,7 +239,7 @@ def test_a_hung_worker_costs_the_rounds_timeout(tmp_path, monkeypatch):
         now[0] = 7.0
         return []
 
-    monkeypatch.setattr(crew, "wait", wait_for_replies)
+    monkeypatch.setattr(worker_pool, "wait", wait_for_replies)
     monkeypatch.setattr(time, "monotonic", lambda: began + now[0])
     faulty(monkeypatch, hang)
     more: dict[str, Scalar] = {"clients-per-round": 6, "round-timeout": 6.0}
@@ -252,16 +252,16 @@ def test_a_hung_worker_costs_the_rounds_timeout(tmp_path, monkeypatch):
 def test_how_workers_are_started(threads, forks, tmp_path, monkeypatch):
     """A fork computes with one thread; a number that a user has set is kept."""
     started = []
-    for kind in (Forking, Anew):
+    for kind in (ForkStarter, SpawnStarter):
         monkeypatch.setattr(kind, "__init__", lambda *given: started.append(given))
         monkeypatch.setattr(kind, "close", lambda _: None)
-    monkeypatch.setattr(side_by_side.SideBySide, "_start", lambda self: self.close())
+    monkeypatch.setattr(parallel_clients.SideBySide, "_start", lambda self: self.close())
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: not forks)
     run(tmp_path, 2, **{"num-rounds": 1})
     ((starter, _, *given),) = started
     forked = forks and threads == 1
-    assert isinstance(starter, Forking if forked else Anew)
+    assert isinstance(starter, ForkStarter if forked else SpawnStarter)
     assert given == ([] if forked else [None, []])  # OMP_NUM_THREADS is set: conftest.py
 
 

@@ -20,13 +20,13 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.budgets import affordable, budget_share
-from ravan_flwr.results.reopen import result_of
+from ravan_flwr.results.load_run import result_of
 from ravan_flwr.runs.history import RecordedRun, group_runs
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import NODES_CHOSEN, Scalar
 from ravan_flwr.training import local_steps as training
 from ravan_flwr.training.device import free_memory
-from ravan_flwr.training.workbench import get_workbench
+from ravan_flwr.training.model_and_data import get_model_and_data
 
 SMALL: dict[str, Scalar] = {
     "num-rounds": 2, "local-steps": 2, "batch-size": 8, "report": False, "tracking": "none",
@@ -262,7 +262,7 @@ def test_a_failed_run_says_why_in_its_directory(tmp_path):
 def test_a_run_that_diverged_stops_and_keeps_the_round_before(tmp_path, monkeypatch):
     measured = iter([{"accuracy": 0.5, "loss": 1.0}, {"accuracy": 0.1, "loss": float("nan")}])
     monkeypatch.setattr(
-        "ravan_flwr.training.workbench.Workbench.evaluate", lambda *_: next(measured)
+        "ravan_flwr.training.model_and_data.Workbench.evaluate", lambda *_: next(measured)
     )
     told = "round 2: its evaluation gave loss = nan, .*round 1 is in the last checkpoint"
     with pytest.raises(RuntimeError, match=told):
@@ -500,7 +500,7 @@ def test_clients_without_an_example_to_train_on_are_counted_at_the_start(
     tmp_path, monkeypatch, capsys
 ):
     rows = np.split(np.arange(1000), [1, 500, 501])
-    monkeypatch.setattr("ravan_flwr.training.workbench.Workbench.rows", lambda *_: rows)
+    monkeypatch.setattr("ravan_flwr.training.model_and_data.Workbench.rows", lambda *_: rows)
     run(tmp_path, method="local", num_rounds=1)
     lines = capsys.readouterr().out.splitlines()
     told = [line for line in lines if line.startswith("warning: validation-share = 0.2: ")]
@@ -515,7 +515,7 @@ def test_clients_without_an_example_to_train_on_are_counted_at_the_start(
 def test_a_run_in_which_nobody_could_train_is_refused_before_it(
     tmp_path, monkeypatch, method, counts
 ):
-    monkeypatch.setattr("ravan_flwr.training.workbench.Workbench.dealt_out", lambda *_: counts)
+    monkeypatch.setattr("ravan_flwr.training.model_and_data.Workbench.dealt_out", lambda *_: counts)
     with pytest.raises(ValueError, match="no example left to train on"):
         run(tmp_path, method=method, evaluate_on="clients", validation_share=0.2)
     assert list(tmp_path.iterdir()) == []
@@ -624,7 +624,7 @@ def test_small_budgets_train_a_part_or_are_left_out(tmp_path, method):
     shares = {c["partition-id"]: c["share"] for r in records for c in r["clients"]}
     by_share = {c["share"]: c["bytes-up"] for r in records for c in r["clients"]}
     assert all(record["left-out"] == simulation.summary["left-out"] for record in records)
-    if get_workbench(read_config(SMALL | {"method": method})).model.method.parts:
+    if get_model_and_data(read_config(SMALL | {"method": method})).model.method.parts:
         assert simulation.summary["left-out"] == []
         assert len(by_share) > 1
         assert list(dict(sorted(by_share.items())).values()) == sorted(by_share.values())
@@ -724,7 +724,7 @@ def test_a_proximal_term_keeps_clients_near_the_start(tmp_path, method):
         simulation = run(tmp_path, **settings, proximal_mu=mu)
         (path,) = (simulation.run_dir / "checkpoints").glob("*.safetensors")
         states[mu] = safetensors.torch.load_file(path)
-    initial = get_workbench(read_config(SMALL | {"method": method})).model.initial_state()
+    initial = get_model_and_data(read_config(SMALL | {"method": method})).model.initial_state()
     name = {"ravan": "H", "full": "weights", "hetlora": "B"}[method]
     moved = [float((state[name] - initial[name]).norm()) for state in states.values()]
     assert moved[0] > moved[1] > 0
@@ -809,7 +809,7 @@ def test_an_automatic_budget_follows_the_free_memory(tmp_path, monkeypatch):
     need = step_memory(read_config(SMALL), 0.5).added
     free = iter([int(need / 0.9) + 2] * 8)  # two answers of four nodes; later less is free
     monkeypatch.setattr("ravan_flwr.launch.in_process.InProcessGrid", Edge)
-    monkeypatch.setattr("ravan_flwr.client.asked.free_memory", lambda _: next(free, 0))
+    monkeypatch.setattr("ravan_flwr.client.client_request.free_memory", lambda _: next(free, 0))
     simulation = run(tmp_path)
     line = (simulation.run_dir / "rounds.jsonl").read_text().splitlines()[0]
     assert {client["heads"] for client in json.loads(line)["clients"]} == {2}

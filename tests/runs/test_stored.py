@@ -14,11 +14,11 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.results.export import merged_network
 from ravan_flwr.seeding import ClientRound
+from ravan_flwr.training.backbone_dtype import backbone_dtype
 from ravan_flwr.training.cost import step_memory
-from ravan_flwr.training.kept_in import backbone_dtype
 from ravan_flwr.training.local_steps import LocalSteps, train_locally
+from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import stored_dtype
-from ravan_flwr.training.workbench import Workbench
 from testing.tiny import MODELS, OF_IMAGES, save_data, save_model
 
 KINDS = ["llama", "phi3", "bert", "t5", "vit"]
@@ -55,7 +55,7 @@ def settings(tmp_path_factory):
 
 def benches(settings, **more):
     return [
-        Workbench(read_config(settings | more | {"backbone-dtype": dtype}))
+        ModelAndData(read_config(settings | more | {"backbone-dtype": dtype}))
         for dtype in ("float32", "bfloat16")
     ]
 
@@ -100,14 +100,14 @@ class FrozenCasts(TorchDispatchMode):
 @pytest.mark.parametrize("method", ["ravan", "fedit"])
 def test_frozen_weights_are_cast_once_and_not_in_every_step(kind, method, settings, monkeypatch):
     given = settings(kind) | {"precision": "bfloat16", "method": method, "seed": 2}
-    keeping = Workbench(read_config(given))
+    keeping = ModelAndData(read_config(given))
     assert upload_of(keeping)
     with FrozenCasts(keeping.model.network) as casts:
         got = upload_of(keeping)
     measured = keeping.evaluate()
     # What another client leaves, and what is changed in place, is cast anew.
-    monkeypatch.setattr("ravan_flwr.training.workbench.keep_casts", lambda _: None)
-    plain = Workbench(read_config(given))
+    monkeypatch.setattr("ravan_flwr.training.model_and_data.keep_casts", lambda _: None)
+    plain = ModelAndData(read_config(given))
     with FrozenCasts(plain.model.network) as before:
         expected = upload_of(plain)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
@@ -118,7 +118,7 @@ def test_frozen_weights_are_cast_once_and_not_in_every_step(kind, method, settin
 
 def test_a_kept_cast_follows_its_weight(settings):
     given = settings("vit") | {"precision": "bfloat16", "seed": 3}
-    bench = Workbench(read_config(given))
+    bench = ModelAndData(read_config(given))
     bench.evaluate()
     linear = next(m for m in bench.model.network.modules() if isinstance(m, StoredLinear))
     x = torch.randn(2, linear.in_features)
@@ -130,7 +130,7 @@ def test_a_kept_cast_follows_its_weight(settings):
         assert linear(x).dtype == torch.float32
     # Where blocks are computed twice, copies of all at a time are not wanted; nor of what changes.
     for more in ({"gradient-checkpointing": True}, {"precision": "float32"}, {"method": "full"}):
-        network = Workbench(read_config(given | more)).model.network
+        network = ModelAndData(read_config(given | more)).model.network
         assert not any(hasattr(p, "kept_cast") for p in network.parameters())
 
 

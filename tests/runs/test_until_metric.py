@@ -9,7 +9,7 @@ from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.results.page import _facts
 from ravan_flwr.runs.history import RecordedRun
-from ravan_flwr.server.target import Target
+from ravan_flwr.server.metric_target import MetricTarget
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.plan import plan_of
 
@@ -67,7 +67,7 @@ def test_only_evaluations_count_and_what_is_not_reached_is_told(tmp_path, capsys
 
 
 def test_a_perplexity_is_reached_from_above():
-    target = Target(20.0, "perplexity", [])
+    target = MetricTarget(20.0, "perplexity", [])
     records: list[Any] = [
         {"round": number, "metrics": {"perplexity": value} if value else {}}
         for number, value in enumerate((25.0, 0.0, 20.0, 30.0), start=1)
@@ -76,9 +76,9 @@ def test_a_perplexity_is_reached_from_above():
         target.add(record)
     assert target.round == 3
     assert ["reached" in record for record in records] == [False, False, True, False]
-    assert Target(20.0, "perplexity", records).round == 3
-    assert Target(19.0, "perplexity", records).round is None
-    assert Target(0.0, "perplexity", records).round is None
+    assert MetricTarget(20.0, "perplexity", records).round == 3
+    assert MetricTarget(19.0, "perplexity", records).round is None
+    assert MetricTarget(0.0, "perplexity", records).round is None
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_perplexity_is_reached_from_above():
 def test_what_cannot_be_reached_is_refused(metric, value, told):
     config = read_config({"until-metric": value})
     with pytest.raises(ValueError, match=f"until-metric = {value:g}: {told}"):
-        Target.of(config, metric, [])
+        MetricTarget.of(config, metric, [])
 
 
 def test_a_refused_value_leaves_no_directory(tmp_path):

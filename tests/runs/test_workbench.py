@@ -8,7 +8,7 @@ import pytest
 from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.workbench import Workbench, get_workbench
+from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
 
 
 def test_one_process_has_its_device_to_itself(tmp_path):
@@ -19,8 +19,8 @@ def test_one_process_has_its_device_to_itself(tmp_path):
     run = simulate(settings, 2)
     run_config = json.loads((run.run_dir / "config.json").read_text())
     assert run_config["seed"] == 7
-    assert not get_workbench(read_config(settings)).model.shares_device
-    assert Workbench(read_config(settings)).model.shares_device
+    assert not get_model_and_data(read_config(settings)).model.shares_device
+    assert ModelAndData(read_config(settings)).model.shares_device
     assert json.loads((run.run_dir / "summary.json").read_text())["rejected"] == 0
 
 
@@ -29,7 +29,7 @@ def test_one_process_has_its_device_to_itself(tmp_path):
 )
 def test_a_client_that_holds_back_all_it_has_is_told(number, share, advice, monkeypatch):
     """In the same words for all of them, which are counted where many are told."""
-    bench = Workbench(read_config({"validation-share": share}))
+    bench = ModelAndData(read_config({"validation-share": share}))
     monkeypatch.setattr(bench, "rows", lambda _: [np.arange(number)] * 2)
     told = (
         rf"a client with {number} examples? would have none .* holds back {number}{advice} clients"

@@ -9,8 +9,8 @@ from ravan_flwr.config import presets
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.model_folder import made_folder, model_folder
 from ravan_flwr.launch.fetch import fetch
+from ravan_flwr.training.model_and_data import make_task
 from ravan_flwr.training.network import build_network, build_skeleton
-from ravan_flwr.training.workbench import make_task
 from scripts import abstract_images, pretrain_fashion_vit, pretraining
 from scripts.abstract_images import PATTERNS, Drawing, outlines
 

@@ -7,7 +7,7 @@ from tests.two_queues import TwoQueues, waits
 
 FILES = [
     "tests/runs/test_accelerator.py", "tests/flower/test_a.py", "tests/flower/test_b.py",
-    "tests/processes/test_c.py", "tests/laws/test_d.py", "tests/unit/test_e.py",
+    "tests/processes/test_c.py", "tests/properties/test_d.py", "tests/unit/test_e.py",
 ]  # fmt: skip
 TESTS = [f"{path}::test_{number}" for path in FILES for number in range(4)]
 

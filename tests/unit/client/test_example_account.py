@@ -8,12 +8,12 @@ from flwr.app import Array, ConfigRecord, Context, RecordDict
 
 from ravan_flwr.client import answers
 from ravan_flwr.client.example_account import ACCOUNT, ExampleAccount, SpentError, take_part
-from ravan_flwr.client.own_part import run_mark
+from ravan_flwr.client.personal_state import run_mark
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.privacy.account import Releases, epsilon_of
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.workbench import get_workbench
+from ravan_flwr.training.model_and_data import get_model_and_data
 
 PRIVATE: dict[str, Scalar] = {
     "privacy": "example", "noise-multiplier": 2.0, "local-steps": 5, "tracking": "none",
@@ -150,7 +150,7 @@ def test_a_question_that_ends_after_a_round_takes_nothing_out_of_the_account(on_
 def asked():
     """Ask a client of the digits to train, in the way that a message does."""
     run_config = PRIVATE | {"epsilon": 8.0, "local-steps": 2, "lora-rank": 1}
-    bench = get_workbench(read_config(run_config))
+    bench = get_model_and_data(read_config(run_config))
     context = Context(
         run_id=1, node_id=1, node_config={"partition-id": 0, "num-partitions": 20},
         state=RecordDict(), run_config=run_config,

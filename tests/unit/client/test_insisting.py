@@ -10,8 +10,8 @@ import pytest
 from flwr.app import ConfigRecord, RecordDict
 
 from ravan_flwr.client.noise_account import ACCOUNT, NoiseAccount
-from ravan_flwr.config.insisting import check_insisted, limit_of
 from ravan_flwr.config.node_config import Node, read_node
+from ravan_flwr.config.node_requirements import check_node_requirements, limit_of
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.privacy.account import epsilon_seen
 from ravan_flwr.specs import Scalar
@@ -41,8 +41,8 @@ CASES: dict[str, tuple[dict[str, Scalar], dict[str, Scalar], str]] = {
 def test_a_run_that_does_not_protect_as_wanted_is_refused(case):
     wanted, settings, told = CASES[case]
     with pytest.raises(ValueError, match=told):
-        check_insisted(read_node(PLACE | wanted), read_config(settings))
-    check_insisted(read_node(PLACE), read_config(settings))
+        check_node_requirements(read_node(PLACE | wanted), read_config(settings))
+    check_node_requirements(read_node(PLACE), read_config(settings))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_run_that_does_not_protect_as_wanted_is_refused(case):
     ],
 )
 def test_a_run_that_does_is_not(wanted, settings):
-    check_insisted(read_node(PLACE | wanted), read_config(settings))
+    check_node_requirements(read_node(PLACE | wanted), read_config(settings))
 
 
 def test_the_lower_of_two_limits_counts():

@@ -3,7 +3,7 @@
 import pytest
 from flwr.app import Context, RecordDict
 
-from ravan_flwr.client import answers, asked
+from ravan_flwr.client import answers, client_request
 from ravan_flwr.specs import Scalar
 
 SECURE: dict[str, Scalar] = {"secure-aggregation": True, "clients-per-round": 4}
@@ -26,7 +26,7 @@ BY_EXAMPLE = {"privacy": "example", "epsilon": 8.0}
     ],
 )
 def test_a_message_that_such_a_run_does_not_send_is_refused(settings, kind, monkeypatch):
-    monkeypatch.setattr(asked, "get_workbench", None)  # nothing is loaded for it
+    monkeypatch.setattr(client_request, "get_model_and_data", None)  # nothing is loaded for it
     node: dict[str, Scalar] = {"partition-id": 0, "num-partitions": 5}
     context = Context(
         run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config=settings

@@ -7,11 +7,11 @@ import pytest
 import yaml
 
 from ravan_flwr.config import presets as preset_module
+from ravan_flwr.config.key_values import read_settings
 from ravan_flwr.config.keys import FREE_ON_RESUME, FROM_PRESET, KEYS, NOT_OF_RESULT
 from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.config.recorded import recorded_config
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.config.words import read_settings
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs import history
 from ravan_flwr.runs.directory import RunDirectory

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from ravan_flwr.client.asked import Asked
+from ravan_flwr.client.client_request import ClientRequest
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.device_folder import own_examples
 from ravan_flwr.data.examples import label_numbers
@@ -179,7 +179,7 @@ def test_a_devices_own_classes_are_told_by_their_names(tmp_path):
 
 
 def node(run_config, **settings):
-    return Asked(
+    return ClientRequest(
         RecordDict(),
         Context(
             run_id=1, node_id=1, state=RecordDict(), run_config=run_config,
@@ -201,7 +201,7 @@ def test_a_node_trains_on_its_folder_and_needs_no_shared_data(tmp_path, monkeypa
     def refuse(_):
         raise AssertionError("the shared data set was loaded")
 
-    monkeypatch.setattr("ravan_flwr.training.workbench.load_splits", refuse)
+    monkeypatch.setattr("ravan_flwr.training.model_and_data.load_splits", refuse)
     mine = node(run_config, **{"data-path": str(tmp_path / "mine")}).examples
     assert (len(mine.train), len(mine.validation)) == (24, 6)
     assert sorted([*mine.train.rows, *mine.validation.rows]) == list(range(30))

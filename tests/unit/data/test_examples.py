@@ -9,7 +9,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.partition import BY_COLUMN, PARTITIONERS, Partition, deal_out
 from ravan_flwr.specs import DataSpec
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.model_and_data import ModelAndData
 
 SPEC = DataSpec("sklearn-digits", columns=(("image", "image"), ("label", "label")))
 
@@ -107,12 +107,12 @@ def test_a_hopeless_dirichlet_says_what_to_do(splits):
 
 
 def test_a_validation_part_is_held_back_from_training():
-    bench = Workbench(read_config({"validation-share": 0.2, "evaluate-on": "clients"}))
-    whole = Workbench(read_config({})).partition(3, 20)
+    bench = ModelAndData(read_config({"validation-share": 0.2, "evaluate-on": "clients"}))
+    whole = ModelAndData(read_config({})).partition(3, 20)
     part = bench.partition(3, 20)
     assert len(part.validation) == int(np.ceil(0.2 * len(whole.train)))
     assert sorted([*part.train.rows, *part.validation.rows]) == sorted(whole.train.rows)
     assert np.array_equal(part.validation.rows, bench.partition(3, 20).validation.rows)
     config = read_config({"validation-share": 0.2, "partition": "iid"})
     with pytest.raises(ValueError, match="validation-share = 0.2: a client with 1 example "):
-        Workbench(config).partition(5, 1438)
+        ModelAndData(config).partition(5, 1438)

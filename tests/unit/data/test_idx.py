@@ -17,11 +17,11 @@ from ravan_flwr.data import idx
 from ravan_flwr.data.examples import label_numbers, load_splits
 from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.data.other_examples import other_examples
-from ravan_flwr.drafting.columns import NamedColumns
-from ravan_flwr.drafting.data_seen import look_at_data
+from ravan_flwr.preset_wizard.columns import NamedColumns
+from ravan_flwr.preset_wizard.data_summary import look_at_data
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.vision import Vision
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.model_and_data import ModelAndData
 from testing.tiny import save_model
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
@@ -115,7 +115,7 @@ def test_a_models_processor_makes_of_them_what_it_makes_of_pictures(folder, tmp_
     settings: dict[str, Scalar] = {
         "preset": "svhn-vit-b16", "model": str(model), "data": str(folder),
     }  # fmt: skip
-    bench = Workbench(read_config(settings))
+    bench = ModelAndData(read_config(settings))
     found = bench.test_sets["test"].take(np.arange(10))
     images, labels = digits(10, 40)
     pictures = [Image.fromarray(image) for image in images]

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr.data.other_partitions import (
-    deal_by_size,
-    deal_few_classes,
-    deal_naturally,
-    deal_shards,
+    partition_by_size,
+    partition_few_classes,
+    partition_naturally,
+    partition_shards,
 )
 
 
@@ -38,17 +38,17 @@ def as_lists(dealt):
 def test_few_classes_and_shards_are_those_of_flwr_datasets(clients, number, classes, each, texts):
     values = labels_of(number, classes, each, texts)
     few = theirs.PathologicalPartitioner(clients, "by", each, "first-deterministic", seed=each)
-    ours = deal_few_classes(values, clients, each, np.random.default_rng(each))
+    ours = partition_few_classes(values, clients, each, np.random.default_rng(each))
     assert as_lists(ours) == rows_of(few, values, clients)
     shards = theirs.ShardPartitioner(clients, "by", num_shards_per_partition=each, seed=each)
-    ours = deal_shards(values, clients, each, np.random.default_rng(each))
+    ours = partition_shards(values, clients, each, np.random.default_rng(each))
     assert as_lists(ours) == rows_of(shards, values, clients)
 
 
 @pytest.mark.parametrize("texts", [False, True])
 def test_a_client_for_each_value_is_as_in_flwr_datasets(texts):
     values = labels_of(300, 12, 0, texts)
-    ours = deal_naturally(values, 12, "by")
+    ours = partition_naturally(values, 12, "by")
     assert as_lists(ours) == rows_of(theirs.NaturalIdPartitioner("by"), values, 12)
     assert [{values[row] for row in rows} for rows in ours] == [{v} for v in sorted(set(values))]
 
@@ -69,26 +69,26 @@ def test_sizes_are_those_of_flwr_datasets_or_refused_as_there(kind, clients):
         rows = rows_of(SIZES[kind](clients), order, clients)
     except ValueError:
         with pytest.raises(ValueError, match=f"partition = '{kind}': .* use at most") as error:
-            deal_by_size(kind, number, clients, np.random.default_rng(seed))
+            partition_by_size(kind, number, clients, np.random.default_rng(seed))
         most = int(str(error.value).split()[-2])
-        deal_by_size(kind, number, most, np.random.default_rng(seed))
+        partition_by_size(kind, number, most, np.random.default_rng(seed))
         with pytest.raises(ValueError, match="get none"):
-            deal_by_size(kind, number, most + 1, np.random.default_rng(seed))
+            partition_by_size(kind, number, most + 1, np.random.default_rng(seed))
     else:
         shuffled = [sorted(order[row] for row in mine) for mine in rows]
-        ours = deal_by_size(kind, number, clients, np.random.default_rng(seed))
+        ours = partition_by_size(kind, number, clients, np.random.default_rng(seed))
         assert as_lists(ours) == shuffled
 
 
 def test_sizes_that_no_computer_can_count_are_refused():
     with pytest.raises(ValueError, match="4999 of 5000 clients get none .* at most 7 clients"):
-        deal_by_size("exponential", 1438, 5000, np.random.default_rng(0))
+        partition_by_size("exponential", 1438, 5000, np.random.default_rng(0))
 
 
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(1, 4), st.integers(0, 99))
 def test_whoever_is_dealt_out_to_has_something_or_all_are_told(clients, classes, each, seed):
     values = labels_of(120, classes, seed, texts=False)
-    for deal in (deal_few_classes, deal_shards):
+    for deal in (partition_few_classes, partition_shards):
         try:
             dealt = deal(values, clients, each, np.random.default_rng(seed))
         except ValueError as error:
@@ -97,7 +97,7 @@ def test_whoever_is_dealt_out_to_has_something_or_all_are_told(clients, classes,
         rows = np.concatenate(dealt).tolist()
         assert len(rows) == len(set(rows))
         assert min(map(len, dealt)) >= 1
-        if deal is deal_few_classes:
+        if deal is partition_few_classes:
             assert {len({values[row] for row in mine}) for mine in dealt} == {each}
 
 
@@ -105,13 +105,19 @@ def test_whoever_is_dealt_out_to_has_something_or_all_are_told(clients, classes,
     ("deal", "message"),
     [
         (
-            lambda v, r: deal_few_classes(v, 3, 5, r),
+            lambda v, r: partition_few_classes(v, 3, 5, r),
             "classes-per-client = 5: there are 4 different",
         ),
-        (lambda v, r: deal_few_classes(v, 30, 2, r), "pathological': .* share the 10 examples of"),
-        (lambda v, r: deal_shards(v, 20, 3, r), "shards-per-client = 3: 20 clients have 60 shards"),
         (
-            lambda v, _: deal_naturally(v, 3, "user"),
+            lambda v, r: partition_few_classes(v, 30, 2, r),
+            "pathological': .* share the 10 examples of",
+        ),
+        (
+            lambda v, r: partition_shards(v, 20, 3, r),
+            "shards-per-client = 3: 20 clients have 60 shards",
+        ),
+        (
+            lambda v, _: partition_naturally(v, 3, "user"),
             "num-clients = 3: .* each of the 4 different values of 'user'; leave .* num-clients=4",
         ),
     ],

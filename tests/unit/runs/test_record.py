@@ -15,8 +15,8 @@ from ravan_flwr.runs.record import (
     wrong_in,
 )
 from ravan_flwr.runs.tracking import numbers_of
-from ravan_flwr.server.ledger import Ledger
 from ravan_flwr.server.replies import Reply, Trained
+from ravan_flwr.server.round_log import RoundLog
 from tests.hand_made import member
 
 OPTIONAL = {
@@ -27,37 +27,37 @@ SPENT: Spent = {"epsilon": 2.5, "delta": 1e-5, "noise-multiplier": 1.0, "clip-no
 
 
 @pytest.fixture
-def ledger():
-    ledger = Ledger(1, 4)
-    ledger.use(Reply(member(), Trained({}, 1.0, 0.5, skipped=2), 7, 8, 3), [[0, 1], [0, 2]])
-    ledger.reject(member(2, 1), "late")
-    return ledger
+def round_log():
+    round_log = RoundLog(1, 4)
+    round_log.use(Reply(member(), Trained({}, 1.0, 0.5, skipped=2), 7, 8, 3), [[0, 1], [0, 2]])
+    round_log.reject(member(2, 1), "late")
+    return round_log
 
 
-def test_the_ledger_writes_every_key(ledger):
-    record = ledger.record({"accuracy": 0.5})
+def test_the_ledger_writes_every_key(round_log):
+    record = round_log.record({"accuracy": 0.5})
     assert record.keys() == get_type_hints(RoundRecord).keys() - OPTIONAL
     assert [client.keys() for client in record["clients"]] == [get_type_hints(ClientRecord).keys()]
     assert [one.keys() for one in record["rejected"]] == [get_type_hints(Rejection).keys()]
-    ledger.refused = "not finite"
-    assert ledger.record({}).keys() == record.keys() | {"refused"}
+    round_log.refused = "not finite"
+    assert round_log.record({}).keys() == record.keys() | {"refused"}
 
 
-def test_private_clients_without_room_or_account_are_named(ledger):
-    ledger.spent, ledger.recounted = [2, 3], [1, 0]
-    record = ledger.record({}) | {"privacy": SPENT | {"unit": "example"}}
+def test_private_clients_without_room_or_account_are_named(round_log):
+    round_log.spent, round_log.recounted = [2, 3], [1, 0]
+    record = round_log.record({}) | {"privacy": SPENT | {"unit": "example"}}
     assert (record["spent"], record["recounted"]) == ([2, 3], [0, 1])
     assert wrong_in(record) == ""
 
 
-def test_a_run_can_go_on_from_what_the_ledger_writes(ledger):
-    assert wrong_in(ledger.record({"accuracy": 1})) == ""
+def test_a_run_can_go_on_from_what_the_ledger_writes(round_log):
+    assert wrong_in(round_log.record({"accuracy": 1})) == ""
 
 
 def test_a_private_round_has_its_account_and_no_loss():
-    ledger = Ledger(1, 4, private=SPENT)
-    ledger.use(Reply(member(), Trained({}, None, 0.5), 7, 8, 3), [[0]])
-    record = ledger.record({})
+    round_log = RoundLog(1, 4, private=SPENT)
+    round_log.use(Reply(member(), Trained({}, None, 0.5), 7, 8, 3), [[0]])
+    record = round_log.record({})
     assert record["privacy"] == SPENT
     assert "train-loss" not in record
     assert "train-loss" not in record["clients"][0]
@@ -67,9 +67,9 @@ def test_a_private_round_has_its_account_and_no_loss():
 
 def test_a_secure_round_tells_how_it_went_and_no_loss():
     told: Masked = {"clients": 5, "threshold": 4, "dropped": [2], "untrained": 0, "cut-off": 0.0}
-    ledger = Ledger(1, 4, secure=told)
-    ledger.use(Reply(member(), Trained({}, None, 0.5), 7, 8, 3), [[0]])
-    record = ledger.record({})
+    round_log = RoundLog(1, 4, secure=told)
+    round_log.use(Reply(member(), Trained({}, None, 0.5), 7, 8, 3), [[0]])
+    record = round_log.record({})
     assert record["secure"] == told
     assert "train-loss" not in record
     assert wrong_in(record, NEEDED_BY_A_REPORT) == wrong_in(record) == ""
@@ -82,14 +82,14 @@ def test_a_secure_round_tells_how_it_went_and_no_loss():
     [None, 3, [], {"epsilon": 1}, SPENT | {"epsilon": "<b>"}, SPENT | {"noise-cohort": "9"}],
     ids=str,
 )
-def test_an_account_that_no_run_writes_is_refused(ledger, spent):
-    record = ledger.record({}) | {"privacy": spent}
+def test_an_account_that_no_run_writes_is_refused(round_log, spent):
+    record = round_log.record({}) | {"privacy": spent}
     assert wrong_in(record).startswith("privacy = ")
 
 
 @pytest.mark.parametrize("key", NEEDED_TO_GO_ON)
-def test_what_a_run_needs_to_go_on_is_missed(ledger, key):
-    record = ledger.record({})
+def test_what_a_run_needs_to_go_on_is_missed(round_log, key):
+    record = round_log.record({})
     del record[key]
     assert wrong_in(record).startswith(f"{key} = None, expected")
 

@@ -9,12 +9,12 @@ import pytest
 from scipy import stats
 
 from ravan_flwr.secure import masks, shamir
-from ravan_flwr.secure.agreed import signed_keys
 from ravan_flwr.secure.client import DistrustError, SecureClient
 from ravan_flwr.secure.fixed_point import LEVELS, from_bytes, step_of, to_steps
 from ravan_flwr.secure.node_keys import SIGNATURE, NodeKeys, make_keys
 from ravan_flwr.secure.schedule import make_schedule, pack, threshold_of
 from ravan_flwr.secure.server import DealerError, SecureServer, read_greeting
+from ravan_flwr.secure.transcript import signed_keys
 from tests.unit.secure.rounds import PARTS, PHASES, ROUND, RUN, Held
 
 N = 7

@@ -3,7 +3,7 @@
 import pytest
 
 from ravan_flwr.server.aggregation import SHARES, Aggregate
-from ravan_flwr.server.limit import ChangeLimit
+from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from tests.methods import build, train_client
 
 
@@ -27,7 +27,7 @@ def test_a_broadcast_is_made_once_a_share(counted):
     shares = [1.0, 0.5, 1.0, 0.5, 1.0]
     uploads = [train_client(method, adapters, state, s, seed) for seed, s in enumerate(shares)]
     asked.clear()
-    sums = Aggregate(method, state, ChangeLimit(1e9))
+    sums = Aggregate(method, state, UpdateNormCheck(1e9))
     for upload, share in zip(uploads, shares, strict=True):
         sums.offer(upload, share)
     assert sums.count == len(shares)
@@ -37,7 +37,7 @@ def test_a_broadcast_is_made_once_a_share(counted):
 def test_few_broadcasts_are_kept_however_many_shares_there_are(counted):
     method, adapters, _ = counted
     state = method.initial_state(adapters)
-    sums = Aggregate(method, state, ChangeLimit(1e9))
+    sums = Aggregate(method, state, UpdateNormCheck(1e9))
     for number in range(1, 4 * SHARES):
         share = number / (4 * SHARES)
         sums.offer(train_client(method, adapters, state, share, number), share)

@@ -19,7 +19,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from ravan_flwr.messages.arrays import STYPE, from_record, to_record
 from ravan_flwr.messages.plain_text import plain, shown
 from ravan_flwr.messages.wire import decode, encode
-from ravan_flwr.server.envelope import (
+from ravan_flwr.server.replies import read_trained
+from ravan_flwr.server.reply_decoder import (
     ALWAYS_ROOM,
     MOST_TIMES,
     check_objects,
@@ -27,10 +28,9 @@ from ravan_flwr.server.envelope import (
     take,
     weight_of,
 )
-from ravan_flwr.server.inbox import Inbox, pull_replies
-from ravan_flwr.server.limit import ChangeLimit, changes_of
-from ravan_flwr.server.patience import Patience
-from ravan_flwr.server.replies import read_trained
+from ravan_flwr.server.reply_fetcher import ReplyFetcher, pull_replies
+from ravan_flwr.server.round_deadline import RoundDeadline
+from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
 from tests.attackers import (
     ATTACKERS,
     Attacked,
@@ -88,8 +88,8 @@ def test_who_answers_the_question_badly_is_refused_and_the_others_are_not_lost()
     _, strategy, _ = run(
         Attacked(BadAnswer()), rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None
     )
-    assert strategy.roster.members.keys() == {11, 13, 14}
-    assert "cannot be read: KeyError" in strategy.roster.refused[12]
+    assert strategy.registry.members.keys() == {11, 13, 14}
+    assert "cannot be read: KeyError" in strategy.registry.refused[12]
 
 
 class Pointed(Attacker):
@@ -112,7 +112,7 @@ class Pointed(Attacker):
 @pytest.mark.parametrize("method", ["flexlora", "raflora", "fedex-lora"])
 def test_one_product_within_the_limits_of_its_factors_does_not_undo_every_round(method):
     rate, steps = 1.0, 100  # so that nothing else of these nodes is refused
-    limit = ChangeLimit(None, rate * steps)
+    limit = UpdateNormCheck(None, rate * steps)
 
     def most(sent):
         return 0.999 * limit._most("B", changes_of({"B": sent}, {"B": sent})["B"])[0]
@@ -130,7 +130,7 @@ def test_one_product_within_the_limits_of_its_factors_does_not_undo_every_round(
 
 def test_what_factors_within_their_limits_make_of_a_correction_does_not_undo_every_round():
     rate, steps = 1.0, 100
-    limit = ChangeLimit(None, rate * steps)
+    limit = UpdateNormCheck(None, rate * steps)
 
     def most(sent):
         return 0.999 * limit._most("B", changes_of({"B": sent}, {"B": sent})["B"])[0]
@@ -224,7 +224,7 @@ def test_the_others_of_one_look_are_not_lost(uploads):
     _, contents = uploads.there["question-4"]
     array = next(key for key, one in contents.items() if one.startswith(b"Array "))
     uploads.there["question-4"] = array, contents  # a root that is no Message
-    replies = list(Inbox().look(uploads, [f"question-{number}" for number in range(8)]))
+    replies = list(ReplyFetcher().look(uploads, [f"question-{number}" for number in range(8)]))
     found = {reply.metadata.reply_to_message_id: reply.has_error() for reply in replies}
     assert found == {f"question-{n}": n in (2, 4) for n in range(6)}
 
@@ -292,12 +292,12 @@ def test_a_superlink_that_is_gone_is_no_fault_of_a_reply(uploads):
 
     uploads._client.PullMessages = uploads._client.GetNodes = gone
     assert take(uploads, "question-0") is None
-    assert list(Inbox().look(uploads, ["question-0"])) == []
+    assert list(ReplyFetcher().look(uploads, ["question-0"])) == []
 
 
 def test_a_reply_that_never_comes_whole_holds_nobody_up(uploads, monkeypatch):
     """A node tells of objects and does not upload them: whoever fetches them waits for minutes."""
-    monkeypatch.setattr("ravan_flwr.server.inbox.STUCK", 0.3)
+    monkeypatch.setattr("ravan_flwr.server.reply_fetcher.STUCK", 0.3)
     held = threading.Event()
     fetch = uploads._client.PullObject
 
@@ -312,7 +312,7 @@ def test_a_reply_that_never_comes_whole_holds_nobody_up(uploads, monkeypatch):
         uploads.there[ids[number]] = objects_of(honest_reply(number))
     for number in (0, 3):
         uploads.there[ids[number]] = "never", {"never": b"Message  0\0"}
-    inbox, patience = Inbox(), Patience(1.5, 5)
+    inbox, patience = ReplyFetcher(), RoundDeadline(1.5, 5)
     began = time.monotonic()
     came = [r.metadata.reply_to_message_id for r in pull_replies(uploads, inbox, ids, patience)]
     assert came == [ids[1], ids[2], ids[4]]
@@ -328,7 +328,7 @@ def test_what_was_there_is_read_also_when_the_time_is_up(uploads, monkeypatch):
     ids = [f"question-{number}" for number in range(4)]
     uploads.there = {key: objects_of(honest_reply(n)) for n, key in enumerate(ids)}
     came = []
-    for reply in pull_replies(uploads, Inbox(), ids, Patience(0.2, 4)):
+    for reply in pull_replies(uploads, ReplyFetcher(), ids, RoundDeadline(0.2, 4)):
         came.append(reply.metadata.reply_to_message_id)
         if len(came) == 1:
             time.sleep(0.5)

@@ -11,11 +11,11 @@ from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.messages.parcel import kept, not_kept, read_parcel
 from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server import delivery as delivering
-from ravan_flwr.server import roster as recruiting
+from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.delivery import AWAY, KIND, NO_PLACE, Delivery, hand_out
-from ravan_flwr.server.mailbox import Mailbox
-from ravan_flwr.server.roster import Roster
+from ravan_flwr.server.message_builder import MessageBuilder
 from ravan_flwr.server.status import Status
 from tests import attackers
 from tests.attackers import Attacked, Attacker
@@ -57,9 +57,11 @@ def directory(tmp_path):
 
 def delivery_of(nodes, **settings):
     config = read_config({"round-timeout": 5.0, **settings})
-    roster = Roster(4, "b", DERIVED, dealt_out=False)
-    roster.gather(nodes, wait=True)
-    return Delivery(config, roster, Mailbox(None), Status(roster, tell=None))
+    client_registry = ClientRegistry(4, "b", DERIVED, partition_sizes=False)
+    client_registry.gather(nodes, wait=True)
+    return Delivery(
+        config, client_registry, MessageBuilder(None), Status(client_registry, tell=None)
+    )
 
 
 def hand_to(nodes, directory, **settings):
@@ -151,12 +153,12 @@ def test_a_node_that_comes_back_just_then_is_waited_for(directory, monkeypatch):
     nodes.members[15] = late
     looks = []
 
-    class Slow(type(delivery._roster._inbox)):  # type: ignore[misc]
+    class Slow(type(delivery._registry._inbox)):  # type: ignore[misc]
         def look(self, grid, ids):
             looks.append(1)
             return super().look(grid, ids) if len(looks) > 3 else iter(())
 
-    delivery._roster._inbox = Slow()
+    delivery._registry._inbox = Slow()
     assert delivery.to_all(nodes, STATE, parcel_of(directory)).delivered == having(0, 1, 2, 3, 7)
 
 

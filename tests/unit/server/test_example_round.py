@@ -15,7 +15,7 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import example_budget
 from ravan_flwr.server.example_budget import ExampleBudget
 from ravan_flwr.server.privacy_budget import NAME
-from ravan_flwr.server.start import Start
+from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.strategy import FederatedTuning
 from tests.hand_made import DERIVED, Nodes, Notes, impatient
 
@@ -297,7 +297,7 @@ def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp
         "batch-size": 5,
     }
     config = read_config(settings)
-    directory, start = RunDirectory(tmp_path), Start({}, done=2)
+    directory, start = RunDirectory(tmp_path), ResumePoint({}, done=2)
     lines = (json.dumps(record_of(number)) + "\n" for number in (1, 2))
     (tmp_path / "rounds.jsonl").write_text("".join(lines))
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT | changes))
@@ -316,4 +316,4 @@ def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp
 def test_a_run_that_goes_on_needs_its_account(tmp_path):
     config = read_config({"privacy": "example", "noise-multiplier": 2.0})
     with pytest.raises(ValueError, match=f"{NAME}: it is missing, expected the account"):
-        ExampleBudget.of(config, RunDirectory(tmp_path), Start({}, done=1))
+        ExampleBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, done=1))

@@ -13,12 +13,12 @@ from flwr.supercore.task_identity import TaskIdentity
 from ravan_flwr.config import presets, yaml_file
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process
-from ravan_flwr.server import ledger as ledgers
-from ravan_flwr.server.ledger import LISTED, REJECTIONS_TOLD, Ledger
-from ravan_flwr.server.mailbox import MOST_LATE, Mailbox
+from ravan_flwr.server import round_log as ledgers
+from ravan_flwr.server.client_registry import AT_ONCE, ClientRegistry
+from ravan_flwr.server.message_builder import MOST_LATE, MessageBuilder
 from ravan_flwr.server.nodes import Node
 from ravan_flwr.server.partitions import Partitions
-from ravan_flwr.server.roster import AT_ONCE, Roster
+from ravan_flwr.server.round_log import LISTED, REJECTIONS_TOLD, RoundLog
 from ravan_flwr.server.status import DESCRIBED, Status
 from tests.hand_made import Nodes, impatient, member, run
 
@@ -115,7 +115,7 @@ def test_flowers_simulation_is_asked_so_many_questions_at_once():
     nodes = Simulated(3 * AT_ONCE + 5)
     _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
     assert Simulated.most == AT_ONCE
-    assert len(strategy.roster.members) == 3 * AT_ONCE + 5
+    assert len(strategy.registry.members) == 3 * AT_ONCE + 5
 
 
 def test_all_are_asked_before_a_simulation_ends_that_refuses_the_first():
@@ -127,7 +127,7 @@ def test_all_are_asked_before_a_simulation_ends_that_refuses_the_first():
         other = member(number, 0, num_partitions=2 * AT_ONCE, backbone="another")
         nodes.members[number] = other
     _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
-    assert len(strategy.roster.members) == len(strategy.roster.refused) == AT_ONCE
+    assert len(strategy.registry.members) == len(strategy.registry.refused) == AT_ONCE
 
 
 def test_a_message_that_waits_is_found_without_looking_at_the_others():
@@ -194,20 +194,20 @@ def test_a_node_that_moves_to_another_part_leaves_its_own_to_others():
 
 
 def test_the_bound_on_examples_follows_who_is_there():
-    roster = Roster(4, "b", [1.0])
+    registry = ClientRegistry(4, "b", [1.0])
     for number, examples in enumerate((1, 1, 100), start=1):
-        roster.nodes[number] = Node(number)
-        roster._note(roster.nodes[number], member(number, own_data=True, examples=examples), "")
-    last = roster.members[3]
-    assert roster.examples(last) == 10
-    roster._refuse(roster.nodes[1], "it has gone")
-    roster._refuse(roster.nodes[2], "it has gone, too")
-    assert roster.members.keys() == {3}
-    assert roster.examples(last) == 100
+        registry.nodes[number] = Node(number)
+        registry._note(registry.nodes[number], member(number, own_data=True, examples=examples), "")
+    last = registry.members[3]
+    assert registry.examples(last) == 10
+    registry._refuse(registry.nodes[1], "it has gone")
+    registry._refuse(registry.nodes[2], "it has gone, too")
+    assert registry.members.keys() == {3}
+    assert registry.examples(last) == 100
 
 
 def test_late_replies_of_many_are_each_looked_for():
-    mail = Mailbox(None)
+    mail = MessageBuilder(None)
     for number in range(3):
         for node in range(5):
             mail.expect_late(f"{number}/{node}", member(node), f"late {number}")
@@ -232,26 +232,26 @@ def test_the_size_of_a_record_and_of_a_checkpoint_depend_on_who_takes_part():
 
 
 def test_clients_that_are_not_in_a_round_are_listed_so_far_and_counted():
-    ledger = Ledger(1, 10_000)
-    ledger.clients.append({"partition-id": 3, "train-loss": 1.0})  # type: ignore[typeddict-item]
-    assert not {"more-left-out", "more-resting"} & ledger.record({}).keys()
-    ledger.left_out, ledger.resting = list(range(7000)), list(range(7000, 7000 + LISTED))
-    record = ledger.record({})
+    round_log = RoundLog(1, 10_000)
+    round_log.clients.append({"partition-id": 3, "train-loss": 1.0})  # type: ignore[typeddict-item]
+    assert not {"more-left-out", "more-resting"} & round_log.record({}).keys()
+    round_log.left_out, round_log.resting = list(range(7000)), list(range(7000, 7000 + LISTED))
+    record = round_log.record({})
     assert record["left-out"] == list(range(LISTED))
     assert record["more-left-out"] == 7000 - LISTED
-    assert record["resting"] == ledger.resting
+    assert record["resting"] == round_log.resting
     assert "more-resting" not in record
     assert len(json.dumps(record)) < 20_000
 
 
 def test_a_log_has_a_line_for_the_first_rejections_and_a_record_has_all(caplog):
-    ledger = Ledger(3, 200)
+    round_log = RoundLog(3, 200)
     for number in range(200):
-        ledger.reject(member(number, number), "no disk")
+        round_log.reject(member(number, number), "no disk")
     told = [one.getMessage() for one in caplog.records if one.name == ledgers.__name__]
     assert told[:-1] == [f"rejected partition {n}: no disk" for n in range(REJECTIONS_TOLD)]
     assert told[-1] == "more are rejected: the record of round 3 lists them all"
-    assert len(ledger.rejected) == 200
+    assert len(round_log.rejected) == 200
 
 
 def test_who_is_left_out_is_a_line_of_the_log_and_no_page(caplog):
@@ -271,15 +271,15 @@ def test_who_is_left_out_is_a_line_of_the_log_and_no_page(caplog):
 
 
 def test_the_status_describes_those_of_this_step_and_counts_the_others():
-    roster = Roster(4, "b", [1.0])
+    registry = ClientRegistry(4, "b", [1.0])
     told: list[Any] = []
     for number in range(1, DESCRIBED + 501):
-        roster.nodes[number] = Node(number)
-        roster._note(roster.nodes[number], member(number, number - 1), "")
+        registry.nodes[number] = Node(number)
+        registry._note(registry.nodes[number], member(number, number - 1), "")
     for number in (3, DESCRIBED + 499):
-        roster.nodes[number].heard = 2e9
-    status = Status(roster, lambda status: told.append(status()))
-    asked = [roster.members[number] for number in (DESCRIBED + 400, 7, DESCRIBED + 200)]
+        registry.nodes[number].heard = 2e9
+    status = Status(registry, lambda status: told.append(status()))
+    asked = [registry.members[number] for number in (DESCRIBED + 400, 7, DESCRIBED + 200)]
     status.begin("training", 1, 5, asked)
     described = [one["partition-id"] for one in told[-1]["nodes"]]
     assert told[-1]["members"] == DESCRIBED + 500

@@ -16,7 +16,7 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import private_round
 from ravan_flwr.server.privacy_budget import NAME, PrivacyBudget
 from ravan_flwr.server.private_round import CLIP_NORM
-from ravan_flwr.server.start import Start
+from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.strategy import FederatedTuning
 from tests.hand_made import DERIVED, Nodes, Notes, Silent, impatient
 
@@ -225,7 +225,7 @@ def spending(**changes):
 )
 def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp_path):
     config = read_config({"privacy": "client", "noise-multiplier": 1.0})
-    directory, start = RunDirectory(tmp_path), Start({}, done=3)
+    directory, start = RunDirectory(tmp_path), ResumePoint({}, done=3)
     write_rounds(tmp_path, map(record_of, (1, 2, 3)))
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT | changes))
     with pytest.raises(ValueError, match=told):
@@ -246,7 +246,7 @@ def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp
 def test_an_account_whose_noise_followed_from_epsilon_is_that_of_the_records(spent, told, tmp_path):
     """Also of those behind which a run goes back: what was released stays released."""
     config = read_config({"privacy": "client", "epsilon": 8.0})
-    directory, start = RunDirectory(tmp_path), Start({}, done=3)
+    directory, start = RunDirectory(tmp_path), ResumePoint({}, done=3)
     write_rounds(tmp_path, [*map(record_of, (1, 2, 3)), record_of(4, spent)])
     account = ACCOUNT if "epsilon" in spent else spending(noise_multiplier=100.0)
     (tmp_path / NAME).write_text(json.dumps(account))
@@ -267,8 +267,10 @@ def test_a_clip_norm_of_a_checkpoint_that_no_run_writes_is_refused(norm):
 def test_a_run_that_goes_on_needs_its_account(tmp_path):
     config = read_config({"privacy": "client", "noise-multiplier": 1.0})
     with pytest.raises(ValueError, match=f"{NAME}: it is missing, expected the account"):
-        PrivacyBudget.of(config, RunDirectory(tmp_path), Start({}, done=1))
+        PrivacyBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, done=1))
     (tmp_path / NAME).write_text("{")
     with pytest.raises(ValueError, match=f"{NAME} is damaged"):
-        PrivacyBudget.of(config, RunDirectory(tmp_path), Start({}, done=1))
-    assert PrivacyBudget.of(read_config({}), RunDirectory(tmp_path), Start({}, done=1)) is None
+        PrivacyBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, done=1))
+    assert (
+        PrivacyBudget.of(read_config({}), RunDirectory(tmp_path), ResumePoint({}, done=1)) is None
+    )

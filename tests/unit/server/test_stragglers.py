@@ -14,13 +14,13 @@ from flwr.proto.node_pb2 import NodeInfo
 from torch.overrides import TorchFunctionMode
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.messages.member import MOST_PARTITIONS, read_member
+from ravan_flwr.messages.registered_client import MOST_PARTITIONS, read_registered_client
 from ravan_flwr.messages.wire import decode, encode
-from ravan_flwr.server import roster as recruiting
-from ravan_flwr.server.ledger import mean_of
-from ravan_flwr.server.mailbox import MOST_LATE
+from ravan_flwr.server import client_registry as recruiting
+from ravan_flwr.server.message_builder import MOST_LATE
 from ravan_flwr.server.nodes import Node
-from ravan_flwr.server.patience import Patience
+from ravan_flwr.server.round_deadline import RoundDeadline
+from ravan_flwr.server.round_log import mean_of
 from ravan_flwr.server.sampling import Sampler, sample
 from ravan_flwr.server.strategy import FederatedTuning
 from tests.hand_made import DERIVED, Nodes, Silent, impatient, member, run
@@ -53,7 +53,7 @@ class Clock:
 )
 def test_when_a_round_is_over(given, used_at, ends_at, monkeypatch):
     clock = Clock(monkeypatch)
-    patience = Patience(3600, **given)
+    patience = RoundDeadline(3600, **given)
     for clock.now in used_at:
         patience.use()
     clock.now = ends_at - 1
@@ -62,7 +62,7 @@ def test_when_a_round_is_over(given, used_at, ends_at, monkeypatch):
 
 
 def test_enough_replies_end_a_round():
-    patience = Patience(10, 4, enough=2)
+    patience = RoundDeadline(10, 4, enough=2)
     patience.use()
     assert not patience.satisfied
     patience.use()
@@ -240,8 +240,8 @@ def test_who_comes_back_with_anothers_part_does_not_evict_its_holder():
     notes, strategy, _ = run(nodes, rounds=6, clients_per_round=4, evaluate_fn=evaluate)
     trained = [[c["partition-id"] for c in record["clients"]] for record in notes.records]
     assert trained == [[0, 1, 2, 3]] + [[0, 1, 2]] * 5
-    assert strategy.roster.members.keys() == {12, 13, 14}
-    assert "partition-id 0 is taken by node 14" in strategy.roster.refused[11]
+    assert strategy.registry.members.keys() == {12, 13, 14}
+    assert "partition-id 0 is taken by node 14" in strategy.registry.refused[11]
 
 
 def test_who_moves_to_a_free_part_leaves_the_old_one():
@@ -256,7 +256,7 @@ def test_who_moves_to_a_free_part_leaves_the_old_one():
 
     notes, strategy, _ = run(nodes, rounds=4, clients_per_round=4, evaluate_fn=evaluate)
     assert [c["partition-id"] for c in notes.records[-1]["clients"]] == [0, 1, 2, 3]
-    assert not strategy.roster.refused
+    assert not strategy.registry.refused
 
 
 @pytest.mark.parametrize(
@@ -271,16 +271,16 @@ def test_one_liar_does_not_decide_how_the_data_is_dealt_out(liar, parts):
     nodes = Nodes()
     nodes.members[11] = member(11, 3, **liar)
     notes, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
-    assert strategy.roster.partitions == notes.records[0]["partitions"] == parts
-    assert {12, 13, 14} <= strategy.roster.members.keys()
+    assert strategy.registry.partitions == notes.records[0]["partitions"] == parts
+    assert {12, 13, 14} <= strategy.registry.members.keys()
 
 
 def test_of_two_that_differ_the_one_is_believed_that_fits_what_is_there():
     nodes = Nodes(2)
     nodes.members[11] = member(11, 1, num_partitions=10_000)
     _, strategy, _ = run(nodes, rounds=1, clients_per_round=2, evaluate_fn=lambda *_: None)
-    assert strategy.roster.members.keys() == {12}
-    assert strategy.roster.partitions == 2
+    assert strategy.registry.members.keys() == {12}
+    assert strategy.registry.partitions == 2
 
 
 def test_a_liar_that_is_gone_does_not_block_a_resume():
@@ -305,23 +305,23 @@ def test_a_liar_that_is_there_first_does_not_decide_alone(before, least, monkeyp
     monkeypatch.setattr(recruiting, "NODES_TIMEOUT", 2.0)
     nodes = Joins()
     nodes.members[11] = member(11, 0, num_partitions=1)
-    roster = recruiting.Roster(4, "b", DERIVED, before, least=least)
-    roster.recruit(nodes, wait=True)
-    assert roster.partitions == 4
-    assert roster.members.keys() == {12, 13, 14}
+    client_registry = recruiting.ClientRegistry(4, "b", DERIVED, before, least=least)
+    client_registry.recruit(nodes, wait=True)
+    assert client_registry.partitions == 4
+    assert client_registry.members.keys() == {12, 13, 14}
 
 
 def test_who_is_refused_for_its_examples_has_nobodys_part():
     nodes = Nodes()
     nodes.members[11] = member(11, 0, examples=2**40)  # asked first, with node 14's part
     strategy = strategy_of(nodes, lambda number: [10] * number, weighting="examples")
-    strategy.roster.recruit(nodes, wait=True)
-    assert strategy.roster.members.keys() == {12, 13, 14}
-    assert "expected 10" in strategy.roster.refused[11]
+    strategy.registry.recruit(nodes, wait=True)
+    assert strategy.registry.members.keys() == {12, 13, 14}
+    assert "expected 10" in strategy.registry.refused[11]
 
 
 def test_who_comes_and_goes_with_an_answer_that_never_comes_keeps_one_thread(monkeypatch):
-    monkeypatch.setattr("ravan_flwr.server.inbox.STUCK", 0.1)
+    monkeypatch.setattr("ravan_flwr.server.reply_fetcher.STUCK", 0.1)
     over, threads = threading.Event(), []
 
     class Held(Comes):
@@ -349,13 +349,13 @@ def test_who_comes_and_goes_with_an_answer_that_never_comes_keeps_one_thread(mon
 # How many examples.
 
 
-def strategy_of(nodes, dealt_out=None, **settings):
+def strategy_of(nodes, partition_sizes=None, **settings):
     from ravan_flwr.config.run_config import read_config
 
     config = read_config({k.replace("_", "-"): v for k, v in settings.items()})
     return FederatedTuning(
         config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
-        load_fixed=lambda _: DERIVED, dealt_out=dealt_out,
+        load_fixed=lambda _: DERIVED, partition_sizes=partition_sizes,
     )  # fmt: skip
 
 
@@ -369,9 +369,9 @@ def test_what_the_server_dealt_out_is_what_a_node_has(setting):
     nodes.members[12] = member(12, 2, examples=2**40)
     given = {"validation_share": 0.5, **setting}
     strategy = strategy_of(nodes, lambda number: [10] * number, **given)
-    strategy.roster.recruit(nodes, wait=True)
-    assert strategy.roster.members.keys() == {11, 13, 14}
-    assert "examples is 1099511627776, expected 10" in strategy.roster.refused[12]
+    strategy.registry.recruit(nodes, wait=True)
+    assert strategy.registry.members.keys() == {11, 13, 14}
+    assert "examples is 1099511627776, expected 10" in strategy.registry.refused[12]
 
 
 def test_a_server_without_the_shared_data_says_that_nothing_is_checked(caplog):
@@ -380,11 +380,11 @@ def test_a_server_without_the_shared_data_says_that_nothing_is_checked(caplog):
 
     nodes = Nodes()
     strategy = strategy_of(nodes, missing, weighting="examples")
-    strategy.roster.recruit(nodes, wait=True)
-    strategy.roster.recruit(nodes)
-    assert len(strategy.roster.members) == 4
+    strategy.registry.recruit(nodes, wait=True)
+    strategy.registry.recruit(nodes)
+    assert len(strategy.registry.members) == 4
     assert caplog.text.count("are not checked: no such data set") == 1
-    (first, *_) = strategy.roster.members.values()
+    (first, *_) = strategy.registry.members.values()
     liar = replace(first, examples=2**40)
     assert weight(strategy, liar) == 100.0  # ten times what the others say
 
@@ -393,12 +393,12 @@ def test_own_examples_count_as_many_as_the_others_have_or_as_the_operator_says()
     nodes = Nodes(own_data=True)
     nodes.members[12] = member(12, 2, own_data=True, examples=2**40)
     strategy = strategy_of(nodes, weighting="examples")
-    strategy.roster.recruit(nodes, wait=True)
-    weights = {m.partition_id: weight(strategy, m) for m in strategy.roster.members.values()}
+    strategy.registry.recruit(nodes, wait=True)
+    weights = {m.partition_id: weight(strategy, m) for m in strategy.registry.members.values()}
     assert weights == {0: 10.0, 1: 10.0, 2: 100.0, 3: 10.0}
     capped = strategy_of(nodes, weighting="examples", max_examples=7)
-    capped.roster.recruit(nodes, wait=True)
-    assert {weight(capped, m) for m in capped.roster.members.values()} == {7.0}
+    capped.registry.recruit(nodes, wait=True)
+    assert {weight(capped, m) for m in capped.registry.members.values()} == {7.0}
 
 
 @pytest.mark.parametrize("setting", [{"weighting": "examples"}, {"evaluate_on": "clients"}])
@@ -407,9 +407,9 @@ def test_who_alone_has_data_of_its_own_is_no_measure_of_itself(setting):
     nodes.members[12] = member(12, 2, own_data=True, examples=2**48)
     given = {"validation_share": 0.5, **setting}
     strategy = strategy_of(nodes, lambda number: [10] * number, **given)
-    strategy.roster.recruit(nodes, wait=True)
+    strategy.registry.recruit(nodes, wait=True)
     counted = {
-        m.partition_id: strategy.roster.examples(m) for m in strategy.roster.members.values()
+        m.partition_id: strategy.registry.examples(m) for m in strategy.registry.members.values()
     }
     assert counted == {0: 10, 1: 10, 2: 100, 3: 10}
 
@@ -418,10 +418,10 @@ def test_no_claim_is_beyond_all_bounds():
     answer = member().as_config()
     for key, value in (("examples", 2**62), ("num-partitions", 10**9)):
         with pytest.raises(ValueError, match=f"{key} is {value}, expected"):
-            read_member(1, answer | {key: value})
+            read_registered_client(1, answer | {key: value})
     with pytest.raises(ValueError, match="derived has 100000 numbers, expected 2"):
-        read_member(1, answer | {"derived": ["x"] * 100_000}, 2)
-    told = read_member(1, answer | {"device": "cpu\x1b[2K\r" + "x" * 10**6})
+        read_registered_client(1, answer | {"derived": ["x"] * 100_000}, 2)
+    told = read_registered_client(1, answer | {"device": "cpu\x1b[2K\r" + "x" * 10**6})
     assert told.device.startswith(r"cpu\x1b[2K\rxxx")
     assert len(told.device) <= 200
 
@@ -479,7 +479,7 @@ def test_what_no_upload_has_is_refused_before_it_is_decoded(wire):
 
 
 def test_the_seconds_of_a_grace_may_be_any():
-    assert math.isinf(Patience(math.inf, 1).left)
+    assert math.isinf(RoundDeadline(math.inf, 1).left)
 
 
 @pytest.mark.parametrize(
@@ -508,12 +508,12 @@ def test_a_round_waits_for_the_cohort_that_clients_accept(settings, partitions, 
     def present(_):
         return list(members.values())
 
-    roster = SimpleNamespace(
+    client_registry = SimpleNamespace(
         members=members, partitions=partitions, recruit=recruit, present=present
     )
     method = SimpleNamespace(can_train=lambda share: share == 1.0)
     config = read_config({"clients-per-round": 10} | settings)
     recruit(None)
-    sampler = Sampler(config, cast(Any, method), cast(Any, roster))
+    sampler = Sampler(config, cast(Any, method), cast(Any, client_registry))
     sampler.wait(cast(Any, None), cast(Any, SimpleNamespace()), 3600.0)
     assert len(members) == came

@@ -10,11 +10,11 @@ from flwr.proto.node_pb2 import NodeInfo
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import from_record, num_bytes, to_record
-from ravan_flwr.messages.member import check_derived, read_member
-from ravan_flwr.server import limit
-from ravan_flwr.server import roster as recruiting
-from ravan_flwr.server.ledger import Ledger
+from ravan_flwr.messages.registered_client import check_derived, read_registered_client
+from ravan_flwr.server import client_registry as recruiting
+from ravan_flwr.server import update_norm_check
 from ravan_flwr.server.replies import most_held_back
+from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.sampling import sample
 from tests.hand_made import DERIVED, Nodes, Silent, impatient, member, run
 from tests.methods import train_client
@@ -360,13 +360,13 @@ def test_a_node_that_does_not_fit_is_refused_by_name(change, reason, caplog):
     nodes.members[11] = member(11, **changed)
     _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
     if reason is None:
-        assert not strategy.roster.refused
+        assert not strategy.registry.refused
         return
-    ((node_id, told),) = strategy.roster.refused.items()
+    ((node_id, told),) = strategy.registry.refused.items()
     assert node_id in {11, 14}
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(told)
-    assert len(strategy.roster.members) == 3
+    assert len(strategy.registry.members) == 3
 
 
 def test_many_refusals_are_not_told_one_by_one(caplog):
@@ -423,7 +423,7 @@ def test_a_run_begins_without_a_node_that_does_not_answer():
 
     notes, strategy, _ = run(Mute(), clients_per_round=4, evaluate_fn=lambda *_: None)
     assert [len(record["clients"]) for record in notes.records] == [3, 3]
-    assert strategy.roster.refused == {13: "no answer within 0.2 s"}
+    assert strategy.registry.refused == {13: "no answer within 0.2 s"}
 
 
 def test_nobody_waits_for_a_newcomer_that_does_not_answer(monkeypatch):
@@ -466,7 +466,7 @@ def test_a_run_does_not_wait_for_a_node_that_dies_whenever_it_is_asked(monkeypat
     nodes = Dies()
     notes, strategy, _ = run(nodes, clients_per_round=4, evaluate_fn=lambda *_: None)
     assert [len(record["clients"]) for record in notes.records] == [3, 3]
-    assert 13 not in strategy.roster.members
+    assert 13 not in strategy.registry.members
 
 
 class Restarted(Nodes):
@@ -493,7 +493,7 @@ def test_a_restarted_node_is_asked_again(before, after):
     there = [[c["share"] for c in r["clients"] if c["partition-id"] == 3] for r in notes.records]
     expected = [] if "num_partitions" in after else [after.get("share", 1.0)]
     assert there == [[] if before else [1.0], expected, expected]
-    assert bool(strategy.roster.refused) == ("num_partitions" in after)
+    assert bool(strategy.registry.refused) == ("num_partitions" in after)
 
 
 @pytest.mark.parametrize(
@@ -511,8 +511,8 @@ def test_most_nodes_decide_how_the_data_is_dealt_out(numbers, stay):
         for i, (partition, number) in enumerate(numbers)
     }
     _, strategy, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
-    assert strategy.roster.members.keys() == stay
-    assert len(strategy.roster.refused) == len(numbers) - len(stay)
+    assert strategy.registry.members.keys() == stay
+    assert len(strategy.registry.refused) == len(numbers) - len(stay)
 
 
 def test_a_node_that_was_refused_is_asked_again_when_it_comes_back():
@@ -527,7 +527,7 @@ def test_a_node_that_was_refused_is_asked_again_when_it_comes_back():
 
     notes, strategy, _ = run(nodes, rounds=4, clients_per_round=4, evaluate_fn=evaluate)
     assert [len(record["clients"]) for record in notes.records] == [3, 3, 4, 4]
-    assert not strategy.roster.refused
+    assert not strategy.registry.refused
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9])
@@ -562,10 +562,10 @@ def test_sampling_is_even():
 
 def test_answers_round_trip_and_missing_fields_are_named():
     answer = ConfigRecord(member().as_config())
-    assert read_member(1, answer) == member()
+    assert read_registered_client(1, answer) == member()
     for key in list(answer):
         with pytest.raises(ValueError, match=f"{key} is None, expected"):
-            read_member(1, {k: v for k, v in answer.items() if k != key})
+            read_registered_client(1, {k: v for k, v in answer.items() if k != key})
 
 
 def test_fingerprints_agree_to_rounding_only():
@@ -580,7 +580,7 @@ def test_bytes_are_those_of_the_arrays():
 
 
 def test_a_state_that_replies_cannot_have_made_is_not_sent_and_the_run_goes_on(monkeypatch, caplog):
-    real, calls = limit.ChangeLimit.check_state, []
+    real, calls = update_norm_check.UpdateNormCheck.check_state, []
 
     def refuse(self, old, new, *others):
         calls.append(new)
@@ -588,7 +588,7 @@ def test_a_state_that_replies_cannot_have_made_is_not_sent_and_the_run_goes_on(m
             raise ValueError("the norm of H would grow by 7, expected at most 1")
         real(self, old, new, *others)
 
-    monkeypatch.setattr(limit.ChangeLimit, "check_state", refuse)
+    monkeypatch.setattr(update_norm_check.UpdateNormCheck, "check_state", refuse)
     nodes = Nodes()
     notes, _, _ = run(nodes, rounds=2, clients_per_round=4, evaluate_fn=lambda *_: None)
     first, second = notes.records
@@ -614,11 +614,11 @@ def test_a_robust_calibration_wants_three_replies():
 
 
 def test_a_reason_is_given_once_with_those_who_gave_it():
-    ledger = Ledger(1, 12)
+    round_log = RoundLog(1, 12)
     for number in range(12):
         reason = "out of memory" if number == 3 else "no such column 'text'"
-        ledger.reject(member(partition_id=number), reason)
-    told = ledger.why_too_few_came(1)
+        round_log.reject(member(partition_id=number), reason)
+    told = round_log.why_too_few_came(1)
     assert told.count("no such column") == 1
     assert "partitions 0, 1, 2, 4, 5, 6, 7, 8, and 3 more: no such column 'text'; " in told
     assert "partition 3: out of memory" in told

@@ -145,7 +145,7 @@ def test_a_study_that_is_interrupted_notes_no_failure(path, tmp_path, monkeypatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["sleep", "0.2"])
-    monkeypatch.setattr(running, "words_of_run", interrupt)
+    monkeypatch.setattr(running, "run_key_values", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_study(path, tmp_path)
     assert not (tmp_path / NAME).exists()

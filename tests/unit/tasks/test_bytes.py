@@ -12,7 +12,7 @@ from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.vision import Vision
 
 
-class Seen(nn.Module):
+class RunSnapshot(nn.Module):
     """Return what it is given, as a network returns its logits."""
 
     def forward(self, pixel_values):
@@ -45,17 +45,17 @@ def test_what_a_processor_does_is_made_once_and_not_in_every_step(monkeypatch):
     )  # fmt: skip
     pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     with torch.inference_mode():
-        first = made.logits(Seen(), {"pixel_values": pixels})
+        first = made.logits(RunSnapshot(), {"pixel_values": pixels})
     expected = (pixels.double() / 255 - torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1)) / (
         torch.tensor([0.5, 0.25, 0.21]).view(3, 1, 1)
     )
     torch.testing.assert_close(first.double(), expected, rtol=1e-5, atol=1e-5)
     monkeypatch.setattr(torch, "tensor", None)
-    assert torch.equal(made.logits(Seen(), {"pixel_values": pixels}), first)
+    assert torch.equal(made.logits(RunSnapshot(), {"pixel_values": pixels}), first)
 
 
 def logits_of(made, encoded):
-    return made.logits(Seen(), encoded.take(np.arange(len(encoded))))
+    return made.logits(RunSnapshot(), encoded.take(np.arange(len(encoded))))
 
 
 def test_every_byte_is_computed_with_as_its_share_of_255():

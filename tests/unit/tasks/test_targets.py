@@ -11,7 +11,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.tasks.generation import IGNORED
 from ravan_flwr.tasks.question_answering import QuestionAnswering
 from ravan_flwr.tasks.text_to_label import TextToLabel
-from ravan_flwr.training.workbench import Workbench
+from ravan_flwr.training.model_and_data import ModelAndData
 from testing.tiny import WORDS, save_data, save_model
 
 
@@ -98,7 +98,7 @@ def test_the_small_labels_are_learned_whole(folder, tmp_path):
     """As the preset has them: 32 tokens, and every label comes back from its target."""
     settings = {"preset": "newsgroups-t5", "model": str(folder)}
     data = str(save_data("newsgroups-t5", tmp_path))
-    bench = Workbench(read_config(settings | {"data": data, "max-length": 16}))
+    bench = ModelAndData(read_config(settings | {"data": data, "max-length": 16}))
     encoded = bench.test_sets["test"]
     labels = encoded.take(np.arange(len(encoded)))["labels"]
     texts = bench.task.reader.batch_decode(

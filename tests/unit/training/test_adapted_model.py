@@ -12,7 +12,7 @@ from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.aggregation import Aggregate
-from ravan_flwr.server.limit import ChangeLimit
+from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from ravan_flwr.specs import ModelSpec
 from ravan_flwr.training.bundled import encode_backbone, read_backbone, read_backbone_config
 from ravan_flwr.training.device import pick_device
@@ -23,13 +23,13 @@ from ravan_flwr.training.local_steps import (
     evaluate,
     train_locally,
 )
+from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import backbone_fingerprint, build_network
-from ravan_flwr.training.workbench import Workbench
 from testing.tiny import save_model
 
 
 def bench(**settings):
-    return Workbench(read_config({k.replace("_", "-"): v for k, v in settings.items()}))
+    return ModelAndData(read_config({k.replace("_", "-"): v for k, v in settings.items()}))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_nothing_leaks_from_one_client_to_the_next(method, classifier):
     before, alone = snapshot(shared.model), train(shared)
     state = shared.model.initial_state()
     for client in (1, 2):  # a state in the middle of a run, where W may have changed
-        pot = Aggregate(shared.model.method, state, ChangeLimit(1e9))
+        pot = Aggregate(shared.model.method, state, UpdateNormCheck(1e9))
         for upload in [train(shared, client=client, round_number=r, state=state) for r in (1, 3)]:
             pot.offer(upload.upload, 1.0)
         state = pot.close()

@@ -16,7 +16,7 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import superlink as flower
 from ravan_flwr.launch.sharing import MOST_A_GPU, Sharing, share_gpus
-from ravan_flwr.launch.worker_starts import Anew
+from ravan_flwr.launch.worker_starts import SpawnStarter
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies import running
 from ravan_flwr.studies.choosing import planned
@@ -34,8 +34,8 @@ from ravan_flwr.training.footprint import (
     footprint,
 )
 from ravan_flwr.training.gpus import Gpu, in_turn, unused_gpus, visible_gpus
+from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
 from ravan_flwr.training.plan import plan_of
-from ravan_flwr.training.workbench import Workbench, get_workbench
 from tests import ROOT
 from tests.memory import kept_for_backward
 
@@ -255,10 +255,13 @@ def test_a_study_hands_on_how_gpus_are_shared(tmp_path, capsys):
     Path(file).write_text(STUDY)
     study = read_study(Path(file))
     run = planned(study, Results(tmp_path))[0]
-    flower_run = running.How("flower", 2, 3).command(run, tmp_path)
+    flower_run = running.RunOptions("flower", 2, 3).command(run, tmp_path)
     assert flower_run[-4:] == ["--runs-at-a-time", "2", "--clients-per-gpu", "3"]
-    assert running.How("flower", 1, None).command(run, tmp_path)[-2:] == ["--runs-at-a-time", "1"]
-    assert running.How("process", 2, None).command(run, tmp_path) == run.command(
+    assert running.RunOptions("flower", 1, None).command(run, tmp_path)[-2:] == [
+        "--runs-at-a-time",
+        "1",
+    ]
+    assert running.RunOptions("process", 2, None).command(run, tmp_path) == run.command(
         tmp_path, "process"
     )
     with pytest.raises(SystemExit) as end:
@@ -320,7 +323,7 @@ def test_a_process_takes_the_model_the_context_and_what_it_does(evaluate_on):
 @pytest.mark.parametrize("method", ["ravan", "fedit", "full"])
 def test_sixteen_bits_keep_no_more_than_is_counted(method):
     config = read_config({"method": method, "precision": "bfloat16", "batch-size": 4})
-    measured, _ = kept_for_backward(Workbench(config), 1.0, 4, torch.bfloat16)
+    measured, _ = kept_for_backward(ModelAndData(config), 1.0, 4, torch.bfloat16)
     counted = step_memory(config, 1.0).activations
     assert measured <= counted < 1.6 * measured
 
@@ -480,7 +483,7 @@ def test_a_server_shares_its_gpu_with_the_processes_of_clients(processes, shares
     given: dict[str, Scalar] = {"processes": processes, "seed": 77}
     with pytest.raises(KeyboardInterrupt):
         simulate(given, 2)
-    found = get_workbench(read_config(given | {"output-dir": str(Path("runs").absolute())}))
+    found = get_model_and_data(read_config(given | {"output-dir": str(Path("runs").absolute())}))
     assert found.shares_device == shares
 
 
@@ -543,7 +546,7 @@ def test_workers_are_started_where_the_fewest_are(monkeypatch):
     monkeypatch.setattr("ravan_flwr.launch.worker_starts.send_records", lambda *_: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     cards = [Gpu(str(i), f"GPU-{i}", "H100", 1, 1) for i in (1, 0)]
-    starter = Anew({}, None, cards)
+    starter = SpawnStarter({}, None, cards)
     links = [starter.start() for _ in range(3)]
     assert given == ["GPU-1", "GPU-0", "GPU-1"]
     links[1].end()
@@ -551,21 +554,21 @@ def test_workers_are_started_where_the_fewest_are(monkeypatch):
     assert given[3] == "GPU-0"
     for link in (links[0], *links[2:]):
         link.end()
-    Anew({}, None).start().end()
+    SpawnStarter({}, None).start().end()
     assert given[4] is None
 
 
 @pytest.mark.parametrize("preset", ["digits-vit"])
 def test_an_evaluation_is_shared_among_the_gpus_and_sums_up_the_same(preset, monkeypatch):
     """Three processors stand for GPUs."""
-    bench = Workbench(read_config({"preset": preset, "seed": 3}))
+    bench = ModelAndData(read_config({"preset": preset, "seed": 3}))
     monkeypatch.setattr(type(bench.task), "evaluation_batch", 50)
     whole = bench.evaluate(alone := Tally())
     monkeypatch.setattr(
-        "ravan_flwr.training.workbench.further_gpus", lambda *_: [torch.device("cpu")] * 2
+        "ravan_flwr.training.model_and_data.further_gpus", lambda *_: [torch.device("cpu")] * 2
     )
     given_back: list[torch.device] = []
-    monkeypatch.setattr("ravan_flwr.training.workbench.give_back_memory", given_back.append)
+    monkeypatch.setattr("ravan_flwr.training.model_and_data.give_back_memory", given_back.append)
     networks: dict[int, int] = {}
     measure = type(bench.task).measure
 
@@ -582,7 +585,7 @@ def test_an_evaluation_is_shared_among_the_gpus_and_sums_up_the_same(preset, mon
     # With another state the copies have that.
     with bench.model.holding({k: v + 0.3 for k, v in bench.model.initial_state().items()}):
         found = bench.evaluate()
-        monkeypatch.setattr("ravan_flwr.training.workbench.further_gpus", lambda *_: [])
+        monkeypatch.setattr("ravan_flwr.training.model_and_data.further_gpus", lambda *_: [])
         assert bench.evaluate() == pytest.approx(found, rel=1e-6)
     assert found["loss"] != pytest.approx(whole["loss"], rel=1e-3)
 

@@ -6,8 +6,8 @@ import torch
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cost import largest_share, step_memory
+from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.plan import describe, plan_of, suggested_heads
-from ravan_flwr.training.workbench import Workbench
 from testing.tiny import save_model
 from tests.memory import kept_for_backward
 
@@ -31,7 +31,7 @@ def test_an_automatic_budget_of_ranks(method):
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 def test_kept_memory_is_what_autograd_keeps_of_the_real_model(share):
     settings = config(batch_size=16)
-    measured, trained = kept_for_backward(Workbench(settings), share, 16)
+    measured, trained = kept_for_backward(ModelAndData(settings), share, 16)
     estimate = step_memory(settings, share)
     assert estimate.trained == 4 * trained
     assert measured == pytest.approx(estimate.activations, rel=0.05)
@@ -47,7 +47,7 @@ def test_a_t5_is_refused_in_float16_in_which_it_overflows(tmp_path):
     given = {"preset": "newsgroups-t5", "precision": "float16", "device": "cpu"}
     given |= {"model": str(save_model("t5", tmp_path))}
     with pytest.raises(ValueError, match=told):
-        _ = Workbench(read_config(given)).model
+        _ = ModelAndData(read_config(given)).model
 
 
 def test_memory_falls_with_every_head_that_is_frozen():

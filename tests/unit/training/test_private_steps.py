@@ -16,13 +16,13 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.training import batching, private_steps
 from ravan_flwr.training.local_steps import dropout_from, steps_of, train_locally
+from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.private_steps import (
     PrivateStepper,
     encode_each,
     sampling_rate,
     train_privately,
 )
-from ravan_flwr.training.workbench import Workbench
 
 QUIET = StepNoise(1e-12, 1e6)  # neither noise nor clipping
 WORK = ClientRound(0, 1, 3)
@@ -35,7 +35,7 @@ def bench_of(**settings):
         "local-steps": 2,
         "lora-rank": 1,
     }
-    return Workbench(read_config(given | {k.replace("_", "-"): v for k, v in settings.items()}))
+    return ModelAndData(read_config(given | {k.replace("_", "-"): v for k, v in settings.items()}))
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.training.batching import in_parts
 from ravan_flwr.training.local_steps import Stepper, _batches, steps_of, train_locally
+from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.schedule import rate_in_round
-from ravan_flwr.training.workbench import Workbench
 
 WORK = ClientRound(0, 1, 0)
 QUICK = {"lora-rank": 2, "local-steps": 3, "batch-size": 12, "learning-rate": 1e-2}
@@ -30,7 +30,7 @@ def trained(bench, **changes):
 
 @pytest.fixture(scope="module")
 def bench():
-    return Workbench(read_config(QUICK))
+    return ModelAndData(read_config(QUICK))
 
 
 @pytest.mark.parametrize(("device", "asynchronous"), [("mps", False), ("cuda", True)])

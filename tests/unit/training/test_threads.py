@@ -8,8 +8,8 @@ import torch
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.training import cores
 from ravan_flwr.training.cores import CORES
+from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.threads import SMALL, computing_with, suitable_threads
-from ravan_flwr.training.workbench import Workbench
 
 
 @pytest.fixture
@@ -80,4 +80,4 @@ def test_the_number_before_comes_back_also_after_an_error():
 
 
 def test_the_users_number_is_the_tests():
-    assert Workbench(read_config({})).model.threads is None  # conftest sets OMP_NUM_THREADS
+    assert ModelAndData(read_config({})).model.threads is None  # conftest sets OMP_NUM_THREADS

@@ -1,0 +1,172 @@
+"""Hold a message together with the node that it came to: what every answer begins with."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from logging import getLogger
+from typing import Any, cast
+
+from flwr.app import Context, RecordDict
+
+from ravan_flwr.client.account_book import check_kept
+from ravan_flwr.client.personal_state import find_own, run_mark
+from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.node_config import read_node
+from ravan_flwr.config.node_requirements import check_node_requirements
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.messages.arrays import FIXED, from_record
+from ravan_flwr.messages.wire import decode, wire_of_round
+from ravan_flwr.methods import METHODS
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.budgets import budget_share
+from ravan_flwr.seeding import ClientRound
+from ravan_flwr.tasks.base import Encoded, Task
+from ravan_flwr.training.adapted_model import AdaptedModel
+from ravan_flwr.training.cost import largest_share
+from ravan_flwr.training.device import free_memory
+from ravan_flwr.training.local_steps import LocalSteps, steps_of
+from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model_and_data
+
+log = getLogger(__name__)
+
+KEPT = (
+    "this device could not work on its examples; its own log says why, which the server is not "
+    "told, since it could learn of an example by that"
+)
+
+
+class ClientRequest:
+    """Hold a message and the node that it came to: the run config, with what the node changes."""
+
+    def __init__(self, content: RecordDict, context: Context) -> None:
+        self.started = time.perf_counter()
+        self.content, self.context = content, context
+        self.node = read_node(context.node_config)
+        config = read_config(context.run_config)
+        self.config = replace(config, device=self.node.device or config.device)
+        check_node_requirements(self.node, config)
+        check_kept(self.node)
+        if self.node.data_path is not None and not config.data.settled:
+            raise ValueError(
+                f"preset {config.preset}: it leaves the labels to the data, but this device has "
+                "examples of its own, expected the labels of all devices; write them into the "
+                "preset, `labels: [...]` under `data`, as `ravan-flwr new` does"
+            )
+        if self.node.data_path is not None and METHODS[config.method].pools:
+            raise ValueError(
+                f"method {config.method!r}: this device has examples of its own, which stay there, "
+                "expected clients that share one data set; choose another method, or simulate"
+            )
+
+    @property
+    def bench(self) -> ModelAndData:
+        return get_model_and_data(self.config)
+
+    @property
+    def examples(self) -> Examples:
+        node = self.node
+        with self.keeping_reasons():
+            if node.data_path is not None:
+                return self.bench.own_examples(node.data_path, node.partition_id)
+            return self.bench.partition(node.partition_id, node.num_partitions)
+
+    @contextmanager
+    def keeping_reasons(self) -> Iterator[None]:
+        """Keep to the device why work on its examples fails, where it does not trust the server.
+
+        Flower sends the class and the text of an error to the server: one of both for all. It is
+        not that of bad input, after which a warm worker would stay.
+        """
+        try:
+            yield
+        except Exception:
+            if not self.config.noised_on_devices:
+                raise
+            log.exception("the server is told that this device failed, and not why")
+            raise RuntimeError(KEPT) from None
+
+    @property
+    def trained_on(self) -> Encoded:
+        """Get what a round trains on: the client's own examples, or those of all."""
+        if METHODS[self.config.method].pools:
+            return self.bench.pooled(self.node.num_partitions)
+        return self.examples.train
+
+    @property
+    def share(self) -> float:
+        """Find the node's own budget if it has one, or its draw from the run's distribution."""
+        budget, config = self.node.budget, self.config
+        if budget is None:
+            return budget_share(config.budgets, config.seed, self.node.partition_id)
+        if budget == AUTO:
+            return largest_share(config, self.free_memory)
+        return float(budget)
+
+    @property
+    def free_memory(self) -> int:
+        return free_memory(self.bench.model.device)
+
+    @property
+    def granted(self) -> float:
+        """Read the share that this node named when it was asked: free memory may have changed."""
+        return cast(float, self.content.config_records["config"]["share"])
+
+    @property
+    def steps(self) -> LocalSteps:
+        return steps_of(self.config, self.round, len(self.examples.train))
+
+    @property
+    def round(self) -> int:
+        return cast(int, self.content.config_records["config"]["round"])
+
+    @property
+    def work(self) -> tuple[AdaptedModel, Task, Encoded, Tensors]:
+        """Collect what every kind of local work begins with."""
+        bench = self.bench
+        return bench.model, bench.task, self.trained_on, self.broadcast
+
+    @property
+    def broadcast(self) -> Tensors:
+        sent = from_record(self.content.array_records["arrays"])
+        return decode(sent, self.wire)
+
+    @property
+    def wire(self) -> str:
+        return wire_of_round(self.config.wire, self.round)
+
+    @property
+    def turn(self) -> ClientRound:
+        return ClientRound(self.config.seed, self.round, self.node.partition_id)
+
+    @property
+    def mark(self) -> str:
+        return run_mark(self.config, self.context.run_id)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Say what every upload tells of itself, and how long it has taken if that may be told."""
+        told = {"round": self.round, "derived": self.bench.model.derived}
+        if self.config.noised_on_devices:  # seconds would tell of the examples
+            return told
+        return told | {"seconds": time.perf_counter() - self.started}
+
+    def find_own(self) -> Tensors | None:
+        """Find the part of the model that has stayed with this client, if one has."""
+        model = self.bench.model
+        return find_own(self.context.state, model, self.mark) if model.own_shapes() else None
+
+    def take_fixed(self) -> None:
+        """Load the fixed tensors: sent once, then kept in this node's state for the run."""
+        wanted = str(self.content.config_records["config"].get("fixed-hash", ""))
+        if not wanted:
+            return
+        state = self.context.state
+        if FIXED in self.content:
+            state[FIXED] = self.content.array_records[FIXED]
+        if FIXED not in state:
+            raise ValueError(
+                f"this node does not have the fixed tensors {wanted}: it was started again since "
+                "they were sent; the server sends them once more in its next round"
+            )
+        self.bench.model.load_fixed(from_record(state.array_records[FIXED]), wanted)

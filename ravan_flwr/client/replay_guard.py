@@ -1,0 +1,56 @@
+"""Let a device answer what may be asked once only once, however many processes are asked at a time.
+
+Flower starts a process for every message, at once. Each has the node's state as it was when it
+began, and the state of the one that ends last is kept. So a server that asks twice at the same time
+would get signatures of two lists, or two private rounds that the account has as one. What stands
+against it is a number that only goes up, in a file that only this user can write.
+"""
+
+from collections.abc import Mapping
+
+from flwr.app import ConfigRecord, Context, RecordDict
+
+from ravan_flwr.client.on_device import append, is_on_a_device, locked_file
+from ravan_flwr.secure.phases import PHASES
+
+_ACCOUNT = "privacy-account"  # as example_account.py names it, which needs torch
+
+
+def answer_once(kind: str, content: RecordDict, context: Context, partition: int) -> None:
+    """Raise ValueError if a process of this node was asked this, or something later, before."""
+    step = _step_of(kind, content, context)
+    if step is None or not is_on_a_device():
+        return
+    name, number = step
+    _step_up(f"{context.run_id}-{partition}-{name}", number)
+
+
+def _step_of(kind: str, content: RecordDict, context: Context) -> tuple[str, int] | None:
+    """Number what is asked; None if it may be asked again."""
+    if kind in PHASES:
+        return "secure", len(PHASES) * _whole(content, "round") + PHASES.index(kind)
+    if kind == "train" and context.run_config.get("privacy") == "example":
+        earlier = _whole(content, "earlier-rounds")
+        return "private", max(_whole(context.state, "rounds", _ACCOUNT), earlier) + 1
+    return None
+
+
+def _step_up(name: str, number: int) -> None:
+    """Note a number that is larger than all before it."""
+    with locked_file(name) as file:
+        file.seek(0)
+        # One that was not written whole has no end, or a line of its own that is too small.
+        last = max(map(int, filter(bytes.isdigit, file.read().splitlines())), default=-1)
+        if number <= last:
+            raise ValueError(
+                "asked at the same time for what this node does once, or again for what it has "
+                "done, expected one message after the other"
+            )
+        append(file, b"\n%d\n" % number)
+
+
+def _whole(records: RecordDict, name: str, record: str = "config") -> int:
+    """Read a number of a record; 0 of one that whoever answers will refuse."""
+    found: Mapping[str, object] = records.config_records.get(record, ConfigRecord())
+    value = found.get(name)
+    return value if type(value) is int and 0 <= value < 2**53 else 0

@@ -1,0 +1,121 @@
+"""Describe a node to the server, and check such a description when it arrives."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast, get_origin
+
+from ravan_flwr.messages.plain_text import plain, shown
+
+MOST_PARTITIONS = 1_000_000  # as many clients as a round can have
+MOST_EXAMPLES = 2**48
+
+
+@dataclass(frozen=True)
+class RegisteredClient:
+    """Hold what one node said of itself.
+
+    The fields are what travels, under the same names with hyphens, except `node_id`.
+    """
+
+    node_id: int
+    partition_id: int
+    num_partitions: int
+    own_data: bool  # not a share of the data that all know
+    examples: int
+    share: float  # of the largest budget
+    device: str
+    free_memory: int  # bytes
+    versions: str
+    code: str  # fingerprint of this package's own files
+    backbone: str  # fingerprint of what is pretrained
+    derived: tuple[float, ...]  # fingerprint of what is made from the seed
+    keeps_result: bool = False  # it has a place for a result that is delivered
+
+    def as_config(self) -> dict[str, Any]:
+        """Return the values of the answer's ConfigRecord; `read_registered_client` inverts it."""
+        values = {key: getattr(self, name) for key, name, _ in _on_the_wire()}
+        return values | {"derived": list(self.derived)}
+
+
+def _on_the_wire() -> Iterator[tuple[str, str, type]]:
+    """List the fields that travel: key, name and type there. A message has its sender already."""
+    for field in fields(RegisteredClient):
+        if field.name != "node_id":
+            kind = get_origin(field.type) or field.type
+            key = field.name.replace("_", "-")
+            yield key, field.name, list if kind is tuple else cast(type, kind)
+
+
+def read_registered_client(
+    node_id: int, answer: Mapping[str, Any], length: int | None = None
+) -> RegisteredClient:
+    """Check an answer of unknown origin and make a member of it; ValueError if it is not sound.
+
+    `length` is how many numbers its fingerprint must have.
+    """
+    for key, _, kind in _on_the_wire():
+        if type(answer.get(key)) is not kind:
+            raise ValueError(f"{key} is {shown(answer.get(key))}, expected {kind.__name__}")
+    _check_values(answer, length)
+    values = {name: answer[key] for key, name, _ in _on_the_wire()}
+    texts = {name: plain(value, 200) for name, value in values.items() if isinstance(value, str)}
+    return RegisteredClient(
+        node_id=node_id, **values | texts | {"derived": tuple(values["derived"])}
+    )
+
+
+def _check_values(answer: Mapping[str, Any], length: int | None) -> None:
+    """Raise ValueError for values, of the right types, that no honest node has."""
+    derived = answer["derived"]
+    if length not in (None, len(derived)):
+        raise ValueError(f"derived has {len(derived)} numbers, expected {length}")
+    if not all(type(number) is float for number in derived):
+        raise ValueError(f"derived is {shown(derived)}, expected float numbers")
+    parts = answer["num-partitions"]
+    if not 1 <= parts <= MOST_PARTITIONS:
+        raise ValueError(f"num-partitions is {parts}, expected 1 to {MOST_PARTITIONS}")
+    if not 0 <= answer["partition-id"] < parts:
+        raise ValueError(
+            f"partition-id is {answer['partition-id']}, expected 0 to {parts - 1} "
+            "(num-partitions - 1)"
+        )
+    if not 1 <= answer["examples"] <= MOST_EXAMPLES:
+        raise ValueError(
+            f"examples is {answer['examples']}, expected at least 1 and at most {MOST_EXAMPLES}"
+        )
+    if not 0 < answer["share"] <= 1:
+        raise ValueError(f"share is {answer['share']}, expected above 0 and at most 1")
+
+
+def check_same_app(
+    member: RegisteredClient, code: str, backbone: str, derived: Sequence[float]
+) -> None:
+    """Raise ValueError unless a member has the server's code, backbone and bases."""
+    if member.code != code:
+        raise ValueError(
+            f"its ravan_flwr has fingerprint {member.code}, expected {code}: other files than the "
+            "server's; in a simulation the SuperLink was started in another checkout, so end it "
+            "and run again"
+        )
+    if member.backbone != backbone:
+        raise ValueError(
+            f"its backbone has fingerprint {member.backbone}, expected {backbone}: another model, "
+            f"revision or library (it has {member.versions}); give it the server's"
+        )
+    check_derived(member.derived, derived, member.versions)
+
+
+def check_derived(got: object, expected: Sequence[float], versions: str = "") -> None:
+    """Raise ValueError unless bases and classifier agree to rounding."""
+    numbers = got if isinstance(got, list | tuple) else ()
+    same = len(numbers) == len(expected) and all(
+        isinstance(g, float | int) and math.isclose(g, e, rel_tol=1e-4, abs_tol=1e-4)
+        for g, e in zip(numbers, expected, strict=True)
+    )
+    if not same:
+        raise ValueError(
+            f"its bases have fingerprint {shown(list(numbers[:20]))}, expected {list(expected)}: "
+            f"they were made from another seed, rank, scheme or library {versions}; give it the "
+            "server's"
+        )

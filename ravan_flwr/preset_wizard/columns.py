@@ -1,0 +1,131 @@
+"""Find out what the columns of a data set are for: image, text, label, or a conversation."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import datasets
+
+from ravan_flwr.preset_wizard.language import is_text, language_columns
+
+LABELS = (
+    "label", "labels", "target", "class", "category", "intent", "sentiment", "topic", "fine_label",
+)  # fmt: skip
+TEXTS = ("text", "sentence", "content", "body", "review", "document", "message", "utterance")
+PAIRS = (
+    ("text", "text-pair"), ("premise", "hypothesis"), ("sentence1", "sentence2"),
+    ("question1", "question2"), ("question", "sentence"), ("text1", "text2"), ("text_a", "text_b"),
+)  # fmt: skip
+
+_LOOK_AT = 10_000  # rows from which the values of a column are judged
+_LONGER = 3  # a column whose texts are so many times longer than all others' is the text
+
+
+@dataclass(frozen=True)
+class NamedColumns:
+    """Hold the columns that a person names; "" where the data are to tell."""
+
+    text: str = ""
+    text_pair: str = ""
+    image: str = ""
+    label: str = ""
+
+
+def find_columns(examples: datasets.Dataset, asked: NamedColumns, where: str) -> dict[str, str]:
+    """Give each role its column: `image`, or `text` and perhaps `text-pair`; and `label`.
+
+    Examples of a language model are recognised by themselves, unless a column is named.
+    """
+    if asked == NamedColumns() and (found := language_columns(examples)):
+        return found
+    for option in (asked.text, asked.text_pair, asked.image, asked.label):
+        if option and option not in examples.column_names:
+            raise ValueError(
+                f"{where}: found no column {option!r}, expected one of "
+                f"{', '.join(examples.column_names)}; correct the option"
+            )
+    if (asked.text_pair and not asked.text) or (asked.image and asked.text):
+        raise ValueError(
+            f"{where}: got --text {asked.text!r}, --text-pair {asked.text_pair!r}, --image "
+            f"{asked.image!r}; expected --image alone, or --text, which --text-pair needs; correct "
+            "the options"
+        )
+    if asked.image and not isinstance(examples.features[asked.image], datasets.Image):
+        raise ValueError(
+            f"{where}: column {asked.image!r} has no images but {examples.features[asked.image]}, "
+            "expected images; put the files into a folder for each class"
+        )
+    images = [n for n, f in examples.features.items() if isinstance(f, datasets.Image)]
+    if (images or asked.image) and not asked.text:
+        image = asked.image or _only(images, "image", "--image", where)
+        if len(examples.column_names) == 1:
+            raise ValueError(
+                f"{where}: got images of one class or of none, expected a folder for each class, "
+                "such as train/cat/*.png and train/dog/*.png; sort them into folders"
+            )
+        return {"image": image, "label": asked.label or _label(examples, (image,), where)}
+    texts = _texts(examples, asked, where)
+    return {**texts, "label": asked.label or _label(examples, tuple(texts.values()), where)}
+
+
+def _texts(examples: datasets.Dataset, asked: NamedColumns, where: str) -> dict[str, str]:
+    """Find the column of texts, or the two of pairs."""
+    if asked.text:
+        pair = {"text-pair": asked.text_pair} if asked.text_pair else {}
+        return {"text": asked.text, **pair}
+    strings = [n for n, f in examples.features.items() if is_text(f) and n != asked.label]
+    for first, second in PAIRS:
+        if {first, second} <= set(strings):
+            return {"text": first, "text-pair": second}
+    lengths = {name: _mean_length(examples, name) for name in strings}
+    named = [name for name in TEXTS if name in strings]
+    by_length = sorted(lengths, key=lambda name: -lengths[name])
+    if named and lengths[named[0]] * _LONGER >= lengths[by_length[0]]:
+        return {"text": named[0]}
+    if len(by_length) > 1 and lengths[by_length[0]] < _LONGER * lengths[by_length[1]]:
+        by_length = [name for name in by_length if not _few_values(examples, name)]
+    if len(by_length) > 1 and lengths[by_length[0]] >= _LONGER * lengths[by_length[1]]:
+        by_length = by_length[:1]
+    return {"text": _only(by_length, "text", "--text", where)}
+
+
+def _label(examples: datasets.Dataset, taken: Sequence[str], where: str) -> str:
+    """Find the column of classes: a ClassLabel, one that is called so, the one with few values."""
+    features = {name: f for name, f in examples.features.items() if name not in taken}
+    classes = [name for name, f in features.items() if isinstance(f, datasets.ClassLabel)]
+    named = [name for name in LABELS if name in features]
+    if classes:
+        return next((name for name in named if name in classes), "") or _only(
+            classes, "label", "--label", where
+        )
+    if named:
+        return named[0]
+    few = [name for name in features if _few_values(examples, name)]
+    return _only(few, "label", "--label", where, features)
+
+
+def _few_values(examples: datasets.Dataset, name: str) -> bool:
+    """Tell whether a column may hold classes: texts, whole or truth values that repeat."""
+    feature = examples.features[name]
+    if not isinstance(feature, datasets.Value) or feature.dtype.startswith(("float", "double")):
+        return False
+    values = examples[name][:_LOOK_AT]
+    return 1 < len(set(values)) <= max(2, len(values) // 5)
+
+
+def _mean_length(examples: datasets.Dataset, name: str) -> float:
+    values = [value for value in examples[name][:_LOOK_AT] if value]
+    return sum(map(len, values)) / max(1, len(values))
+
+
+def _only(
+    found: Sequence[str], what: str, option: str, where: str, among: Iterable[str] = ()
+) -> str:
+    """Return the only one found; else raise ValueError with the option that names one."""
+    if len(found) == 1:
+        return found[0]
+    got = f"several columns could be it: {', '.join(found)}" if found else "none of the columns is"
+    listed = f" (of {', '.join(among)})" if among and not found else ""
+    raise ValueError(
+        f"{where}: {got}{'' if found else f' plainly a column of {what}s'}{listed}; name the "
+        f"{what} column with {option} COLUMN"
+    )

@@ -1,0 +1,108 @@
+"""Draft a preset for a task of one's own, and say what was seen."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ravan_flwr.config.presets import (
+    PresetPath,
+    conf_folder,
+    new_file,
+    read_preset,
+    refuse_if_there,
+)
+from ravan_flwr.data.hub_errors import NotHereError
+from ravan_flwr.preset_wizard.columns import NamedColumns
+from ravan_flwr.preset_wizard.data_summary import DataSummary, look_at_data
+from ravan_flwr.preset_wizard.model_summary import COVERED, ModelSummary, look_at_model
+from ravan_flwr.preset_wizard.writing import preset_text, run_of
+
+
+def new_preset(
+    name: str, data: str, model: str, *, asked: NamedColumns | None = None, subset: str = "",
+    targets: str = "", chat_template: str = "",
+) -> Iterator[str]:  # fmt: skip
+    """Write `conf/NAME.yaml`, and yield lines that say what was seen and what to do next."""
+    path = new_file(name)
+    with _telling_of("--data", data):
+        seen = look_at_data(data, subset, asked or NamedColumns(), chat_template)
+    yield from _told_of_data(seen)
+    with _telling_of("--model", model):
+        fitting = look_at_model(model, seen, targets)
+    yield from _told_of_model(fitting)
+    short = name if path.parent == conf_folder() else os.path.relpath(path)
+    _write(name, path, preset_text(name, seen, fitting, short))
+    yield f"wrote  {path}"
+    yield f"next   ravan-flwr plan preset={short}"
+    yield f"       ravan-flwr tune preset={short} method=ravan"
+    yield f"       ravan-flwr simulate preset={short}"
+
+
+@contextmanager
+def _telling_of(option: str, place: str) -> Iterator[None]:
+    """Say of what is neither a folder nor at hand what to do, as long as there is no preset."""
+    try:
+        yield
+    except NotHereError as error:
+        raise ValueError(
+            f"{error.problem}; expected a folder, of which there is none of that name here, or an "
+            f"id of the hub and a connection; correct {option} {place}"
+        ) from None
+
+
+def _write(name: str, path: Path, text: str) -> None:
+    """Write a new file, whole or not at all, and read it as a run will."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.tmp.yaml")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        read_preset(PresetPath(draft))
+        try:
+            os.link(draft, path)  # unlike a rename, it replaces nothing
+        except OSError:  # there is a file now, or no link on this file system
+            refuse_if_there(name, path)
+            draft.rename(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _told_of_data(seen: DataSummary) -> Iterator[str]:
+    spec, train, test = seen.spec, seen.number("train"), seen.number("test")
+    where = f"{spec.name}{f' ({spec.subset})' if spec.subset else ''}"
+    part = "held back for the test, there is no test part" if seen.held_back else "to test"
+    yield f"data   {where}: {seen.kind}, {train:,} examples to train, {test:,} {part}"
+    columns = ", ".join(f"{role} from column {column!r}" for role, column in spec.columns)
+    unused = sorted(set(seen.train.column_names) - {column for _, column in spec.columns})
+    yield f"       {columns}" + (f"; not used: {', '.join(unused)}" if unused else "")
+    if seen.sizes:
+        yield f"       images of {seen.sizes} pixels"
+    if seen.left_out:
+        yield f"       splits that are not used: {', '.join(seen.left_out)}"
+    if spec.labels:
+        counts = sorted(seen.counts["train"].get(label, 0) for label in spec.labels)
+        least, most = counts[0], counts[-1]
+        yield f"       {len(spec.labels)} classes with {least:,} to {most:,} examples each"
+    for warning in seen.warnings():
+        yield f"       WARNING: {warning}"
+    clients = run_of(seen)["num-clients"]
+    if train < clients * 10:
+        yield f"       WARNING: {clients} clients share {train} examples, which is very little"
+
+
+def _told_of_model(seen: ModelSummary) -> Iterator[str]:
+    yield (
+        f"model  {seen.spec.name}: {seen.architecture}, {seen.size / 1e6:,.1f} million parameters; "
+        f"adapts {len(seen.layers)} matrices of {seen.sides}"
+    )
+    yield f"       {seen.layers[0]} ... {seen.layers[-1]}"
+    if seen.lengths is None:
+        yield f"       images are brought to {seen.image_size}"
+        return
+    lengths = seen.lengths
+    yield (
+        f"       tokens of a text: half have {lengths.median} at most, {COVERED} % have "
+        f"{lengths.covered}, the longest {lengths.longest}; {seen.max_length} are read"
+    )
+    if lengths.warning:
+        yield f"       WARNING: {lengths.warning}"

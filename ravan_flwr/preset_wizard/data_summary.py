@@ -1,0 +1,241 @@
+"""Look at a data set: its files, columns, classes and how its examples are split."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+from PIL import Image
+
+from ravan_flwr.config.places import place_of_data
+from ravan_flwr.data.encoding import check_encoding
+from ravan_flwr.data.examples import held_back, some_of
+from ravan_flwr.data.hub import every_split
+from ravan_flwr.data.idx import is_idx
+from ravan_flwr.data.labels import labels_of
+from ravan_flwr.data.rows import UnreadableError
+from ravan_flwr.data.values import check_bits, opened_image
+from ravan_flwr.preset_wizard.columns import NamedColumns, find_columns
+from ravan_flwr.preset_wizard.language import prompts_for
+from ravan_flwr.specs import DataSpec
+
+TESTS = ("test", "validation", "dev", "valid")  # the split that is taken, the first that is there
+_IMAGES = 5_000  # whose sizes are read
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """Hold what a look at the data showed."""
+
+    spec: DataSpec
+    kind: str  # of the files
+    counts: Mapping[str, Mapping[str, int]]  # split -> class -> examples
+    held_back: bool  # there is no test part, so that one is taken from `train`
+    left_out: Sequence[str]  # splits that are not used
+    train: datasets.Dataset
+    sizes: str  # of images, in pixels; "" where there are none
+
+    @property
+    def is_image(self) -> bool:
+        return bool(self.spec.column("image"))
+
+    @property
+    def is_language(self) -> bool:
+        """Tell whether a language model is to go on with them: they have no labels."""
+        return not self.spec.column("label")
+
+    def number(self, split: str) -> int:
+        """Count the examples of a split."""
+        return sum(self.counts[split].values())
+
+    def warnings(self) -> list[str]:
+        """Say what of the classes will not be learned well."""
+        train, test = self.counts["train"], self.counts["test"]
+        told = []
+        if empty := [name for name in self.spec.labels if not train.get(name)]:
+            told.append(
+                f"{len(empty)} of the classes have no example to train on: {some_of(empty, 8)}"
+                + ("; the test has some" if any(test.get(name) for name in empty) else "")
+            )
+        if untested := [n for n in self.spec.labels if not test.get(n) and train.get(n)]:
+            told.append(
+                f"{len(untested)} of the classes have no example to test on: {some_of(untested, 8)}"
+            )
+        return told
+
+
+def look_at_data(
+    place: str, subset: str, asked: NamedColumns, chat_template: str = ""
+) -> DataSummary:
+    """Load a data set and see what it is."""
+    name, revision = place_of_data(place)
+    where = f"data {place}"
+    _check_kinds(Path(name), where)
+    splits = every_split(name, subset, revision)
+    for split_name, split in splits.items():
+        check_encoding(split, f"{where}, {split_name}")
+    train_name = "train" if "train" in splits else _only_split(splits, where)
+    train = splits[train_name]
+    columns = find_columns(train, asked, where)
+    label = columns.get("label", "")  # none for a language model
+    if chat_template and "messages" not in columns:
+        raise ValueError(
+            f"--chat-template: {where} has no column of conversations, which it writes, expected "
+            "messages; leave it out"
+        )
+    test_name = _test_split(splits, train_name, label, where)
+    used = {"train": train} | ({"test": splits[test_name]} if test_name else {})
+    _check_whole(used, columns, where)
+    labels = _labels(used, label, where) if label else ()
+    spec = DataSpec(
+        "hub",
+        name,
+        subset=subset,
+        revision=revision,
+        train=train_name,
+        tests=(("test", test_name or "test"),),
+        columns=tuple(columns.items()),
+        labels=labels,
+        prompts=prompts_for(columns),
+        chat_template=chat_template,
+    )
+    return DataSummary(
+        spec,
+        kind=_kind(name, train),
+        counts=_counts(used, label, spec, where),
+        held_back=not test_name,
+        left_out=[split for split in splits if split not in (train_name, test_name)],
+        train=train,
+        sizes=_sizes(train, columns["image"], where) if "image" in columns else "",
+    )
+
+
+def _check_kinds(folder: Path, where: str) -> None:
+    """Refuse tables of several kinds, of which only one would be read, and what has no names."""
+    if is_idx(folder):
+        raise ValueError(
+            f"{where}: got IDX files, whose classes have numbers and no names, expected images in "
+            "a folder for each class, or a table; for these write a preset by hand, after "
+            "conf/fashion-vit.yaml, with your labels and your model"
+        )
+    files = [file for file in folder.rglob("*") if file.stem != "metadata"]  # which images may have
+    there = [file for file in files if file.is_file() and not file.name.startswith(".")]
+    if there and all(file.suffix.lower() == ".txt" for file in there):
+        raise ValueError(
+            f"{where}: got {some_of([str(file.relative_to(folder)) for file in there], 5)}, which "
+            "has no columns, expected CSV, JSON lines or parquet (train.csv, test.csv), or images "
+            "in a folder for each class (train/CLASS/*.png); write the texts with their labels "
+            "into one of these"
+        )
+    kinds = {file.suffix.lower() for file in files} & {".csv", ".jsonl", ".parquet"}
+    if folder.is_dir() and len(kinds) > 1:
+        raise ValueError(
+            f"{where}: got files of the kinds {', '.join(sorted(kinds))}, expected one kind, since "
+            "only one would be read; take the others out"
+        )
+
+
+def _only_split(splits: datasets.DatasetDict, where: str) -> str:
+    if len(splits) != 1:
+        raise ValueError(
+            f"{where}: got the splits {', '.join(splits)}, expected one that is called train; "
+            "rename the file or the folder that clients are to train on to train"
+        )
+    (name,) = splits
+    return str(name)
+
+
+def _test_split(splits: datasets.DatasetDict, train: str, label: str, where: str) -> str:
+    """Choose the server's test: the first of the usual names whose labels are not kept secret."""
+    for name in TESTS:
+        if not label and name in splits and name != train:
+            return name
+        if name in splits and name != train and label in splits[name].column_names:
+            values = splits[name][label][:]
+            if any(value not in (None, -1) for value in values):
+                return name
+    if label and "test" in splits and train != "test":
+        raise ValueError(
+            f"{where}: the examples of its split test have no labels, and it has no split "
+            "validation, expected one with labels; take test away, and some of train is held back"
+        )
+    return ""
+
+
+def _check_whole(
+    splits: Mapping[str, datasets.Dataset], columns: Mapping[str, str], where: str
+) -> None:
+    """Refuse examples without a text or a label, by their rows."""
+    nouns = {"text": "text", "text-pair": "text", "label": "label"}
+    for name, split in splits.items():
+        for role, noun in nouns.items():
+            column = columns.get(role)
+            values = split[column] if column else []
+            nothing = (None, -1) if _is_numbered(split, column) else (None, "")
+            if missing := [row for row, value in enumerate(values, 1) if value in nothing]:
+                raise ValueError(
+                    f"{where}, {name}: {len(missing)} of {len(split)} examples have nothing in "
+                    f"column {column!r} (row {some_of(missing)}), expected a {noun} in each; take "
+                    "them out"
+                )
+
+
+def _is_numbered(split: datasets.Dataset, column: str | None) -> bool:
+    """Tell whether a column has numbered classes, of which -1 is none."""
+    return column is not None and isinstance(split.features[column], datasets.ClassLabel)
+
+
+def _sizes(train: datasets.Dataset, column: str, where: str) -> str:
+    """Read the sizes of images from the beginnings of their files."""
+    sizes: set[tuple[int, int]] = set()
+    files = train.select_columns([column]).cast_column(column, datasets.Image(decode=False))
+    for row in files.select(range(min(len(files), _IMAGES))):
+        path = row[column]["path"]
+        try:
+            with opened_image(row[column], Path()) as file:
+                sizes.add(file.size)
+                check_bits(file.mode, f"{where}: {path or 'an image'}")
+        except (OSError, SyntaxError, UnreadableError, Image.DecompressionBombError) as error:
+            raise ValueError(
+                f"{where}: {path or 'an image'} cannot be read ({error}), expected an image; take "
+                "it out, or save it again"
+            ) from None
+    least, most = (" x ".join(map(str, side(sizes))) for side in (min, max))
+    return least if least == most else f"{least} to {most}"
+
+
+def _labels(splits: Mapping[str, datasets.Dataset], column: str, where: str) -> tuple[str, ...]:
+    named = {n: split.select_columns([column]).rename_columns(
+        {} if column == "label" else {column: "label"}) for n, split in splits.items()}  # fmt: skip
+    return labels_of(datasets.DatasetDict(named), where)
+
+
+def _counts(
+    splits: Mapping[str, datasets.Dataset], column: str, spec: DataSpec, where: str
+) -> dict[str, Counter[str]]:
+    """Count the examples of each class and split, those that are held back as `test`."""
+    texts = {name: _names(split, column) for name, split in splits.items()}
+    if "test" not in texts:
+        test = held_back(np.asarray(texts["train"]), spec.test_share, where)
+        texts = {"train": texts["train"][~test], "test": texts["train"][test]}
+    return {name: Counter(values.tolist()) for name, values in texts.items()}
+
+
+def _names(split: datasets.Dataset, column: str) -> np.ndarray:
+    """List the class of each example by its name; without classes all are of one."""
+    if not column:
+        return np.zeros(len(split)).astype(str)
+    feature, values = split.features[column], split[column][:]
+    if isinstance(feature, datasets.ClassLabel):
+        values = [
+            feature.names[value] if value is not None and value >= 0 else None for value in values
+        ]
+    return np.asarray([str(value) for value in values], dtype=object).astype(str)
+
+
+def _kind(name: str, examples: datasets.Dataset) -> str:
+    builder = str(examples.info.builder_name or "")
+    kinds = {"json": "JSON lines", "csv": "CSV", "parquet": "parquet", "imagefolder": "images"}
+    return kinds.get(builder, builder or "a data set") if Path(name).is_dir() else "of the hub"

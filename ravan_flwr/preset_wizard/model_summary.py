@@ -1,0 +1,209 @@
+"""Look at a model: what it is, which of its layers would be adapted, how it reads the examples."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+
+from ravan_flwr.adapters import Layer
+from ravan_flwr.adapters.attach import find_layers
+from ravan_flwr.config.places import chosen_model
+from ravan_flwr.config.preset_fields import LORA_RANK, RUN
+from ravan_flwr.data.examples import by_role
+from ravan_flwr.data.model_folder import lacks, model_folder
+from ravan_flwr.data.rows import UnreadableError
+from ravan_flwr.preset_wizard.data_summary import DataSummary
+from ravan_flwr.specs import ModelSpec
+from ravan_flwr.tasks import TASKS, get_task
+from ravan_flwr.tasks.base import Task
+from ravan_flwr.tasks.causal import Causal
+from ravan_flwr.tasks.tokens import fitted, tokens_of
+from ravan_flwr.training.bundled import bundled_names
+from ravan_flwr.training.network import CONFIGS, build_skeleton
+from ravan_flwr.training.plan import suggested_heads
+
+_CHARACTERS = 5_000_000  # of texts whose tokens are counted
+_EXAMPLES = 5_000
+COVERED = 99  # percent of the texts that are read whole
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Count the tokens of texts."""
+
+    median: int
+    covered: int  # so many tokens read COVERED percent whole
+    longest: int
+    limit: int  # of the model; 0: none is known
+    warning: str = ""  # of examples that a language model cannot learn
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """Hold what a look at the model showed, with the examples that it is to learn."""
+
+    spec: ModelSpec
+    task: str
+    architecture: str
+    size: int
+    layers: list[str]
+    sides: str
+    lengths: Lengths | None  # None: it reads images
+    image_size: str
+    target_length: int  # of the longest label's name, for a model that writes it
+    heads: int  # of RAVAN, as many as help (`plan` says why)
+
+    @property
+    def max_length(self) -> int:
+        """Return the tokens to read of each text, a multiple of eight; 0 where there are none."""
+        if self.lengths is None:
+            return 0
+        wanted = max(16, -(-self.lengths.covered // 8) * 8)
+        return min(wanted, self.lengths.limit or wanted)
+
+
+def look_at_model(place: str, data: DataSummary, targets: str) -> ModelSummary:
+    """Read a model's files, without its weights, and see what of it would be adapted."""
+    path = Path(place).expanduser()
+    folder = str(path.resolve()) if path.is_dir() else place
+    spec = chosen_model(ModelSpec("hub", ""), folder, targets or "auto")
+    if not path.is_dir() and place in bundled_names():
+        spec = replace(spec, source="bundled")
+    if Path(spec.name).is_dir() and (missing := lacks(Path(spec.name))):
+        raise ValueError(
+            f"model {place}: the folder has no {missing}, expected config.json and weights as "
+            "safetensors; save it with save_pretrained of transformers 5"
+        )
+    settings = CONFIGS[spec.source](spec)
+    task_name = _task_of(settings, data)
+    task = _plain_task(task_name, data, spec)
+    backbone = build_skeleton(spec, task)
+    if data.is_language:
+        task.check()
+    layers = find_layers(backbone.network, backbone.targets)
+    shapes = dict.fromkeys(f"{layer.out_features} x {layer.in_features}" for layer in layers)
+    config: Any = backbone.network.config
+    seen = ModelSummary(
+        spec=spec,
+        task=task_name,
+        architecture=str(config.model_type),
+        size=backbone.size,
+        layers=[layer.name for layer in layers],
+        sides=", ".join(shapes),
+        lengths=None if data.is_image else _lengths(task, data, settings),
+        image_size=_image_size(task, settings) if data.is_image else "",
+        target_length=0,
+        heads=_heads(layers),
+    )
+    if task_name != "text-to-label":
+        return seen
+    names = task.reader(list(data.spec.labels), verbose=False).input_ids
+    return replace(seen, target_length=max(map(len, names)))
+
+
+def _heads(layers: Sequence[Layer]) -> int:
+    """Choose RAVAN's heads within the parameter budget of a preset that says none."""
+    budget = LORA_RANK["lower"] * sum(one.out_features + one.in_features for one in layers)
+    side = min(min(one.out_features, one.in_features) for one in layers)
+    return min(int(RUN["heads"]), suggested_heads(budget / len(layers), side))
+
+
+def _plain_task(name: str, data: DataSummary, model: ModelSpec) -> Task:
+    """Make the task, with as many tokens as there may be: they are counted with it."""
+    kind = TASKS[name]
+    spec = replace(data.spec, prompt=kind.prompt, target_length=kind.target_length)
+
+    def folder() -> Path | None:
+        return None if model.source == "bundled" else model_folder(model)
+
+    return get_task(name)(spec, kind.max_length, folder, lambda: CONFIGS[model.source](model))
+
+
+def _task_of(settings: dict[str, Any], data: DataSummary) -> str:
+    if data.is_image:
+        return "vision"
+    if data.is_language:
+        return "causal"
+    writes = settings.get("model_type") in ("t5", "mt5")
+    if writes and data.spec.column("text-pair"):
+        raise ValueError(
+            "pairs of texts are for models that classify, such as BERT or LLaMA; this one writes "
+            "its answer; choose another model, or one column with --text COLUMN"
+        )
+    return "text-to-label" if writes else "text"
+
+
+def _image_size(task: Task, settings: dict[str, Any]) -> str:
+    side = settings.get("image_size", "?")
+    side = " x ".join(map(str, side)) if isinstance(side, list | tuple) else f"{side} x {side}"
+    how = "by its own processor" if task.reader is not None else "pixels from -1 to 1"
+    return f"{side}, {how}"
+
+
+def _lengths(task: Task, data: DataSummary, settings: dict[str, Any]) -> Lengths:
+    """Count the tokens of a sample of the texts, as the task reads them."""
+    problems: list[str] = []
+    counts = np.asarray([len(ids) for ids in _tokens(task, data, problems)])
+    warning = _about_unlearned(problems, len(counts), f"data {data.spec.name}")
+    limits = [settings.get("max_position_embeddings"), task.reader.model_max_length]
+    known = [int(limit) for limit in limits if isinstance(limit, int) and 0 < limit < 10**6]
+    return Lengths(
+        median=int(np.median(counts)),
+        covered=int(np.ceil(np.percentile(counts, COVERED))),
+        longest=int(counts.max()),
+        limit=min(known, default=0),
+        warning=warning,
+    )
+
+
+def _about_unlearned(problems: Sequence[str], learned: int, where: str) -> str:
+    """Count the examples that cannot be learned, of those read; ValueError if none can."""
+    number = learned + len(problems)
+    if not learned:
+        why = f": {problems[0]} (the first)" if problems else ""
+        raise ValueError(
+            f"{where}: none of the {number} examples that were read can be learned{why}; expected "
+            "a question and an answer in each, and a chat template that writes them; correct the "
+            "examples, or take a model with another chat template"
+        )
+    if not problems:
+        return ""
+    return f"{len(problems)} of {number} examples cannot be learned; the first: {problems[0]}"
+
+
+def _tokens(task: Task, data: DataSummary, problems: list[str]) -> Iterator[list[int]]:
+    """Read a sample of the texts; note what is wrong with examples that cannot be learned."""
+    train, columns = data.train, [data.spec.column(role) for role in ("text", "text-pair")]
+    names = [name for name in columns if name]
+    rows = np.unique(np.linspace(0, len(train) - 1, min(len(train), _EXAMPLES)).astype(int))
+    if isinstance(task, Causal):
+        yield from _whole_examples(task, train.select(rows), problems)
+        return
+    read = 0
+    for batch in train.select_columns(names).select(rows).iter(batch_size=256):
+        texts = [[str(text or "") for text in batch[name]] for name in names]
+        yield from task.reader(*texts, verbose=False).input_ids
+        read += sum(len(text) for column in texts for text in column)
+        if read > _CHARACTERS:
+            return
+
+
+def _whole_examples(
+    task: Causal, examples: datasets.Dataset, problems: list[str]
+) -> Iterator[list[int]]:
+    """Read questions with their answers, as far as they can be."""
+    read = 0
+    for row in by_role(examples, task.data, f"data {task.data.name}"):
+        try:
+            written = task.form.whole(row)
+            tokens = tokens_of(task.reader, written)
+            yield fitted(tokens, len(tokens), "cut").ids
+        except UnreadableError as error:
+            problems.append(str(error))
+            continue
+        read += len(written.text)
+        if read > _CHARACTERS:
+            return

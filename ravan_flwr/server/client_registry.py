@@ -1,0 +1,299 @@
+"""Query each node once when it connects, or comes back; valid nodes become members.
+
+The run begins when the nodes have answered. Nobody waits for a node that comes later, or comes
+back: it takes part from the round after its answer.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from logging import getLogger
+
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from ravan_flwr.messages.fingerprint import code_fingerprint
+from ravan_flwr.messages.plain_text import listed
+from ravan_flwr.messages.registered_client import (
+    RegisteredClient,
+    check_same_app,
+    read_registered_client,
+)
+from ravan_flwr.runs.console import count
+from ravan_flwr.server.examples import ExampleCounts
+from ravan_flwr.server.nodes import Node
+from ravan_flwr.server.partitions import Partitions
+from ravan_flwr.server.replies import content_of, telling
+from ravan_flwr.server.reply_fetcher import ReplyFetcher, in_process, push, simulating
+from ravan_flwr.specs import NODES_CHOSEN
+
+log = getLogger(__name__)
+
+FLOWERS_NODES = 2  # of a simulation whose federation config says no number
+NODES_TIMEOUT = 60.0  # seconds to wait for the first node
+ROSTER_TIMEOUT = 20.0  # seconds to wait for the rest, from the last that came
+AT_ONCE = 64  # questions that are open in Flower's simulation, which looks at all of them often
+REFUSALS_TOLD = 5  # by a line each, of one recruiting
+CATCH_UP = 60.0  # seconds for the answers of nodes that come when the result is delivered
+QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
+
+
+class ClientRegistry:
+    """Keep a record of every node, by node id: the members so far, and those that were refused.
+
+    Every member has this server's code, `backbone` and `derived` fingerprints. `meant` is how many
+    clients the preset is made for, `parts` in how many a run that goes on shared its data, and
+    `max_share` the largest budget that the operator grants. A run does not begin with fewer than
+    `least` members while others may still come. If nobody is to train, `partition_sizes` is false:
+    then it does not matter in how many parts a node thinks that the data is shared.
+    """
+
+    def __init__(
+        self,
+        meant: int,
+        backbone: str,
+        derived: list[float],
+        parts: int | None = None,
+        max_share: float = 1.0,
+        least: int = 1,
+        examples: ExampleCounts | None = None,
+        *,
+        partition_sizes: bool = True,
+    ) -> None:
+        self.meant, self.max_share, self.least = meant, max_share, least
+        self.code, self.backbone, self.derived = code_fingerprint(), backbone, derived
+        self.nodes: dict[int, Node] = {}
+        self._parts = Partitions(parts)
+        self._examples = examples or ExampleCounts()
+        self._dealt_out = partition_sizes
+        self._inbox = ReplyFetcher()
+        self._members: Mapping[int, RegisteredClient] | None = None  # None: to be listed anew
+        self._checked: Mapping[int, RegisteredClient] | None = None  # those that fit to each other
+        self._most_examples: int | None = None  # None: to be found anew
+        self._unasked = 0  # nodes that are here and will be asked when others have answered
+        self._refused_now: list[str] = []  # the reasons of this recruiting
+        self.on_answer: Callable[[], None] | None = None  # called when nodes have answered
+
+    @property
+    def members(self) -> Mapping[int, RegisteredClient]:
+        """Return the nodes that can take part, by node id; another mapping when one has changed."""
+        if self._members is None:
+            nodes = self.nodes.values()
+            self._members = {n.node_id: n.member for n in nodes if n.member is not None}
+        return self._members
+
+    @property
+    def refused(self) -> dict[int, str]:
+        """Return why each of the others cannot take part."""
+        return {node.node_id: node.refused for node in self.nodes.values() if node.refused}
+
+    @property
+    def partitions(self) -> int:
+        """Return in how many parts the data is shared."""
+        return self._parts.number(self.members.values())
+
+    def examples(self, member: RegisteredClient) -> int:
+        """Return by how many examples a member is weighted."""
+        if self._most_examples is None:
+            self._most_examples = self._examples.most(self.members.values())
+        return self._examples.counted(member, self._most_examples)
+
+    def present(self, grid: Grid) -> list[RegisteredClient]:
+        """Return the members that are connected now and have no open question, by partition."""
+        present = set(grid.get_node_ids())
+        nodes = [node for node in self.nodes.values() if node.node_id in present]
+        members = [node.member for node in nodes if node.member is not None and not node.question]
+        return sorted(members, key=lambda member: member.partition_id)
+
+    def rested(
+        self, members: Sequence[RegisteredClient], kind: str, round_number: int, least: int = 1
+    ) -> list[RegisteredClient]:
+        """Drop the members that sit this round out; keep all where the others are too few."""
+        awake = [m for m in members if not self.nodes[m.node_id].rests(kind, round_number)]
+        return awake if len(awake) >= max(least, self.least) else list(members)
+
+    # Recruiting.
+
+    def recruit(self, grid: Grid, *, wait: bool = False) -> None:
+        """Query the nodes that are new, take the answers that came; at the start, wait for both."""
+        self.gather(grid, wait=wait)
+        if not self.members:
+            raise RuntimeError(self._why_nobody_trains())
+        if wait:
+            self._introduce()
+            if simulating(grid) and not in_process(grid) and NODES_CHOSEN not in os.environ:
+                self._advise()
+            self._parts.check(self.members.values(), self.least)
+
+    def gather(self, grid: Grid, *, wait: bool = False) -> None:
+        """Do as `recruit` does, and leave it to the caller whether there is anybody."""
+        self._query(grid, wait=wait)
+        self._check_all()
+        self._tell_of_the_rest()
+
+    def catch_up(self, grid: Grid) -> None:
+        """Wait, not for long, for nodes that came, or came back, and have not answered yet."""
+        until = time.monotonic() + CATCH_UP
+        self.gather(grid)
+        while self._open_questions(grid) and time.monotonic() < until:
+            time.sleep(0.5)
+            self.gather(grid)
+
+    def _open_questions(self, grid: Grid) -> bool:
+        """Return whether a node that is connected has not answered."""
+        return any(self.nodes[n].question for n in grid.get_node_ids() if n in self.nodes)
+
+    def _query(self, grid: Grid, *, wait: bool) -> None:
+        """Ask and take answers, once, or until all are there or the time is up."""
+        deadline = time.monotonic() + (NODES_TIMEOUT if wait else 0.0)
+        pause = 0.05
+        while True:
+            self._ask(grid)
+            if self._take_answers(grid) and wait:
+                deadline, pause = time.monotonic() + ROSTER_TIMEOUT, 0.05
+            # A node that dies whenever it is asked, and comes back, is not waited for again.
+            waiting = any(n.question and n.times == 1 for n in self.nodes.values())
+            waiting = wait and (waiting or self._unasked > 0)
+            if not waiting and (self._all_here or time.monotonic() >= deadline):
+                return
+            time.sleep(pause)
+            pause = min(1.2 * pause, 0.5)
+
+    @property
+    def _all_here(self) -> bool:
+        """Return whether as many nodes have answered as the data has parts."""
+        awaited = self._parts.awaited(self.members.values())
+        return len(self.members) + len(self.refused) >= max(awaited, self.least)
+
+    def _ask(self, grid: Grid) -> None:
+        """Query the nodes that are new, and those that were away: they may have changed."""
+        since = {node.node_id: node.last_activated_at for node in grid.get_nodes()}
+        for node_id in since:
+            self.nodes.setdefault(node_id, Node(node_id))
+        for node in self.nodes.values():
+            node.forget_unless(since.get(node.node_id))
+        # A reply that never comes whole keeps a thread: a node has one open question at a time.
+        new = [
+            node_id
+            for node_id in since
+            if self.nodes[node_id].since is None and not self._inbox.holds(self.nodes[node_id].last)
+        ]
+        self._unasked = 0
+        if simulating(grid) and not in_process(grid):
+            room = max(0, AT_ONCE - sum(1 for node in self.nodes.values() if node.question))
+            new, self._unasked = new[:room], len(new[room:])
+        messages = [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in new]
+        until = time.monotonic() + QUERY_TIMEOUT
+        for message in push(grid, messages) if messages else ():
+            node = self.nodes[message.metadata.dst_node_id]
+            node.was_asked(message.metadata.message_id, since[node.node_id], until)
+
+    def _take_answers(self, grid: Grid) -> bool:
+        """Take the answers that came; return whether one is the first of its node."""
+        first = False
+        asked = {node.question: node for node in self.nodes.values() if node.question}
+        for reply in self._inbox.look(grid, list(asked)):
+            node = asked.get(reply.metadata.reply_to_message_id)
+            if node is None or node.question != reply.metadata.reply_to_message_id:
+                continue  # it came back since then, and was asked anew
+            node.question = ""
+            self._take_answer(node, reply)
+            first = first or node.times == 1
+            if self.on_answer is not None:
+                self.on_answer()
+        for node in self.nodes.values():
+            if node.question and time.monotonic() >= node.until:
+                node.question = ""
+                self._refuse(node, f"no answer within {QUERY_TIMEOUT:g} s")
+        return first
+
+    def _take_answer(self, node: Node, reply: Message) -> None:
+        """Make a node a member if its answer is valid and it runs the same app; else refuse it."""
+        node.heard = time.time()
+        try:
+            with telling():
+                answers = content_of(reply).config_records
+                answer = ConfigRecord() if "member" not in answers else answers["member"]
+                member = read_registered_client(node.node_id, answer, len(self.derived))
+                check_same_app(member, self.code, self.backbone, self.derived)
+        except ValueError as error:
+            self._refuse(node, str(error))
+        else:
+            # Put it last in the dict: the order of nodes is that of their answers.
+            self.nodes[node.node_id] = self.nodes.pop(node.node_id)
+            share = min(member.share, self.max_share)
+            self._note(node, replace(member, share=share), "")
+
+    # Checks that compare members.
+
+    def _check_all(self) -> None:
+        """Refuse members that do not fit to the others, or claim what they do not have."""
+        members = self.members
+        if self._checked is members:
+            return  # nobody has come or gone since
+        if self._dealt_out:
+            self._parts.settle(self.members.values())
+            self._refuse_all({k: self._parts.misfit(m) for k, m in self.members.items()})
+            self._refuse_all(self._examples.misfits(self.members.values(), self.partitions))
+        # At last: a node that was refused before this holds no part of the data.
+        self._refuse_all({k: self._parts.claim(m) for k, m in self.members.items()})
+        self._checked = members
+
+    def _refuse_all(self, reasons: Mapping[int, str]) -> None:
+        for node_id, reason in reasons.items():
+            if reason:
+                self._refuse(self.nodes[node_id], reason)
+
+    def _refuse(self, node: Node, reason: str) -> None:
+        self._note(node, None, reason)
+        self._refused_now.append(reason)
+        if len(self._refused_now) <= REFUSALS_TOLD:
+            log.warning("refused node %d: %s", node.node_id, reason)
+
+    def _note(self, node: Node, member: RegisteredClient | None, refused: str) -> None:
+        """Note that a node is a member now, or why it is none."""
+        node.member, node.refused = member, refused
+        self._members = self._most_examples = None
+
+    # Messages for people.
+
+    def _tell_of_the_rest(self) -> None:
+        """Log how many more were refused than have a line of their own."""
+        if rest := self._refused_now[REFUSALS_TOLD:]:
+            log.warning("refused %s more: %s", count(len(rest), "node"), listed(rest))
+        self._refused_now.clear()
+
+    def _why_nobody_trains(self) -> str:
+        """Explain that there is no member, and what to do."""
+        if not self.refused:
+            return (
+                "no node to train on: none is connected. Expected at least one that can train; "
+                "start SuperNodes"
+            )
+        number = len(self.refused)
+        told = "the one that is connected was" if number == 1 else f"all {number} were"
+        return f"no node to train on: {told} refused: {listed(self.refused.values())}"
+
+    def _introduce(self) -> None:
+        """Log who is there, and how many parts of the data have no node."""
+        members = self.members.values()
+        shares = sorted({m.share for m in members})
+        log.info(
+            "%s with %s, budgets %s, on %s",
+            count(len(members), "node"), count(sum(m.examples for m in members), "example"),
+            listed((f"{s:g}" for s in shares), 20, ", "),
+            listed(sorted({m.device for m in members}), 20, ", "),
+        )  # fmt: skip
+        if (missing := self.partitions - len(members)) > 0:
+            log.warning("%s without a node: their data is not used", count(missing, "partition"))
+
+    def _advise(self) -> None:
+        """Log how to simulate as many clients as the preset is made for, if Flower chose fewer."""
+        shared = [member for member in self.members.values() if not member.own_data]
+        if len(shared) == len(self.members) == FLOWERS_NODES < self.meant:
+            log.info(
+                "the preset is made for %d clients; to simulate as many: flwr run . --stream "
+                '--federation-config "num-supernodes=%d client-resources-num-cpus=1"',
+                self.meant, self.meant,
+            )  # fmt: skip

@@ -1,0 +1,132 @@
+"""Decide what a run begins with: anew, or going on with an earlier one, whose files are checked."""
+
+import dataclasses
+from logging import getLogger
+from pathlib import Path
+
+from ravan_flwr.config.keys import AUTO, FREE_ON_RESUME
+from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed, load_own_parts
+from ravan_flwr.runs.directory import RunDirectory, named_by
+from ravan_flwr.runs.record import RoundRecord
+from ravan_flwr.training.model_and_data import ModelAndData
+
+log = getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumePoint:
+    """Hold what a run begins with: a new one, or one that goes on after round `done`."""
+
+    state: Tensors
+    done: int | None = None
+    memory: Tensors = dataclasses.field(default_factory=dict)
+    records: list[RoundRecord] = dataclasses.field(default_factory=list)
+    fixed: Tensors | None = None
+    own_parts: dict[int, Tensors] | None = None  # of the clients, where they are in this process
+
+    @property
+    def trained(self) -> set[int]:
+        """Return the partitions of which a reply was used in an earlier round."""
+        rounds = (record["clients"] for record in self.records if record["round"])
+        return {client["partition-id"] for clients in rounds for client in clients}
+
+    @property
+    def bytes(self) -> int:
+        """Count what was sent in earlier rounds, both ways."""
+        return sum(record["bytes-up"] + record["bytes-down"] for record in self.records)
+
+    @property
+    def first(self) -> int:
+        """Number the next round."""
+        return (self.done or 0) + 1
+
+
+def output_folder(config: Config) -> Path:
+    """Find the folder of the run directories, as an absolute path.
+
+    A SuperLink keeps the working directory of whoever started it first, so a relative path would
+    land anywhere.
+    """
+    if config.output_dir == AUTO:
+        return Path.home() / "ravan-flwr" / "runs"
+    path = Path(config.output_dir).expanduser()
+    if not path.is_absolute():
+        raise ValueError(
+            f"output-dir = {config.output_dir!r}: got a relative path, expected an absolute one, "
+            "since a SuperLink keeps the directory that it was started in; write "
+            f"output-dir='{path.absolute()}', say"
+        )
+    return path
+
+
+def resumed(config: Config) -> tuple[RunDirectory | None, int | None]:
+    """Open the run directory to go on with, and read the round to go back to if one is named."""
+    if not config.resume:
+        return None, None
+    path, back_to = named_by(config.resume)
+    return RunDirectory.open(path), back_to
+
+
+def go_on(
+    directory: RunDirectory, back_to: int | None, config: Config, bench: ModelAndData
+) -> ResumePoint:
+    """Read what a run directory has to go on from, and check it; nothing is changed yet."""
+    _check_same_run(directory, config)
+    model = bench.model
+    checkpoint = load_checkpoint(directory.checkpoints, back_to)
+    records = directory.rounds_until(checkpoint.round)
+    fixed = load_fixed(directory.checkpoints)
+    if fixed is None and model.method.calibration is not None:
+        raise ValueError(
+            f"resume = {str(directory.path)!r}: found no checkpoints/fixed.safetensors, "
+            "expected what the calibration round made; restore it, or start a new run"
+        )
+    if fixed is not None:
+        model.load_fixed(fixed)
+    log.info("going on after round %d", checkpoint.round)
+    own_parts = None
+    if model.method.personal is not None:
+        own_parts = load_own_parts(directory.checkpoints, checkpoint.round)
+    return ResumePoint(
+        checkpoint.state, checkpoint.round, checkpoint.memory, records, fixed, own_parts
+    )
+
+
+def _check_same_run(directory: RunDirectory, config: Config) -> None:
+    """Refuse to go on with settings that would make it another run."""
+    before, now = directory.read_config(), config.as_dict()
+    # A key that came with a later version than the run's had what is its default now.
+    before = read_config({}).as_dict() | before
+    # In how many parts the clients share the data is compared when they are here.
+    free = FREE_ON_RESUME | {"num-clients"}
+    different = [k for k in now if k not in free and before.get(k) != now[k]]
+    if different:
+        details = ", ".join(f"{k}: then {before.get(k)!r}, now {now[k]!r}" for k in different)
+        raise ValueError(
+            f"resume = {str(directory.path)!r}: the run differs from this one in {details}; "
+            "leave them out (`flwr run` needs all settings of the run), or start a new run"
+        )
+
+
+def report_if_finished(done: int, wanted: int, run: Path) -> None:
+    """Say so if a run that goes on has no round to hold."""
+    if done < wanted:
+        return
+    back = f", or go back with resume={run}@{wanted}" if done > wanted else ""
+    log.warning(
+        "num-rounds = %d: %s already done, so that nothing is trained; ask for more than %d%s",
+        wanted,
+        "1 round is" if done == 1 else f"{done} rounds are",
+        done,
+        back,
+    )
+
+
+def is_to_be_delivered(directory: RunDirectory, config: Config, start: ResumePoint) -> bool:
+    """Tell whether a run has ended, so that there is nothing to do but to deliver its result."""
+    over = start.done is not None and config.num_rounds <= start.done
+    if not (config.deliver and over and (directory.path / "summary.json").is_file()):
+        return False
+    return directory.read_summary()["rounds"] == start.done

@@ -1,0 +1,181 @@
+"""Note what becomes of every message of a round, and make the round's record of it."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from logging import getLogger
+
+from ravan_flwr.messages.plain_text import listed, plain
+from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.runs.client_statistics import Spread
+from ravan_flwr.runs.record import ClientRecord, Masked, Metrics, Rejection, RoundRecord, Spent
+from ravan_flwr.server.replies import Reply
+
+log = getLogger(__name__)
+
+LISTED = 1000  # clients that are not in a round, at most; the others are counted
+NAMED = 8  # clients with one reason, in an error
+REJECTIONS_TOLD = 20  # of a round, by a line of the log each; the record has all
+
+
+@dataclass
+class RoundLog:
+    """Keep the notes of one round, from its first message to its record."""
+
+    number: int
+    partitions: int  # in how many the data is shared
+    clients: list[ClientRecord] = field(default_factory=list)
+    rejected: list[Rejection] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)  # seconds
+    left_out: list[int] = field(default_factory=list)  # partitions that cannot afford to train
+    resting: list[int] = field(default_factory=list)  # were silent before, and were not asked
+    spare: list[int] = field(default_factory=list)  # replies that were not needed any more
+    began_anew: list[int] = field(default_factory=list)  # had lost their part of the model
+    spent: list[int] = field(default_factory=list)  # have nothing left of their epsilon
+    recounted: list[int] = field(default_factory=list)  # had lost a part of their account
+    spread: dict[str, Spread] = field(default_factory=dict)  # of an evaluation, over the clients
+    private: Spent | None = None  # what a private run has spent, this round included
+    secure: Masked | None = None  # how a round went in which uploads were masked
+    refused: str = ""  # why the round has no effect, if it has none
+    bytes_up: int = 0  # of all replies, also those that were rejected, and of evaluations
+    bytes_down: int = 0  # of all messages
+    started: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds of what happens inside to that phase."""
+        began = time.perf_counter()
+        yield
+        self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - began
+
+    def count(self, bytes_up: int, bytes_down: int) -> None:
+        """Add the bytes that travelled between the server and one client, used or not."""
+        self.bytes_up += bytes_up
+        self.bytes_down += bytes_down
+
+    def use(self, reply: Reply, heads: list[list[int]]) -> None:
+        """Note that a reply was used, and the heads in it, by layer."""
+        member, mean = reply.member, sum(map(len, heads)) / max(1, len(heads))
+        client: ClientRecord = {
+            "partition-id": member.partition_id,
+            "share": member.share,
+            "heads": int(mean) if mean.is_integer() else mean,
+            "selected": heads,
+            "examples": member.examples,
+            "steps": reply.steps,
+            "bytes-up": reply.bytes_up,
+            "bytes-down": reply.bytes_down,
+        }
+        if reply.trained.loss is not None:
+            client["train-loss"] = reply.trained.loss
+        if reply.trained.seconds is not None:
+            client["seconds"] = round(reply.trained.seconds, 4)
+        if reply.trained.skipped:
+            client["skipped-steps"] = reply.trained.skipped
+        self.clients.append(client)
+
+    def lost(self, member: RegisteredClient) -> None:
+        """Note that a client had lost its part of the model, and began with a new one."""
+        self.began_anew.append(member.partition_id)
+        log.warning(
+            "partition %d has lost its own part of the model, as a node does that is started "
+            "again, and began with a new one",
+            member.partition_id,
+        )
+
+    def reject(self, member: RegisteredClient, reason: object) -> None:
+        """Note that a reply was not used, or did not come, and why."""
+        text = plain(f"missing {reason}" if isinstance(reason, KeyError) else str(reason))
+        self.rejected.append({"client": f"partition {member.partition_id}", "reason": text})
+        if len(self.rejected) <= REJECTIONS_TOLD:
+            log.warning("rejected partition %d: %s", member.partition_id, text)
+        if len(self.rejected) == REJECTIONS_TOLD + 1:
+            log.warning("more are rejected: the record of round %d lists them all", self.number)
+
+    @property
+    def train_loss(self) -> float | None:
+        """Return the clients' mean loss, whatever the order of their replies; None if not told."""
+        losses = [client["train-loss"] for client in self._sorted() if "train-loss" in client]
+        return mean_of(losses, [1.0] * len(losses)) if losses else None
+
+    def record(self, metrics: Metrics) -> RoundRecord:
+        """Make the round's line of `rounds.jsonl`."""
+        record: RoundRecord = {
+            "round": self.number,
+            "metrics": dict(metrics),
+            "clients": self._sorted(),
+            "rejected": self.rejected,
+            "left-out": self.left_out[:LISTED],
+            "resting": self.resting[:LISTED],
+            "spare": sorted(self.spare),
+            "partitions": self.partitions,
+            "bytes-up": self.bytes_up,
+            "bytes-down": self.bytes_down,
+            "seconds": round(time.perf_counter() - self.started, 4),
+            "phases": {phase: round(seconds, 4) for phase, seconds in self.phases.items()},
+        }
+        if (loss := self.train_loss) is not None:
+            record["train-loss"] = loss
+        if self.private is not None:
+            record["privacy"] = self.private
+        if self.secure is not None:
+            record["secure"] = self.secure
+        if (more := len(self.left_out) - LISTED) > 0:
+            record["more-left-out"] = more
+        if (more := len(self.resting) - LISTED) > 0:
+            record["more-resting"] = more
+        if self.refused:
+            record["refused"] = self.refused
+        if self.spread:
+            record["spread"] = self.spread
+        if self.spent:
+            record["spent"] = self.spent[:LISTED]
+        if self.recounted:
+            record["recounted"] = sorted(self.recounted)
+        if self.began_anew:
+            record["began-anew"] = sorted(self.began_anew)
+        return record
+
+    def why_too_few_came(self, least: int) -> str:
+        """Explain that fewer replies were used than a round needs."""
+        by_reason: dict[str, list[str]] = {}
+        for one in self.rejected:
+            by_reason.setdefault(one["reason"], []).append(one["client"])
+        reasons = listed(f"{_named(clients)}: {reason}" for reason, clients in by_reason.items())
+        got = len(self.clients) or "no"
+        message = (
+            f"round {self.number}: got {got} valid {'reply' if got in (1, 'no') else 'replies'}, "
+            f"expected at least {'one' if least == 1 else f'min-replies = {least}'}: "
+            f"{reasons or 'no other client is connected'}."
+        )
+        if self.number > 1:
+            message += (
+                f" Round {self.number - 1} is in the last checkpoint; mend the clients and go on "
+                "from there with resume=RUN"
+            )
+        return message
+
+    def _sorted(self) -> list[ClientRecord]:
+        return sorted(self.clients, key=lambda client: client["partition-id"])
+
+
+def _named(clients: Sequence[str]) -> str:
+    """Name clients that have a reason in common, the first few of them."""
+    if len(clients) == 1:
+        return clients[0]
+    numbers = (client.removeprefix("partition ") for client in clients)
+    return f"partitions {listed(numbers, NAMED, ', ')}"
+
+
+def mean_of(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Return the weighted mean, which is finite where the values are."""
+    total = sum(weights)
+    plain_sum = sum(weight * value for weight, value in zip(weights, values, strict=True))
+    if math.isfinite(plain_sum) and math.isfinite(total):
+        return float(plain_sum / total)
+    largest = max(weights)
+    shares = [weight / largest for weight in weights]
+    whole = sum(shares)
+    return float(sum(share / whole * value for share, value in zip(shares, values, strict=True)))

@@ -1,0 +1,122 @@
+"""Tell a person at the start what will not work or has no effect, and at the end what came out."""
+
+from collections.abc import Mapping, Sequence
+from logging import getLogger
+from pathlib import Path
+
+from flwr.serverapp import Grid
+
+from ravan_flwr.config.checks import told_without_effect
+from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.run_config import Config, has_default_rate
+from ravan_flwr.methods import METHODS
+from ravan_flwr.runs.console import megabytes, minutes
+from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.runs.record import Summary
+from ravan_flwr.server.reply_fetcher import in_process, simulating
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training.local_steps import check_precision
+from ravan_flwr.training.model_and_data import ModelAndData
+
+log = getLogger(__name__)
+
+HOW_TO_HAVE_ONE = (
+    "deliver=true gives devices theirs; of a run in one process: "
+    "ravan-flwr export RUN FOLDER --as merged --client N"
+)
+
+
+def report_default_learning_rate(run_config: Mapping[str, Scalar], config: Config) -> None:
+    """Say in a line that nobody has chosen the learning rate."""
+    if has_default_rate(run_config):
+        preset = run_config.get("preset", config.preset)
+        log.info(
+            "learning rate %g: the default of %s, since the preset names none; `ravan-flwr tune "
+            "preset=%s method=%s` chooses a better one",
+            *(config.learning_rate, config.method, preset, config.method),
+        )
+
+
+def report_settings_without_effect(
+    run_config: Mapping[str, Scalar], config: Config, grid: Grid
+) -> None:
+    """Say which of the settings change nothing."""
+    for told in told_without_effect(run_config, config.method, config.learning_rate_schedule):
+        log.warning("%s", told)
+    if config.processes is not None and not in_process(grid):
+        log.warning(
+            "no effect: processes=%d; Flower's runtimes start the clients' processes themselves, "
+            "and `ravan-flwr simulate` has them in its own",
+            config.processes,
+        )
+    given = run_config.get("clients-per-round", AUTO) != AUTO
+    given = given and not METHODS[config.method].everyone
+    number = len(list(grid.get_node_ids())) if simulating(grid) else 0
+    if given and number and config.clients_per_round > number:
+        log.warning(
+            "clients-per-round=%d: there %s, and every round asks all of them",
+            config.clients_per_round,
+            "is 1 client" if number == 1 else f"are {number} clients",
+        )
+
+
+def check_simulation(grid: Grid, bench: ModelAndData, config: Config) -> None:
+    """Refuse at once, and once, what every simulated client would refuse by itself."""
+    check_precision(config.precision, bench.model.device)
+    if config.secure_aggregation and not in_process(grid):
+        raise ValueError(
+            "secure-aggregation = true: got Flower's simulation, whose nodes have no secure-keys, "
+            "expected devices that have some, or `ravan-flwr simulate`, which makes them"
+        )
+    number = len(list(grid.get_node_ids()))
+    if not number:
+        return
+    dealt = bench.partition_sizes(number)
+    _tell_who_has_nothing_to_train_on(dealt, config)
+    if in_process(grid):  # whose examples these are as well
+        _ = bench.partition(next(n for n, count in enumerate(dealt) if count), number)
+
+
+def _tell_who_has_nothing_to_train_on(dealt: Sequence[int], config: Config) -> None:
+    """Count the clients that hold back all they have; ValueError if nobody is left to train."""
+    number = sum(not count for count in dealt)
+    if not number:
+        return
+    told = (
+        f"validation-share = {config.validation_share}: {number} of {len(dealt)} clients would "
+        "have no example left to train on, since each holds back one at least"
+    )
+    more_even = "" if config.partition == "iid" else ", or a partition that is more even, as iid"
+    advice = f"use fewer clients{more_even}"
+    if number == len(dealt) or METHODS[config.method].pools:
+        raise ValueError(f"{told}; {advice}")
+    log.warning("%s; they take no part; %s", told, advice)
+
+
+def report_result(
+    summary: Summary, metric: str, directory: RunDirectory, page: Path | None
+) -> None:
+    """Log how the run ended, and where its files are."""
+    final, best = (summary["metrics"][which].get(metric) for which in ("final", "best"))
+    score = "not evaluated" if final is None else f"{metric} {final:.4f} (best {best:.4f})"
+    rounds, trained = summary["rounds"], summary["trainable-parameters"]
+    took = f"{rounds} round{'s' * (rounds != 1)} in {minutes(summary['seconds'])}"
+    up, down = megabytes(summary["bytes-up"]), megabytes(summary["bytes-down"])
+    sent = f"{trained} trainable parameters; up {up}, down {down}"
+    log.info("done: %s after %s; %s", score, took, sent)
+    if "until-metric" in summary and "reached" not in summary:
+        log.warning("until-metric = %g was not reached", summary["until-metric"])
+    for what, numbers in (
+        ("its evaluation collapsed", summary["collapsed"]),
+        ("no effect", summary["without-effect"]),
+    ):
+        if numbers:
+            log.warning("%s in rounds %s", what, ", ".join(map(str, numbers)))
+    if METHODS[summary["method"]].personalised:
+        log.info(
+            "each client has a model of its own, and no folder here holds them: %s",
+            HOW_TO_HAVE_ONE,
+        )
+    if page is not None:
+        log.info("report: %s", page)
+    log.info("run directory: %s", directory.path)

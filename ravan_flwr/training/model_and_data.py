@@ -1,0 +1,266 @@
+"""Build model, task and examples once a process, and lend them to every client.
+
+This is the project's one cache. In a simulation many clients share a process, and the
+server shares it with them when everything runs in one; each finds the model as it was,
+since `AdaptedModel.holding` puts everything back.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+
+from ravan_flwr.adapters import Layer
+from ravan_flwr.adapters.quantize import quantize
+from ravan_flwr.adapters.stored import keep_casts
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.data.columns import check_column, column_of
+from ravan_flwr.data.device_folder import own_examples
+from ravan_flwr.data.examples import load_splits
+from ravan_flwr.data.labels import settled
+from ravan_flwr.data.model_folder import model_folder
+from ravan_flwr.data.partition import BY_COLUMN, Partition, deal_out
+from ravan_flwr.data.questions import load_questions
+from ravan_flwr.methods import get_method
+from ravan_flwr.methods.base import Method, Settings
+from ravan_flwr.methods.layer_form import layer_form
+from ravan_flwr.seeding import derive
+from ravan_flwr.tasks import get_task
+from ravan_flwr.tasks.base import Encoded, Task
+from ravan_flwr.tasks.multiple_choice import Questions, questions_of
+from ravan_flwr.tasks.tally import Tally
+from ravan_flwr.training.adapted_model import AdaptedModel
+from ravan_flwr.training.backbone_dtype import backbone_dtype, keeps_casts
+from ravan_flwr.training.device import further_gpus, give_back_memory, pick_device
+from ravan_flwr.training.local_steps import PRECISIONS, evaluate_all
+from ravan_flwr.training.network import (
+    CONFIGS,
+    backbone_fingerprint,
+    build_network,
+    prepare_network,
+)
+from ravan_flwr.training.prediction import accuracy
+from ravan_flwr.training.private_steps import encode_each
+from ravan_flwr.training.threads import suitable_threads
+
+
+def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
+    """Make the configuration's method, over these layers of a network of that size."""
+    told = {field.name: getattr(config, field.name) for field in dataclasses.fields(Settings)}
+    told["layer_form"] = layer_form(config.layer_form, config.precision, config.quantize)
+    return get_method(config.method)(Settings(**told), layers, size)
+
+
+def make_task(config: Config) -> Task:
+    """Make the configuration's task; it asks the model's folder for a reader when it needs one."""
+    spec = config.model
+
+    def folder() -> Path | None:
+        return None if spec.source == "bundled" else model_folder(spec)
+
+    data = settle(config).data
+    if config.evaluate_on == "clients":  # which answer no questions
+        data = dataclasses.replace(data, questions=None)
+    return get_task(config.task)(
+        data, config.max_length, folder, lambda: CONFIGS[spec.source](spec)
+    )
+
+
+def settle(config: Config) -> Config:
+    """Fill in what the preset leaves to the data: the labels."""
+    if config.data.settled:
+        return config
+    return dataclasses.replace(config, data=settled(config.data))
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Hold what one client has."""
+
+    train: Encoded
+    validation: Encoded  # held back from training; empty unless asked for
+
+
+def partition_of(config: Config, number: int, seed: int) -> Partition:
+    """Say how so many clients share the training examples under these settings."""
+    return Partition(
+        config.partition, config.partition_alpha, number, seed,
+        config.classes_per_client, config.shards_per_client,
+    )  # fmt: skip
+
+
+def column_for(config: Config, train: datasets.Dataset) -> str:
+    """Find the column by which clients are to differ; ValueError if the partition lacks it."""
+    if config.partition in BY_COLUMN:
+        check_column(config.data, train)
+    return column_of(config.data)
+
+
+def held_back(config: Config, number: int) -> int:
+    """Count how many of a client's so many examples are evaluated on."""
+    return math.ceil(config.validation_share * number)
+
+
+@lru_cache(maxsize=1)
+def get_model_and_data(config: Config) -> "ModelAndData":
+    """Get the workbench of this configuration; the one before it is let go."""
+    return ModelAndData(config)
+
+
+class ModelAndData:
+    """Hold everything that depends on the configuration alone, each part made when first used."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config = settle(config)
+        self.task = make_task(config)
+        self.shares_device = True  # with the processes of other clients and of the server
+        self._dealt: list[np.ndarray] = []  # the rows of each client
+        self._own: dict[str, Encoded] = {}  # a device's own examples, by path
+
+    @cached_property
+    def model(self) -> AdaptedModel:
+        """Build the adapted model, on its device."""
+        config = self.config
+        self.task.check_sizes()
+        self.task.check()
+        device = pick_device(config.device)
+        kept_in = backbone_dtype(config, device.type)
+        backbone = build_network(config.model, self.task, config.seed, kept_in)
+        if config.quantize != "none":  # before the rest moves: whole, it may not fit the device
+            dtype = PRECISIONS[config.precision] or torch.float32
+            quantize(backbone.network, config.quantize, backbone.classifier, dtype, device)
+        torch.nn.Module.to(backbone.network, device)
+        prepare_network(backbone.network, config)
+        model = AdaptedModel(
+            backbone,
+            lambda layers, size: make_method(config, layers, size),
+            train_classifier=config.classifier == "trained",
+            threads=suitable_threads(backbone.size, config.batch_size),
+            shares_device=self.shares_device,
+        )
+        if keeps_casts(config):
+            keep_casts(model.network)
+        return model
+
+    @cached_property
+    def backbone_fingerprint(self) -> str:
+        """Hash what is pretrained, which reads the whole of it."""
+        return backbone_fingerprint(self.config.model)
+
+    @cached_property
+    def splits(self) -> datasets.DatasetDict:
+        """Load the shared data set; a device with its own examples loads none."""
+        return load_splits(self.config.data)
+
+    @cached_property
+    def _train(self) -> datasets.Dataset:
+        """Load what clients share, without examples that cannot be learned."""
+        return self.task.prepared(self.splits["train"])
+
+    @cached_property
+    def test_sets(self) -> dict[str, Encoded]:
+        """Encode the server's own examples, which no client has."""
+        names = dict(self.config.data.tests)
+        return {name: self.task.encode(self.splits[name]) for name in names}
+
+    @cached_property
+    def questions(self) -> Questions | None:
+        """Read the multiple-choice questions that a language model is scored on, if there are."""
+        data, task = self.task.data, self.task
+        if data.questions is None:
+            return None
+        return questions_of(
+            load_questions(data), data.questions, task.reader, task.max_length, data.overlong
+        )
+
+    def evaluate(
+        self, tally: Tally | None = None, sets: Mapping[str, Encoded] | None = None
+    ) -> dict[str, float]:
+        """Evaluate the model as it is now: on the server's examples, or on other ones."""
+        chosen = self.test_sets if sets is None else sets
+        precision = self.config.precision
+        size = self.task.evaluation_batch
+        further = self._further_gpus(chosen)
+        copies = [self.model.copied_to(device) for device in further]
+        found = evaluate_all(self.model, self.task, chosen, size, precision, tally, copies)
+        del copies
+        for device in further if self.shares_device else ():
+            give_back_memory(device)
+        if sets is None and self.questions is not None:
+            found["accuracy"] = accuracy(self.model, self.questions, precision)
+        return found
+
+    def _further_gpus(self, sets: Mapping[str, Encoded]) -> list[torch.device]:
+        """List further GPUs for copies of the network, as long as each has a batch to evaluate.
+
+        A network in few bits stays where it is.
+        """
+        if self.config.quantize != "none":
+            return []
+        batches = max(-(-len(one) // self.task.evaluation_batch) for one in sets.values())
+        return further_gpus(self.model.device, self.config.device)[: batches - 1]
+
+    @cached_property
+    def _shared(self) -> Encoded:
+        return self.task.encode(self._train)
+
+    def partition(self, partition_id: int, number: int) -> Examples:
+        """Get a client's examples, when `number` clients share them."""
+        return self._split(self._shared.select(self.rows(number)[partition_id]), partition_id)
+
+    def pooled(self, number: int) -> Encoded:
+        """Get what `number` clients train on, all of it, in the order of the shared examples."""
+        parts = [
+            rows[self._apart(len(rows), partition_id)[0]]
+            for partition_id, rows in enumerate(self.rows(number))
+        ]
+        return self._shared.select(np.sort(np.concatenate(parts)))
+
+    def rows(self, number: int) -> list[np.ndarray]:
+        """Deal out the rows, when `number` clients share the examples."""
+        config = self.config
+        if len(self._dealt) != number:
+            how = partition_of(config, number, config.seed)
+            self._dealt = deal_out(self._train, how, column_for(config, self._train))
+        return self._dealt
+
+    def partition_sizes(self, number: int) -> list[int]:
+        """Count the examples that each client trains on, when `number` clients share them."""
+        rows = self.rows(number)
+        return [len(mine) - held_back(self.config, len(mine)) for mine in rows]
+
+    def own_examples(self, path: str, partition_id: int) -> Examples:
+        """Read a device's own examples."""
+        if path not in self._own:
+            examples = own_examples(path, self.config.data)
+            private = self.config.privacy == "example"
+            self._own[path] = (
+                encode_each(self.task, examples) if private else self.task.encode(examples)
+            )
+        return self._split(self._own[path], partition_id)
+
+    def _split(self, examples: Encoded, partition_id: int) -> Examples:
+        """Hold back what the client is evaluated on."""
+        train, kept = self._apart(len(examples), partition_id)
+        return Examples(examples.select(train), examples.select(kept))
+
+    def _apart(self, number: int, partition_id: int) -> tuple[np.ndarray, np.ndarray]:
+        """Choose which of a client's so many examples it trains on, and which it holds back."""
+        config, rows = self.config, np.arange(number)
+        kept = held_back(config, len(rows))
+        if kept:
+            random = np.random.default_rng(derive(config.seed, "validation", partition_id))
+            rows = random.permutation(rows)
+        if kept >= len(rows):
+            raise ValueError(
+                f"validation-share = {config.validation_share}: a client with {len(rows)} "
+                f"example{'s' * (len(rows) != 1)} would have none left to train on, since it holds "
+                f"back {kept}; " + ("lower it, or " if number > 1 else "") + "use fewer clients"
+            )
+        return rows[kept:], rows[:kept]

@@ -1,0 +1,304 @@
+"""Every baseline against its definition in the paper, done the slow way."""
+
+import copy
+import uuid
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvg
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ravan_flwr.adapters import Layer
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.launch.in_process import InProcessGrid
+from ravan_flwr.methods import METHODS
+from ravan_flwr.methods.budgets import affordable
+from ravan_flwr.methods.residual import Residual
+from ravan_flwr.seeding import ClientRound, generator
+from ravan_flwr.training.batching import training_batches
+from ravan_flwr.training.local_steps import LocalSteps, calibrate_locally
+from ravan_flwr.training.model_and_data import ModelAndData
+from tests.methods import (
+    LAYERS,
+    FakeTraining,
+    aggregate,
+    assert_close,
+    build,
+    build_whole,
+    deltas,
+    some_state,
+    train_client,
+)
+from tests.reference import best_of_rank, hetlora_mean, weighted_mean
+
+SEEDS = st.lists(st.integers(0, 99), min_size=1, max_size=5)
+SHARES = st.sampled_from([0.25, 0.5, 0.75, 1.0])
+CLIENTS = st.lists(st.tuples(SHARES, st.integers(0, 99)), min_size=1, max_size=5)
+
+
+def train_all(method, adapters, state, seeds):
+    return [train_client(method, adapters, state, 1.0, seed) for seed in seeds]
+
+
+# FedIT
+
+
+@given(SEEDS)
+def test_fedit_misses_the_mean_by_how_far_clients_are_apart(seeds):
+    method, adapters = build("fedit", lora_scale=0.5)
+    state = some_state(method, adapters)
+    uploads = train_all(method, adapters, state, seeds)
+    new = aggregate(method, state, [(upload, 1.0) for upload in uploads])
+    pairs = [method.split(upload) for upload in uploads]
+    for layer, got in enumerate(deltas(method, adapters, new)):
+        Bs, As = ([pair[i][layer].double() for pair in pairs] for i in (0, 1))
+        B, A = torch.stack(Bs).mean(0), torch.stack(As).mean(0)
+        exact = torch.stack([0.5 * b @ a for b, a in zip(Bs, As, strict=True)]).mean(0)
+        missing = torch.stack([0.5 * (b - B) @ (a - A) for b, a in zip(Bs, As, strict=True)])
+        assert_close([exact - got], [missing.mean(0)])
+        if len(set(seeds)) > 1:
+            assert missing.mean(0).norm() > 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("examples", [[1, 1, 1], [3, 10, 200]])
+def test_fedit_is_flowers_fedavg(examples):
+    method, adapters = build("fedit")
+    state = some_state(method, adapters)
+    uploads = train_all(method, adapters, state, range(3))
+    InProcessGrid({}, 1)  # messages need a task's identity
+    replies = []
+    for upload, number in zip(uploads, examples, strict=True):
+        asked = Message(RecordDict(), 1, "train")
+        asked.metadata.__dict__["_message_id"] = str(uuid.uuid4())
+        metrics = MetricRecord({"num-examples": number, "loss": 1.0})
+        content = RecordDict({"arrays": ArrayRecord(upload), "metrics": metrics})
+        replies.append(Message(content, reply_to=asked))
+    arrays, _ = FedAvg().aggregate_train(1, replies)
+    ours = aggregate(
+        method, state, [(u, 1.0, float(n)) for u, n in zip(uploads, examples, strict=True)]
+    )
+    assert arrays is not None
+    for name, tensor in arrays.to_torch_state_dict().items():
+        torch.testing.assert_close(ours[name], tensor.float(), rtol=1e-6, atol=1e-7)
+
+
+def test_lora_starts_as_the_pretrained_network():
+    for name in sorted(METHODS.keys() - {"ravan", "full", "fed-sb", "none"}):
+        method, adapters = build(name)
+        state = method.initial_state(adapters)
+        for delta in deltas(method, adapters, state):
+            assert not delta.any()
+        for adapter, layer in zip(adapters, LAYERS, strict=True):
+            norms = build(name, rank=4)[1][0].A.norm(dim=1)
+            assert adapter.A.shape == (2, layer.in_features)
+            assert 0.2 < norms.mean() < 2
+
+
+# FFA-LoRA
+
+
+def test_ffa_lora_trains_and_sends_b_alone():
+    method, adapters = build("ffa-lora", rank=None, lora_rank=1)
+    assert method.rank == 22 // 10  # sum(out + in) over sum(out)
+    state = method.initial_state(adapters)
+    before = [adapter.A.clone() for adapter in adapters]
+    upload = train_client(method, adapters, state, 1.0, 0)
+    assert set(upload) == set(state) == {"B"}
+    assert all(torch.equal(a.A, A) for a, A in zip(adapters, before, strict=True))
+    assert [p.shape for p in method.parameters(adapters)] == [(6, 2), (4, 2)]
+
+
+# FedEx-LoRA
+
+
+@given(st.lists(SEEDS, min_size=1, max_size=4), st.sampled_from([1.0, 0.25]))
+def test_fedex_lora_adds_the_residual_to_the_weight(rounds, scale):
+    """The paper's equation, with dense matrices, over some rounds of any number of clients."""
+    method, adapters, network = build_whole("fedex-lora", lora_scale=scale)
+    W = [network.get_submodule(layer.name).base.weight.double().clone() for layer in LAYERS]
+    state = method.initial_state(adapters)
+    for seeds in rounds:
+        uploads = train_all(method, adapters, state, seeds)
+        pairs = [method.split(upload) for upload in uploads]
+        for layer in range(len(LAYERS)):
+            Bs, As = ([pair[i][layer].double() for pair in pairs] for i in (0, 1))
+            products = torch.stack([b @ a for b, a in zip(Bs, As, strict=True)])
+            apart = products.mean(0) - torch.stack(Bs).mean(0) @ torch.stack(As).mean(0)
+            W[layer] = W[layer] + scale * apart
+        state = aggregate(method, state, [(upload, 1.0) for upload in uploads])
+        method.load(adapters, state)
+        weights = [network.get_submodule(layer.name).base.weight for layer in LAYERS]
+        assert_close(weights, W)
+
+
+def test_a_residual_travels_in_its_cheapest_form():
+    layer = Layer("q", 6, 5)  # 30 numbers; a rank costs 11
+    assert [Residual.size(layer, rank) for rank in (0, 1, 2, 3, 9)] == [0, 11, 22, 30, 30]
+    method, adapters = build("fedex-lora", rank=1)
+    state, sizes = method.initial_state(adapters), []
+    for seed in range(4):
+        uploads = train_all(method, adapters, state, [seed, seed + 10])  # rank 1 a round
+        state = aggregate(method, state, [(upload, 1.0) for upload in uploads])
+        sizes.append(len(state["residual"]))
+    assert sizes == [11 + 11, 22 + 22, 30 + 28, 30 + 28]
+    assert state["residual-rank"].tolist() == [4]
+
+
+def test_a_residual_that_does_not_fit_is_refused():
+    method, adapters = build("fedex-lora")
+    state = some_state(method, adapters)
+    with pytest.raises(ValueError, match=r"residual is torch.float32 .*expected"):
+        method.load(adapters, state | {"residual": state["residual"][1:]})
+
+
+# HetLoRA and FlexLoRA
+
+
+@given(CLIENTS)
+def test_hetlora_pads_and_weighs_by_the_norm_of_the_product(clients):
+    method, adapters = build("hetlora", rank=4)
+    state = some_state(method, adapters)
+    uploads = [(train_client(method, adapters, state, s, seed), s) for s, seed in clients]
+    Bs, As = method.split(aggregate(method, state, uploads))
+    for layer in range(len(LAYERS)):
+        pairs = [method.split(upload) for upload, _ in uploads]
+        expected = hetlora_mean([(B[layer], A[layer]) for B, A in pairs], 4)
+        assert_close([Bs[layer], As[layer]], expected)
+
+
+def test_a_hetlora_layer_that_nobody_moved_keeps_what_it_was():
+    method, adapters = build("hetlora")
+    state = method.initial_state(adapters)  # B is zero: every norm is zero
+    new = aggregate(method, state, [(state, 1.0), (state, 1.0)])
+    assert all(torch.equal(new[key], state[key]) for key in state)
+
+
+@pytest.mark.parametrize("name", ["hetlora", "flexlora", "raflora"])
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75, 1.0])
+def test_a_client_gets_the_first_ranks(name, share):
+    method, adapters = build(name, rank=4)
+    state = some_state(method, adapters)
+    rank = affordable(share, 4)
+    Bs, As = method.split(state)
+    method.load(adapters, method.broadcast(state, share))
+    for adapter, B, A in zip(adapters, Bs, As, strict=True):
+        assert torch.equal(adapter.B, B[:, :rank])
+        assert torch.equal(adapter.A, A[:rank])
+
+
+@given(CLIENTS)
+def test_flexlora_is_the_best_approximation_of_the_mean_product(clients):
+    method, adapters = build("flexlora", rank=4)
+    state = some_state(method, adapters)
+    uploads = [(train_client(method, adapters, state, s, seed), s) for s, seed in clients]
+    new = aggregate(method, state, uploads)
+    Bs, As = method.split(new)
+    for layer, got in enumerate(deltas(method, adapters, new)):
+        products = []
+        for upload, _ in uploads:
+            B, A = (part[layer].double() for part in method.split(upload))
+            products.append(B @ A)
+        mean = weighted_mean(products, [1.0] * len(products))
+        assert_close([got], [best_of_rank(mean, 4)])
+        # A has orthonormal rows, also those beyond the rank of the mean; B has the values.
+        assert_close([As[layer] @ As[layer].T], [torch.eye(4)])
+        values = torch.linalg.svdvals(mean)[:4]
+        assert_close([Bs[layer].norm(dim=0)], [values], rtol=1e-4, atol=1e-4)
+
+
+# Fed-SB
+
+
+def known_changes():
+    """For each layer U diag(5, 3, 1) V^T with orthonormal U and V."""
+    torch.manual_seed(3)
+    changes = []
+    for layer in LAYERS:
+        U = torch.linalg.qr(torch.randn(layer.out_features, 3))[0]
+        V = torch.linalg.qr(torch.randn(layer.in_features, 3))[0]
+        changes.append((U, V))
+    return changes, [U @ torch.tensor([5.0, 3.0, 1.0]).diag() @ V.T for U, V in changes]
+
+
+def test_fed_sb_begins_with_the_decomposition_of_the_first_round():
+    method, adapters, network = build_whole("fed-sb")
+    rest = copy.deepcopy(network.state_dict())
+    method.load(adapters, method.initial_state(adapters))
+    known, changes = known_changes()
+    sums = method.calibration.open()
+    for factor in (0.5, 1.5):  # two clients, whose mean is the known change
+        upload = method.calibration.run(adapters, FakeTraining([factor * c for c in changes]))
+        assert sum(t.nbytes for t in upload.values()) == method.calibration.bytes_up
+        sums.add(upload, 1.0)
+        for key in (k for k in rest if k.endswith(("base.weight", "base.bias"))):
+            assert torch.equal(network.state_dict()[key], rest[key])
+    fixed, state = sums.close()
+    assert sum(t.nbytes for t in fixed.values()) == method.calibration.bytes_down
+    assert_close(state["H"], 2 * [torch.tensor([5.0, 3.0]).diag()])
+    method.calibration.load(adapters, fixed)
+    for adapter, (U, V) in zip(adapters, known, strict=True):
+        overlap = adapter.B[0].T @ U[:, :2]
+        assert_close([overlap.abs()], [torch.eye(2)])
+        assert_close([adapter.A[0] @ V[:, :2]], [overlap])  # with the same signs
+    expected = [best_of_rank(change, 2) for change in changes]
+    assert_close(deltas(method, adapters, state), expected)
+
+
+def test_fed_sbs_weights_come_back_also_when_the_first_round_fails():
+    method, adapters, network = build_whole("fed-sb")
+    before = copy.deepcopy(network.state_dict())
+
+    class Fails(FakeTraining):
+        def train(self, parameters):
+            super().train(parameters)
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        method.calibration.run(adapters, Fails(known_changes()[1]))
+    assert all(torch.equal(v, before[k]) for k, v in network.state_dict().items())
+    assert not any(p.requires_grad for n, p in network.named_parameters() if "base" in n)
+
+
+def test_fed_sbs_first_round_is_full_fine_tuning_of_the_adapted_matrices():
+    """What a client sends is what a plain loop over the same batches makes of the weights."""
+    bench = ModelAndData(read_config({"method": "fed-sb", "seed": 5}))
+    model, examples = bench.model, bench.partition(0, 4).train
+    steps = LocalSteps(number=3, batch_size=8, learning_rate=1e-3, precision="float32")
+    sent = calibrate_locally(
+        model, bench.task, examples, model.initial_state(), steps, ClientRound(5, 0, 0)
+    ).upload["change"]
+
+    plain: Any = copy.deepcopy(model.network).train()
+    matrices = [plain.get_submodule(layer.name).base.weight for layer in model.layers]
+    before = [matrix.detach().clone() for matrix in matrices]
+    plain.requires_grad_(False)
+    optimizer = torch.optim.Adam([m.requires_grad_(True) for m in matrices], lr=1e-3)
+    order = training_batches(len(examples), 8, generator(5, "batches", 0, 0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        bench.task.loss(plain, examples.take(next(order))).backward()
+        optimizer.step()
+    changes = [m.detach() - old for m, old in zip(matrices, before, strict=True)]
+    assert_close([sent], [torch.cat([c.flatten() for c in changes])], rtol=1e-3, atol=1e-6)
+    assert sent.abs().max() > 1e-3
+
+
+# Full fine-tuning
+
+
+def test_full_fine_tuning_trains_all_but_the_classifier():
+    method, adapters, network = build_whole("full")
+    state = method.initial_state(adapters)
+    upload = train_client(method, adapters, state, 1.0, 0)
+    names = {name for name, p in network.named_parameters() if p.requires_grad}
+    assert names == {n for n, _ in network.named_parameters() if not n.startswith("classifier")}
+    assert upload["weights"].shape == state["weights"].shape == (method.size,)
+    assert (upload["weights"] != state["weights"]).all()
+    method.load(adapters, {"weights": upload["weights"]})
+    flat = torch.cat([p.flatten() for n, p in network.named_parameters() if n in names])
+    assert torch.equal(flat, upload["weights"])
+    assert isinstance(network.get_submodule("q"), nn.Linear)

@@ -1,0 +1,268 @@
+"""Ten thousand replies of nodes that send anything: none reaches a sum, none stops a run."""
+
+import copy
+import functools
+import tracemalloc
+import uuid
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.messages.arrays import STYPE, from_record, to_record
+from ravan_flwr.methods import METHODS
+from ravan_flwr.server.aggregation import outgoing
+from ravan_flwr.server.replies import read_trained
+from ravan_flwr.server.strategy import FederatedTuning
+from tests.hand_made import DERIVED, Nodes, member
+from tests.methods import build
+
+NAMES = ["H", "heads", "B", "A", "weights", "classifier", "residual", "", "x"]
+NUMBERS = st.one_of(
+    st.integers(-(2**62), 2**62), st.floats(allow_nan=True, allow_infinity=True), st.just(1)
+)
+VALUES = st.one_of(
+    NUMBERS,
+    st.lists(st.integers(-3, 3), max_size=4),
+    st.lists(st.floats(width=32), max_size=4),
+    st.just(DERIVED),
+)
+
+
+@st.composite
+def arrays(draw):
+    """Bytes under some dtype and shape, which may or may not be what they are."""
+    dtype = draw(
+        st.sampled_from(["float32", "float16", "bfloat16", "uint8", "int32", "float64", "O", ""])
+    )
+    shape = draw(
+        st.one_of(
+            st.sampled_from([(6, 2, 2), (2, 3, 2, 2), (1,), (22,), (24,), (2, 2, 2), (0,)]),
+            st.lists(st.integers(-2, 2**40), max_size=5).map(tuple),
+        )
+    )
+    kind = draw(st.sampled_from(["zeros", "garbage", "nan", "huge", "short"]))
+    sides = [side for side in shape if 0 <= side < 100]
+    count = int(np.prod(sides, dtype=np.int64)) if len(sides) == len(shape) else 3
+    width = {"float64": 8, "float16": 2, "bfloat16": 2, "uint8": 1}.get(dtype, 4)
+    size = min(count, 10_000) * width
+    data = {
+        "zeros": bytes(size),
+        "nan": b"\xff" * size,
+        "huge": b"\x7e" * size,
+        "short": bytes(max(0, size - 1)),
+        "garbage": draw(st.binary(max_size=64)),
+    }[kind]
+    stype = draw(st.sampled_from([STYPE, STYPE, STYPE, "numpy.ndarray", ""]))
+    return Array(dtype=dtype, shape=shape, stype=stype, data=data)
+
+
+@st.composite
+def contents(draw):
+    """Any records, some of the right names."""
+    content = RecordDict()
+    if draw(st.booleans()):
+        content["arrays"] = ArrayRecord(
+            draw(st.dictionaries(st.sampled_from(NAMES), arrays(), max_size=3))
+        )
+    keys = st.sampled_from(["round", "train-loss", "seconds", "derived", "num-examples", "loss"])
+    metrics = draw(st.dictionaries(keys, VALUES, max_size=6))
+    if draw(st.booleans()):
+        metrics |= {"round": 1, "train-loss": 1.0, "seconds": 1.0, "derived": DERIVED}
+    kind = draw(st.sampled_from(["metrics", "metrics", "metrics", "other", "config"]))
+    if kind == "config":
+        content["metrics"] = ConfigRecord({"round": 1, "train-loss": "x", "derived": b"x"})
+    else:
+        content[kind] = MetricRecord(metrics)
+    if draw(st.booleans()):
+        content[draw(st.sampled_from(["arrays", "metrics", "junk"]))] = draw(
+            st.sampled_from([MetricRecord(), ConfigRecord(), ArrayRecord()])
+        )
+    return content
+
+
+@st.composite
+def changed(draw):
+    """An honest reply with one thing wrong: what is nearly right is the harder to refuse."""
+    part = draw(st.sampled_from(["dtype", "shape", "bytes", "value", "name", "metric", "drop"]))
+    return part, draw(st.integers(0, 2**16)), draw(VALUES)
+
+
+def spoil(reply, part, number, value):
+    """The honest reply with that one thing wrong."""
+    content = reply.content
+    if part == "metric":
+        wrong: dict[str, Any] = {
+            "round": 2,
+            "train-loss": float("inf"),
+            "seconds": [1.0],
+            "derived": [0.0],
+        }
+        if "began-anew" in content["metrics"]:
+            wrong["began-anew"] = 2
+        key = sorted(wrong)[number % len(wrong)]
+        content["metrics"] = MetricRecord({**content["metrics"], key: wrong[key]})
+        return reply
+    packed = content["arrays"]
+    if not packed:  # nothing travels, so that whatever comes is wrong
+        content["arrays"] = to_record({"x": torch.full((2,), 0.5)})
+        return reply
+    name = sorted(packed)[number % len(packed)]
+    array, tensors = packed[name], from_record(packed)
+    if part == "drop":
+        del tensors[name]
+    elif part == "name":
+        tensors[f"{name}x"] = tensors.pop(name)
+    elif part == "dtype":
+        tensors[name] = tensors[name].to(torch.int32)
+    elif part == "shape":
+        tensors[name] = tensors[name].flatten()[None]
+    elif part == "value" and tensors[name].is_floating_point():
+        flat = tensors[name].flatten()
+        flat[number % len(flat)] = [float("nan"), float("inf"), -float("inf"), 1e38][number % 4]
+    else:
+        spoiled = Array(array.dtype, array.shape, array.stype, array.data[:-1])
+        content["arrays"] = ArrayRecord({**packed, name: spoiled})
+        return reply
+    content["arrays"] = to_record(tensors)
+    return reply
+
+
+class Server:
+    """A strategy in the middle of its first round, of an honest client and another."""
+
+    def __init__(self, method):
+        self.nodes = Nodes(2, method=method)
+        config = read_config({"method": method, "max-update-norm": 1e4})
+        self.strategy = FederatedTuning(
+            config, self.nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
+            load_fixed=lambda _: DERIVED,
+        )  # fmt: skip
+        self.strategy.registry.recruit(self.nodes)
+        self.state = self.nodes.method.initial_state(self.nodes.adapters)
+        self.sent = to_record(outgoing(self.nodes.method, self.state, 1.0))  # to each, each time
+        self.round = None
+        first, *_ = self.nodes.members.values()
+        # What an honest client sends, made once.
+        self.honest = self.nodes.answer(first, self.message(first)).content
+
+    def message(self, node, number=1):
+        message = self.strategy.mail.message(node, "train", number, self.sent, ConfigRecord())
+        message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
+        if self.round is not None:
+            self.round.exchange.expect(message, node)
+        return message
+
+    def reply(self, node, what):
+        message = self.message(node)
+        if what is None:
+            return Message(Error(2), reply_to=message)
+        if isinstance(what, RecordDict):
+            return Message(what, reply_to=message)
+        honest = Message(RecordDict(dict(self.honest)), reply_to=message)
+        return spoil(honest, *what) if what else honest
+
+    def close(self, *what):
+        """The state after a round of these replies, and the ledger."""
+        self.round = self.strategy._open_round(1)
+        self.strategy.state.tensors = self.state
+        members = self.nodes.members.values()
+        replies = [self.reply(node, one) for node, one in zip(members, what, strict=False)]
+        arrays, _ = self.strategy.aggregate_train(1, replies)
+        assert arrays is not None
+        return from_record(arrays), self.round.round_log
+
+
+BATCH = 25
+REPLIES = st.lists(st.one_of(contents(), changed(), st.none()), min_size=BATCH, max_size=BATCH)
+seen: dict[str, int] = {}
+
+
+@functools.cache
+def drawn_replies():
+    """What nodes send, drawn once for all methods: that takes longer than a server to refuse it."""
+    drawn: list[Any] = []
+
+    @settings(
+        max_examples=10_000 // (BATCH * len(METHODS)) + 1,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(REPLIES)
+    def keep(replies):
+        drawn.extend(replies)
+
+    keep()
+    return drawn
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_hostile_reply_reaches_a_sum(method):
+    server = Server(method)
+    alone, _ = server.close(())
+    for what in copy.deepcopy(drawn_replies()):
+        state, round_log = server.close((), what)
+        # Without adapters nothing travels: what brings no tensors may be as good as the honest one.
+        bare = isinstance(what, RecordDict) and not what.array_records.get("arrays")
+        counted = 2 if method == "none" and bare and not round_log.rejected else 1
+        assert len(round_log.clients) == counted == 2 - len(round_log.rejected), what
+        assert state.keys() == alone.keys()
+        assert all(torch.equal(state[name], alone[name]) for name in alone), what
+        seen[method] = seen.get(method, 0) + 1
+
+
+def test_there_were_ten_thousand():
+    if set(seen) == set(METHODS):  # where the tests above ran, too
+        assert sum(seen.values()) >= 10_000
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_honest_is_used(method):
+    """With everything refused the test above would pass: this is what must not be."""
+    server = Server(method)
+    _, round_log = server.close((), ())
+    assert len(round_log.clients) == 2
+    assert not round_log.rejected
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [("ravan", {"init": "data-aware"}), ("ravan", {"init": "first-round"}), ("fed-sb", {})],
+)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(REPLIES)
+def test_no_hostile_reply_reaches_the_calibration(method, changes, replies):
+    made, _ = build(method, **changes)
+    sums = made.calibration.open()
+    node = member()
+    for what in replies:
+        if not isinstance(what, RecordDict):
+            continue
+        message = Message(RecordDict(), node.node_id, "train")
+        message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
+        with pytest.raises(ValueError):  # noqa: PT011 (any that says why)
+            sums.add(read_trained(Message(what, reply_to=message), node, 1, DERIVED).upload, 1.0)
+
+
+def test_a_large_reply_leaves_nothing_behind():
+    """Twenty replies of 4 MB each: none is kept."""
+    metrics: dict[str, Any] = {"round": 1, "train-loss": 1.0, "seconds": 1.0, "derived": DERIVED}
+    content = RecordDict(
+        {"arrays": to_record({"H": torch.zeros(1_000_000)}), "metrics": MetricRecord(metrics)}
+    )
+    server = Server("ravan")
+    server.close((), content)
+    tracemalloc.start()
+    try:
+        for _ in range(20):
+            server.close((), content)
+        now, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert now < 1e6
+    assert most < 20e6

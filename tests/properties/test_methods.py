@@ -1,0 +1,318 @@
+"""The laws of the methods: what travels, what the server makes of it, and what it refuses."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ravan_flwr.adapters import Layer
+from ravan_flwr.messages.arrays import from_record, to_record
+from ravan_flwr.methods import METHODS, get_method
+from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.server.aggregation import Aggregate
+from ravan_flwr.server.update_norm_check import UpdateNormCheck
+from tests.methods import (
+    INEXACT,
+    LAYERS,
+    aggregate,
+    assert_close,
+    build,
+    build_whole,
+    deltas,
+    own_part,
+    some_state,
+    train_client,
+)
+
+SHARES = st.sampled_from([0.25, 0.5, 0.75, 1.0])
+CLIENTS = st.lists(st.tuples(SHARES, st.integers(0, 99)), min_size=1, max_size=5)
+SIDES = st.integers(2, 7)
+NETWORKS = st.lists(st.tuples(SIDES, SIDES), min_size=1, max_size=3).map(
+    lambda sides: tuple(Layer(f"layer{i}", *pair) for i, pair in enumerate(sides))
+)
+every_method = pytest.mark.parametrize("name", METHODS)
+
+
+@every_method
+@given(NETWORKS, st.integers(0, 99))
+def test_a_layer_computes_its_pretrained_weight_plus_the_delta_weight(name, layers, seed):
+    method, adapters, network = build_whole(name, layers)
+    pretrained = [_weight_of(network, layer) for layer in layers]
+    train_client(method, adapters, some_state(method, adapters), 1.0, seed)
+    computed = [_weight_of(network, layer) for layer in layers]
+    expected = [w + d for w, d in zip(pretrained, method.delta_weights(adapters), strict=True)]
+    assert_close(computed, expected)
+
+
+def _weight_of(network, layer):
+    """The matrix that a layer multiplies with, by what it makes of unit vectors."""
+    module = network.get_submodule(layer.name)
+    with torch.no_grad():
+        zero = module(torch.zeros(1, layer.in_features))
+        return (module(torch.eye(layer.in_features)) - zero).T.clone()
+
+
+@every_method
+@given(CLIENTS, st.randoms())
+def test_the_order_of_replies_does_not_matter(name, clients, shuffler):
+    method, adapters = build(name)
+    state = some_state(method, adapters)
+    uploads = [(train_client(method, adapters, state, s, seed), s) for s, seed in clients]
+    once = aggregate(method, state, uploads)
+    shuffler.shuffle(uploads)
+    again = aggregate(method, state, uploads)
+    assert once.keys() == again.keys()
+    assert_close(deltas(method, adapters, once), deltas(method, adapters, again))
+    if METHODS[name].averages:
+        assert all(torch.equal(once[key], again[key]) for key in once)
+
+
+@every_method
+def test_clients_that_change_nothing_change_nothing(name):
+    method, adapters = build(name)
+    state = some_state(method, adapters)
+    before = deltas(method, adapters, state)
+    uploads = []
+    for _ in range(3):
+        method.load(adapters, method.broadcast(state, 1.0))
+        method.choose(adapters, 1.0, torch.Generator(), lambda: None)
+        uploads.append((method.upload(adapters), 1.0))
+    after = deltas(method, adapters, aggregate(method, state, uploads))
+    assert_close(after, before)
+
+
+@every_method
+@given(NETWORKS, st.integers(0, 99), st.sampled_from([1.0, 0.5]))
+def test_one_client_alone_gets_its_own_delta_weight(name, layers, seed, scale):
+    method, adapters = build(name, layers=layers, lora_scale=scale)
+    state = some_state(method, adapters)
+    upload = train_client(method, adapters, state, 1.0, seed)
+    own = [delta.clone() for delta in method.delta_weights(adapters)]
+    part = own_part(method, adapters)
+    new = aggregate(method, state, [(upload, 1.0)])
+    assert_close(deltas(method, adapters, new, part), own)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in INEXACT])
+@given(NETWORKS, st.lists(st.integers(0, 99), min_size=1, max_size=4), st.sampled_from([1.0, 0.5]))
+def test_the_aggregates_delta_weight_is_the_mean_of_the_clients(name, layers, seeds, scale):
+    method, adapters = build(name, layers=layers, lora_scale=scale)
+    state = some_state(method, adapters)
+    for _ in range(2):  # the second round begins where the first ended
+        uploads, each = [], []
+        for seed in seeds:
+            uploads.append((train_client(method, adapters, state, 1.0, seed), 1.0))
+            each.append([delta.clone() for delta in method.delta_weights(adapters)])
+        state = aggregate(method, state, uploads)
+        means = [torch.stack(layer).mean(0) for layer in zip(*each, strict=True)]
+        assert_close(deltas(method, adapters, state), means)
+
+
+@every_method
+@given(st.lists(st.tuples(SHARES, st.integers(1, 4)), min_size=1, max_size=4))
+def test_a_weight_counts_like_as_many_replies(name, clients):
+    method, adapters = build(name)
+    state = some_state(method, adapters)
+    weighted, repeated = [], []
+    for seed, (share, weight) in enumerate(clients):
+        upload = train_client(method, adapters, state, share, seed)
+        weighted.append((upload, share, float(weight)))
+        repeated += weight * [(upload, share)]
+    one, other = (aggregate(method, state, uploads) for uploads in (weighted, repeated))
+    assert_close(deltas(method, adapters, one), deltas(method, adapters, other))
+
+
+@every_method
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_what_travels_arrives_as_it_was_and_weighs_what_was_said(name, share):
+    method, adapters = build(name)
+    share = share if method.can_train(share) else 1.0
+    state = some_state(method, adapters)
+    upload = train_client(method, adapters, state, share, 3)
+    for tensors in (state, method.broadcast(state, share), upload):
+        arrived = from_record(to_record(tensors))
+        assert {k: (v.dtype, v.shape) for k, v in arrived.items()} == {
+            k: (v.dtype, v.shape) for k, v in tensors.items()
+        }
+        assert all(torch.equal(arrived[key], tensors[key]) for key in tensors)
+    assert sum(t.nbytes for t in upload.values()) == method.upload_bytes(share)
+    sent = sum(t.nbytes for t in method.broadcast(state, share).values())
+    assert sent <= method.broadcast_bytes(method.initial_state(adapters), share)
+
+
+@every_method
+def test_a_client_with_a_smaller_budget_trains_and_sends_less_or_nothing(name):
+    method, adapters = build(name)
+    if method.parts is None:
+        assert [method.can_train(share) for share in (0.25, 0.99, 1.0)] == [False, False, True]
+        return
+    sizes, sent = [], []
+    for share in (0.5, 1.0):
+        upload = train_client(method, adapters, method.initial_state(adapters), share, 0)
+        sizes.append(sum(p.numel() for p in method.parameters(adapters)))
+        sent.append(sum(t.nbytes for t in upload.values()))
+    assert method.can_train(0.01)
+    assert sizes[0] <= sizes[1] / 2
+    assert sizes[1] == method.trainable_parameters()
+    assert sent[0] < 0.55 * sent[1]
+
+
+@every_method
+def test_the_network_comes_back_to_the_bit(name):
+    method, adapters, network = build_whole(name)
+    rest = {k: v.clone() for k, v in network.state_dict().items()}
+    initial = method.initial_state(adapters)
+    method.load(adapters, initial)
+    before = {k: v.clone() for k, v in network.state_dict().items()}
+    state = some_state(method, adapters)
+    train_client(method, adapters, state, 0.5, 1)
+    method.load(adapters, initial)
+    after = network.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert all(torch.equal(rest[key], after[key]) for key in rest if key in after)
+
+
+@every_method
+def test_nothing_that_travels_is_shared_with_the_model(name):
+    method, adapters = build(name)
+    state = some_state(method, adapters)
+    kept = {k: v.clone() for k, v in state.items()}
+    upload = train_client(method, adapters, state, 1.0, 3)
+    sent = {k: v.clone() for k, v in upload.items()}
+    with torch.no_grad():
+        for parameter in method.parameters(adapters):
+            parameter.fill_(7.0)
+    assert all(torch.equal(state[key], kept[key]) for key in state)
+    assert all(torch.equal(upload[key], sent[key]) for key in upload)
+
+
+@every_method
+def test_lora_factors_are_the_delta_weight_or_the_weights_have_changed(name):
+    method, adapters, network = build_whole(name, lora_scale=0.5)
+    rest = pretrained_weights(network)
+    expected = deltas(method, adapters, some_state(method, adapters))
+    factors = [method.lora_factors(adapter) for adapter in adapters]
+    if all(map(torch.equal, rest, pretrained_weights(network))):
+        assert_close([B @ A for B, A in factors], expected)
+    else:
+        assert factors == [None] * len(adapters)
+
+
+def pretrained_weights(network):
+    """Those of the adapted layers, as they are now."""
+    modules = [network.get_submodule(layer.name) for layer in LAYERS]
+    return [getattr(module, "base", module).weight.detach().clone() for module in modules]
+
+
+@every_method
+@given(st.integers(1, 40), NETWORKS)
+def test_the_rank_is_the_largest_within_the_budget(name, lora_rank, layers):
+    if name == "full":
+        method, adapters = build(name, lora_rank=lora_rank, layers=layers)
+        trained = sum(p.numel() for p in method.parameters(adapters))
+        assert (method.rank, method.trainable_parameters()) == (None, trained)
+        return
+    if name == "none":
+        method, adapters = build(name, lora_rank=lora_rank, layers=layers)
+        method.load(adapters, {})
+        assert (method.parameters(adapters), method.trainable_parameters()) == ([], 0)
+        return
+    heads = {"heads": 1} if name == "ravan" else {}
+    method, adapters = build(name, rank=None, lora_rank=lora_rank, layers=layers, **heads)
+    method.load(adapters, method.initial_state(adapters))
+    trained = sum(p.numel() for p in method.parameters(adapters))
+    assert trained == method.trainable_parameters() <= method.budget
+    side = min(min(layer.out_features, layer.in_features) for layer in layers)
+    if method.rank < side:
+        bigger, _ = build(name, rank=method.rank + 1, lora_rank=lora_rank, layers=layers, **heads)
+        assert bigger.trainable_parameters() > method.budget
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("full", "none")])
+def test_a_rank_beyond_the_matrices_is_refused(name):
+    with pytest.raises(ValueError, match=r"rank = 5: .*expected at most 4; lower rank"):
+        build(name, rank=5)
+
+
+@every_method
+def test_fingerprints_tell_seeds_apart_and_ignore_what_is_trained(name):
+    method, adapters = build(name)
+    before = method.fingerprint(adapters)
+    train_client(method, adapters, some_state(method, adapters), 0.5, 1)
+    method.load(adapters, method.initial_state(adapters))
+    assert method.fingerprint(adapters) == before
+    other, others = build(name, seed=1)
+    pairs = zip(tensors_of(adapters), tensors_of(others), strict=True)
+    same = all(torch.equal(one, two) for one, two in pairs)  # nothing is made from the seed
+    assert (other.fingerprint(others) == pytest.approx(before, rel=1e-3)) == same
+
+
+def tensors_of(adapters):
+    return [t for adapter in adapters for t in (*adapter.parameters(), *adapter.buffers())]
+
+
+BAD_TENSORS = {
+    "another shape": lambda tensor: torch.cat([tensor, tensor]),
+    "broadcastable": lambda tensor: tensor[:1],
+    "another dtype": lambda tensor: tensor.double(),
+    "not a number": lambda tensor: tensor + torch.nan,
+    "infinite": lambda tensor: tensor - torch.inf,
+    "missing": lambda tensor: None,
+    "huge": lambda tensor: tensor + 1e30,
+}
+
+
+@every_method
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_a_bad_upload_is_rejected_and_leaves_the_sums_alone(name, case):
+    method, adapters = build(name)
+    state = some_state(method, adapters)
+    good = train_client(method, adapters, state, 1.0, 1)
+    for key in (key for key, tensor in good.items() if tensor.is_floating_point()):
+        changed = BAD_TENSORS[case](good[key])
+        bad = {k: changed if k == key else v for k, v in good.items()}
+        pot = Aggregate(method, state, UpdateNormCheck(1e9))
+        with pytest.raises(ValueError, match="expected"):
+            pot.offer({k: v for k, v in bad.items() if v is not None}, 1.0)
+        with pytest.raises(ValueError, match="expected"):
+            pot.offer(good | {"x": torch.zeros(1)}, 1.0)
+        pot.offer(good, 1.0)
+        assert pot.count == 1
+        expected = aggregate(method, state, [(good, 1.0)])
+        assert all(torch.equal(v, expected[k]) for k, v in pot.close().items())
+
+
+@every_method
+def test_the_classifier_is_averaged_over_all_clients(name):
+    method, adapters = build(name)
+    initial = method.initial_state(adapters)
+    state = initial | {CLASSIFIER: torch.zeros(3)}
+    uploads = []
+    for value, share, weight in ((1.0, 1.0, 1.0), (2.0, 0.4, 2.0), (7.0, 0.4, 1.0)):
+        upload = train_client(method, adapters, initial, share, int(value))
+        uploads.append((upload | {CLASSIFIER: torch.full((3,), value)}, share, weight))
+    assert aggregate(method, state, uploads)[CLASSIFIER].tolist() == [3.0, 3.0, 3.0]
+    with pytest.raises(ValueError, match=r"got tensors .*'classifier'.*, expected"):
+        aggregate(method, initial, uploads[:1])
+
+
+@every_method
+def test_a_round_without_replies_keeps_the_state(name):
+    method, adapters = build(name)
+    state = some_state(method, adapters)
+    new = aggregate(method, state, [])
+    assert all(torch.equal(new[key], state[key]) for key in state)
+
+
+def test_an_unknown_method_lists_the_methods():
+    with pytest.raises(ValueError, match="method 'ravn' is unknown; expected one of ravan, full"):
+        get_method("ravn")
+
+
+def test_layers_draw_different_values_from_one_seed():
+    """Two layers of one shape must not start alike."""
+    layers = (Layer("one", 4, 4), Layer("two", 4, 4))
+    for name in ("fedit", "ffa-lora", "ravan"):
+        _, (one, two) = build(name, layers=layers)
+        assert not torch.equal(one.A, two.A)

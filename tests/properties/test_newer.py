@@ -1,0 +1,621 @@
+"""The methods of 2024 to 2026, each against the equations of its paper, in slow float64 loops."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ravan_flwr.adapters import Layer
+from ravan_flwr.adapters.lowrank import ProductSum
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.methods.budgets import affordable
+from ravan_flwr.methods.fedrot_lora import nearest, towards
+from ravan_flwr.methods.lora_fair import correction
+from ravan_flwr.server.aggregation import Aggregate
+from ravan_flwr.server.optimizer import ServerOptimizer
+from ravan_flwr.server.state import MOMENTS, ServerState
+from ravan_flwr.server.update_norm_check import UpdateNormCheck
+from tests.methods import (
+    LAYERS,
+    aggregate,
+    assert_close,
+    build,
+    build_whole,
+    deltas,
+    some_state,
+    train_client,
+)
+from tests.reference import best_of_rank
+
+SEEDS = st.lists(st.integers(0, 99), min_size=1, max_size=5)
+TIGHT = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def matrices(flat, rank, first):
+    """The float64 matrices of all layers in a flat tensor: `first` has them (side, rank)."""
+    flat, found = flat.double(), []
+    for layer in LAYERS:
+        side = layer.out_features if first else layer.in_features
+        part, flat = flat[: side * rank], flat[side * rank :]
+        found.append(part.view(side, rank) if first else part.view(rank, side))
+    assert not len(flat)
+    return found
+
+
+def loop_product(B, A):
+    """B A, number by number."""
+    made = torch.zeros(len(B), A.shape[1], dtype=torch.float64)
+    for i in range(len(B)):
+        for j in range(A.shape[1]):
+            for k in range(len(A)):
+                made[i, j] += B[i, k] * A[k, j]
+    return made
+
+
+def loop_mean(tensors, weights):
+    """sum_c w_c T_c / sum_c w_c"""
+    total = torch.zeros_like(tensors[0], dtype=torch.float64)
+    for tensor, weight in zip(tensors, weights, strict=True):
+        total = total + weight * tensor
+    return total / sum(weights)
+
+
+def weights_of(seeds):
+    """Some weights for replies, from 1 to 3."""
+    return [1.0 + seed % 3 for seed in seeds]
+
+
+def mixed_round(name, clients):
+    """A method of rank 4 in the middle of a run, the state, and replies of (share, seed) each."""
+    method, adapters = build(name, rank=4)
+    state = some_state(method, adapters)
+    shares, seeds = zip(*clients, strict=True)
+    return method, adapters, state, replies(method, adapters, state, seeds, shares)
+
+
+def replies(method, adapters, state, seeds, shares=None):
+    """What clients with these seeds send, with their shares and weights."""
+    shares = shares or [1.0] * len(seeds)
+    return [
+        (train_client(method, adapters, state, share, seed), share, weight)
+        for seed, share, weight in zip(seeds, shares, weights_of(seeds), strict=True)
+    ]
+
+
+# FedSVD
+
+
+@given(SEEDS)
+def test_fedsvd_decomposes_the_mean_of_b_times_the_a_that_clients_had(seeds):
+    method, adapters = build("fedsvd", rank=3)
+    state = some_state(method, adapters)
+    sent = replies(method, adapters, state, seeds)
+    new = aggregate(method, state, sent)
+    old_As = matrices(state["A"], 3, False)
+    for layer, A in enumerate(old_As):
+        each = [matrices(upload["B"], 3, True)[layer] for upload, *_ in sent]
+        product = loop_product(loop_mean(each, weights_of(seeds)), A)
+        U, S, Vh = torch.linalg.svd(product)
+        B_new, A_new = (matrices(new[k], 3, k == "B")[layer] for k in ("B", "A"))
+        assert_close([loop_product(B_new, A_new)], [product], **TIGHT)
+        assert_close([A_new @ A_new.T], [torch.eye(3)], **TIGHT)
+        assert_close([B_new.T @ B_new], [(S[:3] ** 2).diag()], rtol=1e-3, atol=1e-3)
+        for rank in range(3):  # up to their sign, for values that are apart
+            if S[rank] - S[rank + 1] > 0.1 and (rank == 0 or S[rank - 1] - S[rank] > 0.1):
+                assert abs(float(A_new[rank] @ Vh[rank])) > 1 - 1e-3
+                assert abs(float(B_new[:, rank] @ U[:, rank])) > (1 - 1e-3) * float(S[rank])
+
+
+def test_fedsvd_trains_and_sends_b_alone_and_gets_both():
+    method, adapters = build("fedsvd", rank=None, lora_rank=1)
+    assert method.rank == 22 // 10  # as for FFA-LoRA
+    state = some_state(method, adapters)
+    upload = train_client(method, adapters, state, 1.0, 0)
+    assert (set(upload), set(method.broadcast(state, 1.0))) == ({"B"}, {"B", "A"})
+    assert_close([adapter.A for adapter in adapters], matrices(state["A"], 2, False))
+    assert [p.shape for p in method.parameters(adapters)] == [(6, 2), (4, 2)]
+
+
+def test_fedsvds_a_is_orthonormal_from_the_start_and_spans_what_it_spanned():
+    layer = Layer("wide", 6, 9)
+    method, adapters = build("fedsvd", layers=(layer,), rank=4)
+    state = method.initial_state(adapters)
+    first = state["A"].view(4, 9)
+    assert_close([first @ first.T], [torch.eye(4)])
+    for seed in range(3):
+        uploads = [train_client(method, adapters, state, 1.0, seed + 10 * n) for n in range(3)]
+        state = aggregate(method, state, [(upload, 1.0) for upload in uploads])
+        now = state["A"].view(4, 9)
+        assert_close([now.T @ now], [first.T @ first], **TIGHT)  # the projector on its rows
+    assert not torch.allclose(now, first, atol=0.1)
+
+
+def test_fedsvd_keeps_what_was_when_all_clients_send_zero():
+    method, adapters = build("fedsvd")
+    state = some_state(method, adapters)
+    zero = {"B": torch.zeros_like(state["B"])}
+    new = aggregate(method, state, [(zero, 1.0)])
+    assert all(not delta.any() for delta in deltas(method, adapters, new))
+    for A in matrices(new["A"], 2, False):
+        assert_close([A @ A.T], [torch.eye(2)])
+
+
+# LoRA-FAIR
+
+
+def lora_fair_means(sent, rank, layer):
+    """A layer's mean B, mean A and mean product, with the replies' weights."""
+    weights = [weight for *_, weight in sent]
+    Bs = [matrices(upload["B"], rank, True)[layer] for upload, *_ in sent]
+    As = [matrices(upload["A"], rank, False)[layer] for upload, *_ in sent]
+    products = [loop_product(B, A) for B, A in zip(Bs, As, strict=True)]
+    return (loop_mean(some, weights) for some in (Bs, As, products))
+
+
+def fair_cost(B, A, product, D):
+    """What the paper minimises: 1 - cos(product, (B + D) A) + lambda |D|^2."""
+    made = (B + D) @ A
+    cosine = (made * product).sum() / (made.norm() * product.norm())
+    return 1 - cosine + 0.01 * (D * D).sum()
+
+
+def descend(B, A, product):
+    """D from zero by a thousand steps of gradient descent, as public code takes them."""
+    D = torch.zeros_like(B, requires_grad=True)
+    optimizer = torch.optim.SGD([D], lr=1e-2)
+    for _ in range(1000):
+        optimizer.zero_grad()
+        fair_cost(B, A, product, D).backward()
+        optimizer.step()
+    return D.detach()
+
+
+@settings(max_examples=6)
+@given(SEEDS, st.sampled_from([0.02, 1.0]))
+def test_lora_fairs_correction_is_the_minimum_of_the_papers_objective(seeds, movement):
+    method, adapters = build("lora-fair")
+    state = some_state(method, adapters)
+    sent = replies(method, adapters, state, seeds)
+    for upload, *_ in sent:  # clients that move a little, as honest ones do, or a lot
+        for name, tensor in upload.items():
+            tensor.copy_(state[name] + movement * (tensor - state[name]))
+    new = aggregate(method, state, sent)
+    for layer, old in enumerate(matrices(state["B"], 2, True)):
+        B, A, product = lora_fair_means(sent, 2, layer)
+        assert_close([matrices(new["A"], 2, False)[layer]], [A], **TIGHT)
+        D = matrices(new["B"], 2, True)[layer] - B
+        if D.norm() > 0.999 * (B - old).norm():
+            continue  # it was made smaller: see below
+        slow = descend(B, A, product)
+        assert fair_cost(B, A, product, D) <= fair_cost(B, A, product, slow) + 1e-6
+        D.requires_grad_()
+        fair_cost(B, A, product, D).backward()
+        assert D.grad.norm() < 1e-4
+
+
+@given(SEEDS)
+def test_lora_fair_is_not_exact_and_never_points_farther_away_from_it_than_fedit(seeds):
+    method, adapters = build("lora-fair")
+    state = some_state(method, adapters)
+    sent = replies(method, adapters, state, seeds)
+    for layer, got in enumerate(deltas(method, adapters, aggregate(method, state, sent))):
+        B, A, product = lora_fair_means(sent, 2, layer)
+        fair, fedit = (
+            float((made * product).sum() / (made.norm() * product.norm())) for made in (got, B @ A)
+        )
+        assert fair >= fedit - 1e-6
+        if len(set(seeds)) > 1:
+            assert (got - product).norm() > 0.01 * product.norm()
+
+
+@given(SEEDS)
+def test_a_corrected_mean_of_b_is_never_longer_than_the_mean(seeds):
+    """The paper's penalty says so: of all of one direction, the nearest to B is the best."""
+    method, adapters = build("lora-fair")
+    state = some_state(method, adapters)
+    sent = replies(method, adapters, state, seeds)
+    new = aggregate(method, state, sent)
+    for layer, got in enumerate(matrices(new["B"], 2, True)):
+        B, *_ = lora_fair_means(sent, 2, layer)
+        assert got.norm() <= B.norm() * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_that_holds_also_where_clients_contradict_each_other(seed):
+    """Independent factors, and a penalty that is next to nothing beside the cosine."""
+    random = torch.Generator().manual_seed(seed)
+    B, A = (torch.randn(5, *shape, generator=random) for shape in ((7, 3), (3, 3)))
+    B = 1e-3 * B.double()
+    A = A.double()
+    mean_B, mean_A = B.mean(0), A.mean(0)
+    moment = ProductSum(7, 3)
+    for one, other in zip(B - mean_B, A - mean_A, strict=True):
+        moment.add(one, other, 1.0)
+    corrected = mean_B + correction(mean_B, mean_A, moment, 5.0)
+    assert corrected.norm() <= mean_B.norm() * (1 + 1e-9)
+    product = (B @ A).mean(0)
+    cosines = [
+        float((made @ mean_A * product).sum() / (made @ mean_A).norm() / product.norm())
+        for made in (corrected, mean_B)
+    ]
+    assert cosines[0] >= cosines[1]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_lora_fair_corrects_nothing_where_there_is_no_cosine(sign):
+    """Replies that cancel each other: a mean of B, or one of A, too, that is zero."""
+    method, adapters = build("lora-fair")
+    state = some_state(method, adapters)
+    sent = train_client(method, adapters, state, 1.0, 0)
+    opposite = {"B": -sent["B"], "A": sign * sent["A"]}
+    new = aggregate(method, state, [(sent, 1.0), (opposite, 1.0)])
+    assert not new["B"].any()
+    assert torch.equal(new["A"], sent["A"] if sign > 0 else torch.zeros_like(sent["A"]))
+
+
+def test_lora_fairs_correction_is_no_larger_than_the_rounds_own_change():
+    """A reply whose B and A are far off, each within its limit, cannot make more of B than that."""
+    method, adapters = build("lora-fair")
+    state = some_state(method, adapters)
+    still = {name: tensor.clone() for name, tensor in state.items()}
+    far = {name: tensor + 100.0 for name, tensor in state.items()}
+    new = aggregate(method, state, [(still, 1.0), (still, 1.0), (far, 1.0)])
+    for old, now in zip(*(matrices(s["B"], 2, True) for s in (state, new)), strict=True):
+        assert (now - old).norm() <= 2 * 100 / 3 * old.numel() ** 0.5 * (1 + 1e-5)
+
+
+# raFLoRA
+
+SHARES = st.sampled_from([0.1, 0.25, 0.5, 0.75, 1.0])
+CLIENTS = st.lists(st.tuples(SHARES, st.integers(0, 99)), min_size=1, max_size=5)
+
+
+@given(CLIENTS)
+def test_raflora_averages_every_rank_over_those_that_hold_it(clients):
+    method, adapters, state, sent = mixed_round("raflora", clients)
+    new = aggregate(method, state, sent)
+    for layer, got in enumerate(deltas(method, adapters, new)):
+        total = torch.zeros(got.shape, dtype=torch.float64)
+        for rank in range(4):
+            parts, weights = [], []
+            for upload, share, weight in sent:
+                own = affordable(share, 4)
+                if rank < own:
+                    B = matrices(upload["B"], own, True)[layer]
+                    A = matrices(upload["A"], own, False)[layer]
+                    parts.append(torch.outer(B[:, rank], A[rank]))
+                    weights.append(weight)
+            if not parts:  # nobody: it stays
+                B, A = (matrices(state[k], 4, k == "B")[layer] for k in ("B", "A"))
+                parts, weights = [torch.outer(B[:, rank], A[rank])], [1.0]
+            total += loop_mean(parts, weights)
+        assert_close([got], [best_of_rank(total, 4)], **TIGHT)
+
+
+def test_raflora_keeps_the_high_ranks_that_flexlora_lets_shrink():
+    """The paper's rank collapse: clients that send back what they were sent, most of them small."""
+    left = {}
+    for name in ("raflora", "flexlora"):
+        method, adapters = build(name, rank=4)
+        state = some_state(method, adapters)
+        before = [delta.norm() for delta in deltas(method, adapters, state)]
+        for _ in range(5):
+            sent = [(method.broadcast(state, share), share) for share in (0.25, 0.25, 0.25, 1.0)]
+            state = aggregate(method, state, sent)
+        after = [delta.norm() for delta in deltas(method, adapters, state)]
+        left[name] = min(float(a / b) for a, b in zip(after, before, strict=True))
+    assert left["raflora"] == pytest.approx(1.0, abs=1e-4)
+    assert left["flexlora"] < 0.95
+
+
+def test_with_whole_budgets_raflora_is_flexlora():
+    states = []
+    for name in ("raflora", "flexlora"):
+        method, adapters = build(name)
+        state = some_state(method, adapters)
+        states.append(aggregate(method, state, replies(method, adapters, state, range(4))))
+    for one, other in zip(*(state.values() for state in states), strict=True):
+        assert_close([one], [other], **TIGHT)
+
+
+def test_ranks_that_cancel_each_other_in_a_raflora_reply_are_measured_apart(monkeypatch):
+    """The whole product is zero; where others hold the first rank only, the second is not."""
+    method, adapters = build("raflora")
+    state = some_state(method, adapters)
+    bad = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    for B, A in zip(*method.split(bad), strict=True):
+        B[0], A[:, 0] = torch.tensor([300.0, -300.0]), 300.0
+    pot = Aggregate(method, state, UpdateNormCheck(2000.0))
+    seen: list[tuple[str, float]] = []
+    monkeypatch.setattr(
+        pot.limit, "check_growth", lambda name, _, norm, *__: seen.append((name, norm))
+    )
+    pot.offer(bad, 1.0)
+    ((name, norm),) = seen
+    assert name == "B"
+    assert norm == pytest.approx(2**0.5 * 300.0**2)
+
+
+# FLoRA
+
+
+@given(st.lists(CLIENTS, min_size=1, max_size=4), st.sampled_from([1.0, 0.25]))
+def test_flora_adds_the_mean_product_to_the_weight_and_begins_anew(rounds, scale):
+    """The paper's equation, over some rounds of clients of any rank: nothing is lost."""
+    method, adapters, network = build_whole("flora", rank=4, lora_scale=scale)
+    W = [network.get_submodule(layer.name).base.weight.double().clone() for layer in LAYERS]
+    state, begun = method.initial_state(adapters), []
+    for clients in rounds:
+        method.load(adapters, state)
+        assert not any(adapter.B.any() for adapter in adapters)
+        begun.append(torch.cat([adapter.A.detach().flatten() for adapter in adapters]))
+        seeds, shares = [seed for _, seed in clients], [share for share, _ in clients]
+        sent = replies(method, adapters, state, seeds, shares)
+        weights = [weight for *_, weight in sent]
+        for layer in range(len(LAYERS)):
+            products = []
+            for upload, share, _ in sent:
+                own = affordable(share, 4)
+                B = matrices(upload["B"], own, True)[layer]
+                products.append(loop_product(B, matrices(upload["A"], own, False)[layer]))
+            W[layer] = W[layer] + scale * loop_mean(products, weights)
+        state = aggregate(method, state, sent)
+        method.load(adapters, state)
+        weights_now = [network.get_submodule(layer.name).base.weight for layer in LAYERS]
+        assert_close(weights_now, W, **TIGHT)
+    assert all(not torch.allclose(a, b) for a, b in itertools.pairwise(begun))
+
+
+def test_floras_clients_of_a_round_begin_alike_whatever_their_rank():
+    method, adapters = build("flora", rank=4)
+    state = some_state(method, adapters)
+    for share in (0.25, 0.5, 1.0):
+        method.load(adapters, method.broadcast(state, share))
+        method.choose(adapters, share, torch.Generator(), lambda: None)
+        still = method.upload(adapters)
+        start = method.start_of(still, method.broadcast(state, share))
+        assert all(torch.equal(still[name], start[name]) for name in ("B", "A"))
+        for A, first in zip(method.split(still)[1], method.first_A(state), strict=True):
+            assert torch.equal(A, first[: affordable(share, 4)])
+
+
+def test_a_flora_round_that_nobody_took_part_in_begins_again():
+    method, adapters = build("flora")
+    state = some_state(method, adapters)
+    assert state["rounds"].tolist() == [1]
+    assert aggregate(method, state, [])["rounds"].tolist() == [1]
+    with pytest.raises(ValueError, match=r"got tensors .*expected 'rounds' among them"):
+        method.load(adapters, {k: v for k, v in state.items() if k != "rounds"})
+
+
+# FedRot-LoRA
+
+
+def loop_rotation(correlation, part):
+    """The rotation of a 2 x 2 Procrustes problem by its angle, and that part of the way."""
+    (a, b), (c, d) = correlation.tolist()
+    angle = math.atan2(c - b, a + d)
+    cosine = 1 - part + part * math.cos(angle)
+    soft = math.atan2(part * math.sin(angle), cosine)
+    turn = [[math.cos(soft), -math.sin(soft)], [math.sin(soft), math.cos(soft)]]
+    return torch.tensor(turn, dtype=torch.float64)
+
+
+@given(SEEDS, st.integers(1, 4))
+def test_fedrot_lora_turns_the_factors_and_averages_them(seeds, number):
+    whole, adapters = build("fedrot-lora")
+    method = whole.in_round(number)
+    state = some_state(method, adapters)
+    sent = replies(method, adapters, state, seeds)
+    new = aggregate(method, state, sent)
+    weights = weights_of(seeds)
+    for layer in range(len(LAYERS)):
+        old_B, old_A = (matrices(state[k], 2, k == "B")[layer] for k in ("B", "A"))
+        Bs, As = [], []
+        for upload, *_ in sent:
+            B, A = (matrices(upload[k], 2, k == "B")[layer] for k in ("B", "A"))
+            correlation = A @ old_A.T if number % 2 else B.T @ old_B
+            R = loop_rotation(correlation, 0.5)
+            Bs.append(loop_product(B, R))
+            As.append(loop_product(R.T, A))
+        assert_close([matrices(new["B"], 2, True)[layer]], [loop_mean(Bs, weights)], **TIGHT)
+        assert_close([matrices(new["A"], 2, False)[layer]], [loop_mean(As, weights)], **TIGHT)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_fedrot_lora_loses_less_than_fedit_where_clients_are_turned_to_each_other(number):
+    """Clients whose products are the same, turned by known angles."""
+    lost = {}
+    for name in ("fedrot-lora", "fedit"):
+        method, adapters = build(name)
+        method = method.in_round(number)
+        state = some_state(method, adapters)
+        before, uploads = deltas(method, adapters, state), []
+        for angle in (-1.2, 0.3, 1.0):
+            R = torch.tensor(
+                [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
+            )
+            Bs, As = method.split(state)
+            uploads.append((method.pack([B @ R for B in Bs], [R.T @ A for A in As]), 1.0))
+        after = deltas(method, adapters, aggregate(method, state, uploads))
+        lost[name] = [float((a - b).norm() / b.norm()) for a, b in zip(after, before, strict=True)]
+    for turned, plain in zip(*lost.values(), strict=True):
+        assert turned < 0.4 * plain
+        assert plain > 0.3
+
+
+def test_a_rotation_is_one_also_where_a_reflection_fits_better():
+    mirror = torch.diag(torch.tensor([1.0, 1.0, -0.5], dtype=torch.float64))
+    assert_close([nearest(mirror)], [torch.eye(3)])
+    for seed in range(20):
+        random = torch.Generator().manual_seed(seed)
+        R = towards(torch.randn(4, 4, generator=random, dtype=torch.float64), 0.5)
+        assert_close([R @ R.T], [torch.eye(4)], rtol=1e-9, atol=1e-9)
+        assert torch.linalg.det(R) > 0
+    assert_close([towards(torch.zeros(3, 3).double(), 0.5)], [torch.eye(3)])
+    half = torch.zeros(3, 3, dtype=torch.float64)
+    half[0, 0] = 2.0  # the others are free: they stay
+    assert_close([towards(half, 0.5)], [torch.eye(3)])
+
+
+# Fed-PLoRA
+
+
+@given(CLIENTS)
+def test_fed_plora_averages_every_module_over_those_that_trained_it(clients):
+    method, _, state, sent = mixed_round("fed-plora", clients)
+    new = aggregate(method, state, sent)
+    for layer, side in enumerate(LAYERS):
+        for name in ("B", "A"):
+            got = matrices(new[name], 4, name == "B")[layer]
+            old = matrices(state[name], 4, name == "B")[layer]
+            for module in range(4):
+                parts, weights = [], []
+                for upload, share, weight in sent:
+                    byte = int(upload["modules"][0])
+                    mine = [j for j in range(4) if byte >> j & 1]
+                    assert len(mine) == affordable(share, 4)
+                    if module in mine:
+                        own = matrices(upload[name], len(mine), name == "B")[layer]
+                        at = mine.index(module)
+                        parts.append(own[:, at] if name == "B" else own[at])
+                        weights.append(weight)
+                before, after = (m[:, module] if name == "B" else m[module] for m in (old, got))
+                expected = loop_mean(parts, weights) if parts else before
+                assert_close([after], [expected], **TIGHT)
+                assert len(after) == (side.out_features if name == "B" else side.in_features)
+
+
+@given(st.integers(0, 99), st.sampled_from([0.25, 0.5, 1.0]))
+def test_a_fed_plora_client_begins_where_the_server_is_whatever_it_trains(seed, share):
+    method, adapters, network = build_whole("fed-plora", rank=4, lora_scale=0.5)
+    state = some_state(method, adapters)
+    method.load(adapters, state)
+    random = torch.Generator().manual_seed(seed)
+    x = [torch.randn(3, layer.in_features, generator=random) for layer in LAYERS]
+    modules = [network.get_submodule(layer.name) for layer in LAYERS]
+    whole = [module(one).detach() for module, one in zip(modules, x, strict=True)]
+    expected = [delta.clone() for delta in method.delta_weights(adapters)]
+    method.choose(adapters, share, random, lambda: None)
+    assert_close([module(one) for module, one in zip(modules, x, strict=True)], whole)
+    assert_close(method.delta_weights(adapters), expected)
+    numbers = sum(p.numel() for p in method.parameters(adapters))
+    assert numbers * 4 == method.trainable_parameters() * affordable(share, 4)
+
+
+def test_fed_ploras_modules_are_drawn_anew_and_all_have_their_turn():
+    method, adapters = build("fed-plora", rank=4)
+    state = some_state(method, adapters)
+    drawn, again = (
+        [int(train_client(method, adapters, state, 0.5, n)["modules"]) for n in range(40)]
+        for _ in range(2)
+    )
+    assert len(set(drawn)) == 6  # two of four
+    assert drawn == again
+
+
+def test_with_whole_budgets_fed_plora_is_fedit():
+    states = []
+    for name in ("fed-plora", "fedit"):
+        method, adapters = build(name)
+        state = some_state(method, adapters)
+        states.append(aggregate(method, state, replies(method, adapters, state, range(4))))
+    for name in ("B", "A"):
+        assert_close([states[0][name]], [states[1][name]], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("modules", [[0b0001], [0b0111], [0b110000], [0b10010001]])
+def test_a_reply_with_other_modules_than_its_budget_pays_for_is_refused(modules):
+    method, adapters = build("fed-plora", rank=4)
+    state = some_state(method, adapters)
+    upload = train_client(method, adapters, state, 0.5, 1)
+    bad = upload | {"modules": torch.tensor(modules, dtype=torch.uint8)}
+    with pytest.raises(ValueError, match=r"modules marks \[.*\], expected 2 of the first 4"):
+        method.check(bad, 0.5)
+
+
+# RoLoRA
+
+
+@given(st.lists(SEEDS, min_size=1, max_size=4), st.sampled_from([1.0, 0.5]))
+def test_rolora_averages_b_and_a_in_turn_and_both_are_exact(rounds, scale):
+    whole, adapters = build("rolora", lora_scale=scale)
+    state = whole.initial_state(adapters)
+    for number, seeds in enumerate(rounds, start=1):
+        method = whole.in_round(number)
+        turn, other = ("B", "A") if number % 2 else ("A", "B")
+        sent, each = [], []
+        for seed, weight in zip(seeds, weights_of(seeds), strict=True):
+            sent.append((train_client(method, adapters, state, 1.0, seed), 1.0, weight))
+            each.append([delta.double() for delta in method.delta_weights(adapters)])
+        assert all(set(upload) == {turn} for upload, *_ in sent)
+        new = aggregate(method, state, sent)
+        assert torch.equal(new[other], state[other])
+        mean = loop_mean([upload[turn].double() for upload, *_ in sent], weights_of(seeds))
+        assert_close([new[turn]], [mean], **TIGHT)
+        state = new
+        for got, layer in zip(deltas(whole, adapters, state), zip(*each, strict=True), strict=True):
+            assert_close([got], [loop_mean(list(layer), weights_of(seeds))], **TIGHT)
+
+
+def test_rolora_trains_as_many_parameters_as_fedit_in_two_rounds():
+    method, adapters = build("rolora", rank=None, lora_rank=2)
+    assert method.rank == build("fedit", rank=None, lora_rank=2)[0].rank == 2
+    method.load(adapters, method.initial_state(adapters))
+    trained, sent = [], []
+    for number in (1, 2):
+        method.load(adapters, method.initial_state(adapters))
+        half = method.in_round(number)
+        half.choose(adapters, 1.0, torch.Generator(), lambda: None)
+        trained.append(sum(p.numel() for p in half.parameters(adapters)))
+        sent.append(half.upload_bytes(1.0))
+    assert trained == [2 * (6 + 4), 2 * (5 + 7)]
+    assert sum(trained) == method.trainable_parameters()
+    assert sent == [4 * number for number in trained]
+
+
+@pytest.mark.parametrize("robust", ["median", "trimmed-mean"])
+def test_a_robust_rolora_round_leaves_the_other_factor_alone(robust):
+    whole, adapters = build("rolora")
+    state = some_state(whole, adapters)
+    for number, turn, other in ((1, "B", "A"), (2, "A", "B")):
+        method = whole.in_round(number)
+        pot = Aggregate(method, state, UpdateNormCheck(1e9), robust)
+        for seed in range(5):
+            pot.offer(train_client(method, adapters, state, 1.0, seed), 1.0)
+        new = pot.close()
+        assert torch.equal(new[other], state[other])
+        assert not torch.equal(new[turn], state[turn])
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adam"])
+def test_the_server_optimiser_moves_no_factor_whose_turn_it_is_not(kind):
+    """Its memory of the last turn stays, as if the rounds between had not been."""
+    whole, adapters = build("rolora")
+    config = read_config(
+        {"method": "rolora", "server-optimizer": kind, "server-learning-rate": 0.5,
+         "max-update-norm": 1e9}
+    )  # fmt: skip
+    server = ServerState(config, [])
+    server.tensors = start = some_state(whole, adapters)
+    moved: dict[str, list[torch.Tensor]] = {"B": [], "A": []}
+    for number in range(1, 5):
+        method = whole.in_round(number)
+        turn, other = ("B", "A") if number % 2 else ("A", "B")
+        before, sums = server.tensors, server.open_sums(method)
+        for seed in range(3):
+            sums.offer(train_client(method, adapters, before, 1.0, seed + 10 * number), 1.0)
+        moved[turn].append(sums._rounds[0].close()[turn])
+        server.advance(sums)
+        assert torch.equal(server.tensors[other], before[other])
+    optimizer = ServerOptimizer(kind, 0.5, config.server_momentum)
+    for name, means in moved.items():
+        moments: dict[str, torch.Tensor] = {}
+        state = {name: start[name]}
+        for mean in means:
+            state, moments = optimizer.step(state, {name: mean}, moments)
+        assert torch.equal(state[name], server.tensors[name])
+        assert all(torch.equal(server.memory[f"{MOMENTS}{k}"], v) for k, v in moments.items())

@@ -1,0 +1,78 @@
+"""Without adapters the classifier alone is trained, or nothing at all."""
+
+import json
+
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+
+from ravan_flwr import simulate
+from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.results.load_run import result_of
+from ravan_flwr.specs import Scalar
+from tests.methods import build, build_whole
+
+SHORT: dict[str, Scalar] = {
+    "method": "none", "num-rounds": 2, "local-steps": 5, "batch-size": 16, "report": False,
+    "tracking": "none", "device": "cpu",
+}  # fmt: skip
+
+
+def run(tmp_path, **settings):
+    return simulate(SHORT | {"output-dir": str(tmp_path)} | settings, 3)
+
+
+def test_it_has_nothing_to_train_and_sends_nothing():
+    method, adapters, network = build_whole("none")
+    method.load(adapters, {})
+    assert method.parameters(adapters) == []
+    assert not any(parameter.requires_grad for parameter in network.parameters())
+    assert (method.upload(adapters), method.upload_bytes(1.0)) == ({}, 0)
+    with pytest.raises(ValueError, match="expected"):
+        method.check({"B": torch.zeros(3)}, 1.0)
+
+
+def test_a_rank_that_is_given_changes_nothing():
+    assert build("none", rank=4)[0].trainable_parameters() == 0
+
+
+def test_the_classifier_alone_is_trained(tmp_path):
+    found = run(tmp_path, classifier="trained")
+    assert found.summary["adapter-parameters"] == 0
+    assert found.summary["trainable-parameters"] == 970  # 96 x 10 and 10
+    replies = [json.loads(x) for x in (found.run_dir / "rounds.jsonl").read_text().splitlines()]
+    assert {client["bytes-up"] for one in replies for client in one["clients"]} == {3880}
+    with result_of(found.run_dir) as bench:
+        state = bench.model.initial_state()
+        assert list(state) == [CLASSIFIER]
+        now = torch.cat([p.detach().flatten() for p in bench.model.classifier])
+        assert not torch.equal(now, state[CLASSIFIER])
+
+
+def test_with_a_frozen_classifier_a_run_measures_the_network_as_it_is(tmp_path):
+    one = run(tmp_path, classifier="frozen")
+    other = run(tmp_path, classifier="frozen", **{"learning-rate": 1.0, "num-rounds": 1})
+    assert one.summary["metrics"]["final"] == other.summary["metrics"]["final"]
+    assert one.summary["bytes-up"] < 1000
+    assert (one.summary["steps"], one.summary["trainable-parameters"]) == (0, 0)
+
+
+def test_it_comes_near_a_logistic_regression_on_the_same_features(tmp_path):
+    """scikit-learn's, on what the pretrained network makes of all training examples."""
+    found = run(
+        tmp_path, classifier="trained", partition="iid",
+        **{"num-rounds": 4, "local-steps": 30, "learning-rate": 3e-2, "eval-every": 4},
+    )  # fmt: skip
+    with result_of(found.run_dir) as bench:
+        features, labels = {}, {}
+        (test,) = bench.test_sets.values()
+        for name, encoded in (("train", bench.pooled(3)), ("test", test)):
+            examples = encoded.take(encoded.rows)
+            with torch.inference_mode():
+                network = bench.model.network.eval()
+                out = network(pixel_values=examples["pixel_values"], output_hidden_states=True)
+            features[name] = network.vit.layernorm(out.hidden_states[-1])[:, 0]
+            labels[name] = examples["labels"]
+    theirs = LogisticRegression(max_iter=2000).fit(features["train"], labels["train"])
+    accuracy = theirs.score(features["test"], labels["test"])
+    assert abs(found.summary["metrics"]["final"]["accuracy"] - accuracy) < 0.06

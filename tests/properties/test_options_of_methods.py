@@ -1,0 +1,70 @@
+"""Every method under every option that acts on sums: it works, or it is refused by name.
+
+Small budgets, and clients side by side, are tried in whole runs (test_simulation.py,
+test_side_by_side.py); quantised backbones in test_quantize.py.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.methods import METHODS, MethodInfo
+from tests.hand_made import Nodes, run
+
+# key -> (values to try, what the row of a method says of it, the reason in a refusal)
+OPTIONS = {
+    "robust": (["median", "trimmed-mean"], "averages", "makes its next state otherwise"),
+    "server-optimizer": (["momentum", "adam"], "averages", "makes its next state otherwise"),
+    "quantize": (["8bit", "4bit"], "frozen_backbone", "changes pretrained weights"),
+    "backbone-dtype": (["bfloat16"], "frozen_backbone", "changes pretrained weights"),
+}
+CASES = [
+    (name, key, value)
+    for name in METHODS
+    for key, (values, *_) in OPTIONS.items()
+    for value in values
+]
+
+
+def test_a_row_says_nothing_else_that_an_option_could_hang_on():
+    """A new mark of a row wants a line here, or a reason why not."""
+    marks = {field.name for field in dataclasses.fields(MethodInfo) if field.type in (bool, "bool")}
+    of_options = {mark for _, mark, _ in OPTIONS.values()}
+    # Evaluation, sampling, heads and privacy: test_personal.py, test_ravan.py, test_private.py.
+    others = {"personalised", "everyone", "pools", "has_heads", "sums_changes", "by_example"}
+    assert marks - of_options == others
+
+
+@pytest.mark.parametrize(("name", "key", "value"), CASES)
+def test_an_option_is_read_or_refused_with_the_methods_name(name, key, value):
+    _, mark, reason = OPTIONS[key]
+    settings = {"method": name, key: value}
+    if getattr(METHODS[name], mark):
+        assert read_config(settings).as_dict()[key] == value
+        return
+    with pytest.raises(ValueError, match=f"{key} = '{value}': got method '{name}', which {reason}"):
+        read_config(settings)
+
+
+# With a frozen classifier `none` has nothing to change: test_no_adapter.py.
+AVERAGED = [name for name, row in METHODS.items() if row.averages and name != "none"]
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+@pytest.mark.parametrize("robust", ["none", *OPTIONS["robust"][0]])
+@pytest.mark.parametrize("optimizer", ["none", *OPTIONS["server-optimizer"][0]])
+def test_what_may_be_set_together_makes_rounds_that_change_the_state(name, robust, optimizer):
+    nodes = Nodes(method=name)
+    start = nodes.method.initial_state(nodes.adapters)
+    notes, *_ = run(
+        nodes, rounds=3, clients_per_round=4, robust=robust, server_optimizer=optimizer,
+        evaluate_fn=lambda *_: None,
+    )  # fmt: skip
+    records = [record for record in notes.records if record["round"]]
+    assert [len(record["clients"]) for record in records] == [4, 4, 4]
+    assert not any(record["rejected"] or "refused" in record for record in records)
+    for before, after in zip([start, *notes.states], notes.states, strict=False):
+        assert before.keys() == after.keys()
+        assert any(not torch.equal(before[key], after[key]) for key in after)

@@ -1,0 +1,185 @@
+"""Laws of a private step: how much noise, of whom, and what an enemy learns of one example.
+
+The audit plants an example whose gradient is as large as can be, and lets an enemy who knows all
+else tell from the step's gradient whether it was there: no better than the account allows, where
+the mechanism is right, and much better where it is broken.
+"""
+
+import math
+
+import dp_accounting
+import pytest
+import torch
+from scipy.stats import kstest
+
+from ravan_flwr.privacy import example_mechanism
+from ravan_flwr.privacy.account import Releases, epsilon_of, epsilon_of_all
+from ravan_flwr.privacy.example_mechanism import (
+    ClippedExamples,
+    StepNoise,
+    joint_norms,
+    step_noise_norm,
+)
+from ravan_flwr.privacy.noise import drawn
+from ravan_flwr.seeding import generator
+from tests.properties.test_privacy import lower_bound
+
+SHAPES = [(4, 3), (2,)]
+
+
+def gradients_of(number, scale=1.0, seed=0):
+    random = generator(seed, "gradients")
+    return [scale * torch.randn(number, *shape, generator=random) for shape in SHAPES]
+
+
+def empty(noise):
+    return ClippedExamples([torch.zeros(shape) for shape in SHAPES], noise)
+
+
+def test_each_example_is_clipped_over_all_parameters_together():
+    gradients = gradients_of(6)
+    gradients[0][2] = gradients[1][2] = 1e-4  # which is within the norm
+    for one in range(6):
+        clipped = empty(StepNoise(1.0, 0.5))
+        mine = [each[one : one + 1] for each in gradients]
+        clipped.add(mine)
+        norm = float(joint_norms([total[None] for total in clipped.sums]))
+        assert norm <= 0.5
+        assert norm == pytest.approx(min(0.5, float(joint_norms(mine))), rel=1e-6)
+
+
+def test_an_example_without_a_gradient_is_no_trouble():
+    clipped = empty(StepNoise(1.0, 0.5))
+    clipped.add([torch.zeros_like(each) for each in gradients_of(2)])
+    assert not any(total.any() for total in clipped.sums)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 3e38])
+def test_an_example_whose_gradient_is_not_finite_counts_as_zero(value):
+    gradients = gradients_of(3)
+    gradients[0][1] = value
+    clipped, others = empty(StepNoise(1.0, 0.5)), empty(StepNoise(1.0, 0.5))
+    clipped.add(gradients)
+    others.add([torch.cat([each[:1], each[2:]]) for each in gradients])
+    pairs = zip(clipped.sums, others.sums, strict=True)
+    moved = float(joint_norms([(a - b)[None] for a, b in pairs]))
+    assert moved == 0 if not math.isfinite(value) else moved <= 0.5
+    assert all(total.isfinite().all() for total in clipped.sums)
+
+
+def test_a_step_has_the_noise_of_the_multiplier_by_the_expected_examples():
+    clipped = ClippedExamples([torch.zeros(200, 300)], StepNoise(1.5, 0.4))
+    (released,) = clipped.release(expected=20.0)
+    assert released.dtype == torch.float32
+    scale = 1.5 * 0.4 / 20
+    assert float(released.std()) == pytest.approx(scale, rel=0.02)
+    assert kstest((released.flatten().double() / scale).numpy(), "norm").pvalue > 1e-6
+    assert step_noise_norm(60_000, StepNoise(1.5, 0.4), 20.0) == pytest.approx(
+        float(released.norm()), rel=0.02
+    )
+
+
+def test_it_is_divided_by_those_expected_however_many_were_drawn():
+    gradients = [torch.ones(7, *shape) for shape in SHAPES]
+    for rows in (0, 1, 7):
+        clipped = empty(StepNoise(1e-12, 1e6))
+        clipped.add([each[:rows] for each in gradients])
+        released = clipped.release(expected=4.0)
+        assert all(torch.allclose(r, torch.full_like(r, rows / 4), atol=1e-4) for r in released)
+        assert not any(total.any() for total in clipped.sums)
+
+
+def test_noise_is_fresh_whatever_the_seed():
+    drawn_noise = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        drawn_noise.append(empty(StepNoise(1.0, 1.0)).release(1.0)[0])
+    assert not any(torch.equal(drawn_noise[i], drawn_noise[j]) for i in range(3) for j in range(i))
+
+
+def test_examples_are_drawn_one_by_one_with_the_rate():
+    assert drawn(50, 1.0).tolist() == list(range(50))
+    assert not len(drawn(50, 0.0))
+    times = torch.zeros(40)
+    sizes = []
+    for _ in range(1000):
+        rows = drawn(40, 0.2)
+        times[rows] += 1
+        sizes.append(float(len(rows)))
+    assert float(times.mean()) == pytest.approx(200, rel=0.05)
+    assert 130 < float(times.min()) <= float(times.max()) < 280
+    # Independent draws: the variance of a binomial distribution.
+    assert float(torch.tensor(sizes).var()) == pytest.approx(40 * 0.2 * 0.8, rel=0.2)
+
+
+def test_the_account_of_several_kinds_is_what_the_library_says():
+    kinds = (Releases(1.2, 0.4, 30), Releases(2.0, 0.5, 10), Releases(1.0, 0.1, 0))
+    account = dp_accounting.pld.PLDAccountant()
+    for one in kinds[:2]:
+        gaussian = dp_accounting.GaussianDpEvent(one.multiplier)
+        account.compose(dp_accounting.PoissonSampledDpEvent(one.rate, gaussian), one.number)
+    assert epsilon_of_all(kinds, 1e-5) == pytest.approx(account.get_epsilon(1e-5), rel=2e-3)
+    assert epsilon_of_all(kinds[:1], 1e-5) == epsilon_of(1.2, 0.4, 1e-5, 30)
+
+
+# The audit: one step on all examples, so that an enemy's only doubt is the noise.
+
+Z, DELTA, NUMBERS = 3.0, 1e-5, 300
+CLAIMED = epsilon_of(Z, 1.0, DELTA, 1)
+
+
+def along(place, size):
+    gradient = torch.zeros(1, NUMBERS)
+    gradient[0, place] = size
+    return {"gradient": gradient}
+
+
+OTHERS, CANARY = [along(0, 0.9)] * 3, along(1, 30.0)
+
+
+def step(examples, norm=1.0, expected=4.0, noise=1.0):
+    clipped = ClippedExamples([torch.zeros(NUMBERS)], StepNoise(Z, norm))
+    clipped.add([torch.cat([one["gradient"] for one in examples])])
+    clipped.noise = StepNoise(Z, noise)
+    return {"gradient": clipped.release(expected)[0]}
+
+
+def unclipped(examples):
+    return step(examples, norm=1e6)
+
+
+def divided_by_those_drawn(examples):
+    return step(examples, expected=float(len(examples)))
+
+
+def seen(new):
+    """What the enemy looks at: where the canary alone would move something."""
+    return float(new["gradient"][1])
+
+
+def steadiness(new):
+    """Or how little noise there is, of which a larger batch would have less."""
+    return -float(new["gradient"].norm())
+
+
+@pytest.mark.parametrize("look", [seen, steadiness])
+def test_an_enemy_learns_no_more_than_is_accounted_for(look):
+    assert 1.0 < CLAIMED < 2.0
+    assert lower_bound(step, look, OTHERS, CANARY) < CLAIMED
+
+
+@pytest.mark.parametrize(
+    ("broken", "look"), [(unclipped, seen), (divided_by_those_drawn, steadiness)]
+)
+def test_a_broken_step_is_caught(broken, look):
+    assert lower_bound(broken, look, OTHERS, CANARY) > CLAIMED
+
+
+def test_noise_from_the_seed_is_caught(monkeypatch):
+    def seeded(shape, scale):
+        return scale * torch.randn(shape, generator=generator(0, "noise"), dtype=torch.float64)
+
+    monkeypatch.setattr(example_mechanism, "gaussian", seeded)
+    noise = step(OTHERS)
+    found = lower_bound(step, lambda new: seen(new) - seen(noise), OTHERS, CANARY)
+    assert found > CLAIMED

@@ -1,0 +1,244 @@
+"""RAVAN's own laws: equation 8 head by head, products, budgets, bits."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ravan_flwr.adapters import Layer
+from ravan_flwr.methods.budgets import affordable
+from ravan_flwr.methods.head_means import pack_bits, unpack_bits
+from ravan_flwr.methods.ravan import Ravan
+from ravan_flwr.seeding import generator
+from ravan_flwr.server.aggregation import Aggregate
+from ravan_flwr.server.update_norm_check import UpdateNormCheck
+from tests.methods import LAYERS, SETTINGS, aggregate, build, some_state, train_client
+from tests.reference import head_means, multihead_delta
+
+SHARES = st.sampled_from([0.25, 0.5, 0.75, 1.0])
+
+
+@given(
+    st.lists(st.tuples(SHARES, st.integers(0, 99)), min_size=1, max_size=5),
+    st.sampled_from(["layer", "global"]),
+)
+def test_ravan_averages_the_delta_weights_of_each_head_over_who_trained_it(clients, selection):
+    method, adapters = build(selection=selection)
+    state = some_state(method, adapters)
+    uploads, plain = [], []
+    for share, seed in clients:
+        upload = train_client(method, adapters, state, share, seed)
+        uploads.append((upload, share))
+        heads = method.heads_in(upload)
+        where = [(layer, head) for layer, row in enumerate(heads) for head in row]
+        plain.append((heads, dict(zip(where, upload["H"], strict=True))))
+        assert len(where) == affordable(share, 3) * len(LAYERS)
+    new = aggregate(method, state, uploads)
+
+    torch.testing.assert_close(new["H"], head_means(state["H"], plain))
+    for layer in range(len(LAYERS)):
+        for head in range(3):
+            deltas_of_head = []
+            for heads, sent in plain:
+                if head in heads[layer]:
+                    delta = multihead_delta(
+                        adapters[layer].B[[head]],
+                        sent[layer, head][None],
+                        adapters[layer].A[[head]],
+                        torch.ones(1),
+                    )
+                    deltas_of_head.append(delta)
+            if not deltas_of_head:  # nobody trained it: it stays, to the bit
+                assert torch.equal(new["H"][layer, head], state["H"][layer, head])
+                continue
+            own = multihead_delta(
+                adapters[layer].B[[head]],
+                new["H"][layer, head][None],
+                adapters[layer].A[[head]],
+                torch.ones(1),
+            )
+            mean = torch.stack(deltas_of_head).mean(0)
+            torch.testing.assert_close(own, mean, rtol=1e-4, atol=1e-5)
+
+
+@given(
+    st.lists(st.tuples(SHARES, st.integers(0, 99)), min_size=1, max_size=5),
+    st.sampled_from(["layer", "global"]),
+)
+def test_over_all_the_aggregate_is_the_mean_of_the_clients_models(clients, selection):
+    """Also with mixed budgets: who did not train a head has the one that it was sent."""
+    method, adapters = build(selection=selection, head_mean="all")
+    state = some_state(method, adapters)
+    uploads, models = [], []
+    for share, seed in clients:
+        upload = train_client(method, adapters, state, share, seed)
+        uploads.append((upload, share))
+        H, at = state["H"].double().clone(), 0
+        for layer, row in enumerate(method.heads_in(upload)):
+            for head in row:
+                H[layer, head] = upload["H"][at]
+                at += 1
+        models.append(H)
+    new = aggregate(method, state, uploads)["H"]
+    assert new.dtype == torch.float32
+    torch.testing.assert_close(new.double(), sum(models) / len(models), rtol=1e-6, atol=1e-6)
+
+
+def test_with_whole_budgets_both_means_are_the_same_bits():
+    found = []
+    for head_mean in ("trained", "all"):
+        method, adapters = build(head_mean=head_mean)
+        state = some_state(method, adapters)
+        uploads = [(train_client(method, adapters, state, 1.0, seed), 1.0) for seed in range(3)]
+        found.append(aggregate(method, state, uploads)["H"])
+    assert torch.equal(*found)
+
+
+def test_ravan_uploads_the_products_of_scale_and_head():
+    method, adapters = build()
+    method.load(adapters, some_state(method, adapters))
+    method.choose(adapters, 1.0, generator(0), lambda: None)
+    with torch.no_grad():
+        for adapter in adapters:
+            adapter.s.copy_(torch.tensor([2.0, -1.0, 0.5]))
+    upload = method.upload(adapters)
+    expected = torch.cat([adapter.s[:, None, None] * adapter.H for adapter in adapters])
+    torch.testing.assert_close(upload["H"], expected.detach())
+
+
+def test_ravans_scales_start_at_one_in_every_round():
+    method, adapters = build()
+    state = some_state(method, adapters)
+    for share in (1.0, 0.5):
+        train_client(method, adapters, state, share, 5)
+    method.load(adapters, state)
+    assert all(torch.equal(adapter.s, torch.ones(3)) for adapter in adapters)
+    assert all(torch.equal(a.H, h) for a, h in zip(adapters, state["H"], strict=True))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_constant_scales_are_not_trained(share):
+    method, adapters = build(scaling="constant")
+    method.load(adapters, method.initial_state(adapters))
+    method.choose(adapters, share, generator(0), lambda: None)
+    heads = affordable(share, 3)
+    shapes = [tuple(p.shape) for p in method.parameters(adapters)]
+    assert shapes == [(heads, 2, 2)] * len(LAYERS)
+    assert method.trainable_parameters() == 2 * 3 * 4
+
+
+def test_only_the_chosen_heads_are_given_to_the_optimiser():
+    method, adapters = build()
+    method.load(adapters, method.initial_state(adapters))
+    method.choose(adapters, 0.4, generator(0), lambda: None)
+    assert sum(p.numel() for p in method.parameters(adapters)) == len(LAYERS) * (4 + 1)
+
+
+def test_a_budget_too_small_for_the_heads_says_so():
+    with pytest.raises(ValueError, match=r"heads = 100: the budget of .* lower heads or set rank"):
+        build(rank=None, heads=100, lora_rank=1)
+
+
+def test_ravans_budgets_are_those_of_the_paper():
+    """ViT-B/16: 24 matrices of 768 x 768; ranks 110, and 156 for twice the budget."""
+    layers = [Layer(str(i), 768, 768) for i in range(24)]
+    for lora_rank, rank, parameters in ((32, 110, 1_161_696), (64, 156, 2_336_352)):
+        settings = dataclasses.replace(SETTINGS, rank=None, heads=4, lora_rank=lora_rank)
+        method = Ravan(settings, layers, 0)
+        assert (method.rank, method.trainable_parameters()) == (rank, parameters)
+
+
+def test_the_bits_on_the_wire_are_those_written_here():
+    """The first (layer, head) in the lowest bit of the first byte; what is over is zero."""
+    chosen = torch.tensor([True, False, False, False, False, False, False, True, False, True, True])
+    assert pack_bits(chosen).tolist() == [0b10000001, 0b00000110]
+    assert pack_bits(chosen).dtype == torch.uint8
+    assert unpack_bits(torch.tensor([0b10000001, 0b00000110], dtype=torch.uint8), 11).tolist() == (
+        chosen.tolist()
+    )
+    method, adapters = build(heads=5)
+    method.load(adapters, method.initial_state(adapters))
+    for adapter, heads in zip(adapters, ([0, 2], [1, 4]), strict=True):
+        adapter.train_heads(heads)
+    assert method.upload(adapters)["heads"].tolist() == [0b01000101, 0b00000010]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40))
+def test_bits_are_packed_and_unpacked(bits):
+    packed = pack_bits(torch.tensor(bits))
+    assert len(packed) == -(-len(bits) // 8)
+    assert unpack_bits(packed)[: len(bits)].tolist() == bits
+
+
+def test_fingerprints_tell_bases_apart_and_ignore_what_is_trained():
+    method, adapters = build()
+    before = method.fingerprint(adapters)
+    train_client(method, adapters, some_state(method, adapters), 0.5, 1)
+    method.load(adapters, method.initial_state(adapters))
+    assert method.fingerprint(adapters) == before
+    for change in ({"seed": 1}, {"init": "gram-schmidt"}, {"rank": 1}):
+        assert build(**change)[0].fingerprint(build(**change)[1]) != pytest.approx(before, rel=1e-3)
+
+
+def _damage(**changes):
+    def apply(upload):
+        return {k: v for k, v in {**upload, **changes}.items() if v is not None}
+
+    return apply
+
+
+H = torch.zeros(4, 2, 2)
+BEYOND = torch.tensor([0b11011011], dtype=torch.uint8)
+BAD_UPLOADS = {
+    "a tensor is missing": (_damage(heads=None), r"got tensors \['H'\], expected"),
+    "a tensor too many": (_damage(x=torch.zeros(1)), "got tensors .*'x'"),
+    "another shape": (_damage(H=torch.zeros(4, 2, 3)), r"H is torch.float32 \(4, 2, 3\), exp"),
+    "a head too few": (_damage(H=torch.zeros(3, 2, 2)), r"expected torch.float32 \(4, 2, 2\)"),
+    "broadcastable": (_damage(H=torch.zeros(1, 2, 2)), r"expected torch.float32 \(4, 2, 2\)"),
+    "another dtype": (_damage(H=H.double()), "H is torch.float64"),
+    "not a number": (_damage(H=H + torch.nan), "H has values that are not finite"),
+    "infinite": (_damage(H=H + torch.inf), "H has values that are not finite"),
+    "too many heads": (_damage(heads=pack_bits(torch.ones(6))), r"marks \[3, 3\] heads"),
+    "uneven heads": (
+        _damage(heads=pack_bits(torch.tensor([1, 1, 1, 1, 0, 0]))),
+        r"marks \[3, 1\] heads by layer, expected 2 in each",
+    ),
+    "a head beyond the last": (_damage(heads=BEYOND), "heads marks a head beyond the last of 6"),
+    "other bits": (_damage(heads=torch.zeros(1, dtype=torch.int32)), "heads is torch.int32"),
+    "huge": (_damage(H=H + 1e30), r"upload has a change of norm 4e\+30, expected at most 1e\+09"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_UPLOADS)
+def test_a_bad_upload_is_rejected_and_leaves_the_sums_alone(case):
+    damage, message = BAD_UPLOADS[case]
+    method, adapters = build()
+    state = some_state(method, adapters)
+    good = train_client(method, adapters, state, 0.7, 1)
+    pot = Aggregate(method, state, UpdateNormCheck(1e9))
+    with pytest.raises(ValueError, match=message):
+        pot.offer(damage(good), 0.7)
+    pot.offer(good, 0.7)
+    expected = aggregate(method, state, [(good, 0.7)])
+    assert pot.count == 1
+    assert torch.equal(pot.close()["H"], expected["H"])
+
+
+def test_a_client_may_not_send_more_than_its_share():
+    method, adapters = build()
+    state = some_state(method, adapters)
+    upload = train_client(method, adapters, state, 1.0, 1)
+    with pytest.raises(ValueError, match=r"marks \[3, 3\] heads by layer, expected 1 in each"):
+        Aggregate(method, state, UpdateNormCheck(1e9)).offer(upload, 0.5)
+
+
+def test_heads_that_do_not_fit_are_told_once(caplog):
+    with caplog.at_level("INFO"):
+        build(init="gram-schmidt", heads=4)  # 8 directions in matrices of 4 to 7 sides
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "gram-schmidt: 4 heads of rank 2 are more than 4 dimensions hold; bases are orthonormal "
+        "in blocks of as many heads as fit"
+    ]

@@ -1,0 +1,104 @@
+"""What a node may be asked once is answered once, also by processes that begin at the same time."""
+
+import pytest
+from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from ravan_flwr.client import replay_guard
+from ravan_flwr.client.account_book import check_kept
+from ravan_flwr.client.example_account import ACCOUNT
+from ravan_flwr.config.node_config import read_node
+
+
+@pytest.fixture
+def ask(on_a_device):
+    """Ask a node whose state is that of before, as processes do that begin together."""
+    del on_a_device
+
+    def asked(kind, partition=0, run=5, rounds=0, **settings):
+        state = RecordDict({ACCOUNT: ConfigRecord({"rounds": rounds})})
+        context = Context(
+            run_id=run, node_id=1, node_config={}, state=state, run_config={"privacy": "example"}
+        )
+        content = RecordDict({"config": ConfigRecord(settings)})
+        replay_guard.answer_once(kind, content, context, partition)
+
+    return asked
+
+
+def test_a_phase_is_answered_once_and_in_order(ask):
+    for number in (1, 2):
+        for kind in ("keys", "shares", "masked", "agree", "unmask"):
+            ask(kind, round=number)
+            with pytest.raises(ValueError, match="what this node does once"):
+                ask(kind, round=number)
+    with pytest.raises(ValueError, match="what this node does once"):
+        ask("agree", round=2)
+    ask("agree", round=2, run=6)
+    ask("agree", round=2, partition=1)
+
+
+def test_two_private_rounds_that_begin_together_are_one(ask):
+    ask("train", **{"earlier-rounds": 0})
+    with pytest.raises(ValueError, match="asked at the same time"):
+        ask("train", **{"earlier-rounds": 0})
+    ask("train", rounds=1, **{"earlier-rounds": 1})
+    ask("train", rounds=0, **{"earlier-rounds": 2})  # its state was lost
+    ask("train", rounds=9, **{"earlier-rounds": 0})
+
+
+def test_where_messages_take_turns_nothing_is_written(ask, tmp_path, monkeypatch):
+    monkeypatch.setattr(TaskIdentity, "_task_id", 0)
+    for _ in range(2):
+        ask("agree", round=1)
+    monkeypatch.setattr(TaskIdentity, "_task_id", None)
+    ask("agree", round=1)
+    monkeypatch.setattr(TaskIdentity, "_task_id", 77)
+    ask("query")
+    assert not list(tmp_path.iterdir())
+
+
+def test_its_folder_is_the_users_alone_and_stays(ask, on_a_device):
+    ask("agree", round=1)
+    assert [oct(folder.stat().st_mode)[-3:] for folder in (on_a_device, on_a_device.parent)] == [
+        "700",
+        "700",
+    ]
+    assert len(list(on_a_device.iterdir())) == 1
+
+
+def test_a_line_that_was_not_written_whole_lowers_no_number(ask, on_a_device):
+    ask("agree", round=20)
+    (file,) = on_a_device.iterdir()
+    file.write_bytes(file.read_bytes() + b"1")  # of what would have been 103
+    with pytest.raises(ValueError, match="what this node does once"):
+        ask("agree", round=2)
+    ask("agree", round=21)
+    with pytest.raises(ValueError, match="what this node does once"):
+        ask("agree", round=21)
+
+
+@pytest.mark.parametrize("broken", ["a file", "open to others", "a file in its way"])
+def test_where_flowers_folder_will_not_do_it_is_the_one_that_may_go(
+    ask, on_a_device, tmp_path, monkeypatch, caplog, broken
+):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "session"))
+    (tmp_path / "session").mkdir(mode=0o700)
+    home = on_a_device.parent
+    if broken == "a file in its way":
+        home.parent.write_text("not a folder")
+    else:
+        home.parent.mkdir()
+        if broken == "a file":
+            home.write_text("not a folder")
+        else:
+            home.mkdir()
+            home.chmod(0o755)
+    with pytest.raises(ValueError, match="cannot keep what it spends"):
+        check_kept(read_node({"partition-id": 0, "num-partitions": 1, "max-epsilon": 2.0}))
+    check_kept(read_node({"partition-id": 0, "num-partitions": 1}))
+    ask("agree", round=1)
+    assert "forgotten with its temporary files" in caplog.text
+    assert len(list((tmp_path / "session" / "ravan-flwr" / "once").iterdir())) == 1
+    with pytest.raises(ValueError, match="what this node does once"):
+        ask("agree", round=1)

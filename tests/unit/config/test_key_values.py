@@ -1,0 +1,153 @@
+"""Tests of settings as a person types them."""
+
+import pytest
+
+from ravan_flwr.cli import main
+from ravan_flwr.cli.running import _hidden_size
+from ravan_flwr.config.key import nearest
+from ravan_flwr.config.key_values import as_key_values, read_settings
+from ravan_flwr.specs import ModelSpec, Scalar
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("report=false", False),
+        ("report=False", False),  # as Python writes it
+        ("colour=True", "True"),
+        ("report=no", "no"),  # a former value, which its key reads
+        ("output-dir=2024", "2024"),
+        ("output-dir=1e3", "1e3"),
+        ("output-dir=true", "true"),
+        ("data='a b'", "a b"),
+        ("seed=3", 3),
+        ("seed=true", "true"),
+        ("learning-rate=1e-3", 1e-3),
+        ("learning-rate=auto", "auto"),
+        ("heads=4.0", 4.0),
+        ("colour=3", 3),
+    ],
+)
+def test_a_word_is_read_as_what_its_key_takes(word, value):
+    (got,) = read_settings([word])[0].values()
+    assert (type(got), got) == (type(value), value)
+
+
+def test_words_read_back_as_the_settings_that_they_were_written_from():
+    settings: dict[str, Scalar] = {
+        "report": False,
+        "seed": 3,
+        "output-dir": "2024",
+        "learning-rate": 0.001,
+    }
+    assert read_settings(as_key_values(settings)) == (settings, None)
+
+
+def test_a_key_that_is_given_twice_is_refused():
+    with pytest.raises(ValueError, match="seed: got it twice, as 1 and 2"):
+        read_settings(["seed=1", "seed=2"])
+
+
+@pytest.mark.parametrize(
+    ("value", "choices", "meant"),
+    [
+        ("hetLoRA", ("fedit", "hetlora", "flexlora"), "hetlora"),
+        ("RAVAN", ("ravan", "full"), "ravan"),
+        ("num_rounds", ("num-rounds", "seed"), "num-rounds"),
+        ("num-client", ("max-length", "num-clients"), "num-clients"),
+        ("cra", ("Crab", "Ray"), "Crab"),
+        ("zzz", ("ravan", "full"), None),
+    ],
+)
+def test_the_nearest_choice_whatever_its_case(value, choices, meant):
+    assert nearest(value, choices) == meant
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["num-client=5"], "unknown key 'num-client': did you mean 'num-clients'?"),
+        (["--num-rounds=3"], "keys are written without dashes: num-rounds=3"),
+        (["--num_rounds", "3"], "keys are written without dashes: num-rounds=VALUE"),
+        (["--zzzzzz"], "unrecognized argument '--zzzzzz'\n"),
+        (["num-clients=0"], "num-clients = 0: expected a whole number at least 1, such as 20\n"),
+        (["seed=-1"], "seed = -1: expected a whole number at least 0 and at most 2147483647\n"),
+        (["method=hetLoRA"], "method 'hetLoRA' is unknown: did you mean 'hetlora'?"),
+    ],
+)
+def test_what_is_mistyped_is_told_once(words, told, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["simulate", *words])
+    assert end.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("lr", "learning-rate"),
+        ("LR", "learning-rate"),
+        ("rate", "learning-rate"),
+        ("learning_rate", "learning-rate"),
+        ("num_epochs", "local-epochs"),
+        ("rounds", "num-rounds"),
+        ("steps", "local-steps"),
+        ("alpha", "partition-alpha"),
+        ("clients", "num-clients"),
+        ("target_modules", "targets"),
+    ],
+)
+def test_what_other_programs_call_a_key_leads_to_it(typed, meant, capsys):
+    with pytest.raises(SystemExit):
+        main(["simulate", f"{typed}=1"])
+    assert f"unknown key {typed!r}: did you mean {meant!r}?" in capsys.readouterr().err
+
+
+def test_a_key_for_what_there_is_not_leads_nowhere(capsys):
+    with pytest.raises(SystemExit):
+        main(["simulate", "lora-dropout=0.05"])
+    assert "unknown key 'lora-dropout'. Expected one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["simulate", "run"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["resume=/nowhere"], "resume = '/nowhere': found no config.json there"),
+        (["output-dir=/dev/null/runs"], "'/dev/null/runs': /dev/null is no folder"),
+        (["min-replies=3", "num-clients=2"], "min-replies = 3: got num-clients = 2"),
+        (["rank=97"], "rank = 97: the model digits-vit has a hidden size of 96"),
+        (["preset=cifar100-vit-b16", "method=fedit", "rank=769"], "a hidden size of 768"),
+        (["num-clients=1439"], "1439 clients share 1438 examples, expected at least one each"),
+    ],
+)
+def test_what_can_be_told_without_pytorch_is_told_before_it_is_imported(
+    command, words, told, capsys, monkeypatch
+):
+    for heavy in ("cli.running.importing", "launch.superlink.run_in_flower"):
+        monkeypatch.setattr(f"ravan_flwr.{heavy}", lambda *_: pytest.fail("too late"))
+    with pytest.raises(SystemExit) as end:
+        main([command, *words])
+    assert end.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '["hidden_size"]', "{}{", "\xff"])
+def test_a_damaged_config_of_a_model_has_no_hidden_size(text, tmp_path):
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    assert _hidden_size(ModelSpec("hub", str(tmp_path))) is None
+
+
+def test_a_device_that_is_not_there_is_told_before_the_rest_is_imported(capsys, monkeypatch):
+    monkeypatch.setattr("ravan_flwr.cli.running.importing", lambda: pytest.fail("too late"))
+    with pytest.raises(SystemExit):
+        main(["simulate", "device=cuda:99"])
+    assert "device = 'cuda:99' is not there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["seed=3", "--jobs", "1"], ["--jobs", "1", "seed=3"]])
+def test_keys_stand_before_an_option_or_after_it(words, tmp_path, capsys):
+    (file := tmp_path / "study.yaml").write_text("")
+    with pytest.raises(SystemExit):
+        main(["study", str(file), *words])
+    assert "study: got seed=3, expected data or model" in capsys.readouterr().err

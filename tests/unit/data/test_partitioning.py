@@ -1,0 +1,168 @@
+"""Rows dealt out as flwr-datasets does, and equal shares with proportions drawn for each client."""
+
+import warnings
+
+import datasets
+import numpy as np
+import pytest
+from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ravan_flwr.data.partition import Partition, deal_out
+from ravan_flwr.data.partitioning import (
+    counts_by_client,
+    equal_shares,
+    partition_by_class,
+    partition_by_client,
+    partition_evenly,
+)
+
+CLASSES = 10
+
+
+def labels_of(number, seed=0):
+    return np.random.default_rng(seed).integers(0, CLASSES, number)
+
+
+def shares_of(labels, dealt):
+    return np.array([np.bincount(labels[rows], minlength=CLASSES) / len(rows) for rows in dealt])
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.floats(1e-3, 1e3),
+    st.integers(0, 2**31),
+    st.integers(0, 300),
+)
+def test_everything_is_dealt_out_once_in_equal_shares(clients, classes, alpha, seed, more):
+    labels = np.random.default_rng(seed).integers(0, classes, clients + more)
+    dealt = partition_by_client(labels, clients, alpha, np.random.default_rng(seed))
+    assert sorted(np.concatenate(dealt)) == list(range(len(labels)))
+    sizes = [len(rows) for rows in dealt]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("alpha", [1e-300, 1e-12, 1e6])
+def test_the_ends_of_alpha_are_no_end(alpha):
+    labels = labels_of(600)
+    dealt = partition_by_client(labels, 6, alpha, np.random.default_rng(0))
+    assert [len(rows) for rows in dealt] == [100] * 6
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.3, 1.0])
+def test_clients_are_as_uneven_as_numpys_own_draws(alpha):
+    labels = labels_of(40_000)
+    dealt = partition_by_client(labels, 200, alpha, np.random.default_rng(0))
+    drawn = np.random.default_rng(12345).dirichlet([alpha] * CLASSES, size=20_000)
+    got = shares_of(labels, dealt)
+    for order in (1, 2, 3):  # the largest share of a client, the second, the third
+        mean = np.sort(got, 1)[:, -order].mean()
+        assert mean == pytest.approx(np.sort(drawn, 1)[:, -order].mean(), abs=0.03)
+
+
+def test_a_share_follows_the_clients_own_draw():
+    labels = labels_of(40_000)
+    dealt = partition_by_client(labels, 200, 0.3, np.random.default_rng(7))
+    drawn = np.random.default_rng(7).dirichlet([0.3] * CLASSES, size=200)  # the first it draws
+    assert np.abs(shares_of(labels, dealt) - drawn).sum(1).mean() < 0.2
+
+
+def test_counts_are_the_drawn_ones_where_those_add_up():
+    drawn = np.array([[0.5, 0.5], [0.25, 0.75]])
+    counts = counts_by_client(drawn, np.array([8, 8]), np.array([6, 10]))
+    assert counts.tolist() == [[4, 4], [2, 6]]
+
+
+def test_a_class_that_nobody_drew_is_dealt_out_all_the_same():
+    drawn = np.array([[1.0, 0.0], [1.0, 0.0]])
+    counts = counts_by_client(drawn, np.array([5, 5]), np.array([4, 6]))
+    assert counts.sum(0).tolist() == [4, 6]
+    assert counts.sum(1).tolist() == [5, 5]
+
+
+def test_shares_differ_by_one_at_most():
+    assert equal_shares(11, 4).tolist() == [3, 3, 3, 2]
+
+
+def dealt_by(partitioner, rows, clients):
+    partitioner.dataset = rows
+    return [partitioner.load_partition(number)["row"][:] for number in range(clients)]
+
+
+@pytest.mark.parametrize(("number", "clients"), [(1438, 20), (50, 49), (7, 7), (10, 1)])
+def test_clients_that_are_alike_have_what_flwr_datasets_gives_them(number, clients):
+    rows = datasets.Dataset.from_dict({"row": np.arange(number)}).shuffle(seed=5)
+    theirs = dealt_by(IidPartitioner(clients), rows, clients)
+    ours = partition_evenly(number, clients, np.random.default_rng(5))
+    assert [mine.tolist() for mine in ours] == theirs
+
+
+@pytest.mark.parametrize("texts", [False, True])
+@pytest.mark.parametrize(
+    ("number", "clients", "alpha", "classes"),
+    [
+        (1438, 20, 0.3, 10),
+        (500, 100, 1.0, 7),
+        (300, 7, 0.05, 20),
+        (200, 1, 0.3, 3),
+        (60, 40, 0.3, 4),
+    ],
+)
+def test_split_classes_are_those_of_flwr_datasets(number, clients, alpha, classes, texts):
+    """To the bit, however often it has to draw; the last is one that neither can deal out."""
+    labels = np.random.default_rng(number).integers(0, classes, number)
+    labels = np.array([f"class {label}" for label in labels]) if texts else labels
+    rows = datasets.Dataset.from_dict({"row": np.arange(number), "label": labels})
+    least = max(1, min(10, number // (4 * clients)))
+    ours = partition_by_class(labels, clients, alpha, least, np.random.default_rng(7))
+    partitioner = DirichletPartitioner(clients, "label", alpha, least, seed=7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if (number, clients) == (60, 40):
+            assert ours is None
+            with pytest.raises(ValueError, match="number of attempts"):
+                dealt_by(partitioner, rows, clients)
+            return
+        theirs = dealt_by(partitioner, rows, clients)
+    assert ours is not None
+    assert [mine.tolist() for mine in ours] == theirs
+
+
+@pytest.mark.parametrize("kind", ["iid", "dirichlet", "dirichlet-by-client"])
+def test_dealing_out_reads_the_data_as_often_for_many_clients_as_for_few(kind, monkeypatch):
+    touched = []
+    for name in ("select", "shard", "__getitem__", "with_format"):
+        inner = getattr(datasets.Dataset, name)
+
+        def counted(*given, inner=inner, **named):
+            touched.append(inner.__name__)
+            return inner(*given, **named)
+
+        monkeypatch.setattr(datasets.Dataset, name, counted)
+    examples = datasets.Dataset.from_dict({"label": labels_of(20_000)})
+
+    def reads(clients):
+        touched.clear()
+        dealt = deal_out(examples, Partition(kind, 50.0, clients, 0), "label")
+        assert sorted(np.concatenate(dealt)) == list(range(20_000))
+        assert min(map(len, dealt)) >= 1
+        return len(touched)
+
+    assert reads(2_000) == reads(2) < 10
+
+
+def test_too_many_clients_for_a_dirichlet_split_are_told_at_once():
+    examples = datasets.Dataset.from_dict({"label": labels_of(2_000)})
+    with pytest.raises(ValueError, match=r"1000 clients got fewer than 1 of 2000 .* 220 draws; "):
+        deal_out(examples, Partition("dirichlet", 0.1, 1000, 0), "label")
+    with pytest.raises(ValueError, match="2001 clients share 2000 examples"):
+        deal_out(examples, Partition("iid", 0.3, 2001, 0), "label")
+
+
+def test_as_many_clients_as_examples_have_one_each():
+    examples = datasets.Dataset.from_dict({"label": labels_of(3_000)})
+    for kind in ("iid", "dirichlet-by-client"):
+        dealt = deal_out(examples, Partition(kind, 0.3, 3_000, 0), "label")
+        assert [len(rows) for rows in dealt] == [1] * 3_000

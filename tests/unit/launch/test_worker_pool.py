@@ -1,0 +1,214 @@
+"""A crew answers in order, goes ahead by one reply for each worker, and sends arrays once."""
+
+import socket
+import threading
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+
+from ravan_flwr.launch.worker_pool import Job, WorkerPool
+from ravan_flwr.launch.worker_process import identify
+from ravan_flwr.launch.worker_starts import WorkerLink
+from ravan_flwr.messages.records import KnownArrays, receive_records, send_records
+
+
+class Threads:
+    """Workers that are threads; each adds one to what a client keeps."""
+
+    def __init__(self, behave=lambda _: None):
+        self.behave, self.begun, self.started, self.sizes = behave, [], 0, []
+
+    def start(self):
+        self.started += 1
+        ours, theirs = socket.socketpair()
+        connection = Connection(theirs.detach())
+        threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+        return WorkerLink(Connection(ours.detach()), lambda: None)
+
+    def close(self):
+        pass
+
+    def _serve(self, connection):
+        known = KnownArrays()
+        with suppress(EOFError, OSError):
+            while True:
+                header, records = receive_records(connection)
+                self.begun.append(header["node-id"])
+                self.sizes.append(sum(len(each.array_records) for each in records))
+                known.put_back(header["left-out"], records)
+                known.remember(records)
+                _, state = records
+                if self.behave(header["node-id"]) == "die":
+                    connection.close()
+                    return
+                kept = state.config_records.get("kept", ConfigRecord({"times": []}))
+                state["kept"] = ConfigRecord({"times": [*cast(list[int], kept["times"]), 1]})
+                reply = RecordDict({"config": ConfigRecord({"of": header["node-id"]})})
+                left_out, records = known.leave_out([reply, state])
+                send_records(connection, {"left-out": left_out, "log": []}, records)
+
+
+def array(number):
+    return ArrayRecord({"a": Array(np.full(4, number, np.float32))})
+
+
+@pytest.fixture
+def jobs():
+    identify()
+    sent = array(1)
+    made = []
+    for node_id in range(1, 21):
+        content = RecordDict({"arrays": sent, "config": ConfigRecord({"round": 1})})
+        message = Message(content, node_id, "train", group_id="1")
+        message.metadata.__dict__["_message_id"] = str(node_id)
+        state = RecordDict({"fixed": array(2)}) if node_id == 1 else RecordDict()
+        context = Context(1, node_id, {}, state, {})
+        made.append(Job(message, context, time.monotonic() + 60))
+    return made
+
+
+def of(message):
+    return message.content["config"]["of"]
+
+
+def test_replies_come_in_the_order_they_are_asked_for(jobs):
+    starter = Threads(lambda node_id: time.sleep(0.02 * (node_id % 3)))
+    crew = WorkerPool(starter, 3)
+    crew.expect(jobs)
+    assert [of(crew.answer(job)) for job in jobs] == list(range(1, 21))
+    assert sorted(starter.begun) == list(range(1, 21))
+    crew.close()
+
+
+def test_workers_go_ahead_by_one_reply_each(jobs):
+    starter = Threads()
+    crew = WorkerPool(starter, 2)
+    crew.expect(jobs)
+    crew.answer(jobs[0])
+    time.sleep(0.2)
+    crew.answer(jobs[1])
+    time.sleep(0.2)
+    assert len(starter.begun) <= 2 + 4
+    # The last is computed although as many wait as may.
+    assert of(crew.answer(jobs[-1])) == 20
+    crew.close()
+
+
+def test_what_was_not_asked_for_leaves_no_trace(jobs):
+    """A reply in reserve, of a round that had enough."""
+    crew = WorkerPool(Threads(), 2)
+    crew.expect(jobs)
+    crew.answer(jobs[0])
+    time.sleep(0.1)
+    assert jobs[0].context.state["kept"]["times"] == [1]
+    assert "kept" not in jobs[1].context.state
+    crew.expect(jobs[5:7])
+    assert of(crew.answer(jobs[5])) == 6
+    assert of(crew.answer(jobs[6])) == 7
+    crew.expect([jobs[1]])
+    assert of(crew.answer(jobs[1])) == 2
+    assert jobs[1].context.state["kept"]["times"] == [1]
+    crew.close()
+
+
+def test_what_is_not_expected_is_answered_all_the_same(jobs):
+    crew = WorkerPool(Threads(), 2)
+    assert of(crew.answer(jobs[3])) == 4
+    crew.close()
+
+
+def test_arrays_travel_once_and_come_back_as_what_they_were(jobs):
+    starter = Threads()
+    crew = WorkerPool(starter, 1)
+    fixed = jobs[0].context.state["fixed"]
+    for _ in range(2):
+        crew.expect(jobs[:3])
+        for job in jobs[:3]:
+            crew.answer(job)
+    # The broadcast, once; the first client's fixed tensors, again after two without them.
+    assert starter.sizes == [2, 0, 0, 1, 0, 0]
+    assert jobs[0].context.state["fixed"] is fixed
+    assert jobs[0].context.state["kept"]["times"] == [1, 1]
+    crew.close()
+
+
+def test_a_worker_that_ends_costs_one_reply_and_is_replaced(jobs):
+    starter = Threads(lambda node_id: "die" if node_id == 2 else None)
+    crew = WorkerPool(starter, 2)
+    crew.expect(jobs)
+    replies: list[Any] = [crew.answer(job) for job in jobs]
+    assert [reply.has_error() for reply in replies] == [False, True] + 18 * [False]
+    assert "ended before it answered" in replies[1].error.reason
+    assert (len(crew), starter.started) == (2, 3)
+    crew.close()
+
+
+def test_one_that_hangs_is_waited_for_until_the_round_ends(jobs, monkeypatch):
+    now, over = [0.0], threading.Event()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def hang_or_end_the_round(node_id):
+        if node_id == 1:
+            over.wait()
+        elif node_id == 3:  # which is asked when 2 has answered
+            now[0] = 2.0
+
+    crew = WorkerPool(Threads(hang_or_end_the_round), 2)
+    soon = [Job(job.message, job.context, 1.0) for job in jobs[:3]]
+    crew.expect(soon)
+    assert crew.answer(soon[0]) is None
+    assert of(crew.answer(soon[1])) == 2  # it was there by then
+    assert len(crew) == 2
+    crew.close()
+    over.set()
+
+
+def test_no_worker_left_stops_the_run_and_says_what_to_do(jobs, caplog):
+    class Once(Threads):
+        def start(self):
+            if self.started:
+                raise OSError("no memory")
+            return super().start()
+
+    crew = WorkerPool(Once(lambda _: "die"), 3)
+    assert len(crew) == 1
+    with pytest.raises(RuntimeError, match="no process is left .* no memory; .* processes=1"):
+        crew.answer(jobs[0])
+    assert "no other can be started: no memory" in caplog.text
+    ended = crew.left_over(jobs[0])
+    assert ended is not None
+    assert ended.has_error()
+    assert crew.left_over(jobs[1]) is None
+
+
+def test_arrays_that_a_client_changed_in_place_travel(jobs):
+    known = KnownArrays()
+    arrays = array(1)
+    question = [RecordDict({"arrays": arrays})]
+    known.remember(question)
+    assert known.leave_out(question)[0] == [[0, "arrays", 0]]
+    arrays["a"] = Array(np.zeros(4))
+    assert known.leave_out(question)[0] == []
+    arrays["b"] = Array(np.zeros(4))
+    assert known.leave_out(question)[0] == []
+
+
+def test_arrays_of_one_question_keep_their_places_at_both_ends():
+    """As of a secure round: the state, the same for all, and beside it what is a client's own."""
+    ours, theirs = KnownArrays(), KnownArrays()
+    state = array(0)
+    for client in range(1, 5):
+        question = [RecordDict({"arrays": state, "secure": array(client)})]
+        left_out, sent = ours.leave_out(question)
+        ours.remember(question)
+        assert left_out == ([[0, "arrays", 0]] if client > 1 else [])
+        got = [RecordDict(dict(each.items())) for each in sent]
+        theirs.put_back(left_out, got)
+        theirs.remember(got)
+        for name, number in (("arrays", 0), ("secure", client)):
+            assert got[0].array_records[name]["a"].numpy().tolist() == [number] * 4

@@ -1,0 +1,33 @@
+"""A node's description of itself: its fields stand once, and travel all."""
+
+import dataclasses
+
+import pytest
+
+from ravan_flwr.messages.registered_client import RegisteredClient, read_registered_client
+from tests.hand_made import member
+
+# What older nodes and servers send and read: no key may go.
+KEYS = {
+    "partition-id": int, "num-partitions": int, "own-data": bool, "examples": int, "share": float,
+    "device": str, "free-memory": int, "versions": str, "code": str, "backbone": str,
+    "derived": list, "keeps-result": bool,
+}  # fmt: skip
+
+
+def test_every_field_travels_as_its_type():
+    answer = member().as_config()
+    assert {key: type(value) for key, value in answer.items()} == KEYS
+    assert len(KEYS) == len(dataclasses.fields(RegisteredClient)) - 1
+    assert read_registered_client(1, answer) == member()
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_value_of_another_type_is_refused(key):
+    answer = member().as_config()
+    other = "x" if KEYS[key] is not str else 1
+    with pytest.raises(ValueError, match=f"{key} is {other!r}, expected {KEYS[key].__name__}"):
+        read_registered_client(1, answer | {key: other})
+    if KEYS[key] is int:
+        with pytest.raises(ValueError, match=f"{key} is True, expected int"):
+            read_registered_client(1, answer | {key: True})

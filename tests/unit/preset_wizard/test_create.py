@@ -1,0 +1,365 @@
+"""Tests of `ravan-flwr new`: what it sees in data made elsewhere, and what it refuses."""
+
+import inspect
+import json
+import pathlib
+import re
+import statistics
+import string
+import threading
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from sklearn.datasets import load_digits
+from transformers import AutoTokenizer
+
+from ravan_flwr import simulate
+from ravan_flwr.cli import main
+from ravan_flwr.config.presets import own_preset
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.specs import Scalar
+from testing.tiny import DATA, features, save_data, save_model
+
+MODULES = (pathlib, statistics, string, threading)  # whose docstrings are the texts
+
+
+def docstrings():
+    """Texts that people wrote, with the module that each is of."""
+    found = []
+    for module in MODULES:
+        for _, thing in inspect.getmembers(module):
+            members = inspect.getmembers(thing) if inspect.isclass(thing) else []
+            for _, one in [("", thing), *members]:
+                if callable(one) and (text := inspect.getdoc(one)):
+                    found.append((text, module.__name__))
+    return list(dict.fromkeys(found))
+
+
+def as_lines(folder, rows, name="train.jsonl"):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    rows = [
+        {"id": number, "body": text, "module": name}
+        for number, (text, name) in enumerate(docstrings())
+    ]
+    return as_lines(tmp_path / "texts", rows)
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Scikit-learn's digits as files of another size, in a folder for each."""
+    digits = load_digits()
+    for number, (image, label) in enumerate(zip(digits.images[:300], digits.target, strict=False)):
+        part = "test" if number % 5 == 0 else "train"
+        path = tmp_path / "images" / part / f"digit {label}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((image * 15).astype(np.uint8)).resize((20, 24)).save(path)
+    return str(tmp_path / "images")
+
+
+@pytest.fixture
+def new(tmp_path, monkeypatch, capsys):
+    """Run the command where no app is; return what it prints, and the preset that it wrote."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, data, model, *words):
+        main(["new", name, "--data", str(data), "--model", str(model), *words])
+        path = tmp_path / "conf" / f"{name}.yaml"
+        return capsys.readouterr().out, read_config(own_preset({"preset": str(path)}))
+
+    return run
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, data, model, *words):
+        with pytest.raises(SystemExit) as end:
+            main(["new", name, "--data", str(data), "--model", str(model), *words])
+        assert end.value.code == 2
+        assert not list(tmp_path.glob("conf/*"))
+        return capsys.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def bert(tmp_path):
+    return save_model("bert", tmp_path / "bert")
+
+
+def test_a_folder_of_texts_and_a_model_become_a_preset(new, texts, bert, tmp_path):
+    told, config = new("docs", texts, bert)
+    assert dict(config.data.columns) == {"text": "body", "label": "module"}
+    assert config.data.labels == tuple(sorted(module.__name__ for module in MODULES))
+    assert (config.preset, config.task, config.model.name) == ("docs", "text", str(bert))
+    rows = docstrings()
+    held_back = sum(
+        round(sum(name == module.__name__ for _, name in rows) / 5) for module in MODULES
+    )
+    assert f"{len(rows) - held_back:,} examples to train, {held_back:,} held back" in told
+    assert "not used: id" in told
+    assert config.data.test_share == 0.2
+    assert f"wrote  {tmp_path}/conf/docs.yaml" in told
+    assert told.splitlines()[-1] == "       ravan-flwr simulate preset=conf/docs.yaml"
+    # A comment on every line that says something, for those who change it.
+    lines = (tmp_path / "conf" / "docs.yaml").read_text().splitlines()
+    plain = [line for line in lines if line.startswith("  ") and "#" not in line]
+    assert all(line.strip()[0] in '["lhn' for line in plain), plain
+
+
+def test_the_tokens_that_are_read_cover_99_of_100_texts(new, tmp_path):
+    """Counted with the model's own tokenizer, of 200 texts of which one is long."""
+    model = save_model("bert", tmp_path / "bert")
+    rows = [{"text": "a " * (1 + n % 40), "label": "xy"[n % 2]} for n in range(399)]
+    rows.append({"text": "a " * 300, "label": "x"})
+    folder = as_lines(tmp_path / "data", rows)
+    as_lines(tmp_path / "data", rows[:2], "test.jsonl")
+    told, config = new("short", folder, model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    counts = sorted(len(tokenizer(row["text"]).input_ids) for row in rows)
+    assert counts[395] <= config.max_length < counts[395] + 8 < counts[-1]
+    assert f"half have {statistics.median(counts):.0f} at most" in told
+    assert f"the longest {counts[-1]}; {config.max_length} are read" in told
+
+
+def test_images_are_seen_with_their_sizes_and_split(new, images, tmp_path):
+    vit = save_model("vit", tmp_path / "vit")
+    told, config = new("digits", images, vit)
+    assert (config.task, config.max_length) == ("vision", 0)
+    assert config.data.labels == tuple(f"digit {number}" for number in range(10))
+    assert "240 examples to train, 60 to test" in told
+    assert "images of 20 x 24 pixels" in told
+    assert "brought to 16 x 16" in told
+
+
+@pytest.mark.parametrize("task", ["mnli", "qqp", "qnli", "rte", "sst2"])
+def test_published_data_sets_are_understood(task, new, bert, tmp_path):
+    """The columns and classes of GLUE, as they were read on the hub, not as conf/ has them."""
+    folder = tmp_path / "glue"
+    save_data("glue-llama", folder, task)
+    name, subset = DATA["glue-llama", task]
+    told, config = new(task, folder, bert, "--subset", task)
+    columns = dict(config.data.columns)
+    assert columns["label"] == "label"
+    assert ("text-pair" in columns) == (task != "sst2")
+    assert "label from column 'label'" in told
+    assert set(columns.values()) <= set(features(name, subset))
+    assert config.data.labels == tuple(features(name, subset)["label"].names)
+    # The labels of GLUE's test are secret: each is -1.
+    assert dict(config.data.tests)["test"].startswith("validation") or "held back" in told
+
+
+def test_numbers_and_names_with_anything_in_them_are_read_back(new, bert, tmp_path):
+    labels = ['a "b"', "yes", "# no", "{x: 1}", "ü\u2028", "\U0001f600 New  York", "null"]
+    rows = [{"text": f"some words {n}", "label": labels[n % 7]} for n in range(140)]
+    _, config = new("odd", as_lines(tmp_path / 'my "data" # 1', rows), bert)
+    assert config.data.labels == tuple(sorted(labels))
+    content = yaml.safe_load((tmp_path / "conf" / "odd.yaml").read_text())
+    assert content["data"]["name"] == str(tmp_path / 'my "data" # 1')
+
+
+def test_few_examples_make_few_clients_and_a_warning(new, bert, tmp_path):
+    rows = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(10)]
+    told, config = new("few", as_lines(tmp_path / "data", rows), bert)
+    assert config.num_clients == 2
+    assert "WARNING: 2 clients share 8 examples, which is very little" in told
+
+
+def test_classes_that_only_the_test_has_are_told(new, bert, tmp_path):
+    rows = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(40)]
+    folder = as_lines(tmp_path / "data", rows)
+    as_lines(
+        tmp_path / "data", [{"text": "t", "label": "c"}, {"text": "u", "label": "a"}], "test.jsonl"
+    )
+    told, config = new("more", folder, bert)
+    assert config.data.labels == ("a", "b", "c")
+    assert "1 of the classes have no example to train on: c; the test has some" in told
+    assert "1 of the classes have no example to test on: b" in told
+
+
+def test_columns_can_be_named(new, bert, tmp_path):
+    rows = [{"a": f"text {n}", "b": f"more {n}", "k": n % 2, "l": n % 3} for n in range(60)]
+    folder = as_lines(tmp_path / "data", rows)
+    _, config = new("named", folder, bert, "--text", "b", "--label", "l", "--text-pair", "a")
+    assert dict(config.data.columns) == {"text": "b", "text-pair": "a", "label": "l"}
+    assert config.data.labels == ("0", "1", "2")
+
+
+def test_a_model_that_writes_its_answer_writes_labels(new, texts, tmp_path):
+    t5 = save_model("t5", tmp_path / "t5")
+    _, config = new("write", texts, t5)
+    assert (config.task, config.data.prompt) == ("text-to-label", "{text}")
+    assert config.data.target_length >= 2
+    assert config.classifier == "frozen"  # it has none
+
+
+ROWS = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([{"text": "a", "label": "x"}] * 9, r"got 1 class (x), expected two at least"),
+        ([{**row, "label": n * 0.5} for n, row in enumerate(ROWS)], "of the types float"),
+        ([{**row, "label": [n]} for n, row in enumerate(ROWS)], "labels are of the types list"),
+        (
+            [{"text": None, "label": "a"}, *ROWS],
+            "1 of 41 examples have nothing in column 'text' (row 1)",
+        ),
+        ([*ROWS, {"text": "", "label": "a"}], "1 of 41 examples have nothing in column 'text'"),
+        (
+            [*ROWS[:2], {"text": "b", "label": None}, *ROWS, {"text": "c", "label": None}],
+            "train: 2 of 44 examples have nothing in column 'label' (row 3, 44)",
+        ),
+        (
+            [{"a": f"text {n}", "b": f"more {n}", "label": n % 2} for n in range(60)],
+            "several columns could be it: ",
+        ),
+        ([{"n": n, "m": n % 2} for n in range(60)], "name the text column with --text COLUMN"),
+        ([{"text": f"{n}"} for n in range(60)], "name the label column with --label COLUMN"),
+    ],
+)
+def test_data_that_cannot_be_learned_are_refused(rows, told, refused, bert, tmp_path):
+    assert told in refused("x", as_lines(tmp_path / "data", rows), bert)
+
+
+def test_damaged_files_are_named(refused, bert, images, tmp_path):
+    vit = save_model("vit", tmp_path / "vit")
+    damaged = next((tmp_path / "images" / "train").rglob("*.png"))
+    damaged.write_bytes(damaged.read_bytes()[:10])
+    assert f"{damaged} cannot be read" in refused("x", images, vit)
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "train.jsonl").write_text('{"text": "a", "label": "b"}\n{"text": "c')
+    assert "its files cannot be read (ArrowInvalid" in refused("x", tmp_path / "cut", bert)
+    (tmp_path / "nothing").mkdir()
+    assert "doesn't contain any data files" in refused("x", tmp_path / "nothing", bert)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "model", "told"),
+    [
+        ("../x", "texts", "bert", "NAME '../x': expected letters, digits"),
+        ("x.yml", "texts", "bert", "NAME 'x.yml': expected letters"),
+        ("digits-vit", "texts", "bert", "and nothing is overwritten; choose another name"),
+        ("x", "./none", "bert", "data ./none: found no such folder; expected one, or an id"),
+        ("x", "texts/train.jsonl", "bert", "got a file, expected a folder, which may hold it"),
+        ("x", "texts", "./none", "model = './none': found no such folder"),
+        ("x", "texts", "texts", "the folder has no config.json"),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_told(name, data, model, told, refused, texts, bert):
+    assert told in refused(name, data, model)
+
+
+def test_labels_are_broken_into_lines_between_them_alone(new, bert, tmp_path):
+    labels = [f"New  York, \U0001f600 {number}  " for number in range(60)]
+    rows = [{"text": f"some words {n}", "label": labels[n % 60]} for n in range(600)]
+    _, config = new("long", as_lines(tmp_path / "data", rows), bert)
+    assert config.data.labels == tuple(sorted(labels))
+    lines = (tmp_path / "conf" / "long.yaml").read_text().splitlines()
+    assert max(len(line) for line in lines if "New  York" in line) < 150
+
+
+def test_a_test_whose_labels_are_secret_is_refused(refused, bert, tmp_path):
+    folder = as_lines(tmp_path / "data", ROWS)
+    as_lines(tmp_path / "data", [{"text": "a", "label": None}] * 3, "test.jsonl")
+    assert "the examples of its split test have no labels" in refused("x", folder, bert)
+
+
+@pytest.mark.parametrize(
+    "words", [["--text-pair", "text"], ["--image", "text"], ["--image", "text", "--text", "text"]]
+)
+def test_options_that_do_not_go_together_are_refused(words, refused, bert, tmp_path):
+    told = refused("x", as_lines(tmp_path / "data", ROWS), bert, *words)
+    assert "expected --image alone" in told or "has no images but" in told
+
+
+def test_images_of_sixteen_bits_and_without_classes_are_refused(refused, images, tmp_path):
+    vit = save_model("vit", tmp_path / "vit")
+    path = next((tmp_path / "images" / "train").rglob("*.png"))
+    Image.fromarray(np.arange(480, dtype=np.uint16).reshape(24, 20) * 100).save(path)
+    assert "more than 8 bits a channel (mode I;16), expected 8" in refused("x", images, vit)
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    Image.new("L", (20, 24)).save(flat / "a.png")
+    assert "expected a folder for each class" in refused("x", flat, vit)
+
+
+def test_tables_of_two_kinds_are_refused(refused, bert, tmp_path):
+    folder = as_lines(tmp_path / "data", ROWS)
+    (tmp_path / "data" / "more.csv").write_text("text,label\na,b\n")
+    assert "got files of the kinds .csv, .jsonl, expected one kind" in refused("x", folder, bert)
+
+
+def test_files_without_columns_are_named_with_those_that_are_read(refused, bert, tmp_path):
+    (tmp_path / "plain" / "deep").mkdir(parents=True)
+    for name in ("data.txt", "deep/more.TXT"):
+        (tmp_path / "plain" / name).write_text("some words\n")
+    told = refused("x", tmp_path / "plain", bert)
+    assert "data.txt" in told
+    assert "deep/more.TXT" in told
+    assert "has no columns, expected CSV, JSON lines or parquet (train.csv, test.csv)" in told
+
+
+def test_the_bundled_model_is_a_model(new, images, tmp_path):
+    told, config = new("digits", images, "digits-vit")
+    assert (config.model.source, config.model.name) == ("bundled", "digits-vit")
+    assert "adapts 8 matrices of 96 x 96" in told
+    assert "source: bundled" in (tmp_path / "conf" / "digits.yaml").read_text()
+    preset = str(tmp_path / "conf" / "digits.yaml")
+    settings: dict[str, Scalar] = {
+        "preset": preset,
+        "num-rounds": 1,
+        "local-steps": 1,
+        "report": False,
+    }
+    assert simulate(settings, 3).summary["rounds"] == 1
+
+
+def test_the_bundled_model_reads_no_texts(refused, texts):
+    assert "transformers has none of that architecture" in refused("x", texts, "digits-vit")
+
+
+def test_a_preset_has_as_many_heads_as_the_plan_says_that_help(new, texts, tmp_path, capsys):
+    """Of a model whose layers are small: four heads would have a rank above what helps."""
+    small = save_model("bert", tmp_path / "small")
+    _, config = new("small", texts, small)
+    main(["plan", f"preset={tmp_path}/conf/small.yaml"])
+    plan = capsys.readouterr().out
+    advice = int(re.findall(r"up to (\d+) heads", plan)[0])
+    assert config.heads == advice < 4
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "model", "words", "told"),
+    [
+        ("digits-vit", ".", "x/y", [], "and nothing is overwritten"),
+        ("x", "./none", "x/y", [], "data ./none: found no such folder"),
+        ("x", ".", "./none", [], "model = './none': found no such folder"),
+        ("x", ".", "x/y", ["--chat-template", "none.jinja"], "none.jinja: it cannot be read"),
+        ("x", ".", "x/y", ["--chat-template", "/dev/zero"], "/dev/zero is a pipe or a"),
+    ],
+)
+def test_what_needs_no_library_is_told_before_one_is_imported(
+    name, data, model, words, told, refused, monkeypatch
+):
+    monkeypatch.setattr("ravan_flwr.cli.preset_wizard.importing", lambda: pytest.fail("too late"))
+    assert told in refused(name, data, model, *words)
+
+
+def test_nothing_is_overwritten(new, texts, bert, tmp_path):
+    new("once", texts, bert)
+    before = (tmp_path / "conf" / "once.yaml").read_bytes()
+    with pytest.raises(SystemExit):
+        new("once", texts, bert)
+    assert (tmp_path / "conf" / "once.yaml").read_bytes() == before
+    assert [path.name for path in (tmp_path / "conf").iterdir()] == ["once.yaml"]

@@ -1,0 +1,174 @@
+"""A preset for a language model is drafted from its columns, and reads as it was meant."""
+
+import json
+
+import datasets
+import pytest
+
+from ravan_flwr.cli import main
+from ravan_flwr.config.presets import own_preset
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.preset_wizard.columns import NamedColumns, find_columns
+from ravan_flwr.preset_wizard.create import new_preset
+from ravan_flwr.preset_wizard.language import ALPACA
+from ravan_flwr.training.model_and_data import get_model_and_data
+from testing.tiny import save_speaker, texts
+
+TALK = [{"role": "user", "content": "ka"}, {"role": "assistant", "content": "ne"}]
+MESSAGES = {"messages": [TALK, TALK]}
+TEXTS = ["kane lora", "mivi tuso"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (MESSAGES, {"messages": "messages"}),
+        ({"id": [1, 2], "chat": [TALK, TALK]}, {"messages": "chat"}),
+        ({"prompt": TEXTS, "completion": TEXTS}, {"prompt": "prompt", "completion": "completion"}),
+        ({"question": TEXTS, "answer": TEXTS}, {"prompt": "question", "completion": "answer"}),
+        (
+            {"instruction": TEXTS, "input": TEXTS, "output": TEXTS, "text": TEXTS},
+            {"instruction": "instruction", "input": "input", "completion": "output"},
+        ),
+        (
+            {"instruction": TEXTS, "response": TEXTS},
+            {"instruction": "instruction", "completion": "response"},
+        ),
+    ],
+)
+def test_columns_of_language_models_are_recognised(columns, expected):
+    assert find_columns(datasets.Dataset.from_dict(columns), NamedColumns(), "here") == expected
+
+
+def test_conversations_with_other_keys_are_told():
+    """As those of ShareGPT."""
+    talks = [[{"from": "human", "value": "ka"}, {"from": "gpt", "value": "ne"}]] * 2
+    with pytest.raises(ValueError, match="'conversations' has conversations of `from` and `value`"):
+        find_columns(datasets.Dataset.from_dict({"conversations": talks}), NamedColumns(), "here")
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        (TALK[0], "something else in some row"),  # one message, and no list
+        (["ka", "ne"], "something else in some row"),
+        (json.dumps(TALK), "JSON in quotes"),
+    ],
+)
+def test_a_column_of_conversations_that_holds_none_is_told(value, got):
+    examples = datasets.Dataset.from_dict({"messages": [value] * 2})
+    with pytest.raises(ValueError, match=f"'messages' has {got}.*expected a list of messages"):
+        find_columns(examples, NamedColumns(), "here")
+
+
+def test_what_is_classified_stays_what_it_was():
+    pairs = {"question": TEXTS * 5, "answer": TEXTS * 5, "label": [0, 1] * 5}
+    found = find_columns(datasets.Dataset.from_dict(pairs), NamedColumns(text="question"), "here")
+    assert found == {"text": "question", "label": "label"}
+    few = {"text": texts(20), "label": ["a", "b"] * 10}
+    assert find_columns(datasets.Dataset.from_dict(few), NamedColumns(), "here")["label"] == "label"
+    spoken = {"dialogue": texts(20), "label": ["a", "b"] * 10}
+    assert (
+        find_columns(datasets.Dataset.from_dict(spoken), NamedColumns(), "here")["text"]
+        == "dialogue"
+    )
+
+
+def drafted(tmp_path, monkeypatch, rows):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    told = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "data" / "train.jsonl").write_text(told)
+    lines = list(new_preset("mine", str(tmp_path / "data"), str(tmp_path / "model")))
+    return "\n".join(lines), read_config(own_preset({"preset": str(tmp_path / "conf/mine.yaml")}))
+
+
+def test_conversations_are_drafted(tmp_path, monkeypatch):
+    save_speaker("qwen2", tmp_path / "model", texts(9))
+    said, config = drafted(tmp_path, monkeypatch, [{"messages": TALK}] * 60)
+    assert "60 examples" not in said  # some are held back
+    assert "messages from column 'messages'" in said
+    assert (config.task, config.classifier, config.partition) == ("causal", "frozen", "iid")
+    assert 0 < config.max_length <= 32
+    assert config.data.prompts == ()
+
+
+def test_a_chat_template_can_be_given(tmp_path, monkeypatch, capsys):
+    """The file is a test's own; what is trained on is what it writes."""
+    template = "{% for one in messages %}<{{ one.role }}> {{ one.content }}\n{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template)
+    save_speaker("qwen2", tmp_path / "model", texts(9), template=None)
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "train.jsonl"
+    file.write_text((json.dumps({"messages": TALK}) + "\n") * 60)
+    monkeypatch.chdir(tmp_path)
+    words = ["--data", "data", "--model", "model", "--chat-template", "chat.jinja"]
+    main(["new", "mine", *words])
+    config = read_config(own_preset({"preset": str(tmp_path / "conf/mine.yaml")}))
+    assert config.data.chat_template == template
+    assert get_model_and_data(config).task.reader.chat_template == template
+    file.write_text((json.dumps({"prompt": "a", "completion": "b"}) + "\n") * 60)
+    with pytest.raises(SystemExit):
+        main(["new", "other", *words])
+    assert "has no column of conversations, which it writes" in capsys.readouterr().err
+
+
+def test_alpaca_is_drafted_with_both_prompts(tmp_path, monkeypatch):
+    save_speaker("qwen2", tmp_path / "model", texts(9), template=None)
+    rows = [{"instruction": "ka", "input": "", "output": text} for text in texts(60)]
+    _, config = drafted(tmp_path, monkeypatch, rows)
+    assert config.data.prompts == ALPACA
+    assert config.data.column("completion") == "output"
+
+
+def test_a_model_without_a_template_is_refused_with_what_to_do(tmp_path, monkeypatch):
+    save_speaker("qwen2", tmp_path / "model", texts(9), template=None)
+    with pytest.raises(ValueError, match="no chat template; .* instruction-tuned model"):
+        drafted(tmp_path, monkeypatch, [{"messages": TALK}] * 60)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('never') }}", "the chat template refuses it: never"),
+        ("always the same", "does not show where its answers are"),
+    ],
+)
+def test_a_template_with_which_nothing_can_be_learned_is_refused(
+    tmp_path, monkeypatch, template, why
+):
+    save_speaker("qwen2", tmp_path / "model", texts(9), template=template)
+    with pytest.raises(ValueError, match=rf"none of the \d+ examples .* can be learned: .*{why}"):
+        drafted(tmp_path, monkeypatch, [{"messages": TALK}] * 60)
+    assert not (tmp_path / "conf").exists()
+
+
+def test_examples_that_cannot_be_learned_are_counted(tmp_path, monkeypatch):
+    save_speaker("qwen2", tmp_path / "model", texts(9))
+    rows = [{"messages": TALK}] * 40 + [{"messages": TALK[:1]}] * 20
+    said, _ = drafted(tmp_path, monkeypatch, rows)
+    assert (
+        "WARNING: 20 of 60 examples cannot be learned; the first: its conversation has no" in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "a file of it is empty"),
+        ('{"prompt": "caf\u00e9: ", "completion": "ka"}\n'.encode("latin1") * 9, "no UTF-8"),
+    ],
+    ids=["empty", "latin-1"],
+)
+def test_files_that_hold_no_texts_are_named(content, told, tmp_path):
+    (tmp_path / "train.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{tmp_path}.*{told}"):
+        list(new_preset("mine", str(tmp_path), str(tmp_path / "model")))
+
+
+def test_a_folder_that_is_not_there_is_told_without_advice_to_fetch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"expected a folder.*correct --data no/such") as told:
+        list(new_preset("mine", "no/such", "no/model"))
+    assert "fetch" not in str(told.value)
