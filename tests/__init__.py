@@ -1,4 +1,4 @@
-"""The tests: unit, laws, whole runs, processes, Flower; what they share lies beside."""
+"""The tests: unit, properties, whole runs, processes, Flower; what they share lies beside."""
 
 from testing import ROOT
 

@@ -24,7 +24,7 @@ from ravan_flwr.methods.tensors import flatten
 class RoLora(LoraMethod):
     """Keep the state {"B", "A"}; an upload is {"B"} or {"A"}."""
 
-    turn, held = "B", ("A",)
+    turn, frozen_tensors = "B", ("A",)
     period = 2
 
     def in_round(self, number: int) -> "RoLora":

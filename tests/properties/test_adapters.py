@@ -1,4 +1,4 @@
-"""The laws of the adapted layer, against plain loops in float64."""
+"""The properties of the adapted layer, against plain loops in float64."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""The laws of the methods: what travels, what the server makes of it, and what it refuses."""
+"""The properties of the methods: what travels, what the server makes of it, and what it refuses."""
 
 import pytest
 import torch

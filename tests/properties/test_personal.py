@@ -1,4 +1,4 @@
-"""The laws of what stays with a client: its own, never sent, and what the paper's loop makes."""
+"""The properties of what stays with a client: its own, never sent, and what the paper's loop makes."""
 
 import pytest
 import torch

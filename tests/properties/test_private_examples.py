@@ -1,4 +1,4 @@
-"""Laws of a private step: how much noise, of whom, and what an enemy learns of one example.
+"""Properties of a private step: how much noise, of whom, and what an enemy learns of one example.
 
 The audit plants an example whose gradient is as large as can be, and lets an enemy who knows all
 else tell from the step's gradient whether it was there: no better than the account allows, where

@@ -1,4 +1,4 @@
-"""RAVAN's own laws: equation 8 head by head, products, budgets, bits."""
+"""RAVAN's own properties: equation 8 head by head, products, budgets, bits."""
 
 import dataclasses
 
