@@ -1,4 +1,4 @@
-"""What the properties are tried on: a small network for every method, clients that train in no time."""
+"""A small network for every method, and clients that train in no time."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Properties of gradients by example: those of the loop over examples, in every layer and every form.
+"""Gradients by example equal those of a loop over examples, in every layer and every form.
 
 The oracle computes the gradient of one example's loss after the other, in float64, by autograd.
 Opacus is another one.

@@ -1,4 +1,4 @@
-"""The properties of what stays with a client: its own, never sent, and what the paper's loop makes."""
+"""Personal parameters stay with their client, and equal what the paper's loop makes."""
 
 import pytest
 import torch

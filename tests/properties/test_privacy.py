@@ -1,4 +1,4 @@
-"""Properties of client-level privacy: what one client can change, how much noise, what is accounted for.
+"""Client-level privacy: what one client can change, how much noise, what is accounted for.
 
 The audit plants a client whose change is as large as can be, and lets an enemy who knows everything
 else tell from what is released whether it took part: no better than the account allows, where the

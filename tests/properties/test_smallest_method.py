@@ -1,4 +1,4 @@
-"""The method in the docstring of methods/base.py is whole: it keeps the properties as it stands there."""
+"""The method in the docstring of methods/base.py has the properties as it stands there."""
 
 import sys
 import textwrap
