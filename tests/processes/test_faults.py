@@ -19,7 +19,10 @@ CLIENTS = 4
 
 # Moments of a round: a function of the server, and how often it is called before the end comes.
 MOMENTS = {
-    "while the roster fills": ("ravan_flwr.messages.registered_client.Member.as_config", 2),
+    "while the roster fills": (
+        "ravan_flwr.messages.registered_client.RegisteredClient.as_config",
+        2,
+    ),
     "before the first checkpoint": ("ravan_flwr.server.run_recorder.save_checkpoint", 1),
     "while clients train": ("ravan_flwr.client.answers.train_locally", 5),
     "before the record": ("ravan_flwr.runs.directory.RunDirectory.append_round", 3),
@@ -33,7 +36,7 @@ MOMENTS = {
 KILLER = """
 import importlib, json, os, signal, sys
 from ravan_flwr import simulate
-from ravan_flwr.config.key_values import words_of
+from ravan_flwr.config.key_values import as_key_values
 import ravan_flwr.server_app, ravan_flwr.client.answers
 
 where, number, settings, clients = json.loads(sys.argv[1])

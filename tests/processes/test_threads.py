@@ -12,10 +12,10 @@ import pytest
 CODE = """
 import json, os, torch
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.training.model_and_data import Workbench
+from ravan_flwr.training.model_and_data import ModelAndData
 
 def threads():
-    model = Workbench(read_config({})).model
+    model = ModelAndData(read_config({})).model
     before = torch.get_num_threads()
     with model.holding(model.initial_state()):
         within = torch.get_num_threads()

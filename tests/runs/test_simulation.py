@@ -262,7 +262,7 @@ def test_a_failed_run_says_why_in_its_directory(tmp_path):
 def test_a_run_that_diverged_stops_and_keeps_the_round_before(tmp_path, monkeypatch):
     measured = iter([{"accuracy": 0.5, "loss": 1.0}, {"accuracy": 0.1, "loss": float("nan")}])
     monkeypatch.setattr(
-        "ravan_flwr.training.model_and_data.Workbench.evaluate", lambda *_: next(measured)
+        "ravan_flwr.training.model_and_data.ModelAndData.evaluate", lambda *_: next(measured)
     )
     told = "round 2: its evaluation gave loss = nan, .*round 1 is in the last checkpoint"
     with pytest.raises(RuntimeError, match=told):
@@ -500,7 +500,7 @@ def test_clients_without_an_example_to_train_on_are_counted_at_the_start(
     tmp_path, monkeypatch, capsys
 ):
     rows = np.split(np.arange(1000), [1, 500, 501])
-    monkeypatch.setattr("ravan_flwr.training.model_and_data.Workbench.rows", lambda *_: rows)
+    monkeypatch.setattr("ravan_flwr.training.model_and_data.ModelAndData.rows", lambda *_: rows)
     run(tmp_path, method="local", num_rounds=1)
     lines = capsys.readouterr().out.splitlines()
     told = [line for line in lines if line.startswith("warning: validation-share = 0.2: ")]
@@ -515,7 +515,9 @@ def test_clients_without_an_example_to_train_on_are_counted_at_the_start(
 def test_a_run_in_which_nobody_could_train_is_refused_before_it(
     tmp_path, monkeypatch, method, counts
 ):
-    monkeypatch.setattr("ravan_flwr.training.model_and_data.Workbench.dealt_out", lambda *_: counts)
+    monkeypatch.setattr(
+        "ravan_flwr.training.model_and_data.ModelAndData.partition_sizes", lambda *_: counts
+    )
     with pytest.raises(ValueError, match="no example left to train on"):
         run(tmp_path, method=method, evaluate_on="clients", validation_share=0.2)
     assert list(tmp_path.iterdir()) == []

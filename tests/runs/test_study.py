@@ -273,7 +273,7 @@ def test_an_interrupted_study_begins_no_further_run(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(spec.PlannedRun, "command", command)
-    monkeypatch.setattr("ravan_flwr.studies.running.words_of_run", interrupt)
+    monkeypatch.setattr("ravan_flwr.studies.running.run_key_values", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_study(write(tmp_path), tmp_path / "out", jobs=1)
     assert len(begun) <= 2  # the one that ended, and the one that began meanwhile
