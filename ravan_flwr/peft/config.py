@@ -1,5 +1,6 @@
 """Configure RAVAN's adapter for PEFT."""
 
+import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -108,6 +109,8 @@ class RavanConfig(PeftConfig):
         for name in ("target_modules", "exclude_modules"):
             if isinstance(names := getattr(self, name), list):
                 setattr(self, name, set(names))  # as PEFT has it
+            elif isinstance(names, str):
+                _check_expression(name, names)
         self.adapted: dict[str, Any] | None = None  # what it has been put onto
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,6 +119,16 @@ class RavanConfig(PeftConfig):
         if self.adapted is not None:
             told["base_layers"] = self.adapted
         return {name: sorted(v) if isinstance(v, set) else v for name, v in told.items()}
+
+
+def _check_expression(name: str, expression: str) -> None:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ValueError(
+            f"{name} = {expression!r}: got no regular expression ({error}), expected one of whole "
+            f"names; set {name}=r'.*\\.query', say, or a list of names"
+        ) from error
 
 
 def _is_int(value: object) -> bool:

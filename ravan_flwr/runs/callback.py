@@ -50,6 +50,11 @@ class Callbacks(Callback):
     """Call several callbacks in turn. One may be any object with some of the hooks."""
 
     def __init__(self, callbacks: Iterable[object] = ()) -> None:
+        if not isinstance(callbacks, Iterable):
+            raise ValueError(
+                f"callbacks = {callbacks!r}: got an object, expected a list of callbacks; pass "
+                "callbacks=[...]"
+            )
         self.all: list[Any] = list(callbacks)
         for number, callback in enumerate(self.all):
             if isinstance(callback, type):

@@ -463,6 +463,18 @@ def test_hooks_of_a_frozen_layer_are_called():
 # Bad input.
 
 
+@pytest.mark.parametrize("name", ["target_modules", "exclude_modules"])
+def test_what_is_no_regular_expression_is_said(name):
+    with pytest.raises(ValueError, match=rf"{name} = '\*\.query': got no regular expression"):
+        RavanConfig(**{name: "*.query"})
+
+
+def test_blocks_that_are_not_there_are_named():
+    config = RavanConfig(r=2, target_modules=["query"], layers_to_transform=[9])
+    with pytest.raises(ValueError, match=r"layers_to_transform = \[9\]: .* blocks 0 to 1 of"):
+        get_peft_model(build("bert"), config)
+
+
 def test_a_target_that_matches_nothing_is_named_with_what_is_there():
     with pytest.raises(ValueError, match=r"no layer of this BertForSequenceClassification") as end:
         get_peft_model(build("bert"), RavanConfig(r=2, target_modules=["q_proj"]))

@@ -99,6 +99,12 @@ def test_an_error_of_a_callback_ends_the_run_and_keeps_the_round(tmp_path):
     assert not (directory / "summary.json").exists()
 
 
+def test_a_callback_without_a_list_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"got an object, expected a list .* callbacks=\[\.\.\.\]"):
+        simulate({**SHORT, "output-dir": str(tmp_path)}, 3, callbacks=Callback())
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_class_is_refused_before_anything_is_written(tmp_path):
     class Mine(Callback):
         pass
