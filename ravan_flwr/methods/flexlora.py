@@ -19,11 +19,12 @@ from torch import Tensor
 
 from ravan_flwr.adapters.lowrank import ProductSum, complete_rows, product_norm
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.extensions import NormLimits
 from ravan_flwr.methods.lora import RankedLora
 from ravan_flwr.seeding import generator
 
 
-class FlexLora(RankedLora):
+class FlexLora(NormLimits, RankedLora):
     """Let a client train the leading directions of a LoRA."""
 
     def open_round(self, state: Tensors) -> "MeanOfProducts":

@@ -20,11 +20,12 @@ from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.adapters.lowrank import ProductSum, product_norm
 from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.budgets import affordable
+from ravan_flwr.methods.extensions import NormLimits
 from ravan_flwr.methods.residual import ResidualLora
 from ravan_flwr.methods.tensors import check_tensor
 
 
-class Flora(ResidualLora):
+class Flora(NormLimits, ResidualLora):
     """Keep the state {"residual", "residual-rank", "rounds"}; an upload is {"B", "A"}."""
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
@@ -34,7 +35,7 @@ class Flora(ResidualLora):
     def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
         return self.shapes(affordable(share, self.rank))
 
-    def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:  # noqa: ARG002
+    def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:
         return self.no_residual() | {"rounds": torch.zeros(1, dtype=torch.int32)}
 
     def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
@@ -51,8 +52,8 @@ class Flora(ResidualLora):
         self,
         adapters: Sequence[LoRALinear],
         share: float,
-        random: torch.Generator,  # noqa: ARG002
-        backward: Callable[..., object],  # noqa: ARG002
+        random: torch.Generator,
+        backward: Callable[..., object],
     ) -> None:
         rank = affordable(share, self.rank)
         for adapter in adapters:
@@ -68,7 +69,7 @@ class Flora(ResidualLora):
     def open_round(self, state: Tensors) -> "Stacked":
         return Stacked(self, state)
 
-    def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:  # noqa: ARG002
+    def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
         # By what A's first rows have, since the limit is that of B's own growth.
         rows = max(1.0, self.settings.init_scale)
         return {"B": math.hypot(*map(product_norm, *self.split(upload))) / rows}

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ravan_flwr.adapters.lowrank import ProductSum, product_norm
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.methods.co_moments import CoMoments
-from ravan_flwr.methods.lora import LoraMethod
+from ravan_flwr.methods.lora import CoMoments, LoraMethod
 
 LAMBDA = 0.01
 _MOST_STEPS = 200
@@ -38,10 +37,6 @@ class LoraFair(LoraMethod):
 
 class CorrectedMeans(CoMoments):
     """Take the means of B and A, and correct that of B."""
-
-    def __init__(self, method: LoraFair, state: Tensors) -> None:
-        super().__init__(method, state)
-        self.method, self.state = method, state
 
     def close(self) -> Tensors:
         """Make the next state."""

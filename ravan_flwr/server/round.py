@@ -21,7 +21,7 @@ from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.wire import wire_of_round
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Method
-from ravan_flwr.methods.calibration import Calibration
+from ravan_flwr.methods.extensions import Calibration
 from ravan_flwr.methods.tensors import Tensors
 from ravan_flwr.runs.client_statistics import spreads_of
 from ravan_flwr.runs.record import Metrics

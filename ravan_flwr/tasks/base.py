@@ -162,7 +162,7 @@ class Task(ABC):
         """Return how many tokens of a text others are to read, too."""
         return self.max_length
 
-    def lengths(self, examples: Encoded) -> np.ndarray | None:  # noqa: ARG002
+    def lengths(self, examples: Encoded) -> np.ndarray | None:
         """Count what of each example is no padding; None where all have one shape."""
         return None
 
@@ -179,7 +179,7 @@ class Task(ABC):
         """Return how many examples are evaluated, or predicted for, at a time."""
         return EVALUATION_BATCH
 
-    def transient(self, config: Any, batch_size: int) -> int:  # noqa: ARG002
+    def transient(self, config: Any, batch_size: int) -> int:
         """Count the bytes that a step takes for a moment, beside what it keeps or computes."""
         return 0
 
@@ -237,7 +237,7 @@ class Task(ABC):
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         """Encode a batch of examples without their labels; columns are named by role."""
 
-    def samples(self, examples: datasets.Dataset, most: int) -> list[Sample]:  # noqa: ARG002
+    def samples(self, examples: datasets.Dataset, most: int) -> list[Sample]:
         """Take the first few examples that a person can compare answers with, if there is text."""
         return []
 

@@ -204,7 +204,7 @@ class Causal(Task):
         if not next(network.parameters()).is_meta:
             check_logits(network.eval())
 
-    def shapes(self, config: Any, batch_size: int) -> Shapes:  # noqa: ARG002
+    def shapes(self, config: Any, batch_size: int) -> Shapes:
         # No text of a plan is padded, and every token counts, as with `loss-on: all`.
         length, counted = self.max_length, batch_size * (self.max_length - 1)
         return {
@@ -243,8 +243,8 @@ class Causal(Task):
         self,
         network: Any,
         batch: Batch,
-        answers: Sequence[Sequence[str]],  # noqa: ARG002
-        tally: Tally | None = None,  # noqa: ARG002
+        answers: Sequence[Sequence[str]],
+        tally: Tally | None = None,
     ) -> dict[str, float]:
         loss = float(summed_loss(network, **batch))
         return {"loss": loss, "tokens": float(len(batch["targets"]))}

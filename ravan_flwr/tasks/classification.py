@@ -28,7 +28,7 @@ class Classification(Task):
         self,
         network: Any,
         batch: Batch,
-        answers: Sequence[Sequence[str]],  # noqa: ARG002
+        answers: Sequence[Sequence[str]],
         tally: Tally | None = None,
     ) -> dict[str, float]:
         logits, labels = self.logits(network, batch), batch["labels"]

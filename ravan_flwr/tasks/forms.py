@@ -89,7 +89,7 @@ class Conversations(Form):
         *given, right = messages
         return Sample(given[-1]["content"], right["content"], {"messages": given})
 
-    def checked(self, role: str, value: Any) -> Any:  # noqa: ARG002
+    def checked(self, role: str, value: Any) -> Any:
         return messages_of(value)
 
     def end(self) -> str:

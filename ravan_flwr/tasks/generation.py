@@ -122,7 +122,7 @@ class TextToText(Task):
         last = encoded.take(encoded.rows)["labels"][:, -1]
         return int(((last != IGNORED) & (last != self.reader.eos_token_id)).sum())
 
-    def shapes(self, config: Any, batch_size: int) -> Shapes:  # noqa: ARG002
+    def shapes(self, config: Any, batch_size: int) -> Shapes:
         # Without a mask: no text of a plan is padded.
         return {
             "input_ids": ((batch_size, self.max_length), torch.int64),

@@ -55,7 +55,7 @@ class Text(Classification):
         config.pad_token_id = 0 if planned else self.reader.pad_token_id
         config.use_cache = False  # of keys and values, for generation
 
-    def shapes(self, config: Any, batch_size: int) -> Shapes:  # noqa: ARG002
+    def shapes(self, config: Any, batch_size: int) -> Shapes:
         length = self.max_length
         return {
             "input_ids": ((batch_size, length), torch.int64),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Encoded, Task
 from ravan_flwr.tasks.tally import Tally
@@ -200,7 +201,7 @@ class Stepper:
         if rows is None:
             method.choose(model.adapters, share, work.generator("heads"), self.measure)
         else:
-            method.train_rows(model.adapters, rows, share)
+            sums_changes(method).train_rows(model.adapters, rows, share)
         self.train(model.parameters())
         skipped = int(self.skipped)
         return LocalResult(model.upload(method), model.own_part(), self.mean_loss(), skipped)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ravan_flwr.config.keys import NOT_OF_RESULT
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifier
+from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.methods.tensors import whole_checksum
 from ravan_flwr.secure.fixed_point import Numbers, bound_of, to_steps
 from ravan_flwr.secure.schedule import Bits, Part, Schedule, threshold_of
@@ -39,7 +40,7 @@ def rows_wanted(
     method: Method, state: Mapping[str, Tensor], share: float, random: torch.Generator
 ) -> Bits:
     """Tell which rows of all parts a client with that share would train."""
-    trained = method.rows_trained(split_classifier(state)[0], share, random) | {
+    trained = sums_changes(method).rows_trained(split_classifier(state)[0], share, random) | {
         CLASSIFIER: torch.ones(1).bool()
     }
     bits = [trained[name].numpy() for name in sorted(state) if state[name].numel()]
@@ -180,4 +181,4 @@ def moved(state: Mapping[str, Tensor], means: Mapping[str, NDArray[np.float64]])
 
 
 def _rows(method: Method, state: Mapping[str, Tensor]) -> dict[str, int]:
-    return method.rows(split_classifier(state)[0]) | {CLASSIFIER: 1}
+    return sums_changes(method).rows(split_classifier(state)[0]) | {CLASSIFIER: 1}
