@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 from datasets.features.features import _visit
 
 from ravan_flwr.data.hub_errors import telling
@@ -14,6 +15,21 @@ from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.data.packed import check_examples
 from ravan_flwr.data.rows import IMAGES
 from ravan_flwr.specs import DataSpec
+
+
+def check_encoding(examples: datasets.Dataset, where: str) -> None:
+    """Raise ValueError, with the column, if a text is no UTF-8; no value is copied."""
+    table = examples.data.table
+    for name in table.column_names:
+        try:
+            table.column(name).validate(full=True)
+        except pa.ArrowInvalid:
+            raise ValueError(
+                f"{where}: column {name!r} has texts that are no UTF-8, expected all in UTF-8; "
+                "write the files anew: iconv -f LATIN1 -t UTF-8 OLD > NEW, say, if they are in "
+                "Latin-1"
+            ) from None
+
 
 log = logging.getLogger(__name__)
 

@@ -10,15 +10,12 @@ import numpy as np
 from PIL import Image
 
 from ravan_flwr.config.places import place_of_data
-from ravan_flwr.data.encoding import check_encoding
-from ravan_flwr.data.examples import held_back, some_of
-from ravan_flwr.data.hub import every_split
+from ravan_flwr.data.examples import held_back, labels_of, some_of
+from ravan_flwr.data.hub import check_encoding, every_split
 from ravan_flwr.data.idx import is_idx
-from ravan_flwr.data.labels import labels_of
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.data.values import check_bits, opened_image
-from ravan_flwr.preset_wizard.columns import NamedColumns, find_columns
-from ravan_flwr.preset_wizard.language import prompts_for
+from ravan_flwr.preset_wizard.columns import NamedColumns, find_columns, prompts_for
 from ravan_flwr.specs import DataSpec
 
 TESTS = ("test", "validation", "dev", "valid")  # the split that is taken, the first that is there

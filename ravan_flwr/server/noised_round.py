@@ -33,8 +33,7 @@ from ravan_flwr.server.private_round import able_members, drawn_cohort, here_now
 from ravan_flwr.server.round import Run
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.secure_round import SecureRound
-from ravan_flwr.training.masked import parts_of, rows_by_tensor
-from ravan_flwr.training.noised import WITHIN, noised_parts
+from ravan_flwr.training.masked import WITHIN, noised_parts, parts_of, rows_by_tensor
 
 log = getLogger(__name__)
 

@@ -30,7 +30,6 @@ from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.message_builder import MessageBuilder
 from ravan_flwr.server.replies import (
     Evaluated,
-    Measures,
     Reply,
     Trained,
     most_held_back,
@@ -46,6 +45,7 @@ from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status
 from ravan_flwr.specs import Scalar
+from ravan_flwr.tasks.base import Measures
 
 log = getLogger(__name__)
 

@@ -8,10 +8,12 @@ divided once.
 """
 
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +21,7 @@ import datasets
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from ravan_flwr.data.columns import column_of
 from ravan_flwr.data.rows import UnreadableError
@@ -27,34 +30,35 @@ from ravan_flwr.tasks.base import (
     Batch,
     Columns,
     Encoded,
-    Sample,
+    Measures,
     Shapes,
-    Task,
     encoded_as_it_is,
     mapped,
-)
-from ravan_flwr.tasks.decoding import new_tokens
+)  # fmt: skip
+from ravan_flwr.tasks.extensions import ByExample, Packs, Predicts, Sample
 from ravan_flwr.tasks.forms import Form, form_of
 from ravan_flwr.tasks.packing import packed
-from ravan_flwr.tasks.skipped_examples import (
-    report_answers_without_tokens,
-    report_cut_examples,
-    report_skipped_examples,
-)
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.text import check_positions, describe, fixed_length, load_tokenizer
 from ravan_flwr.tasks.token_loss import block_bytes, check_logits, summed_loss
-from ravan_flwr.tasks.tokens import fitted, question_tokens, tokens_of
+from ravan_flwr.tasks.tokens import (
+    fitted,
+    question_tokens,
+    report_cut_examples,
+    report_skipped_examples,
+    tokens_of,
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
 
 EVALUATION_TOKENS = 16_384  # of an evaluation at a time
 MOST_LOSS = 100.0  # by token; what is beyond it would be no finite perplexity
 
 
-class Causal(Task):
+class Causal(Packs, Predicts, ByExample):
     """Read the column `messages`, or `completion` and the columns of a prompt."""
 
     metric = "perplexity"
-    unit = "tokens"
     right = "completion"
     prediction_columns: ClassVar[tuple[str, ...]] = ("text",)
     classifies = False
@@ -137,7 +141,11 @@ class Causal(Task):
         problems = made["problem"][:]
         report_skipped_examples(problems)
         report_cut_examples(sum(made["cut"][:]), len(made), self.max_length)
-        report_answers_without_tokens(sum(made["unlearned"][:]))
+        if unlearned := sum(made["unlearned"][:]):
+            log.warning(
+                "examples: %d earlier answers of conversations are read, but not learned, since "
+                "the chat template writes them otherwise once the conversation goes on", unlearned,
+            )  # fmt: skip
         usable = [row for row, problem in enumerate(problems) if not problem]
         return made.select(usable).remove_columns(["cut", "unlearned", "problem"])
 
@@ -250,16 +258,12 @@ class Causal(Task):
         return {"loss": loss, "tokens": float(len(batch["targets"]))}
 
     @property
-    def told(self) -> tuple[str, ...]:
-        return ("loss",)
+    def measures(self) -> Measures:
+        def completed(means: Mapping[str, float]) -> dict[str, float]:
+            loss = means["loss"]
+            return {"loss": loss, "perplexity": math.exp(min(loss, MOST_LOSS))}
 
-    @property
-    def most_units(self) -> int:
-        return self.max_length - 1
-
-    def completed(self, means: Mapping[str, float]) -> dict[str, float]:
-        loss = means["loss"]
-        return {"loss": loss, "perplexity": math.exp(min(loss, MOST_LOSS))}
+        return Measures(("loss",), "tokens", self.max_length - 1, completed)
 
     # Answers.
 
@@ -278,7 +282,7 @@ class Causal(Task):
         return found
 
     @property
-    def _new_tokens(self) -> int:
+    def _answer_tokens(self) -> int:
         """Return how many tokens an answer has: `target-length`, half of `max-length` at most."""
         return min(self.data.target_length, self.max_length // 2)
 
@@ -288,13 +292,13 @@ class Causal(Task):
             dict(zip(names, values, strict=True))
             for values in zip(*(columns[name] for name in names), strict=True)
         ]
-        most = self.max_length - self._new_tokens
+        most = self.max_length - self._answer_tokens
         ids = [question_tokens(self.reader, self.form.question(row), most) for row in rows]
         lengths = np.asarray([len(one) for one in ids], dtype=np.int32)
         return {"input_ids": _padded(ids, most).astype(np.int32), "length": lengths}
 
     def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
-        answers = new_tokens(network, batch, self._ends(network), self._new_tokens)
+        answers = _new_tokens(network, batch, self._ends(network), self._answer_tokens)
         return [(text,) for text in self.reader.batch_decode(answers, skip_special_tokens=True)]
 
     def _ends(self, network: Any) -> list[int]:
@@ -337,3 +341,25 @@ def _left_padded(ids: Tensor, lengths: Tensor) -> Batch:
         "input_ids": ids.gather(1, places.clamp(min=0)) * mask,
         "attention_mask": mask.long(),
     }
+
+
+def _new_tokens(network: Any, batch: Batch, ends: list[int], most: int) -> list[list[int]]:
+    """Write at most so many tokens after each prompt, up to the first that ends an answer.
+
+    Decoding is greedy, with keys and values kept. Nothing of the model's own way to generate is
+    taken over: no temperature, no penalty.
+    """
+    own = network.generation_config
+    network.generation_config = GenerationConfig(
+        max_new_tokens=most, do_sample=False, num_beams=1, use_cache=True, eos_token_id=ends,
+        pad_token_id=ends[0],
+    )  # fmt: skip
+    try:
+        with torch.no_grad():
+            written = network.generate(**batch)
+    finally:
+        network.generation_config = own
+    width = batch["input_ids"].shape[1]
+    return [
+        list(takewhile(lambda token: token not in ends, row)) for row in written[:, width:].tolist()
+    ]

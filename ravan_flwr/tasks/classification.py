@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ravan_flwr.tasks.base import Batch, Task
+from ravan_flwr.tasks.base import Batch
+from ravan_flwr.tasks.extensions import ByExample, Predicts
 from ravan_flwr.tasks.tally import Tally
 
 
-class Classification(Task):
+class Classification(Predicts, ByExample):
     """Predict one label of several, in the batch's `labels`."""
 
     metric = "accuracy"

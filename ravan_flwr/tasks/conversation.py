@@ -12,21 +12,25 @@ template may write earlier turns otherwise than the last one (leave out what was
 the system's message): such a turn is read by the model, but not learned.
 """
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from os.path import commonprefix
+from types import FrameType
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.data.values import text_of
-from ravan_flwr.tasks.steps_of_template import MOST, EndlessError, counted
 
 ASSISTANT = "assistant"
 MOST_MESSAGES = 1_000  # the template writes a conversation anew for each of its turns
 Message = dict[str, str]
+MOST = 1_000_000  # lines of a template that run; ten messages take some hundred
+_FILE = "<template>"  # as Jinja names what it compiles
 
 
 @dataclass(frozen=True)
@@ -151,3 +155,34 @@ def end_of_turn(reader: Any) -> str:
     except UnreadableError:
         return ""
     return text.rpartition(answer)[2] if answer in text else ""
+
+
+class EndlessError(Exception):
+    """Say that a template has taken more steps than any conversation needs."""
+
+
+@contextmanager
+def counted() -> Iterator[None]:
+    """Raise `EndlessError` in a template that runs meanwhile, once it has taken too many steps.
+
+    Jinja's sandbox bounds a range, but not loops within loops. The count of lines is the same on
+    every machine, as a limit of seconds would not be. One line may still compute for long.
+    """
+    taken = 0
+
+    def line(_frame: FrameType, _event: str, _value: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken > MOST:
+            raise EndlessError
+        return line
+
+    def call(frame: FrameType, _event: str, _value: Any) -> Any:
+        return line if frame.f_code.co_filename == _FILE else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.tasks.base import Task
-from ravan_flwr.training.backbone_dtype import likely_device
+from ravan_flwr.training.network import likely_device
 
 
 def attention_of(config: Config, network: Any, task: Task) -> AbstractContextManager[object]:

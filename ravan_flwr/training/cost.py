@@ -31,12 +31,16 @@ from ravan_flwr.secure.sizes import Bytes, masked_bytes, most_around
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Task
 from ravan_flwr.training.attention import attention_of
-from ravan_flwr.training.backbone_dtype import backbone_dtype, likely_device
 from ravan_flwr.training.local_steps import PRECISIONS
-from ravan_flwr.training.masked import parts_of, rows_wanted
+from ravan_flwr.training.masked import noised_parts, parts_of, rows_wanted
 from ravan_flwr.training.model_and_data import make_method, make_task, settle
-from ravan_flwr.training.network import build_skeleton, prepare_network, pretrained_parameters
-from ravan_flwr.training.noised import noised_parts
+from ravan_flwr.training.network import (
+    backbone_dtype,
+    build_skeleton,
+    likely_device,
+    prepare_network,
+    pretrained_parameters,
+)
 
 ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 each
 

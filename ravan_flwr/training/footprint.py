@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.training.attention import attention_of
-from ravan_flwr.training.backbone_dtype import keeps_casts
 from ravan_flwr.training.cost import Skeleton, cast_weights, step_memory
 from ravan_flwr.training.model_and_data import make_task
+from ravan_flwr.training.network import keeps_casts
 
 # Of each process: CUDA's context, the kernels, the workspaces of cuBLAS and cuDNN. A customary
 # figure, rounded up; what it is depends on the GPU and on PyTorch's build.

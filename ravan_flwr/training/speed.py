@@ -22,13 +22,12 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Shapes
 from ravan_flwr.training.attention import attention_of
-from ravan_flwr.training.backbone_dtype import likely_device
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, examples_at_a_time
 from ravan_flwr.training.local_steps import PRECISIONS
 from ravan_flwr.training.model_and_data import make_task
-from ravan_flwr.training.threads import computing_with, suitable_threads
-from ravan_flwr.training.workers import most_workers
+from ravan_flwr.training.network import likely_device
+from ravan_flwr.training.threads import computing_with, most_workers, suitable_threads
 
 _WHILE = 0.1  # seconds that each speed is timed
 _ROWS = 4_096  # of a product, at most
