@@ -75,7 +75,7 @@ def _hold_back(splits: datasets.DatasetDict, spec: DataSpec, data: str) -> datas
     """Take a share of `train` for the server's test, the same on every machine."""
     train, label = splits["train"], spec.column("label")
     column = next((name for name in (label, "label") if name in train.column_names), None)
-    classes = np.zeros(len(train)) if column is None else _as_texts(train[column])
+    classes = np.zeros(len(train)) if column is None else np.asarray(list(map(str, train[column])))
     test = held_back(classes, spec.test_share, data)
     log.info(
         "%s: it has no split `test`: %d of its %d examples are held back for the server's test",
@@ -106,11 +106,6 @@ def held_back(classes: np.ndarray, share: float, data: str) -> np.ndarray:
             "a split test"
         )
     return test
-
-
-def _as_texts(values: Iterable[object]) -> np.ndarray:
-    """Make an array of anything that can be compared."""
-    return np.asarray([str(value) for value in values])
 
 
 def _share_of_each_class(labels: np.ndarray, share: float) -> np.ndarray:

@@ -60,13 +60,14 @@ def load_data(spec: DataSpec) -> datasets.DatasetDict:
     )
     splits = {"train": spec.train, **dict(spec.tests)}
     with telling("data", spec.name, spec.revision):
-        return datasets.DatasetDict(
-            {
-                name: as_files(federated.load_split(split))
-                for name, split in splits.items()
-                if split != "test" or _has_test(federated)
-            }
-        )
+        found = {}
+        for name, split in splits.items():
+            try:
+                found[name] = as_files(federated.load_split(split))
+            except ValueError as error:
+                if split != "test" or "split" not in str(error):
+                    raise  # without a split `test`, some of `train` is held back
+        return datasets.DatasetDict(found)
 
 
 def every_split(name: str, subset: str, revision: str) -> datasets.DatasetDict:
@@ -81,17 +82,6 @@ def every_split(name: str, subset: str, revision: str) -> datasets.DatasetDict:
             **({"cache_dir": str(cache_of(folder))} if folder.is_dir() else {}),
         )
         return datasets.DatasetDict({split: as_files(found) for split, found in splits.items()})
-
-
-def _has_test(federated: Any) -> bool:
-    """Tell whether there is a split `test`; where there is none, some of `train` is held back."""
-    try:
-        federated.load_split("test")
-    except ValueError as error:
-        if "split" in str(error):
-            return False
-        raise
-    return True
 
 
 def cache_of(path: Path) -> Path:

@@ -44,6 +44,7 @@ class MethodInfo:
     has_heads: bool = False
     # Other keys that change nothing under it, of which a user is warned.
     ignores: tuple[str, ...] = ("layer-form",)
+    module: str = ""  # where its class is, if not in the file of its name here
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -92,9 +93,9 @@ def get_method(name: str) -> "type[Method]":
     """Load the class of that method: `METHOD` in its module."""
     if name not in METHODS:
         raise ValueError(f"method {name!r} is unknown; expected one of {', '.join(METHODS)}")
-    module = importlib.import_module(f"ravan_flwr.methods.{name.replace('-', '_')}")
-    found = cast("type[Method]", module.METHOD)
-    if METHODS[name].sums_changes:
+    info, here = METHODS[name], f"ravan_flwr.methods.{name.replace('-', '_')}"
+    found = cast("type[Method]", importlib.import_module(info.module or here).METHOD)
+    if info.sums_changes:
         from ravan_flwr.methods.extensions import SumsChanges  # noqa: PLC0415 (torch)
 
         if not issubclass(found, SumsChanges):

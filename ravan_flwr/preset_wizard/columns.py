@@ -20,18 +20,18 @@ ALPACA = (
 
 def language_columns(examples: datasets.Dataset) -> dict[str, str]:
     """Give each role its column; none where these are no examples of a language model."""
-    names = [name for name, one in examples.features.items() if _is_conversation(one)]
+    names = [n for n, f in examples.features.items() if _keys(f) >= {"role", "content"}]
     for name in (*MESSAGES, *names):
         if name in names:
             return {"messages": name}
-    for name, one in examples.features.items():
-        if _keys(one) >= {"from", "value"}:
+    for name, feature in examples.features.items():
+        if _keys(feature) >= {"from", "value"}:
             raise ValueError(
                 f"data.columns: column {name!r} has conversations of `from` and `value`, expected "
                 "`role` and `content`, with the roles user and assistant; rename them in the data"
             )
     _refuse_other_conversations(examples)
-    texts = [name for name, one in examples.features.items() if is_text(one)]
+    texts = [name for name, feature in examples.features.items() if is_text(feature)]
     answer = next((name for name in ANSWERS if name in texts), "")
     question = next((name for name in QUESTIONS if name in texts), "")
     if answer and "instruction" in texts:
@@ -68,13 +68,8 @@ def prompts_for(columns: dict[str, str]) -> tuple[str, ...]:
 
 
 def is_text(feature: object) -> bool:
-    """Tell whether a column has texts."""
+    """Return whether a column has texts."""
     return isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
-
-
-def _is_conversation(feature: object) -> bool:
-    """Tell whether a column has lists of messages with a role and a content."""
-    return _keys(feature) >= {"role", "content"}
 
 
 def _keys(feature: object) -> set[str]:
@@ -152,7 +147,10 @@ def _texts(examples: datasets.Dataset, asked: NamedColumns, where: str) -> dict[
     for first, second in PAIRS:
         if {first, second} <= set(strings):
             return {"text": first, "text-pair": second}
-    lengths = {name: _mean_length(examples, name) for name in strings}
+    lengths = {}
+    for name in strings:
+        values = [value for value in examples[name][:_LOOK_AT] if value]
+        lengths[name] = sum(map(len, values)) / max(1, len(values))
     named = [name for name in TEXTS if name in strings]
     by_length = sorted(lengths, key=lambda name: -lengths[name])
     if named and lengths[named[0]] * _LONGER >= lengths[by_length[0]]:
@@ -180,17 +178,12 @@ def _label(examples: datasets.Dataset, taken: Sequence[str], where: str) -> str:
 
 
 def _few_values(examples: datasets.Dataset, name: str) -> bool:
-    """Tell whether a column may hold classes: texts, whole or truth values that repeat."""
+    """Return whether a column may hold classes: texts, whole or truth values that repeat."""
     feature = examples.features[name]
     if not isinstance(feature, datasets.Value) or feature.dtype.startswith(("float", "double")):
         return False
     values = examples[name][:_LOOK_AT]
     return 1 < len(set(values)) <= max(2, len(values) // 5)
-
-
-def _mean_length(examples: datasets.Dataset, name: str) -> float:
-    values = [value for value in examples[name][:_LOOK_AT] if value]
-    return sum(map(len, values)) / max(1, len(values))
 
 
 def _only(

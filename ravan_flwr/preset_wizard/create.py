@@ -108,6 +108,11 @@ def preset_text(name: str, data: DataSummary, model: ModelSummary, preset: str) 
     spec = data.spec
     splits = {"train": spec.train, "test": dict(spec.tests)["test"]}
     usual = splits == {"train": "train", "test": "test"}
+    covered = ""
+    if model.lengths is not None:
+        covered = f"{COVERED} % have {model.lengths.covered} at most"
+        if model.lengths.covered > model.max_length:
+            covered += ", the model reads no more"
     return filled(
         PRESET,
         {"text": _text},
@@ -121,7 +126,7 @@ def preset_text(name: str, data: DataSummary, model: ModelSummary, preset: str) 
         prompts=[] if spec.prompts == ("{prompt}",) else spec.prompts,
         of_what="of each class, " if spec.labels else "",
         writes=bool(TASKS[model.task].target_length),
-        covered=_covered(model),
+        covered=covered,
         labels=_labels(spec.labels),
         run=run_defaults(TASKS[model.task]) | run_of(data),
         budgets=LORA_RANK,
@@ -141,14 +146,6 @@ def run_of(data: DataSummary) -> dict[str, int]:
         "clients-per-round": min(chosen, clients),
         "local-steps": max(5, min(steps, twice)),
     }
-
-
-def _covered(model: ModelSummary) -> str:
-    if model.lengths is None:
-        return ""
-    short = model.lengths.covered > model.max_length
-    told = f"{COVERED} % have {model.lengths.covered} at most"
-    return told + (", the model reads no more" if short else "")
 
 
 def _labels(labels: Sequence[str]) -> str:

@@ -26,19 +26,14 @@ def attention_of(config: Config, network: Any, task: Task) -> AbstractContextMan
     device = likely_device(config.device)
     if device == "cpu":
         return _Fused(masks=masks, drops=False)
-    if device == "cuda" and (masks or config.precision != "float32" or not _shares_keys(network)):
+    # No kernel of CUDA takes keys that several heads share in float32; with a mask transformers
+    # repeats them, so that one does.
+    text = network.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    shared = getattr(text, "num_key_value_heads", None) not in (None, heads)
+    if device == "cuda" and (masks or config.precision != "float32" or not shared):
         return _Fused(masks=masks, drops=True)
     return nullcontext()
-
-
-def _shares_keys(network: Any) -> bool:
-    """Tell whether several heads share keys, which no kernel of CUDA takes in float32.
-
-    With a mask transformers repeats the keys, so that one does.
-    """
-    config = network.config.get_text_config()
-    shared: int | None = getattr(config, "num_key_value_heads", None)
-    return shared not in (None, getattr(config, "num_attention_heads", None))
 
 
 class _Fused(TorchFunctionMode):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.training.attention import attention_of
-from ravan_flwr.training.cost import Skeleton, cast_weights, step_memory
+from ravan_flwr.training.cost import Skeleton, cast_weights, meta_batch, step_memory
 from ravan_flwr.training.model_and_data import make_task
 from ravan_flwr.training.network import keeps_casts
 
@@ -47,13 +47,12 @@ def evaluation_memory(config: Config) -> int:
     """Count the most that an evaluation takes at a time beyond the model."""
     network = Skeleton.build(config).network.eval()
     task = make_task(config)
-    shapes = task.shapes(network.config, task.evaluation_batch)
     known = [*network.parameters(), *network.buffers()]
     # Answers that are generated keep keys and values; a forward pass over all of one is the most.
     keep = network.register_forward_pre_hook(_keep_keys_and_values, with_kwargs=True)
     attention = attention_of(replace(config, packing=False), network, task)
     with torch.no_grad(), attention, _MostAlive(known) as memory:
-        batch = {name: torch.empty(s, dtype=d, device="meta") for name, (s, d) in shapes.items()}
+        batch = meta_batch(network, task, task.evaluation_batch)
         task.loss(network, batch)
     keep.remove()
     ahead = sum(tensor.numel() * tensor.element_size() for tensor in batch.values())

@@ -23,6 +23,7 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.privacy.example_gradients import ExampleGradients, check_trained
 from ravan_flwr.results.export import merged_network
 from ravan_flwr.specs import Scalar
+from ravan_flwr.tasks.extensions import ByExample, task_with
 from ravan_flwr.training.local_steps import evaluate
 from ravan_flwr.training.model_and_data import ModelAndData, make_task
 from ravan_flwr.training.network import build_network
@@ -123,7 +124,7 @@ def test_gradients_by_example_are_those_of_one_after_the_other(kind, settings):
 
         def gradients(rows):
             batch = bench.task.collate(examples.take(np.array(rows)))
-            sizes = bench.task.sizes(batch)
+            sizes = task_with(ByExample, bench.task, "privacy=example").sizes(batch)
             return by_example.of(lambda: bench.task.loss(network, batch), sizes)
 
         together = gradients([0, 1, 2])
