@@ -31,16 +31,9 @@ Pair = tuple[Tensor, Tensor]
 
 
 def make_bases(
-    scheme: str,
-    *,
-    heads: int,
-    rank: int,
-    out_features: int,
-    in_features: int,
-    seed: int,
-    layer: str,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    scheme: str, *, heads: int, rank: int, out_features: int, in_features: int, seed: int,
+    layer: str, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Make B (heads, out, r) and A (heads, r, in), in float32."""
     if rank > min(out_features, in_features):
         raise ValueError(

@@ -182,12 +182,12 @@ def _by_number(
 def _tell_of_names(differing: Mapping[int, str], labels: Sequence[str], data: str) -> None:
     pairs = [f"{number} {name!r}, {labels[number]!r} here" for number, name in differing.items()]
     if pairs:
-        told = "; ".join(pairs[:20]) + ("; ..." if len(pairs) > 20 else "")
+        listed = "; ".join(pairs[:20]) + ("; ..." if len(pairs) > 20 else "")
         log.warning(
             "%s: classes are told by their numbers, since some have other names than in the "
             "preset: %s",
             data,
-            told,
+            listed,
         )
 
 

@@ -200,11 +200,7 @@ class Method(ABC, Generic[Adapter]):
 
     # The client's half. `adapters` are what `install` made.
 
-    def install(
-        self,
-        network: nn.Module,
-        pretrained: Mapping[str, nn.Parameter],
-    ) -> list[Adapter]:
+    def install(self, network: nn.Module, pretrained: Mapping[str, nn.Parameter]) -> list[Adapter]:
         """Put the adapters into the network; they are what the client's half works on."""
         return list(attach(network, self.layers, self.adapt).values())
 
@@ -217,12 +213,9 @@ class Method(ABC, Generic[Adapter]):
         """Put a broadcast, or a global state, into the adapters; everything else is reset."""
 
     def choose(
-        self,
-        adapters: Sequence[Adapter],
-        share: float,
-        random: torch.Generator,
+        self, adapters: Sequence[Adapter], share: float, random: torch.Generator,
         backward: Callable[..., object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Make trainable what the share pays for, where `load` has not done it.
 
         `backward(seen)` runs one mini-batch of the client forward and backward. What hooks add

@@ -79,12 +79,9 @@ class FedPLora(NormLimits, LoraMethod):
     # The client's half.
 
     def choose(
-        self,
-        adapters: Sequence[LoRALinear],
-        share: float,
-        random: torch.Generator,
+        self, adapters: Sequence[LoRALinear], share: float, random: torch.Generator,
         backward: Callable[..., object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         number = affordable(share, self.rank)
         if number == self.rank:
             return

@@ -56,7 +56,7 @@ class ExactMeans(CoMoments):
             return self.state | means
         factor = self.method.settings.lora_scale / self.weight
         rank = (self.count - 1) * self.method.rank
-        return means | self.method.add_products(self.state, self.moments, factor, rank)
+        return means | self.method.add_products(self.state, self.sums, factor, rank)
 
 
 METHOD = FedExLora

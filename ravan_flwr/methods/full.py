@@ -27,9 +27,7 @@ class Full(SumsChanges, Method["Everything"]):
         return {"weights": (self.size,)}
 
     def install(
-        self,
-        network: nn.Module,
-        pretrained: Mapping[str, nn.Parameter],
+        self, network: nn.Module, pretrained: Mapping[str, nn.Parameter]
     ) -> list["Everything"]:
         return [Everything(pretrained)]
 

@@ -164,7 +164,24 @@ class PersonalLora(LoraMethod):
         return {name: value for name, value in factors.items() if name in self.travels}
 
 
-class CoMoments:
+class ProductSums:
+    """Sum up the clients' B_c A_c per layer, as factors while those are the smaller."""
+
+    def __init__(self, method: LoraMethod, state: Tensors) -> None:
+        self.method, self.state = method, state
+        self.sums = [ProductSum(layer.out_features, layer.in_features) for layer in method.layers]
+        self.weight, self.rank = 0.0, 0  # of all replies
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add one client's B and A, of its own rank."""
+        Bs, As = self.method.split(upload)
+        for total, B, A in zip(self.sums, Bs, As, strict=True):
+            total.add(B, A, weight)
+        self.weight += weight
+        self.rank += len(As[0])
+
+
+class CoMoments(ProductSums):
     """Keep the means of B and A, and per layer the co-moment of B and A about them.
 
     What averaging B and A each by itself loses, mean(B A) - mean(B) mean(A), is
@@ -173,17 +190,9 @@ class CoMoments:
     """
 
     def __init__(self, method: LoraMethod, state: Tensors) -> None:
-        self.method, self.state, self.split = method, state, method.split
+        super().__init__(method, state)
         self.means = {name: Mean(state[name]) for name in ("B", "A")}
-        self.moments = [
-            ProductSum(layer.out_features, layer.in_features) for layer in method.layers
-        ]
         self.count = 0
-
-    @property
-    def weight(self) -> float:
-        """Return the weight of all replies."""
-        return self.means["B"].weight
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Add one client's B and A."""
@@ -191,8 +200,9 @@ class CoMoments:
             before = self.weight
             apart = {k: upload[k].double() - m.sum / before for k, m in self.means.items()}
             factor = weight * before / (before + weight)
-            for moment, B, A in zip(self.moments, *self.split(apart), strict=True):
+            for moment, B, A in zip(self.sums, *self.method.split(apart), strict=True):
                 moment.add(B, A, factor)
         for name, mean in self.means.items():
             mean.add(upload[name], weight)
         self.count += 1
+        self.weight += weight

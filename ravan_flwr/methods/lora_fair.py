@@ -42,11 +42,12 @@ class CorrectedMeans(CoMoments):
         """Make the next state."""
         if self.count < 2:  # nothing is lost
             return {name: mean.close() for name, mean in self.means.items()}
-        Bs, As = self.split({name: mean.sum / self.weight for name, mean in self.means.items()})
+        means = {name: mean.sum / self.weight for name, mean in self.means.items()}
+        Bs, As = self.method.split(means)
         corrected = [
             B + bounded(correction(B, A, moment, self.weight), B - old)
             for B, A, old, moment in zip(
-                Bs, As, self.split(self.state)[0], self.moments, strict=True
+                Bs, As, self.method.split(self.state)[0], self.sums, strict=True
             )
         ]
         return self.method.pack(corrected, As)

@@ -113,8 +113,7 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         check_form(upload, "H", [sum(counts), self.rank, self.rank], torch.float32)
 
     def heads_in(self, upload: Mapping[str, Tensor]) -> list[list[int]]:
-        bits = unpack_bits(upload["heads"], len(self.layers) * self.heads)
-        return [row.nonzero().flatten().tolist() for row in bits.view(-1, self.heads)]
+        return self.heads_of({"H": unpack_bits(upload["heads"], len(self.layers) * self.heads)})
 
     def expand_upload(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
         H = torch.full_like(state["H"], torch.nan).flatten(0, 1)
@@ -185,12 +184,9 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
                 adapter.s.fill_(1.0)
 
     def choose(
-        self,
-        adapters: Sequence[MultiHeadLinear],
-        share: float,
-        random: torch.Generator,
+        self, adapters: Sequence[MultiHeadLinear], share: float, random: torch.Generator,
         backward: Callable[..., object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         number = affordable(share, self.heads)
         if number < self.heads:
             scores = score_heads(self.settings.scoring, adapters, random, backward)

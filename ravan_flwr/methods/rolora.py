@@ -34,12 +34,9 @@ class RoLora(LoraMethod):
         return {self.turn: super().upload_shapes(share)[self.turn]}
 
     def choose(
-        self,
-        adapters: Sequence[LoRALinear],
-        share: float,
-        random: torch.Generator,
+        self, adapters: Sequence[LoRALinear], share: float, random: torch.Generator,
         backward: Callable[..., object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         for adapter in adapters:
             (adapter.A if self.turn == "B" else adapter.B).requires_grad_(False)
 

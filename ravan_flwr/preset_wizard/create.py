@@ -55,8 +55,8 @@ data:
   columns: {{ columns }}  # what for: which column
 {% if prompts %}
   prompt:  # before the answer; the first of which an example has all columns
-{% for one in prompts %}
-    - {{ one | text }}
+{% for prompt in prompts %}
+    - {{ prompt | text }}
 {% endfor %}
 {% endif %}
 {% if spec.chat_template %}
@@ -176,10 +176,10 @@ def new_preset(
     path = new_file(name)
     with _telling_of("--data", data):
         seen = look_at_data(data, subset, asked or NamedColumns(), chat_template)
-    yield from _told_of_data(seen)
+    yield from _about_data(seen)
     with _telling_of("--model", model):
         fitting = look_at_model(model, seen, targets)
-    yield from _told_of_model(fitting)
+    yield from _about_model(fitting)
     short = name if path.parent == conf_folder() else os.path.relpath(path)
     _write(name, path, preset_text(name, seen, fitting, short))
     yield f"wrote  {path}"
@@ -216,7 +216,7 @@ def _write(name: str, path: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _told_of_data(seen: DataSummary) -> Iterator[str]:
+def _about_data(seen: DataSummary) -> Iterator[str]:
     spec, train, test = seen.spec, seen.number("train"), seen.number("test")
     where = f"{spec.name}{f' ({spec.subset})' if spec.subset else ''}"
     part = "held back for the test, there is no test part" if seen.held_back else "to test"
@@ -239,7 +239,7 @@ def _told_of_data(seen: DataSummary) -> Iterator[str]:
         yield f"       WARNING: {clients} clients share {train} examples, which is very little"
 
 
-def _told_of_model(seen: ModelSummary) -> Iterator[str]:
+def _about_model(seen: ModelSummary) -> Iterator[str]:
     yield (
         f"model  {seen.spec.name}: {seen.architecture}, {seen.size / 1e6:,.1f} million parameters; "
         f"adapts {len(seen.layers)} matrices of {seen.sides}"

@@ -51,17 +51,17 @@ class DataSummary:
     def warnings(self) -> list[str]:
         """Say what of the classes will not be learned well."""
         train, test = self.counts["train"], self.counts["test"]
-        told = []
+        warnings = []
         if empty := [name for name in self.spec.labels if not train.get(name)]:
-            told.append(
+            warnings.append(
                 f"{len(empty)} of the classes have no example to train on: {some_of(empty, 8)}"
                 + ("; the test has some" if any(test.get(name) for name in empty) else "")
             )
         if untested := [n for n in self.spec.labels if not test.get(n) and train.get(n)]:
-            told.append(
+            warnings.append(
                 f"{len(untested)} of the classes have no example to test on: {some_of(untested, 8)}"
             )
-        return told
+        return warnings
 
 
 def look_at_data(

@@ -86,13 +86,9 @@ class MethodStrategy(FedAvg):
     method: ClassVar[str]  # one of METHODS
 
     def __init__(
-        self,
-        *,
-        server_optimizer: str | FedAvg = "none",
-        max_update_norm: float = MOST_CHANGE,
-        seed: int = 0,
-        **fedavg: Any,
-    ) -> None:
+        self, *, server_optimizer: str | FedAvg = "none", max_update_norm: float = MOST_CHANGE,
+        seed: int = 0, **fedavg: Any,
+    ) -> None:  # fmt: skip
         super().__init__(**fedavg)
         self.optimizer = _optimizer(server_optimizer)
         if self.optimizer is not None and not METHODS[self.method].averages:

@@ -79,14 +79,9 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
 
 
 def choose(
-    model: nn.Module,
-    fraction: float,
-    score: str = "random",
-    *,
-    selection: str = "layer",
-    generator: torch.Generator | None = None,
-    backward: Callable[[], object] | None = None,
-) -> dict[str, list[int]]:
+    model: nn.Module, fraction: float, score: str = "random", *, selection: str = "layer",
+    generator: torch.Generator | None = None, backward: Callable[[], object] | None = None,
+) -> dict[str, list[int]]:  # fmt: skip
     """Train from now on what a budget fraction pays for: some heads, or the first ranks of a LoRA.
 
     Args:
@@ -265,12 +260,9 @@ def _adapter(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _scores(
-    score: str,
-    model: nn.Module,
-    layers: list[tuple[str, Any]],
-    generator: torch.Generator | None,
+    score: str, model: nn.Module, layers: list[tuple[str, Any]], generator: torch.Generator | None,
     backward: Callable[[], object] | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Score the heads, (layers, heads), the higher the better."""
     Hs = [layer.ravan_H[_active(model)] for _, layer in layers]
     if score == "random":

@@ -151,11 +151,7 @@ class RavanStrategy(MethodStrategy):
     method: ClassVar[str] = "ravan"
 
     def __init__(
-        self,
-        *,
-        head_mean: str = "trained",
-        weighted_by_key: str = "num-examples",
-        **how: Any,
+        self, *, head_mean: str = "trained", weighted_by_key: str = "num-examples", **how: Any
     ) -> None:
         super().__init__(weighted_by_key=weighted_by_key, **how)
         if head_mean not in ("trained", "all"):

@@ -97,12 +97,9 @@ class Task(ABC):
     masks: ClassVar[bool] = True  # attention is given a mask, where its examples may be padded
 
     def __init__(
-        self,
-        data: DataSpec,
-        max_length: int,
-        model_folder: Callable[[], Path | None],
+        self, data: DataSpec, max_length: int, model_folder: Callable[[], Path | None],
         model_config: Callable[[], Mapping[str, Any]] = dict,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.data, self.max_length = data, max_length
         self._model_folder, self._model_config = model_folder, model_config
 
@@ -177,12 +174,9 @@ class Task(ABC):
 
     @abstractmethod
     def measure(
-        self,
-        network: Any,
-        batch: Batch,
-        answers: Sequence[Sequence[str]],
+        self, network: Any, batch: Batch, answers: Sequence[Sequence[str]],
         tally: Tally | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, float]:  # fmt: skip
         """Measure `loss` and the metrics, as sums over the batch; count the labels if asked to.
 
         Where the measures' unit is not examples, there is a sum of that name to divide by.
@@ -195,12 +189,9 @@ class Task(ABC):
 
 
 def mapped(
-    examples: datasets.Dataset,
-    function: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    features: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    keep: Sequence[str] = (),
-) -> datasets.Dataset:
+    examples: datasets.Dataset, function: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    features: Mapping[str, Any], settings: Mapping[str, Any], keep: Sequence[str] = (),
+) -> datasets.Dataset:  # fmt: skip
     """Make new columns of all examples, and keep some of the old ones as they are."""
     key = json.dumps([examples._fingerprint, settings], sort_keys=True, default=str)
     fingerprint = hashlib.sha256(key.encode()).hexdigest()[:16]

@@ -99,22 +99,16 @@ class Causal(Packs, Predicts, ByExample):
             )
 
     def check(self) -> None:
-        most = self.model_config.get("vocab_size")
-        if isinstance(most, int):
-            self._check_vocabulary(most)
-        self.form.check()
-
-    def _check_vocabulary(self, most: int) -> None:
-        """Refuse a tokenizer of another model; a token for padding is never read."""
-        tokens = self.reader.get_vocab()
-        tokens.pop(self.reader.pad_token, None)
+        most, tokens = self.model_config.get("vocab_size"), self.reader.get_vocab()
+        tokens.pop(self.reader.pad_token, None)  # it is never read
         last = max(tokens, key=tokens.__getitem__)
-        if tokens[last] >= most:
+        if isinstance(most, int) and tokens[last] >= most:
             raise ValueError(
                 f"model: its tokenizer has {last!r} as token {tokens[last]}, but the model has "
                 f"vocab_size = {most}, expected every token below that; take the tokenizer that "
                 "belongs to the model"
             )
+        self.form.check()
 
     # From examples to tokens.
 
@@ -151,30 +145,24 @@ class Causal(Packs, Predicts, ByExample):
 
     def _encode_batch(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Encode a batch, with what is wrong with an example in place of its tokens."""
-        made: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
-        names = [role for role, _ in self.data.columns]
+        made: dict[str, list[Any]] = {
+            name: [] for name in ("ids", "of", "length", "cut", "unlearned", "problem")
+        }
+        names, everything = [role for role, _ in self.data.columns], self.data.loss_on == "all"
         for values in zip(*(columns[name] for name in names), strict=True):
-            row = {"cut": False, "unlearned": 0, "problem": "", "length": 0, "ids": [], "of": []}
+            row: tuple[Any, ...]
             try:
-                row |= self._encode_one(dict(zip(names, values, strict=True)))
+                written = self.form.whole(dict(zip(names, values, strict=True)))
+                whole = tokens_of(self.reader, written, everything=everything)
+                tokens = fitted(whole, self.max_length, self.data.overlong, everything=everything)
+                is_cut = len(whole) > len(tokens)
+                row = tokens.ids, tokens.learned, len(tokens), is_cut, written.unlearned, ""
             except UnreadableError as error:
-                row["problem"] = str(error)
-            for name, values_of in made.items():
-                values_of.append(row[name])
+                row = [], [], 0, False, 0, str(error)
+            for column, value in zip(made.values(), row, strict=True):
+                column.append(value)
         ids, learned = (_padded(made.pop(name), self.max_length) for name in ("ids", "of"))
         return made | {"input_ids": ids.astype(np.int32), "learned": learned.astype(bool)}
-
-    def _encode_one(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        written, everything = self.form.whole(row), self.data.loss_on == "all"
-        whole = tokens_of(self.reader, written, everything=everything)
-        tokens = fitted(whole, self.max_length, self.data.overlong, everything=everything)
-        return {
-            "ids": tokens.ids,
-            "of": tokens.learned,
-            "length": len(tokens),
-            "cut": len(whole) > len(tokens),
-            "unlearned": written.unlearned,
-        }
 
     def encode(self, examples: datasets.Dataset) -> Encoded:
         if "learned" not in examples.column_names:
@@ -248,12 +236,9 @@ class Causal(Packs, Predicts, ByExample):
         return summed_loss(network, **batch) / len(batch["targets"])
 
     def measure(
-        self,
-        network: Any,
-        batch: Batch,
-        answers: Sequence[Sequence[str]],
+        self, network: Any, batch: Batch, answers: Sequence[Sequence[str]],
         tally: Tally | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, float]:  # fmt: skip
         loss = float(summed_loss(network, **batch))
         return {"loss": loss, "tokens": float(len(batch["targets"]))}
 
@@ -274,9 +259,9 @@ class Causal(Packs, Predicts, ByExample):
         found: list[Sample] = []
         for row in examples:
             with suppress(UnreadableError):
-                one = self.form.sample(row)
-                question_tokens(self.reader, self.form.question(one.values), self.max_length)
-                found.append(one)
+                sample = self.form.sample(row)
+                question_tokens(self.reader, self.form.question(sample.values), self.max_length)
+                found.append(sample)
             if len(found) == most:
                 break
         return found
@@ -294,7 +279,7 @@ class Causal(Packs, Predicts, ByExample):
         ]
         most = self.max_length - self._answer_tokens
         ids = [question_tokens(self.reader, self.form.question(row), most) for row in rows]
-        lengths = np.asarray([len(one) for one in ids], dtype=np.int32)
+        lengths = np.asarray([len(row) for row in ids], dtype=np.int32)
         return {"input_ids": _padded(ids, most).astype(np.int32), "length": lengths}
 
     def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
@@ -303,8 +288,8 @@ class Causal(Packs, Predicts, ByExample):
 
     def _ends(self, network: Any) -> list[int]:
         """List the tokens that end an answer: the model's, the tokenizer's, the template's."""
-        told = getattr(network.generation_config, "eos_token_id", None)
-        ends = {self.reader.eos_token_id, *(told if isinstance(told, list) else [told])}
+        known = getattr(network.generation_config, "eos_token_id", None)
+        ends = {self.reader.eos_token_id, *(known if isinstance(known, list) else [known])}
         if after := self.form.end():
             first = self.reader(after, add_special_tokens=False).input_ids[0]
             if first in self.reader.all_special_ids:
@@ -313,8 +298,6 @@ class Causal(Packs, Predicts, ByExample):
 
 
 TASK = Causal
-
-_COLUMNS = ("ids", "of", "length", "cut", "unlearned", "problem")
 
 
 def _padded(rows: Sequence[Sequence[int | bool]], length: int) -> np.ndarray:
@@ -337,10 +320,7 @@ def _left_padded(ids: Tensor, lengths: Tensor) -> Batch:
     width = ids.shape[1]
     places = torch.arange(width)[None] - (width - lengths.long()[:, None])
     mask = places >= 0
-    return {
-        "input_ids": ids.gather(1, places.clamp(min=0)) * mask,
-        "attention_mask": mask.long(),
-    }
+    return {"input_ids": ids.gather(1, places.clamp(min=0)) * mask, "attention_mask": mask.long()}
 
 
 def _new_tokens(network: Any, batch: Batch, ends: list[int], most: int) -> list[list[int]]:

@@ -26,12 +26,9 @@ class Classification(Predicts, ByExample):
         return F.cross_entropy(self.logits(network, batch), batch["labels"])
 
     def measure(
-        self,
-        network: Any,
-        batch: Batch,
-        answers: Sequence[Sequence[str]],
+        self, network: Any, batch: Batch, answers: Sequence[Sequence[str]],
         tally: Tally | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, float]:  # fmt: skip
         logits, labels = self.logits(network, batch), batch["labels"]
         if tally is not None:
             tally.add(labels.tolist(), logits.argmax(-1).tolist())

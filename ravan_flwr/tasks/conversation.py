@@ -2,14 +2,14 @@
 
 A template is a program of Jinja in a model's folder, or in the preset. transformers runs it in
 Jinja's sandbox: it computes a text, and reaches neither files nor Python; its steps are counted.
-Where a turn begins and ends is told by how the text is built, turn by turn:
+How the text is built, turn by turn, shows where a turn begins and ends:
 
-    asked    the messages before the turn, with the opening of an answer: what a model is given
-    told     the messages up to the turn and with it
+    asked       the messages before the turn, with the opening of an answer: what a model is given
+    answered    the messages up to the turn and with it
 
-The turn is what `told` has beyond `asked`. It is learned where `told` begins the whole text. A
-template may write earlier turns otherwise than the last one (leave out what was thought aloud, move
-the system's message): such a turn is read by the model, but not learned.
+The turn is what `answered` has beyond `asked`. It is learned where `answered` begins the whole
+text. A template may write earlier turns otherwise than the last one (leave out what was thought
+aloud, move the system's message): such a turn is read by the model, but not learned.
 """
 
 import sys
@@ -66,7 +66,7 @@ def messages_of(value: Any) -> list[Message]:
 
 def conversation(reader: Any, messages: Sequence[Message]) -> Written:
     """Write a whole conversation; ValueError if it has no answer to learn."""
-    turns = [n for n, one in enumerate(messages) if one["role"] == ASSISTANT]
+    turns = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
     if not turns:
         raise UnreadableError("its conversation has no message of the assistant")
     turns = [n for n in turns if messages[n]["content"].strip()]
@@ -90,13 +90,13 @@ def _answer(
     try:
         before = render(reader, messages[:turn])
         asked = render(reader, messages[:turn], opening=True)
-        told = text if turn == len(messages) - 1 else render(reader, messages[: turn + 1])
+        answered = text if turn == len(messages) - 1 else render(reader, messages[: turn + 1])
     except UnreadableError:  # a part alone is refused: roles that must alternate, say
         return None
-    start = len(commonprefix([asked, told]))  # noqa: RUF071 (it is to)
-    if start < len(before) or not text.startswith(told) or start == len(told):
+    start = len(commonprefix([asked, answered]))  # noqa: RUF071 (it is to)
+    if start < len(before) or not text.startswith(answered) or start == len(answered):
         return None
-    return start, len(told)
+    return start, len(answered)
 
 
 def question(reader: Any, messages: Sequence[Message]) -> Written:
@@ -140,8 +140,8 @@ def render(reader: Any, messages: Sequence[Message], *, opening: bool = False) -
             "should be, end other programs"
         ) from error
     except Exception as error:  # noqa: BLE001 (a template computes what it likes)
-        told = f"{type(error).__name__}: {error}"
-        raise UnreadableError(f"the chat template cannot write it: {told}") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise UnreadableError(f"the chat template cannot write it: {reason}") from None
     return text
 
 

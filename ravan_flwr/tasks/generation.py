@@ -123,12 +123,9 @@ class TextToText(Predicts, ByExample):
         return _losses(network, batch).mean()
 
     def measure(
-        self,
-        network: Any,
-        batch: Batch,
-        answers: Sequence[Sequence[str]],
+        self, network: Any, batch: Batch, answers: Sequence[Sequence[str]],
         tally: Tally | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, float]:  # fmt: skip
         loss = float(_losses(network, batch).sum())
         texts = self._written(network, batch)
         if tally is not None:

@@ -9,8 +9,8 @@ The last token of a choice is never read. So choices of one token, as letters ar
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -75,9 +75,12 @@ class Questions:
         for question in self.questions:
             ends.append(ends[-1] + len(question.choices))
         sums = torch.zeros(ends[-1], dtype=torch.float64)
-        for batch in _batches(_texts(self.questions)):
-            owners, values = _scored(network, batch, device)
+        texts, start = _texts(self.questions), 0
+        while start < len(texts):
+            number = max(1, TOKENS // len(texts[start].ids))
+            owners, values = _scored(network, texts[start : start + number], device)
             sums.index_add_(0, owners, values.cpu().double())
+            start += number
         return [sums[start:end].tolist() for start, end in pairwise(ends)]
 
 
@@ -101,7 +104,9 @@ def asked(row: Mapping[str, Any], spec: QuestionSpec, answers: Any = None) -> Qu
         value = answers.names[value] if value >= 0 else None
     right = _position(value, choices)
     texts = {role: text_of(role, row[role]).strip() for role, _ in spec.columns if role != "answer"}
-    listed = "\n".join(f"{letter}. {one}" for letter, one in zip(LETTERS, choices, strict=False))
+    listed = "\n".join(
+        f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False)
+    )
     if "choices" in roles_in(spec.prompt):
         choices = list(LETTERS[: len(choices)])
     prompt = spec.prompt.format(**texts, choices=listed)
@@ -164,31 +169,42 @@ def _place_of(text: str, choices: Sequence[str]) -> int:
 def questions_of(
     examples: datasets.Dataset, spec: QuestionSpec, reader: Any, most: int, overlong: str
 ) -> Questions:
-    """Read all questions, and leave out those that cannot be scored; tell of them."""
+    """Read all questions, and leave out those that cannot be scored; report them."""
     problems, cut, good = [], 0, []
     answers = examples.features["answer"]
     for row in examples:
         try:
             whole = _tokens(reader, asked(row, spec, answers))
-            question = _fitted(reader, whole, most, overlong)
+            question, longest = whole, max(map(len, whole.choices))
+            over = len(whole.prompt) + longest - most
+            if over > 0:  # cut the prompt from its front, the same for all choices
+                first = int(whole.prompt[0] == reader.bos_token_id)
+                if over >= len(whole.prompt) - first:
+                    raise UnreadableError(
+                        "one of its choices alone has more tokens than max-length"
+                    )
+                if overlong == "drop":
+                    raise UnreadableError("it has more tokens than max-length")
+                shorter = whole.prompt[:first] + whole.prompt[first + over :]
+                question = replace(whole, prompt=shorter)
+                cut += 1
         except UnreadableError as error:
             problems.append(str(error))
             continue
         problems.append("")
-        cut += len(question.prompt) < len(whole.prompt)
         good.append(question)
     report_skipped_examples(problems, "questions", "asked", "choices and the right answer")
     report_cut_examples(cut, len(problems), most, "questions")
     return Questions(good, spec.score)
 
 
-def _tokens(reader: Any, one: QuestionText) -> Question:
+def _tokens(reader: Any, question: QuestionText) -> Question:
     """Read prompt and choices; where a token would reach over the border, they are read apart."""
     prompt: tuple[int, ...] = ()
     choices = []
-    for choice in one.choices:
-        text = one.prompt + choice
-        tokens = tokens_of(reader, Written(text, ((len(one.prompt), len(text)),)))
+    for choice in question.choices:
+        text = question.prompt + choice
+        tokens = tokens_of(reader, Written(text, ((len(question.prompt), len(text)),)))
         start = tokens.learned.index(True)
         prompt = tuple(tokens.ids[:start])
         choices.append(tuple(tokens.ids[start:-1]))  # without the token for the end
@@ -196,23 +212,8 @@ def _tokens(reader: Any, one: QuestionText) -> Question:
         raise UnreadableError("its prompt has no token")
     if not all(choices):
         raise UnreadableError("one of its choices has no token")
-    characters = tuple(len(choice.strip()) for choice in one.choices)
-    return Question(prompt, tuple(choices), one.right, characters)
-
-
-def _fitted(reader: Any, question: Question, most: int, overlong: str) -> Question:
-    """Cut a prompt from its front, the same for all choices, or refuse the question."""
-    prompt, longest = question.prompt, max(map(len, question.choices))
-    over = len(prompt) + longest - most
-    if over <= 0:
-        return question
-    first = int(prompt[0] == reader.bos_token_id)
-    if over >= len(prompt) - first:
-        raise UnreadableError("one of its choices alone has more tokens than max-length")
-    if overlong == "drop":
-        raise UnreadableError("it has more tokens than max-length")
-    cut = prompt[:first] + prompt[first + over :]
-    return Question(cut, question.choices, question.right, question.characters)
+    characters = tuple(len(choice.strip()) for choice in question.choices)
+    return Question(prompt, tuple(choices), question.right, characters)
 
 
 # What the network makes of them.
@@ -235,30 +236,21 @@ def _texts(questions: Sequence[Question]) -> list[_Text]:
         here: dict[tuple[int, ...], _Text] = {}
         for choice in question.choices:
             ids = question.prompt + choice[:-1]
-            one = here.setdefault(ids, _Text(ids, len(question.prompt) - 1, []))
-            one.scored.append((number, choice))
+            text = here.setdefault(ids, _Text(ids, len(question.prompt) - 1, []))
+            text.scored.append((number, choice))
             number += 1
         texts += here.values()
-    return sorted(texts, key=lambda one: -len(one.ids))
-
-
-def _batches(texts: Sequence[_Text]) -> Iterator[Sequence[_Text]]:
-    """Divide texts, which are sorted by their lengths."""
-    start = 0
-    while start < len(texts):
-        number = max(1, TOKENS // len(texts[start].ids))
-        yield texts[start : start + number]
-        start += number
+    return sorted(texts, key=lambda text: -len(text.ids))
 
 
 def _scored(network: Any, batch: Sequence[_Text], device: torch.device) -> tuple[Tensor, Tensor]:
     """Compute the log-likelihood of each token of each choice, and say whose it is."""
-    width = max(len(one.ids) for one in batch)
-    ids = torch.tensor([[*one.ids, *[0] * (width - len(one.ids))] for one in batch])
+    width = max(len(text.ids) for text in batch)
+    ids = torch.tensor([[*text.ids, *[0] * (width - len(text.ids))] for text in batch])
     places = [
-        (line * width + one.start + place, token, number)
-        for line, one in enumerate(batch)
-        for number, choice in one.scored
+        (line * width + text.start + place, token, number)
+        for line, text in enumerate(batch)
+        for number, choice in text.scored
         for place, token in enumerate(choice)
     ]
     positions, targets, owners = torch.tensor(places).T

@@ -58,7 +58,17 @@ class Vision(Classification):
         try:
             return self._encode(examples, labels)
         except UnreadableError:
-            raise ValueError(_unreadable(examples)) from None
+            wrong = []
+            for value in examples["image"]:
+                try:
+                    image_of(value, Path())
+                except UnreadableError as error:
+                    wrong.append(f"{value['path'] or 'one without a name'} ({error})")
+            listed = "; ".join(wrong[:10]) + ("; ..." if len(wrong) > 10 else "")
+            raise ValueError(
+                f"images: {len(wrong)} of {len(examples)} cannot be read: {listed}; expected whole "
+                "image files; take them out, or save them again"
+            ) from None
 
     def _encode(self, examples: datasets.Dataset, labels: np.ndarray) -> Encoded:
         if self.reader is None:
@@ -201,21 +211,6 @@ def _images(values: Sequence[Any], feature: Any) -> list[Any]:
         return list(values)
     images = [image_of(value, Path()) if isinstance(value, dict) else value for value in values]
     return [image.convert(feature.mode) if feature.mode else image for image in images]
-
-
-def _unreadable(examples: datasets.Dataset, most: int = 10) -> str:
-    """Name the images that cannot be read."""
-    wrong = []
-    for value in examples["image"]:
-        try:
-            image_of(value, Path())
-        except UnreadableError as error:
-            wrong.append(f"{value['path'] or 'one without a name'} ({error})")
-    listed = "; ".join(wrong[:most]) + ("; ..." if len(wrong) > most else "")
-    return (
-        f"images: {len(wrong)} of {len(examples)} cannot be read: {listed}; expected whole image "
-        "files; take them out, or save them again"
-    )
 
 
 def _centred(images: np.ndarray) -> Tensor:

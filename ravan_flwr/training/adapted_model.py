@@ -25,14 +25,9 @@ class AdaptedModel:
     """Lend a network with a method's adapters in it to one client after the other."""
 
     def __init__(
-        self,
-        backbone: "Backbone",
-        make_method: Callable[[list[Layer], int], Method],
-        *,
-        train_classifier: bool,
-        threads: int | None = None,
-        shares_device: bool = True,
-    ) -> None:
+        self, backbone: "Backbone", make_method: Callable[[list[Layer], int], Method], *,
+        train_classifier: bool, threads: int | None = None, shares_device: bool = True,
+    ) -> None:  # fmt: skip
         """Put the method's adapters into the backbone; on a CPU it computes with `threads`."""
         network, classifier = backbone.network, backbone.classifier
         network.requires_grad_(False)

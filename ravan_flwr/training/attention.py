@@ -44,24 +44,16 @@ class _Fused(TorchFunctionMode):
         self.masks, self.drops = masks, drops
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         attends = func is F.scaled_dot_product_attention
         return (self._attend if attends else func)(*args, **(kwargs or {}))
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        **more: Any,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, **more: Any,
+    ) -> Tensor:  # fmt: skip
         if dropout_p and not self.drops:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **more)
         mask = attn_mask if self.masks else None

@@ -141,9 +141,7 @@ def _old_driver(cuda: str, driver: Path, environment: Mapping[str, str]) -> str:
 
 
 def unused_gpus(
-    cuda: str | None,
-    driver: Path = DRIVER,
-    environment: Mapping[str, str] = os.environ,
+    cuda: str | None, driver: Path = DRIVER, environment: Mapping[str, str] = os.environ
 ) -> str | None:
     """Say what GPUs a process on the CPU was not given, and what to do; None if there are none.
 
@@ -177,5 +175,5 @@ def unused_gpus(
 @cache
 def tell_of_unused_gpus(cuda: str | None) -> None:
     """Log that GPUs are unused, once a process."""
-    if told := unused_gpus(cuda):
-        log.warning("%s", told)
+    if reason := unused_gpus(cuda):
+        log.warning("%s", reason)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -63,18 +63,11 @@ class LocalSteps:
 
 def steps_of(config: Config, number: int, examples: int) -> LocalSteps:
     """Say how a client with so many examples trains in that round of a run."""
+    same = {field.name for field in fields(LocalSteps)} - {"number", "learning_rate"}
     return LocalSteps(
-        number=config.steps_of(examples),
-        batch_size=config.batch_size,
+        config.steps_of(examples),
         learning_rate=rate_in_round(config, number),
-        precision=config.precision,
-        proximal_mu=config.proximal_mu,
-        batching=config.batching,
-        micro_batch_size=config.micro_batch_size,
-        micro_batch_tokens=config.micro_batch_tokens,
-        packing=config.packing,
-        weight_decay=config.weight_decay,
-        max_gradient_norm=config.max_gradient_norm,
+        **{name: getattr(config, name) for name in same},
     )
 
 
@@ -89,16 +82,9 @@ class LocalResult:
 
 
 def train_locally(
-    model: AdaptedModel,
-    task: Task,
-    examples: Encoded,
-    broadcast: Tensors,
-    share: float,
-    steps: LocalSteps,
-    work: ClientRound,
-    own: Tensors | None = None,
-    rows: Tensors | None = None,
-) -> LocalResult:
+    model: AdaptedModel, task: Task, examples: Encoded, broadcast: Tensors, share: float,
+    steps: LocalSteps, work: ClientRound, own: Tensors | None = None, rows: Tensors | None = None,
+) -> LocalResult:  # fmt: skip
     """Do one client's round: load, choose, train, collect; the model is then as it was.
 
     `own` is the part of the model that has stayed with the client, if one has. In a secure round
@@ -110,13 +96,9 @@ def train_locally(
 
 
 def calibrate_locally(
-    model: AdaptedModel,
-    task: Task,
-    examples: Encoded,
-    broadcast: Tensors,
-    steps: LocalSteps,
+    model: AdaptedModel, task: Task, examples: Encoded, broadcast: Tensors, steps: LocalSteps,
     work: ClientRound,
-) -> LocalResult:
+) -> LocalResult:  # fmt: skip
     """Do one client's part of a calibration round."""
     stepper = Stepper(model, task, examples, steps, work)
     with model.holding(broadcast), dropout_from(work.derive("dropout"), model.device):
@@ -147,13 +129,9 @@ class Stepper:
     """Run forward, backward and Adam over a client's batches, in the precision asked for."""
 
     def __init__(
-        self,
-        model: AdaptedModel,
-        task: Task,
-        examples: Encoded,
-        steps: LocalSteps,
+        self, model: AdaptedModel, task: Task, examples: Encoded, steps: LocalSteps,
         work: ClientRound,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.task, self.examples, self.steps = model, task, examples, steps
         self.device = model.device
         by_length, cut = steps.batching == "length", None
@@ -302,28 +280,10 @@ def _pull_back(parameters: Sequence[Tensor], anchors: list[Tensor], mu: float) -
                 parameter.grad.add_(parameter - anchor, alpha=mu)
 
 
-def evaluate(
-    model: AdaptedModel,
-    task: Task,
-    examples: Encoded,
-    batch_size: int,
-    precision: str = "float32",
-    tally: Tally | None = None,
-) -> dict[str, float]:
-    """Measure `loss` and the task's metrics, as means; count labels if asked."""
-    sums = measured_sums(model, task, examples, batch_size, precision, tally)
-    return task.measures.means(sums, len(examples))
-
-
 def measured_sums(
-    model: AdaptedModel,
-    task: Task,
-    examples: Encoded,
-    batch_size: int,
-    precision: str = "float32",
-    tally: Tally | None = None,
-    copies: Sequence[nn.Module] = (),
-) -> dict[str, float]:
+    model: AdaptedModel, task: Task, examples: Encoded, batch_size: int, precision: str = "float32",
+    tally: Tally | None = None, copies: Sequence[nn.Module] = (),
+) -> dict[str, float]:  # fmt: skip
     """Measure as sums over the examples; `copies` of the network, on other devices, share the work.
 
     What is summed, and in which order, does not depend on them.
@@ -359,14 +319,9 @@ def measured_sums(
 
 
 def evaluate_all(
-    model: AdaptedModel,
-    task: Task,
-    sets: Mapping[str, Encoded],
-    batch_size: int,
-    precision: str = "float32",
-    tally: Tally | None = None,
-    copies: Sequence[nn.Module] = (),
-) -> dict[str, float]:
+    model: AdaptedModel, task: Task, sets: Mapping[str, Encoded], batch_size: int,
+    precision: str = "float32", tally: Tally | None = None, copies: Sequence[nn.Module] = (),
+) -> dict[str, float]:  # fmt: skip
     """Evaluate on the examples of all sets, and `NAME-SET` on each if there are several."""
     sums = {
         name: measured_sums(model, task, examples, batch_size, precision, tally, copies)

@@ -144,13 +144,9 @@ def check_parts(parts: Sequence[Part], schedule: Schedule) -> None:
 
 
 def to_numbers(
-    method: Method,
-    sent: Mapping[str, Tensor],
-    upload: Mapping[str, Tensor],
-    schedule: Schedule,
-    rows: Bits,
-    random: np.random.Generator,
-) -> Numbers:
+    method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor], schedule: Schedule,
+    rows: Bits, random: np.random.Generator,
+) -> Numbers:  # fmt: skip
     """Round a client's changes to whole numbers, row after row as the schedule has them."""
     filled = filled_in(method, sent, upload)
     found, beyond, total = [], 0, 0
@@ -222,12 +218,9 @@ def noise_in(config: Config, schedule: Schedule) -> NoiseShares:
 
 
 def to_noised(
-    method: Method,
-    sent: Mapping[str, Tensor],
-    upload: Mapping[str, Tensor] | None,
-    schedule: Schedule,
-    random: np.random.Generator,
-) -> Numbers:
+    method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor] | None,
+    schedule: Schedule, random: np.random.Generator,
+) -> Numbers:  # fmt: skip
     """Clip a client's changes, round them, and add its share of the noise, row after row."""
     noise, clients = schedule.noise, len(schedule.partitions)
     assert noise is not None
@@ -237,12 +230,9 @@ def to_noised(
 
 
 def clipped_steps(
-    method: Method,
-    sent: Mapping[str, Tensor],
-    upload: Mapping[str, Tensor] | None,
-    schedule: Schedule,
-    random: np.random.Generator,
-) -> Steps:
+    method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor] | None,
+    schedule: Schedule, random: np.random.Generator,
+) -> Steps:  # fmt: skip
     """Make the whole numbers without noise: their norm is at most the clip norm.
 
     What is not finite counts as zero, and so does no upload at all: a client that failed for it

@@ -232,11 +232,7 @@ def _targets(spec: ModelSpec, network: PreTrainedModel) -> tuple[str, ...]:
     return TARGETS[model_type]
 
 
-def _bundled(
-    spec: ModelSpec,
-    task: Task,
-    _: torch.dtype,
-) -> tuple[PreTrainedModel, list[str]]:
+def _bundled(spec: ModelSpec, task: Task, _: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
     """Load a backbone that travels with the app, and name the parameters that it lacks."""
     settings, weights = read_backbone(bundled_file(spec.name))
     network = _architecture(settings, task, spec.name)

@@ -44,10 +44,10 @@ def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> s
     config = settle(read_config(own_preset(settings)))
     if not config.model.shape:  # of which a preset says enough for a plan without the hub
         make_task(config).check_sizes()
-    told = [describe(replace(config, num_clients=number_of_clients(config, num_clients)))]
+    lines = [describe(replace(config, num_clients=number_of_clients(config, num_clients)))]
     if idle := told_without_effect(settings, config.method, config.learning_rate_schedule):
-        told += ["", *idle]
-    return "\n".join(told)
+        lines += ["", *idle]
+    return "\n".join(lines)
 
 
 def describe(config: Config) -> str:
@@ -239,7 +239,7 @@ def _private_clients(config: Config, built: Skeleton, there: int) -> list[str]:
     noise = Noise(z, rate * there, config.clip_norm is None, config.noise_cohort)
     size = noise_norm(state, expected, noise.of_changes * norm)
     spent = epsilon_of(z, rate, config.delta, rounds)
-    told = [
+    lines = [
         f"privacy         epsilon {spent:.3f} after {rounds} rounds, delta {config.delta:g}, "
         f"noise multiplier {z:.4g},",
         f"                each of {there} clients in a round with probability {rate:.4g}; above",
@@ -250,16 +250,16 @@ def _private_clients(config: Config, built: Skeleton, there: int) -> list[str]:
     if config.clip_norm is None:
         held = _rounds_held(config, spent, z, rate, 1)
         most = reached(norm, held)
-        told.append(
+        lines.append(
             f"                it adapts, to at most {most:.3g} in the last of {held} rounds"
         )
     if config.noise_cohort:
-        told.append(
+        lines.append(
             f"                a study: as {config.noise_cohort:,} clients a round would have"
         )
-    told += _ends(config, spent, z, rate, 1, "ends it")
+    lines += _ends(config, spent, z, rate, 1, "ends it")
     if not config.secure_aggregation:
-        return told
+        return lines
     # What a server may learn that sees masked sums with noise in them.
     if why := why_not_masked(there, rate, config.secure_minimum, rounds, config.delta):
         raise ValueError(why)
@@ -267,16 +267,16 @@ def _private_clients(config: Config, built: Skeleton, there: int) -> list[str]:
     each = NoiseShares(FIRST_NORM, z).left(number, threshold_of(number)) ** -2
     usual, most_often = _usual_rounds(config, there), most_rounds(there, rate, rounds)
     of_usual, of_most = (epsilon_seen(times * each, config.delta) for times in (usual, most_often))
-    told += [
+    lines += [
         f"                for the server, which knows who takes part: epsilon {of_usual:.3f} of a",
         f"                client in {usual} rounds, as many as are usual; each sends all heads",
     ]
     if most_often > usual:
-        told.append(
+        lines.append(
             f"                {of_most:.3f} of the client that is drawn most often, in about "
             f"{most_often}"
         )
-    return told
+    return lines
 
 
 def _private_examples(config: Config, built: Skeleton, there: int) -> list[str]:

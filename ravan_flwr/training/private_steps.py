@@ -82,15 +82,9 @@ def _usable(
 
 
 def train_privately(
-    model: AdaptedModel,
-    task: Task,
-    examples: Encoded,
-    broadcast: Tensors,
-    share: float,
-    steps: LocalSteps,
-    work: ClientRound,
-    noise: StepNoise,
-) -> LocalResult:
+    model: AdaptedModel, task: Task, examples: Encoded, broadcast: Tensors, share: float,
+    steps: LocalSteps, work: ClientRound, noise: StepNoise,
+) -> LocalResult:  # fmt: skip
     """Do one client's round, as `train_locally` does, with private steps; no loss is measured."""
     check_examples_apart(model, task)
     stepper = PrivateStepper(model, task, examples, steps, work, noise)
@@ -131,14 +125,9 @@ class PrivateStepper(Stepper):
     """Make private gradients for the optimiser; no plain one is ever computed."""
 
     def __init__(
-        self,
-        model: AdaptedModel,
-        task: Task,
-        examples: Encoded,
-        steps: LocalSteps,
-        work: ClientRound,
-        noise: StepNoise,
-    ) -> None:
+        self, model: AdaptedModel, task: Task, examples: Encoded, steps: LocalSteps,
+        work: ClientRound, noise: StepNoise,
+    ) -> None:  # fmt: skip
         self.noise, self.apart = noise, task_with(ByExample, task, "privacy=example")
         self._failed: set[int] = set()  # rows of which the log has said so
         self.rate = sampling_rate(steps.batch_size, len(examples))
