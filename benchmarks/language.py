@@ -32,6 +32,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Batch
+from ravan_flwr.tasks.extensions import Packs, task_with
 from ravan_flwr.training.batching import training_batches
 from ravan_flwr.training.local_steps import LocalSteps, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
@@ -185,7 +186,10 @@ def tokens_told(bench: ModelAndData, given: argparse.Namespace) -> str:
     def through(lay_out: Callable[[Batch], Batch]) -> int:
         return sum(lay_out(batch)["input_ids"].numel() for batch in taken)
 
-    apart, together = through(bench.task.collate), through(bench.task.packed)
+    apart, together = (
+        through(bench.task.collate),
+        through(task_with(Packs, bench.task, "packing").packed),
+    )
     return f"tokens of a turn: {apart:,}, {together:,} with packing, {there:,} without padding\n"
 
 

@@ -34,7 +34,7 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import EVALUATION_BATCH, Encoded
 from ravan_flwr.tasks.text import token_counts
 from ravan_flwr.training.batching import evaluation_batches, training_batches
-from ravan_flwr.training.local_steps import LocalSteps, evaluate, train_locally
+from ravan_flwr.training.local_steps import LocalSteps, evaluate_all, train_locally
 from ravan_flwr.training.model_and_data import ModelAndData
 
 TEXTS, LENGTH, BATCH = 6000, 256, 32
@@ -133,7 +133,7 @@ def evaluations(bench: ModelAndData, test: Encoded) -> dict[str, Callable[[], ob
 
     def by_length() -> dict[str, float]:
         with bench.model.holding(bench.model.initial_state()):
-            return evaluate(bench.model, bench.task, test, EVALUATION_BATCH)
+            return evaluate_all(bench.model, bench.task, {"test": test}, EVALUATION_BATCH)
 
     def in_order() -> dict[str, float]:
         with mock.patch.object(type(bench.task), "lengths", return_value=None):

@@ -36,7 +36,7 @@ with importing():
     from ravan_flwr.training import adapted_model as model
     from ravan_flwr.launch import in_process as simulation
     from ravan_flwr.training import local_steps as training
-    from ravan_flwr.training import workbench
+    from ravan_flwr.training import model_and_data as workbench
 phases = {"imports": time.time() - began}
 
 def clocked(home, name, phase):

@@ -33,7 +33,6 @@ from ravan_flwr.server.delivery import DeliverAtEnd, Delivery
 from ravan_flwr.server.example_budget import ExampleBudget
 from ravan_flwr.server.message_builder import MessageBuilder
 from ravan_flwr.server.privacy_budget import PrivacyBudget
-from ravan_flwr.server.replies import Measures
 from ravan_flwr.server.reply_decoder import guard
 from ravan_flwr.server.reply_fetcher import in_process, processes_of, simulating
 from ravan_flwr.server.resume import (
@@ -291,7 +290,7 @@ def _strategy(
         memory=start.memory,
         partitions=records[-1]["partitions"] if records else None,
         trained=start.trained,
-        measured=Measures.of(bench.task),
+        measured=bench.task.measures,
         partition_sizes=bench.partition_sizes,
         limits=limits,
         privacy=privacy,

@@ -8,7 +8,9 @@ from ravan_flwr.methods import METHODS, MethodInfo
 
 IDEAS = ("scales", "anew")
 for idea in IDEAS:
-    METHODS[f"ravan-{idea}"] = MethodInfo(f"benchmarks.ravan_ideas.{idea}", 3e-3, has_heads=True)
+    METHODS[f"ravan-{idea}"] = MethodInfo(
+        3e-3, has_heads=True, module=f"benchmarks.ravan_ideas.{idea}"
+    )
 
 from ravan_flwr.cli import main  # noqa: E402 (it makes a list of the methods)
 from ravan_flwr.studies.spec import PlannedRun  # noqa: E402

@@ -27,18 +27,13 @@ from torch import Tensor
 
 from ravan_flwr.seeding import generator
 
+Pair = tuple[Tensor, Tensor]
+
 
 def make_bases(
-    scheme: str,
-    *,
-    heads: int,
-    rank: int,
-    out_features: int,
-    in_features: int,
-    seed: int,
-    layer: str,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    scheme: str, *, heads: int, rank: int, out_features: int, in_features: int, seed: int,
+    layer: str, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Make B (heads, out, r) and A (heads, r, in), in float32."""
     if rank > min(out_features, in_features):
         raise ValueError(
@@ -50,33 +45,25 @@ def make_bases(
     return (scale * B).float(), (scale * A).float()
 
 
-def _normal(
-    heads: int, rank: int, out_features: int, in_features: int, random: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    B = _randn(random, heads, out_features, rank) / math.sqrt(out_features)
-    A = _randn(random, heads, rank, in_features) / math.sqrt(in_features)
+def _normal(heads: int, rank: int, out: int, in_: int, random: torch.Generator) -> Pair:
+    B = _randn(random, heads, out, rank) / math.sqrt(out)
+    A = _randn(random, heads, rank, in_) / math.sqrt(in_)
     return B, A
 
 
-def _gram_schmidt(
-    heads: int, rank: int, out_features: int, in_features: int, random: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    B = _orthonormal_heads(heads, rank, out_features, random)
-    A = _orthonormal_heads(heads, rank, in_features, random)
+def _gram_schmidt(heads: int, rank: int, out: int, in_: int, random: torch.Generator) -> Pair:
+    B = _orthonormal_heads(heads, rank, out, random)
+    A = _orthonormal_heads(heads, rank, in_, random)
     return B, A.transpose(1, 2)
 
 
-def _constant(
-    heads: int, rank: int, out_features: int, in_features: int, random: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    B, A = _normal(1, rank, out_features, in_features, random)
+def _constant(heads: int, rank: int, out: int, in_: int, random: torch.Generator) -> Pair:
+    B, A = _normal(1, rank, out, in_, random)
     return B.repeat(heads, 1, 1), A.repeat(heads, 1, 1)
 
 
-def _shared_subspace(
-    heads: int, rank: int, out_features: int, in_features: int, random: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    (M,), (N,) = _normal(1, rank, out_features, in_features, random)
+def _shared_subspace(heads: int, rank: int, out: int, in_: int, random: torch.Generator) -> Pair:
+    (M,), (N,) = _normal(1, rank, out, in_, random)
     # Normal matrices are invertible with probability one; dividing by sqrt(r) keeps the norms.
     R = _randn(random, heads, rank, rank) / math.sqrt(rank)
     return M @ R, R @ N
@@ -93,9 +80,7 @@ def describe_bases(bases: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Any]
     return {"first": first, "sizes": dict(sorted(sizes.items())), "sums": sums}
 
 
-_Scheme = Callable[[int, int, int, int, torch.Generator], tuple[Tensor, Tensor]]
-
-SCHEMES: dict[str, _Scheme] = {
+SCHEMES: dict[str, Callable[[int, int, int, int, torch.Generator], Pair]] = {
     "normal": _normal,
     "gram-schmidt": _gram_schmidt,
     "constant": _constant,

@@ -17,7 +17,7 @@ privacy of each example.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,9 @@ Wanted = Callable[[Tensor], bool]  # tells of a parameter whether it is trained
 Found = Iterator[tuple[Tensor, Tensor]]  # with its gradients, (examples, *shape)
 
 
-class Rule(NamedTuple):
-    """Say which parameters of a layer it finds gradients of, and find them.
-
-    x is (examples, tokens, in), the gradient of the output (examples, tokens, out).
-    """
-
-    parameters: Callable[[Any], list[Tensor]]
-    gradients: Callable[[Any, Tensor, Tensor, Wanted], Found]
+# Yields gradients of a layer's own parameters. x is (examples, tokens, in), the gradient of the
+# output (examples, tokens, out).
+Rule = Callable[[Any, Tensor, Tensor, Wanted], Found]
 
 
 def rule_of(layer: nn.Module) -> Rule | None:
@@ -47,8 +42,10 @@ def rule_of(layer: nn.Module) -> Rule | None:
     return next((rule for kind, rule in RULES.items() if isinstance(layer, kind)), None)
 
 
-def _of_linear(layer: nn.Linear) -> list[Tensor]:
-    return [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+def ruled(layer: nn.Module) -> list[Tensor]:
+    """List the parameters that the rule of a layer is for."""
+    own = getattr(layer, "subset", None) or layer  # of a multi-head layer's trained heads
+    return list(own.parameters(recurse=False))
 
 
 def _linear(layer: nn.Linear, x: Tensor, g: Tensor, wanted: Wanted) -> Found:
@@ -58,21 +55,12 @@ def _linear(layer: nn.Linear, x: Tensor, g: Tensor, wanted: Wanted) -> Found:
         yield layer.bias, g.sum(1)
 
 
-def _of_lora(layer: LoRALinear) -> list[Tensor]:
-    return [layer.B, layer.A]
-
-
 def _lora(layer: LoRALinear, x: Tensor, g: Tensor, wanted: Wanted) -> Found:
     B, A, scaled = layer.B.detach().float(), layer.A.detach().float(), layer.scale * g
     if wanted(layer.B):
         yield layer.B, scaled.mT @ (x @ A.mT)
     if wanted(layer.A):
         yield layer.A, (scaled @ B).mT @ x
-
-
-def _of_heads(layer: MultiHeadLinear) -> list[Tensor]:
-    trained = layer.subset or layer
-    return [trained.H, trained.s]
 
 
 def _heads(layer: MultiHeadLinear, x: Tensor, g: Tensor, wanted: Wanted) -> Found:
@@ -91,7 +79,7 @@ def _heads(layer: MultiHeadLinear, x: Tensor, g: Tensor, wanted: Wanted) -> Foun
 
 
 RULES: dict[type[nn.Module], Rule] = {
-    MultiHeadLinear: Rule(_of_heads, _heads),
-    LoRALinear: Rule(_of_lora, _lora),
-    nn.Linear: Rule(_of_linear, _linear),
+    MultiHeadLinear: _heads,
+    LoRALinear: _lora,
+    nn.Linear: _linear,
 }

@@ -33,14 +33,9 @@ ENOUGH_BITS = 32  # of a weight in which no small update is lost
 
 
 def merged_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
+    x: Tensor, weight: Tensor, bias: Tensor | None, B: Tensor, C: Tensor, A: Tensor,
     trained: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute y as above, with B (out, h r), C (h, r, r), A (h r, in); W, b, B and A are constants.
 
     C's gradient is that of the heads `trained`, all of them if None, and zero for the others.
@@ -59,15 +54,9 @@ def loses_nothing(weight: Tensor, x: Tensor) -> bool:
 class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        B: Tensor,
-        C: Tensor,
-        A: Tensor,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, B: Tensor, C: Tensor, A: Tensor,
         trained: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         heads, rank, _ = C.shape
         merged = torch.addmm(weight, B, torch.bmm(C, A.view(heads, rank, -1)).flatten(0, 1))
         ctx.heads = heads

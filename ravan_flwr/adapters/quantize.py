@@ -16,12 +16,9 @@ BITS = {"8bit": 8.0, "4bit": 4.127}  # a weight with its share of the scales
 
 
 def quantize(
-    network: nn.Module,
-    how: str,
-    classifier: Collection[nn.Parameter],
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | None = None,
-) -> None:
+    network: nn.Module, how: str, classifier: Collection[nn.Parameter],
+    dtype: torch.dtype = torch.float32, device: torch.device | None = None,
+) -> None:  # fmt: skip
     """Replace the linear layers, one by one onto the device; they compute in `dtype`."""
     library = _library()
     for name, linear in quantizable(network, classifier).items():

@@ -160,10 +160,11 @@ def _evaluate(client: ClientRequest) -> RecordDict:
     with bench.model.holding(client.broadcast, client.find_own()):
         size, precision = bench.task.evaluation_batch, client.config.precision
         sums = measured_sums(bench.model, bench.task, examples, size, precision)
-    means, unit = bench.task.means(sums, len(examples)), bench.task.unit
-    told: dict[str, float] = {name: means[name] for name in bench.task.told}
-    told |= {f"num-{unit}": sums[unit]} if unit in sums else {}
-    metrics = MetricRecord({"round": client.round, "num-examples": len(examples), **told})
+    measures = bench.task.measures
+    means, unit = measures.means(sums, len(examples)), measures.unit
+    reported: dict[str, float] = {name: means[name] for name in measures.names}
+    reported |= {f"num-{unit}": sums[unit]} if unit in sums else {}
+    metrics = MetricRecord({"round": client.round, "num-examples": len(examples), **reported})
     return RecordDict({"metrics": metrics})
 
 

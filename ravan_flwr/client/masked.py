@@ -21,11 +21,13 @@ from ravan_flwr.training.masked import (
     check_given,
     check_parts,
     check_rows,
+    noise_in,
+    noised_parts,
     parts_of,
     rows_wanted,
+    to_noised,
     to_numbers,
 )
-from ravan_flwr.training.noised import noise_in, noised_parts, to_noised
 
 log = getLogger(__name__)
 

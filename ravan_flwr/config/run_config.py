@@ -269,7 +269,7 @@ def _check_batching(values: Mapping[str, Scalar], preset: Preset, max_length: in
                 f"{key} = {values[key]!r}: {preset.path} has no texts, expected {without!r}, since "
                 "all its examples are of one size; leave it out"
             )
-    if values["packing"] and not TASKS[preset.task].is_causal_lm:
+    if values["packing"] and not TASKS[preset.task].packs:
         raise ValueError(
             f"packing = true: {preset.path} has task {preset.task!r}, expected 'causal', whose "
             "texts can lie side by side; leave it out"

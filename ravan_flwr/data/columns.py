@@ -1,6 +1,7 @@
 """Read a column by which simulated clients differ, whatever a data set has in it."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import datasets
 import numpy as np
@@ -23,19 +24,16 @@ def check_column(spec: DataSpec, examples: datasets.Dataset) -> None:
         return
     whole = SOURCES[spec.source](spec)["train"]  # read once more: `examples` has what is used
     lacks = "the task has no label" if column == "label" else "the data has no such column"
-    usable = ", ".join(repr(name) for name in whole.column_names if _divides(whole, name))
+    names = []
+    for name in whole.column_names:
+        with suppress(ValueError):
+            names += [repr(name)] if values_of(whole, name) else []
+    usable = ", ".join(names)
     has = f"that has a value for each example: {usable}" if usable else "(none of them will do)"
     raise ValueError(
         f"partition-by = {spec.partition_by!r}: {lacks}, expected a column of the data {has}; "
         "name one with partition-by=..., or choose a partition that reads none, such as iid"
     )
-
-
-def _divides(examples: datasets.Dataset, column: str) -> bool:
-    try:
-        return bool(values_of(examples, column))
-    except ValueError:
-        return False
 
 
 def values_of(examples: datasets.Dataset, column: str) -> list[str | float]:
@@ -53,8 +51,12 @@ def values_of(examples: datasets.Dataset, column: str) -> list[str | float]:
             "numbers or classes; name another column"
         )
     values: list[str | float] = examples[column][:]
-    lowest = 0 if isinstance(feature, datasets.ClassLabel) else None  # -1 is no class
-    lacking = [row for row, value in enumerate(values) if _is_missing(value, lowest)]
+    is_class = isinstance(feature, datasets.ClassLabel)  # of which -1 is none
+    lacking = [
+        row
+        for row, value in enumerate(values)
+        if value is None or value != value or (is_class and int(value) < 0)  # noqa: PLR0124 (NaN)
+    ]
     if lacking:
         raise ValueError(
             f"partition-by = {column!r}: {len(lacking):,} of {len(values):,} examples have no "
@@ -62,12 +64,6 @@ def values_of(examples: datasets.Dataset, column: str) -> list[str | float]:
             "expected one for each; fill them in, or take these examples out"
         )
     return values
-
-
-def _is_missing(value: object, lowest: int | None) -> bool:
-    if value is None or value != value:  # noqa: PLR0124 (NaN alone is not itself)
-        return True
-    return lowest is not None and isinstance(value, int) and value < lowest
 
 
 def numbered(values: Sequence[str | float]) -> tuple[list[str | float], np.ndarray]:

@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import datasets
 import numpy as np
 
-from ravan_flwr.data.encoding import check_encoding
-from ravan_flwr.data.hub import as_files, load_data
+from ravan_flwr.data.hub import as_files, check_encoding, load_data
 from ravan_flwr.data.hub_errors import no_bars
 from ravan_flwr.specs import DataSpec
 
@@ -74,7 +75,7 @@ def _hold_back(splits: datasets.DatasetDict, spec: DataSpec, data: str) -> datas
     """Take a share of `train` for the server's test, the same on every machine."""
     train, label = splits["train"], spec.column("label")
     column = next((name for name in (label, "label") if name in train.column_names), None)
-    classes = np.zeros(len(train)) if column is None else _as_texts(train[column])
+    classes = np.zeros(len(train)) if column is None else np.asarray(list(map(str, train[column])))
     test = held_back(classes, spec.test_share, data)
     log.info(
         "%s: it has no split `test`: %d of its %d examples are held back for the server's test",
@@ -105,11 +106,6 @@ def held_back(classes: np.ndarray, share: float, data: str) -> np.ndarray:
             "a split test"
         )
     return test
-
-
-def _as_texts(values: Iterable[object]) -> np.ndarray:
-    """Make an array of anything that can be compared."""
-    return np.asarray([str(value) for value in values])
 
 
 def _share_of_each_class(labels: np.ndarray, share: float) -> np.ndarray:
@@ -186,12 +182,12 @@ def _by_number(
 def _tell_of_names(differing: Mapping[int, str], labels: Sequence[str], data: str) -> None:
     pairs = [f"{number} {name!r}, {labels[number]!r} here" for number, name in differing.items()]
     if pairs:
-        told = "; ".join(pairs[:20]) + ("; ..." if len(pairs) > 20 else "")
+        listed = "; ".join(pairs[:20]) + ("; ..." if len(pairs) > 20 else "")
         log.warning(
             "%s: classes are told by their numbers, since some have other names than in the "
             "preset: %s",
             data,
-            told,
+            listed,
         )
 
 
@@ -235,3 +231,53 @@ def label_numbers(examples: datasets.Dataset, labels: Sequence[str], where: str)
             "take the examples out"
         )
     return numbers
+
+
+MOST = 10_000  # more values than that are no classes
+
+
+def settled(spec: DataSpec) -> DataSpec:
+    """Fill in the labels, the same on every machine, where the preset leaves them to the data."""
+    if spec.settled:
+        return spec
+    splits = load_splits(spec)
+    return replace(spec, labels=labels_of(splits, f"data {spec.name or spec.source}"))
+
+
+def labels_of(splits: datasets.DatasetDict, where: str) -> tuple[str, ...]:
+    """List the classes: those of a ClassLabel or of folders, or else the sorted values."""
+    feature = splits["train"].features["label"]
+    if isinstance(feature, datasets.ClassLabel):
+        names = tuple(feature.names)
+    else:
+        names = _values((value for split in splits.values() for value in split["label"]), where)
+    if len(names) < 2:
+        raise ValueError(
+            f"{where}: got {len(names)} class{'es' * (len(names) != 1)} "
+            f"({', '.join(names) or 'none'}), expected two at least; add examples of another one"
+        )
+    return names
+
+
+def _values(values: Iterable[Any], where: str) -> tuple[str, ...]:
+    """Sort the values of a column: numbers as numbers, everything else as text."""
+    values = list(values)
+    kinds = {type(value) for value in values}
+    if None in values:
+        missing = sum(value is None for value in values)
+        raise ValueError(
+            f"{where}: {missing} examples have no label, expected one each; take them out"
+        )
+    if len(kinds) > 1 or not kinds <= {str, int, bool}:
+        shown = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(
+            f"{where}: the labels are of the types {shown}, expected texts, or whole numbers; "
+            "bring them into one form"
+        )
+    found = set(values)
+    if len(found) > MOST:
+        raise ValueError(
+            f"{where}: the label column has {len(found):,} different values, expected classes, "
+            f"{MOST:,} at most; name another column"
+        )
+    return tuple(str(value) for value in sorted(found))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 from datasets.features.features import _visit
 
 from ravan_flwr.data.hub_errors import telling
@@ -14,6 +15,21 @@ from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.data.packed import check_examples
 from ravan_flwr.data.rows import IMAGES
 from ravan_flwr.specs import DataSpec
+
+
+def check_encoding(examples: datasets.Dataset, where: str) -> None:
+    """Raise ValueError, with the column, if a text is no UTF-8; no value is copied."""
+    table = examples.data.table
+    for name in table.column_names:
+        try:
+            table.column(name).validate(full=True)
+        except pa.ArrowInvalid:
+            raise ValueError(
+                f"{where}: column {name!r} has texts that are no UTF-8, expected all in UTF-8; "
+                "write the files anew: iconv -f LATIN1 -t UTF-8 OLD > NEW, say, if they are in "
+                "Latin-1"
+            ) from None
+
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +60,14 @@ def load_data(spec: DataSpec) -> datasets.DatasetDict:
     )
     splits = {"train": spec.train, **dict(spec.tests)}
     with telling("data", spec.name, spec.revision):
-        return datasets.DatasetDict(
-            {
-                name: as_files(federated.load_split(split))
-                for name, split in splits.items()
-                if split != "test" or _has_test(federated)
-            }
-        )
+        found = {}
+        for name, split in splits.items():
+            try:
+                found[name] = as_files(federated.load_split(split))
+            except ValueError as error:
+                if split != "test" or "split" not in str(error):
+                    raise  # without a split `test`, some of `train` is held back
+        return datasets.DatasetDict(found)
 
 
 def every_split(name: str, subset: str, revision: str) -> datasets.DatasetDict:
@@ -65,17 +82,6 @@ def every_split(name: str, subset: str, revision: str) -> datasets.DatasetDict:
             **({"cache_dir": str(cache_of(folder))} if folder.is_dir() else {}),
         )
         return datasets.DatasetDict({split: as_files(found) for split, found in splits.items()})
-
-
-def _has_test(federated: Any) -> bool:
-    """Tell whether there is a split `test`; where there is none, some of `train` is held back."""
-    try:
-        federated.load_split("test")
-    except ValueError as error:
-        if "split" in str(error):
-            return False
-        raise
-    return True
 
 
 def cache_of(path: Path) -> Path:

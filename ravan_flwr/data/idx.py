@@ -121,9 +121,9 @@ def _sizes(path: Path, file: BinaryIO, what: str) -> tuple[int, ...]:
         raise ValueError(f"data {path}: it ends within its header; restore it")
     sizes = struct.unpack(f">{dimensions}I", header)
     if not all(sizes) or sizes[0] > MOST_EXAMPLES or math.prod(sizes) > MOST_BYTES:
-        told = " x ".join(f"{size:,}" for size in sizes)
+        shape = " x ".join(f"{size:,}" for size in sizes)
         raise ValueError(
-            f"data {path}: its header says {told}, expected 1 to {MOST_EXAMPLES:,} {what}, of "
+            f"data {path}: its header says {shape}, expected 1 to {MOST_EXAMPLES:,} {what}, of "
             f"{MOST_BYTES:,} bytes at most; restore it"
         )
     return sizes

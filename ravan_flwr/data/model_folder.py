@@ -47,22 +47,17 @@ def model_folder(spec: ModelSpec) -> Path:
             f"model {spec.name}: {folder} has no {missing}, expected config.json and weights as "
             f"safetensors; {_how_to_make(folder)}, or choose another model"
         )
-    _check_files(folder, spec.name)
-    settings_in(folder, spec.name)
-    return folder
-
-
-def _check_files(folder: Path, model: str) -> None:
-    """Raise ValueError for what transformers would read, or do, beside what a model needs."""
     if (folder / _ADAPTER).exists():
         raise ValueError(
-            f"model {model}: {folder} has an {_ADAPTER}, expected a model without an adapter, "
+            f"model {spec.name}: {folder} has an {_ADAPTER}, expected a model without an adapter, "
             "which transformers would load beside it; merge it into the model, or take it away"
         )
     for path in folder.iterdir():
         if any(path.match(kind) for kind in FILES) and not path.is_dir():
-            with reading(model, path.name):
+            with reading(spec.name, path.name):
                 check_file(path, LARGE if path.suffix == ".safetensors" else MOST_BYTES)
+    settings_in(folder, spec.name)
+    return folder
 
 
 def _is_folder(path: Path) -> bool:
@@ -169,9 +164,9 @@ def reading(model: str, files: str) -> Iterator[None]:
     except Exception as error:
         if "allocate" in str(error):  # PyTorch's way to say that memory ran out
             raise
-        told = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         raise ValueError(
-            f"model {model}: its {files} cannot be used ({told}), expected what save_pretrained "
+            f"model {model}: its {files} cannot be used ({reason}), expected what save_pretrained "
             "of transformers 5 writes; download or save the model again, or choose another one"
         ) from error
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, AnyStr
+from typing import IO, Any, AnyStr, cast
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -54,18 +54,25 @@ def rows_of(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
         raise ValueError(f"data = {str(path)!r}: found nothing there; correct the path")
     if not path.is_dir():
         check_file(path, sys.maxsize)
-    if path.is_dir() or path.suffix.lower() in IMAGES:
-        return _images(path, columns)
     kind = path.suffix.lower()
-    if kind not in _TABLES:
+    if path.is_dir() or kind in IMAGES:
+        rows = _images(path, columns)
+    elif kind in _TABLES:
+        rows = _TABLES[kind](path, columns)
+    else:
         raise ValueError(
             f"data = {str(path)!r}: got a file of kind {kind!r}, expected {', '.join(_TABLES)}, an "
             "image or a folder of images; give the file the ending that says what is in it"
         )
-    return _TABLES[kind](path, columns)
+    next(rows)
+    return cast(Iterator[Row], rows)
 
 
-def _images(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+# Each of these yields None once it knows that there are such columns, then the rows.
+Rows = Iterator[Row | None]
+
+
+def _images(path: Path, columns: Mapping[str, str]) -> Rows:
     """Find the images of a folder, in the order of their names, or the one."""
     if set(columns) != {"image"}:
         raise ValueError(
@@ -73,50 +80,40 @@ def _images(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
             f"file of texts with the columns {_listed(columns)}: {', '.join(_TABLES)}; name one"
         )
     if not path.is_dir():
-        return iter([Row(1, {"image": path}, file=path.name)])
-    found = _walk(path)
-    first = next(found, None)
-    if first is None:
+        yield None
+        yield Row(1, {"image": path}, file=path.name)
+        return
+    number = 0
+    for parent, folders, files in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+        for name in sorted(files):
+            if name.lower().endswith(IMAGES) and not name.startswith("."):
+                number += 1
+                if number == 1:
+                    yield None
+                image = Path(parent, name)
+                yield Row(number, {"image": image}, file=str(image.relative_to(path)))
+    if not number:
         raise ValueError(
             f"data = {str(path)!r}: found no image in this folder, expected files such as "
             f"{', '.join(IMAGES[:3])}; name another"
         )
-    return _numbered(path, first, found)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    for parent, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
-        for name in sorted(files):
-            if name.lower().endswith(IMAGES) and not name.startswith("."):
-                yield Path(parent, name)
-
-
-def _numbered(folder: Path, first: Path, others: Iterator[Path]) -> Iterator[Row]:
-    yield Row(1, {"image": first}, file=str(first.relative_to(folder)))
-    for number, path in enumerate(others, start=2):
-        yield Row(number, {"image": path}, file=str(path.relative_to(folder)))
-
-
-def _csv(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+def _csv(path: Path, columns: Mapping[str, str]) -> Rows:
     # What is no UTF-8 becomes halves of characters, which are found value by value.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        lines = csv.reader(_lines(path, file))
         try:
-            header = next(csv.reader(_lines(path, file)), [])
+            header = next(lines, [])
         except csv.Error as error:
             raise ValueError(
                 f"data = {str(path)!r}: it is no CSV ({error}), expected a line with the names of "
                 "its columns first; correct it"
             ) from None
-    names = _found(path, header, columns)
-    places = {role: header.index(name) for role, name in names.items()}
-    return _csv_rows(path, places, len(header))
-
-
-def _csv_rows(path: Path, places: Mapping[str, int], width: int) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        lines = csv.reader(_lines(path, file))
-        next(lines)
+        names = _found(path, header, columns)
+        places = {role: header.index(name) for role, name in names.items()}
+        yield None
         number = 0
         while True:
             try:
@@ -130,11 +127,11 @@ def _csv_rows(path: Path, places: Mapping[str, int], width: int) -> Iterator[Row
             if not fields:  # an empty line
                 continue
             number += 1
-            if len(fields) != width:
-                told = f"it has {len(fields)} fields, expected {width} as in the first line"
-                yield Row(number, {}, told)
-                continue
-            yield Row(number, {role: fields[place] for role, place in places.items()})
+            if len(fields) == len(header):
+                yield Row(number, {role: fields[place] for role, place in places.items()})
+            else:
+                got = f"it has {len(fields)} fields, expected {len(header)} as in the first line"
+                yield Row(number, {}, got)
 
 
 def _lines(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
@@ -148,39 +145,31 @@ def _lines(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
         yield line
 
 
-def _json_lines(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+def _json_lines(path: Path, columns: Mapping[str, str]) -> Rows:
     with path.open("rb") as file:
-        start = file.read(4096).lstrip()
-    if start.startswith(b"["):
-        raise ValueError(
-            f"data = {str(path)!r}: it begins with '[', expected JSON lines: an object a line, "
-            "without brackets around them; write it so"
-        )
-    return _json_rows(path, columns)
-
-
-def _json_rows(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
-    number = 0
-    with path.open("rb") as file:
-        for line in _lines(path, file):
-            if not line.strip():
-                continue
-            number += 1
+        if file.read(4096).lstrip().startswith(b"["):
+            raise ValueError(
+                f"data = {str(path)!r}: it begins with '[', expected JSON lines: an object a line, "
+                "without brackets around them; write it so"
+            )
+        yield None
+        file.seek(0)
+        for number, line in enumerate(filter(bytes.strip, _lines(path, file)), start=1):
             try:
                 content = json.loads(line)
             except (ValueError, RecursionError) as error:
                 yield Row(number, {}, f"it is no JSON: {error}")
                 continue
-            if not isinstance(content, dict):
+            if isinstance(content, dict):
+                values = {
+                    role: content.get(name, content.get(role)) for role, name in columns.items()
+                }
+                yield Row(number, values)
+            else:
                 yield Row(number, {}, "it is no JSON object")
-                continue
-            values = {
-                role: content.get(column, content.get(role)) for role, column in columns.items()
-            }
-            yield Row(number, values)
 
 
-def _parquet(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+def _parquet(path: Path, columns: Mapping[str, str]) -> Rows:
     check_parquet(path)
     try:
         file = pyarrow.parquet.ParquetFile(path)
@@ -188,11 +177,8 @@ def _parquet(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
         raise ValueError(
             f"data = {str(path)!r}: it cannot be read as parquet ({error}); restore it"
         ) from None
-    return _parquet_rows(path, file, _found(path, file.schema_arrow.names, columns))
-
-
-def _parquet_rows(path: Path, file: Any, names: Mapping[str, str]) -> Iterator[Row]:
-    number = 0
+    names, number = _found(path, file.schema_arrow.names, columns), 0
+    yield None
     with file:
         try:
             for batch in file.iter_batches(_AT_A_TIME, columns=list(names.values())):
@@ -205,8 +191,7 @@ def _parquet_rows(path: Path, file: Any, names: Mapping[str, str]) -> Iterator[R
             ) from None
 
 
-Reader = Callable[[Path, Mapping[str, str]], Iterator[Row]]
-_TABLES: dict[str, Reader] = {
+_TABLES: dict[str, Callable[[Path, Mapping[str, str]], Rows]] = {
     ".csv": _csv,
     ".jsonl": _json_lines,
     ".json": _json_lines,

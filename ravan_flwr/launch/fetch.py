@@ -9,7 +9,7 @@ from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.hub_errors import NotHereError
 from ravan_flwr.data.model_folder import fetch_model, model_folder
-from ravan_flwr.data.questions import load_questions
+from ravan_flwr.data.other_examples import load_questions
 from ravan_flwr.specs import Scalar
 
 

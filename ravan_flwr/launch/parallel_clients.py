@@ -26,7 +26,7 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cores import usable_cores
 from ravan_flwr.training.gpus import Gpu, visible_gpus
 from ravan_flwr.training.model_and_data import get_model_and_data
-from ravan_flwr.training.workers import most_workers
+from ravan_flwr.training.threads import most_workers
 
 log = getLogger(__name__)
 

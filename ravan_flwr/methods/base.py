@@ -41,20 +41,16 @@ A is drawn from the seed on both sides and frozen: B alone travels, and its mean
         def upload(self, adapters):
             return {"B": flatten([adapter.B for adapter in adapters])}
 
-        def delta_weights(self, adapters):
-            return [adapter.delta_weight().detach() for adapter in adapters]
-
         def lora_factors(self, adapter):
             return adapter.factors()
 
         def fingerprint(self, adapters):
             return probe([(adapter.A,) for adapter in adapters])
 
-docs/add-a-method.md adds another one, step by step. A method whose rounds are not all alike says so
+docs/extending.md adds another one, step by step. A method whose rounds are not all alike says so
 in `in_round`: both sides ask it for the method of the round, and the others never see the number.
-A method may hold one round before the first, which makes tensors that stay: its `calibration`
-(calibration.py). A part of the model may stay with each client between rounds: its
-`personal` part (personal.py).
+What only some options ask of a method stands in extensions.py: sums of changes, limits of norms, a
+round before the first, a part of the model that stays with each client.
 
 Nothing here knows of the classifier, of evaluation or of Flower: those are the same for
 every method.
@@ -64,15 +60,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic, cast
 
 import torch
 from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, attach
-from ravan_flwr.methods.calibration import Adapter, Calibration
+from ravan_flwr.methods.extensions import Adapter, Calibration, Personal
 from ravan_flwr.methods.means import Means, Sums
-from ravan_flwr.methods.personal import Personal
 from ravan_flwr.methods.tensors import Tensors, check_form, check_names
 
 __all__ = [
@@ -126,9 +121,6 @@ class Method(ABC, Generic[Adapter]):
     calibration: Calibration[Adapter] | None = None  # the round before the first, if there is one
     period: int = 1  # after how many rounds `in_round` gives the same again
     frozen_tensors: tuple[str, ...] = ()  # tensors of the state that stay as they are in this round
-    mean_over_cohort: bool = (
-        False  # does who left a part of the state as it was count for its mean?
-    )
     personal: Personal[Adapter] | None = None  # what stays with each client, if something does
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
@@ -140,7 +132,7 @@ class Method(ABC, Generic[Adapter]):
             layer.out_features + layer.in_features for layer in layers
         )
 
-    def in_round(self, number: int) -> "Method[Adapter]":  # noqa: ARG002 (most are alike in all rounds)
+    def in_round(self, number: int) -> "Method[Adapter]":
         """Give the method as it is in a training round, where its rounds differ."""
         return self
 
@@ -164,7 +156,7 @@ class Method(ABC, Generic[Adapter]):
         return sum(tensor.numel() * tensor.element_size() for tensor in sent)
 
     def can_train(self, share: float) -> bool:
-        """Tell whether a client with that share of the budget can take part."""
+        """Return whether a client with that share of the budget can take part."""
         return self.parts is not None or share >= 1
 
     def effective_rank_bound(self) -> int | None:
@@ -177,7 +169,7 @@ class Method(ABC, Generic[Adapter]):
     def initial_state(self, adapters: Sequence[Adapter]) -> Tensors:
         """Make the global state before the first round; the adapters are as `install` made them."""
 
-    def broadcast(self, state: Tensors, share: float) -> Tensors:  # noqa: ARG002 (some methods differ by share)
+    def broadcast(self, state: Tensors, share: float) -> Tensors:
         """Pick what a client with that share of the budget is sent."""
         return state
 
@@ -191,75 +183,24 @@ class Method(ABC, Generic[Adapter]):
         for name, shape in shapes.items():
             check_form(upload, name, shape, torch.float32)
 
-    def heads_in(self, upload: Mapping[str, Tensor]) -> list[list[int]]:  # noqa: ARG002
+    def heads_in(self, upload: Mapping[str, Tensor]) -> list[list[int]]:
         """List the heads of each layer that a checked upload holds; a LoRA has the one head 0."""
         return [[0] for _ in self.layers]
 
-    def expand_upload(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:  # noqa: ARG002
+    def expand_upload(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
         """Bring a checked upload into the shapes of the state, NaN where it has nothing."""
-        return dict(upload)
-
-    def start_of(self, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
-        """Find what a checked upload's tensors were when sent: changes count from there."""
-        return {name: sent[name] for name in upload}
-
-    def coverage(self, state: Mapping[str, Tensor], share: float) -> Tensors:  # noqa: ARG002
-        """Tell how likely a client with that share trains each number of the state.
-
-        Of a method that sums changes; each tensor broadcasts to that of the state.
-        """
-        return {name: torch.ones([1] * tensor.ndim) for name, tensor in state.items()}
-
-    # Of a method that sums changes, for secure rounds: rows are what is summed up by itself.
-
-    def rows(self, state: Mapping[str, Tensor]) -> dict[str, int]:
-        """Count the rows of each tensor: what a client may train without the rest of it."""
-        return dict.fromkeys(state, 1)
-
-    def rows_trained(
-        self,
-        state: Mapping[str, Tensor],
-        share: float,  # noqa: ARG002 (of a method that is trained in part)
-        random: torch.Generator,  # noqa: ARG002
-    ) -> Tensors:
-        """Choose the rows that such a client trains, as `choose` would, without its data."""
-        return {name: torch.ones(rows).bool() for name, rows in self.rows(state).items()}
-
-    def train_rows(
-        self, adapters: Sequence[Adapter], rows: Mapping[str, Tensor], share: float
-    ) -> None:
-        """Make these rows trainable, in place of `choose`; ValueError if the share cannot pay."""
-
-    def heads_of(self, rows: Mapping[str, Tensor]) -> list[list[int]]:  # noqa: ARG002
-        """List the heads of each layer that these rows are; a LoRA has the one head 0."""
-        return [[0] for _ in self.layers]
+        return {
+            name: upload[name] if name in upload else torch.full_like(old, torch.nan)
+            for name, old in state.items()
+        }
 
     def open_round(self, state: Tensors) -> Sums:
         """Begin running sums."""
         return Means(state)
 
-    def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:  # noqa: ARG002
-        """Measure the norms that the next state would have, were a checked upload the only one.
-
-        `start` is what `start_of` found. Only of tensors that are not the uploads' means, whose
-        changes say nothing of it.
-        """
-        return {}
-
-    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
-        """Return the norms that tensors of the next state may have by its making, if no reply lied.
-
-        `alone` has the largest of the accepted uploads' `norms_alone`.
-        """
-        return {}
-
     # The client's half. `adapters` are what `install` made.
 
-    def install(
-        self,
-        network: nn.Module,
-        pretrained: Mapping[str, nn.Parameter],  # noqa: ARG002 (full fine-tuning trains them)
-    ) -> list[Adapter]:
+    def install(self, network: nn.Module, pretrained: Mapping[str, nn.Parameter]) -> list[Adapter]:
         """Put the adapters into the network; they are what the client's half works on."""
         return list(attach(network, self.layers, self.adapt).values())
 
@@ -272,12 +213,9 @@ class Method(ABC, Generic[Adapter]):
         """Put a broadcast, or a global state, into the adapters; everything else is reset."""
 
     def choose(
-        self,
-        adapters: Sequence[Adapter],
-        share: float,
-        random: torch.Generator,
+        self, adapters: Sequence[Adapter], share: float, random: torch.Generator,
         backward: Callable[..., object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Make trainable what the share pays for, where `load` has not done it.
 
         `backward(seen)` runs one mini-batch of the client forward and backward. What hooks add
@@ -294,22 +232,22 @@ class Method(ABC, Generic[Adapter]):
 
     # What has been learned.
 
-    @abstractmethod
     def delta_weights(self, adapters: Sequence[Adapter]) -> list[Tensor]:
         """Compute what the adapters add to each layer's pretrained weight, (out, in)."""
+        return [cast(Any, adapter).delta_weight().detach() for adapter in adapters]
 
     def head_norms(self, adapters: Sequence[Adapter]) -> list[list[float]]:
         """Measure what each head adds to its layer's weight, by norm; a LoRA has one head."""
         return [[float(delta.norm())] for delta in self.delta_weights(adapters)]
 
-    def lora_factors(self, adapter: Adapter) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
+    def lora_factors(self, adapter: Adapter) -> tuple[Tensor, Tensor] | None:
         """Write an adapter's delta-weight as one product, B (out, R) and A (R, in).
 
         None if the method changes the pretrained weights: then no adapter holds it all.
         """
         return None
 
-    def fingerprint(self, adapters: Sequence[Adapter]) -> list[float]:  # noqa: ARG002
+    def fingerprint(self, adapters: Sequence[Adapter]) -> list[float]:
         """Compute numbers that agree, to rounding, where what is derived from the seed agrees."""
         return []
 

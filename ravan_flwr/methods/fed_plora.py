@@ -20,12 +20,13 @@ from torch.nn import functional as F
 from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.budgets import affordable
-from ravan_flwr.methods.head_means import pack_bits, unpack_bits
+from ravan_flwr.methods.extensions import NormLimits
 from ravan_flwr.methods.lora import LoraMethod
+from ravan_flwr.methods.means import pack_bits, unpack_bits
 from ravan_flwr.methods.tensors import check_form, check_names
 
 
-class FedPLora(LoraMethod):
+class FedPLora(NormLimits, LoraMethod):
     """Keep the state {"B", "A"}."""
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
@@ -78,12 +79,9 @@ class FedPLora(LoraMethod):
     # The client's half.
 
     def choose(
-        self,
-        adapters: Sequence[LoRALinear],
-        share: float,
-        random: torch.Generator,
-        backward: Callable[..., object],  # noqa: ARG002
-    ) -> None:
+        self, adapters: Sequence[LoRALinear], share: float, random: torch.Generator,
+        backward: Callable[..., object],
+    ) -> None:  # fmt: skip
         number = affordable(share, self.rank)
         if number == self.rank:
             return

@@ -3,7 +3,7 @@
     y = W x + b + B H A x
 
 In a first federated round, as the RAVAN paper describes it, the sampled clients fine-tune the
-adapted matrices themselves (first_round.py). Their mean change is decomposed, U S V^T, and
+adapted matrices themselves (calibrated_bases.py). Their mean change is decomposed, U S V^T, and
 
     B = U[:, :r],    H(0) = S[:r, :r],    A = V^T[:r]
 
@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ravan_flwr.adapters import Layer, MultiHeadLinear, make_bases
+from ravan_flwr.adapters import Layer, MultiHeadLinear
 from ravan_flwr.methods.base import Settings, Tensors
-from ravan_flwr.methods.first_round import FirstRound
+from ravan_flwr.methods.calibrated_bases import FirstRound
 from ravan_flwr.methods.multihead import MultiHeadMethod
 from ravan_flwr.methods.tensors import check_tensor
 
@@ -31,43 +31,29 @@ from ravan_flwr.methods.tensors import check_tensor
 class FedSB(MultiHeadMethod):
     """Keep the state {"H"}, (layers, r, r); an upload has the same."""
 
-    rank: int
-
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
-        side = min(min(layer.out_features, layer.in_features) for layer in self.layers)
-        self.rank = settings.rank or min(side, math.isqrt(self.budget // len(self.layers)))
-        shape = (len(self.layers), self.rank, self.rank)
-        self.calibration = FirstRound(self.layers, 1, self.rank, shape, seed=settings.seed)
+        self.rank = settings.rank or min(self.side, math.isqrt(self.budget // len(self.layers)))
+        self.shape = (len(self.layers), self.rank, self.rank)
+        self.calibration = FirstRound(settings, self.layers, 1, self.rank, self.shape)
 
     def trainable_parameters(self) -> int:
         return len(self.layers) * self.rank**2
 
-    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
-        return {"H": (len(self.layers), self.rank, self.rank)}
+    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
+        return {"H": self.shape}
 
     def adapt(self, layer: Layer, linear: nn.Linear) -> MultiHeadLinear:
         # The real bases come from the first round; until then any do, since H is zero.
-        B, A = make_bases(
-            self.init,
-            heads=1,
-            rank=self.rank,
-            out_features=layer.out_features,
-            in_features=layer.in_features,
-            seed=self.settings.seed,
-            layer=layer.name,
-        )
-        device = linear.weight.device
-        adapter = MultiHeadLinear(linear, B.to(device), A.to(device), self.settings.layer_form)
+        adapter = super().adapt(layer, linear)
         adapter.s.requires_grad_(False)
         return adapter
 
-    def initial_state(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:  # noqa: ARG002
-        return {"H": torch.zeros(len(self.layers), self.rank, self.rank)}
+    def initial_state(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:
+        return {"H": torch.zeros(self.shape)}
 
     def load(self, adapters: Sequence[MultiHeadLinear], tensors: Mapping[str, Tensor]) -> None:
-        shape = (len(self.layers), self.rank, self.rank)
-        H = check_tensor(tensors, "H", shape, torch.float32)
+        H = check_tensor(tensors, "H", self.shape, torch.float32)
         with torch.no_grad():
             for adapter, layer_H in zip(adapters, H, strict=True):
                 adapter.H.requires_grad_(True).copy_(layer_H[None])

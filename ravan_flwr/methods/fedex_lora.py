@@ -15,11 +15,12 @@ from torch import Tensor
 from ravan_flwr.adapters import LoRALinear
 from ravan_flwr.adapters.lowrank import product_norm
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.methods.co_moments import CoMoments
+from ravan_flwr.methods.extensions import NormLimits
+from ravan_flwr.methods.lora import CoMoments
 from ravan_flwr.methods.residual import ResidualLora
 
 
-class FedExLora(ResidualLora):
+class FedExLora(NormLimits, ResidualLora):
     """Keep the state {"B", "A", "residual", "residual-rank"}; an upload is {"B", "A"}."""
 
     def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:
@@ -39,16 +40,14 @@ class FedExLora(ResidualLora):
         numbers = sum(layer.out_features * layer.in_features for layer in self.layers)
         return {"B": self.settings.lora_scale * lost * math.sqrt(len(upload["B"]) / numbers)}
 
-    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
+    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
         return {"residual": math.inf}  # of changes each of which was within its limit
 
 
 class ExactMeans(CoMoments):
     """Take the means of B and A, and add what they lose to the residual."""
 
-    def __init__(self, method: FedExLora, state: Tensors) -> None:
-        super().__init__(method, state)
-        self.method, self.state = method, state
+    method: FedExLora
 
     def close(self) -> Tensors:
         """Make the next state."""
@@ -57,7 +56,7 @@ class ExactMeans(CoMoments):
             return self.state | means
         factor = self.method.settings.lora_scale / self.weight
         rank = (self.count - 1) * self.method.rank
-        return means | self.method.add_products(self.state, self.moments, factor, rank)
+        return means | self.method.add_products(self.state, self.sums, factor, rank)
 
 
 METHOD = FedExLora

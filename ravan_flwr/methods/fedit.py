@@ -7,10 +7,11 @@ mean(B A) - mean(B) mean(A) = mean((B_c - mean B) (A_c - mean A)), grows with ho
 clients are apart; FedEx-LoRA (fedex_lora.py) adds it to W.
 """
 
+from ravan_flwr.methods.extensions import SumsChanges
 from ravan_flwr.methods.lora import LoraMethod
 
 
-class FedIT(LoraMethod):
+class FedIT(SumsChanges, LoraMethod):
     """Average B and A each by itself, as `LoraMethod` does; nothing is added."""
 
 

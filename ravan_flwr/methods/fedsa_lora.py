@@ -11,15 +11,13 @@ them A has moved: B_c A is not what the client had at the end of its last round,
 alone.
 """
 
-from typing import ClassVar
-
-from ravan_flwr.methods.personal_lora import PersonalLora
+from ravan_flwr.methods.lora import PersonalLora
 
 
 class FedSALora(PersonalLora):
     """Keep the state {"A"}; an upload has the same, and {"B"} is a client's own."""
 
-    travels: ClassVar[tuple[str, ...]] = ("A",)
+    travels = ("A",)
 
 
 METHOD = FedSALora

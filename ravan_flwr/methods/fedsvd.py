@@ -20,13 +20,14 @@ from torch import Tensor
 from ravan_flwr.adapters import LoRALinear
 from ravan_flwr.adapters.lowrank import ProductSum, complete_rows
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.extensions import NormLimits
 from ravan_flwr.methods.lora import LoraMethod
 from ravan_flwr.methods.means import Mean
 from ravan_flwr.methods.tensors import flatten
 from ravan_flwr.seeding import generator
 
 
-class FedSVD(LoraMethod):
+class FedSVD(NormLimits, LoraMethod):
     """Keep the state {"B", "A"}, which is sent whole; an upload is {"B"}."""
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
@@ -53,7 +54,7 @@ class FedSVD(LoraMethod):
     def open_round(self, state: Tensors) -> "Refactored":
         return Refactored(self, state)
 
-    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
+    def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
         return {"A": math.sqrt(self.rank * len(self.layers))}
 
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ravan_flwr.adapters import LoRALinear
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.extensions import SumsChanges
 from ravan_flwr.methods.lora import LoraMethod
 from ravan_flwr.methods.tensors import flatten
 
 
-class FFALora(LoraMethod):
+class FFALora(SumsChanges, LoraMethod):
     """Keep the state {"B"}; an upload has the same."""
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:

@@ -17,13 +17,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ravan_flwr.adapters.lowrank import ProductSum, complete_rows, product_norm
+from ravan_flwr.adapters.lowrank import complete_rows, product_norm
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.methods.lora import RankedLora
+from ravan_flwr.methods.extensions import NormLimits
+from ravan_flwr.methods.lora import ProductSums, RankedLora
 from ravan_flwr.seeding import generator
 
 
-class FlexLora(RankedLora):
+class FlexLora(NormLimits, RankedLora):
     """Let a client train the leading directions of a LoRA."""
 
     def open_round(self, state: Tensors) -> "MeanOfProducts":
@@ -50,19 +51,8 @@ class FlexLora(RankedLora):
         return max(1.0, *(float(A.norm(dim=1).max()) for A in self.split(factors)[1]))
 
 
-class MeanOfProducts:
-    """Sum up the clients' B_c A_c per layer, as factors while those are the smaller."""
-
-    def __init__(self, method: FlexLora, state: Tensors) -> None:
-        self.method, self.state = method, state
-        self.sums = [ProductSum(layer.out_features, layer.in_features) for layer in method.layers]
-        self.weight = 0.0
-
-    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Add one client's B and A, of its own rank."""
-        for total, B, A in zip(self.sums, *self.method.split(upload), strict=True):
-            total.add(B, A, weight)
-        self.weight += weight
+class MeanOfProducts(ProductSums):
+    """Decompose the mean of the clients' products."""
 
     def close(self) -> Tensors:
         """Make the next state."""

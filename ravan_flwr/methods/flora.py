@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.adapters import Layer, LoRALinear
-from ravan_flwr.adapters.lowrank import ProductSum, product_norm
+from ravan_flwr.adapters.lowrank import product_norm
 from ravan_flwr.methods.base import Settings, Tensors
 from ravan_flwr.methods.budgets import affordable
+from ravan_flwr.methods.extensions import NormLimits
+from ravan_flwr.methods.lora import ProductSums
 from ravan_flwr.methods.residual import ResidualLora
 from ravan_flwr.methods.tensors import check_tensor
 
 
-class Flora(ResidualLora):
+class Flora(NormLimits, ResidualLora):
     """Keep the state {"residual", "residual-rank", "rounds"}; an upload is {"B", "A"}."""
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
@@ -34,7 +36,7 @@ class Flora(ResidualLora):
     def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
         return self.shapes(affordable(share, self.rank))
 
-    def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:  # noqa: ARG002
+    def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:
         return self.no_residual() | {"rounds": torch.zeros(1, dtype=torch.int32)}
 
     def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
@@ -48,12 +50,9 @@ class Flora(ResidualLora):
         return self.draw_A(number) if number else self.drawn_A
 
     def choose(
-        self,
-        adapters: Sequence[LoRALinear],
-        share: float,
-        random: torch.Generator,  # noqa: ARG002
-        backward: Callable[..., object],  # noqa: ARG002
-    ) -> None:
+        self, adapters: Sequence[LoRALinear], share: float, random: torch.Generator,
+        backward: Callable[..., object],
+    ) -> None:  # fmt: skip
         rank = affordable(share, self.rank)
         for adapter in adapters:
             adapter.set_factors(adapter.B[:, :rank], adapter.A[:rank])
@@ -61,14 +60,13 @@ class Flora(ResidualLora):
     def start_of(self, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
         rank = len(upload["B"]) // sum(self.outs)
         return self.pack(
-            [torch.zeros(out, rank) for out in self.outs],
-            [A[:rank] for A in self.first_A(sent)],
+            [torch.zeros(out, rank) for out in self.outs], [A[:rank] for A in self.first_A(sent)]
         )
 
     def open_round(self, state: Tensors) -> "Stacked":
         return Stacked(self, state)
 
-    def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:  # noqa: ARG002
+    def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
         # By what A's first rows have, since the limit is that of B's own growth.
         rows = max(1.0, self.settings.init_scale)
         return {"B": math.hypot(*map(product_norm, *self.split(upload))) / rows}
@@ -79,21 +77,10 @@ class Flora(ResidualLora):
         return {"residual": float(state["residual"].double().norm()) + added}
 
 
-class Stacked:
-    """Stack the clients' B_c and A_c per layer, as factors while those are the smaller."""
+class Stacked(ProductSums):
+    """Stack the clients' B_c and A_c per layer."""
 
-    def __init__(self, method: Flora, state: Tensors) -> None:
-        self.method, self.state = method, state
-        self.sums = [ProductSum(layer.out_features, layer.in_features) for layer in method.layers]
-        self.weight, self.rank = 0.0, 0
-
-    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Add one client's B and A, of its own rank."""
-        Bs, As = self.method.split(upload)
-        for total, B, A in zip(self.sums, Bs, As, strict=True):
-            total.add(B, A, weight)
-        self.weight += weight
-        self.rank += len(As[0])
+    method: Flora
 
     def close(self) -> Tensors:
         """Make the next state."""

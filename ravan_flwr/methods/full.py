@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ravan_flwr.methods.base import Method, Tensors
+from ravan_flwr.methods.extensions import SumsChanges
 from ravan_flwr.methods.tensors import check_tensor, flatten
 
 
-class Full(Method["Everything"]):
+class Full(SumsChanges, Method["Everything"]):
     """Keep the state {"weights"}, all of them one after the other; an upload has the same."""
 
     rank = None
@@ -22,13 +23,11 @@ class Full(Method["Everything"]):
     def trainable_parameters(self) -> int:
         return self.size
 
-    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
         return {"weights": (self.size,)}
 
     def install(
-        self,
-        network: nn.Module,  # noqa: ARG002 (it stays as it is)
-        pretrained: Mapping[str, nn.Parameter],
+        self, network: nn.Module, pretrained: Mapping[str, nn.Parameter]
     ) -> list["Everything"]:
         return [Everything(pretrained)]
 

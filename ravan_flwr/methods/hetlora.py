@@ -51,10 +51,7 @@ class NormWeighted:
         """Make the next state."""
         Bs, As = (
             [total / norm if norm else old for total, norm, old in zip(*parts, strict=True)]
-            for parts in (
-                (self.Bs, self.norms, self.old[0]),
-                (self.As, self.norms, self.old[1]),
-            )
+            for parts in ((self.Bs, self.norms, self.old[0]), (self.As, self.norms, self.old[1]))
         )
         return self.method.pack(Bs, As)
 

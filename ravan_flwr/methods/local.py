@@ -4,15 +4,13 @@ Every client trains FedIT's LoRA (fedit.py) from the same start, on its own exam
 round: so it takes all of a run's local steps. Nothing travels, and the state has no tensors.
 """
 
-from typing import ClassVar
-
-from ravan_flwr.methods.personal_lora import PersonalLora
+from ravan_flwr.methods.lora import PersonalLora
 
 
 class Local(PersonalLora):
     """Keep an empty state; {"B", "A"} are a client's own."""
 
-    travels: ClassVar[tuple[str, ...]] = ()
+    travels = ()
 
 
 METHOD = Local

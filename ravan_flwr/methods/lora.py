@@ -10,15 +10,21 @@ smaller rank sends and gets the same two tensors, only shorter.
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, LoRALinear
+from ravan_flwr.adapters.lowrank import ProductSum
 from ravan_flwr.methods.base import Method, Settings, Tensors, check_rank
 from ravan_flwr.methods.budgets import affordable
+from ravan_flwr.methods.extensions import Personal
+from ravan_flwr.methods.means import Mean
 from ravan_flwr.methods.tensors import check_tensor, flatten, probe
 from ravan_flwr.seeding import generator
+
+Value = TypeVar("Value")
 
 
 class LoraMethod(Method[LoRALinear]):
@@ -45,7 +51,7 @@ class LoraMethod(Method[LoRALinear]):
         """Name the tensors of that rank that travel, with their shapes."""
         return {"B": (rank * sum(self.outs),), "A": (rank * sum(self.ins),)}
 
-    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
         return self.shapes(self.rank)
 
     @cached_property
@@ -86,7 +92,7 @@ class LoraMethod(Method[LoRALinear]):
             [a.view(rank, -1) for a in tensors["A"].split([rank * side for side in self.ins])],
         )
 
-    def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:  # noqa: ARG002
+    def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:
         return self.pack([torch.zeros(out, self.rank) for out in self.outs], self.drawn_A)
 
     def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
@@ -95,9 +101,6 @@ class LoraMethod(Method[LoRALinear]):
 
     def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
         return self.pack([adapter.B for adapter in adapters], [adapter.A for adapter in adapters])
-
-    def delta_weights(self, adapters: Sequence[LoRALinear]) -> list[Tensor]:
-        return [adapter.delta_weight().detach() for adapter in adapters]
 
     def lora_factors(self, adapter: LoRALinear) -> tuple[Tensor, Tensor] | None:
         return adapter.factors()
@@ -120,3 +123,86 @@ class RankedLora(LoraMethod):
 
     def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
         return self.shapes(affordable(share, self.rank))
+
+
+class PersonalLora(LoraMethod):
+    """Send the factors of `travels`; the others stay with each client.
+
+    They begin as every LoRA does, B = 0 and A drawn from the seed, so that all clients begin alike.
+    """
+
+    travels: ClassVar[tuple[str, ...]]
+
+    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
+        super().__init__(settings, layers, size)
+        shapes = self.shapes(self.rank).items()
+        stays = {name: shape for name, shape in shapes if name not in self.travels}
+        self.personal = Personal(stays, self.collect, self.put)
+
+    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
+        return self._travelling(super().upload_shapes(share))
+
+    def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:
+        return self._travelling(super().initial_state(adapters))
+
+    def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
+        super().load(adapters, super().initial_state(adapters) | dict(tensors))
+
+    def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
+        return self._travelling(super().upload(adapters))
+
+    def collect(self, adapters: Sequence[LoRALinear]) -> Tensors:
+        """Copy the factors that stay."""
+        factors = super().upload(adapters)
+        return {name: tensor for name, tensor in factors.items() if name not in self.travels}
+
+    def put(self, adapters: Sequence[LoRALinear], own: Mapping[str, Tensor]) -> None:
+        """Put a client's own factors into the adapters, beside those that travel."""
+        super().load(adapters, super().upload(adapters) | dict(own))
+
+    def _travelling(self, factors: Mapping[str, Value]) -> dict[str, Value]:
+        return {name: value for name, value in factors.items() if name in self.travels}
+
+
+class ProductSums:
+    """Sum up the clients' B_c A_c per layer, as factors while those are the smaller."""
+
+    def __init__(self, method: LoraMethod, state: Tensors) -> None:
+        self.method, self.state = method, state
+        self.sums = [ProductSum(layer.out_features, layer.in_features) for layer in method.layers]
+        self.weight, self.rank = 0.0, 0  # of all replies
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add one client's B and A, of its own rank."""
+        Bs, As = self.method.split(upload)
+        for total, B, A in zip(self.sums, Bs, As, strict=True):
+            total.add(B, A, weight)
+        self.weight += weight
+        self.rank += len(As[0])
+
+
+class CoMoments(ProductSums):
+    """Keep the means of B and A, and per layer the co-moment of B and A about them.
+
+    What averaging B and A each by itself loses, mean(B A) - mean(B) mean(A), is
+    mean_c((B_c - mean B) (A_c - mean A)). The co-moment sum_c w_c (B_c - mean B) (A_c - mean A)
+    grows by one product of rank r for each reply but the first, as Welford's variance does.
+    """
+
+    def __init__(self, method: LoraMethod, state: Tensors) -> None:
+        super().__init__(method, state)
+        self.means = {name: Mean(state[name]) for name in ("B", "A")}
+        self.count = 0
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add one client's B and A."""
+        if self.count:
+            before = self.weight
+            apart = {k: upload[k].double() - m.sum / before for k, m in self.means.items()}
+            factor = weight * before / (before + weight)
+            for moment, B, A in zip(self.sums, *self.method.split(apart), strict=True):
+                moment.add(B, A, factor)
+        for name, mean in self.means.items():
+            mean.add(upload[name], weight)
+        self.count += 1
+        self.weight += weight

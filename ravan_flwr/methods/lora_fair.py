@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ravan_flwr.adapters.lowrank import ProductSum, product_norm
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.methods.co_moments import CoMoments
-from ravan_flwr.methods.lora import LoraMethod
+from ravan_flwr.methods.lora import CoMoments, LoraMethod
 
 LAMBDA = 0.01
 _MOST_STEPS = 200
@@ -39,19 +38,16 @@ class LoraFair(LoraMethod):
 class CorrectedMeans(CoMoments):
     """Take the means of B and A, and correct that of B."""
 
-    def __init__(self, method: LoraFair, state: Tensors) -> None:
-        super().__init__(method, state)
-        self.method, self.state = method, state
-
     def close(self) -> Tensors:
         """Make the next state."""
         if self.count < 2:  # nothing is lost
             return {name: mean.close() for name, mean in self.means.items()}
-        Bs, As = self.split({name: mean.sum / self.weight for name, mean in self.means.items()})
+        means = {name: mean.sum / self.weight for name, mean in self.means.items()}
+        Bs, As = self.method.split(means)
         corrected = [
             B + bounded(correction(B, A, moment, self.weight), B - old)
             for B, A, old, moment in zip(
-                Bs, As, self.split(self.state)[0], self.moments, strict=True
+                Bs, As, self.method.split(self.state)[0], self.sums, strict=True
             )
         ]
         return self.method.pack(corrected, As)

@@ -2,11 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ravan_flwr.methods.tensors import Tensors
 
 _BLOCK = 2**17
 
@@ -15,9 +18,9 @@ class Sums(Protocol):
     """Sum up one round's uploads on the server; their order does not matter."""
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Fold one checked upload into the sums."""
+        """Add one checked upload to the sums."""
 
-    def close(self) -> dict[str, Tensor]:
+    def close(self) -> Tensors:
         """Make the next global state."""
 
 
@@ -61,11 +64,12 @@ class Means:
         self.means = {name: Mean(tensor) for name, tensor in state.items()}
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
-        """Add an upload, with the names of the state."""
+        """Add an upload's tensors; one of the state that no upload has stays as it was."""
         for name, mean in self.means.items():
-            mean.add(upload[name], weight)
+            if name in upload:
+                mean.add(upload[name], weight)
 
-    def close(self) -> dict[str, Tensor]:
+    def close(self) -> Tensors:
         """Make the next state."""
         return {name: mean.close() for name, mean in self.means.items()}
 
@@ -92,7 +96,7 @@ class MeansBySize:
         means = self.classes.setdefault(math.frexp(norm)[1], Means(self.state))
         means.add(upload, weight)
 
-    def close(self) -> dict[str, Tensor]:
+    def close(self) -> Tensors:
         """Make the next state."""
         total = Means(self.state)
         most = math.frexp(FAR * statistics.median(self.norms))[1] if self.norms else 0
@@ -100,3 +104,60 @@ class MeansBySize:
             for name, mean in self.classes[exponent].means.items():
                 total.means[name].merge(mean)
         return total.close()
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Pack booleans into bytes, the first in the lowest bit."""
+    return torch.from_numpy(np.packbits(bits.bool().numpy(), bitorder="little"))
+
+
+def unpack_bits(packed: Tensor, number: int | None = None) -> Tensor:
+    """Unpack that many booleans, or all that the bytes have room for."""
+    bits = np.unpackbits(packed.numpy(), count=number, bitorder="little")
+    return torch.from_numpy(bits).bool()
+
+
+class HeadMeans:
+    """Keep a sum and a weight for each (layer, head): not every client uploads every head.
+
+    An upload is {"H": (selected, r, r), "heads": packed bits}: one bit for each (layer, head), the
+    first in the lowest bit of the first byte, says whether it is among the selected, which follow
+    in that order.
+
+    `mean_over_cohort`: a client that did not upload a head counts for it as well, with the old one.
+    """
+
+    def __init__(self, H: Tensor, *, mean_over_cohort: bool = False) -> None:
+        self.old, self.mean_over_cohort = H, mean_over_cohort
+        self.sum = torch.zeros_like(H, dtype=torch.float64).flatten(0, 1)
+        self.weight = torch.zeros(len(self.sum), dtype=torch.float64)
+        self.total = 0.0
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add products of some heads, where the bits say."""
+        chosen = unpack_bits(upload["heads"], len(self.weight))
+        at = 0
+        for start, number in _runs(chosen):
+            add_to(self.sum[start : start + number], upload["H"][at : at + number], weight)
+            at += number
+        self.weight[chosen] += weight
+        self.total += weight
+
+    def close(self) -> Tensors:
+        """Make H, with the mean of every head that a client trained."""
+        trained = self.weight > 0
+        H = self.old.flatten(0, 1).clone()
+        mean = self.sum[trained] / self.weight[trained, None, None]
+        if self.mean_over_cohort:
+            fractions = (self.weight[trained] / self.total)[:, None, None]
+            mean = torch.lerp(H[trained].double(), mean, fractions)
+        H[trained] = mean.float()
+        return {"H": H.view_as(self.old)}
+
+
+def _runs(chosen: Tensor) -> Iterator[tuple[int, int]]:
+    """Find where consecutive ones begin, and how many they are."""
+    padded = torch.nn.functional.pad(chosen.to(torch.int8), (1, 1))
+    edges = padded.diff().nonzero().flatten().tolist()
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        yield start, end - start

@@ -1,39 +1,39 @@
 """Share what methods whose adapters are multi-head layers have in common."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from ravan_flwr.adapters import MultiHeadLinear
-from ravan_flwr.methods.base import Method
-from ravan_flwr.methods.tensors import check_names, check_tensor, probe
+from ravan_flwr.adapters import Layer, MultiHeadLinear, make_bases
+from ravan_flwr.methods.base import Method, Settings
+from ravan_flwr.methods.tensors import probe
 
 
 class MultiHeadMethod(Method[MultiHeadLinear]):
-    """Adapt every layer by cores between frozen bases."""
+    """Adapt every layer by cores between frozen bases, which both sides make from the seed."""
 
-    init = "normal"  # how the bases are made that clients make from the seed
+    rank: int
+    heads = 1
+    init = "normal"  # how the bases are made
+    init_scale = 1.0
     trains_scales = False
 
-    def delta_weights(self, adapters: Sequence[MultiHeadLinear]) -> list[Tensor]:
-        return [adapter.delta_weight().detach() for adapter in adapters]
+    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
+        super().__init__(settings, layers, size)
+        self.side = min(min(layer.out_features, layer.in_features) for layer in self.layers)
+
+    def adapt(self, layer: Layer, linear: nn.Linear) -> MultiHeadLinear:
+        out, inside = layer.out_features, layer.in_features
+        if linear.weight.is_meta:  # a plan needs shapes only
+            B = torch.empty(self.heads, out, self.rank, device="meta")
+            A = torch.empty(self.heads, self.rank, inside, device="meta")
+        else:
+            B, A = make_bases(
+                self.init, heads=self.heads, rank=self.rank, out_features=out, in_features=inside,
+                seed=self.settings.seed, layer=layer.name, scale=self.init_scale,
+            )  # fmt: skip
+        return MultiHeadLinear(linear, B, A, self.settings.layer_form)
 
     def fingerprint(self, adapters: Sequence[MultiHeadLinear]) -> list[float]:
         return probe([(adapter.B, adapter.A) for adapter in adapters])
-
-
-def load_bases(adapters: Sequence[MultiHeadLinear], fixed: Mapping[str, Tensor]) -> None:
-    """Give every layer its bases out of the flat tensors {"B", "A"}, layer after layer."""
-    check_names(fixed, ["B", "A"])
-    Bs = _parts(fixed, "B", [adapter.B for adapter in adapters])
-    As = _parts(fixed, "A", [adapter.A for adapter in adapters])
-    for adapter, B, A in zip(adapters, Bs, As, strict=True):
-        adapter.set_bases(B, A)
-
-
-def _parts(fixed: Mapping[str, Tensor], name: str, bases: Sequence[Tensor]) -> list[Tensor]:
-    """Cut a flat tensor into the shapes of these bases."""
-    sizes = [basis.numel() for basis in bases]
-    flat = check_tensor(fixed, name, [sum(sizes)], torch.float32)
-    return [part.view(basis.shape) for part, basis in zip(flat.split(sizes), bases, strict=True)]

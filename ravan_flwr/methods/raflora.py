@@ -34,7 +34,15 @@ class RaFLora(FlexLora):
         return made | {"B": self.rank * max(made["B"], kept)}
 
     def product_size(self, B: Tensor, A: Tensor) -> float:
-        return largest_tail(B, A)
+        """Compute the largest norm of B[:, m:] A[m:] over all m.
+
+        A client's share in a rank grows with the rank, from round to round differently. So what it
+        adds is a mean of such tails, whatever the others hold.
+        """
+        B, A = B.double(), A.double()
+        products = (B.mT @ B) * (A @ A.mT)
+        tails = products.flip(0, 1).cumsum(0).cumsum(1).diagonal()
+        return float(tails.clamp(min=0).max().sqrt())
 
 
 class MeanOfRanks(MeanOfProducts):
@@ -65,18 +73,6 @@ class MeanOfRanks(MeanOfProducts):
     def _add_ranks(self, factors: Mapping[str, Tensor], shares: Tensor) -> None:
         for total, B, A in zip(self.sums, *self.method.split(factors), strict=True):
             total.add(B * shares, A)
-
-
-def largest_tail(B: Tensor, A: Tensor) -> float:
-    """Compute the largest norm of B[:, m:] A[m:] over all m.
-
-    A client's share in a rank grows with the rank, from round to round differently. So what it
-    adds is a mean of such tails, whatever the others hold.
-    """
-    B, A = B.double(), A.double()
-    products = (B.mT @ B) * (A @ A.mT)
-    tails = products.flip(0, 1).cumsum(0).cumsum(1).diagonal()
-    return float(tails.clamp(min=0).max().sqrt())
 
 
 METHOD = RaFLora

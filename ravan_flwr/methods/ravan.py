@@ -13,7 +13,7 @@ With `head-mean = all` it is the mean over all clients of the round, of which th
 not train the head have left it at the old H_i.
 
 With `init = data-aware` or `first-round` the bases come from one calibration round instead
-(data_aware.py, first_round.py), and travel, once to each client.
+(calibrated_bases.py), and travel, once to each client.
 """
 
 import logging
@@ -21,14 +21,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ravan_flwr.adapters import Layer, MultiHeadLinear, make_bases
+from ravan_flwr.adapters import Layer, MultiHeadLinear
 from ravan_flwr.methods.base import Settings, Tensors, check_rank
 from ravan_flwr.methods.budgets import affordable
-from ravan_flwr.methods.data_aware import DataAwareBases
-from ravan_flwr.methods.first_round import FirstRound
-from ravan_flwr.methods.head_means import HeadMeans, pack_bits, unpack_bits
+from ravan_flwr.methods.calibrated_bases import DataAwareBases, FirstRound
+from ravan_flwr.methods.extensions import NormLimits, SumsChanges
+from ravan_flwr.methods.means import HeadMeans, pack_bits, unpack_bits
 from ravan_flwr.methods.multihead import MultiHeadMethod
 from ravan_flwr.methods.selection import best_heads, chances, score_heads
 from ravan_flwr.methods.tensors import check_form, check_names, check_tensor
@@ -36,16 +36,14 @@ from ravan_flwr.methods.tensors import check_form, check_names, check_tensor
 log = logging.getLogger(__name__)
 
 
-class Ravan(MultiHeadMethod):
+class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
     """Keep the state {"H"}; an upload is {"H": products, "heads": packed bits}."""
-
-    rank: int
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
         self.heads = self.parts = settings.heads
         self.init, self.trains_scales = settings.init, settings.scaling == "trained"
-        self.side = min(min(layer.out_features, layer.in_features) for layer in self.layers)
+        self.init_scale = settings.init_scale
         self.rank = settings.rank or self._largest_rank()
         self.mean_over_cohort = settings.head_mean == "all"
         check_rank(self.rank, self.side)
@@ -55,13 +53,14 @@ class Ravan(MultiHeadMethod):
         elif settings.init == "first-round":
             self.init = "gram-schmidt"
             self.calibration = FirstRound(
-                self.layers, self.heads, self.rank, self._shape,
-                seed=settings.seed, scale=settings.init_scale,
-            )  # fmt: skip
+                settings, self.layers, self.heads, self.rank, self._shape, settings.init_scale
+            )
         if self.init == "gram-schmidt" and self.heads * self.rank > self.side:
-            told = f"{settings.init}: {self.heads} heads of rank {self.rank} are more than "
-            told += f"{self.side} dimensions hold; bases are orthonormal in blocks of as many "
-            log.info("%sheads as fit", told)
+            log.info(
+                "%s: %d heads of rank %d are more than %d dimensions hold; bases are orthonormal "
+                "in blocks of as many heads as fit",
+                *(settings.init, self.heads, self.rank, self.side),
+            )
 
     def _largest_rank(self) -> int:
         """Find the largest r with layers * heads * (r^2 + 1) parameters within the budget."""
@@ -93,26 +92,9 @@ class Ravan(MultiHeadMethod):
     def effective_rank_bound(self) -> int:
         return min(self.heads * self.rank, self.side)
 
-    def adapt(self, layer: Layer, linear: nn.Linear) -> MultiHeadLinear:
-        if linear.weight.is_meta:  # a plan needs shapes only
-            B = torch.empty(self.heads, layer.out_features, self.rank, device="meta")
-            A = torch.empty(self.heads, self.rank, layer.in_features, device="meta")
-            return MultiHeadLinear(linear, B, A, self.settings.layer_form)
-        B, A = make_bases(
-            self.init,
-            heads=self.heads,
-            rank=self.rank,
-            out_features=layer.out_features,
-            in_features=layer.in_features,
-            seed=self.settings.seed,
-            layer=layer.name,
-            scale=self.settings.init_scale,
-        )
-        return MultiHeadLinear(linear, B, A, self.settings.layer_form)
-
     # The server's half.
 
-    def initial_state(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:  # noqa: ARG002
+    def initial_state(self, adapters: Sequence[MultiHeadLinear]) -> Tensors:
         return {"H": torch.zeros(self._shape)}
 
     def check(self, upload: Mapping[str, Tensor], share: float) -> None:
@@ -123,21 +105,15 @@ class Ravan(MultiHeadMethod):
         if bits[total:].any():
             raise ValueError(f"heads marks a head beyond the last of {total}")
         counts = bits[:total].view(len(self.layers), self.heads).sum(1).tolist()
-        if self.settings.selection != "any":
-            self._check_counts(counts, affordable(share, self.heads))
+        most = affordable(share, self.heads)
+        if self.settings.selection == "layer" and set(counts) != {most}:
+            raise ValueError(f"heads marks {counts} heads by layer, expected {most} in each")
+        if self.settings.selection == "global" and sum(counts) != most * len(self.layers):
+            raise ValueError(f"heads marks {sum(counts)} heads, expected {most * len(self.layers)}")
         check_form(upload, "H", [sum(counts), self.rank, self.rank], torch.float32)
 
-    def _check_counts(self, counts: list[int], number: int) -> None:
-        if self.settings.selection == "layer" and set(counts) != {number}:
-            raise ValueError(f"heads marks {counts} heads by layer, expected {number} in each")
-        if sum(counts) != number * len(self.layers):
-            raise ValueError(
-                f"heads marks {sum(counts)} heads, expected {number * len(self.layers)}"
-            )
-
     def heads_in(self, upload: Mapping[str, Tensor]) -> list[list[int]]:
-        bits = unpack_bits(upload["heads"], len(self.layers) * self.heads)
-        return [row.nonzero().flatten().tolist() for row in bits.view(-1, self.heads)]
+        return self.heads_of({"H": unpack_bits(upload["heads"], len(self.layers) * self.heads)})
 
     def expand_upload(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
         H = torch.full_like(state["H"], torch.nan).flatten(0, 1)
@@ -155,7 +131,7 @@ class Ravan(MultiHeadMethod):
             norms.zero_()  # no head comes before another
         return {"H": chances(norms, number)[:, :, None, None]}
 
-    def rows(self, state: Mapping[str, Tensor]) -> dict[str, int]:  # noqa: ARG002
+    def rows(self, state: Mapping[str, Tensor]) -> dict[str, int]:
         return {"H": len(self.layers) * self.heads}
 
     def rows_trained(
@@ -208,12 +184,9 @@ class Ravan(MultiHeadMethod):
                 adapter.s.fill_(1.0)
 
     def choose(
-        self,
-        adapters: Sequence[MultiHeadLinear],
-        share: float,
-        random: torch.Generator,
+        self, adapters: Sequence[MultiHeadLinear], share: float, random: torch.Generator,
         backward: Callable[..., object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         number = affordable(share, self.heads)
         if number < self.heads:
             scores = score_heads(self.settings.scoring, adapters, random, backward)

@@ -39,7 +39,7 @@ class ResidualLora(LoraMethod):
             assert isinstance(adapter, ResidualLoRALinear)  # `adapt` made it
             adapter.set_residual(residual.dense())
 
-    def lora_factors(self, adapter: LoRALinear) -> None:  # noqa: ARG002 (W has changed)
+    def lora_factors(self, adapter: LoRALinear) -> None:
         return None
 
     def residuals(self, tensors: Mapping[str, Tensor]) -> list["Residual"]:

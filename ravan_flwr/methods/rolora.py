@@ -9,15 +9,13 @@ gradient. A client may have missed any round, so it is sent both.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from ravan_flwr.adapters import LoRALinear
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.lora import LoraMethod
-from ravan_flwr.methods.means import Means
 from ravan_flwr.methods.tensors import flatten
 
 
@@ -35,39 +33,16 @@ class RoLora(LoraMethod):
     def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
         return {self.turn: super().upload_shapes(share)[self.turn]}
 
-    def expand_upload(self, upload: Mapping[str, Tensor], state: Tensors) -> Tensors:
-        return {
-            name: torch.full_like(state[name], torch.nan) for name in self.frozen_tensors
-        } | dict(upload)
-
-    def open_round(self, state: Tensors) -> "MeanOfOne":
-        return MeanOfOne(state, self.turn)
-
     def choose(
-        self,
-        adapters: Sequence[LoRALinear],
-        share: float,  # noqa: ARG002
-        random: torch.Generator,  # noqa: ARG002
-        backward: Callable[..., object],  # noqa: ARG002
-    ) -> None:
+        self, adapters: Sequence[LoRALinear], share: float, random: torch.Generator,
+        backward: Callable[..., object],
+    ) -> None:  # fmt: skip
         for adapter in adapters:
             (adapter.A if self.turn == "B" else adapter.B).requires_grad_(False)
 
     def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
         factors = [adapter.B if self.turn == "B" else adapter.A for adapter in adapters]
         return {self.turn: flatten(factors)}
-
-
-class MeanOfOne(Means):
-    """Keep the mean of one tensor of the state."""
-
-    def __init__(self, state: Tensors, name: str) -> None:
-        super().__init__({name: state[name]})
-        self.state = state
-
-    def close(self) -> Tensors:
-        """Make the next state."""
-        return self.state | super().close()
 
 
 METHOD = RoLora

@@ -21,6 +21,9 @@ from ravan_flwr.adapters.sketch import watch_gradients
 Heads = list[list[int]]  # for each layer the heads, in ascending order
 
 
+SCORINGS = ("random", "weight", "gradient")
+
+
 def score_heads(
     scoring: str,
     layers: Sequence[MultiHeadLinear],
@@ -28,30 +31,13 @@ def score_heads(
     backward: Callable[..., object],
 ) -> Tensor:
     """Score the heads, (layers, heads); `backward` is that of `Method.choose`."""
-    return SCORINGS[scoring](layers, random, backward)
-
-
-def _random_scores(
-    layers: Sequence[MultiHeadLinear], random: torch.Generator, _: Callable[..., object]
-) -> Tensor:
-    return torch.rand(len(layers), layers[0].heads, generator=random)
-
-
-def _weight_scores(
-    layers: Sequence[MultiHeadLinear], _: torch.Generator, __: Callable[..., object]
-) -> Tensor:
-    """Measure how much of its layer a head has already changed, relative to the norm of W."""
-    norms = [layer.products().norm(dim=(1, 2)) / weight_norm(layer.base) for layer in layers]
-    return torch.stack(norms).cpu()
-
-
-def _gradient_scores(
-    layers: Sequence[MultiHeadLinear], _: torch.Generator, backward: Callable[..., object]
-) -> Tensor:
-    """Measure the norms of B_i^T (dL/dy)^T x A_i^T, which is the gradient with respect to s_i H_i.
-
-    Each layer's gradient is reduced to its heads' norms as soon as it comes by.
-    """
+    if scoring == "random":
+        return torch.rand(len(layers), layers[0].heads, generator=random)
+    if scoring == "weight":  # relative to the norm of the layer's own weight
+        changes = [layer.products().norm(dim=(1, 2)) / weight_norm(layer.base) for layer in layers]
+        return torch.stack(changes).cpu()
+    # Each layer's gradient is reduced to its heads' norms as soon as it comes by: that with respect
+    # to s_i H_i is B_i^T (dL/dy)^T x A_i^T.
     norms = layers[0].H.new_zeros(len(layers), layers[0].heads, requires_grad=False)
     with ExitStack() as stack:
         for position, layer in enumerate(layers):
@@ -65,11 +51,6 @@ def _gradient_scores(
             stack.enter_context(watch_gradients(layer, see))
         backward([norms])
     return norms.cpu()
-
-
-SCORINGS: dict[
-    str, Callable[[Sequence[MultiHeadLinear], torch.Generator, Callable[..., object]], Tensor]
-] = {"random": _random_scores, "weight": _weight_scores, "gradient": _gradient_scores}
 
 
 def best_heads(

@@ -38,18 +38,15 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 def probe(layers: Sequence[Sequence[Tensor]]) -> list[float]:
     """Sum the bases of each layer up to numbers to which every entry of every layer counts."""
-    sums = [
-        torch.stack([number for basis in bases for number in _probe(basis)]) * position
-        for position, bases in enumerate(layers, start=1)
-    ]
+    sums = []
+    for position, bases in enumerate(layers, start=1):
+        numbers = []
+        for basis in bases:  # two sums each, with weights that no shift keeps
+            flat = basis.detach().cpu().double().flatten()
+            angles = torch.arange(len(flat), dtype=torch.float64)
+            numbers += [flat @ torch.cos(angles), flat @ torch.sin(angles * 0.7)]
+        sums.append(torch.stack(numbers) * position)
     return cast(list[float], torch.stack(sums).sum(0).tolist())
-
-
-def _probe(basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute two sums with weights that no shift keeps."""
-    flat = basis.detach().cpu().double().flatten()
-    angles = torch.arange(len(flat), dtype=torch.float64)
-    return flat @ torch.cos(angles), flat @ torch.sin(angles * 0.7)
 
 
 def check_tensor(

@@ -1,10 +1,13 @@
 """Draft a preset for a task of one's own, and say what was seen."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import yaml
+
+from ravan_flwr.config.preset_fields import LORA_RANK, RUN, run_defaults
 from ravan_flwr.config.presets import (
     PresetPath,
     conf_folder,
@@ -16,7 +19,153 @@ from ravan_flwr.data.hub_errors import NotHereError
 from ravan_flwr.preset_wizard.columns import NamedColumns
 from ravan_flwr.preset_wizard.data_summary import DataSummary, look_at_data
 from ravan_flwr.preset_wizard.model_summary import COVERED, ModelSummary, look_at_model
-from ravan_flwr.preset_wizard.writing import preset_text, run_of
+from ravan_flwr.tasks import TASKS
+from ravan_flwr.templates import filled
+
+_WIDTH = 110  # columns of a line of labels
+_EXAMPLES_A_CLIENT = 20  # fewer of them teach a client nothing
+
+PRESET = """\
+# {{ name }}: drafted by `ravan-flwr new` from the data and the model; change what you like.
+# What is not here has a default: docs/your-own-task.md lists all fields.
+task: {{ model.task }}  # what is learned, and how it is measured
+
+model:
+{% if model.spec.source == "bundled" %}
+  source: bundled  # it comes with ravan-flwr
+  name: {{ model.spec.name | text }}  # of the app's own
+{% else %}
+  name: {{ model.spec.name | text }}  # an id of the hub, or a folder (on every machine)
+{% endif %}
+{% if model.spec.revision %}
+  revision: {{ model.spec.revision | text }}  # of the hub
+{% endif %}
+{% if model.spec.targets %}
+  targets: {{ model.spec.targets | join(",") | text }}  # ends of the names of the layers to adapt
+{% endif %}
+
+data:
+  name: {{ spec.name | text }}  # an id of the hub, or a folder on every machine that reads it
+{% if spec.subset %}
+  subset: {{ spec.subset | text }}  # of the data set
+{% endif %}
+{% if spec.revision %}
+  revision: {{ spec.revision | text }}  # of the hub
+{% endif %}
+  columns: {{ columns }}  # what for: which column
+{% if prompts %}
+  prompt:  # before the answer; the first of which an example has all columns
+{% for prompt in prompts %}
+    - {{ prompt | text }}
+{% endfor %}
+{% endif %}
+{% if spec.chat_template %}
+  chat-template: {{ spec.chat_template | text }}  # in place of the tokenizer's
+{% endif %}
+{% if splits %}
+  splits: {{ splits }}  # of the clients: of the server
+{% endif %}
+{% if data.held_back %}
+  test-share: {{ spec.test_share }}  # {{ of_what }}held back for the server's test
+{% endif %}
+{% if model.lengths %}
+  max-length: {{ model.max_length }}  # tokens that are read of a text; {{ covered }}
+{% endif %}
+{% if model.target_length %}
+  target-length: {{ model.target_length }}  # tokens of the longest label
+{% endif %}
+{% if spec.labels %}
+  labels:  # in the order of their numbers, the same on every device
+{{ labels }}
+{% endif %}
+
+run:
+  num-clients: {{ run["num-clients"] }}  # simulated clients, which share the training examples
+  clients-per-round: {{ run["clients-per-round"] }}  # of them train in each round
+  num-rounds: {{ run["num-rounds"] }}
+  local-steps: {{ run["local-steps"] }}  # optimiser steps of a client in each round
+  batch-size: {{ run["batch-size"] }}  # examples in each step
+{% if spec.labels %}
+  partition: {{ run["partition"] }}  # simulated clients differ in their classes; or iid
+  partition-alpha: {{ run["partition-alpha"] }}  # the smaller, the more they differ
+{% endif %}
+  heads: {{ model.heads }}  # of the method ravan, in each adapted layer
+{% if not writes %}
+  classifier: {{ run["classifier"] }}  # trained along with the adapters; or frozen
+{% endif %}
+
+parameter-budgets:  # as many trainable parameters as a LoRA of this rank
+{% for budget, rank in budgets.items() %}
+  {{ budget }}: {lora-rank: {{ rank }}}
+{% endfor %}
+
+learning-rate: {}  # by method; empty: the default. Better: ravan-flwr tune preset={{ preset }}
+"""
+
+
+def preset_text(name: str, data: DataSummary, model: ModelSummary, preset: str) -> str:
+    """Write the file; `preset` is how commands name it."""
+    spec = data.spec
+    splits = {"train": spec.train, "test": dict(spec.tests)["test"]}
+    usual = splits == {"train": "train", "test": "test"}
+    covered = ""
+    if model.lengths is not None:
+        covered = f"{COVERED} % have {model.lengths.covered} at most"
+        if model.lengths.covered > model.max_length:
+            covered += ", the model reads no more"
+    return filled(
+        PRESET,
+        {"text": _text},
+        name=name,
+        preset=preset,
+        data=data,
+        model=model,
+        spec=spec,
+        columns=_mapping(dict(spec.columns)),
+        splits="" if usual else _mapping(splits),
+        prompts=[] if spec.prompts == ("{prompt}",) else spec.prompts,
+        of_what="of each class, " if spec.labels else "",
+        writes=bool(TASKS[model.task].target_length),
+        covered=covered,
+        labels=_labels(spec.labels),
+        run=run_defaults(TASKS[model.task]) | run_of(data),
+        budgets=LORA_RANK,
+    )
+
+
+def run_of(data: DataSummary) -> dict[str, int]:
+    """Choose how many simulated clients share the examples, and how long each trains."""
+    train = data.number("train")
+    most, chosen, steps, batch = (
+        int(RUN[key]) for key in ("num-clients", "clients-per-round", "local-steps", "batch-size")
+    )
+    clients = max(2, min(most, train // _EXAMPLES_A_CLIENT))
+    twice = -(-2 * train // (clients * batch))  # through all its examples
+    return {
+        "num-clients": clients,
+        "clients-per-round": min(chosen, clients),
+        "local-steps": max(5, min(steps, twice)),
+    }
+
+
+def _labels(labels: Sequence[str]) -> str:
+    """List the labels, with line breaks between them alone."""
+    lines, line = [], "    ["
+    for label in map(_text, labels):
+        if len(line) + len(label) > _WIDTH and not line.endswith("["):
+            lines.append(line.rstrip())
+            line = "     "
+        line += f"{label}, "
+    return "\n".join([*lines, line.removesuffix(", ") + "]"])
+
+
+def _mapping(values: dict[str, str]) -> str:
+    return "{" + ", ".join(f"{key}: {_text(value)}" for key, value in values.items()) + "}"
+
+
+def _text(value: str) -> str:
+    """Write a text so that YAML reads it as the same text, whatever is in it."""
+    return str(yaml.safe_dump(value, default_style='"', width=10**9)).strip()
 
 
 def new_preset(
@@ -27,10 +176,10 @@ def new_preset(
     path = new_file(name)
     with _telling_of("--data", data):
         seen = look_at_data(data, subset, asked or NamedColumns(), chat_template)
-    yield from _told_of_data(seen)
+    yield from _about_data(seen)
     with _telling_of("--model", model):
         fitting = look_at_model(model, seen, targets)
-    yield from _told_of_model(fitting)
+    yield from _about_model(fitting)
     short = name if path.parent == conf_folder() else os.path.relpath(path)
     _write(name, path, preset_text(name, seen, fitting, short))
     yield f"wrote  {path}"
@@ -67,7 +216,7 @@ def _write(name: str, path: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _told_of_data(seen: DataSummary) -> Iterator[str]:
+def _about_data(seen: DataSummary) -> Iterator[str]:
     spec, train, test = seen.spec, seen.number("train"), seen.number("test")
     where = f"{spec.name}{f' ({spec.subset})' if spec.subset else ''}"
     part = "held back for the test, there is no test part" if seen.held_back else "to test"
@@ -90,7 +239,7 @@ def _told_of_data(seen: DataSummary) -> Iterator[str]:
         yield f"       WARNING: {clients} clients share {train} examples, which is very little"
 
 
-def _told_of_model(seen: ModelSummary) -> Iterator[str]:
+def _about_model(seen: ModelSummary) -> Iterator[str]:
     yield (
         f"model  {seen.spec.name}: {seen.architecture}, {seen.size / 1e6:,.1f} million parameters; "
         f"adapts {len(seen.layers)} matrices of {seen.sides}"

@@ -10,19 +10,17 @@ import numpy as np
 from PIL import Image
 
 from ravan_flwr.config.places import place_of_data
-from ravan_flwr.data.encoding import check_encoding
-from ravan_flwr.data.examples import held_back, some_of
-from ravan_flwr.data.hub import every_split
+from ravan_flwr.data.examples import held_back, labels_of, some_of
+from ravan_flwr.data.hub import check_encoding, every_split
 from ravan_flwr.data.idx import is_idx
-from ravan_flwr.data.labels import labels_of
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.data.values import check_bits, opened_image
-from ravan_flwr.preset_wizard.columns import NamedColumns, find_columns
-from ravan_flwr.preset_wizard.language import prompts_for
+from ravan_flwr.preset_wizard.columns import NamedColumns, find_columns, prompts_for
 from ravan_flwr.specs import DataSpec
 
 TESTS = ("test", "validation", "dev", "valid")  # the split that is taken, the first that is there
 _IMAGES = 5_000  # whose sizes are read
+_KINDS = {"json": "JSON lines", "csv": "CSV", "parquet": "parquet", "imagefolder": "images"}
 
 
 @dataclass(frozen=True)
@@ -53,17 +51,17 @@ class DataSummary:
     def warnings(self) -> list[str]:
         """Say what of the classes will not be learned well."""
         train, test = self.counts["train"], self.counts["test"]
-        told = []
+        warnings = []
         if empty := [name for name in self.spec.labels if not train.get(name)]:
-            told.append(
+            warnings.append(
                 f"{len(empty)} of the classes have no example to train on: {some_of(empty, 8)}"
                 + ("; the test has some" if any(test.get(name) for name in empty) else "")
             )
         if untested := [n for n in self.spec.labels if not test.get(n) and train.get(n)]:
-            told.append(
+            warnings.append(
                 f"{len(untested)} of the classes have no example to test on: {some_of(untested, 8)}"
             )
-        return told
+        return warnings
 
 
 def look_at_data(
@@ -76,7 +74,12 @@ def look_at_data(
     splits = every_split(name, subset, revision)
     for split_name, split in splits.items():
         check_encoding(split, f"{where}, {split_name}")
-    train_name = "train" if "train" in splits else _only_split(splits, where)
+    if "train" not in splits and len(splits) != 1:
+        raise ValueError(
+            f"{where}: got the splits {', '.join(splits)}, expected one that is called train; "
+            "rename the file or the folder that clients are to train on to train"
+        )
+    train_name = "train" if "train" in splits else str(next(iter(splits)))
     train = splits[train_name]
     columns = find_columns(train, asked, where)
     label = columns.get("label", "")  # none for a language model
@@ -88,7 +91,17 @@ def look_at_data(
     test_name = _test_split(splits, train_name, label, where)
     used = {"train": train} | ({"test": splits[test_name]} if test_name else {})
     _check_whole(used, columns, where)
-    labels = _labels(used, label, where) if label else ()
+    renamed = {label: "label"} if label != "label" else {}
+    labels = (
+        labels_of(
+            datasets.DatasetDict(
+                {n: s.select_columns([label]).rename_columns(renamed) for n, s in used.items()}
+            ),
+            where,
+        )
+        if label
+        else ()
+    )
     spec = DataSpec(
         "hub",
         name,
@@ -103,7 +116,9 @@ def look_at_data(
     )
     return DataSummary(
         spec,
-        kind=_kind(name, train),
+        kind=_KINDS.get(str(train.info.builder_name), str(train.info.builder_name or "a data set"))
+        if Path(name).is_dir()
+        else "of the hub",
         counts=_counts(used, label, spec, where),
         held_back=not test_name,
         left_out=[split for split in splits if split not in (train_name, test_name)],
@@ -137,16 +152,6 @@ def _check_kinds(folder: Path, where: str) -> None:
         )
 
 
-def _only_split(splits: datasets.DatasetDict, where: str) -> str:
-    if len(splits) != 1:
-        raise ValueError(
-            f"{where}: got the splits {', '.join(splits)}, expected one that is called train; "
-            "rename the file or the folder that clients are to train on to train"
-        )
-    (name,) = splits
-    return str(name)
-
-
 def _test_split(splits: datasets.DatasetDict, train: str, label: str, where: str) -> str:
     """Choose the server's test: the first of the usual names whose labels are not kept secret."""
     for name in TESTS:
@@ -173,18 +178,14 @@ def _check_whole(
         for role, noun in nouns.items():
             column = columns.get(role)
             values = split[column] if column else []
-            nothing = (None, -1) if _is_numbered(split, column) else (None, "")
+            numbered = column and isinstance(split.features[column], datasets.ClassLabel)
+            nothing = (None, -1) if numbered else (None, "")
             if missing := [row for row, value in enumerate(values, 1) if value in nothing]:
                 raise ValueError(
                     f"{where}, {name}: {len(missing)} of {len(split)} examples have nothing in "
                     f"column {column!r} (row {some_of(missing)}), expected a {noun} in each; take "
                     "them out"
                 )
-
-
-def _is_numbered(split: datasets.Dataset, column: str | None) -> bool:
-    """Tell whether a column has numbered classes, of which -1 is none."""
-    return column is not None and isinstance(split.features[column], datasets.ClassLabel)
 
 
 def _sizes(train: datasets.Dataset, column: str, where: str) -> str:
@@ -204,12 +205,6 @@ def _sizes(train: datasets.Dataset, column: str, where: str) -> str:
             ) from None
     least, most = (" x ".join(map(str, side(sizes))) for side in (min, max))
     return least if least == most else f"{least} to {most}"
-
-
-def _labels(splits: Mapping[str, datasets.Dataset], column: str, where: str) -> tuple[str, ...]:
-    named = {n: split.select_columns([column]).rename_columns(
-        {} if column == "label" else {column: "label"}) for n, split in splits.items()}  # fmt: skip
-    return labels_of(datasets.DatasetDict(named), where)
 
 
 def _counts(
@@ -233,9 +228,3 @@ def _names(split: datasets.Dataset, column: str) -> np.ndarray:
             feature.names[value] if value is not None and value >= 0 else None for value in values
         ]
     return np.asarray([str(value) for value in values], dtype=object).astype(str)
-
-
-def _kind(name: str, examples: datasets.Dataset) -> str:
-    builder = str(examples.info.builder_name or "")
-    kinds = {"json": "JSON lines", "csv": "CSV", "parquet": "parquet", "imagefolder": "images"}
-    return kinds.get(builder, builder or "a data set") if Path(name).is_dir() else "of the hub"

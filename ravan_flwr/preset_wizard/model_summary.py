@@ -1,14 +1,12 @@
 """Look at a model: what it is, which of its layers would be adapted, how it reads the examples."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 
-from ravan_flwr.adapters import Layer
 from ravan_flwr.adapters.attach import find_layers
 from ravan_flwr.config.places import chosen_model
 from ravan_flwr.config.preset_fields import LORA_RANK, RUN
@@ -86,6 +84,15 @@ def look_at_model(place: str, data: DataSummary, targets: str) -> ModelSummary:
     layers = find_layers(backbone.network, backbone.targets)
     shapes = dict.fromkeys(f"{layer.out_features} x {layer.in_features}" for layer in layers)
     config: Any = backbone.network.config
+    # RAVAN's heads within the parameter budget of a preset that says none.
+    budget = LORA_RANK["lower"] * sum(layer.out_features + layer.in_features for layer in layers)
+    shortest = min(min(layer.out_features, layer.in_features) for layer in layers)
+    side = settings.get("image_size", "?")
+    side = " x ".join(map(str, side)) if isinstance(side, list | tuple) else f"{side} x {side}"
+    image_size = ""
+    if data.is_image:
+        own = task.reader is not None
+        image_size = f"{side}, {'by its own processor' if own else 'pixels from -1 to 1'}"
     seen = ModelSummary(
         spec=spec,
         task=task_name,
@@ -94,21 +101,14 @@ def look_at_model(place: str, data: DataSummary, targets: str) -> ModelSummary:
         layers=[layer.name for layer in layers],
         sides=", ".join(shapes),
         lengths=None if data.is_image else _lengths(task, data, settings),
-        image_size=_image_size(task, settings) if data.is_image else "",
+        image_size=image_size,
         target_length=0,
-        heads=_heads(layers),
+        heads=min(int(RUN["heads"]), suggested_heads(budget / len(layers), shortest)),
     )
     if task_name != "text-to-label":
         return seen
     names = task.reader(list(data.spec.labels), verbose=False).input_ids
     return replace(seen, target_length=max(map(len, names)))
-
-
-def _heads(layers: Sequence[Layer]) -> int:
-    """Choose RAVAN's heads within the parameter budget of a preset that says none."""
-    budget = LORA_RANK["lower"] * sum(one.out_features + one.in_features for one in layers)
-    side = min(min(one.out_features, one.in_features) for one in layers)
-    return min(int(RUN["heads"]), suggested_heads(budget / len(layers), side))
 
 
 def _plain_task(name: str, data: DataSummary, model: ModelSpec) -> Task:
@@ -136,18 +136,21 @@ def _task_of(settings: dict[str, Any], data: DataSummary) -> str:
     return "text-to-label" if writes else "text"
 
 
-def _image_size(task: Task, settings: dict[str, Any]) -> str:
-    side = settings.get("image_size", "?")
-    side = " x ".join(map(str, side)) if isinstance(side, list | tuple) else f"{side} x {side}"
-    how = "by its own processor" if task.reader is not None else "pixels from -1 to 1"
-    return f"{side}, {how}"
-
-
 def _lengths(task: Task, data: DataSummary, settings: dict[str, Any]) -> Lengths:
     """Count the tokens of a sample of the texts, as the task reads them."""
     problems: list[str] = []
     counts = np.asarray([len(ids) for ids in _tokens(task, data, problems)])
-    warning = _about_unlearned(problems, len(counts), f"data {data.spec.name}")
+    number, warning = len(counts) + len(problems), ""
+    if not len(counts):
+        why = f": {problems[0]} (the first)" if problems else ""
+        raise ValueError(
+            f"data {data.spec.name}: none of the {number} examples that were read can be "
+            f"learned{why}; expected a question and an answer in each, and a chat template that "
+            "writes them; correct the examples, or take a model with another chat template"
+        )
+    if problems:
+        warning = f"{len(problems)} of {number} examples cannot be learned; the first: "
+        warning += problems[0]
     limits = [settings.get("max_position_embeddings"), task.reader.model_max_length]
     known = [int(limit) for limit in limits if isinstance(limit, int) and 0 < limit < 10**6]
     return Lengths(
@@ -159,51 +162,28 @@ def _lengths(task: Task, data: DataSummary, settings: dict[str, Any]) -> Lengths
     )
 
 
-def _about_unlearned(problems: Sequence[str], learned: int, where: str) -> str:
-    """Count the examples that cannot be learned, of those read; ValueError if none can."""
-    number = learned + len(problems)
-    if not learned:
-        why = f": {problems[0]} (the first)" if problems else ""
-        raise ValueError(
-            f"{where}: none of the {number} examples that were read can be learned{why}; expected "
-            "a question and an answer in each, and a chat template that writes them; correct the "
-            "examples, or take a model with another chat template"
-        )
-    if not problems:
-        return ""
-    return f"{len(problems)} of {number} examples cannot be learned; the first: {problems[0]}"
-
-
 def _tokens(task: Task, data: DataSummary, problems: list[str]) -> Iterator[list[int]]:
     """Read a sample of the texts; note what is wrong with examples that cannot be learned."""
     train, columns = data.train, [data.spec.column(role) for role in ("text", "text-pair")]
     names = [name for name in columns if name]
     rows = np.unique(np.linspace(0, len(train) - 1, min(len(train), _EXAMPLES)).astype(int))
-    if isinstance(task, Causal):
-        yield from _whole_examples(task, train.select(rows), problems)
-        return
     read = 0
+    if isinstance(task, Causal):  # questions with their answers, as far as they can be read
+        for row in by_role(train.select(rows), task.data, f"data {task.data.name}"):
+            try:
+                written = task.form.whole(row)
+                tokens = tokens_of(task.reader, written)
+                yield fitted(tokens, len(tokens), "cut").ids
+            except UnreadableError as error:
+                problems.append(str(error))
+                continue
+            read += len(written.text)
+            if read > _CHARACTERS:
+                return
+        return
     for batch in train.select_columns(names).select(rows).iter(batch_size=256):
         texts = [[str(text or "") for text in batch[name]] for name in names]
         yield from task.reader(*texts, verbose=False).input_ids
         read += sum(len(text) for column in texts for text in column)
-        if read > _CHARACTERS:
-            return
-
-
-def _whole_examples(
-    task: Causal, examples: datasets.Dataset, problems: list[str]
-) -> Iterator[list[int]]:
-    """Read questions with their answers, as far as they can be."""
-    read = 0
-    for row in by_role(examples, task.data, f"data {task.data.name}"):
-        try:
-            written = task.form.whole(row)
-            tokens = tokens_of(task.reader, written)
-            yield fitted(tokens, len(tokens), "cut").ids
-        except UnreadableError as error:
-            problems.append(str(error))
-            continue
-        read += len(written.text)
         if read > _CHARACTERS:
             return

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ravan_flwr.adapters.by_example import RULES, Rule, rule_of
+from ravan_flwr.adapters.by_example import RULES, Rule, rule_of, ruled
 
 Take = Callable[[nn.Module, Rule, Tensor, Tensor], None]  # with input and gradient of a layer
 
@@ -36,7 +36,7 @@ class ExampleGradients:
         covered: set[int] = set()
         for module in network.modules():
             rule = rule_of(module)
-            own = [] if rule is None else [p for p in rule.parameters(module) if self._wanted(p)]
+            own = [] if rule is None else [p for p in ruled(module) if self._wanted(p)]
             if rule is not None and own:
                 self._layers.append((module, rule))
                 covered.update(map(id, own))
@@ -101,7 +101,7 @@ class ExampleGradients:
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 x, g = (t.reshape(number, -1, t.shape[-1]).float() for t in (x, g))
                 g = g * weights.to(g)[:, None, None]
-                for parameter, gradients in rule.gradients(layer, x, g, self._wanted):
+                for parameter, gradients in rule(layer, x, g, self._wanted):
                     self._add(parameter, gradients)
 
         return collect

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.methods.base import Method, split_classifier
+from ravan_flwr.methods.extensions import sums_changes
 
 
 def expected_clients(
@@ -16,13 +17,13 @@ def expected_clients(
     `clients` has how many there are by share of the budget, and each takes part with that rate.
     Where a method's mean is over all, all count for what one of them can train.
     """
-    own, classifier = split_classifier(state)
+    sums, (own, classifier) = sums_changes(method), split_classifier(state)
     total = {name: torch.zeros([1] * t.ndim, dtype=torch.float64) for name, t in own.items()}
     for share, number in clients.items():
-        for name, chance in method.coverage(own, share).items():
+        for name, chance in sums.coverage(own, share).items():
             total[name] = total[name] + rate * number * chance.double()
     everyone = torch.full([1], rate * sum(clients.values()), dtype=torch.float64)
-    if method.mean_over_cohort:
+    if sums.mean_over_cohort:
         total = {name: torch.where(t > 0, everyone, t) for name, t in total.items()}
     return total | dict.fromkeys(classifier, everyone)
 

@@ -48,7 +48,7 @@ def code_of(config: Mapping[str, Any], form: str, *, one_channel: bool) -> Code:
             model = Code(
                 (task.auto_class,), (f"model = {task.auto_class}.from_pretrained({HERE})",)
             )
-        return model + _generating(config["data"])
+        return model + _generating(config["data"]) if config["data"]["prompt"] else model
     return model + _pipeline(task.pipeline, form) + _example(config, one_channel)
 
 
@@ -195,7 +195,9 @@ def about(config: Mapping[str, Any], form: str, *, one_channel: bool) -> str:
             "The pipeline cuts a text off where the run did (`model_max_length` in "
             "`tokenizer_config.json`)."
         )
-    return onto + "The model writes a text; transformers 5 has no pipeline for that."
+    if config["data"]["prompt"]:
+        return onto + "The model writes a text; transformers 5 has no pipeline for that."
+    return onto + "transformers 5 has no pipeline for what the model reads."
 
 
 def _literal(value: object) -> str:

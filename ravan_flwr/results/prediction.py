@@ -16,8 +16,9 @@ from ravan_flwr.data.values import image_of
 from ravan_flwr.results.load_run import result_of
 from ravan_flwr.results.table_file import Cells, Sink, check_new, new_table
 from ravan_flwr.tasks.base import Columns
+from ravan_flwr.tasks.extensions import Predicts, task_with
+from ravan_flwr.training.local_steps import predictions
 from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.prediction import predictions
 
 _NAMED = 20  # unreadable rows; the others are in the output alone
 
@@ -42,7 +43,7 @@ def predict(
     data, output = Path(data).expanduser().absolute(), Path(output).expanduser()
     check_new(output)
     with result_of(run, client) as bench:
-        task = bench.task
+        task = task_with(Predicts, bench.task, "predict")
         needed = {role: name for role, name in task.data.columns if role != task.right}
         rows = rows_of(data, needed)
         by_file = data.is_dir() or data.suffix.lower() in IMAGES
@@ -50,7 +51,7 @@ def predict(
         kinds = {name: float if name == "probability" else str for name in task.prediction_columns}
         told = Predicted(output)
         with new_table(output, key | kinds | {"problem": str}) as table:
-            for batch in _batches(_encoded(rows, _encoder(bench, data)), task.evaluation_batch):
+            for batch in _batches(_encoded(rows, _encoder(task, data)), task.evaluation_batch):
                 _write(table, batch, _predict(bench, batch), len(task.prediction_columns), told)
             _check_some(data, told)
     return told
@@ -76,18 +77,18 @@ class _Encoded:
     problem: str = ""
 
 
-def _encoder(bench: ModelAndData, data: Path) -> Callable[[Row], Columns]:
+def _encoder(task: Predicts, data: Path) -> Callable[[Row], Columns]:
     """Make what encodes one row; it raises UnreadableError."""
     folder = data if data.is_dir() else data.parent
 
     def value_of(role: str, value: Any) -> Any:
-        return image_of(value, folder) if role == "image" else bench.task.checked(role, value)
+        return image_of(value, folder) if role == "image" else task.checked(role, value)
 
     def encode(row: Row) -> Columns:
         if row.problem:
             raise UnreadableError(row.problem)
         values = {role: [value_of(role, value)] for role, value in row.values.items()}
-        return bench.task.inputs(values)
+        return task.inputs(values)
 
     return encode
 

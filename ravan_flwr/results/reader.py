@@ -24,8 +24,10 @@ _BILINEAR = 2  # of Pillow
 def write_reader(folder: Path, bench: ModelAndData) -> None:
     """Write the processor or the tokenizer, and the names of the labels."""
     reader = bench.task.reader
+    shapes = bench.task.shapes(bench.model.network.config, 1)
     if reader is None:
-        _write_json(folder / PROCESSOR, _processor(bench))
+        if "pixel_values" in shapes:
+            _write_json(folder / PROCESSOR, _processor(*shapes["pixel_values"][0][1:]))
     elif hasattr(reader, "backend_tokenizer"):
         _save_tokenizer(folder, reader, bench.task.cut_at)
     else:
@@ -34,10 +36,8 @@ def write_reader(folder: Path, bench: ModelAndData) -> None:
         _write_json(folder / "labels.json", list(labels))
 
 
-def _processor(bench: ModelAndData) -> dict[str, Any]:
+def _processor(channels: int, height: int, width: int) -> dict[str, Any]:
     """Describe what the run does with the images of a model that has no processor."""
-    shapes = bench.task.shapes(bench.model.network.config, 1)
-    _, channels, height, width = shapes["pixel_values"][0]
     return {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,

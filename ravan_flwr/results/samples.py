@@ -15,9 +15,9 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.runs.samples import SAMPLES, SampleLine, cut, sample_lines
 from ravan_flwr.seeding import derive
-from ravan_flwr.tasks.base import Sample
+from ravan_flwr.tasks.extensions import Predicts, Sample, task_with
+from ravan_flwr.training.local_steps import predictions
 from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.prediction import predictions
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class Samples(Callback):
         self, bench: ModelAndData, directory: RunDirectory, untrained: Tensors | None
     ) -> None:
         self._bench, self._directory, self._untrained = bench, directory, untrained
+        self._task = task_with(Predicts, bench.task, "evaluate-samples")
         self._before = sample_lines(directory.path)  # of a run that goes on; checked at once
         self._goes_on = False  # with lines of this process
 
@@ -44,7 +45,7 @@ class Samples(Callback):
         examples = bench.splits[next(iter(dict(bench.config.data.tests)))]
         random = np.random.default_rng(derive(bench.config.seed, "samples"))
         shuffled = examples.select(random.permutation(len(examples)))
-        found = bench.task.samples(shuffled, bench.config.evaluate_samples)
+        found = self._task.samples(shuffled, bench.config.evaluate_samples)
         if not found:
             log.warning(
                 "evaluate-samples: none of the %d test examples can be asked", len(examples)
@@ -83,9 +84,9 @@ class Samples(Callback):
     def _answers(self) -> Iterator[str]:
         """Let the model write, a few answers at a time."""
         bench, rest = self._bench, iter(self._chosen)
-        place = bench.task.prediction_columns.index("text")
+        place = self._task.prediction_columns.index("text")
         while few := list(islice(rest, _AT_A_TIME)):
             columns = {role: [one.values[role] for one in few] for role in few[0].values}
-            inputs = bench.task.inputs(columns)
+            inputs = self._task.inputs(columns)
             for said in predictions(bench.model, bench.task, inputs, bench.config.precision):
                 yield str(said[place])

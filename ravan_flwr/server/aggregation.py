@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.methods.base import Method, Sums, Tensors, split_classifier
-from ravan_flwr.methods.calibration import Calibration, CalibrationSums
+from ravan_flwr.methods.extensions import Calibration, CalibrationSums, norm_limits
 from ravan_flwr.methods.means import Means, MeansBySize
 from ravan_flwr.methods.tensors import check_form
 from ravan_flwr.server.robust import RobustRound
@@ -54,7 +54,7 @@ class Aggregate:
     def __init__(
         self, method: Method, state: Tensors, limit: UpdateNormCheck, robust: str = "none"
     ) -> None:
-        self.method, self.limit = method, limit
+        self.method, self.limit, self._norms = method, limit, norm_limits(method)
         self._state, self._classifier = split_classifier(state)
         self._robust = robust != "none"
         # What clients were sent, by share: few shares are kept, however many clients there are.
@@ -81,11 +81,11 @@ class Aggregate:
         `step` is the client's learning rate times its steps, for a limit that has none for all.
         """
         own = check_upload(self.method, upload, self._classifier, share)
-        sent = self._start_of(own, share)
+        sent = self._norms.start_of(own, self._sent(share))
         start = sent | self._classifier
         changes = changes_of(upload, start, self.limit.wire)
         self.limit.check(changes, step)
-        alone = self.method.norms_alone(own, sent)
+        alone = self._norms.norms_alone(own, sent)
         for name, norm in alone.items():
             self.limit.check_growth(name, self._state.get(name, start[name]), norm, step)
         if self._robust:
@@ -97,17 +97,13 @@ class Aggregate:
         self.steps.append(step)
         self._alone |= {name: max(norm, self._alone.get(name, 0.0)) for name, norm in alone.items()}
 
-    def _start_of(self, own: Tensors, share: float) -> Tensors:
-        """Return what an upload's tensors were when they were sent to a client with that share."""
-        return self.method.start_of(own, self._sent(share))
-
     def close(self) -> Tensors:
         """Return the next global state; ValueError if the accepted replies cannot have made it."""
         of_method, of_classifier = self._rounds
         new = of_method.close() | of_classifier.close()
         # Also of a round without effect: the next has its limit.
         self.limit.learn(self.changes, self.steps)
-        made = self.method.norms_made(self._state, self._alone)
+        made = self._norms.norms_made(self._state, self._alone)
         step = max(self.steps, default=0.0)
         self.limit.check_state(self._state | self._classifier, new, made, step)
         return new

@@ -20,6 +20,7 @@ from flwr.serverapp import Grid
 from ravan_flwr.messages.pieces import SEEN
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.privacy.expected import expected_clients
 from ravan_flwr.privacy.mechanism import adapted, moved_by
 from ravan_flwr.privacy.noise import gaussian
@@ -32,8 +33,7 @@ from ravan_flwr.server.private_round import able_members, drawn_cohort, here_now
 from ravan_flwr.server.round import Run
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.secure_round import SecureRound
-from ravan_flwr.training.masked import parts_of, rows_by_tensor
-from ravan_flwr.training.noised import WITHIN, noised_parts
+from ravan_flwr.training.masked import WITHIN, noised_parts, parts_of, rows_by_tensor
 
 log = getLogger(__name__)
 
@@ -89,7 +89,7 @@ class NoisedRound(SecureRound):
 
     def _heads_of(self, member: RegisteredClient) -> list[list[int]]:
         parts = parts_of(self.method, self.run.state.tensors, 1.0)
-        return self.method.heads_of(rows_by_tensor(parts, self._wanted(member)))
+        return sums_changes(self.method).heads_of(rows_by_tensor(parts, self._wanted(member)))
 
     def grace(self, grid: Grid) -> float | None:
         """Wait for each client as long as for any other: none decides whether another counts."""

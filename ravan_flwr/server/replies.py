@@ -6,7 +6,7 @@ more memory on top of the reply than four times its bytes.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from ravan_flwr.messages.wire import decode
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.record import Metrics
 from ravan_flwr.server.reply_decoder import UNREADABLE
-from ravan_flwr.tasks.base import Task
+from ravan_flwr.tasks.base import Measures
 
 # What a number that a client tells may be, at most. A loss beyond it is a run that diverged.
 MOST_LOSS = 1e9
@@ -50,21 +50,6 @@ class Reply:
     bytes_up: int
     bytes_down: int
     steps: int  # that its examples and the settings make
-
-
-@dataclass(frozen=True)
-class Measures:
-    """Say what clients tell of an evaluation, and what follows from the means of it."""
-
-    names: Sequence[str] = ("loss", "accuracy")
-    unit: str = "examples"  # what these are means over
-    most: int = 1  # units that an example has, at most
-    completed: Callable[[Metrics], Metrics] = dict
-
-    @classmethod
-    def of(cls, task: Task) -> "Measures":
-        """Ask what a task measures."""
-        return cls(task.told, task.unit, task.most_units, task.completed)
 
 
 @dataclass(frozen=True)

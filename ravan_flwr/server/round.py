@@ -21,7 +21,7 @@ from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.wire import wire_of_round
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Method
-from ravan_flwr.methods.calibration import Calibration
+from ravan_flwr.methods.extensions import Calibration
 from ravan_flwr.methods.tensors import Tensors
 from ravan_flwr.runs.client_statistics import spreads_of
 from ravan_flwr.runs.record import Metrics
@@ -30,7 +30,6 @@ from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.message_builder import MessageBuilder
 from ravan_flwr.server.replies import (
     Evaluated,
-    Measures,
     Reply,
     Trained,
     most_held_back,
@@ -46,6 +45,7 @@ from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status
 from ravan_flwr.specs import Scalar
+from ravan_flwr.tasks.base import Measures
 
 log = getLogger(__name__)
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ravan_flwr.messages.pieces import DISTRUSTS, PIECES, to_pieces
 from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.runs.record import Masked
 from ravan_flwr.secure.schedule import Bits, Schedule, make_schedule, threshold_of
 from ravan_flwr.secure.server import (
@@ -155,7 +156,7 @@ class SecureRound(TrainingRound):
     def _heads_of(self, member: RegisteredClient) -> list[list[int]]:
         """List the heads that a client trained, by layer."""
         rows = by_tensor(self.secure.schedule, self.secure.rows_of(member.partition_id))
-        return self.method.heads_of(rows)
+        return sums_changes(self.method).heads_of(rows)
 
     def quorum(self, asked: int) -> int:
         """Give stragglers their grace from as many replies on as the phase needs."""
@@ -227,7 +228,7 @@ class SecureRound(TrainingRound):
             )  # fmt: skip
         means = (
             _over_all(opened, int(self.secure.alive.sum()))
-            if self.method.mean_over_cohort
+            if sums_changes(self.method).mean_over_cohort
             else opened.means
         )
         self.run.state.take(moved(self.run.state.tensors, means), self.method.frozen_tensors)

@@ -32,7 +32,6 @@ from ravan_flwr.server.message_builder import MessageBuilder
 from ravan_flwr.server.noised_round import NoisedRound
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.private_round import CLIP_NORM, PrivateRound, clip_norm_in
-from ravan_flwr.server.replies import Measures
 from ravan_flwr.server.reply_decoder import guard
 from ravan_flwr.server.reply_fetcher import in_process
 from ravan_flwr.server.round import CalibrationRound, Run, TrainingRound
@@ -42,6 +41,7 @@ from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status
 from ravan_flwr.server.stop_conditions import StopCondition
 from ravan_flwr.server.superlink import ask_again
+from ravan_flwr.tasks.base import Measures
 
 log = getLogger(__name__)
 

@@ -86,13 +86,9 @@ class MethodStrategy(FedAvg):
     method: ClassVar[str]  # one of METHODS
 
     def __init__(
-        self,
-        *,
-        server_optimizer: str | FedAvg = "none",
-        max_update_norm: float = MOST_CHANGE,
-        seed: int = 0,
-        **fedavg: Any,
-    ) -> None:
+        self, *, server_optimizer: str | FedAvg = "none", max_update_norm: float = MOST_CHANGE,
+        seed: int = 0, **fedavg: Any,
+    ) -> None:  # fmt: skip
         super().__init__(**fedavg)
         self.optimizer = _optimizer(server_optimizer)
         if self.optimizer is not None and not METHODS[self.method].averages:
@@ -121,7 +117,7 @@ class MethodStrategy(FedAvg):
         tensors = {name: _tensor(name, array) for name, array in arrays.items()}
         self._sent = arrays, tensors, self.translate(tensors, server_round)
         if self.optimizer is not None:
-            trained = self._optimized(self._means(self._sent))
+            trained = _in_order(self._means(self._sent))
             self.optimizer.configure_train(server_round, trained, ConfigRecord(), grid)
         return super().configure_train(server_round, arrays, config, grid)
 
@@ -140,7 +136,8 @@ class MethodStrategy(FedAvg):
         others = {name: tensor for name, tensor in tensors.items() if name not in own.names}
         state = own.state | ({CLASSIFIER: flatten([*others.values()])} if others else {})
         sums = Aggregate(method, state, UpdateNormCheck(self.max_update_norm))
-        usual = _most_common(map(_layout, answered))
+        counted = Counter(map(_layout, answered))
+        usual = max(sorted(counted), key=counted.__getitem__, default=())
         accepted: list[RecordDict] = []
         for reply in answered:
             try:
@@ -149,7 +146,9 @@ class MethodStrategy(FedAvg):
                     upload, fraction = _read(reply, own, others)
                     sums.offer(upload, fraction, weight)
             except ValueError as error:
-                self._reject(server_round, reply, str(error))
+                node = reply.metadata.src_node_id
+                self.rejected.setdefault(server_round, {})[node] = str(error)
+                log.warning("round %d: reply of node %d rejected: %s", server_round, node, error)
             else:
                 accepted.append(reply.content)
         if not accepted:
@@ -174,15 +173,11 @@ class MethodStrategy(FedAvg):
             own.write(own.state)
         )
 
-    def _optimized(self, tensors: Mapping[str, Tensor]) -> ArrayRecord:
-        """Make the record that the optimiser works on, its arrays always in the same order."""
-        return ArrayRecord({name: Array(tensors[name].numpy()) for name in sorted(tensors)})
-
     def _stepped(self, server_round: int, mean: Tensors) -> Tensors:
         """Take the optimiser's step from what was sent to the mean."""
         assert self.optimizer is not None
         weight = MetricRecord({self.optimizer.weighted_by_key: 1.0})
-        content = RecordDict({"arrays": self._optimized(mean), "metrics": weight})
+        content = RecordDict({"arrays": _in_order(mean), "metrics": weight})
         reply = Message(content, dst_node_id=0, message_type="train")
         new, _ = self.optimizer.aggregate_train(server_round, [reply])
         assert new is not None
@@ -203,10 +198,10 @@ class MethodStrategy(FedAvg):
             )
         return weight
 
-    def _reject(self, server_round: int, reply: Message, reason: str) -> None:
-        node = reply.metadata.src_node_id
-        self.rejected.setdefault(server_round, {})[node] = reason
-        log.warning("round %d: reply of node %d rejected: %s", server_round, node, reason)
+
+def _in_order(tensors: Mapping[str, Tensor]) -> ArrayRecord:
+    """Make the record that the server's optimiser works on, always in the same order."""
+    return ArrayRecord({name: Array(tensors[name].numpy()) for name in sorted(tensors)})
 
 
 def _optimizer(wanted: str | FedAvg) -> FedAvg | None:
@@ -241,11 +236,6 @@ def _layout(reply: Message) -> tuple[str, ...]:
             for name, value in record.items()
         )
     )
-
-
-def _most_common(layouts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    counted = Counter(layouts)
-    return max(sorted(counted), key=counted.__getitem__, default=())
 
 
 def _read(reply: Message, own: Arrays, others: Mapping[str, Tensor]) -> tuple[Tensors, float]:

@@ -11,7 +11,7 @@ optimiser's state, and no weight decay moves it. So make the optimiser after `ch
 chosen parameter is parametrised (torch.nn.utils.parametrize), which `restore` undoes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,11 +21,10 @@ from torch.nn.utils import parametrize
 
 from ravan_flwr.adapters.quantize import weight_norm
 from ravan_flwr.methods.budgets import affordable
-from ravan_flwr.methods.selection import best_heads
+from ravan_flwr.methods.selection import SCORINGS, best_heads
 from ravan_flwr.strategies.lora import RESIDUAL, RESIDUAL_RANK
 from ravan_flwr.strategies.ravan import BASES, HEADS
 
-SCORES = ("random", "weight", "gradient")
 _KEPT = "_pretrained_weight"  # of a layer to whose weight a residual was added
 
 
@@ -50,8 +49,9 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
             continue
         got, expected = (tuple(x[name].shape) if name in x else None for x in (tensors, own))
         if got != expected:
+            shapes = ["none" if shape is None else f"shape {shape}" for shape in (got, expected)]
             raise ValueError(
-                f"array {name!r}: got {_described(got)}, the model expects {_described(expected)}; "
+                f"array {name!r}: got {shapes[0]}, the model expects {shapes[1]}; "
                 "build the model as the server does, with the same configuration of PEFT"
             )
     with torch.no_grad():
@@ -61,18 +61,27 @@ def load_arrays(model: nn.Module, arrays: ArrayRecord) -> None:
             elif _part(name) == "ravan_s":
                 tensor.fill_(1.0)
         for name, layer in _layers(model, "lora_A"):
-            _add(layer, _residual(added, name), _active(model))
+            B, A, residual = (added.get(f"{name}.{part}") for part in RESIDUAL)
+            residual = B @ A if B is not None and A is not None else residual
+            if residual is None:
+                continue
+            base = layer.get_base_layer()
+            if not base.weight.is_floating_point():
+                raise ValueError(
+                    "arrays: got what FedEx-LoRA adds to a weight, and a weight of "
+                    f"{base.weight.dtype}, expected floating point; load the backbone without "
+                    "quantisation"
+                )
+            setattr(base, _KEPT, base.weight.data)
+            change = residual.mT if layer.fan_in_fan_out else residual
+            change = layer.scaling[_active(model)] * change
+            base.weight.data = base.weight.data + change.to(base.weight)
 
 
 def choose(
-    model: nn.Module,
-    fraction: float,
-    score: str = "random",
-    *,
-    selection: str = "layer",
-    generator: torch.Generator | None = None,
-    backward: Callable[[], object] | None = None,
-) -> dict[str, list[int]]:
+    model: nn.Module, fraction: float, score: str = "random", *, selection: str = "layer",
+    generator: torch.Generator | None = None, backward: Callable[[], object] | None = None,
+) -> dict[str, list[int]]:  # fmt: skip
     """Train from now on what a budget fraction pays for: some heads, or the first ranks of a LoRA.
 
     Args:
@@ -94,8 +103,12 @@ def choose(
             f"fraction = {fraction!r}: expected a number above 0 and at most 1, the part of the "
             "adapter that this client trains; pass 0.5 for half of it, say"
         )
-    _one_of("score", score, SCORES)
-    _one_of("selection", selection, ("layer", "global"))
+    choices = {"score": (score, SCORINGS), "selection": (selection, ("layer", "global"))}
+    for what, (got, known) in choices.items():
+        if got not in known:
+            raise ValueError(
+                f"{what} = {got!r}: expected one of {', '.join(known)}; pass {what}={known[0]!r}"
+            )
     if score == "gradient" and backward is None:
         raise ValueError(
             "backward = None: score='gradient' expects a function that runs one mini-batch forward "
@@ -247,12 +260,9 @@ def _adapter(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _scores(
-    score: str,
-    model: nn.Module,
-    layers: list[tuple[str, Any]],
-    generator: torch.Generator | None,
+    score: str, model: nn.Module, layers: list[tuple[str, Any]], generator: torch.Generator | None,
     backward: Callable[[], object] | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Score the heads, (layers, heads), the higher the better."""
     Hs = [layer.ravan_H[_active(model)] for _, layer in layers]
     if score == "random":
@@ -277,41 +287,9 @@ def _scores(
     return torch.stack(norms).cpu()
 
 
-def _residual(added: Mapping[str, Tensor], layer: str) -> Tensor | None:
-    """Return what is to be added to a layer's weight, (out, in)."""
-    B, A, dense = (added.get(f"{layer}.{part}") for part in RESIDUAL)
-    return B @ A if B is not None and A is not None else dense
-
-
-def _add(layer: Any, residual: Tensor | None, adapter: str) -> None:
-    """Add that to the pretrained weight of a layer, times its LoRA's scaling."""
-    if residual is None:
-        return
-    base = layer.get_base_layer()
-    if not base.weight.is_floating_point():
-        raise ValueError(
-            f"arrays: got what FedEx-LoRA adds to a weight, and a weight of {base.weight.dtype}, "
-            "expected floating point; load the backbone without quantisation"
-        )
-    setattr(base, _KEPT, base.weight.data)
-    change = layer.scaling[adapter] * (residual.mT if layer.fan_in_fan_out else residual)
-    base.weight.data = base.weight.data + change.to(base.weight)
-
-
 def _part(name: str) -> str:
     """Return the last part of an array's name."""
     return name.rpartition(".")[2]
-
-
-def _described(shape: tuple[int, ...] | None) -> str:
-    return "none" if shape is None else f"shape {shape}"
-
-
-def _one_of(what: str, got: str, choices: tuple[str, ...]) -> None:
-    if got not in choices:
-        raise ValueError(
-            f"{what} = {got!r}: expected one of {', '.join(choices)}; pass {what}={choices[0]!r}"
-        )
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -80,7 +80,11 @@ class LoraArrays:
 
     def read(self, upload: Tensors) -> tuple[Tensors, float]:
         """Return the factors that the method's clients train, in one tensor each."""
-        rank = self._rank_of(upload)
+        rank = int(_factor(upload, self.layers[0], "B").shape[-1])
+        least = self.rank if self.method.parts is None else 1
+        if not least <= rank <= self.rank:
+            expected = f"{self.rank}" if least == self.rank else f"1 to {self.rank}"
+            raise ValueError(f"its LoRA has rank {rank}, expected {expected}")
         parts: dict[str, list[Tensor]] = {name: [] for name in self.trained}
         for layer in self.method.layers:
             sides = {"B": (layer.out_features, rank), "A": (rank, layer.in_features)}
@@ -99,18 +103,6 @@ class LoraArrays:
                 f"{' and '.join(f'lora_{name}' for name in parts)} alone; freeze it on the clients"
             )
         return {name: flatten(factors) for name, factors in parts.items()}, rank / self.rank
-
-    def _rank_of(self, upload: Tensors) -> int:
-        """Return the rank of a reply; ValueError if the method has no room for it."""
-        rank = _factor(upload, self.layers[0], "B").shape[-1]
-        least = self.rank if self.method.parts is None else 1
-        if not least <= rank <= self.rank:
-            raise ValueError(
-                f"its LoRA has rank {rank}, expected {self.rank}"
-                if least == self.rank
-                else f"its LoRA has rank {rank}, expected 1 to {self.rank}"
-            )
-        return int(rank)
 
     def write(self, state: Tensors) -> Tensors:
         """Return the factors of every layer, and what was added to its weight."""

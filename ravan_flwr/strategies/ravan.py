@@ -19,7 +19,7 @@ from ravan_flwr.adapters import Layer
 from ravan_flwr.messages.plain_text import shown
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Settings, Tensors
-from ravan_flwr.methods.head_means import pack_bits
+from ravan_flwr.methods.means import pack_bits
 from ravan_flwr.strategies.base import MethodStrategy
 
 HEADS = "ravan_heads"
@@ -151,11 +151,7 @@ class RavanStrategy(MethodStrategy):
     method: ClassVar[str] = "ravan"
 
     def __init__(
-        self,
-        *,
-        head_mean: str = "trained",
-        weighted_by_key: str = "num-examples",
-        **how: Any,
+        self, *, head_mean: str = "trained", weighted_by_key: str = "num-examples", **how: Any
     ) -> None:
         super().__init__(weighted_by_key=weighted_by_key, **how)
         if head_mean not in ("trained", "all"):

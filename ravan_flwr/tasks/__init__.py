@@ -1,7 +1,6 @@
-"""List the tasks by name; each has one file, which says what a batch, a loss and a metric are.
+"""List the tasks by name; each has one file, of that name with underscores.
 
-The list holds what a preset is checked against. It names modules, not classes, so that reading a
-preset imports no torch.
+The list holds what a preset is checked against, and imports no torch.
 """
 
 import importlib
@@ -14,34 +13,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """Name a task's module, and the columns of a data set that it reads, by what they are for."""
+    """Name the columns of a data set that a task reads, by what they are for."""
 
-    module: str
     roles: tuple[str, ...]
     optional: tuple[str, ...] = ()
     # What a preset has that does not say otherwise; 0 and "" where there is no such thing.
     max_length: int = 256  # tokens that are read of a text
     prompt: str = ""
     target_length: int = 0  # tokens of an answer
-    is_causal_lm: bool = False  # with a text, as a language model does: its columns are free
+    is_causal_lm: bool = False  # writes as a language model does: its columns are free
+    packs: bool = False  # short texts side by side: its class is a `Packs` (extensions.py)
 
 
 TASKS = {
-    "vision": TaskInfo("ravan_flwr.tasks.vision", ("image", "label"), max_length=0),
-    "text": TaskInfo("ravan_flwr.tasks.text", ("text", "label"), ("text-pair",)),
-    "text-to-label": TaskInfo(
-        "ravan_flwr.tasks.text_to_label", ("text", "label"), prompt="{text}", target_length=32
-    ),
+    "vision": TaskInfo(("image", "label"), max_length=0),
+    "text": TaskInfo(("text", "label"), ("text-pair",)),
+    "text-to-label": TaskInfo(("text", "label"), prompt="{text}", target_length=32),
     # In place of messages `prompt` and `completion`, or any columns (config/prompt_fields.py).
     "causal": TaskInfo(
-        "ravan_flwr.tasks.causal",
-        ("messages",),
-        max_length=512,
-        target_length=128,
-        is_causal_lm=True,
+        ("messages",), max_length=512, target_length=128, is_causal_lm=True, packs=True
     ),
     "question-answering": TaskInfo(
-        "ravan_flwr.tasks.question_answering",
         ("question", "context", "answers"),
         prompt="question: {question} context: {context}",
         target_length=32,
@@ -51,4 +43,14 @@ TASKS = {
 
 def get_task(name: str) -> "type[Task]":
     """Load the task of that name: `TASK` in its module."""
-    return cast("type[Task]", importlib.import_module(TASKS[name].module).TASK)
+    module = importlib.import_module(f"ravan_flwr.tasks.{name.replace('-', '_')}")
+    found = cast("type[Task]", module.TASK)
+    if TASKS[name].packs:
+        from ravan_flwr.tasks.extensions import Packs  # noqa: PLC0415 (torch)
+
+        if not issubclass(found, Packs):
+            raise TypeError(
+                f"task {name!r}: its row says packs=True, but {found.__name__} is no Packs, which "
+                "packing=true needs; derive it from Packs, or leave packs out of the row"
+            )
+    return found

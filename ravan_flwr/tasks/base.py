@@ -18,7 +18,6 @@ from filelock import FileLock
 from torch import Tensor, nn
 
 from ravan_flwr.data.hub_errors import no_bars
-from ravan_flwr.data.values import text_of
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.tally import Tally
 
@@ -62,26 +61,32 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Hold a test example whose answer a person reads."""
+class Measures:
+    """Say which means an evaluation has, over what, and what follows from them."""
 
-    asked: str
-    right: str
-    values: Mapping[str, Any]  # by role, what the model is given
+    names: Sequence[str] = ("loss", "accuracy")  # that clients report
+    unit: str = "examples"  # what these are means over: examples or tokens
+    most: int = 1  # units that an example has, at most
+    completed: Callable[[Mapping[str, float]], dict[str, float]] = dict
+
+    def means(self, sums: Mapping[str, float], examples: int) -> dict[str, float]:
+        """Make means of what was measured on so many examples, and what follows from them."""
+        number = sums.get(self.unit, examples)
+        means = {name: value / number for name, value in sums.items() if name != self.unit}
+        return self.completed(means)
 
 
 class Task(ABC):
     """Define one kind of learning problem, on one data set, for one model.
+
+    What only some commands and options ask of a task stands in extensions.py: predictions, texts
+    side by side, gradients of each example.
 
     `reader` is what turns examples into numbers as the model expects: an image processor or a
     tokenizer, from the model's folder; None for a model that travels with the app.
     """
 
     metric: str  # the name of the metric by which runs are compared
-    unit: ClassVar[str] = "examples"  # what metrics are means over: examples or tokens
-    right: ClassVar[str] = "label"  # the role of the column that has the right answers
-    # What `predict` says of an example, by name: texts, but for a `probability`.
-    prediction_columns: ClassVar[tuple[str, ...]]
     classifies: ClassVar[bool] = True  # one label of several is right, and a tally counts them
     # Which class of transformers serves an architecture: a table of its `modeling_auto`, and the
     # Auto class that looks into it.
@@ -92,12 +97,9 @@ class Task(ABC):
     masks: ClassVar[bool] = True  # attention is given a mask, where its examples may be padded
 
     def __init__(
-        self,
-        data: DataSpec,
-        max_length: int,
-        model_folder: Callable[[], Path | None],
+        self, data: DataSpec, max_length: int, model_folder: Callable[[], Path | None],
         model_config: Callable[[], Mapping[str, Any]] = dict,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.data, self.max_length = data, max_length
         self._model_folder, self._model_config = model_folder, model_config
 
@@ -140,29 +142,12 @@ class Task(ABC):
     def shapes(self, config: Any, batch_size: int) -> Shapes:
         """Give shape and dtype of every tensor of a batch, for a model of that configuration."""
 
-    def made_up(self, config: Any, number: int) -> Batch:
-        """Make a batch of random examples that nobody has, the same on every machine."""
-        each = [self._made_up(config, torch.Generator().manual_seed(n)) for n in range(number)]
-        return {name: torch.cat([one[name] for one in each]) for name in each[0]}
-
-    def _made_up(self, config: Any, random: torch.Generator) -> Batch:
-        words, example = getattr(config, "vocab_size", 2), {}
-        for name, (shape, dtype) in self.shapes(config, 1).items():
-            if dtype.is_floating_point:
-                example[name] = torch.randn(shape, generator=random, dtype=dtype)
-            elif dtype is torch.bool:  # networks make such a mask of one by token
-                example[name] = torch.ones(1, shape[-1], dtype=torch.int64)
-            else:
-                most = words if name == "input_ids" else 2
-                example[name] = torch.randint(most, shape, generator=random, dtype=dtype)
-        return example
-
     @property
     def cut_at(self) -> int:
         """Return how many tokens of a text others are to read, too."""
         return self.max_length
 
-    def lengths(self, examples: Encoded) -> np.ndarray | None:  # noqa: ARG002
+    def lengths(self, examples: Encoded) -> np.ndarray | None:
         """Count what of each example is no padding; None where all have one shape."""
         return None
 
@@ -170,16 +155,12 @@ class Task(ABC):
         """Bring a batch into the form in which it goes to the device."""
         return batch
 
-    def packed(self, batch: Batch) -> Batch:
-        """Do so with short texts side by side, where the task can."""
-        return self.collate(batch)
-
     @property
     def evaluation_batch(self) -> int:
         """Return how many examples are evaluated, or predicted for, at a time."""
         return EVALUATION_BATCH
 
-    def transient(self, config: Any, batch_size: int) -> int:  # noqa: ARG002
+    def transient(self, config: Any, batch_size: int) -> int:
         """Count the bytes that a step takes for a moment, beside what it keeps or computes."""
         return 0
 
@@ -187,88 +168,33 @@ class Task(ABC):
         """Return over how many things `loss` is the mean: examples."""
         return len(next(iter(batch.values())))
 
-    def sizes(self, batch: Batch) -> Tensor:
-        """Count how many of these things belong to each example."""
-        return torch.ones(len(next(iter(batch.values()))))
-
     @abstractmethod
     def loss(self, network: nn.Module, batch: Batch) -> Tensor:
         """Compute the mean loss over the batch."""
 
     @abstractmethod
     def measure(
-        self,
-        network: Any,
-        batch: Batch,
-        answers: Sequence[Sequence[str]],
+        self, network: Any, batch: Batch, answers: Sequence[Sequence[str]],
         tally: Tally | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, float]:  # fmt: skip
         """Measure `loss` and the metrics, as sums over the batch; count the labels if asked to.
 
-        Where `unit` is not examples, there is a sum of that name, by which `means` divides.
+        Where the measures' unit is not examples, there is a sum of that name to divide by.
         """
 
-    def means(self, sums: Mapping[str, float], examples: int) -> dict[str, float]:
-        """Make means of what was measured on so many examples, and what follows from them."""
-        number = sums.get(self.unit, examples)
-        return self.completed(
-            {name: value / number for name, value in sums.items() if name != self.unit}
-        )
-
     @property
-    def told(self) -> tuple[str, ...]:
-        """Name the means that clients tell of an evaluation."""
-        return ("loss", self.metric)
-
-    @property
-    def most_units(self) -> int:
-        """Return how many units an example has at most."""
-        return 1
-
-    def completed(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Add to means what follows from them and is no mean itself."""
-        return dict(means)
-
-    def checked(self, role: str, value: Any) -> Any:
-        """Check one value of an example to predict for, no image; else raise UnreadableError."""
-        return text_of(role, value)
-
-    @abstractmethod
-    def inputs(self, columns: Mapping[str, Any]) -> Columns:
-        """Encode a batch of examples without their labels; columns are named by role."""
-
-    def samples(self, examples: datasets.Dataset, most: int) -> list[Sample]:  # noqa: ARG002
-        """Take the first few examples that a person can compare answers with, if there is text."""
-        return []
-
-    @abstractmethod
-    def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
-        """Predict what `says` names for each of some encoded inputs, which have no labels."""
-
-
-def encode_in_batches(
-    examples: datasets.Dataset,
-    function: Callable[[Mapping[str, Any]], Columns],
-    features: Mapping[str, Any],
-    settings: Mapping[str, Any],
-) -> Encoded:
-    """Encode all examples by a function, batch by batch; the cache of `datasets` keeps them.
-
-    The settings are its key: they must say everything that affects what the function makes.
-    """
-    return encoded_as_it_is(mapped(examples, function, features, settings))
+    def measures(self) -> Measures:
+        """Return what an evaluation's sums become."""
+        return Measures(("loss", self.metric))
 
 
 def mapped(
-    examples: datasets.Dataset,
-    function: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    features: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    keep: Sequence[str] = (),
-) -> datasets.Dataset:
+    examples: datasets.Dataset, function: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    features: Mapping[str, Any], settings: Mapping[str, Any], keep: Sequence[str] = (),
+) -> datasets.Dataset:  # fmt: skip
     """Make new columns of all examples, and keep some of the old ones as they are."""
-    told = json.dumps([examples._fingerprint, settings], sort_keys=True, default=str)
-    fingerprint = hashlib.sha256(told.encode()).hexdigest()[:16]
+    key = json.dumps([examples._fingerprint, settings], sort_keys=True, default=str)
+    fingerprint = hashlib.sha256(key.encode()).hexdigest()[:16]
     with no_bars(), _one_process(examples, fingerprint):
         return examples.map(
             function,
@@ -284,9 +210,8 @@ def mapped(
 def _one_process(examples: datasets.Dataset, fingerprint: str) -> Iterator[None]:
     """Let one process at a time make what is not in the cache: the others find it there."""
     for file in examples.cache_files[:1]:
-        made = (
-            Path(file["filename"]).parent / f"cache-{fingerprint}.arrow"
-        )  # as `datasets` names it
+        # As `datasets` names it.
+        made = Path(file["filename"]).parent / f"cache-{fingerprint}.arrow"
         if not made.exists():
             with FileLock(f"{made}.lock"):
                 yield
@@ -303,27 +228,18 @@ def encoded_as_it_is(encoded: datasets.Dataset) -> Encoded:
 
 def tensors_of(encoded: datasets.Dataset, rows: np.ndarray) -> Batch:
     """Read some rows as tensors of the types that they have in the file, which no format keeps."""
-    table = encoded.with_format("arrow")[_slice_of(rows)]
+    wanted: np.ndarray | slice = rows
+    if len(rows) and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
+        wanted = slice(int(rows[0]), int(rows[-1]) + 1)  # which is read many times faster
+    table = encoded.with_format("arrow")[wanted]
     tensors = {}
     for name, feature in encoded.features.items():
+        is_list = isinstance(feature, datasets.List)
+        shape = (feature.length,) if is_list else tuple(getattr(feature, "shape", ()))
         values = table[name].combine_chunks()
         values = getattr(values, "storage", values)
         while pa.types.is_nested(values.type):
             values = values.flatten()
-        array = values.to_numpy(zero_copy_only=False).reshape(len(rows), *_shape(feature))
+        array = values.to_numpy(zero_copy_only=False).reshape(len(rows), *shape)
         tensors[name] = torch.from_numpy(array.copy())
     return tensors
-
-
-def _slice_of(rows: np.ndarray) -> np.ndarray | slice:
-    """Say rows that follow each other as a slice, which is read many times faster."""
-    if len(rows) and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return rows
-
-
-def _shape(feature: Any) -> tuple[int, ...]:
-    """Find the shape of one example."""
-    if isinstance(feature, datasets.List):
-        return (feature.length,)
-    return tuple(getattr(feature, "shape", ()))

@@ -8,10 +8,12 @@ divided once.
 """
 
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +21,7 @@ import datasets
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from ravan_flwr.data.columns import column_of
 from ravan_flwr.data.rows import UnreadableError
@@ -27,34 +30,35 @@ from ravan_flwr.tasks.base import (
     Batch,
     Columns,
     Encoded,
-    Sample,
+    Measures,
     Shapes,
-    Task,
     encoded_as_it_is,
     mapped,
-)
-from ravan_flwr.tasks.decoding import new_tokens
+)  # fmt: skip
+from ravan_flwr.tasks.extensions import ByExample, Packs, Predicts, Sample
 from ravan_flwr.tasks.forms import Form, form_of
 from ravan_flwr.tasks.packing import packed
-from ravan_flwr.tasks.skipped_examples import (
-    report_answers_without_tokens,
-    report_cut_examples,
-    report_skipped_examples,
-)
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.text import check_positions, describe, fixed_length, load_tokenizer
 from ravan_flwr.tasks.token_loss import block_bytes, check_logits, summed_loss
-from ravan_flwr.tasks.tokens import fitted, question_tokens, tokens_of
+from ravan_flwr.tasks.tokens import (
+    fitted,
+    question_tokens,
+    report_cut_examples,
+    report_skipped_examples,
+    tokens_of,
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
 
 EVALUATION_TOKENS = 16_384  # of an evaluation at a time
 MOST_LOSS = 100.0  # by token; what is beyond it would be no finite perplexity
 
 
-class Causal(Task):
+class Causal(Packs, Predicts, ByExample):
     """Read the column `messages`, or `completion` and the columns of a prompt."""
 
     metric = "perplexity"
-    unit = "tokens"
     right = "completion"
     prediction_columns: ClassVar[tuple[str, ...]] = ("text",)
     classifies = False
@@ -95,22 +99,16 @@ class Causal(Task):
             )
 
     def check(self) -> None:
-        most = self.model_config.get("vocab_size")
-        if isinstance(most, int):
-            self._check_vocabulary(most)
-        self.form.check()
-
-    def _check_vocabulary(self, most: int) -> None:
-        """Refuse a tokenizer of another model; a token for padding is never read."""
-        tokens = self.reader.get_vocab()
-        tokens.pop(self.reader.pad_token, None)
+        most, tokens = self.model_config.get("vocab_size"), self.reader.get_vocab()
+        tokens.pop(self.reader.pad_token, None)  # it is never read
         last = max(tokens, key=tokens.__getitem__)
-        if tokens[last] >= most:
+        if isinstance(most, int) and tokens[last] >= most:
             raise ValueError(
                 f"model: its tokenizer has {last!r} as token {tokens[last]}, but the model has "
                 f"vocab_size = {most}, expected every token below that; take the tokenizer that "
                 "belongs to the model"
             )
+        self.form.check()
 
     # From examples to tokens.
 
@@ -137,36 +135,34 @@ class Causal(Task):
         problems = made["problem"][:]
         report_skipped_examples(problems)
         report_cut_examples(sum(made["cut"][:]), len(made), self.max_length)
-        report_answers_without_tokens(sum(made["unlearned"][:]))
+        if unlearned := sum(made["unlearned"][:]):
+            log.warning(
+                "examples: %d earlier answers of conversations are read, but not learned, since "
+                "the chat template writes them otherwise once the conversation goes on", unlearned,
+            )  # fmt: skip
         usable = [row for row, problem in enumerate(problems) if not problem]
         return made.select(usable).remove_columns(["cut", "unlearned", "problem"])
 
     def _encode_batch(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Encode a batch, with what is wrong with an example in place of its tokens."""
-        made: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
-        names = [role for role, _ in self.data.columns]
+        made: dict[str, list[Any]] = {
+            name: [] for name in ("ids", "of", "length", "cut", "unlearned", "problem")
+        }
+        names, everything = [role for role, _ in self.data.columns], self.data.loss_on == "all"
         for values in zip(*(columns[name] for name in names), strict=True):
-            row = {"cut": False, "unlearned": 0, "problem": "", "length": 0, "ids": [], "of": []}
+            row: tuple[Any, ...]
             try:
-                row |= self._encode_one(dict(zip(names, values, strict=True)))
+                written = self.form.whole(dict(zip(names, values, strict=True)))
+                whole = tokens_of(self.reader, written, everything=everything)
+                tokens = fitted(whole, self.max_length, self.data.overlong, everything=everything)
+                is_cut = len(whole) > len(tokens)
+                row = tokens.ids, tokens.learned, len(tokens), is_cut, written.unlearned, ""
             except UnreadableError as error:
-                row["problem"] = str(error)
-            for name, values_of in made.items():
-                values_of.append(row[name])
+                row = [], [], 0, False, 0, str(error)
+            for column, value in zip(made.values(), row, strict=True):
+                column.append(value)
         ids, learned = (_padded(made.pop(name), self.max_length) for name in ("ids", "of"))
         return made | {"input_ids": ids.astype(np.int32), "learned": learned.astype(bool)}
-
-    def _encode_one(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        written, everything = self.form.whole(row), self.data.loss_on == "all"
-        whole = tokens_of(self.reader, written, everything=everything)
-        tokens = fitted(whole, self.max_length, self.data.overlong, everything=everything)
-        return {
-            "ids": tokens.ids,
-            "of": tokens.learned,
-            "length": len(tokens),
-            "cut": len(whole) > len(tokens),
-            "unlearned": written.unlearned,
-        }
 
     def encode(self, examples: datasets.Dataset) -> Encoded:
         if "learned" not in examples.column_names:
@@ -204,7 +200,7 @@ class Causal(Task):
         if not next(network.parameters()).is_meta:
             check_logits(network.eval())
 
-    def shapes(self, config: Any, batch_size: int) -> Shapes:  # noqa: ARG002
+    def shapes(self, config: Any, batch_size: int) -> Shapes:
         # No text of a plan is padded, and every token counts, as with `loss-on: all`.
         length, counted = self.max_length, batch_size * (self.max_length - 1)
         return {
@@ -240,26 +236,19 @@ class Causal(Task):
         return summed_loss(network, **batch) / len(batch["targets"])
 
     def measure(
-        self,
-        network: Any,
-        batch: Batch,
-        answers: Sequence[Sequence[str]],  # noqa: ARG002
-        tally: Tally | None = None,  # noqa: ARG002
-    ) -> dict[str, float]:
+        self, network: Any, batch: Batch, answers: Sequence[Sequence[str]],
+        tally: Tally | None = None,
+    ) -> dict[str, float]:  # fmt: skip
         loss = float(summed_loss(network, **batch))
         return {"loss": loss, "tokens": float(len(batch["targets"]))}
 
     @property
-    def told(self) -> tuple[str, ...]:
-        return ("loss",)
+    def measures(self) -> Measures:
+        def completed(means: Mapping[str, float]) -> dict[str, float]:
+            loss = means["loss"]
+            return {"loss": loss, "perplexity": math.exp(min(loss, MOST_LOSS))}
 
-    @property
-    def most_units(self) -> int:
-        return self.max_length - 1
-
-    def completed(self, means: Mapping[str, float]) -> dict[str, float]:
-        loss = means["loss"]
-        return {"loss": loss, "perplexity": math.exp(min(loss, MOST_LOSS))}
+        return Measures(("loss",), "tokens", self.max_length - 1, completed)
 
     # Answers.
 
@@ -270,15 +259,15 @@ class Causal(Task):
         found: list[Sample] = []
         for row in examples:
             with suppress(UnreadableError):
-                one = self.form.sample(row)
-                question_tokens(self.reader, self.form.question(one.values), self.max_length)
-                found.append(one)
+                sample = self.form.sample(row)
+                question_tokens(self.reader, self.form.question(sample.values), self.max_length)
+                found.append(sample)
             if len(found) == most:
                 break
         return found
 
     @property
-    def _new_tokens(self) -> int:
+    def _answer_tokens(self) -> int:
         """Return how many tokens an answer has: `target-length`, half of `max-length` at most."""
         return min(self.data.target_length, self.max_length // 2)
 
@@ -288,19 +277,19 @@ class Causal(Task):
             dict(zip(names, values, strict=True))
             for values in zip(*(columns[name] for name in names), strict=True)
         ]
-        most = self.max_length - self._new_tokens
+        most = self.max_length - self._answer_tokens
         ids = [question_tokens(self.reader, self.form.question(row), most) for row in rows]
-        lengths = np.asarray([len(one) for one in ids], dtype=np.int32)
+        lengths = np.asarray([len(row) for row in ids], dtype=np.int32)
         return {"input_ids": _padded(ids, most).astype(np.int32), "length": lengths}
 
     def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
-        answers = new_tokens(network, batch, self._ends(network), self._new_tokens)
+        answers = _new_tokens(network, batch, self._ends(network), self._answer_tokens)
         return [(text,) for text in self.reader.batch_decode(answers, skip_special_tokens=True)]
 
     def _ends(self, network: Any) -> list[int]:
         """List the tokens that end an answer: the model's, the tokenizer's, the template's."""
-        told = getattr(network.generation_config, "eos_token_id", None)
-        ends = {self.reader.eos_token_id, *(told if isinstance(told, list) else [told])}
+        known = getattr(network.generation_config, "eos_token_id", None)
+        ends = {self.reader.eos_token_id, *(known if isinstance(known, list) else [known])}
         if after := self.form.end():
             first = self.reader(after, add_special_tokens=False).input_ids[0]
             if first in self.reader.all_special_ids:
@@ -309,8 +298,6 @@ class Causal(Task):
 
 
 TASK = Causal
-
-_COLUMNS = ("ids", "of", "length", "cut", "unlearned", "problem")
 
 
 def _padded(rows: Sequence[Sequence[int | bool]], length: int) -> np.ndarray:
@@ -333,7 +320,26 @@ def _left_padded(ids: Tensor, lengths: Tensor) -> Batch:
     width = ids.shape[1]
     places = torch.arange(width)[None] - (width - lengths.long()[:, None])
     mask = places >= 0
-    return {
-        "input_ids": ids.gather(1, places.clamp(min=0)) * mask,
-        "attention_mask": mask.long(),
-    }
+    return {"input_ids": ids.gather(1, places.clamp(min=0)) * mask, "attention_mask": mask.long()}
+
+
+def _new_tokens(network: Any, batch: Batch, ends: list[int], most: int) -> list[list[int]]:
+    """Write at most so many tokens after each prompt, up to the first that ends an answer.
+
+    Decoding is greedy, with keys and values kept. Nothing of the model's own way to generate is
+    taken over: no temperature, no penalty.
+    """
+    own = network.generation_config
+    network.generation_config = GenerationConfig(
+        max_new_tokens=most, do_sample=False, num_beams=1, use_cache=True, eos_token_id=ends,
+        pad_token_id=ends[0],
+    )  # fmt: skip
+    try:
+        with torch.no_grad():
+            written = network.generate(**batch)
+    finally:
+        network.generation_config = own
+    width = batch["input_ids"].shape[1]
+    return [
+        list(takewhile(lambda token: token not in ends, row)) for row in written[:, width:].tolist()
+    ]

@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ravan_flwr.tasks.base import Batch, Task
+from ravan_flwr.tasks.base import Batch
+from ravan_flwr.tasks.extensions import ByExample, Predicts
 from ravan_flwr.tasks.tally import Tally
 
 
-class Classification(Task):
+class Classification(Predicts, ByExample):
     """Predict one label of several, in the batch's `labels`."""
 
     metric = "accuracy"
@@ -25,12 +26,9 @@ class Classification(Task):
         return F.cross_entropy(self.logits(network, batch), batch["labels"])
 
     def measure(
-        self,
-        network: Any,
-        batch: Batch,
-        answers: Sequence[Sequence[str]],  # noqa: ARG002
+        self, network: Any, batch: Batch, answers: Sequence[Sequence[str]],
         tally: Tally | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, float]:  # fmt: skip
         logits, labels = self.logits(network, batch), batch["labels"]
         if tally is not None:
             tally.add(labels.tolist(), logits.argmax(-1).tolist())

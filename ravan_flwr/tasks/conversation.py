@@ -2,31 +2,35 @@
 
 A template is a program of Jinja in a model's folder, or in the preset. transformers runs it in
 Jinja's sandbox: it computes a text, and reaches neither files nor Python; its steps are counted.
-Where a turn begins and ends is told by how the text is built, turn by turn:
+How the text is built, turn by turn, shows where a turn begins and ends:
 
-    asked    the messages before the turn, with the opening of an answer: what a model is given
-    told     the messages up to the turn and with it
+    asked       the messages before the turn, with the opening of an answer: what a model is given
+    answered    the messages up to the turn and with it
 
-The turn is what `told` has beyond `asked`. It is learned where `told` begins the whole text. A
-template may write earlier turns otherwise than the last one (leave out what was thought aloud, move
-the system's message): such a turn is read by the model, but not learned.
+The turn is what `answered` has beyond `asked`. It is learned where `answered` begins the whole
+text. A template may write earlier turns otherwise than the last one (leave out what was thought
+aloud, move the system's message): such a turn is read by the model, but not learned.
 """
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from os.path import commonprefix
+from types import FrameType
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.data.values import text_of
-from ravan_flwr.tasks.steps_of_template import MOST, EndlessError, counted
 
 ASSISTANT = "assistant"
 MOST_MESSAGES = 1_000  # the template writes a conversation anew for each of its turns
 Message = dict[str, str]
+MOST = 1_000_000  # lines of a template that run; ten messages take some hundred
+_FILE = "<template>"  # as Jinja names what it compiles
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def messages_of(value: Any) -> list[Message]:
 
 def conversation(reader: Any, messages: Sequence[Message]) -> Written:
     """Write a whole conversation; ValueError if it has no answer to learn."""
-    turns = [n for n, one in enumerate(messages) if one["role"] == ASSISTANT]
+    turns = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
     if not turns:
         raise UnreadableError("its conversation has no message of the assistant")
     turns = [n for n in turns if messages[n]["content"].strip()]
@@ -86,13 +90,13 @@ def _answer(
     try:
         before = render(reader, messages[:turn])
         asked = render(reader, messages[:turn], opening=True)
-        told = text if turn == len(messages) - 1 else render(reader, messages[: turn + 1])
+        answered = text if turn == len(messages) - 1 else render(reader, messages[: turn + 1])
     except UnreadableError:  # a part alone is refused: roles that must alternate, say
         return None
-    start = len(commonprefix([asked, told]))  # noqa: RUF071 (it is to)
-    if start < len(before) or not text.startswith(told) or start == len(told):
+    start = len(commonprefix([asked, answered]))  # noqa: RUF071 (it is to)
+    if start < len(before) or not text.startswith(answered) or start == len(answered):
         return None
-    return start, len(told)
+    return start, len(answered)
 
 
 def question(reader: Any, messages: Sequence[Message]) -> Written:
@@ -136,8 +140,8 @@ def render(reader: Any, messages: Sequence[Message], *, opening: bool = False) -
             "should be, end other programs"
         ) from error
     except Exception as error:  # noqa: BLE001 (a template computes what it likes)
-        told = f"{type(error).__name__}: {error}"
-        raise UnreadableError(f"the chat template cannot write it: {told}") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise UnreadableError(f"the chat template cannot write it: {reason}") from None
     return text
 
 
@@ -151,3 +155,34 @@ def end_of_turn(reader: Any) -> str:
     except UnreadableError:
         return ""
     return text.rpartition(answer)[2] if answer in text else ""
+
+
+class EndlessError(Exception):
+    """Say that a template has taken more steps than any conversation needs."""
+
+
+@contextmanager
+def counted() -> Iterator[None]:
+    """Raise `EndlessError` in a template that runs meanwhile, once it has taken too many steps.
+
+    Jinja's sandbox bounds a range, but not loops within loops. The count of lines is the same on
+    every machine, as a limit of seconds would not be. One line may still compute for long.
+    """
+    taken = 0
+
+    def line(_frame: FrameType, _event: str, _value: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken > MOST:
+            raise EndlessError
+        return line
+
+    def call(frame: FrameType, _event: str, _value: Any) -> Any:
+        return line if frame.f_code.co_filename == _FILE else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

@@ -13,7 +13,6 @@ from typing import Any
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.data.values import text_of
 from ravan_flwr.specs import DataSpec
-from ravan_flwr.tasks.base import Sample
 from ravan_flwr.tasks.conversation import (
     ASSISTANT,
     Written,
@@ -23,12 +22,13 @@ from ravan_flwr.tasks.conversation import (
     question,
     render,
 )
+from ravan_flwr.tasks.extensions import Sample
 
 Row = Mapping[str, Any]  # an example's values by role
 
 
 class Form(ABC):
-    """Write an example as a text; UnreadableError for one that cannot be."""
+    """Write an example as a text; UnreadableError for one that cannot be written."""
 
     @abstractmethod
     def check(self) -> None:
@@ -89,7 +89,7 @@ class Conversations(Form):
         *given, right = messages
         return Sample(given[-1]["content"], right["content"], {"messages": given})
 
-    def checked(self, role: str, value: Any) -> Any:  # noqa: ARG002
+    def checked(self, role: str, value: Any) -> Any:
         return messages_of(value)
 
     def end(self) -> str:
@@ -100,7 +100,7 @@ class Completions(Form):
     """Fill a prompt: the first all of whose columns have some text."""
 
     def __init__(self, prompts: Sequence[str]) -> None:
-        self.prompts = [(one, roles_in(one)) for one in prompts]
+        self.prompts = [(prompt, roles_in(prompt)) for prompt in prompts]
 
     def check(self) -> None:
         """Any tokenizer will do."""
@@ -121,8 +121,8 @@ class Completions(Form):
         def whole(roles: Sequence[str]) -> bool:
             return all(isinstance(row[role], str) and row[role].strip() for role in roles)
 
-        fitting = (one for one in self.prompts if whole(one[1]))
-        prompt, roles = next(fitting, self.prompts[-1])  # of the last, what is missing is told
+        fitting = (pair for pair in self.prompts if whole(pair[1]))
+        prompt, roles = next(fitting, self.prompts[-1])  # of the last, what is missing is reported
         return prompt.format(**{role: text_of(role, row[role]) for role in roles})
 
     def checked(self, role: str, value: Any) -> Any:

@@ -1,8 +1,8 @@
 """Answer a text by a text: a prompt in, an answer out, by a pretrained language-model head.
 
 A target has `target-length` tokens at most, that for its end included. Of a longer one the first
-ones are trained on, without an end: how many are cut is told, or refused where a task must have
-every target whole.
+ones are trained on, without an end: the log says how many are cut. A task that must have every
+target whole refuses them.
 """
 
 import logging
@@ -18,15 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ravan_flwr.tasks.base import (
-    Batch,
-    Columns,
-    Encoded,
-    Sample,
-    Shapes,
-    Task,
-    encode_in_batches,
-)
+from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, encoded_as_it_is, mapped
+from ravan_flwr.tasks.extensions import ByExample, Predicts, Sample
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.text import (
     describe,
@@ -35,14 +28,14 @@ from ravan_flwr.tasks.text import (
     token_counts,
     tokenize,
     trim,
-)
+)  # fmt: skip
 
 IGNORED = -100  # a target that is padding
 
 log = logging.getLogger(__name__)
 
 
-class TextToText(Task):
+class TextToText(Predicts, ByExample):
     """Fill the prompt with the columns of an example; the target is its first answer."""
 
     classes = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
@@ -65,23 +58,29 @@ class TextToText(Task):
     def encode(self, examples: datasets.Dataset) -> Encoded:
         answers = self.answers(examples)
         with_target = examples.add_column("target", [right[0] for right in answers])
-        encoded = encode_in_batches(
-            with_target,
-            self._encode_batch,
-            fixed_length(("input_ids", "attention_mask"), self.max_length)
-            | fixed_length(("labels",), self.data.target_length),
-            {
-                "reader": describe(self.reader),
-                "length": self.max_length,
-                "data": self.data,
-                "cut": "without an end",
-            },
-        )
-        self._tell_of_cut(encoded)
-        return Encoded(encoded.whole, encoded.rows, answers)
+        features = fixed_length(("input_ids", "attention_mask"), self.max_length)
+        features |= fixed_length(("labels",), self.data.target_length)
+        settings = {
+            "reader": describe(self.reader), "length": self.max_length, "data": self.data,
+            "cut": "without an end",
+        }  # fmt: skip
+        encoded = encoded_as_it_is(mapped(with_target, self._encode_batch, features, settings))
+        if cut := self.cut(encoded):
+            log.warning(
+                "answers: %d of %d have more tokens than target-length = %d; expected at most so "
+                "many, the end included. They are cut for training, and scored whole; raise "
+                "target-length in the preset's data to train on all of them",
+                *(cut, len(encoded), self.data.target_length),
+            )
+        return replace(encoded, answers=answers)
 
     def _encode_batch(self, columns: Mapping[str, Any]) -> Columns:
-        return self.inputs(columns) | {"labels": self._targets(columns["target"])}
+        """Encode prompts, and targets (examples, target-length), cut without an end if longer."""
+        length = self.data.target_length
+        targets = np.full((len(columns["target"]), length), IGNORED, dtype=np.int32)
+        for row, tokens in zip(targets, self.tokens(columns["target"]), strict=True):
+            row[: len(tokens)] = tokens[:length]
+        return self.inputs(columns) | {"labels": targets}
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         roles = [role for role, _ in self.data.columns if role in columns]
@@ -90,29 +89,10 @@ class TextToText(Task):
         read = tokenize(self.reader, self.max_length, prompts)
         return {"input_ids": read["input_ids"], "attention_mask": read["attention_mask"]}
 
-    def _targets(self, texts: Sequence[str]) -> np.ndarray:
-        """Encode targets, (examples, target-length); what is longer is cut, without an end."""
-        length = self.data.target_length
-        targets = np.full((len(texts), length), IGNORED, dtype=np.int32)
-        for row, tokens in zip(targets, self.tokens(texts), strict=True):
-            row[: len(tokens)] = tokens[:length]
-        return targets
-
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Read the tokens of each text, with one for its end, however many they are."""
         read: list[list[int]] = self.reader(list(texts), verbose=False).input_ids
         return read
-
-    def _tell_of_cut(self, encoded: Encoded) -> None:
-        if cut := self.cut(encoded):
-            log.warning(
-                "answers: %d of %d have more tokens than target-length = %d; expected at most so "
-                "many, the end included. They are cut for training, and scored whole; raise "
-                "target-length in the preset's data to train on all of them",
-                cut,
-                len(encoded),
-                self.data.target_length,
-            )
 
     def cut(self, encoded: Encoded) -> int:
         """Count the targets that have no token for their end."""
@@ -122,7 +102,7 @@ class TextToText(Task):
         last = encoded.take(encoded.rows)["labels"][:, -1]
         return int(((last != IGNORED) & (last != self.reader.eos_token_id)).sum())
 
-    def shapes(self, config: Any, batch_size: int) -> Shapes:  # noqa: ARG002
+    def shapes(self, config: Any, batch_size: int) -> Shapes:
         # Without a mask: no text of a plan is padded.
         return {
             "input_ids": ((batch_size, self.max_length), torch.int64),
@@ -143,12 +123,9 @@ class TextToText(Task):
         return _losses(network, batch).mean()
 
     def measure(
-        self,
-        network: Any,
-        batch: Batch,
-        answers: Sequence[Sequence[str]],
+        self, network: Any, batch: Batch, answers: Sequence[Sequence[str]],
         tally: Tally | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, float]:  # fmt: skip
         loss = float(_losses(network, batch).sum())
         texts = self._written(network, batch)
         if tally is not None:

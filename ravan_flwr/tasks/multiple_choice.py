@@ -9,8 +9,8 @@ The last token of a choice is never read. So choices of one token, as letters ar
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,15 +19,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ravan_flwr.data.other_examples import roles_of_choices
 from ravan_flwr.data.rows import UnreadableError
+from ravan_flwr.data.values import text_of
 from ravan_flwr.specs import QuestionSpec
 from ravan_flwr.tasks.conversation import Written
-from ravan_flwr.tasks.question_text import QuestionText, asked
-from ravan_flwr.tasks.skipped_examples import report_cut_examples, report_skipped_examples
+from ravan_flwr.tasks.forms import roles_in
 from ravan_flwr.tasks.token_loss import block_rows, hidden_states, logits_of
-from ravan_flwr.tasks.tokens import tokens_of
+from ravan_flwr.tasks.tokens import report_cut_examples, report_skipped_examples, tokens_of
 
 TOKENS = 16_384  # that are read at a time
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @dataclass(frozen=True)
@@ -73,43 +75,136 @@ class Questions:
         for question in self.questions:
             ends.append(ends[-1] + len(question.choices))
         sums = torch.zeros(ends[-1], dtype=torch.float64)
-        for batch in _batches(_texts(self.questions)):
-            owners, values = _scored(network, batch, device)
+        texts, start = _texts(self.questions), 0
+        while start < len(texts):
+            number = max(1, TOKENS // len(texts[start].ids))
+            owners, values = _scored(network, texts[start : start + number], device)
             sums.index_add_(0, owners, values.cpu().double())
+            start += number
         return [sums[start:end].tolist() for start, end in pairwise(ends)]
 
 
-# From an example to tokens.
+# From an example to texts.
+
+
+@dataclass(frozen=True)
+class QuestionText:
+    """Hold a question as texts: what the model reads, what it may go on with, and what is right."""
+
+    prompt: str
+    choices: tuple[str, ...]
+    right: int
+
+
+def asked(row: Mapping[str, Any], spec: QuestionSpec, answers: Any = None) -> QuestionText:
+    """Write a question; UnreadableError if it is none."""
+    choices = _choices(row, spec)
+    value = row["answer"]
+    if isinstance(answers, datasets.ClassLabel) and isinstance(value, int):
+        value = answers.names[value] if value >= 0 else None
+    right = _position(value, choices)
+    texts = {role: text_of(role, row[role]).strip() for role, _ in spec.columns if role != "answer"}
+    listed = "\n".join(
+        f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False)
+    )
+    if "choices" in roles_in(spec.prompt):
+        choices = list(LETTERS[: len(choices)])
+    prompt = spec.prompt.format(**texts, choices=listed)
+    # The space between prompt and choice stands before the choice, as tokens have it.
+    bare = prompt.rstrip(" ")
+    space = "" if bare == prompt and prompt[-1:].isspace() else " "
+    return QuestionText(bare, tuple(space + choice for choice in choices), right)
+
+
+def _choices(row: Mapping[str, Any], spec: QuestionSpec) -> list[str]:
+    """List a question's choices."""
+    values: Any = list(spec.always)
+    if not values:
+        values = [row[role] for role in roles_of_choices(spec)]
+        if len(spec.choices) == 1:
+            (values,) = values
+    if not isinstance(values, list):
+        raise UnreadableError("its choices are no list")
+    if len(values) < 2:
+        raise UnreadableError("it has less than two choices")
+    if len(values) > len(LETTERS):
+        raise UnreadableError(f"it has more than {len(LETTERS)} choices")
+    if any(value is None or (isinstance(value, str) and not value.strip()) for value in values):
+        raise UnreadableError("one of its choices is empty")
+    return [text_of("choice", value).strip() for value in values]
+
+
+def _position(value: Any, choices: Sequence[str]) -> int:
+    """Find the right choice by its text, its letter, or its number, which counts from 0."""
+    if isinstance(value, float):  # of a table in which some are missing
+        value = None if math.isnan(value) else int(value) if value.is_integer() else value
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise UnreadableError("its answer is missing")
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise UnreadableError(f"its answer is a {type(value).__name__}, expected a number or text")
+    place = _place_of(value.strip(), choices) if isinstance(value, str) else value
+    if not 0 <= place < len(choices):
+        raise UnreadableError("its answer is out of range: no choice has that number or letter")
+    return place
+
+
+def _place_of(text: str, choices: Sequence[str]) -> int:
+    """Find a text among the choices, or as a letter or number."""
+    by_letter = LETTERS.find(text.upper()) if len(text) == 1 else -1
+    if text in choices:
+        place = choices.index(text)
+        if 0 <= by_letter < len(choices) and by_letter != place:
+            raise UnreadableError("its answer is the text of one choice and the letter of another")
+        return place
+    if by_letter >= 0:
+        return by_letter
+    if text.isascii() and text.isdigit() and len(text) < 4:
+        return int(text)
+    raise UnreadableError("its answer is none of its choices, no letter and no number")
+
+
+# From texts to tokens.
 
 
 def questions_of(
     examples: datasets.Dataset, spec: QuestionSpec, reader: Any, most: int, overlong: str
 ) -> Questions:
-    """Read all questions, and leave out those that cannot be scored; tell of them."""
+    """Read all questions, and leave out those that cannot be scored; report them."""
     problems, cut, good = [], 0, []
     answers = examples.features["answer"]
     for row in examples:
         try:
             whole = _tokens(reader, asked(row, spec, answers))
-            question = _fitted(reader, whole, most, overlong)
+            question, longest = whole, max(map(len, whole.choices))
+            over = len(whole.prompt) + longest - most
+            if over > 0:  # cut the prompt from its front, the same for all choices
+                first = int(whole.prompt[0] == reader.bos_token_id)
+                if over >= len(whole.prompt) - first:
+                    raise UnreadableError(
+                        "one of its choices alone has more tokens than max-length"
+                    )
+                if overlong == "drop":
+                    raise UnreadableError("it has more tokens than max-length")
+                shorter = whole.prompt[:first] + whole.prompt[first + over :]
+                question = replace(whole, prompt=shorter)
+                cut += 1
         except UnreadableError as error:
             problems.append(str(error))
             continue
         problems.append("")
-        cut += len(question.prompt) < len(whole.prompt)
         good.append(question)
     report_skipped_examples(problems, "questions", "asked", "choices and the right answer")
     report_cut_examples(cut, len(problems), most, "questions")
     return Questions(good, spec.score)
 
 
-def _tokens(reader: Any, one: QuestionText) -> Question:
+def _tokens(reader: Any, question: QuestionText) -> Question:
     """Read prompt and choices; where a token would reach over the border, they are read apart."""
     prompt: tuple[int, ...] = ()
     choices = []
-    for choice in one.choices:
-        text = one.prompt + choice
-        tokens = tokens_of(reader, Written(text, ((len(one.prompt), len(text)),)))
+    for choice in question.choices:
+        text = question.prompt + choice
+        tokens = tokens_of(reader, Written(text, ((len(question.prompt), len(text)),)))
         start = tokens.learned.index(True)
         prompt = tuple(tokens.ids[:start])
         choices.append(tuple(tokens.ids[start:-1]))  # without the token for the end
@@ -117,23 +212,8 @@ def _tokens(reader: Any, one: QuestionText) -> Question:
         raise UnreadableError("its prompt has no token")
     if not all(choices):
         raise UnreadableError("one of its choices has no token")
-    characters = tuple(len(choice.strip()) for choice in one.choices)
-    return Question(prompt, tuple(choices), one.right, characters)
-
-
-def _fitted(reader: Any, question: Question, most: int, overlong: str) -> Question:
-    """Cut a prompt from its front, the same for all choices, or refuse the question."""
-    prompt, longest = question.prompt, max(map(len, question.choices))
-    over = len(prompt) + longest - most
-    if over <= 0:
-        return question
-    first = int(prompt[0] == reader.bos_token_id)
-    if over >= len(prompt) - first:
-        raise UnreadableError("one of its choices alone has more tokens than max-length")
-    if overlong == "drop":
-        raise UnreadableError("it has more tokens than max-length")
-    cut = prompt[:first] + prompt[first + over :]
-    return Question(cut, question.choices, question.right, question.characters)
+    characters = tuple(len(choice.strip()) for choice in question.choices)
+    return Question(prompt, tuple(choices), question.right, characters)
 
 
 # What the network makes of them.
@@ -156,30 +236,21 @@ def _texts(questions: Sequence[Question]) -> list[_Text]:
         here: dict[tuple[int, ...], _Text] = {}
         for choice in question.choices:
             ids = question.prompt + choice[:-1]
-            one = here.setdefault(ids, _Text(ids, len(question.prompt) - 1, []))
-            one.scored.append((number, choice))
+            text = here.setdefault(ids, _Text(ids, len(question.prompt) - 1, []))
+            text.scored.append((number, choice))
             number += 1
         texts += here.values()
-    return sorted(texts, key=lambda one: -len(one.ids))
-
-
-def _batches(texts: Sequence[_Text]) -> Iterator[Sequence[_Text]]:
-    """Divide texts, which are sorted by their lengths."""
-    start = 0
-    while start < len(texts):
-        number = max(1, TOKENS // len(texts[start].ids))
-        yield texts[start : start + number]
-        start += number
+    return sorted(texts, key=lambda text: -len(text.ids))
 
 
 def _scored(network: Any, batch: Sequence[_Text], device: torch.device) -> tuple[Tensor, Tensor]:
     """Compute the log-likelihood of each token of each choice, and say whose it is."""
-    width = max(len(one.ids) for one in batch)
-    ids = torch.tensor([[*one.ids, *[0] * (width - len(one.ids))] for one in batch])
+    width = max(len(text.ids) for text in batch)
+    ids = torch.tensor([[*text.ids, *[0] * (width - len(text.ids))] for text in batch])
     places = [
-        (line * width + one.start + place, token, number)
-        for line, one in enumerate(batch)
-        for number, choice in one.scored
+        (line * width + text.start + place, token, number)
+        for line, text in enumerate(batch)
+        for number, choice in text.scored
         for place, token in enumerate(choice)
     ]
     positions, targets, owners = torch.tensor(places).T

@@ -30,7 +30,7 @@ class QuestionAnswering(TextToText):
         return [[answers] if isinstance(answers, str) else answers for answers in column]
 
     def score(self, answer: str, right: Sequence[str]) -> float:
-        return max(f1(answer, one) for one in right)
+        return max(f1(answer, expected) for expected in right)
 
 
 TASK = QuestionAnswering

@@ -14,7 +14,7 @@ FALLEN = 0.99  # of the examples of all other classes
 
 @dataclass(frozen=True)
 class ClassScores:
-    """Say how well one class was told from the others."""
+    """Hold how well a model recognises one class."""
 
     label: str
     examples: int
@@ -40,7 +40,7 @@ class Tally:
 
     def accuracy(self) -> float:
         """Compute the share of right predictions."""
-        right = sum(number for (one, other), number in self.pairs.items() if one == other)
+        right = sum(n for (expected, label), n in self.pairs.items() if expected == label)
         return right / max(len(self), 1)
 
     def predicted(self, label: int) -> int:
@@ -67,23 +67,19 @@ class Tally:
         """Score each class."""
         examples: Counter[int] = Counter()
         predicted: Counter[int] = Counter()
-        for (one, other), number in self.pairs.items():
-            examples[one] += number
-            predicted[other] += number
-        return [
-            _scores(label, examples[number], predicted[number], self.pairs[number, number])
-            for number, label in enumerate(labels)
-        ]
-
-
-def _scores(label: str, examples: int, predicted: int, right: int) -> ClassScores:
-    precision = right / predicted if predicted else 0.0
-    recall = right / examples if examples else 0.0
-    f1 = 2 * right / (examples + predicted) if examples + predicted else 0.0
-    return ClassScores(label, examples, predicted, right, precision, recall, f1)
+        for (expected, found), count in self.pairs.items():
+            examples[expected] += count
+            predicted[found] += count
+        scores = []
+        for number, label in enumerate(labels):
+            of, as_, right = examples[number], predicted[number], self.pairs[number, number]
+            precision, recall = (right / count if count else 0.0 for count in (as_, of))
+            f1 = 2 * right / (of + as_) if of + as_ else 0.0
+            scores.append(ClassScores(label, of, as_, right, precision, recall, f1))
+        return scores
 
 
 def macro_f1(scores: Sequence[ClassScores]) -> float:
     """Average F1 over the classes that occur."""
-    occurring = [one.f1 for one in scores if one.examples or one.predicted]
+    occurring = [score.f1 for score in scores if score.examples or score.predicted]
     return sum(occurring) / max(len(occurring), 1)

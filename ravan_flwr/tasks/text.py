@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from ravan_flwr.data.examples import label_numbers
 from ravan_flwr.data.model_folder import reading
-from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, encode_in_batches
+from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, encoded_as_it_is, mapped
 from ravan_flwr.tasks.classification import Classification
 
 
@@ -32,16 +32,14 @@ class Text(Classification):
     def encode(self, examples: datasets.Dataset) -> Encoded:
         labels = label_numbers(examples, self.data.labels, "labels")
         numbered = examples.remove_columns("label").add_column("labels", labels)
-        inputs = fixed_length(self.reader.model_input_names, self.max_length)
-        return encode_in_batches(
-            numbered,
-            self._encode_batch,
-            inputs | {"labels": datasets.Value("int64")},
-            {"reader": describe(self.reader), "length": self.max_length},
-        )
+        features = fixed_length(self.reader.model_input_names, self.max_length)
+        features |= {"labels": datasets.Value("int64")}
+        settings = {"reader": describe(self.reader), "length": self.max_length}
 
-    def _encode_batch(self, columns: Mapping[str, Any]) -> Columns:
-        return self.inputs(columns) | {"labels": np.asarray(columns["labels"])}
+        def encoded(columns: Mapping[str, Any]) -> Columns:
+            return self.inputs(columns) | {"labels": np.asarray(columns["labels"])}
+
+        return encoded_as_it_is(mapped(numbered, encoded, features, settings))
 
     def inputs(self, columns: Mapping[str, Any]) -> Columns:
         roles = ["text", "text-pair"] if self.data.column("text-pair") else ["text"]
@@ -55,7 +53,7 @@ class Text(Classification):
         config.pad_token_id = 0 if planned else self.reader.pad_token_id
         config.use_cache = False  # of keys and values, for generation
 
-    def shapes(self, config: Any, batch_size: int) -> Shapes:  # noqa: ARG002
+    def shapes(self, config: Any, batch_size: int) -> Shapes:
         length = self.max_length
         return {
             "input_ids": ((batch_size, length), torch.int64),
@@ -102,6 +100,7 @@ def _whole(texts: Sequence[str | None], column: str) -> Sequence[str]:
     return cast(Sequence[str], texts)
 
 
+_AT_A_TIME = 8192  # rows of a file in memory while their tokens are counted
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
 
 
@@ -134,49 +133,39 @@ _GROWTH = 64  # times the characters of a text that a tokenizer may make of it
 
 def _check_growth(backend: Any) -> None:
     """Raise ValueError if a tokenizer makes far longer texts of texts, or repeats their tokens."""
-    for part in ("normalizer", "decoder"):
-        if (growth := _growth(_described(getattr(backend, part)))) > _GROWTH:
+
+    def steps_of(part: Any) -> list[Any]:
+        inner = [step for value in part.values() if isinstance(value, list) for step in value]
+        steps = [step for step in inner if isinstance(step, dict) and "type" in step]
+        return [part, *(deeper for step in steps for deeper in steps_of(step))]
+
+    def described(name: str) -> Any:  # as its file has it
+        part = getattr(backend, name)
+        return steps_of(json.loads(part.__getstate__()) if part is not None else {})
+
+    for name in ("normalizer", "decoder"):
+        growth = 1  # characters of one, at most
+        for step in described(name):
+            pattern = step.get("pattern")
+            of = len(pattern["String"]) if isinstance(pattern, dict) and "String" in pattern else 1
+            for made in (step.get("content"), step.get("prepend")):
+                growth *= max(1, -(-len(made or "") // max(1, of)))
+            if charsmap := step.get("precompiled_charsmap"):
+                # What SentencePiece puts in their place: after a tree, with zeros between.
+                packed = base64.b64decode(charsmap)
+                replacements = packed[4 + int.from_bytes(packed[:4], "little") :].split(b"\0")
+                growth *= max(map(len, replacements))
+        if growth > _GROWTH:
             raise ValueError(
-                f"its {part} makes {growth:,} characters of one, expected {_GROWTH} at most"
+                f"its {name} makes {growth:,} characters of one, expected {_GROWTH} at most"
             )
-    for step in _steps(_described(backend.post_processor)):
-        added = {name: len(one["ids"]) for name, one in step.get("special_tokens", {}).items()}
+    for step in described("post_processor"):
+        added = {name: len(token["ids"]) for name, token in step.get("special_tokens", {}).items()}
         for pieces in (step.get("single", ()), step.get("pair", ())):
-            special = [one["SpecialToken"]["id"] for one in pieces if "SpecialToken" in one]
+            special = [part["SpecialToken"]["id"] for part in pieces if "SpecialToken" in part]
             size = len(pieces) - len(special) + sum(added[name] for name in special)
             if size > _GROWTH:
                 raise ValueError(f"it makes {size:,} pieces of a text, expected {_GROWTH} at most")
-
-
-def _described(part: Any) -> Any:
-    """Return a part of a tokenizer as its file has it."""
-    return json.loads(part.__getstate__()) if part is not None else {}
-
-
-def _steps(part: Any) -> list[Any]:
-    """List the steps of a part, one after the other."""
-    inner = [step for value in part.values() if isinstance(value, list) for step in value]
-    steps = [step for step in inner if isinstance(step, dict) and "type" in step]
-    return [part, *(deeper for step in steps for deeper in _steps(step))]
-
-
-def _growth(part: Any) -> int:
-    """Count the characters that the steps make of one, at most."""
-    growth = 1
-    for step in _steps(part):
-        pattern = step.get("pattern")
-        of = len(pattern["String"]) if isinstance(pattern, dict) and "String" in pattern else 1
-        for made in (step.get("content"), step.get("prepend")):
-            growth *= max(1, -(-len(made or "") // max(1, of)))
-        if charsmap := step.get("precompiled_charsmap"):
-            growth *= max(map(len, _replacements(base64.b64decode(charsmap))))
-    return growth
-
-
-def _replacements(charsmap: bytes) -> list[bytes]:
-    """List what SentencePiece puts in the place of characters: after a tree, with zeros between."""
-    start = 4 + int.from_bytes(charsmap[:4], "little")
-    return charsmap[start:].split(b"\0")
 
 
 def describe(tokenizer: Any) -> dict[str, Any]:
@@ -211,9 +200,6 @@ def token_counts(examples: Encoded) -> np.ndarray:
     parts = np.array_split(np.arange(len(examples)), -(-len(examples) // _AT_A_TIME))
     counts = [examples.take(rows)["attention_mask"].sum(1).numpy() for rows in parts]
     return np.concatenate(counts)
-
-
-_AT_A_TIME = 8192  # rows of a file in memory while their tokens are counted
 
 
 def trim(batch: Batch) -> Batch:

@@ -17,13 +17,9 @@ BLOCK = 2**27  # bytes of the logits of a block, in float32
 
 
 def summed_loss(
-    network: Any,
-    input_ids: Tensor,
-    positions: Tensor,
-    targets: Tensor,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-) -> Tensor:
+    network: Any, input_ids: Tensor, positions: Tensor, targets: Tensor,
+    attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Sum -log p of the targets, which follow the tokens at these positions of all texts."""
     hidden = hidden_states(network, input_ids, attention_mask, position_ids)
     hidden = hidden.flatten(0, 1).index_select(0, positions)

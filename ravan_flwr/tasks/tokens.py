@@ -6,12 +6,18 @@ the border ("Answer: " and "yes" have " yes" in common), and the text is read in
 model that is given the prompt alone is to go on with the answer.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.tasks.conversation import Written
+
+log = logging.getLogger(__name__)
+
+_NAMED = 5  # examples of each kind of problem
+_KINDS = 10
 
 
 @dataclass(frozen=True)
@@ -103,3 +109,43 @@ def fitted(tokens: Tokens, most: int, overlong: str, *, everything: bool = False
             else "it has no token to learn"
         )  # fmt: skip
     return tokens
+
+
+# Examples that cannot be learned, or not whole.
+
+
+def report_skipped_examples(
+    problems: Sequence[str],
+    what: str = "examples",
+    done: str = "learned",
+    needed: str = "a question and an answer",
+) -> None:
+    """Count the examples that are left out, by what is wrong with them; "" is nothing."""
+    by_kind: dict[str, list[int]] = {}
+    for number, problem in enumerate(problems, start=1):
+        if problem:
+            by_kind.setdefault(problem, []).append(number)
+    most_first = sorted(by_kind.items(), key=lambda kind: -len(kind[1]))
+    listed = []
+    for problem, numbers in most_first[:_KINDS]:
+        shown = ", ".join(map(str, numbers[:_NAMED])) + (", ..." if len(numbers) > _NAMED else "")
+        listed.append(f"{len(numbers)}: {problem} (example {shown})")
+    reasons = "; ".join(listed) + ("; ..." if len(most_first) > _KINDS else "")
+    number = sum(map(len, by_kind.values()))
+    if number == len(problems):
+        raise ValueError(
+            f"{what}: none of {number} can be {done}: {reasons or 'there are none'}; "
+            f"expected {needed} in each; correct them, or the preset's data"
+        )
+    if number:
+        log.warning("%s: %d of %d are left out: %s", what, number, len(problems), reasons)
+
+
+def report_cut_examples(cut: int, number: int, max_length: int, what: str = "examples") -> None:
+    """Count the examples that are read without their fronts."""
+    if cut:
+        log.warning(
+            "%s: %d of %d have more tokens than max-length = %d and are cut from the front; "
+            "`overlong: drop` in the preset's data leaves them out, a larger max-length "
+            "keeps them whole", what, cut, number, max_length,
+        )  # fmt: skip

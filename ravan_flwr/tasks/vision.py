@@ -27,9 +27,10 @@ from ravan_flwr.tasks.base import (
     Columns,
     Encoded,
     Shapes,
-    encode_in_batches,
+    encoded_as_it_is,
+    mapped,
     tensors_of,
-)
+)  # fmt: skip
 from ravan_flwr.tasks.classification import Classification
 
 PROCESSOR = "preprocessor_config.json"
@@ -57,7 +58,17 @@ class Vision(Classification):
         try:
             return self._encode(examples, labels)
         except UnreadableError:
-            raise ValueError(_unreadable(examples)) from None
+            wrong = []
+            for value in examples["image"]:
+                try:
+                    image_of(value, Path())
+                except UnreadableError as error:
+                    wrong.append(f"{value['path'] or 'one without a name'} ({error})")
+            listed = "; ".join(wrong[:10]) + ("; ..." if len(wrong) > 10 else "")
+            raise ValueError(
+                f"images: {len(wrong)} of {len(examples)} cannot be read: {listed}; expected whole "
+                "image files; take them out, or save them again"
+            ) from None
 
     def _encode(self, examples: datasets.Dataset, labels: np.ndarray) -> Encoded:
         if self.reader is None:
@@ -65,18 +76,17 @@ class Vision(Classification):
         feature = examples.features["image"]
         first = self._pixels(_images([examples[0]["image"]], feature))[0]
         numbered = examples.remove_columns("label").add_column("labels", labels)
-        return encode_in_batches(
-            numbered,
-            lambda columns: {
-                "pixel_values": self._pixels(_images(columns["image"], feature)),
-                "labels": np.asarray(columns["labels"]),
-            },
-            {
-                "pixel_values": datasets.Array3D(first.shape, str(first.dtype)),
-                "labels": datasets.Value("int64"),
-            },
-            {"reader": self.reader.to_dict(), "labels": self.data.labels},
-        )
+
+        def encoded(columns: Mapping[str, Any]) -> Columns:
+            pixels = self._pixels(_images(columns["image"], feature))
+            return {"pixel_values": pixels, "labels": np.asarray(columns["labels"])}
+
+        features = {
+            "pixel_values": datasets.Array3D(first.shape, str(first.dtype)),
+            "labels": datasets.Value("int64"),
+        }
+        settings = {"reader": self.reader.to_dict(), "labels": self.data.labels}
+        return encoded_as_it_is(mapped(numbered, encoded, features, settings))
 
     def _as_they_are(self, examples: datasets.Dataset, labels: np.ndarray) -> Encoded:
         sides, feature = self._sides, examples.features["image"]
@@ -163,8 +173,8 @@ def _check_sides(folder: Path) -> None:
     """Raise ValueError if an image processor makes huge images of small ones."""
     settings = read_json(folder / PROCESSOR, str(folder))
     for key in ("size", "crop_size", "pad_size"):
-        told = settings.get(key)
-        sides = told.values() if isinstance(told, dict) else [told]
+        value = settings.get(key)
+        sides = value.values() if isinstance(value, dict) else [value]
         if wrong := [side for side in sides if isinstance(side, int | float) and side > _LONGEST]:
             raise ValueError(
                 f"model {folder}: its {PROCESSOR} says {key} = {wrong[0]:,}, expected "
@@ -203,26 +213,9 @@ def _images(values: Sequence[Any], feature: Any) -> list[Any]:
     return [image.convert(feature.mode) if feature.mode else image for image in images]
 
 
-def _unreadable(examples: datasets.Dataset, most: int = 10) -> str:
-    """Name the images that cannot be read."""
-    wrong = []
-    for value in examples["image"]:
-        try:
-            image_of(value, Path())
-        except UnreadableError as error:
-            wrong.append(f"{value['path'] or 'one without a name'} ({error})")
-    listed = "; ".join(wrong[:most]) + ("; ..." if len(wrong) > most else "")
-    return (
-        f"images: {len(wrong)} of {len(examples)} cannot be read: {listed}; expected whole image "
-        "files; take them out, or save them again"
-    )
-
-
 def _centred(images: np.ndarray) -> Tensor:
     """Bring images in [0, 1] to (images, channels, height, width), in [-1, 1]."""
-    return (_as_tensor(images).float() * 2).sub_(
-        1
-    )  # one copy of all images less than `* 2 - 1` makes
+    return (_as_tensor(images).float() * 2).sub_(1)  # a copy less than `* 2 - 1` makes
 
 
 def _as_tensor(images: np.ndarray) -> Tensor:

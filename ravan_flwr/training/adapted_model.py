@@ -1,7 +1,7 @@
 """Put a method's adapters into a frozen network and lend it to one client after the other.
 
 The classifier, drawn from the seed, is frozen as well, or trained and averaged. Where a part of the
-model stays with each client (methods/personal.py), a trained classifier is in that part.
+model stays with each client (`Personal`), a trained classifier is in that part.
 """
 
 import copy
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifier
-from ravan_flwr.methods.calibration import Calibration
+from ravan_flwr.methods.extensions import Calibration
 from ravan_flwr.methods.tensors import check_names, check_tensor, checksum
 from ravan_flwr.training.device import give_back_memory
 from ravan_flwr.training.network import Backbone, pretrained_parameters
@@ -25,14 +25,9 @@ class AdaptedModel:
     """Lend a network with a method's adapters in it to one client after the other."""
 
     def __init__(
-        self,
-        backbone: "Backbone",
-        make_method: Callable[[list[Layer], int], Method],
-        *,
-        train_classifier: bool,
-        threads: int | None = None,
-        shares_device: bool = True,
-    ) -> None:
+        self, backbone: "Backbone", make_method: Callable[[list[Layer], int], Method], *,
+        train_classifier: bool, threads: int | None = None, shares_device: bool = True,
+    ) -> None:  # fmt: skip
         """Put the method's adapters into the backbone; on a CPU it computes with `threads`."""
         network, classifier = backbone.network, backbone.classifier
         network.requires_grad_(False)
@@ -77,7 +72,7 @@ class AdaptedModel:
         if self.method.personal is None:
             return {}
         classifier = {CLASSIFIER: tuple(self._drawn_classifier.shape)}
-        return self.method.personal.shapes() | (classifier if self.train_classifier else {})
+        return {**self.method.personal.shapes, **(classifier if self.train_classifier else {})}
 
     def own_part(self) -> Tensors:
         """Copy what stays with the client after its local steps."""

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.tasks.base import Task
-from ravan_flwr.training.backbone_dtype import likely_device
+from ravan_flwr.training.network import likely_device
 
 
 def attention_of(config: Config, network: Any, task: Task) -> AbstractContextManager[object]:
@@ -26,19 +26,14 @@ def attention_of(config: Config, network: Any, task: Task) -> AbstractContextMan
     device = likely_device(config.device)
     if device == "cpu":
         return _Fused(masks=masks, drops=False)
-    if device == "cuda" and (masks or config.precision != "float32" or not _shares_keys(network)):
+    # No kernel of CUDA takes keys that several heads share in float32; with a mask transformers
+    # repeats them, so that one does.
+    text = network.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    shared = getattr(text, "num_key_value_heads", None) not in (None, heads)
+    if device == "cuda" and (masks or config.precision != "float32" or not shared):
         return _Fused(masks=masks, drops=True)
     return nullcontext()
-
-
-def _shares_keys(network: Any) -> bool:
-    """Tell whether several heads share keys, which no kernel of CUDA takes in float32.
-
-    With a mask transformers repeats the keys, so that one does.
-    """
-    config = network.config.get_text_config()
-    shared: int | None = getattr(config, "num_key_value_heads", None)
-    return shared not in (None, getattr(config, "num_attention_heads", None))
 
 
 class _Fused(TorchFunctionMode):
@@ -49,24 +44,16 @@ class _Fused(TorchFunctionMode):
         self.masks, self.drops = masks, drops
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         attends = func is F.scaled_dot_product_attention
         return (self._attend if attends else func)(*args, **(kwargs or {}))
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        **more: Any,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, **more: Any,
+    ) -> Tensor:  # fmt: skip
         if dropout_p and not self.drops:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **more)
         mask = attn_mask if self.masks else None

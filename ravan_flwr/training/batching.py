@@ -66,7 +66,7 @@ def in_parts(
         if not len(rows):  # as a Poisson draw may be
             return []
         parts = np.array_split(rows, -(-len(rows) // size))
-        return [one for part in parts for one in cut(part)] if cut else parts
+        return [piece for part in parts for piece in cut(part)] if cut else parts
 
     first, second = tee(map(parts_of, batches))
     return (part for parts in first for part in parts), map(len, second)

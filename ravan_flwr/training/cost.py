@@ -29,14 +29,18 @@ from ravan_flwr.secure.noised import NoiseShares
 from ravan_flwr.secure.schedule import GIVEN, Schedule, make_schedule
 from ravan_flwr.secure.sizes import Bytes, masked_bytes, most_around
 from ravan_flwr.seeding import generator
-from ravan_flwr.tasks.base import Task
+from ravan_flwr.tasks.base import Batch, Task
 from ravan_flwr.training.attention import attention_of
-from ravan_flwr.training.backbone_dtype import backbone_dtype, likely_device
 from ravan_flwr.training.local_steps import PRECISIONS
-from ravan_flwr.training.masked import parts_of, rows_wanted
+from ravan_flwr.training.masked import noised_parts, parts_of, rows_wanted
 from ravan_flwr.training.model_and_data import make_method, make_task, settle
-from ravan_flwr.training.network import build_skeleton, prepare_network, pretrained_parameters
-from ravan_flwr.training.noised import noised_parts
+from ravan_flwr.training.network import (
+    backbone_dtype,
+    build_skeleton,
+    likely_device,
+    prepare_network,
+    pretrained_parameters,
+)
 
 ADAM = 4  # a trained parameter's value, gradient and two moments, in float32 each
 
@@ -84,7 +88,11 @@ class Skeleton:
         pretrained = pretrained_parameters(network, lacking)
         # Which heads are chosen is all the same, and scores cannot be computed here.
         config = replace(config, scoring="random")
-        saved = saved_by_quantizing(network, lacking, config.quantize)
+        saved = 0
+        if config.quantize != "none":
+            weights = [linear.weight for linear in quantizable(network, lacking).values()]
+            bits = BITS[config.quantize]
+            saved = round(sum(w.numel() * (w.element_size() - bits / 8) for w in weights))
         method = make_method(config, layers, skeleton.size)
         adapters = method.install(network, pretrained)
         classifier = lacking if config.classifier == "trained" else []
@@ -172,15 +180,18 @@ def step_memory(config: Config, share: float) -> StepMemory:
     with attention_of(config, network, task):
         by_example = ExampleGradients(network, trained) if config.privacy == "example" else None
         kept = kept_for_backward(network, task, at_a_time, by_example)
-    return StepMemory(
-        weights=weights - (_bytes(trained) - copies) - built.saved,
-        trained=ADAM * _bytes(trained),
-        activations=kept
-        + (_kept_by_example(trained, at_a_time) if by_example else 0)
-        + cast_weights(config, network)
-        + _computed_again(config, share, network)
-        + task.transient(network.config, at_a_time),
-    )
+    if by_example:
+        # The gradients of so many examples, and the sums of what clipping leaves of them: in
+        # float64, as are the sums, there is one parameter's at a time, beside a copy of it.
+        numbers = [parameter.numel() for parameter in trained]
+        kept += 4 * at_a_time * sum(numbers) + 8 * sum(numbers)
+        kept += 12 * at_a_time * max(numbers, default=0)
+    if config.gradient_checkpointing:  # one block's are computed again where they are needed
+        whole = replace(config, gradient_checkpointing=False, precision="float32")
+        kept += step_memory(whole, share).activations // _checkpoints(config, network)
+    kept += cast_weights(config, network) + task.transient(network.config, at_a_time)
+    own = _bytes(trained)
+    return StepMemory(weights - (own - copies) - built.saved, ADAM * own, kept)
 
 
 def examples_at_a_time(config: Config) -> int:
@@ -223,29 +234,10 @@ def _checkpoints(config: Config, network: nn.Module) -> int:
     )
 
 
-def _computed_again(config: Config, share: float, network: nn.Module) -> int:
-    """Count the activations of one block, which checkpointing computes again where needed."""
-    if not config.gradient_checkpointing:
-        return 0
-    whole = replace(config, gradient_checkpointing=False, precision="float32")
-    return step_memory(whole, share).activations // _checkpoints(config, network)
-
-
-def saved_by_quantizing(network: nn.Module, classifier: Sequence[nn.Parameter], how: str) -> int:
-    """Count the bytes that linear layers in few bits weigh less than as they are now."""
-    if how == "none":
-        return 0
-    weights = [linear.weight for linear in quantizable(network, classifier).values()]
-    return round(sum(w.numel() * (w.element_size() - BITS[how] / 8) for w in weights))
-
-
-def _kept_by_example(trained: Sequence[Tensor], examples: int) -> int:
-    """Count the gradients of so many examples, and the sums of what clipping leaves of them.
-
-    In float64, as are the sums, there is one parameter's at a time, beside a copy of it.
-    """
-    numbers = [parameter.numel() for parameter in trained]
-    return 4 * examples * sum(numbers) + 8 * sum(numbers) + 12 * examples * max(numbers, default=0)
+def meta_batch(network: PreTrainedModel, task: Task, number: int) -> Batch:
+    """Make a batch of so many examples that has shapes and nothing else."""
+    shapes = task.shapes(network.config, number)
+    return {name: torch.empty(s, dtype=d, device="meta") for name, (s, d) in shapes.items()}
 
 
 def kept_for_backward(
@@ -258,8 +250,7 @@ def kept_for_backward(
 
     Of gradients by example it is also what adapted layers read, but nothing for their parameters.
     """
-    shapes = task.shapes(network.config, batch_size)
-    batch = {name: torch.empty(s, dtype=d, device="meta") for name, (s, d) in shapes.items()}
+    batch = meta_batch(network, task, batch_size)
     there = {_storage(tensor) for tensor in [*network.parameters(), *network.buffers()]}
     kept: dict[int, Tensor] = {}
 

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.training.attention import attention_of
-from ravan_flwr.training.backbone_dtype import keeps_casts
-from ravan_flwr.training.cost import Skeleton, cast_weights, step_memory
+from ravan_flwr.training.cost import Skeleton, cast_weights, meta_batch, step_memory
 from ravan_flwr.training.model_and_data import make_task
+from ravan_flwr.training.network import keeps_casts
 
 # Of each process: CUDA's context, the kernels, the workspaces of cuBLAS and cuDNN. A customary
 # figure, rounded up; what it is depends on the GPU and on PyTorch's build.
@@ -47,13 +47,12 @@ def evaluation_memory(config: Config) -> int:
     """Count the most that an evaluation takes at a time beyond the model."""
     network = Skeleton.build(config).network.eval()
     task = make_task(config)
-    shapes = task.shapes(network.config, task.evaluation_batch)
     known = [*network.parameters(), *network.buffers()]
     # Answers that are generated keep keys and values; a forward pass over all of one is the most.
     keep = network.register_forward_pre_hook(_keep_keys_and_values, with_kwargs=True)
     attention = attention_of(replace(config, packing=False), network, task)
     with torch.no_grad(), attention, _MostAlive(known) as memory:
-        batch = {name: torch.empty(s, dtype=d, device="meta") for name, (s, d) in shapes.items()}
+        batch = meta_batch(network, task, task.evaluation_batch)
         task.loss(network, batch)
     keep.remove()
     ahead = sum(tensor.numel() * tensor.element_size() for tensor in batch.values())
@@ -74,13 +73,7 @@ class _MostAlive(TorchDispatchMode):
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._alive = {k: found for k, found in self._alive.items() if not found[0].expired()}
         for tensor in tree_leaves(result):

@@ -89,18 +89,14 @@ def _listed(environment: Mapping[str, str]) -> list[Gpu]:
     if not lines and any(path.exists() for path in OTHER_DRIVERS):
         everything = {key: value for key, value in environment.items() if key != VISIBLE}
         lines = _lines_of([sys.executable, "-c", _ASK_PYTORCH], everything)
-    return [_read(line) for line in lines]
-
-
-def _read(line: str) -> Gpu:
-    index, uuid, rest = (part.strip() for part in line.split(",", 2))
-    name, total, free = (part.strip() for part in rest.rsplit(",", 2))
-    return Gpu(index, uuid, name, _bytes(total), _bytes(free))
-
-
-def _bytes(mebibytes: str) -> int | None:
-    """Read a size in MiB; None for "[N/A]", of a GPU that has the machine's memory."""
-    return int(mebibytes) * _MIB if mebibytes.isdecimal() else None
+    gpus = []
+    for line in lines:
+        index, uuid, rest = (part.strip() for part in line.split(",", 2))
+        name, *sizes = (part.strip() for part in rest.rsplit(",", 2))
+        # "[N/A]" of a GPU that has the machine's memory.
+        total, free = (int(size) * _MIB if size.isdecimal() else None for size in sizes)
+        gpus.append(Gpu(index, uuid, name, total, free))
+    return gpus
 
 
 def _ask(environment: Mapping[str, str], *options: str) -> list[str]:
@@ -126,34 +122,26 @@ def gpus_of_machine(driver: Path = DRIVER, environment: Mapping[str, str] = os.e
     return len(_ask(environment, "--list-gpus"))  # as under WSL
 
 
-def _driver_version(driver: Path, environment: Mapping[str, str]) -> int | None:
-    """Find the driver's major version; None if nothing says it."""
+def _old_driver(cuda: str, driver: Path, environment: Mapping[str, str]) -> str:
+    """Say that the driver is too old for PyTorch's version of CUDA; "" if it is not, as known."""
     try:
-        told = (driver.parent / "version").read_text()
+        text = (driver.parent / "version").read_text()
     except OSError:  # as under WSL
         lines = _ask(environment, "--query-gpu=driver_version", "--format=csv,noheader")
-        told = lines[0] if lines else ""
-    found = re.search(r"\b(\d{3,})\.\d+", told)
-    return int(found[1]) if found else None
-
-
-def _old_driver(cuda: str, driver: Path, environment: Mapping[str, str]) -> str:
-    """Say that the driver is too old for PyTorch's version of CUDA; "" if it is not."""
-    version = _driver_version(driver, environment)
+        text = lines[0] if lines else ""
+    found = re.search(r"\b(\d{3,})\.\d+", text)
     needed = OLDEST_DRIVER.get(int(cuda.partition(".")[0]))
-    if version is None or needed is None or version >= needed:
+    if found is None or needed is None or int(found[1]) >= needed:
         return ""
     return (
-        f"NVIDIA's driver is version {version}, but this PyTorch is built for CUDA {cuda}, which "
+        f"NVIDIA's driver is version {found[1]}, but this PyTorch is built for CUDA {cuda}, which "
         f"needs {needed} or newer; update the driver, or install PyTorch's wheels for an older "
         "CUDA (pytorch.org)"
     )
 
 
 def unused_gpus(
-    cuda: str | None,
-    driver: Path = DRIVER,
-    environment: Mapping[str, str] = os.environ,
+    cuda: str | None, driver: Path = DRIVER, environment: Mapping[str, str] = os.environ
 ) -> str | None:
     """Say what GPUs a process on the CPU was not given, and what to do; None if there are none.
 
@@ -187,5 +175,5 @@ def unused_gpus(
 @cache
 def tell_of_unused_gpus(cuda: str | None) -> None:
     """Log that GPUs are unused, once a process."""
-    if told := unused_gpus(cuda):
-        log.warning("%s", told)
+    if reason := unused_gpus(cuda):
+        log.warning("%s", reason)

@@ -1,9 +1,10 @@
 """Do a client's local work: some steps of Adam on its own examples, or an evaluation."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,11 @@ from torch import Tensor, nn
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.seeding import ClientRound
-from ravan_flwr.tasks.base import Batch, Encoded, Task
+from ravan_flwr.tasks.base import Batch, Columns, Encoded, Task
+from ravan_flwr.tasks.extensions import Packs, Predicts, task_with
+from ravan_flwr.tasks.multiple_choice import Questions
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.batching import (
@@ -23,7 +27,19 @@ from ravan_flwr.training.batching import (
     parts_by_tokens,
     training_batches,
 )
-from ravan_flwr.training.schedule import rate_in_round
+
+
+def rate_in_round(config: Config, number: int) -> float:
+    """Return the clients' learning rate in a round, which counts from 1."""
+    start, warm_up = config.learning_rate, config.warm_up_rounds
+    if 0 < number <= warm_up:
+        return start * number / (warm_up + 1)
+    if config.learning_rate_schedule == "constant":
+        return start
+    end = config.final_learning_rate
+    done = (number - warm_up) / max(1, config.num_rounds - warm_up)
+    return end + (start - end) * (1 + math.cos(math.pi * min(1.0, max(0.0, done)))) / 2
+
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -47,18 +63,11 @@ class LocalSteps:
 
 def steps_of(config: Config, number: int, examples: int) -> LocalSteps:
     """Say how a client with so many examples trains in that round of a run."""
+    same = {field.name for field in fields(LocalSteps)} - {"number", "learning_rate"}
     return LocalSteps(
-        number=config.steps_of(examples),
-        batch_size=config.batch_size,
+        config.steps_of(examples),
         learning_rate=rate_in_round(config, number),
-        precision=config.precision,
-        proximal_mu=config.proximal_mu,
-        batching=config.batching,
-        micro_batch_size=config.micro_batch_size,
-        micro_batch_tokens=config.micro_batch_tokens,
-        packing=config.packing,
-        weight_decay=config.weight_decay,
-        max_gradient_norm=config.max_gradient_norm,
+        **{name: getattr(config, name) for name in same},
     )
 
 
@@ -73,16 +82,9 @@ class LocalResult:
 
 
 def train_locally(
-    model: AdaptedModel,
-    task: Task,
-    examples: Encoded,
-    broadcast: Tensors,
-    share: float,
-    steps: LocalSteps,
-    work: ClientRound,
-    own: Tensors | None = None,
-    rows: Tensors | None = None,
-) -> LocalResult:
+    model: AdaptedModel, task: Task, examples: Encoded, broadcast: Tensors, share: float,
+    steps: LocalSteps, work: ClientRound, own: Tensors | None = None, rows: Tensors | None = None,
+) -> LocalResult:  # fmt: skip
     """Do one client's round: load, choose, train, collect; the model is then as it was.
 
     `own` is the part of the model that has stayed with the client, if one has. In a secure round
@@ -94,13 +96,9 @@ def train_locally(
 
 
 def calibrate_locally(
-    model: AdaptedModel,
-    task: Task,
-    examples: Encoded,
-    broadcast: Tensors,
-    steps: LocalSteps,
+    model: AdaptedModel, task: Task, examples: Encoded, broadcast: Tensors, steps: LocalSteps,
     work: ClientRound,
-) -> LocalResult:
+) -> LocalResult:  # fmt: skip
     """Do one client's part of a calibration round."""
     stepper = Stepper(model, task, examples, steps, work)
     with model.holding(broadcast), dropout_from(work.derive("dropout"), model.device):
@@ -131,13 +129,9 @@ class Stepper:
     """Run forward, backward and Adam over a client's batches, in the precision asked for."""
 
     def __init__(
-        self,
-        model: AdaptedModel,
-        task: Task,
-        examples: Encoded,
-        steps: LocalSteps,
+        self, model: AdaptedModel, task: Task, examples: Encoded, steps: LocalSteps,
         work: ClientRound,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.task, self.examples, self.steps = model, task, examples, steps
         self.device = model.device
         by_length, cut = steps.batching == "length", None
@@ -151,7 +145,7 @@ class Stepper:
             )
         order = self.order_of(len(examples), lengths if by_length else None, work)
         parts, self.parts = in_parts(order, steps.micro_batch_size or steps.batch_size, cut)
-        lay_out = task.packed if steps.packing else task.collate
+        lay_out = task_with(Packs, task, "packing").packed if steps.packing else task.collate
         self.batches = self.read(parts, lay_out)
         self.dtype = PRECISIONS[steps.precision]
         check_precision(steps.precision, self.device)
@@ -191,7 +185,11 @@ class Stepper:
             if self.steps.max_gradient_norm:
                 torch.nn.utils.clip_grad_norm_(parameters, self.steps.max_gradient_norm)
             self.scaler.step(optimizer)
-            self._adapt_scale()
+            if self.scaler.is_enabled():  # count a step that was skipped; no process waits
+                unit = torch.ones((), device=self.device)
+                before = self.scaler.scale(unit)
+                self.scaler.update()
+                self.skipped += self.scaler.scale(unit) < before
 
     def round(self, share: float, work: ClientRound, rows: Tensors | None = None) -> LocalResult:
         """Choose heads, unless it is said which `rows` are trained; train, and collect."""
@@ -200,7 +198,7 @@ class Stepper:
         if rows is None:
             method.choose(model.adapters, share, work.generator("heads"), self.measure)
         else:
-            method.train_rows(model.adapters, rows, share)
+            sums_changes(method).train_rows(model.adapters, rows, share)
         self.train(model.parameters())
         skipped = int(self.skipped)
         return LocalResult(model.upload(method), model.own_part(), self.mean_loss(), skipped)
@@ -260,15 +258,6 @@ class Stepper:
         losses = [self._backward(part, share) for part, share in zip(parts, shares, strict=True)]
         return torch.stack(losses).sum()
 
-    def _adapt_scale(self) -> None:
-        """Adapt the loss scale of float16, and count a step that was skipped; nobody waits."""
-        if not self.scaler.is_enabled():
-            return
-        one = torch.ones((), device=self.device)
-        before = self.scaler.scale(one)
-        self.scaler.update()
-        self.skipped += self.scaler.scale(one) < before
-
     def _backward(self, batch: Batch, share: float = 1.0) -> Tensor:
         """Add the gradients of a part of a step, which has that share of the whole's mean."""
         loss = self.loss_of(batch)
@@ -291,29 +280,10 @@ def _pull_back(parameters: Sequence[Tensor], anchors: list[Tensor], mu: float) -
                 parameter.grad.add_(parameter - anchor, alpha=mu)
 
 
-def evaluate(
-    model: AdaptedModel,
-    task: Task,
-    examples: Encoded,
-    batch_size: int,
-    precision: str = "float32",
-    tally: Tally | None = None,
-) -> dict[str, float]:
-    """Measure `loss` and the task's metrics, as means; count labels if asked."""
-    return task.means(
-        measured_sums(model, task, examples, batch_size, precision, tally), len(examples)
-    )
-
-
 def measured_sums(
-    model: AdaptedModel,
-    task: Task,
-    examples: Encoded,
-    batch_size: int,
-    precision: str = "float32",
-    tally: Tally | None = None,
-    copies: Sequence[nn.Module] = (),
-) -> dict[str, float]:
+    model: AdaptedModel, task: Task, examples: Encoded, batch_size: int, precision: str = "float32",
+    tally: Tally | None = None, copies: Sequence[nn.Module] = (),
+) -> dict[str, float]:  # fmt: skip
     """Measure as sums over the examples; `copies` of the network, on other devices, share the work.
 
     What is summed, and in which order, does not depend on them.
@@ -349,27 +319,22 @@ def measured_sums(
 
 
 def evaluate_all(
-    model: AdaptedModel,
-    task: Task,
-    sets: Mapping[str, Encoded],
-    batch_size: int,
-    precision: str = "float32",
-    tally: Tally | None = None,
-    copies: Sequence[nn.Module] = (),
-) -> dict[str, float]:
+    model: AdaptedModel, task: Task, sets: Mapping[str, Encoded], batch_size: int,
+    precision: str = "float32", tally: Tally | None = None, copies: Sequence[nn.Module] = (),
+) -> dict[str, float]:  # fmt: skip
     """Evaluate on the examples of all sets, and `NAME-SET` on each if there are several."""
     sums = {
-        name: measured_sums(model, task, one, batch_size, precision, tally, copies)
-        for name, one in sets.items()
+        name: measured_sums(model, task, examples, batch_size, precision, tally, copies)
+        for name, examples in sets.items()
     }
     total: dict[str, float] = {}
     for measured in sums.values():
         for metric, value in measured.items():
             total[metric] = total.get(metric, 0.0) + value
-    together = task.means(total, sum(map(len, sets.values())))
+    together = task.measures.means(total, sum(map(len, sets.values())))
     if len(sets) > 1:
         for name, measured in sums.items():
-            means = task.means(measured, len(sets[name]))
+            means = task.measures.means(measured, len(sets[name]))
             together |= {f"{metric}-{name}": mean for metric, mean in means.items()}
     return together
 
@@ -389,10 +354,7 @@ def _batches(
         return {k: t.pin_memory() for k, t in batch.items()} if device.type == "cuda" else batch
 
     if device.type == "cpu":
-        for rows in order:
-            batch = read(rows)
-            assert batch is not None
-            yield batch
+        yield from (lay_out(examples.take(rows)) for rows in order)
         return
     with ThreadPoolExecutor(1) as reader:
         ahead = reader.submit(read, next(order, None))
@@ -401,3 +363,31 @@ def _batches(
             # From memory that is not pinned, MPS may read it while the next batch is written.
             pinned = device.type == "cuda"
             yield {name: tensor.to(device, non_blocking=pinned) for name, tensor in batch.items()}
+
+
+@contextmanager
+def _asking(model: AdaptedModel, precision: str) -> Iterator[None]:
+    """Make a network ready to be asked."""
+    model.network.eval()
+    dtype = PRECISIONS[precision]
+    with (
+        torch.inference_mode(),
+        torch.autocast(model.device.type, dtype, enabled=dtype is not None),
+    ):
+        yield
+
+
+def predictions(
+    model: AdaptedModel, task: Task, inputs: Columns, precision: str
+) -> list[tuple[str | float, ...]]:
+    """Predict what the task says of some encoded inputs."""
+    tensors = task.collate({name: torch.from_numpy(array) for name, array in inputs.items()})
+    tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
+    with _asking(model, precision):
+        return task_with(Predicts, task, "predict").predict(model.network, tensors)
+
+
+def accuracy(model: AdaptedModel, questions: Questions, precision: str) -> float:
+    """Compute the share of multiple-choice questions that are answered right."""
+    with _asking(model, precision):
+        return questions.accuracy(model.network, model.device)

@@ -16,8 +16,13 @@ from torch import Tensor
 from ravan_flwr.config.keys import NOT_OF_RESULT
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifier
+from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.methods.tensors import whole_checksum
+from ravan_flwr.privacy.mechanism import changes_from, clipping
+from ravan_flwr.privacy.noise import gaussian
 from ravan_flwr.secure.fixed_point import Numbers, bound_of, to_steps
+from ravan_flwr.secure.noised import NoiseShares, Steps, within
+from ravan_flwr.secure.noised import to_numbers as numbers_of
 from ravan_flwr.secure.schedule import Bits, Part, Schedule, threshold_of
 
 CUT_OFF = "/cut-off"  # no tensor has this name
@@ -39,7 +44,7 @@ def rows_wanted(
     method: Method, state: Mapping[str, Tensor], share: float, random: torch.Generator
 ) -> Bits:
     """Tell which rows of all parts a client with that share would train."""
-    trained = method.rows_trained(split_classifier(state)[0], share, random) | {
+    trained = sums_changes(method).rows_trained(split_classifier(state)[0], share, random) | {
         CLASSIFIER: torch.ones(1).bool()
     }
     bits = [trained[name].numpy() for name in sorted(state) if state[name].numel()]
@@ -139,13 +144,9 @@ def check_parts(parts: Sequence[Part], schedule: Schedule) -> None:
 
 
 def to_numbers(
-    method: Method,
-    sent: Mapping[str, Tensor],
-    upload: Mapping[str, Tensor],
-    schedule: Schedule,
-    rows: Bits,
-    random: np.random.Generator,
-) -> Numbers:
+    method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor], schedule: Schedule,
+    rows: Bits, random: np.random.Generator,
+) -> Numbers:  # fmt: skip
     """Round a client's changes to whole numbers, row after row as the schedule has them."""
     filled = filled_in(method, sent, upload)
     found, beyond, total = [], 0, 0
@@ -180,4 +181,75 @@ def moved(state: Mapping[str, Tensor], means: Mapping[str, NDArray[np.float64]])
 
 
 def _rows(method: Method, state: Mapping[str, Tensor]) -> dict[str, int]:
-    return method.rows(split_classifier(state)[0]) | {CLASSIFIER: 1}
+    return sums_changes(method).rows(split_classifier(state)[0]) | {CLASSIFIER: 1}
+
+
+WITHIN = "/within"  # whether a change was within the norm; no tensor has this name
+
+
+def noised_parts(
+    method: Method, state: Mapping[str, Tensor], noise: NoiseShares
+) -> tuple[Part, ...]:
+    """List what is summed up: all tensors, and a bit if the norm adapts."""
+    parts = [
+        Part(part.name, part.rows, part.size, noise.norm)
+        for part in parts_of(method, state, 1.0)
+        if part.name != CUT_OFF
+    ]
+    bits = [Part(WITHIN, 1, 1, noise.norm)] if noise.bits else []
+    return (*parts, *bits)
+
+
+def noise_in(config: Config, schedule: Schedule) -> NoiseShares:
+    """Return the noise of a schedule; ValueError if it is not what the settings say."""
+    noise = schedule.noise
+    if noise is None:
+        raise ValueError("privacy = 'client': got a schedule without noise, expected its shares")
+    adapts = config.clip_norm is None
+    if adapts != bool(noise.bits) or config.clip_norm not in (None, noise.norm):
+        raise ValueError(
+            f"got noise for a norm of {noise.norm}, and {noise.bits} on bits, expected clip-norm = "
+            f"{config.clip_norm or 'auto'}"
+        )
+    wanted = config.noise_multiplier
+    if wanted is not None and not noise.whole >= wanted * (1 - 1e-9):
+        raise ValueError(f"got noise of multiplier {noise.whole:.4g}, expected {wanted:g}")
+    return noise
+
+
+def to_noised(
+    method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor] | None,
+    schedule: Schedule, random: np.random.Generator,
+) -> Numbers:  # fmt: skip
+    """Clip a client's changes, round them, and add its share of the noise, row after row."""
+    noise, clients = schedule.noise, len(schedule.partitions)
+    assert noise is not None
+    steps = clipped_steps(method, sent, upload, schedule, random)
+    noises = gaussian([len(steps)], noise.deviation(clients)).numpy()
+    return numbers_of(steps + np.rint(noises).astype(np.int64))
+
+
+def clipped_steps(
+    method: Method, sent: Mapping[str, Tensor], upload: Mapping[str, Tensor] | None,
+    schedule: Schedule, random: np.random.Generator,
+) -> Steps:  # fmt: skip
+    """Make the whole numbers without noise: their norm is at most the clip norm.
+
+    What is not finite counts as zero, and so does no upload at all: a client that failed for it
+    would tell of its examples.
+    """
+    noise = schedule.noise
+    assert noise is not None
+    made = sent if upload is None else filled_in(method, sent, upload)
+    filled = {
+        name: tensor.double().nan_to_num(nan=np.nan, posinf=np.nan, neginf=np.nan)
+        for name, tensor in made.items()
+    }
+    changes = changes_from(sent, filled)
+    factor, is_within = clipping(changes, noise.norm)
+    names = [part.name for part in schedule.parts if part.name != WITHIN]
+    flat = np.concatenate([changes[name].numpy().reshape(-1) for name in names])
+    steps = within(flat * (factor / noise.step), noise.norm / noise.step, random)
+    if not noise.bits:
+        return steps
+    return np.append(steps, noise.bit if is_within else -noise.bit)

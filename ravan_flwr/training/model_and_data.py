@@ -21,40 +21,52 @@ from ravan_flwr.adapters.quantize import quantize
 from ravan_flwr.adapters.stored import keep_casts
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.data.columns import check_column, column_of
-from ravan_flwr.data.device_folder import own_examples
-from ravan_flwr.data.examples import load_splits
-from ravan_flwr.data.labels import settled
+from ravan_flwr.data.examples import load_splits, settled
 from ravan_flwr.data.model_folder import model_folder
+from ravan_flwr.data.other_examples import load_questions, own_examples
 from ravan_flwr.data.partition import BY_COLUMN, Partition, deal_out
-from ravan_flwr.data.questions import load_questions
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Method, Settings
-from ravan_flwr.methods.layer_form import layer_form
 from ravan_flwr.seeding import derive
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.tasks.multiple_choice import Questions, questions_of
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.backbone_dtype import backbone_dtype, keeps_casts
 from ravan_flwr.training.device import further_gpus, give_back_memory, pick_device
-from ravan_flwr.training.local_steps import PRECISIONS, evaluate_all
+from ravan_flwr.training.local_steps import PRECISIONS, accuracy, evaluate_all
 from ravan_flwr.training.network import (
     CONFIGS,
+    backbone_dtype,
     backbone_fingerprint,
     build_network,
+    keeps_casts,
     prepare_network,
 )
-from ravan_flwr.training.prediction import accuracy
 from ravan_flwr.training.private_steps import encode_each
 from ravan_flwr.training.threads import suitable_threads
 
 
 def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
     """Make the configuration's method, over these layers of a network of that size."""
-    told = {field.name: getattr(config, field.name) for field in dataclasses.fields(Settings)}
-    told["layer_form"] = layer_form(config.layer_form, config.precision, config.quantize)
-    return get_method(config.method)(Settings(**told), layers, size)
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(Settings)}
+    settings["layer_form"] = layer_form(config.layer_form, config.precision, config.quantize)
+    return get_method(config.method)(Settings(**settings), layers, size)
+
+
+def layer_form(asked: str, precision: str, quantize: str) -> str:
+    """Choose merged or factored multi-head layers; ValueError if it would lose updates.
+
+    A merged weight of few bits loses every small update (adapters/merged.py). With "auto" each
+    layer takes the form that is less work.
+    """
+    for key, got, whole in (("precision", precision, "float32"), ("quantize", quantize, "none")):
+        if got != whole and asked == "merged":
+            raise ValueError(
+                f"layer-form = 'merged': got {key} = {got!r}, expected {whole!r}, since a weight "
+                "of few bits loses small updates; leave layer-form out"
+            )
+    return asked if (precision, quantize) == ("float32", "none") else "factored"
 
 
 def make_task(config: Config) -> Task:
@@ -186,7 +198,11 @@ class ModelAndData:
         chosen = self.test_sets if sets is None else sets
         precision = self.config.precision
         size = self.task.evaluation_batch
-        further = self._further_gpus(chosen)
+        # Further GPUs have copies of the network, as long as each has a batch to evaluate; one in
+        # few bits stays where it is.
+        batches = max(-(-len(examples) // size) for examples in chosen.values())
+        most = batches - 1 if self.config.quantize == "none" else 0
+        further = further_gpus(self.model.device, self.config.device)[:most]
         copies = [self.model.copied_to(device) for device in further]
         found = evaluate_all(self.model, self.task, chosen, size, precision, tally, copies)
         del copies
@@ -195,16 +211,6 @@ class ModelAndData:
         if sets is None and self.questions is not None:
             found["accuracy"] = accuracy(self.model, self.questions, precision)
         return found
-
-    def _further_gpus(self, sets: Mapping[str, Encoded]) -> list[torch.device]:
-        """List further GPUs for copies of the network, as long as each has a batch to evaluate.
-
-        A network in few bits stays where it is.
-        """
-        if self.config.quantize != "none":
-            return []
-        batches = max(-(-len(one) // self.task.evaluation_batch) for one in sets.values())
-        return further_gpus(self.model.device, self.config.device)[: batches - 1]
 
     @cached_property
     def _shared(self) -> Encoded:

@@ -5,11 +5,14 @@ The parameters that the pretrained weights lack are the classifier, drawn from t
 
 import hashlib
 import math
+import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +27,10 @@ from transformers.models.auto import modeling_auto
 
 from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.adapters.stored import keep_in
+from ravan_flwr.config.checks import trains_backbone
+from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.data.hub_errors import no_bars
+from ravan_flwr.data.hub_errors import NotHereError, no_bars
 from ravan_flwr.data.model_folder import (
     check_weights,
     config_of,
@@ -39,7 +44,39 @@ from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks.base import Task
 from ravan_flwr.tasks.packing import check_packing
 from ravan_flwr.training.bundled import bundled_file, read_backbone, read_backbone_config
-from ravan_flwr.training.digests import file_digest
+
+LARGE = 64 * 2**20  # bytes; hashing less takes no longer than a glance
+SETTLED = 10.0  # seconds
+
+
+def file_digest(path: Path) -> bytes:
+    """Hash a file by SHA-256, or remember its hash."""
+    stat = path.stat()
+    if stat.st_size < LARGE:
+        return _hashed(path)
+    # A digest is kept in the user's cache, not that of a file that has just been changed: it may
+    # change again within the same tick of the clock.
+    identity = f"{path.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n{stat.st_ino}"
+    home = os.environ.get("XDG_CACHE_HOME")
+    cache = Path(home) if home else Path("~/.cache").expanduser()
+    kept = cache / "ravan-flwr" / "digests" / hashlib.sha256(identity.encode()).hexdigest()
+    with suppress(OSError, ValueError):
+        digest = bytes.fromhex(kept.read_text(encoding="ascii"))
+        if len(digest) == hashlib.sha256().digest_size:
+            return digest
+    digest = _hashed(path)
+    if time.time() - stat.st_mtime > SETTLED:
+        with suppress(OSError):  # a cache that cannot be written is none
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            part = kept.with_name(f"{kept.name}.{os.getpid()}")
+            part.write_text(digest.hex(), encoding="ascii")
+            part.replace(kept)
+    return digest
+
+
+def _hashed(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 @dataclass(frozen=True)
@@ -61,10 +98,19 @@ def build_network(
     classifier = [p for name, p in network.named_parameters() if name in wanted]
     keep_in(network, dtype, classifier)
     for name in lacking:  # in float32 by now
-        _draw(name, network.get_parameter(name), generator(seed, "classifier", name))
+        # So that logits of normalised features have variance one; biases are zero.
+        parameter = network.get_parameter(name)
+        if parameter.ndim < 2:
+            drawn = torch.full(parameter.shape, float(name.endswith("weight")))  # normalisation's
+        else:
+            random = generator(seed, "classifier", name)
+            drawn = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+            drawn /= math.sqrt(parameter.shape[1])
+        parameter.data.copy_(drawn)
     pretrained = pretrained_parameters(network, classifier)
     task.adjust(network)
-    return Backbone(network.eval(), classifier, _targets(spec, network), num_parameters(pretrained))
+    size = sum(parameter.numel() for parameter in pretrained.values())
+    return Backbone(network.eval(), classifier, _targets(spec, network), size)
 
 
 def stored_dtype(spec: ModelSpec) -> torch.dtype:
@@ -90,18 +136,13 @@ def build_skeleton(spec: ModelSpec, task: Task, dtype: torch.dtype = torch.float
     task.adjust(network)
     heads = [network.get_parameter(name) for name in _heads(network, task)]
     keep_in(network, dtype, heads)
-    size = num_parameters(pretrained_parameters(network, heads))
+    size = sum(parameter.numel() for parameter in pretrained_parameters(network, heads).values())
     return Backbone(network, heads, _targets(spec, network), size)
-
-
-def _generates(task: Task) -> bool:
-    """Tell whether it answers with the pretrained language-model head, which is no classifier."""
-    return task.data.target_length > 0
 
 
 def _heads(network: PreTrainedModel, task: Task) -> list[str]:
     """List the parameters beside the base model: the classifier, where the task has one."""
-    if _generates(task):
+    if task.data.target_length:  # it answers with the pretrained language-model head
         return []
     base = network.base_model_prefix + "."
     return [name for name, _ in network.named_parameters() if not name.startswith(base)]
@@ -170,7 +211,7 @@ def network_class(settings: Mapping[str, Any], task: Task) -> type[PreTrainedMod
 def _config(settings: Mapping[str, Any], task: Task, model: str) -> Any:
     with reading(model, "config.json"):
         config = AutoConfig.for_model(**settings)
-    if not _generates(task):
+    if not task.data.target_length:
         config.num_labels = len(task.data.labels)
     return config
 
@@ -191,11 +232,7 @@ def _targets(spec: ModelSpec, network: PreTrainedModel) -> tuple[str, ...]:
     return TARGETS[model_type]
 
 
-def _bundled(
-    spec: ModelSpec,
-    task: Task,
-    _: torch.dtype,
-) -> tuple[PreTrainedModel, list[str]]:
+def _bundled(spec: ModelSpec, task: Task, _: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
     """Load a backbone that travels with the app, and name the parameters that it lacks."""
     settings, weights = read_backbone(bundled_file(spec.name))
     network = _architecture(settings, task, spec.name)
@@ -219,7 +256,12 @@ def _from_folder(
     """
     folder = model_folder(spec)
     settings = settings_in(folder, spec.name)
-    _check_shape(spec, settings)
+    for key, expected in spec.shape:
+        if key in settings and settings[key] != expected:
+            raise ValueError(
+                f"model {spec.name}: its config.json says {key} = {settings[key]!r}, but the "
+                f"preset's shape {expected!r}; correct the preset"
+            )
     made = network_class(settings, task)
     config = _config(settings, task, spec.name)
     tensors, numbers = check_weights(folder, spec.name)
@@ -244,22 +286,12 @@ def _from_folder(
             f"{' and more' if len(wrong) > 5 else ''} of {type(network).__name__}, which only "
             "pretraining gives; choose another model"
         )
-    told = settings.get("id2label")
-    labels = told if isinstance(told, dict) else {}
+    known = settings.get("id2label")
+    labels = known if isinstance(known, dict) else {}
     names = tuple(str(labels.get(str(n))) for n in range(config.num_labels))
     if names != task.data.labels:
         lacking |= heads
     return network, [name for name, _ in network.named_parameters() if name in lacking]
-
-
-def _check_shape(spec: ModelSpec, settings: Mapping[str, Any]) -> None:
-    """Refuse a model of another shape than the preset's, for which its plan was made."""
-    for key, expected in spec.shape:
-        if key in settings and settings[key] != expected:
-            raise ValueError(
-                f"model {spec.name}: its config.json says {key} = {settings[key]!r}, but the "
-                f"preset's shape {expected!r}; correct the preset"
-            )
 
 
 # source -> the network with its weights, and what it lacks; its configuration alone.
@@ -272,42 +304,22 @@ CONFIGS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
 }
 
 
-def _draw(name: str, parameter: nn.Parameter, random: torch.Generator) -> None:
-    """Draw weights so that logits of normalised features have variance one; biases are zero."""
-    with torch.no_grad():
-        if parameter.ndim < 2:
-            parameter.fill_(float(name.endswith("weight")))  # that of a normalisation
-            return
-        values = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
-        parameter.copy_(values / math.sqrt(parameter.shape[1]))
-
-
 def prepare_network(network: PreTrainedModel, config: Config) -> None:
     """Let a network train as a run asks; ValueError for what it cannot do."""
+    name, kind = config.model.name, type(network).__name__
     if config.packing:
         check_packing(network)
-    if config.precision == "float16":
-        _check_float16(network, config.model.name)
-    if config.gradient_checkpointing:
-        _checkpoint_gradients(network, config.model.name)
-
-
-def _check_float16(network: PreTrainedModel, name: str) -> None:
-    """Refuse a network of which transformers knows that it overflows: T5, for one."""
-    if kept := getattr(network, "_keep_in_fp32_modules", None):
+    kept = getattr(network, "_keep_in_fp32_modules", None)  # by transformers: T5 overflows, for one
+    if config.precision == "float16" and kept:
         raise ValueError(
-            f"precision = 'float16': the numbers of model {name}, a {type(network).__name__}, "
-            f"become too large for it in {', '.join(sorted(kept))}, expected bfloat16 or float32; "
-            "set precision=bfloat16"
+            f"precision = 'float16': the numbers of model {name}, a {kind}, become too large for "
+            f"it in {', '.join(sorted(kept))}, expected bfloat16 or float32; set precision=bfloat16"
         )
-
-
-def _checkpoint_gradients(network: PreTrainedModel, name: str) -> None:
-    """Keep few activations for the backward pass, and compute the others again."""
+    if not config.gradient_checkpointing:
+        return
     if not network.supports_gradient_checkpointing:
         raise ValueError(
-            f"gradient-checkpointing = true: model {name}, a {type(network).__name__}, cannot; "
-            "leave it out"
+            f"gradient-checkpointing = true: model {name}, a {kind}, cannot; leave it out"
         )
     # The method's name of transformers 5, and that of its first releases.
     newer = getattr(network, "activation_checkpointing_enable", None)
@@ -322,11 +334,6 @@ def pretrained_parameters(
     return {name: p for name, p in network.named_parameters() if id(p) not in skip}
 
 
-def num_parameters(parameters: Mapping[str, nn.Parameter]) -> int:
-    """Count the numbers that parameters hold."""
-    return sum(parameter.numel() for parameter in parameters.values())
-
-
 def backbone_fingerprint(spec: ModelSpec) -> str:
     """Hash the files of everything pretrained."""
     files = (
@@ -336,3 +343,39 @@ def backbone_fingerprint(spec: ModelSpec) -> str:
     for path in files:
         digest.update(file_digest(path))
     return digest.hexdigest()[:16]
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def backbone_dtype(config: Config, device: str) -> torch.dtype:
+    """Find the dtype for a device of that type; `auto`: the checkpoint's own 16 bits, on a GPU.
+
+    Pretrained weights that are trained, be it in a round before the first, are in float32: in 16
+    bits a weight of 0.02 does not move by steps of 1e-5.
+    """
+    if config.backbone_dtype != AUTO:
+        return DTYPES[config.backbone_dtype]
+    if device != "cuda" or trains_backbone(vars(config)):
+        return torch.float32
+    try:
+        own = stored_dtype(config.model)
+    except NotHereError:  # a plan of a model that is not here yet
+        return torch.float32
+    return own if own in DTYPES.values() else torch.float32
+
+
+def keeps_casts(config: Config) -> bool:
+    """Return whether weights in the 16 bits of the precision stay from step to step.
+
+    With gradient checkpointing no more than one block's are there at a time.
+    """
+    whole = config.precision == "float32" or config.gradient_checkpointing
+    return not whole and not trains_backbone(vars(config))
+
+
+def likely_device(name: str) -> str:
+    """Name the type of device that `pick_device` would pick, be it here or not."""
+    if name == AUTO:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name).type

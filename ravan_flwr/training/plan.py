@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -10,17 +11,24 @@ import torch
 from ravan_flwr.config.checks import told_without_effect
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
-from ravan_flwr.methods.base import Method
-from ravan_flwr.methods.budgets import SHARES, affordable
+from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.methods.budgets import BUDGETS, SHARES, affordable
+from ravan_flwr.privacy.account import epsilon_of, epsilon_seen, multiplier_for
+from ravan_flwr.privacy.cohorts import most_rounds, why_not_masked
+from ravan_flwr.privacy.example_gradients import check_trained
+from ravan_flwr.privacy.example_mechanism import StepNoise, step_noise_norm
+from ravan_flwr.privacy.expected import expected_clients, noise_norm
+from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise, reached
+from ravan_flwr.secure.noised import NoiseShares
+from ravan_flwr.secure.schedule import threshold_of
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.backbone_dtype import likely_device
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, step_memory
 from ravan_flwr.training.gpus import unused_gpus
-from ravan_flwr.training.model_and_data import make_task, settle
-from ravan_flwr.training.plan_privacy import privacy_told
-from ravan_flwr.training.threads import suitable_threads
-from ravan_flwr.training.workers import most_workers
+from ravan_flwr.training.model_and_data import get_model_and_data, make_task, settle
+from ravan_flwr.training.network import likely_device
+from ravan_flwr.training.private_steps import sampling_rate
+from ravan_flwr.training.threads import most_workers, suitable_threads
 
 
 def suggested_heads(budget_a_layer: float, side: int) -> int:
@@ -36,10 +44,10 @@ def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> s
     config = settle(read_config(own_preset(settings)))
     if not config.model.shape:  # of which a preset says enough for a plan without the hub
         make_task(config).check_sizes()
-    told = [describe(replace(config, num_clients=number_of_clients(config, num_clients)))]
+    lines = [describe(replace(config, num_clients=number_of_clients(config, num_clients)))]
     if idle := told_without_effect(settings, config.method, config.learning_rate_schedule):
-        told += ["", *idle]
-    return "\n".join(told)
+        lines += ["", *idle]
+    return "\n".join(lines)
 
 
 def describe(config: Config) -> str:
@@ -92,24 +100,14 @@ def _clients(config: Config, built: Skeleton) -> list[str]:
         memory = step_memory(config, share)
         parts = (memory.weights, memory.trained, memory.activations, memory.total)
         model, trained, kept, total = (f"{part / 1e6:.1f}" for part in parts)
+        number = built.method.parts
+        trains = "all" if number is None else f"{affordable(share, number)}/{number}"
         lines.append(
-            f"{share:<9g}{_part(built.method, share):<8}"
+            f"{share:<9g}{trains:<8}"
             f"{built.bytes_up(share):>12,}{built.bytes_down(share):>14,}"
             f"{model:>9}{trained:>9}{kept:>9}{total:>9}"
         )
     return lines
-
-
-def _batch(config: Config) -> str:
-    """Say how many examples a step has, and how many, or of how many tokens, at a time."""
-    part, tokens = config.micro_batch_size, config.micro_batch_tokens
-    told = [f"{config.batch_size}", *([f"{part} at a time"] if part else [])]
-    return ", ".join([*told, *([f"{tokens:,} tokens at a time"] if tokens else [])])
-
-
-def _part(method: Method, share: float) -> str:
-    """Say how much of the method a client trains."""
-    return "all" if method.parts is None else f"{affordable(share, method.parts)}/{method.parts}"
 
 
 def _work(config: Config, built: Skeleton) -> str:
@@ -122,75 +120,27 @@ def _work(config: Config, built: Skeleton) -> str:
     return f"{passes} of a client over its examples (plan --partition counts the steps)"
 
 
-def bytes_of_round(config: Config) -> int:
+def bytes_of_round(config: Config, built: Skeleton | None = None) -> int:
     """Count what a round with an evaluation sends at most, up and down."""
-    return _bytes_of_round(config, Skeleton.build(config))
-
-
-def _bytes_of_round(config: Config, built: Skeleton) -> int:
+    built = built or Skeleton.build(config)
     there, down = config.num_clients or number_of_clients(config), built.bytes_down(1.0)
     evaluating = there if config.evaluate_on == "clients" else 0
     return config.asked_of(there) * (built.bytes_up(1.0) + down) + evaluating * down
 
 
-def _side_by_side(config: Config, built: Skeleton, there: int) -> list[str]:
+def _side_by_side(config: Config, built: Skeleton, there: int) -> str:
     """Say how many clients of a run in process work at a time on this machine."""
     alone = suitable_threads(built.size, config.batch_size)
     on_cpu = likely_device(config.device) == "cpu"
     workers = most_workers(config, there, alone, on_cpu=on_cpu)
     threads = f"{workers.threads} thread{'s' * (workers.threads != 1)}"
-    each = f", {threads} each" if on_cpu else ", on the accelerator"
     if workers.number == 1:
-        return [f"in process      one client after the other{each.removesuffix(' each')}"]
+        where = threads if on_cpu else "on the accelerator"
+        return f"in process      one client after the other, {where}"
+    where = f"{threads} each" if on_cpu else "on the accelerator"
     when = "" if config.processes else ", once that saves two seconds"
     most = workers.number if config.processes else f"up to {workers.number}"
-    return [f"in process      {most} clients at a time{each}{when}"]
-
-
-def _unused_gpus(config: Config) -> list[str]:
-    """Say which GPUs of this machine a run would not use, and why."""
-    if config.device == "cpu" or torch.accelerator.is_available():
-        return []
-    told = unused_gpus(torch.version.cuda)
-    return textwrap.wrap(told, 88, initial_indent="GPU             ") if told else []
-
-
-def _fitting(config: Config, built: Skeleton, before: int) -> list[str]:
-    """Say how many rounds a limit of bytes leaves."""
-    if config.max_bytes is None:
-        return []
-    fit = max(0, int((config.max_bytes - before) // _bytes_of_round(config, built)))
-    told = "all" if fit >= config.num_rounds else f"{fit} of {config.num_rounds}"
-    return [f"max-bytes       {config.max_bytes:,.0f}: enough for {told} rounds"]
-
-
-def _until(config: Config) -> list[str]:
-    """Say what ends the run before its last round."""
-    if not config.until_metric:
-        return []
-    return [f"until-metric    {config.until_metric:g}: the round that reaches it is the last"]
-
-
-def _secure(config: Config, built: Skeleton) -> list[str]:
-    """Say what of the bytes is there because uploads are masked."""
-    if built.around is None:
-        return []
-    up, down, most = built.around.up, built.around.down, config.clients_per_round
-    return [
-        "secure          3 bytes a number up. Keys, shares and signatures of a client take",
-        f"                {up:,} bytes up and {down:,} down of a round of {most}; each is asked 5 "
-        "times",
-    ]
-
-
-def _of_examples(config: Config) -> list[str]:
-    """Say what of the memory is for private steps."""
-    if config.privacy != "example":
-        return []
-    return [
-        "With privacy=example kept has the gradients of each example that is worked on at a time,",
-        "in place of one for all, what adapted layers read, and the sums in float64.",
-    ]
+    return f"in process      {most} clients at a time, {where}{when}"
 
 
 def _run(config: Config, built: Skeleton) -> list[str]:
@@ -211,26 +161,54 @@ def _run(config: Config, built: Skeleton) -> list[str]:
     if config.evaluate_on == "clients":  # which are all sent the state
         evaluations = math.ceil(rounds / config.eval_every)
         all_down += evaluations * there * built.bytes_down(1.0)
-    told = [
-        f"before round 1  {calibrated} clients send {first:,} bytes each; a client gets {fixed:,} "
-        "once",
-    ]
-    return [
-        *(told if first else []),
+    lines = []
+    if first:
+        lines += [
+            f"before round 1  {calibrated} clients send {first:,} bytes each; a client gets "
+            f"{fixed:,} once"
+        ]
+    lines += [
         f"a round         {clients} of {there} clients: at most {up:,} bytes up,",
         f"                {down:,} down",
-        *([f"                {reserve} of them are in reserve"] if reserve else []),
+    ]
+    if reserve:
+        lines += [f"                {reserve} of them are in reserve"]
+    lines += [
         f"                {_work(config, built)}",
         f"the run         {rounds} rounds: at most {all_up:,} bytes up,",
         f"                {all_down:,} down",
-        *_side_by_side(config, built, there),
-        *_unused_gpus(config),
-        *_fitting(config, built, calibrated * first + asked if first else 0),
-        *_until(config),
-        *privacy_told(config, built, there),
-        *_secure(config, built),
+        _side_by_side(config, built, there),
+    ]
+    if config.device != "cpu" and not torch.accelerator.is_available():
+        why = unused_gpus(torch.version.cuda)
+        lines += textwrap.wrap(why, 88, initial_indent="GPU             ") if why else []
+    if config.max_bytes is not None:
+        before = calibrated * first + asked if first else 0
+        fit = max(0, int((config.max_bytes - before) // bytes_of_round(config, built)))
+        enough = "all" if fit >= rounds else f"{fit} of {rounds}"
+        lines += [f"max-bytes       {config.max_bytes:,.0f}: enough for {enough} rounds"]
+    if config.until_metric:
+        reached_by = (
+            f"until-metric    {config.until_metric:g}: the round that reaches it is the last"
+        )
+        lines += [reached_by]
+    if config.privacy != "none":
+        private = _private_clients if config.privacy == "client" else _private_examples
+        lines += private(config, built, there)
+    if built.around is not None:
+        keys, most = built.around, config.clients_per_round
+        lines += [
+            "secure          3 bytes a number up. Keys, shares and signatures of a client take",
+            f"                {keys.up:,} bytes up and {keys.down:,} down of a round of {most}; "
+            "each is asked 5 times",
+        ]
+    batch = [f"{config.batch_size}"]
+    batch += [f"{config.micro_batch_size} at a time"] if config.micro_batch_size else []
+    tokens = config.micro_batch_tokens
+    batch += [f"{tokens:,} tokens at a time"] if tokens else []
+    lines += [
         "",
-        f"Assumed: batches of {_batch(config)}, Adam. model: backbone and bases.",
+        f"Assumed: batches of {', '.join(batch)}, Adam. model: backbone and bases.",
         "trained: values, gradients, moments. kept: what autograd saves in a forward pass,",
         "in float32; with it, in a precision of 16 bits, autocast's copies of frozen weights,",
         "and with gradient checkpointing what one block computes again; of a language model's",
@@ -238,5 +216,116 @@ def _run(config: Config, built: Skeleton) -> list[str]:
         "device's kernel keeps. Gradients in flight and the workspace of the backend come on top;",
         "so do the second copy of the adapted matrices in FedEx-LoRA and FLoRA, and Adam's moments",
         "of them in Fed-SB's first round.",
-        *_of_examples(config),
     ]
+    if config.privacy == "example":
+        lines += [
+            "With privacy=example kept has the gradients of each example that is worked on at a "
+            "time,",
+            "in place of one for all, what adapted layers read, and the sums in float64.",
+        ]
+    return lines
+
+
+def _private_clients(config: Config, built: Skeleton, there: int) -> list[str]:
+    rate, rounds = min(1.0, config.clients_per_round / there), config.num_rounds
+    z = config.noise_multiplier or multiplier_for(config.epsilon or 0, rate, config.delta, rounds)
+    state = dict(built.method.initial_state(built.adapters))
+    if built.classifier_size:
+        state[CLASSIFIER] = torch.empty(built.classifier_size, device="meta")
+    parts = zip(SHARES, BUDGETS[config.budgets], strict=True)
+    clients = {share: part * there for share, part in parts if built.method.can_train(share)}
+    expected = expected_clients(built.method, state, clients, rate)
+    norm = config.clip_norm or FIRST_NORM
+    noise = Noise(z, rate * there, config.clip_norm is None, config.noise_cohort)
+    size = noise_norm(state, expected, noise.of_changes * norm)
+    spent = epsilon_of(z, rate, config.delta, rounds)
+    lines = [
+        f"privacy         epsilon {spent:.3f} after {rounds} rounds, delta {config.delta:g}, "
+        f"noise multiplier {z:.4g},",
+        f"                each of {there} clients in a round with probability {rate:.4g}; above",
+        "                are the bytes of as many as are expected: rounds have more and fewer",
+        f"                noise of norm {size:.4g} on a mean of changes that are clipped to "
+        f"{norm:g}" + ("" if config.clip_norm else " at first"),
+    ]
+    if config.clip_norm is None:
+        held = _rounds_held(config, spent, z, rate, 1)
+        most = reached(norm, held)
+        lines.append(
+            f"                it adapts, to at most {most:.3g} in the last of {held} rounds"
+        )
+    if config.noise_cohort:
+        lines.append(
+            f"                a study: as {config.noise_cohort:,} clients a round would have"
+        )
+    lines += _ends(config, spent, z, rate, 1, "ends it")
+    if not config.secure_aggregation:
+        return lines
+    # What a server may learn that sees masked sums with noise in them.
+    if why := why_not_masked(there, rate, config.secure_minimum, rounds, config.delta):
+        raise ValueError(why)
+    number = min(config.clients_per_round, there)
+    each = NoiseShares(FIRST_NORM, z).left(number, threshold_of(number)) ** -2
+    usual, most_often = _usual_rounds(config, there), most_rounds(there, rate, rounds)
+    of_usual, of_most = (epsilon_seen(times * each, config.delta) for times in (usual, most_often))
+    lines += [
+        f"                for the server, which knows who takes part: epsilon {of_usual:.3f} of a",
+        f"                client in {usual} rounds, as many as are usual; each sends all heads",
+    ]
+    if most_often > usual:
+        lines.append(
+            f"                {of_most:.3f} of the client that is drawn most often, in about "
+            f"{most_often}"
+        )
+    return lines
+
+
+def _private_examples(config: Config, built: Skeleton, there: int) -> list[str]:
+    """Tell it of the client with the fewest examples, whose are drawn most often."""
+    method, adapters = built.largest_round(), built.adapters
+    method.load(adapters, method.broadcast(method.initial_state(adapters), 1.0))  # what is trained
+    trained = [*method.parameters(adapters), *built.classifier]
+    check_trained(built.network, trained)
+    fewest = min(filter(None, get_model_and_data(config).partition_sizes(there)))
+    rate, rounds = sampling_rate(config.batch_size, fewest), config.num_rounds
+    steps = config.local_steps or 0
+    z = config.noise_multiplier or multiplier_for(
+        config.epsilon or 0, rate, config.delta, rounds * steps
+    )
+    noise = StepNoise(z, config.clip_norm or 0)
+    numbers = sum(parameter.numel() for parameter in trained)
+    size = step_noise_norm(numbers, noise, rate * fewest)
+    spent, usual = epsilon_of(z, rate, config.delta, rounds * steps), _usual_rounds(config, there)
+    then = epsilon_of(z, rate, config.delta, usual * steps)
+    return [
+        f"privacy         of each example, at the client with the fewest ({fewest}): epsilon "
+        f"{spent:.3f} if it trains in",
+        f"                all {rounds} rounds, {then:.3f} in {usual}, as many as are usual; delta "
+        f"{config.delta:g}, noise",
+        f"                multiplier {z:.4g}, each example in a step with probability {rate:.4g}",
+        f"                a step's gradient has noise of norm {size:.4g} on a mean of gradients "
+        "that",
+        f"                are clipped to {noise.norm:g}",
+        *_ends(config, spent, z, rate, steps, "leaves such a client nothing"),
+    ]
+
+
+def _usual_rounds(config: Config, there: int) -> int:
+    """Count the rounds in which a client trains, in the mean."""
+    return math.ceil(config.num_rounds * config.asked_of(there) / there - 1e-9)
+
+
+def _ends(config: Config, spent: float, z: float, rate: float, steps: int, what: str) -> list[str]:
+    """Say after how many rounds epsilon is spent, if it is before the last."""
+    held = _rounds_held(config, spent, z, rate, steps)
+    if held == config.num_rounds:
+        return []
+    return [f"                epsilon = {config.epsilon:g} {what} after {held} rounds"]
+
+
+def _rounds_held(config: Config, spent: float, z: float, rate: float, steps: int) -> int:
+    """Count the rounds that epsilon leaves room for, of which all would spend so much."""
+    limit, rounds = config.epsilon, config.num_rounds
+    if limit is None or spent <= limit:
+        return rounds
+    held = range(1, rounds + 1)
+    return bisect(held, limit, key=lambda n: epsilon_of(z, rate, config.delta, n * steps))

@@ -29,6 +29,7 @@ from ravan_flwr.privacy.example_gradients import ExampleGradients, check_apart, 
 from ravan_flwr.privacy.example_mechanism import ClippedExamples, StepNoise
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Encoded, Task
+from ravan_flwr.tasks.extensions import ByExample, task_with
 from ravan_flwr.training.adapted_model import AdaptedModel
 from ravan_flwr.training.batching import poisson_batches
 from ravan_flwr.training.local_steps import LocalResult, LocalSteps, Stepper, dropout_from
@@ -81,15 +82,9 @@ def _usable(
 
 
 def train_privately(
-    model: AdaptedModel,
-    task: Task,
-    examples: Encoded,
-    broadcast: Tensors,
-    share: float,
-    steps: LocalSteps,
-    work: ClientRound,
-    noise: StepNoise,
-) -> LocalResult:
+    model: AdaptedModel, task: Task, examples: Encoded, broadcast: Tensors, share: float,
+    steps: LocalSteps, work: ClientRound, noise: StepNoise,
+) -> LocalResult:  # fmt: skip
     """Do one client's round, as `train_locally` does, with private steps; no loss is measured."""
     check_examples_apart(model, task)
     stepper = PrivateStepper(model, task, examples, steps, work, noise)
@@ -104,6 +99,7 @@ def check_examples_apart(model: AdaptedModel, task: Task) -> None:
     """
     if model.has_examples_apart:
         return
+    apart = task_with(ByExample, task, "privacy=example")
     network, random = model.network, torch.Generator().manual_seed(0)
     config: Any = network.config
     with model.holding(model.initial_state()):
@@ -118,7 +114,7 @@ def check_examples_apart(model: AdaptedModel, task: Task) -> None:
         network.eval()  # dropout would differ
         gradients = ExampleGradients(network, parameters)
         together, alone = (
-            _of_batch(gradients, task, partial(task.loss, network), task.made_up(config, number))
+            _of_batch(gradients, apart, partial(task.loss, network), apart.made_up(config, number))
             for number in (2, 1)
         )
         check_apart(alone, together)
@@ -129,15 +125,10 @@ class PrivateStepper(Stepper):
     """Make private gradients for the optimiser; no plain one is ever computed."""
 
     def __init__(
-        self,
-        model: AdaptedModel,
-        task: Task,
-        examples: Encoded,
-        steps: LocalSteps,
-        work: ClientRound,
-        noise: StepNoise,
-    ) -> None:
-        self.noise = noise
+        self, model: AdaptedModel, task: Task, examples: Encoded, steps: LocalSteps,
+        work: ClientRound, noise: StepNoise,
+    ) -> None:  # fmt: skip
+        self.noise, self.apart = noise, task_with(ByExample, task, "privacy=example")
         self._failed: set[int] = set()  # rows of which the log has said so
         self.rate = sampling_rate(steps.batch_size, len(examples))
         super().__init__(model, task, examples, steps, work)
@@ -184,7 +175,7 @@ class PrivateStepper(Stepper):
         """
         try:
             batch = self.task.collate(self.examples.take(rows))
-            self.clipped.add(_of_batch(self.gradients, self.task, self.loss_of, batch))
+            self.clipped.add(_of_batch(self.gradients, self.apart, self.loss_of, batch))
         except Exception as error:  # noqa: BLE001 (whatever it is, the server must not learn of it)
             problem = f"{type(error).__name__}: {error}"
         else:
@@ -198,7 +189,7 @@ class PrivateStepper(Stepper):
 
 
 def _of_batch(
-    gradients: ExampleGradients, task: Task, loss: Callable[[Batch], Tensor], batch: Batch
+    gradients: ExampleGradients, task: ByExample, loss: Callable[[Batch], Tensor], batch: Batch
 ) -> list[Tensor]:
     """Compute the gradients of each example of a batch."""
     device = next(gradients.network.parameters()).device

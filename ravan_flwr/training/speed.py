@@ -22,13 +22,12 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Shapes
 from ravan_flwr.training.attention import attention_of
-from ravan_flwr.training.backbone_dtype import likely_device
 from ravan_flwr.training.clients import number_of_clients
-from ravan_flwr.training.cost import Skeleton, examples_at_a_time
+from ravan_flwr.training.cost import Skeleton, examples_at_a_time, meta_batch
 from ravan_flwr.training.local_steps import PRECISIONS
 from ravan_flwr.training.model_and_data import make_task
-from ravan_flwr.training.threads import computing_with, suitable_threads
-from ravan_flwr.training.workers import most_workers
+from ravan_flwr.training.network import likely_device
+from ravan_flwr.training.threads import computing_with, most_workers, suitable_threads
 
 _WHILE = 0.1  # seconds that each speed is timed
 _ROWS = 4_096  # of a product, at most
@@ -65,7 +64,7 @@ def pace_of(config: Config) -> Pace:
     method.choose(built.adapters, 1.0, generator(0), lambda: None)
     number = examples_at_a_time(config)
     shapes = task.shapes(network.config, number)
-    batch = {name: torch.empty(s, dtype=d, device="meta") for name, (s, d) in shapes.items()}
+    batch = meta_batch(network, task, number)
     network.train()
     counted, products = _Counted(), FlopCounterMode(display=False)
     with attention_of(config, network, task), products, counted:
@@ -82,9 +81,9 @@ def pace_of(config: Config) -> Pace:
         left = torch.ones(rows, side, dtype=dtype, device=device)
         right = torch.ones(side, side, dtype=dtype, device=device)
         product = _timed(lambda: left @ right) / (2 * rows * side * side)
-        many, one = torch.ones(_NUMBERS, device=device), torch.ones(1, device=device)
+        many, single = (torch.ones(n, device=device) for n in (_NUMBERS, 1))
         on_each = _timed(lambda: many * 2) / _NUMBERS
-        nothing = _timed(lambda: one * 2)
+        nothing = _timed(lambda: single * 2)
     forward = products.get_total_flops() * product
     forward += counted.numbers * on_each + counted.operations * nothing
     # A backward pass takes as long again, and once more where weights have gradients as well.

@@ -15,9 +15,11 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
+from ravan_flwr.config.run_config import Config
 from ravan_flwr.specs import THREAD_NUMBERS
 from ravan_flwr.training.cores import CORES, usable_cores
 
@@ -48,3 +50,23 @@ def computing_with(threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Say how many processes compute, and with how many threads each."""
+
+    number: int
+    threads: int
+
+
+def most_workers(config: Config, num_clients: int, threads: int | None, *, on_cpu: bool) -> Workers:
+    """Count the processes that `processes=N` asks for, and with "auto" those that may pay.
+
+    `threads` are those of a client that has the machine to itself: see `suitable_threads`.
+    """
+    cores, alone = usable_cores(), threads or torch.get_num_threads()
+    wanted = config.processes or (max(1, cores // alone) if on_cpu else 1)
+    number = min(wanted, config.at_work_of(num_clients))
+    # What a user has set is not divided; `threads` is None then.
+    return Workers(number, min(alone, max(1, cores // number)) if threads else alone)

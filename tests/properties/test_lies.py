@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ravan_flwr.methods import METHODS
+from ravan_flwr.methods.extensions import norm_limits
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
 from tests.methods import build, train_client
@@ -62,7 +63,7 @@ class Game:
         return share if self.method.can_train(share) else 1.0
 
     def start(self, upload, share):
-        return self.method.start_of(upload, self.method.broadcast(self.state, share))
+        return norm_limits(self.method).start_of(upload, self.method.broadcast(self.state, share))
 
     def honest(self, seed):
         """A reply that moves as far as Adam moves, and its share."""

@@ -36,7 +36,7 @@ def test_what_stays_and_what_travels_are_all_that_is_trained(name):
     upload = train_client(method, adapters, state, 1.0, 3)
     own = own_part(method, adapters)
     assert not upload.keys() & own.keys()
-    assert {k: tuple(v.shape) for k, v in own.items()} == method.personal.shapes()
+    assert {k: tuple(v.shape) for k, v in own.items()} == method.personal.shapes
     sizes = [tensor.numel() for tensor in (*upload.values(), *own.values())]
     assert sum(sizes) == method.trainable_parameters()
 

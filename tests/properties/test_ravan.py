@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ravan_flwr.adapters import Layer
 from ravan_flwr.methods.budgets import affordable
-from ravan_flwr.methods.head_means import pack_bits, unpack_bits
+from ravan_flwr.methods.means import pack_bits, unpack_bits
 from ravan_flwr.methods.ravan import Ravan
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import Aggregate

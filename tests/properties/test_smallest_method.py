@@ -53,8 +53,8 @@ def smallest(monkeypatch):
     exec(example(), names)
     module = ModuleType(NAME)
     monkeypatch.setattr(module, "METHOD", names["Smallest"], raising=False)
-    monkeypatch.setitem(sys.modules, NAME, module)
-    monkeypatch.setitem(METHODS, NAME, MethodInfo(NAME))
+    monkeypatch.setitem(sys.modules, f"ravan_flwr.methods.{NAME}", module)
+    monkeypatch.setitem(METHODS, NAME, MethodInfo())
 
 
 @pytest.mark.parametrize(("law", "more"), LAWS, ids=lambda value: getattr(value, "__name__", None))

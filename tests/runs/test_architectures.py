@@ -23,7 +23,8 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.privacy.example_gradients import ExampleGradients, check_trained
 from ravan_flwr.results.export import merged_network
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.local_steps import evaluate
+from ravan_flwr.tasks.extensions import ByExample, task_with
+from ravan_flwr.training.local_steps import evaluate_all
 from ravan_flwr.training.model_and_data import ModelAndData, make_task
 from ravan_flwr.training.network import build_network
 from ravan_flwr.training.private_steps import check_examples_apart
@@ -123,7 +124,7 @@ def test_gradients_by_example_are_those_of_one_after_the_other(kind, settings):
 
         def gradients(rows):
             batch = bench.task.collate(examples.take(np.array(rows)))
-            sizes = bench.task.sizes(batch)
+            sizes = task_with(ByExample, bench.task, "privacy=example").sizes(batch)
             return by_example.of(lambda: bench.task.loss(network, batch), sizes)
 
         together = gradients([0, 1, 2])
@@ -314,9 +315,9 @@ def test_an_evaluation_by_length_measures_what_one_in_order_does(kind, settings,
     assert len(set(counts)) > 1
     some = bench.task.lengths(test.select(np.array([3, 1])))
     assert np.array_equal(np.asarray(some), counts[[3, 1]])
-    by_length = evaluate(bench.model, bench.task, test, 8)
+    by_length = evaluate_all(bench.model, bench.task, {"test": test}, 8)
     monkeypatch.setattr(type(bench.task), "lengths", lambda *_: None)
-    in_order = evaluate(bench.model, bench.task, test, 8)
+    in_order = evaluate_all(bench.model, bench.task, {"test": test}, 8)
     assert by_length == pytest.approx(in_order, rel=1e-5, abs=1e-7)
 
 

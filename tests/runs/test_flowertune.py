@@ -14,7 +14,7 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.tasks.forms import Completions
 from ravan_flwr.training.cost import adapter_parameters
-from ravan_flwr.training.schedule import rate_in_round
+from ravan_flwr.training.local_steps import rate_in_round
 from testing.tiny import FLOWERTUNE, save_data, save_speaker
 
 # Of examples/flowertune-llm-*/pyproject.toml and README.md of flwrlabs/flower (77068b84): data set,

@@ -18,6 +18,7 @@ from ravan_flwr.privacy.example_gradients import ExampleGradients
 from ravan_flwr.privacy.example_mechanism import StepNoise
 from ravan_flwr.results.report import write_report
 from ravan_flwr.seeding import ClientRound
+from ravan_flwr.tasks.extensions import ByExample, task_with
 from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.footprint import footprint
 from ravan_flwr.training.local_steps import steps_of, train_locally
@@ -202,7 +203,8 @@ def test_gradients_of_single_texts_are_by_their_own_tokens(block, tmp_path, monk
     """However long the others of the batch are, and in however many blocks logits are computed."""
     monkeypatch.setattr("ravan_flwr.tasks.token_loss.BLOCK", block)
     bench = ModelAndData(read_config(own_preset(preset(tmp_path))))
-    task, examples = bench.task, bench.partition(0, 1).train
+    task = task_with(ByExample, bench.task, "privacy=example")
+    examples = bench.partition(0, 1).train
     with bench.model.holding(bench.model.initial_state()):
         network, parameters = bench.model.network.train(), bench.model.parameters()
         by_example = ExampleGradients(network, parameters)

@@ -26,7 +26,7 @@ from ravan_flwr.secure.server import KeyAnnouncement, SecureServer
 from ravan_flwr.server import noised_round
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.resume import ResumePoint
-from ravan_flwr.training import noised
+from ravan_flwr.training import masked
 from ravan_flwr.training.plan import plan_of
 from tests.methods import build, some_state
 from tests.runs.test_secure import QUICK, failing, misbehave, records_of, state_of
@@ -38,7 +38,7 @@ NOISED = QUICK | {"privacy": "client", "noise-multiplier": Z, "clip-norm": C, "b
 
 @pytest.fixture
 def without_noise(monkeypatch):
-    for module in (mechanism, noised, noised_round):
+    for module in (mechanism, masked, noised_round):
         monkeypatch.setattr(module, "gaussian", lambda shape, _: torch.zeros(*shape).double())
 
 
@@ -153,11 +153,11 @@ def test_two_cohorts_that_differ_in_one_client_differ_by_the_clip_norm_at_most(s
     method, adapters = build()
     shares = NoiseShares(C, 1.0, bits)
     state, upload = change_of(method, adapters, size, 3)
-    parts = noised.noised_parts(method, state, shares)
+    parts = masked.noised_parts(method, state, shares)
     schedule = schedule_of(parts, shares)
     for seed in range(10):
         random = np.random.default_rng(seed)
-        steps = noised.clipped_steps(method, state, upload, schedule, random)
+        steps = masked.clipped_steps(method, state, upload, schedule, random)
         changes = steps[:-1] if bits else steps
         assert np.linalg.norm(changes) * shares.step <= C * (1 + 1e-12)
         assert len(changes) == state["H"].numel()
@@ -173,11 +173,11 @@ def test_what_is_released_does_not_tell_how_many_were_drawn():
     method, adapters = build()
     shares = NoiseShares(C, 1.0, 1.5)
     state, upload = change_of(method, adapters, 1.0, 3)
-    parts = noised.noised_parts(method, state, shares)
+    parts = masked.noised_parts(method, state, shares)
     made = []
     for clients in (3, 7, 250):
         schedule, random = schedule_of(parts, shares, clients), np.random.default_rng(0)
-        made.append(noised.clipped_steps(method, state, upload, schedule, random))
+        made.append(masked.clipped_steps(method, state, upload, schedule, random))
         server = SecureServer(schedule, defaultdict(lambda: KeyAnnouncement(b"", b"")))
         read = server._read(to_numbers(made[-1]), clients, C)
         assert np.allclose(read / shares.step, made[0], rtol=1e-12, atol=0)
@@ -196,10 +196,10 @@ def test_what_is_released_does_not_tell_how_many_were_drawn():
 def test_a_client_takes_part_with_the_noise_of_the_settings_alone(noise, told):
     config = read_config(NOISED)
     with pytest.raises(ValueError, match=told):
-        noised.noise_in(config, schedule_of(PARTS, noise))
-    assert noised.noise_in(config, schedule_of(PARTS, NoiseShares(C, Z)))
+        masked.noise_in(config, schedule_of(PARTS, noise))
+    assert masked.noise_in(config, schedule_of(PARTS, NoiseShares(C, Z)))
     auto = dataclasses.replace(config, clip_norm=None)
-    assert noised.noise_in(auto, schedule_of(PARTS, NoiseShares(2.0, 9.0, 9.0)))
+    assert masked.noise_in(auto, schedule_of(PARTS, NoiseShares(2.0, 9.0, 9.0)))
 
 
 def test_cohorts_that_are_at_times_too_few_are_refused_at_the_start(tmp_path):

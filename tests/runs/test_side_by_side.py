@@ -18,7 +18,7 @@ from ravan_flwr.methods import METHODS as LISTED
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cores import CORES
-from ravan_flwr.training.workers import Workers
+from ravan_flwr.training.threads import Workers
 from testing import ROOT
 
 pytestmark = [

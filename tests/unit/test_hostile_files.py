@@ -26,9 +26,8 @@ from PIL import EpsImagePlugin, Image
 
 from ravan_flwr.config.yaml_file import read_yaml
 from ravan_flwr.dashboard.following import FollowedRun
-from ravan_flwr.data.device_folder import own_examples
 from ravan_flwr.data.examples import load_splits
-from ravan_flwr.data.other_examples import other_examples
+from ravan_flwr.data.other_examples import other_examples, own_examples
 from ravan_flwr.data.rows import UnreadableError, rows_of
 from ravan_flwr.data.values import image_of
 from ravan_flwr.files import LARGE, check_unpacked, read_file

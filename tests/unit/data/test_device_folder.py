@@ -9,8 +9,8 @@ from flwr.app import Context, RecordDict
 
 from ravan_flwr.client.client_request import ClientRequest
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.data.device_folder import own_examples
 from ravan_flwr.data.examples import label_numbers
+from ravan_flwr.data.other_examples import own_examples
 from testing.tiny import newsgroups, pictures, save_model
 
 LABELS = ("red", "green", "blue")

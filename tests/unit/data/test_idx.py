@@ -20,6 +20,7 @@ from ravan_flwr.data.other_examples import other_examples
 from ravan_flwr.preset_wizard.columns import NamedColumns
 from ravan_flwr.preset_wizard.data_summary import look_at_data
 from ravan_flwr.specs import Scalar
+from ravan_flwr.tasks.extensions import Predicts, task_with
 from ravan_flwr.tasks.vision import Vision
 from ravan_flwr.training.model_and_data import ModelAndData
 from testing.tiny import save_model
@@ -119,7 +120,9 @@ def test_a_models_processor_makes_of_them_what_it_makes_of_pictures(folder, tmp_
     found = bench.test_sets["test"].take(np.arange(10))
     images, labels = digits(10, 40)
     pictures = [Image.fromarray(image) for image in images]
-    expected = bench.task.inputs({"image": pictures})["pixel_values"]
+    expected = task_with(Predicts, bench.task, "predict").inputs({"image": pictures})[
+        "pixel_values"
+    ]
     assert np.array_equal(found["pixel_values"].numpy(), expected)
     assert np.array_equal(found["labels"].numpy(), labels)
 

@@ -8,8 +8,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits, load_wine
 
-from ravan_flwr.data.examples import label_numbers, load_splits
-from ravan_flwr.data.labels import settled
+from ravan_flwr.data.examples import label_numbers, load_splits, settled
 from ravan_flwr.specs import DataSpec
 
 TEXTS = (("text", "text"), ("label", "label"))

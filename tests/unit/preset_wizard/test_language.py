@@ -8,9 +8,8 @@ import pytest
 from ravan_flwr.cli import main
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.preset_wizard.columns import NamedColumns, find_columns
+from ravan_flwr.preset_wizard.columns import ALPACA, NamedColumns, find_columns
 from ravan_flwr.preset_wizard.create import new_preset
-from ravan_flwr.preset_wizard.language import ALPACA
 from ravan_flwr.training.model_and_data import get_model_and_data
 from testing.tiny import save_speaker, texts
 

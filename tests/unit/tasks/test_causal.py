@@ -187,7 +187,7 @@ def test_perplexity_is_by_token_whatever_the_batches(folder):
     for size in (1, 4, 256):
         with torch.no_grad():
             sums = measured_sums(model, mine, encoded, size)  # type: ignore[arg-type]
-        found = mine.means(sums, len(encoded))
+        found = mine.measures.means(sums, len(encoded))
         assert found["loss"] == pytest.approx(total, rel=1e-6)
         assert found["perplexity"] == pytest.approx(math.exp(total), rel=1e-5)
     assert found["loss"] != pytest.approx(

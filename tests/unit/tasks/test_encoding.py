@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 from datasets import Value
 
-from ravan_flwr.tasks.base import encode_in_batches
+from ravan_flwr.tasks.base import encoded_as_it_is, mapped
 
 
 def test_whoever_comes_second_finds_what_the_first_has_made(tmp_path):
@@ -23,7 +23,8 @@ def test_whoever_comes_second_finds_what_the_first_has_made(tmp_path):
 
     def encoded(_):
         examples = datasets.load_from_disk(str(tmp_path / "data"))
-        return encode_in_batches(examples, function, {"y": Value("int64")}, {}).whole["y"].tolist()
+        made = mapped(examples, function, {"y": Value("int64")}, {})
+        return encoded_as_it_is(made).whole["y"].tolist()
 
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(encoded, range(2))
@@ -36,5 +37,5 @@ def test_whoever_comes_second_finds_what_the_first_has_made(tmp_path):
     assert encoded(0) == one
     assert not [*Path(tmp_path).rglob("*.lock")]
     alone = datasets.Dataset.from_dict({"x": [1, 2]})
-    made = encode_in_batches(alone, function, {"y": Value("int64")}, {})
+    made = encoded_as_it_is(mapped(alone, function, {"y": Value("int64")}, {}))
     assert made.whole["y"].tolist() == [2, 4]

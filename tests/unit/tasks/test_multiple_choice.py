@@ -10,7 +10,7 @@ import torch
 import transformers
 from datasets import ClassLabel, Features, List, Value
 
-from ravan_flwr.data.questions import load_questions
+from ravan_flwr.data.other_examples import load_questions
 from ravan_flwr.specs import DataSpec, QuestionSpec
 from ravan_flwr.tasks import multiple_choice
 from ravan_flwr.tasks.multiple_choice import questions_of

@@ -20,7 +20,7 @@ from ravan_flwr.training.local_steps import (
     LocalSteps,
     _pull_back,
     calibrate_locally,
-    evaluate,
+    evaluate_all,
     train_locally,
 )
 from ravan_flwr.training.model_and_data import ModelAndData
@@ -191,7 +191,9 @@ def test_training_lowers_the_loss(shared):
 
 def test_evaluation_is_the_mean_whatever_the_batches(shared):
     (encoded,) = shared.test_sets.values()
-    one, two = (evaluate(shared.model, shared.task, encoded, size) for size in (7, 360))
+    one, two = (
+        evaluate_all(shared.model, shared.task, {"all": encoded}, size) for size in (7, 360)
+    )
     assert one == pytest.approx(two, rel=1e-5)
     examples = encoded.take(np.arange(len(encoded)))
     logits = shared.model.network(pixel_values=examples["pixel_values"]).logits

@@ -6,15 +6,15 @@ import time
 
 import pytest
 
-from ravan_flwr.training import digests
-from ravan_flwr.training.digests import file_digest
+from ravan_flwr.training import network
+from ravan_flwr.training.network import file_digest
 
 LONG_AGO = time.time() - 3600
 
 
 @pytest.fixture
 def large(tmp_path, monkeypatch):
-    monkeypatch.setattr(digests, "LARGE", 1000)
+    monkeypatch.setattr(network, "LARGE", 1000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "weights"
     file.write_bytes(bytes(range(256)) * 8)
@@ -29,7 +29,7 @@ def unreadable(*_):
 def test_it_is_sha256_and_the_file_is_read_once(large, monkeypatch):
     expected = hashlib.sha256(large.read_bytes()).digest()
     assert file_digest(large) == expected
-    monkeypatch.setattr(digests, "_hashed", unreadable)
+    monkeypatch.setattr(network, "_hashed", unreadable)
     assert file_digest(large) == expected
 
 
@@ -49,7 +49,7 @@ def test_a_changed_file_is_read_again(changed, large, tmp_path):
 def test_a_file_that_has_just_been_written_is_not_remembered(large, monkeypatch):
     os.utime(large)
     file_digest(large)
-    monkeypatch.setattr(digests, "_hashed", unreadable)
+    monkeypatch.setattr(network, "_hashed", unreadable)
     with pytest.raises(AssertionError, match="was read"):
         file_digest(large)
 

@@ -11,9 +11,14 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.training.batching import in_parts
-from ravan_flwr.training.local_steps import Stepper, _batches, steps_of, train_locally
+from ravan_flwr.training.local_steps import (
+    Stepper,
+    _batches,
+    rate_in_round,
+    steps_of,
+    train_locally,
+)
 from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.schedule import rate_in_round
 
 WORK = ClientRound(0, 1, 0)
 QUICK = {"lora-rank": 2, "local-steps": 3, "batch-size": 12, "learning-rate": 1e-2}

@@ -9,7 +9,7 @@ from ravan_flwr.specs import THREAD_NUMBERS
 from ravan_flwr.training import cores
 from ravan_flwr.training.cores import CORES
 from ravan_flwr.training.plan import describe
-from ravan_flwr.training.workers import Workers, most_workers
+from ravan_flwr.training.threads import Workers, most_workers
 
 
 @pytest.fixture(autouse=True)

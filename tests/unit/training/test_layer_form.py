@@ -4,8 +4,7 @@ import pytest
 
 from ravan_flwr.adapters import Layer
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.methods.layer_form import layer_form
-from ravan_flwr.training.model_and_data import make_method
+from ravan_flwr.training.model_and_data import layer_form, make_method
 
 
 @pytest.mark.parametrize("asked", ["auto", "factored", "merged"])

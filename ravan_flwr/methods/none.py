@@ -12,27 +12,28 @@ from torch import Tensor
 
 from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.methods.base import Settings, Tensors
+from ravan_flwr.methods.extensions import SumsChanges
 from ravan_flwr.methods.lora import LoraMethod
 
 
-class NoAdapter(LoraMethod):
+class NoAdapter(SumsChanges, LoraMethod):
     """Keep an empty state; the network has a LoRA of rank 1 in it, which is zero and stays so."""
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(dataclasses.replace(settings, rank=1), layers, size)
 
-    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         return {}
 
-    def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:  # noqa: ARG002
+    def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:
         return {}
 
-    def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:  # noqa: ARG002
+    def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
         super().load(adapters, super().initial_state(adapters))
         for adapter in adapters:
             adapter.requires_grad_(False)
 
-    def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:  # noqa: ARG002
+    def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
         return {}
 
 

@@ -1,0 +1,183 @@
+"""Make bases from the clients' data, in a calibration round; B and A then travel, once to each.
+
+`data-aware` (RAVAN): every client sketches the gradients of some batches, without an update
+(adapters/sketch.py). From the mean of the sketches the server has the leading singular vectors of
+the summed gradients: half of the heads span them, the others their orthonormal complement.
+
+`first-round` (RAVAN, and Fed-SB with one head): in round 0 of the record a sample of the clients
+fine-tunes the adapted matrices themselves and sends how these changed. The mean change of each is
+decomposed, U S V^T, and head i of rank r gets the i-th block of r singular directions and values:
+
+    B_i = c U_i,    A_i = c V_i^T,    H_i(0) = S_i / c^2
+
+with c = `init-scale`. So all heads together begin with the best approximation of the mean change
+of their whole rank. Where a matrix has no further directions, or has not changed, heads begin as
+orthonormal blocks in general position to these, with H = 0. If no matrix has changed, the round is
+refused: there is nothing to make bases of. The matrices are the pretrained ones again.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ravan_flwr.adapters import Layer, MultiHeadLinear
+from ravan_flwr.adapters.lowrank import svd
+from ravan_flwr.adapters.sketch import GradientSketch, Sketcher, fill_heads, watch_gradients
+from ravan_flwr.methods.base import Settings, Sums, Tensors
+from ravan_flwr.methods.extensions import Calibration, LocalWork
+from ravan_flwr.methods.means import Means
+from ravan_flwr.methods.tensors import check_names, check_tensor, flatten
+from ravan_flwr.seeding import generator
+
+
+class CalibratedBases(Calibration[MultiHeadLinear]):
+    """Make bases of the mean of one flat tensor, which has one layer after the other."""
+
+    name: ClassVar[str]  # of the tensor
+
+    def __init__(
+        self, settings: Settings, layers: Sequence[Layer], heads: int, rank: int, sizes: list[int]
+    ) -> None:
+        self.settings, self.layers, self.heads, self.rank = settings, layers, heads, rank
+        self.sizes = sizes
+        sides = sum(layer.out_features + layer.in_features for layer in layers)
+        self.bytes_up, self.bytes_down = 4 * sum(sizes), 4 * heads * rank * sides
+
+    def open(self, sums: Callable[[Tensors], Sums] = Means) -> "BasesOfMean":
+        return BasesOfMean(self, sums({self.name: torch.zeros(sum(self.sizes))}))
+
+    def load(self, adapters: Sequence[MultiHeadLinear], fixed: Mapping[str, Tensor]) -> None:
+        """Give every layer its bases out of the flat tensors {"B", "A"}, layer after layer."""
+        check_names(fixed, ["B", "A"])
+        parts = []
+        for name, bases in (("B", [a.B for a in adapters]), ("A", [a.A for a in adapters])):
+            sizes = [basis.numel() for basis in bases]
+            flat = check_tensor(fixed, name, [sum(sizes)], torch.float32).split(sizes)
+            parts.append([part.view(basis.shape) for part, basis in zip(flat, bases, strict=True)])
+        for adapter, B, A in zip(adapters, *parts, strict=True):
+            adapter.set_bases(B, A)
+
+    @abstractmethod
+    def make(self, means: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
+        """Make the bases, and what they change in the initial state, of the mean by layer."""
+
+
+class BasesOfMean:
+    """Sum up what clients send, and make bases of the mean, or with `robust` of the middle."""
+
+    def __init__(self, calibration: CalibratedBases, sums: Sums) -> None:
+        self.calibration, self.sums = calibration, sums
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        name, sizes = self.calibration.name, self.calibration.sizes
+        check_names(upload, [name])
+        check_tensor(upload, name, [sum(sizes)], torch.float32)
+        self.sums.add(upload, weight)
+
+    def close(self) -> tuple[Tensors, Tensors]:
+        mean = self.sums.close()[self.calibration.name]
+        return self.calibration.make(mean.split(self.calibration.sizes))
+
+
+class DataAwareBases(CalibratedBases):
+    """Sketch the gradients of every client."""
+
+    name = "sketch"
+
+    def __init__(self, settings: Settings, layers: Sequence[Layer], heads: int, rank: int) -> None:
+        self.sketchers = []
+        for layer in layers:
+            # Half of the heads, at least one, get leading directions, as many as the layer holds.
+            fit = min(layer.out_features, layer.in_features) // rank
+            leading = min(max(1, heads // 2), fit) * rank
+            self.sketchers.append(Sketcher(layer, leading, settings.seed))
+        sizes = [sketcher.size for sketcher in self.sketchers]
+        super().__init__(settings, layers, heads, rank, sizes)
+
+    def run(self, adapters: Sequence[MultiHeadLinear], work: LocalWork) -> Tensors:
+        sketches = [
+            GradientSketch(sketcher, adapter.H.device)
+            for sketcher, adapter in zip(self.sketchers, adapters, strict=True)
+        ]
+        with ExitStack() as stack:
+            for adapter, sketch in zip(adapters, sketches, strict=True):
+                stack.enter_context(watch_gradients(adapter, sketch.see))
+            for _ in range(self.settings.calibration_steps):
+                work.measure([tensor for sketch in sketches for tensor in (sketch.Y, sketch.Z)])
+        flat = torch.cat([sketch.flat() for sketch in sketches])
+        return {"sketch": flat / self.settings.calibration_steps}
+
+    def make(self, means: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
+        Bs, As = [], []
+        for sketcher, flat in zip(self.sketchers, means, strict=True):
+            random = generator(self.settings.seed, "complement", sketcher.layer.name)
+            U, V = sketcher.subspaces(flat)
+            Bs.append(fill_heads(U, self.heads, self.rank, random).flatten())
+            As.append(fill_heads(V, self.heads, self.rank, random).mT.flatten())
+        B, A = (self.settings.init_scale * torch.cat(parts) for parts in (Bs, As))
+        return {"B": B.float(), "A": A.float()}, {}
+
+
+class FirstRound(CalibratedBases):
+    """Fine-tune the adapted matrices themselves, on a sample of the clients.
+
+    `shape` is that of H in the method's state.
+    """
+
+    name = "change"
+    everyone = False
+    by_steps = True
+
+    def __init__(
+        self, settings: Settings, layers: Sequence[Layer], heads: int, rank: int,
+        shape: Sequence[int], scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        sizes = [layer.out_features * layer.in_features for layer in layers]
+        super().__init__(settings, layers, heads, rank, sizes)
+        self.shape, self.scale = tuple(shape), scale
+
+    def run(self, adapters: Sequence[MultiHeadLinear], work: LocalWork) -> Tensors:
+        weights = [adapter.base.weight for adapter in adapters]
+        before = [weight.detach().clone() for weight in weights]
+        try:
+            for adapter, weight in zip(adapters, weights, strict=True):
+                adapter.H.requires_grad_(False)
+                adapter.s.requires_grad_(False)
+                weight.requires_grad_(True)
+            work.train(weights)
+            changes = [
+                weight.detach().float() - old.float()
+                for weight, old in zip(weights, before, strict=True)
+            ]
+        finally:
+            with torch.no_grad():
+                for weight, old in zip(weights, before, strict=True):
+                    weight.requires_grad_(False).copy_(old)
+        return {"change": flatten(changes)}
+
+    def make(self, means: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
+        if not any(change.any() for change in means):
+            raise ValueError(
+                "first round: got a mean change of zero in every adapted matrix, expected clients "
+                "that move the pretrained weights; raise calibration-learning-rate or local-steps"
+            )
+        made = [self._decompose(*pair) for pair in zip(self.layers, means, strict=True)]
+        Bs, Hs, As = zip(*made, strict=True)
+        H = torch.stack(Hs).float().view(self.shape)
+        return {"B": flatten(Bs), "A": flatten(As)}, {"H": H}
+
+    def _decompose(self, layer: Layer, change: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Make a layer's B (heads, out, r), H(0) (heads, r, r) and A (heads, r, in)."""
+        heads, rank = self.heads, self.rank
+        U, S, Vh = svd(change.view(layer.out_features, layer.in_features).double())
+        leading = min(heads, len(S) // rank) * rank if S.any() else 0
+        random = generator(self.settings.seed, "complement", layer.name)
+        B = fill_heads(U[:, :leading], heads, rank, random)
+        A = fill_heads(Vh[:leading].T, heads, rank, random).mT
+        H = torch.zeros(heads, rank, rank, dtype=S.dtype)
+        H[: leading // rank] = S[:leading].view(-1, rank).diag_embed()
+        return self.scale * B, H / self.scale**2, self.scale * A

@@ -1,0 +1,96 @@
+"""Define what a task may do beside what every task does (base.py), and what asks for it.
+
+Predicts     the command `predict`, and `evaluate-samples`
+Packs        `packing=true`: short texts side by side; its row says packs=True
+ByExample    `privacy=example`, and a plan of it
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar, cast
+
+import datasets
+import torch
+from torch import Tensor
+
+from ravan_flwr.data.values import text_of
+from ravan_flwr.tasks.base import Batch, Columns, Task
+
+Wanted = TypeVar("Wanted", bound=Task)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Hold a test example whose answer a person reads."""
+
+    asked: str
+    right: str
+    values: Mapping[str, Any]  # by role, what the model is given
+
+
+class Predicts(Task):
+    """Predict for examples without labels."""
+
+    # What is predicted of an example, by name: texts, but for a `probability`.
+    prediction_columns: ClassVar[tuple[str, ...]]
+    right: ClassVar[str] = "label"  # the role of the column that has the right answers
+
+    def checked(self, role: str, value: Any) -> Any:
+        """Check one value of an example, no image; else raise UnreadableError."""
+        return text_of(role, value)
+
+    @abstractmethod
+    def inputs(self, columns: Mapping[str, Any]) -> Columns:
+        """Encode a batch of examples without their labels; columns are named by role."""
+
+    @abstractmethod
+    def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
+        """Predict the `prediction_columns` of each of some encoded inputs."""
+
+    def samples(self, examples: datasets.Dataset, most: int) -> list[Sample]:
+        """Take the first few examples that a person can compare answers with, if there is text."""
+        return []
+
+
+class Packs(Task):
+    """Lay short texts side by side in a batch."""
+
+    @abstractmethod
+    def packed(self, batch: Batch) -> Batch:
+        """Do what `collate` does, with texts side by side where two fit into a row."""
+
+
+class ByExample(Task):
+    """Have a loss of each example, and examples that nobody has to try it with."""
+
+    def sizes(self, batch: Batch) -> Tensor:
+        """Count how many of the things over which `loss` is the mean belong to each example."""
+        return torch.ones(len(next(iter(batch.values()))))
+
+    def made_up(self, config: Any, number: int) -> Batch:
+        """Make a batch of random examples, the same on every machine."""
+        each = []
+        for seed in range(number):
+            random, example = torch.Generator().manual_seed(seed), {}
+            for name, (shape, dtype) in self.shapes(config, 1).items():
+                if dtype.is_floating_point:
+                    example[name] = torch.randn(shape, generator=random, dtype=dtype)
+                elif dtype is torch.bool:  # networks make such a mask of one by token
+                    example[name] = torch.ones(1, shape[-1], dtype=torch.int64)
+                else:
+                    most = getattr(config, "vocab_size", 2) if name == "input_ids" else 2
+                    example[name] = torch.randint(most, shape, generator=random, dtype=dtype)
+            each.append(example)
+        return {name: torch.cat([example[name] for example in each]) for name in each[0]}
+
+
+def task_with(kind: Callable[..., Wanted], task: Task, asked: str) -> Wanted:
+    """Return the task as one of that kind; ValueError if it is none, with what was asked for."""
+    wanted = cast(type[Wanted], kind)
+    if not isinstance(task, wanted):
+        raise ValueError(
+            f"{asked}: got task {type(task).__name__}, which is no {wanted.__name__}, expected one "
+            "that is (tasks/extensions.py); choose another task, or leave it out"
+        )
+    return task

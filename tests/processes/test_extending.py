@@ -1,0 +1,96 @@
+"""The code of `docs/extending.md` works as it stands: a file and a row for each."""
+
+import json
+import os
+import re
+import shutil
+
+import datasets
+import numpy as np
+import pyarrow.csv
+import pytest
+import yaml
+from transformers import ASTConfig, ASTForAudioClassification
+
+from tests import ROOT
+
+
+@pytest.fixture
+def run(python, tmp_path):
+    for name in ("ravan_flwr", "conf", "tests", "pyproject.toml"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+
+    def started(*words):
+        # A property that is tried a few times is enough to see that it is tried.
+        ended = python.run(["-m", *words], folder=tmp_path, environment=os.environ | {"CI": ""})
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended
+
+    return started
+
+
+def add(folder, room, name, title, table):
+    """Write what the page has under that title: the file, and the row into the table."""
+    text = (ROOT / "docs" / "extending.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    file, row = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(file.splitlines()) < 60
+    (folder / "ravan_flwr" / room / f"{name}.py").write_text(file)
+    listing = folder / "ravan_flwr" / room / "__init__.py"
+    listing.write_text(listing.read_text().replace(f"{table} = {{\n", f"{table} = {{\n{row}"))
+
+
+def test_the_method_is_a_file_and_a_row(run, tmp_path):
+    add(tmp_path, "methods", "lora_xs", "A method", "METHODS")
+    properties = run("pytest", "tests/properties/test_methods.py", "-k", "lora-xs")
+    assert int(re.findall(r"(\d+) passed", properties.stdout)[0]) > 20
+
+    settings = ["method=lora-xs", "learning-rate=1e-2", "classifier=frozen", "num-clients=3"]
+    plan = run("ravan_flwr", "plan", *settings).stdout
+    assert "trained         5,832 parameters" in plan
+    short = ["num-rounds=2", "local-steps=10", "output-dir=out"]
+    run("ravan_flwr", "simulate", *settings, *short)
+    (directory,) = (tmp_path / "out").iterdir()
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["method"], summary["adapter-parameters"]) == ("lora-xs", 8 * 27**2)
+    first, last = map(json.loads, (directory / "rounds.jsonl").read_text().splitlines())
+    assert last["train-loss"] < first["train-loss"]
+
+
+def test_the_task_is_a_file_and_a_row(run, tmp_path):
+    add(tmp_path, "tasks", "audio", "A task", "TASKS")
+    random = np.random.default_rng(0)
+    labels = np.arange(120) % 2  # low and high sounds
+    spectrograms = random.normal(size=(120, 16, 8)).astype("float32")
+    spectrograms[labels == 1, :, 4:] += 2
+    columns = {"spectrogram": spectrograms.tolist(), "label": [["low", "high"][n] for n in labels]}
+    (tmp_path / "data").mkdir()
+    examples = datasets.Dataset.from_dict(columns)
+    examples.select(range(80)).to_parquet(tmp_path / "data" / "train.parquet")
+    examples.select(range(80, 120)).to_parquet(tmp_path / "data" / "test.parquet")
+    config = ASTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        patch_size=4, frequency_stride=4, time_stride=4, max_length=16, num_mel_bins=8,
+    )  # fmt: skip
+    ASTForAudioClassification(config).save_pretrained(tmp_path / "model")
+    content = {
+        "task": "audio",
+        "model": {"name": str(tmp_path / "model"), "targets": "q_proj,v_proj"},
+        "data": {
+            "name": str(tmp_path / "data"),
+            "columns": {"spectrogram": "spectrogram", "label": "label"},
+        },
+    }
+    (tmp_path / "sounds.yaml").write_text(yaml.safe_dump(content))
+    settings = ["preset=sounds.yaml", "num-clients=3", "learning-rate=1e-3", "method=full"]
+    assert "a round         3 of 3 clients" in run("ravan_flwr", "plan", *settings).stdout
+    short = ["num-rounds=4", "local-steps=20", "output-dir=out"]
+    run("ravan_flwr", "simulate", *settings, *short)
+    (directory,) = (tmp_path / "out").iterdir()
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["metrics"]["final"]["accuracy"] > 0.9
+    predicted = ["--data", "data/test.parquet", "--output", "predicted.csv"]
+    run("ravan_flwr", "predict", str(directory), *predicted)
+    table = pyarrow.csv.read_csv(tmp_path / "predicted.csv").to_pydict()
+    right = sum(a == b for a, b in zip(table["label"], columns["label"][80:], strict=True))
+    assert right / 40 == pytest.approx(summary["metrics"]["final"]["accuracy"])

@@ -1,0 +1,67 @@
+"""A method that lacks what an option asks for is refused, with the reason."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.methods import METHODS, MethodInfo, get_method
+from ravan_flwr.methods.base import Method
+from ravan_flwr.methods.extensions import NormLimits, SumsChanges, norm_limits, sums_changes
+from ravan_flwr.methods.hetlora import HetLora
+from tests.methods import build
+
+OF_OPTIONS = {
+    "coverage", "rows", "rows_trained", "train_rows", "heads_of", "mean_over_cohort", "start_of",
+    "norms_alone", "norms_made",
+}  # fmt: skip
+
+
+def test_a_method_itself_has_nothing_that_options_alone_ask_for():
+    assert not OF_OPTIONS & set(dir(Method))
+    assert set(dir(SumsChanges)) | set(dir(NormLimits)) >= OF_OPTIONS
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_row_promises_what_its_class_has(name):
+    assert METHODS[name].sums_changes == issubclass(get_method(name), SumsChanges)
+
+
+def test_a_row_that_promises_sums_of_changes_needs_their_functions(monkeypatch):
+    module = ModuleType("promised")
+    module.METHOD = HetLora  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ravan_flwr.methods.promised", module)
+    monkeypatch.setitem(METHODS, "promised", MethodInfo(sums_changes=True))
+    with pytest.raises(TypeError, match="'promised': its row says sums_changes=True, but HetLora"):
+        get_method("promised")
+    monkeypatch.setitem(METHODS, "promised", MethodInfo())
+    assert get_method("promised") is HetLora
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"privacy": "client", "noise-multiplier": 1.0},
+        {"secure-aggregation": True},
+    ],
+)
+def test_a_method_without_them_is_refused_under_the_options_that_ask_for_them(option):
+    with pytest.raises(ValueError, match="'hetlora'.*expected one of ravan, full, fedit"):
+        read_config({"method": "hetlora", "clients-per-round": 8, **option})
+    method, _ = build("hetlora")
+    with pytest.raises(ValueError, match="HetLora does not sum clients' changes"):
+        sums_changes(method)
+
+
+def test_changes_count_from_what_was_sent_where_a_method_says_nothing_else():
+    method, adapters = build("fedit")
+    sent = method.initial_state(adapters)
+    upload = {"B": sent["B"] + 1}
+    limits = norm_limits(method)
+    assert not isinstance(method, NormLimits)
+    assert torch.equal(limits.start_of(upload, sent)["B"], sent["B"])
+    assert limits.norms_alone(upload, sent) == limits.norms_made(sent, {}) == {}
+    flexlora, _ = build("flexlora")
+    assert norm_limits(flexlora) is flexlora
