@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from logging import getLogger
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
@@ -15,8 +16,7 @@ from flwr.supercore.run import RunNotRunningException
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.privacy.example_gradients import check_trained
-from ravan_flwr.results.card import measured, write_card
+from ravan_flwr.results.card import write_card
 from ravan_flwr.results.classes import write_classes
 from ravan_flwr.results.export import natural_form, write_result
 from ravan_flwr.results.samples import Samples
@@ -29,10 +29,9 @@ from ravan_flwr.runs.record import RoundRecord, Summary
 from ravan_flwr.runs.status import drop_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.delivery import DeliverAtEnd, Delivery
-from ravan_flwr.server.example_budget import ExampleBudget
 from ravan_flwr.server.message_builder import MessageBuilder
 from ravan_flwr.server.privacy_budget import PrivacyBudget
+from ravan_flwr.server.release import release_of
 from ravan_flwr.server.replies import Measures
 from ravan_flwr.server.reply_decoder import guard
 from ravan_flwr.server.reply_fetcher import in_process, processes_of, simulating
@@ -44,11 +43,10 @@ from ravan_flwr.server.resume import (
     report_if_finished,
     resumed,
 )
-from ravan_flwr.server.run_recorder import RunRecorder
+from ravan_flwr.server.run_recorder import RunRecorder, carry_over, summary_of
 from ravan_flwr.server.status import Status, StatusFile
 from ravan_flwr.server.stop_conditions import StopCondition, stop_conditions_of
 from ravan_flwr.server.strategy import FederatedTuning
-from ravan_flwr.server.summary import carry_over, summary_of
 from ravan_flwr.server.superlink import ask_again
 from ravan_flwr.server.user_messages import (
     check_simulation,
@@ -74,6 +72,7 @@ class InProcess(Protocol):
         """Give clients the parts that they had when a run that goes on was stopped."""
 
 
+DELIVERY = "ravan_flwr.extras.delivery:DeliverAtEnd"  # imported by runs that deliver
 RESULT = "ravan-flwr"  # the record in the context's state that says where the result lies
 
 
@@ -117,8 +116,7 @@ def _from_config_to_summary(grid: Grid, context: Context, callbacks: Iterable[ob
             check_simulation(grid, bench, config)
         resolved = dataclasses.replace(bench.config, rank=bench.model.method.rank)
         # What is refused is refused before anything is written.
-        if config.privacy == "example":
-            check_trained(bench.model.network, bench.model.parameters())
+        release_of(config).check_model(bench.model)
         if earlier is None:
             start = ResumePoint(bench.model.initial_state())
         else:
@@ -201,8 +199,8 @@ def _run(
     """Hold the rounds, save what comes out of them, and tell it."""
     if start.done is None:
         directory.write_json("config.json", config.as_dict())
-    account = PrivacyBudget.of(config, directory, start)
-    privacy = account or ExampleBudget.of(config, directory, start)
+    budget = release_of(config).budget
+    privacy = None if budget is None else budget.of(config, directory, start)
     strategy = _strategy(bench, config, start, limits, privacy)
     final, records = _hold_rounds(grid, bench, config, directory, start, strategy, watching)
     summary = summary_of(bench, config, records, len(strategy.registry.members))
@@ -237,8 +235,8 @@ def _hold_rounds(
         anew = start.done is None and bench.model.method.calibration is None
         callbacks.insert(0, Samples(bench, directory, start.state if anew else None))
     if config.deliver:
-        delivery = Delivery(config, strategy.registry, strategy.mail, strategy.status)
-        callbacks.append(DeliverAtEnd(grid, delivery, directory, start.state, measured))
+        given = (config, strategy.registry, strategy.mail, strategy.status)
+        callbacks.append(resolve_name(DELIVERY)(grid, *given, directory, start.state))
     strategy.callbacks = Callbacks([*callbacks, watching])
 
     if config.evaluate_on == "server" and bench.questions is not None:  # read before training
@@ -275,7 +273,7 @@ def _strategy(
     config: Config,
     start: ResumePoint,
     limits: list[StopCondition],
-    privacy: PrivacyBudget | ExampleBudget | None,
+    privacy: PrivacyBudget | None,
 ) -> FederatedTuning:
     """Make the strategy of a run that begins there."""
     model, records = bench.model, start.records
@@ -331,8 +329,8 @@ def _deliver_again(
         ask_again(grid, config.round_timeout)
     registry.gather(grid, wait=True)
     mail = MessageBuilder(to_record(start.fixed) if start.fixed else None)
-    delivery = Delivery(config, registry, mail, Status(registry, tell=None))
-    DeliverAtEnd(grid, delivery, directory, start.state, measured).on_run_end()
+    given = (config, registry, mail, Status(registry, tell=None))
+    resolve_name(DELIVERY)(grid, *given, directory, start.state).on_run_end()
     log.info("run directory: %s", directory.path)
 
 

@@ -11,7 +11,7 @@ from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.runs.client_statistics import Spread
 from ravan_flwr.runs.record import ClientRecord, Masked, Metrics, Rejection, RoundRecord, Spent
-from ravan_flwr.server.replies import Reply
+from ravan_flwr.server.replies import Update
 
 log = getLogger(__name__)
 
@@ -55,25 +55,25 @@ class RoundLog:
         self.bytes_up += bytes_up
         self.bytes_down += bytes_down
 
-    def use(self, reply: Reply, heads: list[list[int]]) -> None:
-        """Note that a reply was used, and the heads in it, by layer."""
-        member, mean = reply.member, sum(map(len, heads)) / max(1, len(heads))
+    def use(self, update: Update, heads: list[list[int]], bytes_down: int) -> None:
+        """Note that an update was used, the heads in it, by layer, and what its client was sent."""
+        member, mean = update.member, sum(map(len, heads)) / max(1, len(heads))
         client: ClientRecord = {
             "partition-id": member.partition_id,
             "share": member.share,
             "heads": int(mean) if mean.is_integer() else mean,
             "selected": heads,
             "examples": member.examples,
-            "steps": reply.steps,
-            "bytes-up": reply.bytes_up,
-            "bytes-down": reply.bytes_down,
+            "steps": update.steps,
+            "bytes-up": update.bytes_up,
+            "bytes-down": bytes_down,
         }
-        if reply.trained.loss is not None:
-            client["train-loss"] = reply.trained.loss
-        if reply.trained.seconds is not None:
-            client["seconds"] = round(reply.trained.seconds, 4)
-        if reply.trained.skipped:
-            client["skipped-steps"] = reply.trained.skipped
+        if update.loss is not None:
+            client["train-loss"] = update.loss
+        if update.seconds is not None:
+            client["seconds"] = round(update.seconds, 4)
+        if update.skipped:
+            client["skipped-steps"] = update.skipped
         self.clients.append(client)
 
     def lost(self, member: RegisteredClient) -> None:

@@ -1,7 +1,7 @@
-"""Run rounds of federated tuning: sample clients, send messages, fold replies, evaluate, record.
+"""Run rounds of federated tuning: sample clients, send messages, sum up updates, evaluate, record.
 
 Flower's `Strategy.start` has a fixed loop, buffers all replies and knows no checkpoint, so that
-this one has its own. Replies are folded as they arrive (round.py); what differs by method is the
+this one has its own. Replies are taken as they arrive (round.py); what differs by method is the
 method's. A round with fewer valid replies than `min-replies` stops the run.
 """
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from logging import getLogger
 from typing import cast
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -25,23 +24,20 @@ from ravan_flwr.runs.status import RunStatus
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.example_budget import ExampleBudget
-from ravan_flwr.server.example_round import ExampleRound
-from ravan_flwr.server.examples import ExampleCounts
 from ravan_flwr.server.message_builder import MessageBuilder
-from ravan_flwr.server.noised_round import NoisedRound
+from ravan_flwr.server.partitions import ExampleCounts
 from ravan_flwr.server.privacy_budget import PrivacyBudget
-from ravan_flwr.server.private_round import CLIP_NORM, PrivateRound, clip_norm_in
+from ravan_flwr.server.release import Calibrated, release_of
 from ravan_flwr.server.replies import Measures
 from ravan_flwr.server.reply_decoder import guard
 from ravan_flwr.server.reply_fetcher import in_process
-from ravan_flwr.server.round import CalibrationRound, Run, TrainingRound
+from ravan_flwr.server.round import Round, Run
 from ravan_flwr.server.sampling import Sampler
-from ravan_flwr.server.secure_round import SecureRound
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status
 from ravan_flwr.server.stop_conditions import StopCondition
 from ravan_flwr.server.superlink import ask_again
+from ravan_flwr.server.transport import transport_of
 
 log = getLogger(__name__)
 
@@ -79,7 +75,7 @@ class FederatedTuning(Strategy):
         partition_sizes: Callable[[int], Sequence[int]] | None = None,
         callbacks: Iterable[object] = (),
         limits: Iterable[StopCondition] = (),
-        privacy: PrivacyBudget | ExampleBudget | None = None,
+        privacy: PrivacyBudget | None = None,
     ) -> None:
         self.config, self.method = config, method
         self.callbacks, self.first_round = Callbacks(callbacks), first_round
@@ -87,7 +83,8 @@ class FederatedTuning(Strategy):
         self._measured = measured or Measures()
         self._privacy = privacy
         self._limits = [*limits, *([] if privacy is None else [privacy])]
-        self._clip_norm = config.clip_norm or clip_norm_in(memory or {})
+        if privacy is not None:
+            privacy.restore(memory or {})
         # Numbers of examples are checked where they count.
         counted = config.weighting == "examples" or config.evaluate_on == "clients"
         examples = ExampleCounts(partition_sizes if counted else None, config.max_examples)
@@ -97,24 +94,28 @@ class FederatedTuning(Strategy):
         )  # fmt: skip
         self.state = ServerState(config, derived, memory)
         self.mail = MessageBuilder(None if fixed is None else to_record(fixed))
-        self._sampler = Sampler(config, method, self.registry)
         self.status = Status(self.registry, self._on_status)
         self._run = Run(
-            config, method, self.registry, self.mail, self.state, self.status, set(trained)
-        )
-        self._round: TrainingRound | None = None
+            config, method, self.registry, Sampler(config, method, self.registry), self.mail,
+            self.state, self.status, set(trained),
+        )  # fmt: skip
+        self._round: Round | None = None
 
     def summary(self) -> None:
         """Log what is about to run."""
+        steps = sorted(map(self._run.steps, self.registry.members.values())) or [0]
+        low, high = steps[0], steps[-1]
+        able = sum(self.method.can_train(one.share) for one in self.registry.members.values())
         log.info(
             "%s%s, %d trained parameters%s (%.1f %% of a LoRA of rank %d); %s a round, %s of %d",
             self.config.method, f", rank {self.method.rank}" if self.method.rank else "",
             self.method.trainable_parameters(),
             " beside the classifier" if self.config.classifier == "trained" else "",
             100 * self.method.trainable_parameters() / self.method.budget, self.config.lora_rank,
-            count(self._a_round, "client"), self._work(), self.config.batch_size,
+            count(min(self.config.clients_per_round, able), "client"),
+            (f"{low} to " if low < high else "") + count(high, "local step"),
+            self.config.batch_size,
         )  # fmt: skip
-
         if self.config.secure_aggregation:
             noised = self.config.privacy == "client"
             log.info(
@@ -124,18 +125,6 @@ class FederatedTuning(Strategy):
                 if noised
                 else "head by head; what fewer train stays as it is",
             )
-
-    def _work(self) -> str:
-        """Say how many steps the clients take in a round."""
-        steps = sorted(map(self._run.steps, self.registry.members.values()))
-        low, high = (steps[0], steps[-1]) if steps else (0, 0)
-        return (f"{low} to " if low < high else "") + count(high, "local step")
-
-    @property
-    def _a_round(self) -> int:
-        """Count the clients that a round can have, as far as they are here."""
-        able = sum(self.method.can_train(one.share) for one in self.registry.members.values())
-        return min(self.config.clients_per_round, able)
 
     def start(
         self,
@@ -168,13 +157,13 @@ class FederatedTuning(Strategy):
             last = number == num_rounds or any(limit.is_last for limit in self._limits)
             # 3. Open the round, and wait until enough members are connected.
             round_ = self._open_round(number)
-            self._sampler.wait(grid, round_.round_log, timeout)
+            self._run.sampler.wait(grid, round_.round_log, timeout)
             with round_.round_log.timed("train"):
                 # 4. Sample clients, and write a message to each.
                 messages = list(self.configure_train(number, arrays, train_config, grid))
                 # 5. Send the messages. The replies are fetched one by one, in step 6.
-                replies = round_.send(grid, messages, timeout, round_.enough)
-                # 6. Fold the replies into sums, and close the round: this makes the next state.
+                replies = round_.send(messages, timeout, training=True)
+                # 6. Check and accumulate the replies, and close the round: the next state.
                 new, train_metrics = self.aggregate_train(number, replies)
             if new is None or train_metrics is None:
                 raise round_.too_few()
@@ -189,7 +178,7 @@ class FederatedTuning(Strategy):
                         metrics = evaluate_fn(number, arrays)
                     else:
                         asked = list(self.configure_evaluate(number, arrays, evaluate_config, grid))
-                        answers = round_.send(grid, asked, timeout)
+                        answers = round_.send(asked, timeout)
                         metrics = self.aggregate_evaluate(number, answers)
             if metrics is not None:
                 result.evaluate_metrics_serverapp[number] = metrics
@@ -213,26 +202,26 @@ class FederatedTuning(Strategy):
         self.state.tensors = from_record(arrays)
         method = self.method.in_round(server_round)
         broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
-        for member in round_.choose(self._sampler, grid):
+        for member in round_.choose(grid):
             share = member.share if self.method.parts else 1.0
             if share not in broadcasts:
                 tensors = outgoing(method, self.state.tensors, share)
                 broadcasts[share] = self._encoded(tensors, server_round)
-            sent, settings = broadcasts[share], ConfigRecord({**config, **round_.settings(member)})
-            message = self.mail.message(member, round_.kind, server_round, sent, settings)
-            yield round_.addressed(message, member)
+            settings = ConfigRecord({**config, **round_.release.settings(member)})
+            message = self.mail.message(
+                member, round_.kind, server_round, broadcasts[share], settings
+            )
+            yield round_.transport.address(message, member)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Fold the replies as they come, and close the round; (None, None) if too few are valid."""
+        """Take the replies as they come, and close the round; (None, None) if too few are valid."""
         round_ = self._round_of(server_round)
-        round_.fold(replies)
-        if not round_.has_enough:
+        round_.train(replies)
+        if not round_.release.has_enough:
             return None, None
         round_.close()
-        if isinstance(round_, PrivateRound | NoisedRound):
-            self._clip_norm = round_.norm
         loss = round_.round_log.train_loss
         told = MetricRecord({} if loss is None else {"train-loss": loss})
         return to_record(self.state.tensors), told
@@ -253,30 +242,30 @@ class FederatedTuning(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Return the mean over all clients' validation examples; None if no reply is valid."""
-        means = self._round_of(server_round).evaluation(replies, self._measured)
+        means = self._round_of(server_round).evaluate(replies, self._measured)
         return None if means is None else MetricRecord(dict(means))
 
     # The steps that Flower's Strategy has no name for.
 
     def _calibrate(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> ArrayRecord:
         """Hold the method's calibration round, if it has one; return the state after it."""
-        round_ = CalibrationRound.open(self._run)
-        if round_ is None:
+        if self.method.calibration is None or self.mail.fixed is not None:
             return arrays
         self.state.tensors = from_record(arrays)
-        self._sampler.wait(grid, round_.round_log, timeout)
-        asked = self._sampler.able if round_.everyone else self._sampler.sample
+        round_ = Round(0, self._run, Calibrated)
+        self._run.sampler.wait(grid, round_.round_log, timeout)
         messages = [
             self.mail.message(member, round_.kind, 0, arrays, ConfigRecord())
-            for member in asked(grid, round_.round_log)
+            for member in round_.choose(grid)
         ]
-        round_.fold(round_.send(grid, messages, timeout, round_.enough))
-        if not round_.has_enough:
+        round_.train(round_.send(messages, timeout, training=True))
+        if not round_.release.has_enough:
             raise round_.too_few()
-        fixed, record = round_.close(), round_.round_log.record({})
+        round_.release.close()  # whose errors end the run
+        record = round_.round_log.record({})
         for limit in self._limits:
             limit.add(record)
-        self.state.derived = self._load_fixed(fixed)
+        self.state.derived = self._load_fixed(from_record(cast(ArrayRecord, self.mail.fixed)))
         self.callbacks.on_round_end(record, self.state.tensors)
         return to_record(self.state.tensors)
 
@@ -288,17 +277,10 @@ class FederatedTuning(Strategy):
                 return True
         return False
 
-    def _open_round(self, number: int) -> TrainingRound:
+    def _open_round(self, number: int) -> Round:
         """Open a training round; it becomes the round under way."""
-        if isinstance(self._privacy, PrivacyBudget):
-            kind = NoisedRound if self.config.secure_aggregation else PrivateRound
-            self._round = kind(number, self._run, self._privacy, self._clip_norm)
-        elif self._privacy is not None:
-            self._round = ExampleRound(number, self._run, self._privacy)
-        elif self.config.secure_aggregation:
-            self._round = SecureRound(number, self._run)
-        else:
-            self._round = TrainingRound(number, self._run)
+        release, transport = release_of(self.config), transport_of(self.config)
+        self._round = Round(number, self._run, release, transport, self._privacy)
         return self._round
 
     def _on_status(self, status: Callable[[], RunStatus]) -> None:
@@ -309,12 +291,9 @@ class FederatedTuning(Strategy):
     @property
     def memory(self) -> Tensors:
         """Collect what a run that goes on needs beside the tensors."""
-        if not isinstance(self._privacy, PrivacyBudget):
-            return self.state.memory
-        norm = torch.tensor([self._clip_norm], dtype=torch.float64)
-        return self.state.memory | {CLIP_NORM: norm}
+        return self.state.memory | (self._privacy.memory if self._privacy else {})
 
-    def _round_of(self, number: int) -> TrainingRound:
+    def _round_of(self, number: int) -> Round:
         """Return the round under way, or open one of that number."""
         if self._round is None or self._round.number != number:
             return self._open_round(number)

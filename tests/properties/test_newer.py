@@ -15,8 +15,7 @@ from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.fedrot_lora import nearest, towards
 from ravan_flwr.methods.lora_fair import correction
 from ravan_flwr.server.aggregation import Aggregate
-from ravan_flwr.server.optimizer import ServerOptimizer
-from ravan_flwr.server.state import MOMENTS, ServerState
+from ravan_flwr.server.state import MOMENTS, ServerOptimizer, ServerState
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from tests.methods import (
     LAYERS,

@@ -28,8 +28,7 @@ from ravan_flwr.server.reply_decoder import (
     take,
     weight_of,
 )
-from ravan_flwr.server.reply_fetcher import ReplyFetcher, pull_replies
-from ravan_flwr.server.round_deadline import RoundDeadline
+from ravan_flwr.server.reply_fetcher import ReplyFetcher, RoundDeadline, pull_replies
 from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
 from tests.attackers import (
     ATTACKERS,

@@ -6,7 +6,7 @@ The run is over then, and its own result is on disk: whatever a node does costs 
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
 
@@ -20,6 +20,7 @@ from ravan_flwr.messages.parcel import Parcel, check_run_name, new_run_id, read_
 from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.tensors import Tensors, checksum
+from ravan_flwr.results.card import measured
 from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Delivered, Metrics, Rejection, RoundRecord, Summary
@@ -27,8 +28,7 @@ from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.message_builder import MessageBuilder
 from ravan_flwr.server.replies import content_of, telling
 from ravan_flwr.server.reply_collector import ReplyCollector
-from ravan_flwr.server.reply_fetcher import in_process
-from ravan_flwr.server.round_deadline import RoundDeadline
+from ravan_flwr.server.reply_fetcher import RoundDeadline, in_process
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.status import Status
 
@@ -41,29 +41,27 @@ LATER = "It can be delivered later: ravan-flwr deliver RUN SUPERLINK"
 
 
 class DeliverAtEnd(Callback):
-    """Deliver the result of a run when it has ended.
-
-    `measured` returns the metrics for the devices' model cards; `state` is that of a run without
-    a further round.
-    """
+    """Deliver the result of a run when it has ended; `state` is that without a further round."""
 
     def __init__(
         self,
         grid: Grid,
-        delivery: "Delivery",
+        config: Config,
+        registry: ClientRegistry,
+        mail: MessageBuilder,
+        status: Status,
         directory: RunDirectory,
         state: Tensors,
-        measured: Callable[[Summary, RunDirectory], Metrics],
     ) -> None:
-        self.grid, self.delivery, self.directory = grid, delivery, directory
-        self.state, self.measured = state, measured
+        self.grid, self.directory, self.state = grid, directory, state
+        self.delivery = Delivery(config, registry, mail, status)
 
     def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:  # noqa: ARG002
         self.state = dict(state)
 
     def on_run_end(self) -> None:
         summary = self.directory.read_summary()
-        shown = self.measured(summary, self.directory)
+        shown = measured(summary, self.directory)
         hand_out(self.grid, self.delivery, self.directory, self.state, summary, shown)
 
 
@@ -220,12 +218,11 @@ class Delivery:
         ]
         delivered: list[Delivered] = []
 
-        def take(reply: Message, member: RegisteredClient, _: int) -> None:
-            folder = _folder_in(reply, parcel)
-            delivered.append({"partition-id": member.partition_id, "folder": folder})
+        def check(reply: Message, member: RegisteredClient) -> Delivered:
+            return {"partition-id": member.partition_id, "folder": _folder_in(reply, parcel)}
 
         replies = exchange.replies(grid, messages, lambda asked: self._patience(grid, asked))
-        exchange.take(replies, take)
+        exchange.take(replies, check, delivered.append)
         return delivered
 
     def _patience(self, grid: Grid, asked: int) -> RoundDeadline:
