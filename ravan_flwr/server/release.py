@@ -20,7 +20,7 @@ from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.wire import wire_of_round
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Tensors
-from ravan_flwr.server.aggregation import Aggregate, open_calibration
+from ravan_flwr.server.aggregation import Aggregate, open_calibration, outgoing
 from ravan_flwr.server.replies import Update, read_trained
 from ravan_flwr.server.robust import FEWEST
 from ravan_flwr.specs import Scalar
@@ -73,6 +73,10 @@ class Release:
     def draw(self, grid: Grid) -> list[RegisteredClient]:
         """Sample the clients that train in the round."""
         return self.run.sampler.sample(grid, self.round.round_log)
+
+    def broadcast(self, share: float) -> Tensors:
+        """Return what a client with that share of the budget is sent."""
+        return outgoing(self.round.method, self.run.state.tensors, share)
 
     def settings(self, member: RegisteredClient) -> dict[str, Scalar]:  # noqa: ARG002
         """Return what a client's message says beside what all messages say."""
@@ -161,6 +165,9 @@ class Calibrated(Release):
     def draw(self, grid: Grid) -> list[RegisteredClient]:
         choose = self.run.sampler.able if self.everyone else self.run.sampler.sample
         return choose(grid, self.round.round_log)
+
+    def broadcast(self, share: float) -> Tensors:  # noqa: ARG002
+        return self.run.state.tensors
 
     def steps(self, member: RegisteredClient) -> int:
         return super().steps(member) if self.by_steps else self.run.config.calibration_steps

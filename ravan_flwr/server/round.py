@@ -12,52 +12,31 @@ decided by its deadline alone (`RoundDeadline`).
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from logging import getLogger
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flwr.app import Message
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType
 from flwr.serverapp import Grid
 
-from ravan_flwr.config.run_config import Config
+from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.messages.registered_client import RegisteredClient
-from ravan_flwr.methods.base import CLASSIFIER, Method
+from ravan_flwr.messages.wire import encode, wire_of_round
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.client_statistics import spreads_of
 from ravan_flwr.runs.record import Metrics
-from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.message_builder import MessageBuilder
+from ravan_flwr.seeding import generator
 from ravan_flwr.server.release import Release
-from ravan_flwr.server.replies import Evaluated, Measures, Update, most_held_back, read_evaluated
+from ravan_flwr.server.replies import Evaluated, Update, most_held_back, read_evaluated
 from ravan_flwr.server.reply_collector import ReplyCollector
 from ravan_flwr.server.reply_fetcher import RoundDeadline, in_process
 from ravan_flwr.server.round_log import RoundLog, mean_of
-from ravan_flwr.server.sampling import Sampler
-from ravan_flwr.server.state import ServerState
-from ravan_flwr.server.status import Status
 from ravan_flwr.server.transport import Plain
 
+if TYPE_CHECKING:
+    from ravan_flwr.server.strategy import FederatedTuning
+
 log = getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Group what all rounds of a run share."""
-
-    config: Config
-    method: Method
-    registry: ClientRegistry
-    sampler: Sampler
-    mail: MessageBuilder
-    state: ServerState
-    status: Status
-    trained: set[int]  # partitions of which a reply was used: they have what stays with a client
-
-    def steps(self, member: RegisteredClient) -> int:
-        """Count the steps of a client with as many examples: none where nothing is trained."""
-        if not self.method.trainable_parameters() and CLASSIFIER not in self.state.tensors:
-            return 0
-        return self.config.local_steps or self.config.steps_of(self.registry.examples(member))
 
 
 class Round:
@@ -66,7 +45,7 @@ class Round:
     def __init__(
         self,
         number: int,
-        run: Run,
+        run: "FederatedTuning",
         release: type[Release] = Release,
         transport: type[Plain] = Plain,
         budget: Any = None,
@@ -81,10 +60,18 @@ class Round:
         self.transport = transport(self)
         self.kind = self.transport.kind or self.release.kind  # of the messages to those who train
 
-    def choose(self, grid: Grid) -> list[RegisteredClient]:
-        """Choose the clients that train in the round."""
-        self.grid = grid
-        return self.transport.prepare(self.release.draw(grid))
+    def messages(self) -> list[Message]:
+        """Choose the clients that train, and write each a message with what the method sends it."""
+        broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
+        messages = []
+        for member in self.transport.prepare(self.release.draw(self.grid)):
+            share = member.share if self.method.parts else 1.0
+            if share not in broadcasts:
+                broadcasts[share] = self.encoded(self.release.broadcast(share))
+            settings = ConfigRecord(self.release.settings(member))
+            message = self._message(member, self.kind, broadcasts[share], settings)
+            messages.append(self.transport.address(message, member))
+        return messages
 
     def send(
         self, messages: list[Message], timeout: float, *, training: bool = False
@@ -102,8 +89,10 @@ class Round:
 
         return self.collector.replies(self.grid, messages, deadline)
 
-    def train(self, replies: Iterable[Message]) -> None:
-        """Check and accumulate replies to training as they arrive."""
+    def train(self, grid: Grid, timeout: float) -> None:
+        """Let clients train; check and accumulate their replies as they arrive."""
+        self.grid = grid
+        replies = self.send(self.messages(), timeout, training=True)
         self.collector.take(replies, self.transport.check, self.accumulate)
 
     def accumulate(self, update: Update) -> None:
@@ -119,28 +108,31 @@ class Round:
         try:
             self.release.close()
         except ValueError as error:
+            if not self.number:
+                raise  # without what a calibration makes there is no run
             self.round_log.refused = str(error)
             log.warning(
                 "round %d has no effect, the state stays as it was: %s; see who took part in it",
                 self.number, error,
             )  # fmt: skip
 
-    def too_few(self) -> RuntimeError:
-        """Make the error that stops the run when too few replies were used."""
-        return RuntimeError(self.round_log.why_too_few_came(self.least))
-
-    def evaluate(self, replies: Iterable[Message], asked: Measures) -> Metrics | None:
-        """Return the mean of the clients' metrics, weighted by what they are means over.
+    def evaluate(self, timeout: float) -> Metrics | None:
+        """Let all clients evaluate; return the mean metrics, weighted by what they are means over.
 
         None if no reply is sound.
         """
+        run, asked, kind = self.run, self.run.measured, MessageType.EVALUATE
+        arrays, config = self.encoded(run.state.tensors), ConfigRecord()
+        members = run.registry.rested(run.registry.present(self.grid), kind, self.number)
+        messages = [self._message(member, kind, arrays, config) for member in members]
         answers: dict[int, Evaluated] = {}
-        share, registry = self.run.config.validation_share, self.run.registry
+        share = run.config.validation_share
 
         def check(message: Message, member: RegisteredClient) -> tuple[int, Evaluated]:
-            most = most_held_back(registry.examples(member), share)
+            most = most_held_back(run.registry.examples(member), share)
             return member.partition_id, read_evaluated(message, self.number, asked, most)
 
+        replies = self.send(messages, timeout)
         self.collector.take(replies, check, lambda answer: answers.update([answer]))
         if not answers:
             return None
@@ -153,6 +145,17 @@ class Round:
                 for name in asked.names
             }
         )
+
+    def encoded(self, tensors: Tensors) -> ArrayRecord:
+        """Encode tensors for the wire."""
+        wire = wire_of_round(self.run.config.wire, self.number)
+        random = generator(self.run.config.seed, "wire down", self.number)
+        return to_record(encode(tensors, wire, random))
+
+    def _message(
+        self, member: RegisteredClient, kind: str, arrays: ArrayRecord, settings: ConfigRecord
+    ) -> Message:
+        return self.run.mail.message(member, kind, self.number, arrays, settings)
 
     def _open_collector(self) -> ReplyCollector:
         run = self.run

@@ -61,7 +61,7 @@ def uploads(monkeypatch):
     def noted(method, sent, upload, schedule, rows, random, made=masked.to_numbers):
         own = {k: v for k, v in sent.items() if k != CLASSIFIER}
         trained = {k: v for k, v in upload.items() if k != CLASSIFIER}
-        whole = method.filled(trained, own) | {CLASSIFIER: upload[CLASSIFIER]}
+        whole = method.expand_upload(trained, own) | {CLASSIFIER: upload[CLASSIFIER]}
         seen[schedule.round].append((sent, whole, schedule))
         return made(method, sent, upload, schedule, rows, random)
 
