@@ -84,7 +84,7 @@ class PrivacyBudget(ABC):
             wrong = next(cls._all_problems(before, records, config), "")
         if wrong:
             raise ValueError(
-                f"{directory.path / NAME}: {wrong}, expected the account of the resumed run; "
+                f"{directory.path / NAME}: {wrong}, expected the account of the run; "
                 "restore the file, since without it nobody knows what was spent"
             )
         return cls(config, write, before)

@@ -101,6 +101,7 @@ class Release:
             message, member, number, run.state.derived, wire_of_round(run.config.wire, number),
             most, personal=run.method.personal is not None,
             with_loss=run.config.privacy == "none",
+            with_seconds=not run.config.noised_on_devices,
         )  # fmt: skip
         if METHODS[run.config.method].pools:
             everyone = run.registry.members.values()

@@ -78,19 +78,21 @@ def read_trained(
     *,
     personal: bool = False,
     with_loss: bool = True,
+    with_seconds: bool = True,
 ) -> Update:
     """Read a training reply of that round, of a node with the server's bases.
 
     The method checks its tensors. `most` is how many numbers it can have on a wire that is decoded.
     Where clients have parts of their own (`personal`), a reply says whether it began without one.
-    Clients of a private run tell no loss; one that is there all the same is not read.
+    Clients of a private run report no loss, and where they add the noise no seconds; what is there
+    all the same is not read.
     """
     with telling():
         content = content_of(reply)
         metrics = _metrics_of(content, round_number)
         check_derived(metrics.get("derived"), derived, member.versions)
         loss = within(metrics, "train-loss", -MOST_LOSS, MOST_LOSS) if with_loss else None
-        seconds = within(metrics, "seconds", 0, MOST_SECONDS)
+        seconds = within(metrics, "seconds", 0, MOST_SECONDS) if with_seconds else None
         anew = personal and within(metrics, "began-anew", 0, 1) > 0
         skips = with_loss and "skipped-steps" in metrics
         skipped = int(within(metrics, "skipped-steps", 0, MOST_STEPS)) if skips else 0

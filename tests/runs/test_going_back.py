@@ -98,7 +98,7 @@ def measured(monkeypatch):
     def evaluate(*_):
         return {"accuracy": accuracies.pop(0), "loss": 1.0}
 
-    monkeypatch.setattr("ravan_flwr.training.model_and_data.Workbench.evaluate", evaluate)
+    monkeypatch.setattr("ravan_flwr.training.model_and_data.ModelAndData.evaluate", evaluate)
     return accuracies
 
 
@@ -233,7 +233,7 @@ def test_a_run_directory_that_is_removed_in_the_middle_is_told_at_once(tmp_path,
 
     place = {
         "training": "ravan_flwr.server.round.Round.close",
-        "evaluating": "ravan_flwr.training.model_and_data.Workbench.evaluate",
+        "evaluating": "ravan_flwr.training.model_and_data.ModelAndData.evaluate",
     }
     monkeypatch.setattr(place[here], remove)
     with pytest.raises(OSError, match="is gone: it was removed or renamed while the run wrote"):
