@@ -191,45 +191,38 @@ class Delivery:
         self._config, self._registry, self._mail, self._status = config, registry, mail, status
 
     def to_all(self, grid: Grid, state: Tensors, parcel: Parcel) -> Outcome:
-        """Send it to every member that is connected and has a place for it, whatever its budget."""
-        self._registry.catch_up(grid)
-        present = self._registry.present(grid)
-        notes = _Notes(parcel.last_round, self._registry.partitions)
-        wanted = [member for member in present if member.keeps_result]
-        delivered = self._send(grid, wanted, state, parcel, notes)
+        """Send it to every client that is connected and has a place for it, whatever its budget."""
+        config, registry = self._config, self._registry
+        registry.catch_up(grid)
+        present, number = registry.present(grid), parcel.last_round
+        notes = _Notes(number, registry.partitions)
+        collector = ReplyCollector(self._mail, registry.nodes, notes, self._status)
+        arrays, settings = to_record(state), ConfigRecord(dict(parcel.as_config()))
+        messages = [
+            self._mail.message(member, KIND, number, arrays, settings)
+            for member in present
+            if member.keeps_result
+        ]
+
+        def deadline(asked: int) -> RoundDeadline:
+            """Wait as a round does: for stragglers, and no longer than its timeout."""
+            grace = math.inf if in_process(grid) else config.straggler_grace
+            return RoundDeadline(config.round_timeout, asked, config.min_replies, grace)
+
+        def check(reply: Message, member: RegisteredClient) -> Delivered:
+            with telling():
+                records = content_of(reply).config_records
+                if "kept" not in records:
+                    raise ValueError("missing 'kept'")
+                folder = read_answer(records["kept"], parcel)
+                return {"partition-id": member.partition_id, "folder": folder}
+
+        delivered: list[Delivered] = []
+        collector.take(collector.replies(grid, messages, deadline), check, delivered.append)
         without = [_missed(member, NO_PLACE) for member in present if not member.keeps_result]
         missed = [*notes.rejected, *without, *self._absent(present)]
         delivered.sort(key=lambda one: one["partition-id"])
         return Outcome(delivered, sorted(missed, key=_by_number))
-
-    def _send(
-        self,
-        grid: Grid,
-        wanted: list[RegisteredClient],
-        state: Tensors,
-        parcel: Parcel,
-        notes: RoundLog,
-    ) -> list[Delivered]:
-        exchange = ReplyCollector(self._mail, self._registry.nodes, notes, self._status)
-        arrays, settings = to_record(state), ConfigRecord(dict(parcel.as_config()))
-        messages = [
-            self._mail.message(member, KIND, parcel.last_round, arrays, settings)
-            for member in wanted
-        ]
-        delivered: list[Delivered] = []
-
-        def check(reply: Message, member: RegisteredClient) -> Delivered:
-            return {"partition-id": member.partition_id, "folder": _folder_in(reply, parcel)}
-
-        replies = exchange.replies(grid, messages, lambda asked: self._patience(grid, asked))
-        exchange.take(replies, check, delivered.append)
-        return delivered
-
-    def _patience(self, grid: Grid, asked: int) -> RoundDeadline:
-        """Wait as a round does: for stragglers, and no longer than its timeout."""
-        config = self._config
-        grace = math.inf if in_process(grid) else config.straggler_grace
-        return RoundDeadline(config.round_timeout, asked, config.min_replies, grace)
 
     def _absent(self, present: list[RegisteredClient]) -> list[Rejection]:
         """Name the nodes that were known and were not asked, and say why."""
@@ -244,12 +237,3 @@ class Delivery:
                 reason = f"refused: {node.refused}" if node.refused else "it answered no query"
                 missed.append({"client": f"node {node.node_id}", "reason": plain(reason)})
         return missed
-
-
-def _folder_in(reply: Message, parcel: Parcel) -> str:
-    """Read the answer of a node; ValueError with the reason if it does not have the result."""
-    with telling():
-        records = content_of(reply).config_records
-        if "kept" not in records:
-            raise ValueError("missing 'kept'")
-        return read_answer(records["kept"], parcel)

@@ -175,28 +175,27 @@ class ClientRegistry:
         if not self.members:
             raise RuntimeError(self._why_nobody_trains())
         if wait:
-            self._introduce()
-            if simulating(grid) and not in_process(grid) and NODES_CHOSEN not in os.environ:
-                self._advise()
+            chosen = in_process(grid) or NODES_CHOSEN in os.environ
+            self._introduce(advise=simulating(grid) and not chosen)
             self._parts.check(self.members.values(), self.least)
 
     def gather(self, grid: Grid, *, wait: bool = False) -> None:
         """Do as `recruit` does, and leave it to the caller whether there is anybody."""
         self._query(grid, wait=wait)
         self._check_all()
-        self._tell_of_the_rest()
+        if rest := self._refused_now[REFUSALS_TOLD:]:  # the others have a line each
+            log.warning("refused %s more: %s", count(len(rest), "node"), listed(rest))
+        self._refused_now.clear()
 
     def catch_up(self, grid: Grid) -> None:
         """Wait, not for long, for nodes that came, or came back, and have not answered yet."""
         until = time.monotonic() + CATCH_UP
         self.gather(grid)
-        while self._open_questions(grid) and time.monotonic() < until:
+        while time.monotonic() < until and any(
+            self.nodes[n].question for n in grid.get_node_ids() if n in self.nodes
+        ):
             time.sleep(0.5)
             self.gather(grid)
-
-    def _open_questions(self, grid: Grid) -> bool:
-        """Return whether a node that is connected has not answered."""
-        return any(self.nodes[n].question for n in grid.get_node_ids() if n in self.nodes)
 
     def _query(self, grid: Grid, *, wait: bool) -> None:
         """Ask and take answers, once, or until all are there or the time is up."""
@@ -312,12 +311,6 @@ class ClientRegistry:
 
     # Messages for people.
 
-    def _tell_of_the_rest(self) -> None:
-        """Log how many more were refused than have a line of their own."""
-        if rest := self._refused_now[REFUSALS_TOLD:]:
-            log.warning("refused %s more: %s", count(len(rest), "node"), listed(rest))
-        self._refused_now.clear()
-
     def _why_nobody_trains(self) -> str:
         """Explain that there is no member, and what to do."""
         if not self.refused:
@@ -329,8 +322,11 @@ class ClientRegistry:
         told = "the one that is connected was" if number == 1 else f"all {number} were"
         return f"no node to train on: {told} refused: {listed(self.refused.values())}"
 
-    def _introduce(self) -> None:
-        """Log who is there, and how many parts of the data have no node."""
+    def _introduce(self, *, advise: bool) -> None:
+        """Log who is there, and how many parts of the data have no node.
+
+        And how to simulate as many clients as the preset is made for, if Flower chose fewer.
+        """
         members = self.members.values()
         shares = sorted({m.share for m in members})
         log.info(
@@ -341,11 +337,8 @@ class ClientRegistry:
         )  # fmt: skip
         if (missing := self.partitions - len(members)) > 0:
             log.warning("%s without a node: their data is not used", count(missing, "partition"))
-
-    def _advise(self) -> None:
-        """Log how to simulate as many clients as the preset is made for, if Flower chose fewer."""
-        shared = [member for member in self.members.values() if not member.own_data]
-        if len(shared) == len(self.members) == FLOWERS_NODES < self.meant:
+        shared = [member for member in members if not member.own_data]
+        if advise and len(shared) == len(self.members) == FLOWERS_NODES < self.meant:
             log.info(
                 "the preset is made for %d clients; to simulate as many: flwr run . --stream "
                 '--federation-config "num-supernodes=%d client-resources-num-cpus=1"',

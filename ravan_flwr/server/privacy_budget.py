@@ -18,7 +18,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from logging import getLogger
 from typing import Any, ClassVar, Self
 
@@ -56,6 +55,7 @@ class PrivacyBudget(ABC):
     """
 
     privacy: ClassVar[str]  # the run config's
+    spends: ClassVar[str]  # what does, as an error says
 
     def __init__(
         self,
@@ -93,9 +93,19 @@ class PrivacyBudget(ABC):
     def _all_problems(
         cls, before: Mapping[str, Any], records: Records, config: Config
     ) -> Iterator[str]:
-        """List what is wrong with a file: by itself, then where a record contradicts it."""
+        """List what is wrong with a file: by itself, then where a record contradicts it.
+
+        What was spent follows from the other values, which settings and records have as well.
+        """
         yield from positive(before, "noise-multiplier")
-        yield from chain(cls.problems(before, records, config))
+        for key, set_ in (("delta", config.delta), ("noise-multiplier", config.noise_multiplier)):
+            if set_ not in (None, before.get(key)):
+                yield f"{key} = {before.get(key)!r}, and the run has {set_!r}"
+        yield from cls.problems(before, records, config)
+        spent = cls(config, lambda _: None, before).told()
+        for key in sorted({"epsilon", "epsilon-to-server"} & spent.keys()):
+            if not agree(before.get(key), spent[key]):
+                yield f"{key} = {before.get(key)!r}, and {cls.spends} {spent[key]!r}"
         for record in records:
             told: Mapping[str, Any] = record.get("privacy", {})
             for key in ("noise-multiplier", "epsilon", *({"epsilon-to-server"} & before.keys())):
@@ -190,7 +200,7 @@ def times_used(records: Records) -> Counter[int]:
 class ClientBudget(PrivacyBudget):
     """Count releases of `privacy=client`, and keep the clip norm, which may adapt."""
 
-    privacy = "client"
+    privacy, spends = "client", "its releases spend"
 
     def __init__(
         self,
@@ -306,20 +316,14 @@ class ClientBudget(PrivacyBudget):
 
     @classmethod
     def problems(cls, before: Mapping[str, Any], records: Records, config: Config) -> Iterator[str]:
-        yield from positive(before, "sampling-rate", "delta")
-        numbers = ("noise-multiplier", "sampling-rate", "delta")
-        z, rate, delta = (float(before[key]) for key in numbers)
-        if rate > 1 or delta != config.delta:
-            yield f"sampling-rate = {rate}, delta = {delta}"
+        yield from positive(before, "sampling-rate")
+        z, rate = (float(before[key]) for key in ("noise-multiplier", "sampling-rate"))
+        if rate > 1:
+            yield f"sampling-rate = {rate}"
         releases = before.get("releases")
         if type(releases) is not int or not max(1, len(records)) <= releases <= MOST_RELEASES:
             yield f"releases = {releases!r} after {len(records)} rounds"
-        if config.noise_multiplier not in (None, z):
-            yield f"noise-multiplier = {z!r}, and the run has {config.noise_multiplier!r}"
-        spent = epsilon_of(z, rate, delta, releases or 0)
-        if not agree(before.get("epsilon"), spent):
-            yield f"epsilon = {before.get('epsilon')!r}, and its releases spend {spent!r}"
-        first = epsilon_of(z, rate, delta, 1)
+        first = epsilon_of(z, rate, config.delta, 1)
         told = records[0].get("privacy", {}).get("epsilon") if records else first
         if not agree(told, first):
             yield (
@@ -341,6 +345,3 @@ class ClientBudget(PrivacyBudget):
                 yield (
                     f"to-server = {sum_!r} of partition {partition}, which took part {rounds} times"
                 )
-        told, spent = before.get("epsilon-to-server"), max(seen.values(), default=0)
-        if not agree(told, spent := epsilon_seen(spent, delta)):
-            yield f"epsilon-to-server = {told!r}, and to-server makes that {spent!r}"

@@ -68,7 +68,7 @@ class Round:
             share = member.share if self.method.parts else 1.0
             if share not in broadcasts:
                 broadcasts[share] = self.encoded(self.release.broadcast(share))
-            settings = ConfigRecord(self.release.settings(member))
+            settings = ConfigRecord({**self.release.settings(member)})
             message = self._message(member, self.kind, broadcasts[share], settings)
             messages.append(self.transport.address(message, member))
         return messages

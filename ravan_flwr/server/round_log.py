@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import getLogger
+from typing import Any, cast
 
 from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.messages.registered_client import RegisteredClient
@@ -102,7 +103,7 @@ class RoundLog:
 
     def record(self, metrics: Metrics) -> RoundRecord:
         """Make the round's line of `rounds.jsonl`."""
-        record: RoundRecord = {
+        record: dict[str, Any] = {
             "round": self.number,
             "metrics": dict(metrics),
             "clients": self._sorted(),
@@ -116,27 +117,20 @@ class RoundLog:
             "seconds": round(time.perf_counter() - self.started, 4),
             "phases": {phase: round(seconds, 4) for phase, seconds in self.phases.items()},
         }
-        if (loss := self.train_loss) is not None:
-            record["train-loss"] = loss
-        if self.private is not None:
-            record["privacy"] = self.private
-        if self.secure is not None:
-            record["secure"] = self.secure
-        if (more := len(self.left_out) - LISTED) > 0:
-            record["more-left-out"] = more
-        if (more := len(self.resting) - LISTED) > 0:
-            record["more-resting"] = more
-        if self.refused:
-            record["refused"] = self.refused
-        if self.spread:
-            record["spread"] = self.spread
-        if self.spent:
-            record["spent"] = self.spent[:LISTED]
-        if self.recounted:
-            record["recounted"] = sorted(self.recounted)
-        if self.began_anew:
-            record["began-anew"] = sorted(self.began_anew)
-        return record
+        optional = {
+            "train-loss": self.train_loss,
+            "privacy": self.private,
+            "secure": self.secure,
+            "more-left-out": max(0, len(self.left_out) - LISTED) or None,
+            "more-resting": max(0, len(self.resting) - LISTED) or None,
+            "refused": self.refused or None,
+            "spread": self.spread or None,
+            "spent": self.spent[:LISTED] or None,
+            "recounted": sorted(self.recounted) or None,
+            "began-anew": sorted(self.began_anew) or None,
+        }
+        record |= {key: value for key, value in optional.items() if value is not None}
+        return cast(RoundRecord, record)
 
     def why_too_few_came(self, least: int) -> str:
         """Explain that fewer replies were used than a round needs."""
