@@ -144,16 +144,12 @@ class ExampleBudget(PrivacyBudget):
     def told(self) -> dict[str, Any]:
         return {"unit": "example", **super().told()}
 
-    @property
-    def is_spent(self) -> bool:
-        """Tell whether too few clients have room for a further round."""
-        return self._too_few_after(0)
-
-    @property
-    def is_last(self) -> bool:
-        """Tell whether too few will have room after the round that begins, which asks all."""
-        members = self._registry.members if self._registry else ()
-        return self.config.clients_per_round >= len(members) and self._too_few_after(1)
+    def ends_after(self, rounds: int) -> bool:
+        """Tell whether too few clients have room then; unless a round asks all, nobody knows."""
+        members = list(self._registry.members.values()) if self._registry else []
+        if not members or (rounds and self.config.clients_per_round < len(members)):
+            return False
+        return len(self.with_room(members, rounds + 1)) < max(1, self.config.min_replies)
 
     def tell(self, number: int) -> None:
         """Log why that round is not held."""
@@ -161,12 +157,6 @@ class ExampleBudget(PrivacyBudget):
             "epsilon: round %d needs %s with room for it, and fewer have any; the run ends here",
             *(number, count(max(1, self.config.min_replies), "client")),
         )
-
-    def _too_few_after(self, rounds: int) -> bool:
-        if self._registry is None:
-            return False
-        members = list(self._registry.members.values())
-        return len(self.with_room(members, rounds + 1)) < max(1, self.config.min_replies)
 
     def _after(self, member: RegisteredClient, further: int) -> TimesAsked:
         before = self.asked.get(member.partition_id, NEVER)

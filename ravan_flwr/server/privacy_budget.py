@@ -128,15 +128,19 @@ class PrivacyBudget(ABC):
     def epsilon(self) -> float:
         """Return what was spent so far."""
 
-    @property
     @abstractmethod
-    def is_spent(self) -> bool:
-        """Tell whether no further round is within the limit."""
+    def ends_after(self, rounds: int) -> bool:
+        """Tell whether after so many further rounds none is within the limit."""
 
     @property
-    @abstractmethod
+    def is_spent(self) -> bool:
+        """Tell whether no further round is within the limit."""
+        return self.ends_after(0)
+
+    @property
     def is_last(self) -> bool:
         """Tell whether the round that begins is the last within the limit."""
+        return self.ends_after(1)
 
     @abstractmethod
     def tell(self, number: int) -> None:
@@ -268,13 +272,8 @@ class ClientBudget(PrivacyBudget):
     def epsilon(self) -> float:
         return self._epsilon(self.releases)
 
-    @property
-    def is_spent(self) -> bool:
-        return self.exceeds(self._epsilon(self.releases + 1))
-
-    @property
-    def is_last(self) -> bool:
-        return self.exceeds(self._epsilon(self.releases + 2))
+    def ends_after(self, rounds: int) -> bool:
+        return self.exceeds(self._epsilon(self.releases + rounds + 1))
 
     def tell(self, number: int) -> None:
         log.info("epsilon: no room for round %d; the run ends here", number)
