@@ -37,15 +37,15 @@ from ravan_flwr.importing import importing
 with importing():
     from ravan_flwr.launch.in_process import simulate
     import flwr_datasets
-from ravan_flwr.server.strategy import FederatedTuning
+from ravan_flwr.server.round import Round
 clients, settings = int(sys.argv[1]), json.loads(sys.argv[2])
 imported, used = time.time(), time.process_time()
 ready = []
-configure = FederatedTuning.configure_train
+train = Round.train
 def clocked(*given):
     ready.append((time.time() - imported, time.process_time() - used))
-    return configure(*given)
-FederatedTuning.configure_train = clocked
+    return train(*given)
+Round.train = clocked
 run = simulate(settings, clients).run_dir
 lines = (run / "rounds.jsonl").read_text().splitlines()
 rounds = [json.loads(line) for line in lines][1:]

@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from logging import getLogger
 from pathlib import Path
-from typing import Any, Protocol, cast
+from pkgutil import resolve_name
+from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
@@ -15,8 +16,7 @@ from flwr.supercore.run import RunNotRunningException
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.privacy.example_gradients import check_trained
-from ravan_flwr.results.card import measured, write_card
+from ravan_flwr.results.card import write_card
 from ravan_flwr.results.classes import write_classes
 from ravan_flwr.results.export import natural_form, write_result
 from ravan_flwr.results.samples import Samples
@@ -25,14 +25,12 @@ from ravan_flwr.runs.console import Progress, show, show_in_one_line
 from ravan_flwr.runs.directory import RunDirectory, how_to_go_on, is_of_writing, not_written
 from ravan_flwr.runs.lock import locked
 from ravan_flwr.runs.log_file import logging_to
-from ravan_flwr.runs.record import RoundRecord, Summary
+from ravan_flwr.runs.record import Summary
 from ravan_flwr.runs.status import drop_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.delivery import DeliverAtEnd, Delivery
-from ravan_flwr.server.example_budget import ExampleBudget
 from ravan_flwr.server.message_builder import MessageBuilder
-from ravan_flwr.server.privacy_budget import PrivacyBudget
+from ravan_flwr.server.release import release_of
 from ravan_flwr.server.reply_decoder import guard
 from ravan_flwr.server.reply_fetcher import in_process, processes_of, simulating
 from ravan_flwr.server.resume import (
@@ -43,11 +41,10 @@ from ravan_flwr.server.resume import (
     report_if_finished,
     resumed,
 )
-from ravan_flwr.server.run_recorder import RunRecorder
+from ravan_flwr.server.run_recorder import RunRecorder, carry_over, summary_of
 from ravan_flwr.server.status import Status, StatusFile
 from ravan_flwr.server.stop_conditions import StopCondition, stop_conditions_of
 from ravan_flwr.server.strategy import FederatedTuning
-from ravan_flwr.server.summary import carry_over, summary_of
 from ravan_flwr.server.superlink import ask_again
 from ravan_flwr.server.user_messages import (
     check_simulation,
@@ -62,17 +59,7 @@ from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
 app = ServerApp()
 log = getLogger(__name__)
 
-
-class InProcess(Protocol):
-    """Give and take what stays with clients that are in this process, by partition."""
-
-    def own_parts(self) -> Mapping[int, Tensors]:
-        """Collect the parts of the model that clients have of their own."""
-
-    def give_own_parts(self, parts: Mapping[int, Tensors]) -> None:
-        """Give clients the parts that they had when a run that goes on was stopped."""
-
-
+DELIVERY = "ravan_flwr.extras.delivery:DeliverAtEnd"  # imported by runs that deliver
 RESULT = "ravan-flwr"  # the record in the context's state that says where the result lies
 
 
@@ -93,16 +80,17 @@ def run(grid: Grid, context: Context, callbacks: Iterable[object] = ()) -> None:
         callbacks: What watches the run: `Callback` has the hooks.
     """
     try:
-        _from_config_to_summary(grid, context, callbacks)
+        watching = Callbacks(callbacks)  # refused, if at all, before anything is loaded
+        show()
+        _run(grid, context, watching)
     except Exception as error:
         if not in_process(grid):
             show_in_one_line(error)
         raise
 
 
-def _from_config_to_summary(grid: Grid, context: Context, callbacks: Iterable[object]) -> None:
-    watching = Callbacks(callbacks)  # refused, if at all, before anything is loaded
-    show()
+def _run(grid: Any, context: Context, watching: Callbacks) -> None:
+    """Read, build, open or create the run directory; hold the rounds; save what comes out."""
     config = read_config(context.run_config)
     parent = output_folder(config)  # refused, if at all, before anything is loaded
     check_tracking(config.tracking)
@@ -114,15 +102,14 @@ def _from_config_to_summary(grid: Grid, context: Context, callbacks: Iterable[ob
         bench = get_model_and_data(config)
         if simulating(grid):
             check_simulation(grid, bench, config)
-        resolved = dataclasses.replace(bench.config, rank=bench.model.method.rank)
+        config = dataclasses.replace(bench.config, rank=bench.model.method.rank)
         # What is refused is refused before anything is written.
-        if config.privacy == "example":
-            check_trained(bench.model.network, bench.model.parameters())
+        release_of(config).check_model(bench.model)
         if earlier is None:
             start = ResumePoint(bench.model.initial_state())
         else:
-            start = go_on(earlier, back_to, resolved, bench)
-        limits = stop_conditions_of(resolved, bench.task.metric, start)
+            start = go_on(earlier, back_to, config, bench)
+        limits = stop_conditions_of(config, bench.task.metric, start)
         if earlier is None:
             name = f"{config.preset}-{config.method}-seed{config.seed}"
             directory = RunDirectory.create(parent, name)
@@ -130,66 +117,50 @@ def _from_config_to_summary(grid: Grid, context: Context, callbacks: Iterable[ob
             stack.enter_context(logging_to(directory.path))
         else:
             directory = earlier
+        context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
+        if earlier is not None:
             if in_process(grid) and start.own_parts is not None:
-                cast(InProcess, grid).give_own_parts(start.own_parts)
-            if back_to is None and is_to_be_delivered(directory, resolved, start):
-                context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
-                _deliver_again(grid, bench, resolved, directory, start)
+                grid.give_own_parts(start.own_parts)
+            if back_to is None and is_to_be_delivered(directory, config, start):
+                _deliver_again(grid, bench, config, directory, start)
                 return
             report_if_finished(start.done or 0, config.num_rounds, directory.path)
-        _run_here(grid, context, bench, resolved, directory, start, limits, watching)
+        log.info("run directory: %s", directory.path)
+        report_default_learning_rate(context.run_config, config)
+        report_settings_without_effect(context.run_config, config, grid)
+        with _noting_failures(directory):
+            _hold_rounds(grid, bench, config, directory, start, limits, watching)
 
 
-def _run_here(
-    grid: Grid,
-    context: Context,
-    bench: ModelAndData,
-    config: Config,
-    directory: RunDirectory,
-    start: ResumePoint,
-    limits: list[StopCondition],
-    watching: Callbacks,
-) -> None:
-    """Run, and say where; a run that fails says why in its directory."""
-    context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
-    log.info("run directory: %s", directory.path)
-    report_default_learning_rate(context.run_config, config)
-    report_settings_without_effect(context.run_config, config, grid)
+@contextmanager
+def _noting_failures(directory: RunDirectory) -> Iterator[None]:
+    """Write why a run fails in its directory, and say where that is."""
     try:
-        _run(grid, bench, config, directory, start, limits, watching)
-    except OSError as error:
-        if not is_of_writing(error, directory.path):
-            _note_failure(directory, error)
+        yield
+    except (Exception, RunNotRunningException) as error:
+        told: Exception | RunNotRunningException = error
+        if isinstance(error, RunNotRunningException):
+            told = RuntimeError(
+                "Flower has ended this run: it was stopped, or its process gave no sign of life "
+                "for too long, as after a suspension of the machine or a jump of its clock; "
+                + how_to_go_on(directory.path)
+            )
+        elif isinstance(error, OSError) and is_of_writing(error, directory.path):
+            drop_status(directory.path)  # a full disk keeps it at what was done before
+            told = OSError(not_written(error, directory.path))
+        with suppress(OSError):  # the disk itself may be what failed
+            directory.write_json("failure.json", {"error": f"{type(told).__name__}: {told}"})
+        log.info("run directory: %s", directory.path)
+        if told is error:
             raise
-        drop_status(directory.path)  # a full disk keeps it at what was done before
-        problem = OSError(not_written(error, directory.path))
-        _note_failure(directory, problem)
-        raise problem from error
-    except Exception as error:
-        _note_failure(directory, error)
-        raise
-    except RunNotRunningException as error:
-        ended = RuntimeError(
-            "Flower has ended this run: it was stopped, or its process gave no sign of life for "
-            "too long, as after a suspension of the machine or a jump of its clock; "
-            + how_to_go_on(directory.path)
-        )
-        _note_failure(directory, ended)
-        raise ended from error
+        raise told from error
     except KeyboardInterrupt:
         log.info("stopped; %s", how_to_go_on(directory.path))
         raise
 
 
-def _note_failure(directory: RunDirectory, error: Exception) -> None:
-    """Write why the run failed, and say where it is."""
-    with suppress(OSError):  # the disk itself may be what failed
-        directory.write_json("failure.json", {"error": f"{type(error).__name__}: {error}"})
-    log.info("run directory: %s", directory.path)
-
-
-def _run(
-    grid: Grid,
+def _hold_rounds(
+    grid: Any,
     bench: ModelAndData,
     config: Config,
     directory: RunDirectory,
@@ -197,55 +168,47 @@ def _run(
     limits: list[StopCondition],
     watching: Callbacks,
 ) -> None:
-    """Hold the rounds, save what comes out of them, and tell it."""
+    """Let the strategy hold the rounds; write summary, result and report."""
     if start.done is None:
         directory.write_json("config.json", config.as_dict())
-    account = PrivacyBudget.of(config, directory, start)
-    privacy = account or ExampleBudget.of(config, directory, start)
-    strategy = _strategy(bench, config, start, limits, privacy)
-    final, records = _hold_rounds(grid, bench, config, directory, start, strategy, watching)
-    summary = summary_of(bench, config, records, len(strategy.registry.members))
-    if privacy is not None:
-        summary.update(cast(Summary, privacy.told()))
-    if (processes := processes_of(grid)) is not None:
-        summary["processes"] = processes
-    carry_over(directory, start, summary)
-    _save_result(final, bench, directory, summary)
-    strategy.callbacks.on_run_end()
-    report_result(summary, bench.task.metric, directory, _report(config, directory))
-
-
-def _hold_rounds(
-    grid: Grid,
-    bench: ModelAndData,
-    config: Config,
-    directory: RunDirectory,
-    start: ResumePoint,
-    strategy: FederatedTuning,
-    watching: Callbacks,
-) -> tuple[Tensors, list[RoundRecord]]:
-    """Let the strategy run its rounds; return the last state, and all records."""
-    metric = bench.task.metric
+    model, metric = bench.model, bench.task.metric
+    budget = release_of(config).budget
+    privacy = None if budget is None else budget.of(config, directory, start)
+    strategy = FederatedTuning(
+        config,
+        model.method,
+        backbone=bench.backbone_fingerprint,
+        seed_fingerprint=model.seed_fingerprint,
+        derived=model.derived,
+        load_fixed=model.load_fixed,
+        first_round=start.first,
+        fixed=start.fixed,
+        memory=start.memory,
+        partitions=start.records[-1]["partitions"] if start.records else None,
+        trained=start.trained,
+        measured=bench.task.measures,
+        partition_sizes=bench.partition_sizes,
+        limits=limits,
+        privacy=privacy,
+    )
     progress = Progress(start.first, config.num_rounds, metric, config.max_bytes, start.bytes)
     trackers = Trackers(config.tracking, directory.path, config.as_dict())
-    here = in_process(grid) and bench.model.method.personal is not None
-    own_parts = cast(InProcess, grid).own_parts if here else None
+    own_parts = grid.own_parts if in_process(grid) and model.method.personal is not None else None
     keeper = RunRecorder(directory, bench, progress, trackers, start, strategy, own_parts)
     callbacks: list[Callback] = [keeper, StatusFile(directory.path)]
     if config.evaluate_samples:  # before the round's line: a run that is resumed writes them again
-        anew = start.done is None and bench.model.method.calibration is None
+        anew = start.done is None and model.method.calibration is None
         callbacks.insert(0, Samples(bench, directory, start.state if anew else None))
     if config.deliver:
-        delivery = Delivery(config, strategy.registry, strategy.mail, strategy.status)
-        callbacks.append(DeliverAtEnd(grid, delivery, directory, start.state, measured))
+        given = (config, strategy.registry, strategy.mail, strategy.status)
+        callbacks.append(resolve_name(DELIVERY)(grid, *given, directory, start.state))
     strategy.callbacks = Callbacks([*callbacks, watching])
-
     if config.evaluate_on == "server" and bench.questions is not None:  # read before training
         log.info("%d multiple-choice questions are asked at each evaluation", len(bench.questions))
 
     def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
         tally = Tally() if bench.task.classifies else None
-        with bench.model.holding(from_record(arrays)):
+        with model.holding(from_record(arrays)):
             measured = MetricRecord(_finite(bench.evaluate(tally), number))
         keeper.tally = tally
         if tally is not None:
@@ -265,36 +228,16 @@ def _hold_rounds(
         progress.close()
         trackers.close()
     keeper.go_on()  # where there was no further round
+    summary = summary_of(bench, config, keeper.records, len(strategy.registry.members))
+    if privacy is not None:
+        summary.update(cast(Summary, privacy.told()))
+    if (processes := processes_of(grid)) is not None:
+        summary["processes"] = processes
+    carry_over(directory, start, summary)
     final = from_record(result.arrays) if result.arrays else start.state
-    return final, keeper.records
-
-
-def _strategy(
-    bench: ModelAndData,
-    config: Config,
-    start: ResumePoint,
-    limits: list[StopCondition],
-    privacy: PrivacyBudget | ExampleBudget | None,
-) -> FederatedTuning:
-    """Make the strategy of a run that begins there."""
-    model, records = bench.model, start.records
-    return FederatedTuning(
-        config,
-        model.method,
-        backbone=bench.backbone_fingerprint,
-        seed_fingerprint=model.seed_fingerprint,
-        derived=model.derived,
-        load_fixed=model.load_fixed,
-        first_round=start.first,
-        fixed=start.fixed,
-        memory=start.memory,
-        partitions=records[-1]["partitions"] if records else None,
-        trained=start.trained,
-        measured=bench.task.measures,
-        partition_sizes=bench.partition_sizes,
-        limits=limits,
-        privacy=privacy,
-    )
+    _save_result(final, bench, directory, summary)
+    strategy.callbacks.on_run_end()
+    report_result(summary, metric, directory, _report(config, directory))
 
 
 def _save_result(
@@ -305,15 +248,14 @@ def _save_result(
     folder = directory.path / RESULT_FOLDERS[form]
     if model.method.personal is not None:
         directory.write_json("summary.json", summary)
-        (directory.path / "failure.json").unlink(missing_ok=True)
-        return
-    with model.holding(final):
-        norms = model.method.head_norms(model.adapters)
-        names = [layer.name for layer in model.layers]
-        summary["head-norms"] = dict(zip(names, norms, strict=True))
-        directory.write_json("summary.json", summary)
-        write_result(form, folder, bench)
-    write_card(folder, form, directory)
+    else:
+        with model.holding(final):
+            norms = model.method.head_norms(model.adapters)
+            names = [layer.name for layer in model.layers]
+            summary["head-norms"] = dict(zip(names, norms, strict=True))
+            directory.write_json("summary.json", summary)
+            write_result(form, folder, bench)
+        write_card(folder, form, directory)
     (directory.path / "failure.json").unlink(missing_ok=True)
 
 
@@ -330,8 +272,8 @@ def _deliver_again(
         ask_again(grid, config.round_timeout)
     registry.gather(grid, wait=True)
     mail = MessageBuilder(to_record(start.fixed) if start.fixed else None)
-    delivery = Delivery(config, registry, mail, Status(registry, tell=None))
-    DeliverAtEnd(grid, delivery, directory, start.state, measured).on_run_end()
+    given = (config, registry, mail, Status(registry, tell=None))
+    resolve_name(DELIVERY)(grid, *given, directory, start.state).on_run_end()
     log.info("run directory: %s", directory.path)
 
 

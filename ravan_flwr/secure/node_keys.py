@@ -9,6 +9,7 @@ import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -36,7 +37,7 @@ class NodeKeys:
     def own(self) -> Ed25519PrivateKey:
         """Read this client's own key."""
         if self._own is None:
-            self._own = _private(self.folder / _name(self.partition, "key"))
+            self._own = _key(self.folder / _name(self.partition, "key"), Ed25519PrivateKey)
         return self._own
 
     def public(self) -> bytes:
@@ -55,7 +56,8 @@ class NodeKeys:
 
     def public_of(self, partition: int) -> bytes:
         """Read a client's public key; ValueError if it is not known here."""
-        return _public(self.folder / _name(partition, "pub")).public_bytes_raw()
+        path = self.folder / _name(partition, "pub")
+        return bytes(_key(path, Ed25519PublicKey).public_bytes_raw())
 
     def check(self, partition: int, signature: bytes, text: bytes) -> None:
         """Raise ValueError unless that client has signed the text."""
@@ -122,24 +124,22 @@ def _write(path: Path, data: bytes, mode: int) -> None:
         new.unlink(missing_ok=True)
 
 
-def _private(path: Path) -> Ed25519PrivateKey:
+def _key(path: Path, kind: Any) -> Any:
+    """Read a key of that kind; ValueError that says what is there instead."""
+    public = kind is Ed25519PublicKey
+    why: object = "another kind of key"
     try:
-        key = load_pem_private_key(_read(path), None)
+        data = _read(path)
+        key = load_pem_public_key(data) if public else load_pem_private_key(data, None)
+        if isinstance(key, kind):
+            return key
     except (TypeError, ValueError, UnsupportedAlgorithm) as error:
-        raise ValueError(_damaged(path, "private", error)) from None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise ValueError(_damaged(path, "private", "another kind of key"))
-    return key
-
-
-def _public(path: Path) -> Ed25519PublicKey:
-    try:
-        key = load_pem_public_key(_read(path))
-    except (TypeError, ValueError, UnsupportedAlgorithm) as error:
-        raise ValueError(_damaged(path, "public", error)) from None
-    if not isinstance(key, Ed25519PublicKey):
-        raise ValueError(_damaged(path, "public", "another kind of key"))
-    return key
+        why = error
+    raise ValueError(
+        f"secure-keys: {path.name}: {str(why)[:100]}; expected an Ed25519 "
+        f"{'public' if public else 'private'} key in PEM, as `ravan-flwr secure-keys` makes it; "
+        "put the file there"
+    )
 
 
 def _read(path: Path) -> bytes:
@@ -149,10 +149,3 @@ def _read(path: Path) -> bytes:
             return file.read(_LARGEST)
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror})") from None
-
-
-def _damaged(path: Path, kind: str, why: object) -> str:
-    return (
-        f"secure-keys: {path.name}: {str(why)[:100]}; expected an Ed25519 {kind} key in PEM, as "
-        "`ravan-flwr secure-keys` makes it; put the file there"
-    )

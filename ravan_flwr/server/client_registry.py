@@ -7,7 +7,7 @@ back: it takes part from the round after its answer.
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from logging import getLogger
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
@@ -21,9 +21,7 @@ from ravan_flwr.messages.registered_client import (
     read_registered_client,
 )
 from ravan_flwr.runs.console import count
-from ravan_flwr.server.examples import ExampleCounts
-from ravan_flwr.server.nodes import Node
-from ravan_flwr.server.partitions import Partitions
+from ravan_flwr.server.partitions import ExampleCounts, Partitions
 from ravan_flwr.server.replies import content_of, telling
 from ravan_flwr.server.reply_fetcher import ReplyFetcher, in_process, push, simulating
 from ravan_flwr.specs import NODES_CHOSEN
@@ -37,6 +35,62 @@ AT_ONCE = 64  # questions that are open in Flower's simulation, which looks at a
 REFUSALS_TOLD = 5  # by a line each, of one recruiting
 CATCH_UP = 60.0  # seconds for the answers of nodes that come when the result is delivered
 QUERY_TIMEOUT = 1800.0  # seconds for an answer: a node loads its model and data first
+LONG = 64  # rounds that a node is skipped with which they would have no effect
+
+
+@dataclass
+class Node:
+    """Keep the record of one node."""
+
+    node_id: int
+    since: str | None = None  # since when it was there as it was asked; None: it is to be asked
+    question: str = ""  # the message that its answer is waited for; "" if none is
+    until: float = 0.0  # for how long
+    last: str = ""  # the message that it was asked by the last time
+    times: int = 0  # how often it was asked
+    member: RegisteredClient | None = None
+    refused: str = ""  # why
+    # By kind of message, since who answers one kind alone would be asked for the other for ever:
+    silent: dict[str, int] = field(default_factory=dict)  # how many in a row had no reply
+    asleep: dict[str, int] = field(default_factory=dict)  # the first round in which it is asked
+    faults: int = 0  # how many of its replies in a row were no good
+    disputes: set[int] = field(default_factory=set)  # partitions: one of both is at fault
+    heard: float = 0.0  # when it last sent something, in seconds since 1970
+
+    @property
+    def doubt(self) -> int:
+        """Count silences and faults of the node; replies of nodes with fewest are read first."""
+        return sum(self.silent.values()) + self.faults
+
+    def was_asked(self, question: str, since: str, until: float) -> None:
+        """Note the message that it was asked by, and for how long its answer is waited for."""
+        self.question = self.last = question
+        self.since, self.until = since, until
+        self.times += 1
+
+    def forget_unless(self, since: str | None) -> None:
+        """Forget its answer, so that it is asked again, unless it was connected ever since."""
+        if self.since is not None and since != self.since:
+            self.since, self.refused, self.question = None, "", ""
+
+    def was_silent(self, kind: str, round_number: int) -> None:
+        """Ask it less often: after the k-th silence in a row it sits out 2^(k-1) - 1 rounds."""
+        self.silent[kind] = self.silent.get(kind, 0) + 1
+        self.asleep[kind] = round_number + 2 ** min(self.silent[kind] - 1, 6)
+
+    def rest(self, kind: str, round_number: int) -> None:
+        """Leave it out of many rounds: with it they would have no effect."""
+        self.asleep[kind] = round_number + LONG
+
+    def answered(self, kind: str) -> None:
+        """Note that it replied: from now on it may be asked for this in every round."""
+        self.silent.pop(kind, None)
+        self.asleep.pop(kind, None)
+        self.faults = 0
+
+    def rests(self, kind: str, round_number: int) -> bool:
+        """Return whether it sits this round out; a node that does not train does not evaluate."""
+        return any(self.asleep.get(one, 0) > round_number for one in (kind, MessageType.TRAIN))
 
 
 class ClientRegistry:
@@ -121,28 +175,27 @@ class ClientRegistry:
         if not self.members:
             raise RuntimeError(self._why_nobody_trains())
         if wait:
-            self._introduce()
-            if simulating(grid) and not in_process(grid) and NODES_CHOSEN not in os.environ:
-                self._advise()
+            chosen = in_process(grid) or NODES_CHOSEN in os.environ
+            self._introduce(advise=simulating(grid) and not chosen)
             self._parts.check(self.members.values(), self.least)
 
     def gather(self, grid: Grid, *, wait: bool = False) -> None:
         """Do as `recruit` does, and leave it to the caller whether there is anybody."""
         self._query(grid, wait=wait)
         self._check_all()
-        self._tell_of_the_rest()
+        if rest := self._refused_now[REFUSALS_TOLD:]:  # the others have a line each
+            log.warning("refused %s more: %s", count(len(rest), "node"), listed(rest))
+        self._refused_now.clear()
 
     def catch_up(self, grid: Grid) -> None:
         """Wait, not for long, for nodes that came, or came back, and have not answered yet."""
         until = time.monotonic() + CATCH_UP
         self.gather(grid)
-        while self._open_questions(grid) and time.monotonic() < until:
+        while time.monotonic() < until and any(
+            self.nodes[n].question for n in grid.get_node_ids() if n in self.nodes
+        ):
             time.sleep(0.5)
             self.gather(grid)
-
-    def _open_questions(self, grid: Grid) -> bool:
-        """Return whether a node that is connected has not answered."""
-        return any(self.nodes[n].question for n in grid.get_node_ids() if n in self.nodes)
 
     def _query(self, grid: Grid, *, wait: bool) -> None:
         """Ask and take answers, once, or until all are there or the time is up."""
@@ -258,12 +311,6 @@ class ClientRegistry:
 
     # Messages for people.
 
-    def _tell_of_the_rest(self) -> None:
-        """Log how many more were refused than have a line of their own."""
-        if rest := self._refused_now[REFUSALS_TOLD:]:
-            log.warning("refused %s more: %s", count(len(rest), "node"), listed(rest))
-        self._refused_now.clear()
-
     def _why_nobody_trains(self) -> str:
         """Explain that there is no member, and what to do."""
         if not self.refused:
@@ -275,8 +322,11 @@ class ClientRegistry:
         told = "the one that is connected was" if number == 1 else f"all {number} were"
         return f"no node to train on: {told} refused: {listed(self.refused.values())}"
 
-    def _introduce(self) -> None:
-        """Log who is there, and how many parts of the data have no node."""
+    def _introduce(self, *, advise: bool) -> None:
+        """Log who is there, and how many parts of the data have no node.
+
+        And how to simulate as many clients as the preset is made for, if Flower chose fewer.
+        """
         members = self.members.values()
         shares = sorted({m.share for m in members})
         log.info(
@@ -287,11 +337,8 @@ class ClientRegistry:
         )  # fmt: skip
         if (missing := self.partitions - len(members)) > 0:
             log.warning("%s without a node: their data is not used", count(missing, "partition"))
-
-    def _advise(self) -> None:
-        """Log how to simulate as many clients as the preset is made for, if Flower chose fewer."""
-        shared = [member for member in self.members.values() if not member.own_data]
-        if len(shared) == len(self.members) == FLOWERS_NODES < self.meant:
+        shared = [member for member in members if not member.own_data]
+        if advise and len(shared) == len(self.members) == FLOWERS_NODES < self.meant:
             log.info(
                 "the preset is made for %d clients; to simulate as many: flwr run . --stream "
                 '--federation-config "num-supernodes=%d client-resources-num-cpus=1"',

@@ -1,50 +1,61 @@
-"""Keep a private run's account on disk, and ahead of what it accounts for (`privacy=client`).
+"""Keep a private run's account on disk, and ahead of what it accounts for.
 
-`privacy.json` says how many releases there may have been, and what they spend. It is written before
-the noise of a round is drawn: a run that is stopped in between has counted a release that never
-was, never the other way round. A run that goes on goes on counting, also one that goes back to an
-earlier round, since what was released stays released.
+`privacy.json` says what a run has spent. It is written before it is spent: a run that is stopped in
+between has counted what never was, never the other way round. A resumed run continues to count,
+also one that goes back to an earlier round, since what was released stays released.
 
-The sampling rate is fixed when the run begins, by the clients that there are then.
-
-With secure aggregation there is a second account: what the server may learn of each client, which
-knows who takes part and sees sums before it has added the rest of the noise. There no draw hides
-anybody, so that what counts is how often a client took part, and with how much noise. That follows
-from the cohorts, which the operator alone may know: what is published is a bound that does not.
+With `privacy=client` what counts are releases, with a sampling rate that is fixed when the run
+begins, by the clients that there are then. With secure aggregation there is a second account: what
+the server may learn of each client, which knows who takes part and sees sums before it has added
+the rest of the noise. There no draw hides anybody, so that what counts is how often a client took
+part, and with how much noise. That follows from the cohorts, which the operator alone may know:
+what is published is a bound that does not. The account of `privacy=example` is in
+extras/example_privacy.py.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from logging import getLogger
-from typing import Any
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
 
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.run_config import Config
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.privacy.account import epsilon_of, epsilon_seen, multiplier_for
 from ravan_flwr.privacy.cohorts import most_rounds, why_not_masked
-from ravan_flwr.privacy.mechanism import Noise
+from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
+from ravan_flwr.secure.noised import LEAST_NORM, MOST_NORM
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.resume import ResumePoint
 
 log = getLogger(__name__)
 
 NAME = "privacy.json"
+CLIP_NORM = "privacy/clip-norm"  # in the server's memory
 CLOSE = 1e-6  # two accounts of the same releases
-_NUMBERS = ("noise-multiplier", "sampling-rate", "delta")
 MOST_RELEASES = KEYS["num-rounds"].high
 MOST_SEEN = 1e12  # sum of a client in `to-server`
 
+Records = Sequence[RoundRecord]
 
-class PrivacyBudget:
-    """Say what a run has spent, and whether a further release is within its epsilon.
 
-    `before` is what the file said when a run went on, and `write` writes it.
+class PrivacyBudget(ABC):
+    """Say what a run has spent, and whether a further round is within its epsilon.
+
+    It is one of the run's stop conditions. `before` is what the file said when a run was resumed,
+    and `write` writes it.
     """
+
+    privacy: ClassVar[str]  # the run config's
+    spends: ClassVar[str]  # what does, as an error says
 
     def __init__(
         self,
@@ -54,115 +65,184 @@ class PrivacyBudget:
     ) -> None:
         self.config, self._write = config, write
         self.delta, self._limit = config.delta, config.epsilon
-        self.releases = int(before["releases"]) if before else 0
-        self.rate = float(before["sampling-rate"]) if before else 0.0  # 0: not known yet
         self.multiplier = float(before["noise-multiplier"]) if before else 0.0
-        seen = before.get("to-server", {}) if before else {}
-        self.seen = {int(partition): float(sum_) for partition, sum_ in seen.items()}
-        self._clients = 0  # the most from which a round has drawn
 
     @classmethod
-    def of(
-        cls, config: Config, directory: RunDirectory, start: ResumePoint
-    ) -> "PrivacyBudget | None":
-        """Open a run's account; None if it is not one with privacy of clients."""
-        if config.privacy != "client":
+    def of(cls, config: Config, directory: RunDirectory, start: ResumePoint) -> Self | None:
+        """Open a run's account; None if it has none, ValueError if that of a resumed run is wrong.
+
+        It is compared with all records, those too that the run goes back behind.
+        """
+        if config.privacy != cls.privacy:
             return None
-        before = read_account(directory, start, partial(_problems, config=config))
-        return cls(config, partial(directory.write_json, NAME), before)
-
-    def begin(self, registry: ClientRegistry, rounds: int) -> None:
-        """Fix the sampling rate and the noise of a new run; tell what the run will spend."""
-        clients = self._clients = max(registry.partitions, len(registry.members))
-        if not self.rate:
-            self.rate = min(1.0, self.config.clients_per_round / clients)
-            self.multiplier = self.config.noise_multiplier or multiplier_for(
-                self._limit or 0.0, self.rate, self.delta, rounds
-            )
-        if self.is_spent and not self.releases:
+        write = partial(directory.write_json, NAME)
+        if start.done is None:
+            return cls(config, write)
+        wrong, before = "it is missing", {}
+        if (directory.path / NAME).is_file():
+            before, records = directory.read_json(NAME), directory.read_rounds()
+            wrong = next(cls._all_problems(before, records, config), "")
+        if wrong:
             raise ValueError(
-                f"epsilon = {self._limit:g}: one round takes {self._epsilon(1):.4g} with "
-                f"noise-multiplier = {self.multiplier:g}, expected room for one at least; raise "
-                "the one or the other"
+                f"{directory.path / NAME}: {wrong}, expected the account of the run; "
+                "restore the file, since without it nobody knows what was spent"
             )
-        if self.config.secure_aggregation and (why := self.why_not_masked(len(registry.members))):
-            raise ValueError(why)
-        self._introduce(clients, rounds)
+        return cls(config, write, before)
 
-    def why_not_masked(self, members: int) -> str:
-        """Say why a cohort of so many members must not be masked; "" if it may be."""
-        config = self.config
-        least, rounds = config.secure_minimum, config.num_rounds
-        return why_not_masked(members, self.rate, least, rounds, self.delta)
+    @classmethod
+    def _all_problems(
+        cls, before: Mapping[str, Any], records: Records, config: Config
+    ) -> Iterator[str]:
+        """List what is wrong with a file: by itself, then where a record contradicts it.
+
+        What was spent follows from the other values, which settings and records have as well.
+        """
+        yield from positive(before, "noise-multiplier")
+        for key, set_ in (("delta", config.delta), ("noise-multiplier", config.noise_multiplier)):
+            if set_ not in (None, before.get(key)):
+                yield f"{key} = {before.get(key)!r}, and the run has {set_!r}"
+        yield from cls.problems(before, records, config)
+        spent = cls(config, lambda _: None, before).told()
+        for key in sorted({"epsilon", "epsilon-to-server"} & spent.keys()):
+            if not agree(before.get(key), spent[key]):
+                yield f"{key} = {before.get(key)!r}, and {cls.spends} {spent[key]!r}"
+        for record in records:
+            told: Mapping[str, Any] = record.get("privacy", {})
+            for key in ("noise-multiplier", "epsilon", *({"epsilon-to-server"} & before.keys())):
+                here, there = before[key], told.get(key)
+                less = isinstance(there, int | float) and there < here
+                if not (agree(there, here) or (less and key != "noise-multiplier")):
+                    yield f"{key} = {here!r}, and round {record['round']} has {there!r}"
+
+    @classmethod
+    @abstractmethod
+    def problems(cls, before: Mapping[str, Any], records: Records, config: Config) -> Iterator[str]:
+        """List the values that are not as a run writes them, those first that others need."""
+
+    @abstractmethod
+    def begin(self, registry: ClientRegistry, rounds: int) -> None:
+        """Fix the noise of a new run; log what the run will spend."""
 
     @property
+    @abstractmethod
     def epsilon(self) -> float:
-        """Return what the releases so far have spent."""
-        return self._epsilon(self.releases)
+        """Return what was spent so far."""
+
+    @abstractmethod
+    def ends_after(self, rounds: int) -> bool:
+        """Tell whether after so many further rounds none is within the limit."""
 
     @property
     def is_spent(self) -> bool:
-        """Tell whether no further release is within the limit."""
-        return self._limit is not None and self._epsilon(self.releases + 1) > self._limit
+        """Tell whether no further round is within the limit."""
+        return self.ends_after(0)
 
     @property
     def is_last(self) -> bool:
         """Tell whether the round that begins is the last within the limit."""
-        return self._limit is not None and self._epsilon(self.releases + 2) > self._limit
+        return self.ends_after(1)
 
-    def add(self, record: RoundRecord) -> None:
-        """Count nothing: `spend` has, before the round's release."""
-
+    @abstractmethod
     def tell(self, number: int) -> None:
         """Log why that round is not held."""
-        log.info("epsilon: no room for round %d; the run ends here", number)
 
-    def noise(self, members: int) -> Noise:
-        """Say how much noise a round needs that draws from so many members."""
-        config, self._clients = self.config, max(self._clients, members)
-        adaptive = config.clip_norm is None
-        return Noise(self.multiplier, self.rate * members, adaptive, config.noise_cohort)
+    def add(self, record: RoundRecord) -> None:  # noqa: B027 (nothing is a choice)
+        """Count nothing: it was counted before it was spent."""
 
-    def spend(self, asked: Collection[int] = (), shown: float = 0.0) -> None:
-        """Count one release more, on disk when this returns.
+    def restore(self, memory: Mapping[str, Tensor]) -> None:  # noqa: B027 (likewise)
+        """Take what a resumed run had in its checkpoint."""
 
-        In a secure round the server sees sums over these partitions, whose noise has `shown`.
-        """
-        self.releases += 1
-        for partition in asked:
-            self.seen[partition] = self.seen.get(partition, 0.0) + shown
-        more: dict[str, Any] = {"releases": self.releases, "sampling-rate": self.rate}
-        if self.config.secure_aggregation:
-            more["to-server"] = {str(one): sum_ for one, sum_ in sorted(self.seen.items())}
-        self._write(self.told() | more)
+    @property
+    def memory(self) -> Tensors:
+        """Return what a checkpoint needs of it."""
+        return {}
 
     def told(self) -> dict[str, Any]:
         """Say what was spent, as the records and the summary have it."""
-        told: dict[str, Any] = {
-            "epsilon": self.epsilon,
-            "delta": self.delta,
-            "noise-multiplier": self.multiplier,
-        }
-        if self.config.noise_cohort is not None:
-            told["noise-cohort"] = self.config.noise_cohort
-        if self.config.secure_aggregation:
-            told["epsilon-to-server"] = epsilon_seen(max(self.seen.values(), default=0), self.delta)
-            told["epsilon-to-server-bound"] = self._bound_to_server()
-        return told
+        return {
+            "epsilon": self.epsilon, "delta": self.delta, "noise-multiplier": self.multiplier,
+        }  # fmt: skip
 
-    def _bound_to_server(self) -> float:
-        """Return what the server has seen of a client at most, by the chances of the draws alone.
+    def exceeds(self, epsilon: float) -> bool:
+        """Tell whether that is beyond the limit, if there is one."""
+        return self._limit is not None and epsilon > self._limit
 
-        Cohorts exceed it with a chance of delta. Of a round's noise two thirds are there at least.
-        """
-        rounds = most_rounds(self._clients, self.rate, self.releases, 1 - self.delta)
-        return epsilon_seen(rounds * 1.5 / self.multiplier**2, self.delta)
+    def calibrate(self, rate: float, releases: int) -> None:
+        """Choose the noise, unless it is known: as set, or by epsilon for so many releases."""
+        self.multiplier = (
+            self.multiplier
+            or self.config.noise_multiplier
+            or multiplier_for(self._limit or 0.0, rate, self.delta, releases)
+        )
 
-    def _epsilon(self, releases: int) -> float:
-        return epsilon_of(self.multiplier, self.rate, self.delta, releases)
+    def no_room(self, takes: float, where: str) -> ValueError:
+        """Make the error of a run in which not one round is within the limit."""
+        return ValueError(
+            f"epsilon = {self._limit:g}: one round takes {takes:.4g} with noise-multiplier = "
+            f"{self.multiplier:g}, expected room for one {where}; raise the one or the other"
+        )
 
-    def _introduce(self, clients: int, rounds: int) -> None:
-        """Log what protects the clients, and what would be spent to the end."""
+
+def positive(before: Mapping[str, Any], *keys: str) -> Iterator[str]:
+    """List the values of these keys that are no finite numbers above 0."""
+    for key in keys:
+        value = before.get(key)
+        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            yield f"{key} = {value!r}"
+
+
+def agree(found: object, expected: float) -> bool:
+    """Tell whether a number of a file is one that was worked out, on whatever machine."""
+    return isinstance(found, int | float) and math.isclose(found, expected, rel_tol=CLOSE)
+
+
+def times_used(records: Records) -> Counter[int]:
+    """Count the rounds in which an update of each partition was used."""
+    return Counter(client["partition-id"] for record in records for client in record["clients"])
+
+
+class ClientBudget(PrivacyBudget):
+    """Count releases of `privacy=client`, and keep the clip norm, which may adapt."""
+
+    privacy, spends = "client", "its releases spend"
+
+    def __init__(
+        self,
+        config: Config,
+        write: Callable[[dict[str, Any]], None],
+        before: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(config, write, before)
+        before = before or {}
+        self.releases = int(before.get("releases", 0))
+        self.rate = float(before.get("sampling-rate", 0.0))  # 0: not known yet
+        self.seen = {int(p): float(sum_) for p, sum_ in before.get("to-server", {}).items()}
+        self.norm = config.clip_norm or FIRST_NORM
+        self._clients = 0  # the most from which a round has drawn
+
+    def restore(self, memory: Mapping[str, Tensor]) -> None:
+        if self.config.clip_norm or (kept := memory.get(CLIP_NORM)) is None:
+            return
+        self.norm = float(kept) if kept.numel() == 1 else math.nan
+        if not LEAST_NORM <= self.norm <= MOST_NORM:
+            raise ValueError(
+                f"checkpoint: {CLIP_NORM} is {kept.tolist()}, expected one number from "
+                f"{LEAST_NORM:g} to {MOST_NORM:g}; restore the checkpoint, or go back with "
+                "resume=RUN@N"
+            )
+
+    @property
+    def memory(self) -> Tensors:
+        return {CLIP_NORM: torch.tensor([self.norm], dtype=torch.float64)}
+
+    def begin(self, registry: ClientRegistry, rounds: int) -> None:
+        clients = self._clients = max(registry.partitions, len(registry.members))
+        self.rate = self.rate or min(1.0, self.config.clients_per_round / clients)
+        self.calibrate(self.rate, rounds)
+        if self.is_spent and not self.releases:
+            raise self.no_room(self._epsilon(1), "at least")
+        if self.config.secure_aggregation and (why := self.why_not_masked(len(registry.members))):
+            raise ValueError(why)
         to_come = max(0, rounds - self.releases)
         log.info(
             "privacy=client: noise multiplier %.4g, each of %d clients in a round with probability "
@@ -182,108 +262,85 @@ class PrivacyBudget:
                 self.config.noise_cohort,
             )
 
+    def why_not_masked(self, members: int) -> str:
+        """Say why a cohort of so many members must not be masked; "" if it may be."""
+        config = self.config
+        least, rounds = config.secure_minimum, config.num_rounds
+        return why_not_masked(members, self.rate, least, rounds, self.delta)
 
-Records = Sequence[RoundRecord]
+    @property
+    def epsilon(self) -> float:
+        return self._epsilon(self.releases)
 
+    def ends_after(self, rounds: int) -> bool:
+        return self.exceeds(self._epsilon(self.releases + rounds + 1))
 
-def read_account(
-    directory: RunDirectory,
-    start: ResumePoint,
-    problems: Callable[[Mapping[str, Any], Records], Iterator[str]],
-) -> Mapping[str, Any] | None:
-    """Read the account of a run that goes on, None of a new one; ValueError for a wrong one.
+    def tell(self, number: int) -> None:
+        log.info("epsilon: no room for round %d; the run ends here", number)
 
-    `problems` lists what is wrong with it by itself, and by all records, those too that the run
-    goes back behind.
-    """
-    if start.done is None:
-        return None
-    wrong, before = "it is missing", {}
-    if (directory.path / NAME).is_file():
-        before, records = directory.read_json(NAME), directory.read_rounds()
-        found = chain(problems(before, records), _contradictions(before, records))
-        wrong = next(found, "")
-    if wrong:
-        raise ValueError(
-            f"{directory.path / NAME}: {wrong}, expected the account of the run that goes "
-            "on; restore the file, since without it nobody knows what was spent"
-        )
-    return before
+    def noise(self, members: int) -> Noise:
+        """Say how much noise a round needs that draws from so many members."""
+        config, self._clients = self.config, max(self._clients, members)
+        adaptive = config.clip_norm is None
+        return Noise(self.multiplier, self.rate * members, adaptive, config.noise_cohort)
 
+    def spend(self, asked: Collection[int] = (), shown: float = 0.0) -> None:
+        """Count one release more, on disk when this returns.
 
-def _contradictions(before: Mapping[str, Any], records: Records) -> Iterator[str]:
-    """List where an account of sound values has other noise than a record, or spends less."""
-    for record in records:
-        told: Mapping[str, Any] = record.get("privacy", {})
-        for key in ("noise-multiplier", "epsilon", *({"epsilon-to-server"} & before.keys())):
-            here, there = before[key], told.get(key)
-            same = agree(there, here) or (key != "noise-multiplier" and is_less(there, here))
-            if not same:
-                yield f"{key} = {here!r}, and round {record['round']} has {there!r}"
+        In a masked round the server sees sums over these partitions, whose noise has `shown`.
+        """
+        self.releases += 1
+        for partition in asked:
+            self.seen[partition] = self.seen.get(partition, 0.0) + shown
+        more: dict[str, Any] = {"releases": self.releases, "sampling-rate": self.rate}
+        if self.config.secure_aggregation:
+            more["to-server"] = {str(one): sum_ for one, sum_ in sorted(self.seen.items())}
+        self._write(self.told() | more)
 
+    def told(self) -> dict[str, Any]:
+        told = super().told()
+        if self.config.noise_cohort is not None:
+            told["noise-cohort"] = self.config.noise_cohort
+        if self.config.secure_aggregation:
+            told["epsilon-to-server"] = epsilon_seen(max(self.seen.values(), default=0), self.delta)
+            # By the chances of the draws alone; cohorts exceed it with a chance of delta. Of a
+            # round's noise two thirds are there at least.
+            rounds = most_rounds(self._clients, self.rate, self.releases, 1 - self.delta)
+            bound = epsilon_seen(rounds * 1.5 / self.multiplier**2, self.delta)
+            told["epsilon-to-server-bound"] = bound
+        return told
 
-def agree(found: object, expected: float) -> bool:
-    """Tell whether a number of a file is one that was worked out, on whatever machine."""
-    return isinstance(found, int | float) and math.isclose(found, expected, rel_tol=CLOSE)
+    def _epsilon(self, releases: int) -> float:
+        return epsilon_of(self.multiplier, self.rate, self.delta, releases)
 
-
-def is_less(found: object, expected: float) -> bool:
-    """Tell whether a number of a file is less than that."""
-    return isinstance(found, int | float) and found < expected
-
-
-def times_used(records: Records) -> Counter[int]:
-    """Count the rounds in which a reply of each partition was used."""
-    return Counter(client["partition-id"] for record in records for client in record["clients"])
-
-
-def _problems(before: Mapping[str, Any], records: Records, config: Config) -> Iterator[str]:
-    """List the values of the file that are not as a run writes them, those first that others need.
-
-    Epsilon follows from the others, which the settings and the records have as well.
-    """
-    for key in _NUMBERS:
-        value = before.get(key)
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            yield f"{key} = {value!r}"
-    z, rate, delta = (float(before[key]) for key in _NUMBERS)
-    if rate > 1 or delta != config.delta:
-        yield f"sampling-rate = {rate}, delta = {delta}"
-    releases = before.get("releases")
-    if type(releases) is not int or not max(1, len(records)) <= releases <= MOST_RELEASES:
-        yield f"releases = {releases!r} after {len(records)} rounds"
-    if config.noise_multiplier not in (None, z):
-        yield f"noise-multiplier = {z!r}, and the run has {config.noise_multiplier!r}"
-    spent = epsilon_of(z, rate, delta, releases or 0)
-    if not agree(before.get("epsilon"), spent):
-        yield f"epsilon = {before.get('epsilon')!r}, and its releases spend {spent!r}"
-    first = epsilon_of(z, rate, delta, 1)
-    told = records[0].get("privacy", {}).get("epsilon") if records else first
-    if not agree(told, first):
-        yield (
-            f"noise-multiplier = {z}, sampling-rate = {rate}, by which round 1 spends {first!r}, "
-            f"and it has {told!r}"
-        )
-    if config.secure_aggregation:
-        yield from _problems_to_server(before, records, delta)
-
-
-def _problems_to_server(before: Mapping[str, Any], records: Records, delta: float) -> Iterator[str]:
-    """List what is wrong with the account of what the server has seen."""
-    seen = before.get("to-server")
-    if not isinstance(seen, dict) or not all(
-        name.isdecimal() and type(sum_) is float and 0 < sum_ <= MOST_SEEN
-        for name, sum_ in seen.items()
-    ):
-        yield f"to-server = {str(seen)[:80]}"
-        return
-    for partition, rounds in times_used(records).items():
-        sum_, least = seen.get(str(partition), 0.0), rounds / before["noise-multiplier"] ** 2
-        if sum_ < least * (1 - CLOSE):
-            yield f"to-server = {sum_!r} of partition {partition}, which took part {rounds} times"
-    told, spent = (
-        before.get("epsilon-to-server"),
-        epsilon_seen(max(seen.values(), default=0), delta),
-    )
-    if not agree(told, spent):
-        yield f"epsilon-to-server = {told!r}, and to-server makes that {spent!r}"
+    @classmethod
+    def problems(cls, before: Mapping[str, Any], records: Records, config: Config) -> Iterator[str]:
+        yield from positive(before, "sampling-rate")
+        z, rate = (float(before[key]) for key in ("noise-multiplier", "sampling-rate"))
+        if rate > 1:
+            yield f"sampling-rate = {rate}"
+        releases = before.get("releases")
+        if type(releases) is not int or not max(1, len(records)) <= releases <= MOST_RELEASES:
+            yield f"releases = {releases!r} after {len(records)} rounds"
+        first = epsilon_of(z, rate, config.delta, 1)
+        told = records[0].get("privacy", {}).get("epsilon") if records else first
+        if not agree(told, first):
+            yield (
+                f"noise-multiplier = {z}, sampling-rate = {rate}, by which round 1 spends "
+                f"{first!r}, and it has {told!r}"
+            )
+        if not config.secure_aggregation:
+            return
+        seen = before.get("to-server")
+        if not isinstance(seen, dict) or not all(
+            name.isdecimal() and type(sum_) is float and 0 < sum_ <= MOST_SEEN
+            for name, sum_ in seen.items()
+        ):
+            yield f"to-server = {str(seen)[:80]}"
+            return
+        for partition, rounds in times_used(records).items():
+            sum_, least = seen.get(str(partition), 0.0), rounds / z**2
+            if sum_ < least * (1 - CLOSE):
+                yield (
+                    f"to-server = {sum_!r} of partition {partition}, which took part {rounds} times"
+                )

@@ -31,25 +31,18 @@ SHARES = ("accuracy", "f1")  # metrics from 0 to 1
 
 
 @dataclass(frozen=True)
-class Trained:
-    """Hold the content of a reply to a training message."""
-
-    upload: Tensors  # over the message's own bytes: to be read only
-    loss: float | None  # of a private run
-    seconds: float | None  # of a run that devices noise
-    anew: bool = False  # the client had no part of the model of its own, and began with a new one
-    skipped: int = 0  # steps in which float16 overflowed
-
-
-@dataclass(frozen=True)
-class Reply:
-    """Hold a training reply that could be read: its sender, its content, what travelled."""
+class Update:
+    """Hold what a client has trained, as its reply says, which was checked."""
 
     member: RegisteredClient
-    trained: Trained
-    bytes_up: int
-    bytes_down: int
-    steps: int  # that its examples and the settings make
+    upload: Tensors  # over the message's own bytes: to be read only
+    loss: float | None  # None: of a private run
+    seconds: float | None  # None: of a run that devices noise
+    anew: bool = False  # the client had no part of the model of its own, and began with a new one
+    skipped: int = 0  # steps in which float16 overflowed
+    masked: bytes = b""  # in place of an upload
+    bytes_up: int = 0
+    steps: int = 0  # that its examples and the settings make
 
 
 @dataclass(frozen=True)
@@ -71,12 +64,12 @@ def read_trained(
     personal: bool = False,
     with_loss: bool = True,
     with_seconds: bool = True,
-) -> Trained:
+) -> Update:
     """Read a training reply of that round, of a node with the server's bases.
 
     The method checks its tensors. `most` is how many numbers it can have on a wire that is decoded.
     Where clients have parts of their own (`personal`), a reply says whether it began without one.
-    Clients of a private run tell no loss, and where they add the noise no seconds; what is there
+    Clients of a private run report no loss, and where they add the noise no seconds; what is there
     all the same is not read.
     """
     with telling():
@@ -89,7 +82,7 @@ def read_trained(
         skips = with_loss and "skipped-steps" in metrics
         skipped = int(within(metrics, "skipped-steps", 0, MOST_STEPS)) if skips else 0
         tensors = decode(view_record(_arrays_of(content)), wire, most)
-        return Trained(tensors, loss, seconds, anew, skipped)
+        return Update(member, tensors, loss, seconds, anew, skipped)
 
 
 def refusal_in(reply: Message, round_number: int) -> str:

@@ -2,20 +2,22 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from ravan_flwr.messages.arrays import num_bytes
 from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.message_builder import MessageBuilder
-from ravan_flwr.server.nodes import Node
 from ravan_flwr.server.reply_decoder import weight_of
-from ravan_flwr.server.reply_fetcher import in_process, pull_replies, push
-from ravan_flwr.server.round_deadline import RoundDeadline
+from ravan_flwr.server.reply_fetcher import RoundDeadline, in_process, pull_replies, push
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.status import Status
 from ravan_flwr.server.superlink import failures_of
+
+Checked = TypeVar("Checked")
 
 
 class ReplyCollector:
@@ -26,28 +28,29 @@ class ReplyCollector:
     ) -> None:
         self._mail, self._nodes, self._round_log, self._status = mail, nodes, round_log, status
         self._kind = MessageType.TRAIN
-        self._outstanding: dict[
-            str, tuple[RegisteredClient, int]
-        ] = {}  # by message id; and its bytes
-        self._patience = RoundDeadline(0, 0)
+        self._outstanding: dict[str, RegisteredClient] = {}  # by message id
+        self.sizes: dict[int, int] = {}  # bytes of the message to each node
+        self._deadline = RoundDeadline(0, 0)
 
     def replies(
-        self, grid: Grid, messages: list[Message], patience: Callable[[int], RoundDeadline]
+        self, grid: Grid, messages: list[Message], deadline: Callable[[int], RoundDeadline]
     ) -> Iterator[Message]:
         """Send the messages, then yield replies as they arrive, until no more are waited for.
 
-        `patience` is told how many messages were sent. A node that is silent until then is asked
-        less often from now on.
+        `deadline` makes that of so many messages. A node that is silent until then is asked less
+        often from now on.
         """
         if messages:  # a calibration is training, too
             self._kind = messages[0].metadata.message_type.partition(".")[0]
         self._send(grid, messages)
-        asked = [member for member, _ in self._outstanding.values()]
-        self._status.begin(self._doing, self._round_log.number, asked=asked)
-        self._patience = patience(len(self._outstanding))
+        asked, number = self._outstanding.values(), self._round_log.number
+        training = "training" if number else "calibrating"
+        doing = {MessageType.TRAIN: training, MessageType.EVALUATE: "evaluating"}
+        self._status.begin(doing.get(self._kind, "delivering"), number, asked=asked)
+        self._deadline = deadline(len(self._outstanding))
         failed = failures_of(grid).count
         for reply in pull_replies(
-            grid, self._mail.inbox, self._in_order(), self._patience, self._mail.late
+            grid, self._mail.inbox, self._in_order(), self._deadline, self._mail.late
         ):
             if reply.metadata.reply_to_message_id in self._outstanding:
                 yield reply
@@ -60,48 +63,36 @@ class ReplyCollector:
         self._close(failure, look_for_late=not in_process(grid))
 
     def take(
-        self, replies: Iterable[Message], take: Callable[[Message, RegisteredClient, int], None]
+        self,
+        replies: Iterable[Message],
+        check: Callable[[Message, RegisteredClient], Checked],
+        accumulate: Callable[[Checked], object],
     ) -> None:
-        """Take the replies one by one; one that makes `take` raise ValueError is rejected."""
+        """Check and accumulate replies one by one; a ValueError of either rejects the reply."""
         for message in replies:
-            member, bytes_down = self._sender(message)
+            member = self._outstanding.pop(message.metadata.reply_to_message_id)
+            node = self._nodes[member.node_id]
+            self._round_log.count(weight_of(message), self.sizes[member.node_id])
+            self._status.answered(node, member)
             try:
-                take(message, member, bytes_down)
+                accumulate(check(message, member))
             except ValueError as error:
                 self.reject(member, error)
-            else:
-                self._accept(member)
+            else:  # its node is there, and has the fixed tensors
+                self._deadline.use()
+                node.answered(self._kind)
+                self._mail.has_answered(member.node_id)
 
     def expect(self, message: Message, member: RegisteredClient) -> None:
         """Wait for the reply to a message that was sent."""
-        size = sum(map(num_bytes, message.content.array_records.values()))
-        self._outstanding[message.metadata.message_id] = (member, size)
-
-    def _sender(self, reply: Message) -> tuple[RegisteredClient, int]:
-        """Return who replied, and the bytes of the message; count the bytes of both."""
-        member, bytes_down = self._outstanding.pop(reply.metadata.reply_to_message_id)
-        self._round_log.count(weight_of(reply), bytes_down)
-        self._status.answered(self._nodes[member.node_id], member)
-        return member, bytes_down
-
-    def _accept(self, member: RegisteredClient) -> None:
-        """Note that a reply was used: its node is there, and has the fixed tensors."""
-        self._patience.use()
-        self._nodes[member.node_id].answered(self._kind)
-        self._mail.has_answered(member.node_id)
+        self._outstanding[message.metadata.message_id] = member
+        self.sizes[member.node_id] = sum(map(num_bytes, message.content.array_records.values()))
 
     def reject(self, member: RegisteredClient, reason: object) -> None:
         """Note that a reply is not used, and why."""
         self._mail.has_failed(member.node_id)
         self._nodes[member.node_id].faults += 1
         self._round_log.reject(member, reason)
-
-    @property
-    def _doing(self) -> str:
-        """Name the step that these messages are of."""
-        if self._kind == MessageType.TRAIN:
-            return "training" if self._round_log.number else "calibrating"
-        return "evaluating" if self._kind == MessageType.EVALUATE else "delivering"
 
     def _send(self, grid: Grid, messages: list[Message]) -> None:
         """Push the messages; a member whose message is not taken is rejected."""
@@ -119,7 +110,7 @@ class ReplyCollector:
         """Sort the outstanding messages: nodes that were silent or refused before come last."""
         doubts = {
             message_id: self._nodes[member.node_id].doubt
-            for message_id, (member, _) in self._outstanding.items()
+            for message_id, member in self._outstanding.items()
         }
         return sorted(doubts, key=lambda message_id: doubts[message_id])
 
@@ -128,10 +119,10 @@ class ReplyCollector:
 
         Or the SuperLink failed: then they are rejected, and their nodes are asked as before.
         """
-        seconds, number = f"{self._patience.seconds:.4g}", self._round_log.number
-        for message_id, (member, size) in self._outstanding.items():
-            self._round_log.count(0, size)
-            if self._patience.satisfied:
+        seconds, number = f"{self._deadline.seconds:.4g}", self._round_log.number
+        for message_id, member in self._outstanding.items():
+            self._round_log.count(0, self.sizes[member.node_id])
+            if self._deadline.satisfied:
                 why = ""
                 self._round_log.spare.append(member.partition_id)
             elif failure:

@@ -24,7 +24,7 @@ MOST_TIMES = 4  # how much larger a reply may be than what was sent for it ...
 ALWAYS_ROOM = 64 << 20  # ... unless it is smaller than this many bytes
 
 
-def take(grid: Grid, message_id: str) -> Message | None:
+def fetch(grid: Grid, message_id: str) -> Message | None:
     """Return the reply to this message, if it is there; an error message if it is no reply.
 
     An exception is the reply's fault, unless the SuperLink failed: then it is as if the reply

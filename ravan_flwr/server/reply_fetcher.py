@@ -1,5 +1,6 @@
 """Push messages and fetch replies one by one, so that no reply keeps the others waiting."""
 
+import math
 import threading
 import time
 from collections import deque
@@ -10,11 +11,60 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 from flwr.supercore.constant import TaskType
 
-from ravan_flwr.server.reply_decoder import take
-from ravan_flwr.server.round_deadline import RoundDeadline
+from ravan_flwr.server.reply_decoder import fetch
 from ravan_flwr.server.superlink import failures_of
 
 STUCK = 2.0  # seconds that others wait for one reply that is being fetched
+LEAST_GRACE = 60.0  # seconds for stragglers, unless the run config sets them
+GRACE = 10.0  # times what the first half of the replies took, likewise
+
+
+class RoundDeadline:
+    """Tell when to stop waiting: enough replies came, the grace has passed, or the timeout.
+
+    The grace for stragglers begins with the `least`-th reply that was used. With grace None it
+    begins when half of those that were asked have answered, and is ten times what that took, at
+    least a minute. `enough` replies end the round at once.
+    """
+
+    def __init__(
+        self,
+        timeout: float,
+        asked: int,
+        least: int = 1,
+        grace: float | None = math.inf,
+        enough: float = math.inf,
+    ) -> None:
+        self._began = time.monotonic()
+        self._until = self._began + timeout
+        self._grace, self._enough = grace, enough
+        self._quorum = min(asked, max(least, math.ceil(asked / 2)) if grace is None else least)
+        self.used = 0
+
+    def use(self) -> None:
+        """Count one more reply that was used."""
+        self.used += 1
+        if self.used == self._quorum:
+            now = time.monotonic()
+            grace = self._grace
+            if grace is None:
+                grace = max(LEAST_GRACE, GRACE * (now - self._began))
+            self._until = min(self._until, now + grace)
+
+    @property
+    def satisfied(self) -> bool:
+        """Return whether as many replies were used as were wanted."""
+        return self.used >= self._enough
+
+    @property
+    def left(self) -> float:
+        """Return the seconds that are left to wait."""
+        return self._until - time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds from the start to the end of waiting."""
+        return self._until - self._began
 
 
 def push(grid: Grid, messages: list[Message]) -> list[Message]:
@@ -40,7 +90,7 @@ class ReplyFetcher:
         if in_process(grid):
             ids = list(ids)
             grid.expect(ids)  # type: ignore[attr-defined]
-            yield from filter(None, (take(grid, message_id) for message_id in ids))
+            yield from filter(None, (fetch(grid, message_id) for message_id in ids))
             return
         todo = deque(message_id for message_id in ids if message_id not in self._fetching)
         self._fetching.update(todo)
@@ -84,7 +134,7 @@ class ReplyFetcher:
                 self._came.put((_DONE, None))
                 return
             try:
-                self._came.put((message_id, take(grid, message_id)))
+                self._came.put((message_id, fetch(grid, message_id)))
             except BaseException as error:  # noqa: BLE001 (raised where it is waited for)
                 self._came.put((message_id, error))
 

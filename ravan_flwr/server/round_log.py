@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import getLogger
+from typing import Any, cast
 
 from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.runs.client_statistics import Spread
 from ravan_flwr.runs.record import ClientRecord, Masked, Metrics, Rejection, RoundRecord, Spent
-from ravan_flwr.server.replies import Reply
+from ravan_flwr.server.replies import Update
 
 log = getLogger(__name__)
 
@@ -55,25 +56,25 @@ class RoundLog:
         self.bytes_up += bytes_up
         self.bytes_down += bytes_down
 
-    def use(self, reply: Reply, heads: list[list[int]]) -> None:
-        """Note that a reply was used, and the heads in it, by layer."""
-        member, mean = reply.member, sum(map(len, heads)) / max(1, len(heads))
+    def use(self, update: Update, heads: list[list[int]], bytes_down: int) -> None:
+        """Note that an update was used, the heads in it, by layer, and what its client was sent."""
+        member, mean = update.member, sum(map(len, heads)) / max(1, len(heads))
         client: ClientRecord = {
             "partition-id": member.partition_id,
             "share": member.share,
             "heads": int(mean) if mean.is_integer() else mean,
             "selected": heads,
             "examples": member.examples,
-            "steps": reply.steps,
-            "bytes-up": reply.bytes_up,
-            "bytes-down": reply.bytes_down,
+            "steps": update.steps,
+            "bytes-up": update.bytes_up,
+            "bytes-down": bytes_down,
         }
-        if reply.trained.loss is not None:
-            client["train-loss"] = reply.trained.loss
-        if reply.trained.seconds is not None:
-            client["seconds"] = round(reply.trained.seconds, 4)
-        if reply.trained.skipped:
-            client["skipped-steps"] = reply.trained.skipped
+        if update.loss is not None:
+            client["train-loss"] = update.loss
+        if update.seconds is not None:
+            client["seconds"] = round(update.seconds, 4)
+        if update.skipped:
+            client["skipped-steps"] = update.skipped
         self.clients.append(client)
 
     def lost(self, member: RegisteredClient) -> None:
@@ -102,7 +103,7 @@ class RoundLog:
 
     def record(self, metrics: Metrics) -> RoundRecord:
         """Make the round's line of `rounds.jsonl`."""
-        record: RoundRecord = {
+        record: dict[str, Any] = {
             "round": self.number,
             "metrics": dict(metrics),
             "clients": self._sorted(),
@@ -116,27 +117,20 @@ class RoundLog:
             "seconds": round(time.perf_counter() - self.started, 4),
             "phases": {phase: round(seconds, 4) for phase, seconds in self.phases.items()},
         }
-        if (loss := self.train_loss) is not None:
-            record["train-loss"] = loss
-        if self.private is not None:
-            record["privacy"] = self.private
-        if self.secure is not None:
-            record["secure"] = self.secure
-        if (more := len(self.left_out) - LISTED) > 0:
-            record["more-left-out"] = more
-        if (more := len(self.resting) - LISTED) > 0:
-            record["more-resting"] = more
-        if self.refused:
-            record["refused"] = self.refused
-        if self.spread:
-            record["spread"] = self.spread
-        if self.spent:
-            record["spent"] = self.spent[:LISTED]
-        if self.recounted:
-            record["recounted"] = sorted(self.recounted)
-        if self.began_anew:
-            record["began-anew"] = sorted(self.began_anew)
-        return record
+        optional = {
+            "train-loss": self.train_loss,
+            "privacy": self.private,
+            "secure": self.secure,
+            "more-left-out": max(0, len(self.left_out) - LISTED) or None,
+            "more-resting": max(0, len(self.resting) - LISTED) or None,
+            "refused": self.refused or None,
+            "spread": self.spread or None,
+            "spent": self.spent[:LISTED] or None,
+            "recounted": sorted(self.recounted) or None,
+            "began-anew": sorted(self.began_anew) or None,
+        }
+        record |= {key: value for key, value in optional.items() if value is not None}
+        return cast(RoundRecord, record)
 
     def why_too_few_came(self, least: int) -> str:
         """Explain that fewer replies were used than a round needs."""

@@ -21,7 +21,7 @@ from ravan_flwr.seeding import generator
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.reply_fetcher import in_process
 from ravan_flwr.server.round_log import RoundLog
-from ravan_flwr.training.masked import least_cohort
+from ravan_flwr.server.transport import transport_of
 
 log = getLogger(__name__)
 
@@ -96,10 +96,7 @@ class Sampler:
     @property
     def _least(self) -> int:
         """Return how many clients a round needs: at least one."""
-        if not self.config.secure_aggregation:
-            return self.config.min_replies
-        cohort = least_cohort(self.config, self.registry.partitions)
-        return max(self.config.min_replies, cohort)
+        return transport_of(self.config).cohort(self.config, self.registry.partitions)
 
     def _check_budgets(self, members: Iterable[RegisteredClient]) -> None:
         """Raise ValueError if no member, connected or not, can afford the method."""

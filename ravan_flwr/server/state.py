@@ -1,18 +1,26 @@
 """Keep what the server carries from one round to the next: the model's tensors, and its memory.
 
-The memory is what a run that goes on needs beside the tensors: the optimiser's moments, and the
-changes that were usual (limit.py). Both are saved with every checkpoint.
+The memory is what a resumed run needs beside the tensors: the optimiser's moments, and the changes
+that were usual (update_norm_check.py). Both are saved with every checkpoint.
+
+The server's optimiser is FedAvgM's (Hsu et al. 2019) or FedAdam's (Reddi et al. 2021). The step
+from the old state to the mean of the replies is taken as a negative gradient, and torch's own SGD
+with momentum, or Adam, takes the step instead:
+
+    momentum   v <- beta v + (old - mean),    new = old - eta v
+    adam       Adam with beta, 0.99 and epsilon 1e-3, as FedAdam's paper has them
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.wire import check_room
 from ravan_flwr.methods.base import Method, Tensors
 from ravan_flwr.server.aggregation import Aggregate
-from ravan_flwr.server.optimizer import ServerOptimizer
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 
 # What the names of the memory's tensors begin with.
@@ -48,10 +56,6 @@ class ServerState:
         """Open the sums of a round of the method, which start from these tensors."""
         return Aggregate(method, self.tensors, self._limit, self._robust)
 
-    def advance(self, sums: Aggregate) -> None:
-        """Take the next state; ValueError, and no change, if honest replies cannot have made it."""
-        self.take(sums.close(), sums.method.frozen_tensors)
-
     def take(self, mean: Tensors, held: tuple[str, ...] = ()) -> None:
         """Take the optimiser's step to a mean; ValueError if the wire has no room for it."""
         old, new = ({k: v for k, v in s.items() if k not in held} for s in (self.tensors, mean))
@@ -65,3 +69,47 @@ class ServerState:
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
     """Select the tensors whose names begin with a prefix, and cut it off."""
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+@dataclass(frozen=True)
+class ServerOptimizer:
+    """Take the server's step; with `kind` "none" the mean becomes the next state."""
+
+    kind: str
+    learning_rate: float
+    momentum: float
+
+    def step(self, old: Tensors, mean: Tensors, moments: Tensors) -> tuple[Tensors, Tensors]:
+        """Return the next state and moments; `moments` are those of the step before, first none."""
+        if self.kind == "none":
+            return mean, {}
+        values = {name: tensor.clone().requires_grad_() for name, tensor in old.items()}
+        optimizer = OPTIMIZERS[self.kind](list(values.values()), self)
+        for name, value in values.items():
+            value.grad = old[name] - mean[name]
+            mine = {k.rpartition("/")[2]: v for k, v in moments.items() if k.startswith(f"{name}/")}
+            if mine:
+                optimizer.state[value] = {key: tensor.clone() for key, tensor in mine.items()}
+        optimizer.step()
+        return (
+            {name: value.detach() for name, value in values.items()},
+            {
+                f"{name}/{key}": tensor
+                for name, value in values.items()
+                for key, tensor in optimizer.state[value].items()
+            },
+        )
+
+
+def _momentum(values: list[Tensor], how: ServerOptimizer) -> torch.optim.Optimizer:
+    return torch.optim.SGD(values, lr=how.learning_rate, momentum=how.momentum)
+
+
+def _adam(values: list[Tensor], how: ServerOptimizer) -> torch.optim.Optimizer:
+    return torch.optim.Adam(values, lr=how.learning_rate, betas=(how.momentum, 0.99), eps=1e-3)
+
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor], ServerOptimizer], torch.optim.Optimizer]] = {
+    "momentum": _momentum,
+    "adam": _adam,
+}

@@ -9,8 +9,7 @@ from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import check_there
 from ravan_flwr.runs.status import RunStatus, write_status
-from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.nodes import Node
+from ravan_flwr.server.client_registry import ClientRegistry, Node
 
 SHARE = 0.05  # of the time, at most, for telling of single replies
 DESCRIBED = 1000  # clients, at most: a page lists fewer

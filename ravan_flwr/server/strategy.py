@@ -1,52 +1,47 @@
-"""Run rounds of federated tuning: sample clients, send messages, fold replies, evaluate, record.
+"""Run rounds of federated tuning: sample clients, send messages, sum up updates, evaluate, record.
 
 Flower's `Strategy.start` has a fixed loop, buffers all replies and knows no checkpoint, so that
-this one has its own. Replies are folded as they arrive (round.py); what differs by method is the
-method's. A round with fewer valid replies than `min-replies` stops the run.
+this is none of Flower's strategies; `ravan_flwr.strategies` has those. Replies are taken as they
+arrive (round.py); what differs by method is the method's. A round with fewer valid replies than
+`min-replies` stops the run.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from logging import getLogger
 from typing import cast
 
-import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Result
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record, to_record
-from ravan_flwr.messages.wire import encode
-from ravan_flwr.methods.base import Method, Tensors
+from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors
 from ravan_flwr.runs.callback import Callbacks
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics
 from ravan_flwr.runs.status import RunStatus
-from ravan_flwr.seeding import generator
-from ravan_flwr.server.aggregation import outgoing
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.example_budget import ExampleBudget
-from ravan_flwr.server.example_round import ExampleRound
-from ravan_flwr.server.examples import ExampleCounts
 from ravan_flwr.server.message_builder import MessageBuilder
-from ravan_flwr.server.noised_round import NoisedRound
+from ravan_flwr.server.partitions import ExampleCounts
 from ravan_flwr.server.privacy_budget import PrivacyBudget
-from ravan_flwr.server.private_round import CLIP_NORM, PrivateRound, clip_norm_in
+from ravan_flwr.server.release import Calibrated, release_of
 from ravan_flwr.server.reply_decoder import guard
 from ravan_flwr.server.reply_fetcher import in_process
-from ravan_flwr.server.round import CalibrationRound, Run, TrainingRound
+from ravan_flwr.server.round import Round
 from ravan_flwr.server.sampling import Sampler
-from ravan_flwr.server.secure_round import SecureRound
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status
 from ravan_flwr.server.stop_conditions import StopCondition
 from ravan_flwr.server.superlink import ask_again
+from ravan_flwr.server.transport import transport_of
 from ravan_flwr.tasks.base import Measures
 
 log = getLogger(__name__)
 
 
-class FederatedTuning(Strategy):
+class FederatedTuning:
     """Run rounds of one federated method.
 
     `backbone` and `seed_fingerprint` are the server's, which every node must share, and
@@ -79,15 +74,16 @@ class FederatedTuning(Strategy):
         partition_sizes: Callable[[int], Sequence[int]] | None = None,
         callbacks: Iterable[object] = (),
         limits: Iterable[StopCondition] = (),
-        privacy: PrivacyBudget | ExampleBudget | None = None,
+        privacy: PrivacyBudget | None = None,
     ) -> None:
         self.config, self.method = config, method
         self.callbacks, self.first_round = Callbacks(callbacks), first_round
-        self._load_fixed = load_fixed
-        self._measured = measured or Measures()
-        self._privacy = privacy
+        self._load_fixed, self._privacy = load_fixed, privacy
+        self.measured = measured or Measures()
+        self.trained = set(trained)  # they have what stays with a client
         self._limits = [*limits, *([] if privacy is None else [privacy])]
-        self._clip_norm = config.clip_norm or clip_norm_in(memory or {})
+        if privacy is not None:
+            privacy.restore(memory or {})
         # Numbers of examples are checked where they count.
         counted = config.weighting == "examples" or config.evaluate_on == "clients"
         examples = ExampleCounts(partition_sizes if counted else None, config.max_examples)
@@ -97,24 +93,30 @@ class FederatedTuning(Strategy):
         )  # fmt: skip
         self.state = ServerState(config, derived, memory)
         self.mail = MessageBuilder(None if fixed is None else to_record(fixed))
-        self._sampler = Sampler(config, method, self.registry)
         self.status = Status(self.registry, self._on_status)
-        self._run = Run(
-            config, method, self.registry, self.mail, self.state, self.status, set(trained)
-        )
-        self._round: TrainingRound | None = None
+        self.sampler = Sampler(config, method, self.registry)
 
-    def summary(self) -> None:
+    def steps(self, member: RegisteredClient) -> int:
+        """Count the steps of a client with as many examples: none where nothing is trained."""
+        if not self.method.trainable_parameters() and CLASSIFIER not in self.state.tensors:
+            return 0
+        return self.config.local_steps or self.config.steps_of(self.registry.examples(member))
+
+    def _introduce(self) -> None:
         """Log what is about to run."""
+        steps = sorted(map(self.steps, self.registry.members.values())) or [0]
+        low, high = steps[0], steps[-1]
+        able = sum(self.method.can_train(one.share) for one in self.registry.members.values())
         log.info(
             "%s%s, %d trained parameters%s (%.1f %% of a LoRA of rank %d); %s a round, %s of %d",
             self.config.method, f", rank {self.method.rank}" if self.method.rank else "",
             self.method.trainable_parameters(),
             " beside the classifier" if self.config.classifier == "trained" else "",
             100 * self.method.trainable_parameters() / self.method.budget, self.config.lora_rank,
-            count(self._a_round, "client"), self._work(), self.config.batch_size,
+            count(min(self.config.clients_per_round, able), "client"),
+            (f"{low} to " if low < high else "") + count(high, "local step"),
+            self.config.batch_size,
         )  # fmt: skip
-
         if self.config.secure_aggregation:
             noised = self.config.privacy == "client"
             log.info(
@@ -125,160 +127,72 @@ class FederatedTuning(Strategy):
                 else "head by head; what fewer train stays as it is",
             )
 
-    def _work(self) -> str:
-        """Say how many steps the clients take in a round."""
-        steps = sorted(map(self._run.steps, self.registry.members.values()))
-        low, high = (steps[0], steps[-1]) if steps else (0, 0)
-        return (f"{low} to " if low < high else "") + count(high, "local step")
-
-    @property
-    def _a_round(self) -> int:
-        """Count the clients that a round can have, as far as they are here."""
-        able = sum(self.method.can_train(one.share) for one in self.registry.members.values())
-        return min(self.config.clients_per_round, able)
-
     def start(
         self,
         grid: Grid,
         initial_arrays: ArrayRecord,
         num_rounds: int = 3,
         timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
         """Run the rounds; the arrays of the last are the result's."""
-        train_config = train_config or ConfigRecord()
-        evaluate_config = evaluate_config or ConfigRecord()
         if not in_process(grid):
             guard()
             ask_again(grid, timeout)
-        result = Result()
-        # 1. Recruit: query every node; the valid ones are members of the roster.
+        result, self.state.tensors = Result(), from_record(initial_arrays)
+        # 1. Recruit: query every node; the valid ones become registered clients.
         self.status.begin("recruiting", self.first_round - 1, num_rounds)
         self.registry.recruit(grid, wait=True)
-        self.summary()
+        self._introduce()
         if self._privacy is not None:
             self._privacy.begin(self.registry, num_rounds)
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
-        arrays = self._calibrate(grid, initial_arrays, timeout)
+        if self.method.calibration is not None and self.mail.fixed is None:
+            round_ = Round(0, self, Calibrated)
+            self._hold(round_, grid, timeout)
+            self.state.derived = self._load_fixed(from_record(cast(ArrayRecord, self.mail.fixed)))
+            self._record(round_)
         for number in range(self.first_round, num_rounds + 1):
             if self._ends_before(number):
                 break
             last = number == num_rounds or any(limit.is_last for limit in self._limits)
-            # 3. Open the round, and wait until enough members are connected.
+            # 3. Choose clients, send messages, take the replies, close: this is the next state.
             round_ = self._open_round(number)
-            self._sampler.wait(grid, round_.round_log, timeout)
-            with round_.round_log.timed("train"):
-                # 4. Sample clients, and write a message to each.
-                messages = list(self.configure_train(number, arrays, train_config, grid))
-                # 5. Send the messages. The replies are fetched one by one, in step 6.
-                replies = round_.send(grid, messages, timeout, round_.enough)
-                # 6. Fold the replies into sums, and close the round: this makes the next state.
-                new, train_metrics = self.aggregate_train(number, replies)
-            if new is None or train_metrics is None:
-                raise round_.too_few()
-            arrays = result.arrays = new
-            result.train_metrics_clientapp[number] = train_metrics
-            # 7. Evaluate, every few rounds and at the end.
-            metrics = None
+            self._hold(round_, grid, timeout)
+            result.arrays, loss = to_record(self.state.tensors), round_.round_log.train_loss
+            told = MetricRecord({} if loss is None else {"train-loss": loss})
+            result.train_metrics_clientapp[number] = told
+            # 4. Evaluate, every few rounds and at the end.
+            metrics: Metrics | None = None
             if number % self.config.eval_every == 0 or last:
                 with round_.round_log.timed("evaluate"):
-                    if evaluate_fn is not None:
-                        self.status.begin("evaluating", number)
-                        metrics = evaluate_fn(number, arrays)
+                    if evaluate_fn is None:
+                        metrics = round_.evaluate(timeout)
                     else:
-                        asked = list(self.configure_evaluate(number, arrays, evaluate_config, grid))
-                        answers = round_.send(grid, asked, timeout)
-                        metrics = self.aggregate_evaluate(number, answers)
-            if metrics is not None:
-                result.evaluate_metrics_serverapp[number] = metrics
-            # 8. Record: the round's line, then the checkpoint, both on disk before the next round.
-            record = round_.round_log.record(cast(Metrics, dict(metrics or {})))
+                        self.status.begin("evaluating", number)
+                        metrics = cast(Metrics | None, evaluate_fn(number, result.arrays))
+            # 5. Record: the round's line, then the checkpoint, both on disk before the next round.
             self.status.begin("saving", number)
-            for limit in self._limits:
-                limit.add(record)
-            self.callbacks.on_round_end(record, self.state.tensors)
-            # 9. Recruit nodes that have come meanwhile.
+            self._record(round_, metrics)
+            # 6. Recruit nodes that have come meanwhile.
             self.registry.recruit(grid)
         return result
 
-    # Training.
+    def _hold(self, round_: Round, grid: Grid, timeout: float) -> None:
+        """Train and close a round; RuntimeError if too few replies are valid."""
+        self.sampler.wait(grid, round_.round_log, timeout)
+        with round_.round_log.timed("train"):
+            round_.train(grid, timeout)
+            if not round_.release.has_enough:
+                raise RuntimeError(round_.round_log.why_too_few_came(round_.least))
+            round_.close()
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Sample clients, and write each a message with what the method sends it."""
-        round_ = self._round_of(server_round)
-        self.state.tensors = from_record(arrays)
-        method = self.method.in_round(server_round)
-        broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
-        for member in round_.choose(self._sampler, grid):
-            share = member.share if self.method.parts else 1.0
-            if share not in broadcasts:
-                tensors = outgoing(method, self.state.tensors, share)
-                broadcasts[share] = self._encoded(tensors, server_round)
-            sent, settings = broadcasts[share], ConfigRecord({**config, **round_.settings(member)})
-            message = self.mail.message(member, round_.kind, server_round, sent, settings)
-            yield round_.addressed(message, member)
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Fold the replies as they come, and close the round; (None, None) if too few are valid."""
-        round_ = self._round_of(server_round)
-        round_.fold(replies)
-        if not round_.has_enough:
-            return None, None
-        round_.close()
-        if isinstance(round_, PrivateRound | NoisedRound):
-            self._clip_norm = round_.norm
-        loss = round_.round_log.train_loss
-        told = MetricRecord({} if loss is None else {"train-loss": loss})
-        return to_record(self.state.tensors), told
-
-    # Evaluation on the clients' own validation parts.
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Write a message to every client that does not rest."""
-        arrays = self._encoded(from_record(arrays), server_round)
-        members = self.registry.present(grid)
-        kind = MessageType.EVALUATE
-        for member in self.registry.rested(members, kind, server_round):
-            yield self.mail.message(member, kind, server_round, arrays, config)
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Return the mean over all clients' validation examples; None if no reply is valid."""
-        means = self._round_of(server_round).evaluation(replies, self._measured)
-        return None if means is None else MetricRecord(dict(means))
-
-    # The steps that Flower's Strategy has no name for.
-
-    def _calibrate(self, grid: Grid, arrays: ArrayRecord, timeout: float) -> ArrayRecord:
-        """Hold the method's calibration round, if it has one; return the state after it."""
-        round_ = CalibrationRound.open(self._run)
-        if round_ is None:
-            return arrays
-        self.state.tensors = from_record(arrays)
-        self._sampler.wait(grid, round_.round_log, timeout)
-        asked = self._sampler.able if round_.everyone else self._sampler.sample
-        messages = [
-            self.mail.message(member, round_.kind, 0, arrays, ConfigRecord())
-            for member in asked(grid, round_.round_log)
-        ]
-        round_.fold(round_.send(grid, messages, timeout, round_.enough))
-        if not round_.has_enough:
-            raise round_.too_few()
-        fixed, record = round_.close(), round_.round_log.record({})
+    def _record(self, round_: Round, metrics: Metrics | None = None) -> None:
+        """Make the round's record, and show it to limits and callbacks."""
+        record = round_.round_log.record(dict(metrics or {}))
         for limit in self._limits:
             limit.add(record)
-        self.state.derived = self._load_fixed(fixed)
         self.callbacks.on_round_end(record, self.state.tensors)
-        return to_record(self.state.tensors)
 
     def _ends_before(self, number: int) -> bool:
         """Tell whether no further round is to be held, and log why."""
@@ -288,18 +202,9 @@ class FederatedTuning(Strategy):
                 return True
         return False
 
-    def _open_round(self, number: int) -> TrainingRound:
-        """Open a training round; it becomes the round under way."""
-        if isinstance(self._privacy, PrivacyBudget):
-            kind = NoisedRound if self.config.secure_aggregation else PrivateRound
-            self._round = kind(number, self._run, self._privacy, self._clip_norm)
-        elif self._privacy is not None:
-            self._round = ExampleRound(number, self._run, self._privacy)
-        elif self.config.secure_aggregation:
-            self._round = SecureRound(number, self._run)
-        else:
-            self._round = TrainingRound(number, self._run)
-        return self._round
+    def _open_round(self, number: int) -> Round:
+        release, transport = release_of(self.config), transport_of(self.config)
+        return Round(number, self, release, transport, self._privacy)
 
     def _on_status(self, status: Callable[[], RunStatus]) -> None:
         """Call the callbacks of today: some of them need the strategy, and are made after it."""
@@ -309,18 +214,4 @@ class FederatedTuning(Strategy):
     @property
     def memory(self) -> Tensors:
         """Collect what a run that goes on needs beside the tensors."""
-        if not isinstance(self._privacy, PrivacyBudget):
-            return self.state.memory
-        norm = torch.tensor([self._clip_norm], dtype=torch.float64)
-        return self.state.memory | {CLIP_NORM: norm}
-
-    def _round_of(self, number: int) -> TrainingRound:
-        """Return the round under way, or open one of that number."""
-        if self._round is None or self._round.number != number:
-            return self._open_round(number)
-        return self._round
-
-    def _encoded(self, tensors: Tensors, server_round: int) -> ArrayRecord:
-        """Encode tensors for the wire."""
-        random = generator(self.config.seed, "wire down", server_round)
-        return to_record(encode(tensors, self.config.wire, random))
+        return self.state.memory | (self._privacy.memory if self._privacy else {})

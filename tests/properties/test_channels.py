@@ -39,6 +39,7 @@ from ravan_flwr.client import answers
 from ravan_flwr.client import masked as masked_training
 from ravan_flwr.client.client_request import KEPT
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.extras.delivery import PUBLISHED, make_parcel
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.privacy.example_gradients import check_apart
@@ -52,8 +53,7 @@ from ravan_flwr.runs.tracking import numbers_of
 from ravan_flwr.secure.noised import NoiseShares
 from ravan_flwr.secure.schedule import threshold_of
 from ravan_flwr.seeding import ClientRound
-from ravan_flwr.server.delivery import PUBLISHED, make_parcel
-from ravan_flwr.server.privacy_budget import PrivacyBudget
+from ravan_flwr.server.privacy_budget import ClientBudget
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Encoded
 from ravan_flwr.training import batching, private_steps
@@ -469,7 +469,7 @@ def told_of(kind, cohort):
     """What the account of a run tells, in which these clients were drawn."""
     if kind == "example":  # who is asked follows from the seed
         return {"unit": "example", "epsilon": 1.0, "delta": 1e-5, "noise-multiplier": 4.0}
-    budget = PrivacyBudget(read_config(KINDS[kind]), lambda _: None)
+    budget = ClientBudget(read_config(KINDS[kind]), lambda _: None)
     budget.rate, budget.multiplier = 0.05, 4.0
     budget.noise(1000)
     for number in range(3):
@@ -533,7 +533,7 @@ def test_what_is_published_does_not_tell_who_was_drawn(kind, channel, tmp_path):
 
 def test_what_is_published_of_the_server_holds_for_all_clients():
     """By draws: the client that the server has seen most of is within the bound."""
-    budget = PrivacyBudget(read_config(SECURE), lambda _: None)
+    budget = ClientBudget(read_config(SECURE), lambda _: None)
     budget.rate, budget.multiplier = 0.05, 4.0
     budget.noise(1000)
     for _ in range(40):

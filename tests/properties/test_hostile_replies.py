@@ -155,7 +155,7 @@ class Server:
         message = self.strategy.mail.message(node, "train", number, self.sent, ConfigRecord())
         message.metadata.__dict__["_message_id"] = str(uuid.uuid4())
         if self.round is not None:
-            self.round.exchange.expect(message, node)
+            self.round.collector.expect(message, node)
         return message
 
     def reply(self, node, what):
@@ -173,9 +173,10 @@ class Server:
         self.strategy.state.tensors = self.state
         members = self.nodes.members.values()
         replies = [self.reply(node, one) for node, one in zip(members, what, strict=False)]
-        arrays, _ = self.strategy.aggregate_train(1, replies)
-        assert arrays is not None
-        return from_record(arrays), self.round.round_log
+        self.round.collector.take(replies, self.round.transport.check, self.round.accumulate)
+        assert self.round.release.has_enough
+        self.round.close()
+        return self.strategy.state.tensors, self.round.round_log
 
 
 BATCH = 25

@@ -15,8 +15,7 @@ from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.fedrot_lora import nearest, towards
 from ravan_flwr.methods.lora_fair import correction
 from ravan_flwr.server.aggregation import Aggregate
-from ravan_flwr.server.optimizer import ServerOptimizer
-from ravan_flwr.server.state import MOMENTS, ServerState
+from ravan_flwr.server.state import MOMENTS, ServerOptimizer, ServerState
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from tests.methods import (
     LAYERS,
@@ -609,7 +608,7 @@ def test_the_server_optimiser_moves_no_factor_whose_turn_it_is_not(kind):
         for seed in range(3):
             sums.offer(train_client(method, adapters, before, 1.0, seed + 10 * number), 1.0)
         moved[turn].append(sums._rounds[0].close()[turn])
-        server.advance(sums)
+        server.take(sums.close(), method.frozen_tensors)
         assert torch.equal(server.tensors[other], before[other])
     optimizer = ServerOptimizer(kind, 0.5, config.server_momentum)
     for name, means in moved.items():

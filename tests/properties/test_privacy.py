@@ -23,7 +23,7 @@ from ravan_flwr.privacy.expected import expected_clients, noise_norm
 from ravan_flwr.privacy.mechanism import ClippedSum, Noise
 from ravan_flwr.privacy.noise import gaussian, happens
 from ravan_flwr.seeding import generator
-from ravan_flwr.server.private_round import PrivateSums
+from ravan_flwr.server.noised import PrivateSums
 from tests.methods import aggregate, build, some_state, train_client
 
 PRIVATE = [name for name, method in METHODS.items() if method.sums_changes]

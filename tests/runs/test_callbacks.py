@@ -1,6 +1,7 @@
 """What watches a run: which hooks are called, when, and with what."""
 
 import json
+from typing import Any, cast
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def test_an_error_of_a_callback_ends_the_run_and_keeps_the_round(tmp_path):
 
 def test_a_callback_without_a_list_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"got an object, expected a list .* callbacks=\[\.\.\.\]"):
-        simulate({**SHORT, "output-dir": str(tmp_path)}, 3, callbacks=Callback())
+        simulate({**SHORT, "output-dir": str(tmp_path)}, 3, callbacks=cast(Any, Callback()))
     assert not list(tmp_path.iterdir())
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.extras import masked as masked_round
 from ravan_flwr.launch import parallel_clients, worker_process
 from ravan_flwr.messages.pieces import to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
@@ -23,8 +24,7 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.secure.noised import NoiseShares, to_numbers
 from ravan_flwr.secure.schedule import make_schedule, threshold_of
 from ravan_flwr.secure.server import KeyAnnouncement, SecureServer
-from ravan_flwr.server import noised_round
-from ravan_flwr.server.privacy_budget import PrivacyBudget
+from ravan_flwr.server.privacy_budget import ClientBudget
 from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.training import masked
 from ravan_flwr.training.plan import plan_of
@@ -38,7 +38,7 @@ NOISED = QUICK | {"privacy": "client", "noise-multiplier": Z, "clip-norm": C, "b
 
 @pytest.fixture
 def without_noise(monkeypatch):
-    for module in (mechanism, masked, noised_round):
+    for module in (mechanism, masked, masked_round):
         monkeypatch.setattr(module, "gaussian", lambda shape, _: torch.zeros(*shape).double())
 
 
@@ -205,7 +205,7 @@ def test_a_client_takes_part_with_the_noise_of_the_settings_alone(noise, told):
 def test_cohorts_that_are_at_times_too_few_are_refused_at_the_start(tmp_path):
     with pytest.raises((ValueError, RuntimeError), match=r"one client would decide whether all"):
         simulate(NOISED | {"clients-per-round": 4, "output-dir": str(tmp_path)}, 8)
-    budget = PrivacyBudget(read_config(NOISED | {"num-rounds": 100}), lambda _: None)
+    budget = ClientBudget(read_config(NOISED | {"num-rounds": 100}), lambda _: None)
     for rate, members, may in ((0.05, 1000, True), (0.05, 200, False), (0.24, 1000, False),
                                (1.0, 3, True), (0.9, 8, False)):  # fmt: skip
         budget.rate = rate
@@ -232,9 +232,9 @@ def test_what_the_server_has_seen_is_not_forgotten(tmp_path, seen):
     directory, start = RunDirectory(tmp_path), ResumePoint({}, done=1)
     (tmp_path / "privacy.json").write_text(json.dumps(account | {"to-server": seen}))
     with pytest.raises(ValueError, match=r"to-server .*, expected the account of the run"):
-        PrivacyBudget.of(config, directory, start)
+        ClientBudget.of(config, directory, start)
     (tmp_path / "privacy.json").write_text(json.dumps(account | {"to-server": {"3": 0.5}}))
-    budget = PrivacyBudget.of(config, directory, start)
+    budget = ClientBudget.of(config, directory, start)
     assert budget is not None
     assert budget.told()["epsilon-to-server"] == epsilon_seen(0.5, 1e-5)
     budget.spend([3, 4], shown=0.25)

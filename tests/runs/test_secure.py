@@ -20,6 +20,7 @@ from ravan_flwr.client import masked as masked_training
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.dashboard.following import FollowedRun
 from ravan_flwr.dashboard.view import view_of
+from ravan_flwr.extras import masked as masked_round
 from ravan_flwr.launch import in_process, parallel_clients, worker_process
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.pieces import DISTRUSTS, to_pieces
@@ -29,8 +30,7 @@ from ravan_flwr.secure.fixed_point import step_of
 from ravan_flwr.secure.node_keys import NodeKeys, make_keys
 from ravan_flwr.secure.server import DealerError
 from ravan_flwr.secure.transcript import signed_keys
-from ravan_flwr.server import secure_round
-from ravan_flwr.server.nodes import Node
+from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.user_messages import check_simulation
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training import masked
@@ -305,13 +305,13 @@ def test_a_client_that_is_given_other_settings_masks_nothing(tmp_path, monkeypat
 
 
 def test_a_client_takes_no_smaller_sum_than_the_run_names(tmp_path, monkeypatch):
-    class Lower(secure_round.SecureRound):
+    class Lower(masked_round.Masked):
         """A server that makes its schedules with a lower minimum than the settings have."""
 
         def _schedule(self, members):
             return replace(super()._schedule(members), minimum=4)
 
-    monkeypatch.setattr("ravan_flwr.server.strategy.SecureRound", Lower)
+    monkeypatch.setattr("ravan_flwr.extras.masked.Masked", Lower)
     run = simulate(QUICK | {"secure-minimum": 5, "output-dir": str(tmp_path)}, 6)
     (record,) = records_of(run)
     assert "0 of 6 clients have sent their numbers" in record["refused"]
@@ -320,17 +320,17 @@ def test_a_client_takes_no_smaller_sum_than_the_run_names(tmp_path, monkeypatch)
         assert "sums of 4 clients, expected the run's own secure-minimum = 5" in rejected["reason"]
 
 
-class Hostile(secure_round.SecureRound):
+class Hostile(masked_round.Masked):
     """A server that leaves out its own checks, and changes a schedule before anybody sees it."""
 
     clients: int | None = None  # of a round; None: as many as were drawn
 
-    def _drawn(self, sampler, grid):
-        return super()._drawn(sampler, grid)[: self.clients]
+    def prepare(self, cohort):
+        return super().prepare(cohort[: self.clients])
 
     def _schedule(self, members):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(secure_round, "check_cohort", lambda *_: None, raising=False)
+            patch.setattr(masked_round, "check_cohort", lambda *_: None, raising=False)
             return self.changed(super()._schedule(members))
 
     def changed(self, schedule):
@@ -380,7 +380,7 @@ class FewClients(Hostile):
 )
 def test_clients_check_what_a_schedule_says(tmp_path, monkeypatch, server, told):
     """Else a sum tells signs, or is of the clients that the server chose for the purpose."""
-    monkeypatch.setattr("ravan_flwr.server.strategy.SecureRound", server)
+    monkeypatch.setattr("ravan_flwr.extras.masked.Masked", server)
     settings: dict[str, Scalar] = {"clients-per-round": 12, "secure-minimum": 3}
     settings |= {"budgets": "uniform", "output-dir": str(tmp_path)}
     (record,) = records_of(simulate(QUICK | settings, 12))
@@ -401,7 +401,7 @@ def test_clients_take_part_in_no_round_after_the_last(tmp_path, monkeypatch):
         context = replace(context, run_config=dict(context.run_config) | {"num-rounds": 1})
         return honest(message, context)
 
-    monkeypatch.setattr("ravan_flwr.server.strategy.SecureRound", MoreRounds)
+    monkeypatch.setattr("ravan_flwr.extras.masked.Masked", MoreRounds)
     monkeypatch.setattr(parallel_clients, "reply_of", reply)
     run = simulate(QUICK | {"num-rounds": 2, "output-dir": str(tmp_path)}, 6)
     first, second = records_of(run)
@@ -443,17 +443,17 @@ def test_numbers_that_are_none_do_not_single_out_their_client(tmp_path, monkeypa
 
 def test_a_state_with_which_nothing_can_be_computed_costs_no_client(tmp_path, monkeypatch):
     class Huge(Hostile):
-        def choose(self, sampler, grid):
+        def prepare(self, cohort):
             tensors = self.run.state.tensors
             self.run.state.tensors = tensors | {"H": torch.full_like(tensors["H"], 3e38)}
             self.before = tensors
-            return super().choose(sampler, grid)
+            return super().prepare(cohort)
 
-        def close(self):
-            super().close()
-            self.run.state.tensors = self.before  # which can be evaluated
+        def mean(self):
+            mean = super().mean()
+            return mean | self.before  # which can be evaluated
 
-    monkeypatch.setattr("ravan_flwr.server.strategy.SecureRound", Huge)
+    monkeypatch.setattr("ravan_flwr.extras.masked.Masked", Huge)
     (record,) = records_of(simulate(QUICK | {"output-dir": str(tmp_path)}, 6))
     assert record["rejected"] == []
     assert len(record["clients"]) == 6
@@ -467,16 +467,13 @@ def test_two_rounds_from_one_state_tell_a_change_unless_batches_hide_it(
     class Repeating(Hostile):
         """The same state twice, the second time without one client."""
 
-        def choose(self, sampler, grid):
+        def prepare(self, cohort):
             tensors = self.run.state.tensors
             self.run.state.tensors = {k: torch.zeros_like(v) for k, v in tensors.items()}
-            return super().choose(sampler, grid)
+            first = self.round.number == 1
+            return super().prepare([m for m in cohort if first or m.partition_id != 3])
 
-        def _drawn(self, sampler, grid):
-            drawn = super()._drawn(sampler, grid)
-            return [m for m in drawn if self.number == 1 or m.partition_id != 3]
-
-    monkeypatch.setattr("ravan_flwr.server.strategy.SecureRound", Repeating)
+    monkeypatch.setattr("ravan_flwr.extras.masked.Masked", Repeating)
     told = {}
     for size in (8, 1000):  # a few examples, or all that a client has
         settings: dict[str, Scalar] = {"batch-size": size, "num-rounds": 2}
@@ -632,7 +629,7 @@ def test_of_two_in_dispute_the_one_with_more_disputes_is_skipped(rounds, skipped
     members = [SimpleNamespace(partition_id=partition) for partition in range(6)]
     nodes = {10 + m.partition_id: Node(10 + m.partition_id, member=cast(Any, m)) for m in members}
     for denied in rounds:
-        round_: Any = object.__new__(secure_round.SecureRound)
+        round_: Any = object.__new__(masked_round.Masked)
         round_.run = SimpleNamespace(registry=SimpleNamespace(nodes=nodes))
         round_.secure = SimpleNamespace(denied=denied)
         deniers = sorted(denier for dealer, denier in denied if dealer == min(denied)[0])
@@ -657,7 +654,7 @@ def test_one_client_cannot_accuse_another(tmp_path, monkeypatch):
 @pytest.mark.parametrize("data", [b"{", b"[true]", b'"x"', b"[" * 100_000])
 def test_accusations_that_are_no_list_are_refused(data):
     with pytest.raises(ValueError, match="cannot be (read|used)|Expecting"):
-        secure_round._partitions(data)
+        masked_round._partitions(data)
 
 
 # What is told.
@@ -695,7 +692,7 @@ def test_log_card_and_pages_say_that_uploads_were_masked(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_trackers_get_the_numbers_of_a_secure_round(tmp_path):
+def test_trackers_get_the_numbers_of_a_masked_round(tmp_path):
     run = simulate(QUICK | {"output-dir": str(tmp_path), "tracking": "tensorboard"}, 6)
     assert list((run.run_dir / "tensorboard").iterdir())
     run = simulate(QUICK | {"output-dir": str(tmp_path), "report": True}, 6)

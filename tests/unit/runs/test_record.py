@@ -15,7 +15,7 @@ from ravan_flwr.runs.record import (
     wrong_in,
 )
 from ravan_flwr.runs.tracking import numbers_of
-from ravan_flwr.server.replies import Reply, Trained
+from ravan_flwr.server.replies import Update
 from ravan_flwr.server.round_log import RoundLog
 from tests.hand_made import member
 
@@ -29,7 +29,8 @@ SPENT: Spent = {"epsilon": 2.5, "delta": 1e-5, "noise-multiplier": 1.0, "clip-no
 @pytest.fixture
 def round_log():
     round_log = RoundLog(1, 4)
-    round_log.use(Reply(member(), Trained({}, 1.0, 0.5, skipped=2), 7, 8, 3), [[0, 1], [0, 2]])
+    update = Update(member(), {}, 1.0, 0.5, skipped=2, bytes_up=7, steps=3)
+    round_log.use(update, [[0, 1], [0, 2]], 8)
     round_log.reject(member(2, 1), "late")
     return round_log
 
@@ -56,7 +57,7 @@ def test_a_run_can_go_on_from_what_the_ledger_writes(round_log):
 
 def test_a_private_round_has_its_account_and_no_loss():
     round_log = RoundLog(1, 4, private=SPENT)
-    round_log.use(Reply(member(), Trained({}, None, 0.5), 7, 8, 3), [[0]])
+    round_log.use(Update(member(), {}, None, 0.5, bytes_up=7, steps=3), [[0]], 8)
     record = round_log.record({})
     assert record["privacy"] == SPENT
     assert "train-loss" not in record
@@ -68,7 +69,7 @@ def test_a_private_round_has_its_account_and_no_loss():
 def test_a_secure_round_tells_how_it_went_and_no_loss():
     told: Masked = {"clients": 5, "threshold": 4, "dropped": [2], "untrained": 0, "cut-off": 0.0}
     round_log = RoundLog(1, 4, secure=told)
-    round_log.use(Reply(member(), Trained({}, None, 0.5), 7, 8, 3), [[0]])
+    round_log.use(Update(member(), {}, None, 0.5, bytes_up=7, steps=3), [[0]], 8)
     record = round_log.record({})
     assert record["secure"] == told
     assert "train-loss" not in record

@@ -24,12 +24,11 @@ from ravan_flwr.server.reply_decoder import (
     ALWAYS_ROOM,
     MOST_TIMES,
     check_objects,
+    fetch,
     guard,
-    take,
     weight_of,
 )
-from ravan_flwr.server.reply_fetcher import ReplyFetcher, pull_replies
-from ravan_flwr.server.round_deadline import RoundDeadline
+from ravan_flwr.server.reply_fetcher import ReplyFetcher, RoundDeadline, pull_replies
 from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
 from tests.attackers import (
     ATTACKERS,
@@ -238,7 +237,7 @@ def test_no_envelope_ends_anything(uploads, one_thread):
         root, contents = mutated(honest, draw)
         uploads.there, uploads._objects = {"question-0": (root, contents)}, {}
         started = time.process_time()
-        reply = take(uploads, "question-0")
+        reply = fetch(uploads, "question-0")
         assert isinstance(reply, Message)
         assert reply.metadata.reply_to_message_id == "question-0"
         assert weight_of(reply) <= max(MOST_TIMES * sum(map(len, contents.values())), ALWAYS_ROOM)
@@ -266,7 +265,7 @@ def test_a_chunk_that_is_listed_a_thousand_times_is_not_put_together(uploads):
     uploads.there["question-0"] = root, contents
     tracemalloc.start()
     try:
-        reply = take(uploads, "question-0")
+        reply = fetch(uploads, "question-0")
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -291,7 +290,7 @@ def test_a_superlink_that_is_gone_is_no_fault_of_a_reply(uploads):
         raise httpx.ConnectError("nobody there")
 
     uploads._client.PullMessages = uploads._client.GetNodes = gone
-    assert take(uploads, "question-0") is None
+    assert fetch(uploads, "question-0") is None
     assert list(ReplyFetcher().look(uploads, ["question-0"])) == []
 
 

@@ -13,9 +13,8 @@ from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.privacy import mechanism
 from ravan_flwr.privacy.account import epsilon_of
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.server import private_round
-from ravan_flwr.server.privacy_budget import NAME, PrivacyBudget
-from ravan_flwr.server.private_round import CLIP_NORM
+from ravan_flwr.server import noised
+from ravan_flwr.server.privacy_budget import CLIP_NORM, NAME, ClientBudget
 from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.strategy import FederatedTuning
 from tests.hand_made import DERIVED, Nodes, Notes, Silent, impatient
@@ -31,7 +30,7 @@ def hold(nodes, rounds=2, memory=None, before=None, timeout=5.0, **settings):
     given |= settings
     config = read_config({k.replace("_", "-"): v for k, v in given.items()})
     notes, files = Notes(), []
-    budget = PrivacyBudget(config, lambda told: files.append((len(notes.states), told)), before)
+    budget = ClientBudget(config, lambda told: files.append((len(notes.states), told)), before)
     strategy = FederatedTuning(
         config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
         load_fixed=lambda _: DERIVED, callbacks=[notes], privacy=budget, memory=memory,
@@ -51,7 +50,7 @@ def without_noise(monkeypatch):
 
 @pytest.fixture
 def everyone(monkeypatch):
-    monkeypatch.setattr(private_round, "happens", lambda _: True)
+    monkeypatch.setattr(noised, "happens", lambda _: True)
 
 
 def test_the_account_is_on_disk_before_each_release():
@@ -75,7 +74,7 @@ def test_an_account_that_cannot_be_written_releases_nothing():
     notes = Notes()
     strategy = FederatedTuning(
         config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
-        load_fixed=lambda _: DERIVED, callbacks=[notes], privacy=PrivacyBudget(config, full),
+        load_fixed=lambda _: DERIVED, callbacks=[notes], privacy=ClientBudget(config, full),
     )  # fmt: skip
     with pytest.raises(OSError, match="no space"):
         strategy.start(nodes, to_record(nodes.method.initial_state(nodes.adapters)), num_rounds=1)
@@ -95,7 +94,7 @@ def test_losses_and_numbers_of_examples_are_not_recorded():
 def test_cohorts_are_drawn_afresh_and_an_empty_one_adds_noise_alone(monkeypatch):
     sizes = [len(r["clients"]) for r in hold(Nodes(), rounds=24)[0].records]
     assert len(set(sizes)) > 1
-    monkeypatch.setattr(private_round, "happens", lambda _: False)
+    monkeypatch.setattr(noised, "happens", lambda _: False)
     notes, *_ = hold(Nodes(), rounds=2)
     assert [record["clients"] for record in notes.records] == [[], []]
     assert (notes.states[0]["H"] != 0).all()
@@ -229,9 +228,9 @@ def test_an_account_that_is_not_as_a_run_writes_it_is_refused(changes, told, tmp
     write_rounds(tmp_path, map(record_of, (1, 2, 3)))
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT | changes))
     with pytest.raises(ValueError, match=told):
-        PrivacyBudget.of(config, directory, start)
+        ClientBudget.of(config, directory, start)
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT))
-    budget = PrivacyBudget.of(config, directory, start)
+    budget = ClientBudget.of(config, directory, start)
     assert budget is not None
     assert budget.releases == 5
 
@@ -251,10 +250,10 @@ def test_an_account_whose_noise_followed_from_epsilon_is_that_of_the_records(spe
     account = ACCOUNT if "epsilon" in spent else spending(noise_multiplier=100.0)
     (tmp_path / NAME).write_text(json.dumps(account))
     with pytest.raises(ValueError, match=told):
-        PrivacyBudget.of(config, directory, start)
+        ClientBudget.of(config, directory, start)
     write_rounds(tmp_path, map(record_of, (1, 2, 3, 4)))
     (tmp_path / NAME).write_text(json.dumps(ACCOUNT))
-    assert PrivacyBudget.of(config, directory, start) is not None
+    assert ClientBudget.of(config, directory, start) is not None
 
 
 @pytest.mark.parametrize("norm", [-0.1, 0.0, math.nan, math.inf, 1e-200, [0.1, 0.2], []])
@@ -267,10 +266,8 @@ def test_a_clip_norm_of_a_checkpoint_that_no_run_writes_is_refused(norm):
 def test_a_run_that_goes_on_needs_its_account(tmp_path):
     config = read_config({"privacy": "client", "noise-multiplier": 1.0})
     with pytest.raises(ValueError, match=f"{NAME}: it is missing, expected the account"):
-        PrivacyBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, done=1))
+        ClientBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, done=1))
     (tmp_path / NAME).write_text("{")
     with pytest.raises(ValueError, match=f"{NAME} is damaged"):
-        PrivacyBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, done=1))
-    assert (
-        PrivacyBudget.of(read_config({}), RunDirectory(tmp_path), ResumePoint({}, done=1)) is None
-    )
+        ClientBudget.of(config, RunDirectory(tmp_path), ResumePoint({}, done=1))
+    assert ClientBudget.of(read_config({}), RunDirectory(tmp_path), ResumePoint({}, done=1)) is None

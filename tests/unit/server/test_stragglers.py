@@ -17,9 +17,9 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.registered_client import MOST_PARTITIONS, read_registered_client
 from ravan_flwr.messages.wire import decode, encode
 from ravan_flwr.server import client_registry as recruiting
+from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.message_builder import MOST_LATE
-from ravan_flwr.server.nodes import Node
-from ravan_flwr.server.round_deadline import RoundDeadline
+from ravan_flwr.server.reply_fetcher import RoundDeadline
 from ravan_flwr.server.round_log import mean_of
 from ravan_flwr.server.sampling import Sampler, sample
 from ravan_flwr.server.strategy import FederatedTuning
@@ -360,7 +360,7 @@ def strategy_of(nodes, partition_sizes=None, **settings):
 
 
 def weight(strategy, one):
-    return strategy._open_round(1)._weight(one)
+    return strategy._open_round(1).release.weight(one)
 
 
 @pytest.mark.parametrize("setting", [{"weighting": "examples"}, {"evaluate_on": "clients"}])

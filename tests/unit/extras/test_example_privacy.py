@@ -9,11 +9,11 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.extras import example_privacy
+from ravan_flwr.extras.example_privacy import ExampleBudget
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.privacy.account import epsilon_of
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.server import example_budget
-from ravan_flwr.server.example_budget import ExampleBudget
 from ravan_flwr.server.privacy_budget import NAME
 from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.strategy import FederatedTuning
@@ -238,14 +238,14 @@ def test_few_accounts_are_worked_out_however_many_clients_there_are(monkeypatch)
     budget = ExampleBudget(config, lambda _: None)
     budget.multiplier = 2.0
     for p in range(1000):
-        budget.asked[p] = example_budget.TimesAsked(0.01 + 0.0005 * p, 1 + p % 3)
+        budget.asked[p] = example_privacy.TimesAsked(0.01 + 0.0005 * p, 1 + p % 3)
     counted = []
 
     def noted(*of):
         counted.append(of)
         return 1.0
 
-    monkeypatch.setattr(example_budget, "epsilon_of", noted)
+    monkeypatch.setattr(example_privacy, "epsilon_of", noted)
     assert budget.epsilon == 1.0
     assert len(counted) <= 3
 

@@ -7,14 +7,14 @@ import torch
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.extras import delivery as delivering
+from ravan_flwr.extras.delivery import AWAY, KIND, NO_PLACE, Delivery, hand_out
 from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.messages.parcel import kept, not_kept, read_parcel
 from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import client_registry as recruiting
-from ravan_flwr.server import delivery as delivering
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.delivery import AWAY, KIND, NO_PLACE, Delivery, hand_out
 from ravan_flwr.server.message_builder import MessageBuilder
 from ravan_flwr.server.status import Status
 from tests import attackers

@@ -6,7 +6,7 @@ The run is over then, and its own result is on disk: whatever a node does costs 
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
 
@@ -20,6 +20,7 @@ from ravan_flwr.messages.parcel import Parcel, check_run_name, new_run_id, read_
 from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.tensors import Tensors, checksum
+from ravan_flwr.results.card import measured
 from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Delivered, Metrics, Rejection, RoundRecord, Summary
@@ -27,8 +28,7 @@ from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.message_builder import MessageBuilder
 from ravan_flwr.server.replies import content_of, telling
 from ravan_flwr.server.reply_collector import ReplyCollector
-from ravan_flwr.server.reply_fetcher import in_process
-from ravan_flwr.server.round_deadline import RoundDeadline
+from ravan_flwr.server.reply_fetcher import RoundDeadline, in_process
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.status import Status
 
@@ -41,29 +41,27 @@ LATER = "It can be delivered later: ravan-flwr deliver RUN SUPERLINK"
 
 
 class DeliverAtEnd(Callback):
-    """Deliver the result of a run when it has ended.
-
-    `measured` returns the metrics for the devices' model cards; `state` is that of a run without
-    a further round.
-    """
+    """Deliver the result of a run when it has ended; `state` is that without a further round."""
 
     def __init__(
         self,
         grid: Grid,
-        delivery: "Delivery",
+        config: Config,
+        registry: ClientRegistry,
+        mail: MessageBuilder,
+        status: Status,
         directory: RunDirectory,
         state: Tensors,
-        measured: Callable[[Summary, RunDirectory], Metrics],
     ) -> None:
-        self.grid, self.delivery, self.directory = grid, delivery, directory
-        self.state, self.measured = state, measured
+        self.grid, self.directory, self.state = grid, directory, state
+        self.delivery = Delivery(config, registry, mail, status)
 
     def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:  # noqa: ARG002
         self.state = dict(state)
 
     def on_run_end(self) -> None:
         summary = self.directory.read_summary()
-        shown = self.measured(summary, self.directory)
+        shown = measured(summary, self.directory)
         hand_out(self.grid, self.delivery, self.directory, self.state, summary, shown)
 
 
@@ -193,46 +191,38 @@ class Delivery:
         self._config, self._registry, self._mail, self._status = config, registry, mail, status
 
     def to_all(self, grid: Grid, state: Tensors, parcel: Parcel) -> Outcome:
-        """Send it to every member that is connected and has a place for it, whatever its budget."""
-        self._registry.catch_up(grid)
-        present = self._registry.present(grid)
-        notes = _Notes(parcel.last_round, self._registry.partitions)
-        wanted = [member for member in present if member.keeps_result]
-        delivered = self._send(grid, wanted, state, parcel, notes)
+        """Send it to every client that is connected and has a place for it, whatever its budget."""
+        config, registry = self._config, self._registry
+        registry.catch_up(grid)
+        present, number = registry.present(grid), parcel.last_round
+        notes = _Notes(number, registry.partitions)
+        collector = ReplyCollector(self._mail, registry.nodes, notes, self._status)
+        arrays, settings = to_record(state), ConfigRecord(dict(parcel.as_config()))
+        messages = [
+            self._mail.message(member, KIND, number, arrays, settings)
+            for member in present
+            if member.keeps_result
+        ]
+
+        def deadline(asked: int) -> RoundDeadline:
+            """Wait as a round does: for stragglers, and no longer than its timeout."""
+            grace = math.inf if in_process(grid) else config.straggler_grace
+            return RoundDeadline(config.round_timeout, asked, config.min_replies, grace)
+
+        def check(reply: Message, member: RegisteredClient) -> Delivered:
+            with telling():
+                records = content_of(reply).config_records
+                if "kept" not in records:
+                    raise ValueError("missing 'kept'")
+                folder = read_answer(records["kept"], parcel)
+                return {"partition-id": member.partition_id, "folder": folder}
+
+        delivered: list[Delivered] = []
+        collector.take(collector.replies(grid, messages, deadline), check, delivered.append)
         without = [_missed(member, NO_PLACE) for member in present if not member.keeps_result]
         missed = [*notes.rejected, *without, *self._absent(present)]
         delivered.sort(key=lambda one: one["partition-id"])
         return Outcome(delivered, sorted(missed, key=_by_number))
-
-    def _send(
-        self,
-        grid: Grid,
-        wanted: list[RegisteredClient],
-        state: Tensors,
-        parcel: Parcel,
-        notes: RoundLog,
-    ) -> list[Delivered]:
-        exchange = ReplyCollector(self._mail, self._registry.nodes, notes, self._status)
-        arrays, settings = to_record(state), ConfigRecord(dict(parcel.as_config()))
-        messages = [
-            self._mail.message(member, KIND, parcel.last_round, arrays, settings)
-            for member in wanted
-        ]
-        delivered: list[Delivered] = []
-
-        def take(reply: Message, member: RegisteredClient, _: int) -> None:
-            folder = _folder_in(reply, parcel)
-            delivered.append({"partition-id": member.partition_id, "folder": folder})
-
-        replies = exchange.replies(grid, messages, lambda asked: self._patience(grid, asked))
-        exchange.take(replies, take)
-        return delivered
-
-    def _patience(self, grid: Grid, asked: int) -> RoundDeadline:
-        """Wait as a round does: for stragglers, and no longer than its timeout."""
-        config = self._config
-        grace = math.inf if in_process(grid) else config.straggler_grace
-        return RoundDeadline(config.round_timeout, asked, config.min_replies, grace)
 
     def _absent(self, present: list[RegisteredClient]) -> list[Rejection]:
         """Name the nodes that were known and were not asked, and say why."""
@@ -247,12 +237,3 @@ class Delivery:
                 reason = f"refused: {node.refused}" if node.refused else "it answered no query"
                 missed.append({"client": f"node {node.node_id}", "reason": plain(reason)})
         return missed
-
-
-def _folder_in(reply: Message, parcel: Parcel) -> str:
-    """Read the answer of a node; ValueError with the reason if it does not have the result."""
-    with telling():
-        records = content_of(reply).config_records
-        if "kept" not in records:
-            raise ValueError("missing 'kept'")
-        return read_answer(records["kept"], parcel)

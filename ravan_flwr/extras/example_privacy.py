@@ -1,0 +1,255 @@
+"""Keep what each client's examples have spent, as far as the server knows (`privacy=example`).
+
+Each client accounts for itself and refuses to train when its epsilon would be exceeded
+(client/example_account.py). The server counts beside it how often it has asked each one, which is
+at least as often as it took part, and on disk (`privacy.json`) before the messages leave. By that
+it tells the largest epsilon, leaves clients alone that have nothing left, ends the run when too few
+have, and tells a client that was started again how often it was asked. What a client sends is
+private already, so that all else is as in any round.
+
+The noise is one for all. Without `noise-multiplier` it is the least with which the client of fewest
+examples stays within epsilon, were it to train in every round.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from logging import getLogger
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.messages.plain_text import plain
+from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.privacy.account import epsilon_of
+from ravan_flwr.privacy.example_gradients import check_trained
+from ravan_flwr.runs.console import count
+from ravan_flwr.runs.record import Spent
+from ravan_flwr.server.client_registry import ClientRegistry
+from ravan_flwr.server.privacy_budget import (
+    CLOSE,
+    MOST_RELEASES,
+    PrivacyBudget,
+    Records,
+    times_used,
+)
+from ravan_flwr.server.release import Release
+from ravan_flwr.server.replies import Update, refusal_in, within
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training.adapted_model import AdaptedModel
+from ravan_flwr.training.private_steps import sampling_rate
+
+if TYPE_CHECKING:
+    from ravan_flwr.server.round import Round
+
+log = getLogger(__name__)
+
+
+class TimesAsked(NamedTuple):
+    """Count the rounds in which a client was asked to train."""
+
+    rate: float  # the largest with which its examples were drawn
+    rounds: int
+
+
+NEVER = TimesAsked(0.0, 0)
+
+
+class ExampleBudget(PrivacyBudget):
+    """Say what clients have spent, and which of them have room for a further round."""
+
+    privacy, spends = "example", "what was asked spends"
+
+    def __init__(
+        self,
+        config: Config,
+        write: Callable[[dict[str, Any]], None],
+        before: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(config, write, before)
+        self.steps = config.local_steps or 0
+        asked = (before or {}).get("asked", {})
+        self.asked = {int(p): TimesAsked(rate, rounds) for p, (rate, rounds) in asked.items()}
+        self._closed: set[int] = set()  # partitions that said themselves that they have no room
+        self._registry: ClientRegistry | None = None
+
+    def begin(self, registry: ClientRegistry, rounds: int) -> None:
+        self._registry = registry
+        members = list(registry.members.values())
+        least, rate = (choose(map(self.rate, members)) for choose in (min, max))
+        self.calibrate(rate, rounds * self.steps)
+        if self.is_spent and not self.asked:
+            where = f"at {max(1, self.config.min_replies)} clients"
+            raise self.no_room(self._epsilon(TimesAsked(least, 1)), where)
+        log.info(
+            "privacy=example: noise multiplier %.4g, clip norm %g, %d steps a round, each example "
+            "in a step's batch with probability %.4g to %.4g; epsilon %.3f so far, %.3f for a "
+            "client that trains in every round of %d, delta %g",
+            *(self.multiplier, self.config.clip_norm, self.steps, least, rate, self.epsilon),
+            *(self._epsilon(TimesAsked(rate, rounds)), rounds, self.delta),
+        )
+        most = max(member.examples for member in members)
+        if self.delta * most >= 1:
+            log.warning(
+                "delta=%g with clients of %d examples: one of these may be given away whole; set "
+                "it below %.1g",
+                *(self.delta, most, 1 / most),
+            )
+
+    def rate(self, member: RegisteredClient) -> float:
+        """Return the rate with which a client draws its examples."""
+        return sampling_rate(self.config.batch_size, member.examples)
+
+    @property
+    def epsilon(self) -> float:
+        """Return what the client has spent that has spent most.
+
+        Those that another one exceeds are not worked out.
+        """
+        largest, rate = 0.0, 0.0
+        rounds_first = sorted(self.asked.values(), key=lambda one: one[::-1], reverse=True)
+        for one in rounds_first:
+            if one.rate > rate:
+                largest, rate = max(largest, self._epsilon(one)), one.rate
+        return largest
+
+    def with_room(
+        self, members: Sequence[RegisteredClient], further: int = 1
+    ) -> list[RegisteredClient]:
+        """List those that stay within epsilon if they train in so many further rounds."""
+        open_ = [member for member in members if member.partition_id not in self._closed]
+        if self._limit is None or not open_:
+            return open_
+        after = {m.partition_id: self._after(m, further) for m in open_}
+        worst = TimesAsked(
+            max(a.rate for a in after.values()), max(a.rounds for a in after.values())
+        )
+        if not self.exceeds(self._epsilon(worst)):  # of many clients few have to be looked at
+            return open_
+        return [m for m in open_ if not self.exceeds(self._epsilon(after[m.partition_id]))]
+
+    def spend(self, members: Iterable[RegisteredClient]) -> dict[int, int]:
+        """Count one round more for these, on disk when this returns; give the rounds before it."""
+        chosen = list(members)
+        earlier = {m.partition_id: self.asked.get(m.partition_id, NEVER).rounds for m in chosen}
+        for member in chosen:
+            self.asked[member.partition_id] = self._after(member, 1)
+        self._write(self.told() | {"asked": {str(k): [*v] for k, v in self.asked.items()}})
+        return earlier
+
+    def close(self, member: RegisteredClient) -> None:
+        """Note that a client has refused to train further."""
+        self._closed.add(member.partition_id)
+
+    def told(self) -> dict[str, Any]:
+        return {"unit": "example", **super().told()}
+
+    def ends_after(self, rounds: int) -> bool:
+        """Tell whether too few clients have room then; unless a round asks all, nobody knows."""
+        members = list(self._registry.members.values()) if self._registry else []
+        if not members or (rounds and self.config.clients_per_round < len(members)):
+            return False
+        return len(self.with_room(members, rounds + 1)) < max(1, self.config.min_replies)
+
+    def tell(self, number: int) -> None:
+        """Log why that round is not held."""
+        log.info(
+            "epsilon: round %d needs %s with room for it, and fewer have any; the run ends here",
+            *(number, count(max(1, self.config.min_replies), "client")),
+        )
+
+    def _after(self, member: RegisteredClient, further: int) -> TimesAsked:
+        before = self.asked.get(member.partition_id, NEVER)
+        return TimesAsked(max(before.rate, self.rate(member)), before.rounds + further)
+
+    def _epsilon(self, asked: TimesAsked) -> float:
+        return epsilon_of(self.multiplier, asked.rate, self.delta, asked.rounds * self.steps)
+
+    @classmethod
+    def problems(cls, before: Mapping[str, Any], records: Records, config: Config) -> Iterator[str]:
+        if before.get("unit") != "example":
+            yield f"unit = {before.get('unit')!r}"
+        asked = before.get("asked")
+        if not isinstance(asked, dict):
+            yield f"asked = {asked!r}"
+            return
+        for partition, one in asked.items():
+            if not (partition.isdecimal() and _is_asked(one)):
+                yield f"asked has {one!r} of partition {partition!r}"
+        times = times_used(records)
+        for client in (client for record in records for client in record["clients"]):
+            of, rate = client["partition-id"], sampling_rate(config.batch_size, client["examples"])
+            counted = TimesAsked(*asked.get(str(of), NEVER))
+            if counted.rate < rate * (1 - CLOSE) or counted.rounds < times[of]:
+                told = [rate, times[of]]
+                yield f"asked has {[*counted]} of partition {of}, and the records {told}"
+
+
+def _is_asked(one: object) -> bool:
+    """Tell whether it is a rate and a number of rounds."""
+    if not isinstance(one, list) or len(one) != 2 or type(one[1]) is not int:
+        return False
+    return isinstance(one[0], int | float) and 0 < one[0] <= 1 and 1 <= one[1] <= MOST_RELEASES
+
+
+class Counted(Release):
+    """Take the mean of updates that are private already, of clients that have room for the round.
+
+    Whoever is asked is counted first, and may refuse.
+    """
+
+    budget = ExampleBudget
+
+    def __init__(self, round_: "Round") -> None:
+        super().__init__(round_)
+        self.account = cast(ExampleBudget, round_.budget)
+        self._earlier: dict[int, int] = {}  # rounds before this one, by partition
+        self._refused = 0
+
+    @staticmethod
+    def check_model(model: AdaptedModel) -> None:
+        check_trained(model.network, model.parameters())
+
+    def draw(self, grid: Grid) -> list[RegisteredClient]:
+        """Sample among those with room, and count the round before anything is sent."""
+        round_log = self.round.round_log
+
+        def with_room(members: Sequence[RegisteredClient]) -> list[RegisteredClient]:
+            found = self.account.with_room(members)
+            kept = {member.partition_id for member in found}
+            everyone = (member.partition_id for member in members)
+            round_log.spent = [number for number in everyone if number not in kept]
+            return found
+
+        chosen = self.run.sampler.sample(grid, round_log, with_room)
+        self._earlier = self.account.spend(chosen)
+        return chosen
+
+    def settings(self, member: RegisteredClient) -> dict[str, Scalar]:
+        return {
+            "noise-multiplier": self.account.multiplier,
+            "earlier-rounds": self._earlier[member.partition_id],
+        }
+
+    @property
+    def has_enough(self) -> bool:
+        """Return whether enough replies were used, or all who were asked have refused."""
+        all_refused = bool(self._earlier) and self._refused == len(self._earlier)
+        return super().has_enough or all_refused
+
+    def check(self, message: Message, member: RegisteredClient) -> Update:
+        if reason := refusal_in(message, self.round.number):
+            self._refused += 1
+            self.account.close(member)
+            raise ValueError(f"it trains no further: {plain(reason)}")
+        update = super().check(message, member)
+        if within(message.content.metric_records["metrics"], "recounted", 0, 1):
+            self.round.round_log.recounted.append(member.partition_id)
+        return update
+
+    def close(self) -> None:
+        """Note what was spent, then take the next state."""
+        spent = self.account.told() | {"clip-norm": self.run.config.clip_norm}
+        self.round.round_log.private = cast(Spent, spent)
+        if self.round.round_log.clients:
+            super().close()

@@ -1,0 +1,151 @@
+"""Release a round with `privacy=client`: a drawn cohort, clipped changes, noise, the account first.
+
+Which clients train is drawn from the system's entropy, one by one, from all members: those that
+are away or unresponsive are drawn as well and count as zero, and nothing is divided by fewer. The
+round waits for each client as long as for any other, so that none decides whether another counts.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+from logging import getLogger
+from typing import TYPE_CHECKING, cast
+
+from flwr.app import MessageType
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.methods.base import Method, Tensors, split_classifier
+from ravan_flwr.methods.tensors import sum_of_squares
+from ravan_flwr.privacy.expected import expected_clients
+from ravan_flwr.privacy.mechanism import ClippedSum, Noise
+from ravan_flwr.privacy.noise import happens
+from ravan_flwr.runs.record import Spent
+from ravan_flwr.server.aggregation import check_upload
+from ravan_flwr.server.privacy_budget import ClientBudget
+from ravan_flwr.server.release import Release
+from ravan_flwr.server.replies import Update
+
+if TYPE_CHECKING:
+    from ravan_flwr.server.round import Round
+
+log = getLogger(__name__)
+
+
+class PrivateSums:
+    """Check uploads, and keep the sum of their clipped changes; what closes has noise in it."""
+
+    def __init__(
+        self, method: Method, state: Tensors, norm: float, expected: Mapping[str, Tensor]
+    ) -> None:
+        self.method, self.expected = method, expected
+        self.clipped = ClippedSum(state, norm)
+
+    @property
+    def count(self) -> int:
+        """Return how many uploads were accepted."""
+        return self.clipped.count
+
+    def offer(self, upload: Mapping[str, Tensor], share: float) -> None:
+        """Add an upload of a client with that share; ValueError if it is not sound.
+
+        Nothing is compared with other clients' uploads.
+        """
+        state, classifier = split_classifier(self.clipped.state)
+        own = check_upload(self.method, upload, classifier, share)
+        for name, tensor in upload.items():
+            sum_of_squares(tensor, name)  # refuses what is not finite
+        filled = self.method.expand_upload(own, state)
+        self.clipped.add(filled | {name: upload[name] for name in classifier})
+
+    def close(self, noise: Noise) -> Tensors:
+        """Return the next state, noise included."""
+        return self.clipped.release(noise, self.expected)
+
+
+class Noised(Release):
+    """Take the state that clipped changes and noise make, within the run's privacy budget."""
+
+    budget = ClientBudget
+    gives_grace = False
+    enough = math.inf  # all replies are waited for: no number of them is enough
+
+    def __init__(self, round_: "Round") -> None:
+        super().__init__(round_)
+        self.account = cast(ClientBudget, round_.budget)
+        self.norm = self.next_norm = self.account.norm
+        round_.least = 0  # a cohort may be empty; then noise alone is released
+        # All that may be drawn, connected or not.
+        everyone = self.run.registry.members.values()
+        able = (member for member in everyone if round_.method.can_train(member.share))
+        self.members = sorted(able, key=lambda member: member.partition_id)
+        self.noise = self.account.noise(len(self.members))
+        self._is_counted = False
+
+    def draw(self, grid: Grid) -> list[RegisteredClient]:
+        """Draw each member by itself, and return those that can be asked; the log has the others.
+
+        Who is here is found out before anybody is drawn.
+        """
+        round_log, registry = self.round.round_log, self.run.registry
+        self.run.sampler.able(grid, round_log)  # notes who cannot afford to train
+        here = {member.node_id for member in registry.present(grid)}
+        resting = {
+            one for one in here if registry.nodes[one].rests(MessageType.TRAIN, self.round.number)
+        }
+        if self.run.config.secure_aggregation:
+            # Whether a round is held follows from who is here, never from who is drawn.
+            number = sum(member.node_id in here - resting for member in self.members)
+            if why := self.account.why_not_masked(number):
+                self.round.without_effect = why
+                return []
+        asked = []
+        for member in (member for member in self.members if happens(self.account.rate)):
+            if member.node_id not in here:
+                round_log.reject(member, "it is not connected; its change counts as zero")
+            elif member.node_id in resting:
+                round_log.resting.append(member.partition_id)
+            else:
+                asked.append(member)
+        return asked
+
+    @property
+    def expected(self) -> dict[str, Tensor]:
+        """Count how many clients are expected to train each number of the state."""
+        shares, state = Counter(member.share for member in self.members), self.run.state.tensors
+        return expected_clients(self.round.method, state, shares, self.account.rate)
+
+    @cached_property
+    def private_sums(self) -> PrivateSums:
+        """Return the sums, which open empty when the first reply is there."""
+        state = self.run.state.tensors
+        return PrivateSums(self.round.method, state, self.norm, self.expected)
+
+    def add(self, update: Update) -> list[list[int]]:
+        self.private_sums.offer(update.upload, update.member.share)
+        return self.round.method.heads_in(update.upload)
+
+    def mean(self) -> Tensors:
+        sums = self.private_sums
+        del self.private_sums
+        if not sums.count:
+            log.warning("round %d: no change came, and noise alone is added", self.round.number)
+        self.next_norm = sums.clipped.next_norm(self.noise)
+        return sums.close(self.noise)
+
+    def spend(self, asked: list[int], shown: float) -> None:
+        self.account.spend(asked, shown)
+        self._is_counted = True
+
+    def close(self) -> None:
+        """Spend what the release takes, then take the next state."""
+        if not self._is_counted:
+            self.spend([], 0.0)
+        spent = self.account.told() | {"clip-norm": self.norm}
+        self.round.round_log.private = cast(Spent, spent)
+        try:
+            super().close()
+        finally:
+            self.account.norm = self.next_norm

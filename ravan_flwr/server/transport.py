@@ -1,0 +1,62 @@
+"""Choose how the updates of a round travel: one by one, or as a sum in which none can be read."""
+
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+from flwr.app import Message
+
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.server.replies import Update
+
+if TYPE_CHECKING:
+    from ravan_flwr.server.round import Round
+
+# By `secure-aggregation`. They are imported when a run has them.
+TRANSPORTS = {False: "ravan_flwr.server.transport:Plain", True: "ravan_flwr.extras.masked:Masked"}
+
+
+def transport_of(config: Config) -> "type[Plain]":
+    """Find the transport of a run."""
+    found: type[Plain] = resolve_name(TRANSPORTS[config.secure_aggregation])
+    return found
+
+
+class Plain:
+    """Read updates one by one, and let the release add them up."""
+
+    enough = 0.0  # replies without which the wait for training does not end
+    kind = ""  # of the messages by which clients train; "": the release's
+
+    def __init__(self, round_: "Round") -> None:
+        self.round = round_
+
+    @staticmethod
+    def cohort(config: Config, partitions: int) -> int:  # noqa: ARG004
+        """Return how many clients must be there before a round begins."""
+        return config.min_replies
+
+    def prepare(self, cohort: list[RegisteredClient]) -> list[RegisteredClient]:
+        """Return those of a cohort that are asked to train."""
+        return cohort
+
+    def address(self, message: Message, member: RegisteredClient) -> Message:  # noqa: ARG002
+        """Add to a message what only this client is sent."""
+        return message
+
+    def quorum(self, asked: int) -> int:  # noqa: ARG002 (of masks it depends on that)
+        """Return with which good reply the straggler timeout begins."""
+        return self.round.least
+
+    def check(self, message: Message, member: RegisteredClient) -> Update:
+        """Read the reply of a client; ValueError with the reason why it is rejected."""
+        return self.round.release.check(message, member)
+
+    def accumulate(self, update: Update) -> list[list[int]]:
+        """Add an update to the sums; return the heads in it, by layer. ValueError as `check`."""
+        return self.round.release.add(update)
+
+    def mean(self) -> Tensors:
+        """Return what the sums make; ValueError if the round has no effect."""
+        return self.round.release.mean()

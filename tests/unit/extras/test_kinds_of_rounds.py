@@ -1,0 +1,68 @@
+"""Kinds of rounds are found by name: a new one is an object and a row, and costs no other."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import torch
+
+from ravan_flwr.server import release
+from ravan_flwr.server import transport as transports
+from scripts.draw_house import PACKAGE, imported
+from tests.hand_made import Nodes, impatient, run
+
+__all__ = ["impatient"]
+
+PAGE = Path(__file__).parents[3] / "docs" / "extending.md"
+
+
+def test_the_core_imports_no_optional_part():
+    core = [*(PACKAGE / "server").glob("*.py"), PACKAGE / "server_app.py"]
+    assert not [p for p in core for name in imported(p) if name.startswith("ravan_flwr.extras")]
+    told = "import sys, ravan_flwr.server_app; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", told], capture_output=True, text=True, check=True
+    )
+    assert "ravan_flwr.server.round" in loaded.stdout.split()
+    assert not [name for name in loaded.stdout.split() if name.startswith("ravan_flwr.extras")]
+
+
+@pytest.mark.parametrize("place", [*release.RELEASES.values(), *transports.TRANSPORTS.values()])
+def test_a_kind_is_where_its_row_says(place):
+    kind = resolve_name(place)
+    assert issubclass(kind, release.Release | transports.Plain)
+
+
+def test_the_release_of_the_documentation_works(monkeypatch):
+    """Two of four clients send the opposite of what the others send: that round has no effect."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    monkeypatch.setattr(release, "Agreed", names["Agreed"], raising=False)
+    monkeypatch.setitem(release.RELEASES, "none", "ravan_flwr.server.release:Agreed")
+
+    class Shifted(Nodes):
+        """Clients whose B is 0.1, or of every other one -0.1, where they are opposed."""
+
+        opposed = False
+
+        def reply(self, message, upload, number):
+            sign = -1 if self.opposed and self.trained[-1][1] % 2 else 1
+            shifted = {"B": torch.full_like(upload["B"], 0.1 * sign)}
+            return super().reply(message, upload | shifted, number)
+
+    refused = []
+    for opposed in (False, True):
+        nodes = Shifted(method="ffa-lora")
+        nodes.opposed = opposed
+        notes, strategy, _ = run(
+            nodes, rounds=1, method="ffa-lora", clients_per_round=4, evaluate_fn=lambda *_: None
+        )
+        refused.append(notes.records[0].get("refused", ""))
+    assert refused[0] == ""
+    assert "cancel each other" in refused[1]
+    assert not strategy.state.tensors["B"].any()
