@@ -45,7 +45,7 @@ class NodeKeys:
         if self.public_of(self.partition) != public:
             raise ValueError(
                 f"{_name(self.partition, 'pub')} is not of {_name(self.partition, 'key')}, "
-                "expected a pair; make both again with `ravan-flwr secure-keys`"
+                "expected a pair; make both again with `ravan-flwr keys`"
             )
         return public
 
@@ -154,5 +154,5 @@ def _read(path: Path) -> bytes:
 def _damaged(path: Path, kind: str, why: object) -> str:
     return (
         f"secure-keys: {path.name}: {str(why)[:100]}; expected an Ed25519 {kind} key in PEM, as "
-        "`ravan-flwr secure-keys` makes it; put the file there"
+        "`ravan-flwr keys --partition-id` makes it; put the file there"
     )
