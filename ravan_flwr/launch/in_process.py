@@ -28,8 +28,8 @@ from ravan_flwr.config.places import absolute_paths
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.parallel_clients import SideBySide
-from ravan_flwr.launch.worker_pool import Job
 from ravan_flwr.launch.worker_process import identify, reply_of
+from ravan_flwr.launch.workers import Job
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.directory import RunDirectory, with_those_of_the_run
 from ravan_flwr.secure.node_keys import make_keys

@@ -18,9 +18,15 @@ from flwr.app import Message, MessageType
 
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.launch.worker_pool import Job, NoWorkersLeftError, WorkerPool
 from ravan_flwr.launch.worker_process import reply_of
-from ravan_flwr.launch.worker_starts import ForkStarter, SpawnStarter, Starter
+from ravan_flwr.launch.workers import (
+    ForkStarter,
+    Job,
+    NoWorkersLeftError,
+    SpawnStarter,
+    Starter,
+    WorkerPool,
+)
 from ravan_flwr.runs.console import count
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cores import usable_cores
@@ -143,11 +149,9 @@ class SideBySide:
                 return self._crew.answer(job)
             except NoWorkersLeftError as error:
                 log.warning(ALONE, error)
-                ended = self._crew.left_over(job)
                 self.close()
-                # What ends a worker is not let into the server's process, nor what takes too long.
-                if ended is not None or time.monotonic() >= job.until:
-                    return ended
+                if time.monotonic() >= job.until:
+                    return None
         began = time.perf_counter()
         reply = reply_of(job.message, job.context)
         if self._starter is not None and _is_local_work(job):

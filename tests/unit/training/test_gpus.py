@@ -16,7 +16,7 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import superlink as flower
 from ravan_flwr.launch.sharing import MOST_A_GPU, Sharing, share_gpus
-from ravan_flwr.launch.worker_starts import SpawnStarter
+from ravan_flwr.launch.workers import SpawnStarter
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies import running
 from ravan_flwr.studies.choosing import planned
@@ -542,8 +542,8 @@ def test_workers_are_started_where_the_fewest_are(monkeypatch):
 
         wait = poll
 
-    monkeypatch.setattr("ravan_flwr.launch.worker_starts.subprocess.Popen", Process)
-    monkeypatch.setattr("ravan_flwr.launch.worker_starts.send_records", lambda *_: None)
+    monkeypatch.setattr("ravan_flwr.launch.workers.subprocess.Popen", Process)
+    monkeypatch.setattr("ravan_flwr.launch.workers.send_records", lambda *_: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     cards = [Gpu(str(i), f"GPU-{i}", "H100", 1, 1) for i in (1, 0)]
     starter = SpawnStarter({}, None, cards)
