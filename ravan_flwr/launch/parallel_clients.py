@@ -123,7 +123,7 @@ class SideBySide:
 
     @property
     def _may_fork(self) -> bool:
-        """Tell whether a fork of this process can compute: see worker_starts.py.
+        """Tell whether a fork of this process can compute: see workers.py.
 
         Where there is an accelerator, PyTorch starts threads for it, also if it is not used.
         """
