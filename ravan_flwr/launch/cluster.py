@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ravan_flwr.runs.console import count
 from ravan_flwr.training.gpus import Gpu
 
 ADDRESS = "RAY_ADDRESS"
@@ -64,10 +65,9 @@ class Cluster:
 
     def told(self) -> str:
         """Describe it in a line for people."""
-        number, gpus = len(self.machines), len(self.gpus)
         return (
-            f"the Ray cluster at {self.address}: {number} machine{'s' * (number != 1)}, "
-            f"{self.cpus} CPU{'s' * (self.cpus != 1)}, {gpus} GPU{'s' * (gpus != 1)}\n"
+            f"the Ray cluster at {self.address}: {count(len(self.machines), 'machine')}, "
+            f"{count(self.cpus, 'CPU')}, {count(len(self.gpus), 'GPU')}\n"
         )
 
 
