@@ -20,10 +20,10 @@ help:
 	@echo "make check     lint, types and tests: what CI runs"
 	@echo "make release   sdist, wheel and app bundle into dist/, each tried in a new environment"
 	@echo "make clean     remove the environment and caches, keep the runs"
-	@echo 'Settings go into ARGS: make run ARGS="seed=1 heads=8"; all of them: $(BIN)/ravan-flwr run --help'
+	@echo 'Settings go into ARGS: make run ARGS="seed=1 heads=8"; all of them: $(BIN)/ravan-flwr simulate --help'
 
 run: $(INSTALLED)
-	@$(BIN)/ravan-flwr run $(ARGS)
+	@$(BIN)/ravan-flwr simulate --engine flower $(ARGS)
 
 simulate: $(INSTALLED)
 	@$(BIN)/ravan-flwr simulate $(ARGS)

@@ -3,7 +3,8 @@
     python benchmarks/startup.py                   # two minutes
 
 Every figure is the median of some runs, each a process of its own, files already in the system's
-cache. "Flower" is `ravan-flwr run` with 20 nodes, until the record of a first round of one step.
+cache. "Flower" is `ravan-flwr simulate --engine flower` with 20 nodes, until the record of a first
+round of one step.
 """
 
 import argparse
@@ -90,6 +91,7 @@ def in_flower(folder: str) -> float:
     """Time a run until its first round is recorded."""
     began = time.perf_counter()
     settings = [
+        "--engine=flower",
         "local-steps=1",
         "num-rounds=1",
         "report=false",
@@ -97,13 +99,13 @@ def in_flower(folder: str) -> float:
         "clients-per-round=1",
     ]
     with subprocess.Popen(
-        [sys.executable, "-m", "ravan_flwr", "run", f"output-dir={folder}", *settings],
+        [sys.executable, "-m", "ravan_flwr", "simulate", f"output-dir={folder}", *settings],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     ) as process:
         while not list(Path(folder).glob("*/rounds.jsonl")):
             if process.poll() is not None or time.perf_counter() - began > 300:
-                raise RuntimeError("ravan-flwr run recorded no round; run it by hand")
+                raise RuntimeError("the run recorded no round; run it by hand")
             time.sleep(0.05)
         return time.perf_counter() - began
 

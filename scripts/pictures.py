@@ -28,8 +28,8 @@ def main() -> None:
     if browser is None:
         sys.exit(f"error: found none of {', '.join(BROWSERS)}, expected one to draw the report")
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "ravan_flwr", "run", f"output-dir={folder}"]
-        subprocess.run(command, cwd=ROOT, check=True)
+        command = [sys.executable, "-m", "ravan_flwr", "simulate", "--engine", "flower"]
+        subprocess.run([*command, f"output-dir={folder}"], cwd=ROOT, check=True)
         (run,) = Path(folder).iterdir()
         printed = (run / "log.txt").read_text(encoding="utf-8").replace(folder, "runs")
         draw_terminal(printed, ROOT / "docs" / "run.svg")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ravan_flwr.cli import delivery, machines, preset_wizard, results, running, studying
+from ravan_flwr.cli import deployment, preset_wizard, results, running, studying
 from ravan_flwr.cli.parts import Commands
 from ravan_flwr.config.key import nearest
 from ravan_flwr.config.keys import KEYS
@@ -68,6 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     version = importlib.metadata.version("ravan-flwr")
     parser.add_argument("--version", action="version", version=f"ravan-flwr {version}")
     commands: Commands = parser.add_subparsers(metavar="COMMAND")
-    for group in (running, preset_wizard, studying, results, delivery, machines):
+    for group in (running, preset_wizard, studying, results, deployment):
         group.add(commands)
     return parser

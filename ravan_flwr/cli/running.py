@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ravan_flwr import training
-from ravan_flwr.cli.parts import Commands, add_gpus
+from ravan_flwr.cli.parts import Commands, add_engine, check_engine
 from ravan_flwr.config.key_values import key_table, read_settings
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.presets import own_preset
@@ -25,14 +25,9 @@ from ravan_flwr.training.clients import number_of_clients
 
 
 def add(commands: Commands) -> None:
-    """Offer `simulate`, `run` and `plan`."""
+    """Offer `simulate` and `plan`."""
     for name, command, about in (
-        (
-            "simulate",
-            _simulate,
-            "run the app in this process, and in others of its own where these save time",
-        ),
-        ("run", _run, "run the app in Flower's simulation runtime, and end what that starts"),
+        ("simulate", _simulate, "run the app on this machine, with simulated clients"),
         ("plan", _plan, "say what a run will train, send and need, before anything runs"),
     ):
         sub = commands.add_parser(
@@ -57,23 +52,31 @@ def add(commands: Commands) -> None:
                 help="with --partition: write it as a picture, a new .png or .svg, without "
                 "names of clients",
             )
-        if name == "run":
-            add_gpus(sub)
+        if name == "simulate":
+            add_engine(sub)
             sub.add_argument(
                 "--runs-at-a-time",
                 type=int,
                 default=1,
                 metavar="N",
-                help="so many such runs share this machine's GPUs and CPUs, as under study --jobs "
-                "(default: 1)",
+                help="with --engine flower: so many such runs share this machine's GPUs and CPUs, "
+                "as under study --jobs (default: 1)",
             )
 
 
 def _simulate(parsed: argparse.Namespace) -> None:
+    check_engine(parsed)
+    in_flower = parsed.engine == "flower"
     config, num_clients = read_settings(parsed.settings)
-    config, num_clients = with_those_of_the_run(own_preset(config), num_clients)
+    config = config if in_flower else own_preset(config)
+    config, num_clients = with_those_of_the_run(config, num_clients)
     checked = read_config(config)
-    _refuse_early(checked, num_clients)
+    number = _refuse_early(checked, num_clients)
+    if in_flower:
+        from ravan_flwr.launch.superlink import run_in_flower  # noqa: PLC0415
+
+        run_in_flower(config, number, parsed.clients_per_gpu, parsed.runs_at_a_time)
+        return
     say_loading()
     if checked.device not in (AUTO, "cpu"):
         from ravan_flwr.training.device import pick_device  # noqa: PLC0415 (PyTorch, half the wait)
@@ -82,16 +85,6 @@ def _simulate(parsed: argparse.Namespace) -> None:
     with importing():
         from ravan_flwr.launch.in_process import simulate  # noqa: PLC0415
     simulate(config, num_clients)
-
-
-def _run(parsed: argparse.Namespace) -> None:
-    config, num_clients = with_those_of_the_run(*read_settings(parsed.settings))
-    checked = read_config(config)
-    number = _refuse_early(checked, num_clients)
-
-    from ravan_flwr.launch.superlink import run_in_flower  # noqa: PLC0415
-
-    run_in_flower(config, number, parsed.clients_per_gpu, parsed.runs_at_a_time)
 
 
 def _refuse_early(config: Config, asked: int | None) -> int:

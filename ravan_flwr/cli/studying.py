@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ravan_flwr.cli.parts import Commands, add_gpus
+from ravan_flwr.cli.parts import Commands, add_engine, check_engine
 from ravan_flwr.config.key_values import key_table, read_settings
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.importing import importing
@@ -89,24 +89,13 @@ def _add_tune(commands: Commands) -> None:
 def _add_how(parser: argparse.ArgumentParser) -> None:
     """Offer how many runs go side by side, and in what."""
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
-    parser.add_argument(
-        "--engine",
-        choices=("process", "flower"),
-        default="process",
-        help="process: each run as `simulate` does; flower: as `run` does (default: process)",
-    )
-    add_gpus(parser)
+    add_engine(parser)
 
 
 def _check_how(parsed: argparse.Namespace) -> None:
     if parsed.jobs < 1:
         raise ValueError(f"--jobs {parsed.jobs}: expected a whole number at least 1, such as 2")
-    per_gpu = parsed.clients_per_gpu
-    if per_gpu is not None and parsed.engine != "flower":
-        raise ValueError(
-            f"--clients-per-gpu {per_gpu}: got --engine {parsed.engine} beside it, expected "
-            "flower, whose clients are processes of their own; add --engine flower"
-        )
+    check_engine(parsed)
 
 
 def _study(parsed: argparse.Namespace) -> None:

@@ -77,7 +77,7 @@ def node_keys(node: Node) -> NodeKeys:
     if node.secure_keys is None:
         raise ValueError(
             "secure-aggregation = true: this node has no secure-keys in its node config, expected "
-            "the folder that `ravan-flwr secure-keys` made; set it, or secure-aggregation=false"
+            "the folder that `ravan-flwr keys` made; set it, or secure-aggregation=false"
         )
     return NodeKeys(Path(node.secure_keys), node.partition_id)
 

@@ -17,14 +17,12 @@ What it keeps is of one run: another one reads its model and its examples anew.
 import fcntl
 import logging
 import os
-import select
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -141,7 +139,9 @@ class Worker:
     """Answer one question after the other, until there is a reason to end."""
 
     def __init__(self, path: Path, owner: int) -> None:
-        self._owner = _Process(owner)
+        import psutil  # noqa: PLC0415 (who asks does without it)
+
+        self._owner = psutil.Process(owner)  # never mistaken for a later one of the same number
         self._listener = Listener(str(path), family="AF_UNIX", backlog=16)
         self._path = path
         self._busy = threading.Lock()  # held where the asker is looked at, or exchanged
@@ -156,8 +156,6 @@ class Worker:
         who = _who()
         while not self._retired:
             with self._listener.accept() as connection:
-                with self._busy:
-                    self._asker = connection
                 try:
                     if connection.recv_bytes() == who:
                         connection.send_bytes(_READY)
@@ -171,6 +169,8 @@ class Worker:
 
     def _answer(self, connection: Connection) -> None:
         header, (content, state) = receive_records(connection)
+        with self._busy:
+            self._asker = connection
         records = [state]  # with what an answer has noted before it failed
         try:
             records = _answer(header, content, state, new=header["run-id"] != self._run)
@@ -203,25 +203,29 @@ class Worker:
                 if self._asker is None:
                     unwanted = time.monotonic() - self._asked > IDLE_SECONDS
                 else:
-                    unwanted = _has_hung_up(self._asker)
-                if alone := self._owner.ended():
+                    # Before the answer nothing but an end can be read.
+                    unwanted = self._asker.poll()
+                if alone := self._has_lost_its_owner():
                     self._path.with_suffix(".lock").unlink(missing_ok=True)
                 if unwanted or alone:
                     self._path.unlink(missing_ok=True)
                     os._exit(0)
+
+    def _has_lost_its_owner(self) -> bool:
+        import psutil  # noqa: PLC0415 (as above)
+
+        with suppress(psutil.NoSuchProcess):
+            # It is still running, to psutil, as long as its parent has not noticed its end.
+            return not self._owner.is_running() or self._owner.status() == psutil.STATUS_ZOMBIE
+        return True
 
 
 def _answer(
     header: dict[str, Any], content: RecordDict, state: RecordDict, *, new: bool
 ) -> list[RecordDict]:
     """Collect the client's answer, and the state that it leaves; `new` is the first of a run."""
-    context = Context(
-        run_id=header["run-id"],
-        node_id=header["node-id"],
-        node_config=header["node-config"],
-        state=state,
-        run_config=header["run-config"],
-    )
+    settings = header["node-config"], state, header["run-config"]
+    context = Context(header["run-id"], header["node-id"], *settings)
     work_for_task(header["task-id"])
     use_cache(read_node(context.node_config).cache_dir)
     with importing():
@@ -230,41 +234,6 @@ def _answer(
         answers.forget()
     reply = answers.answer(header["kind"], content, context)
     return [reply, context.state]
-
-
-def _has_hung_up(connection: Connection) -> bool:
-    """Tell whether who asked is gone: before the answer nothing but an end can be read."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        try:
-            return end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-
-class _Process:
-    """Watch a process that is not ours."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._handle: int | None
-        try:
-            # Of Linux: it is never mistaken for a later process of the same number.
-            self._handle = os.pidfd_open(pid)
-        except ProcessLookupError:
-            raise
-        except (AttributeError, OSError):  # another system, an old kernel, a sandbox
-            self._handle = None
-
-    def ended(self) -> bool:
-        if self._handle is not None:
-            return bool(select.select([self._handle], [], [], 0)[0])
-        try:
-            os.kill(self._pid, 0)
-        except (ProcessLookupError, PermissionError):  # it is not ours, so not the one it was
-            return True
-        return False
 
 
 if __name__ == "__main__":

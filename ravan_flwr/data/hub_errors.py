@@ -21,16 +21,11 @@ from huggingface_hub.errors import (
 
 
 class NotHereError(ValueError):
-    """Say that something of the hub is not here, and what can be done about it.
+    """Say that something of the hub is not here, and what can be done about it."""
 
-    `problem` and `otherwise` are for `fetch`, which cannot advise to run `fetch`.
-    """
-
-    def __init__(self, problem: str, otherwise: str) -> None:
-        self.problem, self.otherwise = problem, otherwise
-        super().__init__(
-            f"{problem}; run `ravan-flwr fetch PRESET` where there is a connection, or {otherwise}"
-        )
+    def __init__(self, problem: str, advice: str) -> None:
+        self.problem = problem
+        super().__init__(f"{problem}; {advice}")
 
 
 _UNREACHED = (
@@ -63,7 +58,7 @@ def telling(what: str, name: str, revision: str = "") -> Iterator[None]:
     except _UNREACHED as error:
         raise NotHereError(
             f"{at}: it is not in the cache, and the hub cannot be reached ({_short(error)})",
-            f"name a folder, {what}=/path",
+            _advice(what, name, revision),
         ) from None
     except StopIteration:  # of `datasets`, over JSON lines without a line
         raise ValueError(
@@ -78,9 +73,19 @@ def telling(what: str, name: str, revision: str = "") -> Iterator[None]:
             ) from None
         raise NotHereError(
             f"{at}: {_short(error)}",
-            "correct the id or the revision, or accept its terms, if it has any, and log in with "
-            "`hf auth login`",
+            f"{_advice(what, name, revision)}; or correct the id or the revision, or accept its "
+            "terms, if it has any, and log in with `hf auth login`",
         ) from None
+
+
+def _advice(what: str, name: str, revision: str) -> str:
+    """Write the command that downloads a model into the cache, or data into a folder."""
+    kind = "" if what == "model" else " --repo-type dataset --local-dir /path"
+    at = f" --revision {revision}" if revision else ""
+    return (
+        f"run `hf download {name}{kind}{at}` where there is a connection, or name a folder, "
+        f"{what}=/path"
+    )
 
 
 def _short(error: BaseException, most: int = 300) -> str:

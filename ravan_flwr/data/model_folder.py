@@ -1,8 +1,8 @@
 """Find the files of a model: in a folder of the user's, in the hub's cache, or downloaded.
 
 What is in the cache is taken from there without asking the hub, so that a device without a
-connection works once `ravan-flwr fetch` has run, and a client process starts without waiting
-for the network.
+connection works once `hf download` has run, and a client process starts without waiting for the
+network.
 """
 
 import json
@@ -41,7 +41,7 @@ def model_folder(spec: ModelSpec) -> Path:
     folder = Path(spec.name)
     if not _is_folder(folder):
         cached = _snapshot(spec, local_files_only=True)
-        folder = cached if cached is not None and not lacks(cached) else fetch_model(spec)
+        folder = cached if cached is not None and not lacks(cached) else _download(spec)
     if missing := lacks(folder):
         raise ValueError(
             f"model {spec.name}: {folder} has no {missing}, expected config.json and weights as "
@@ -80,10 +80,8 @@ def _how_to_make(folder: Path) -> str:
     )
 
 
-def fetch_model(spec: ModelSpec) -> Path:
+def _download(spec: ModelSpec) -> Path:
     """Download what the cache lacks of a model."""
-    if _is_folder(Path(spec.name)):
-        return Path(spec.name)
     with telling("model", spec.name, spec.revision):
         folder = _snapshot(spec, local_files_only=False)
     assert folder is not None

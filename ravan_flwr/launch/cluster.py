@@ -3,9 +3,16 @@
 Flower's simulation runtime calls `ray.init` without an address. Ray then takes the cluster that
 RAY_ADDRESS names, or the one that the last `ray start` on this machine started or joined, or it
 starts one of its own, of this machine alone. This module finds out which, before anything starts.
+
+    python -m ravan_flwr.launch.cluster HOST:PORT
+
+asks each machine what it has, and writes the answers as JSON. It is a process of its own: one that
+has joined a cluster has Ray's signal handlers and threads from then on, and one that waits for a
+cluster that does not answer can be ended.
 """
 
 import json
+import logging
 import os
 import re
 import socket
@@ -16,11 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ravan_flwr.runs.console import count
 from ravan_flwr.training.gpus import Gpu
 
 ADDRESS = "RAY_ADDRESS"
 ANSWER_TIMEOUT = 5.0  # for a connection
 ASK_TIMEOUT = 120.0  # for all machines
+MACHINE_TIMEOUT = 60.0  # for one of them; starting Python on a busy one takes a while
 _ALONE = f"unset {ADDRESS} for a run on this machine alone"
 
 
@@ -56,10 +65,9 @@ class Cluster:
 
     def told(self) -> str:
         """Describe it in a line for people."""
-        number, gpus = len(self.machines), len(self.gpus)
         return (
-            f"the Ray cluster at {self.address}: {number} machine{'s' * (number != 1)}, "
-            f"{self.cpus} CPU{'s' * (self.cpus != 1)}, {gpus} GPU{'s' * (gpus != 1)}\n"
+            f"the Ray cluster at {self.address}: {count(len(self.machines), 'machine')}, "
+            f"{count(self.cpus, 'CPU')}, {count(len(self.gpus), 'GPU')}\n"
         )
 
 
@@ -117,7 +125,7 @@ def _silence(address: str) -> str:
 
 def _ask(address: str, environment: Mapping[str, str]) -> list[dict[str, Any]]:
     """Ask the machines, in a process that can be ended."""
-    command = [sys.executable, "-m", "ravan_flwr.launch.machines", address]
+    command = [sys.executable, "-m", "ravan_flwr.launch.cluster", address]
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=ASK_TIMEOUT,
@@ -155,13 +163,7 @@ def _checked(address: str, answers: list[dict[str, Any]]) -> tuple[Machine, ...]
                 "from which `ray start` was called there; install it, and start Ray there again"
             )
     machines = tuple(
-        Machine(
-            answer["name"],
-            answer["cpus"],
-            answer["gpus"],
-            tuple(Gpu(**card) for card in answer["cards"]),
-            answer["code"],
-        )
+        Machine(**answer | {"cards": tuple(Gpu(**card) for card in answer["cards"])})
         for answer in answers
     )
     if differing := [machine.name for machine in machines if machine.code != machines[0].code]:
@@ -176,3 +178,47 @@ def _checked(address: str, answers: list[dict[str, Any]]) -> tuple[Machine, ...]
             "a machine's part of it with --num-cpus above 0"
         )
     return machines
+
+
+def _ask_with_ray(address: str) -> list[dict[str, Any]]:
+    """Join the cluster, and ask this machine first, then the others by address."""
+    import ray  # noqa: PLC0415 (the parent process imports this module, and no Ray)
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
+
+    # Ray's words go to stderr, with the reason if it cannot connect.
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    asked = ray.remote(num_cpus=0, max_retries=0)(_seen_here)
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    nodes.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"]))
+    on = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    replies = [asked.options(scheduling_strategy=one).remote() for one in on]
+    found = []
+    for node, reply in zip(nodes, replies, strict=True):
+        try:
+            said = ray.get(reply, timeout=MACHINE_TIMEOUT)
+        except Exception as error:  # noqa: BLE001 (whatever is wrong there is told)
+            said = {"problem": f"{type(error).__name__}: {error}"}
+        cpus, gpus = (int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU"))
+        found.append({"name": node["NodeManagerAddress"], "cpus": cpus, "gpus": gpus, **said})
+    return found
+
+
+def _seen_here() -> dict[str, Any]:
+    """Tell what the machine that this runs on has: its copy of this app, and its GPUs."""
+    import os  # noqa: PLC0415 (Ray sends this function alone)
+    from dataclasses import asdict  # noqa: PLC0415
+
+    try:
+        from ravan_flwr.messages.fingerprint import code_fingerprint  # noqa: PLC0415
+        from ravan_flwr.training.gpus import VISIBLE, visible_gpus  # noqa: PLC0415
+    except ImportError as error:
+        return {"problem": f"{type(error).__name__}: {error}"}
+    # Ray hides GPUs from a task that asks for none.
+    environment = {name: value for name, value in os.environ.items() if name != VISIBLE}
+    cards = [asdict(gpu) for gpu in visible_gpus(environment)]
+    return {"code": code_fingerprint(), "cards": cards}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(_ask_with_ray(sys.argv[1])) + "\n")

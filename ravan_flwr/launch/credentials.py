@@ -21,8 +21,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 AUTHORITY, SUPERLINK, NODE = "authority", "superlink", "node-"
@@ -31,8 +38,12 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 AUTHORITY_DAYS = 3650
 SUPERLINK_DAYS = 825
 
-_PUBLIC = {".crt", ".pub"}
+_PUBLIC = {AUTHORITY: "ca.crt", SUPERLINK: "superlink.crt"}  # what a folder is known by
 _HOST = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)(\.(?!-)[a-z0-9-]{1,63}(?<!-))*\.?", re.IGNORECASE)
+_USAGES = (
+    "digital_signature", "content_commitment", "key_encipherment", "data_encipherment",
+    "key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+)  # fmt: skip
 
 
 def make_credentials(folder: Path, hosts: Sequence[str], nodes: int) -> list[Path]:
@@ -44,16 +55,14 @@ def make_credentials(folder: Path, hosts: Sequence[str], nodes: int) -> list[Pat
     if nodes < 1:
         raise ValueError(f"--nodes {nodes}: expected a whole number at least 1, such as 3")
     names = _subject_names((*hosts, *LOOPBACK))
-    _check_folder(folder)
     missing = _missing(folder, nodes, hosts)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in missing:
         if name == AUTHORITY:
             files = _authority()
-        elif name == SUPERLINK:
-            files = _superlink(folder / AUTHORITY, names)
         else:
-            files = _node(folder / AUTHORITY)
+            files = {"ca.crt": (folder / AUTHORITY / "ca.crt").read_bytes()}
+            files |= _superlink(folder / AUTHORITY, names) if name == SUPERLINK else _node()
         _write_folder(folder / name, files)
     return [folder / name for name in missing]
 
@@ -94,32 +103,27 @@ def _subject_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
     return list(names.values())
 
 
-def _check_folder(folder: Path) -> None:
-    """Raise ValueError unless it is new, empty, or made by this module and whole."""
+def _missing(folder: Path, nodes: int, hosts: Sequence[str]) -> list[str]:
+    """List the folders to make, in order; ValueError if there is none or they cannot be made."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: got a file, expected a folder; give another name")
-    if not folder.is_dir() or all(path.name.startswith(".") for path in folder.iterdir()):
-        return
-    if not (folder / AUTHORITY / "ca.crt").is_file():
+    files = [path.name for path in folder.glob("*") if not path.name.startswith(".")]
+    if files and not (folder / AUTHORITY / "ca.crt").is_file():
         raise ValueError(
             f"{folder}: it has files but no {AUTHORITY}/ca.crt, expected a folder that is new or "
             "made by this command; name another one, or restore that file"
         )
     # Private keys may be gone: to the machines that they are for, or offline.
-    for path in [folder / SUPERLINK, *folder.glob(f"{NODE}*")]:
-        public = "superlink.crt" if path.name == SUPERLINK else "node.pub"
-        if path.exists() and not (path / public).is_file():
+    for name in files:
+        public = _PUBLIC.get(name, "node.pub")
+        if (name in _PUBLIC or name.startswith(NODE)) and not (folder / name / public).is_file():
             raise ValueError(
-                f"{path}: found no {public}, expected it there; restore it, or remove the folder "
-                "to have it made anew"
+                f"{folder / name}: found no {public}, expected it there; restore it, or remove the "
+                "folder to have it made anew"
             )
-
-
-def _missing(folder: Path, nodes: int, hosts: Sequence[str]) -> list[str]:
-    """List the folders to make, in order; ValueError if there is none or they cannot be made."""
     wanted = [AUTHORITY, SUPERLINK, *(f"{NODE}{number}" for number in range(nodes))]
-    missing = [name for name in wanted if not (folder / name).exists()]
-    if SUPERLINK not in missing:
+    missing = [name for name in wanted if name not in files]
+    if SUPERLINK in files:
         present = hosts_of(certificate_of(folder / SUPERLINK / "superlink.crt"))
         asked = {str(name.value) for name in _subject_names(hosts)}
         if other := sorted(asked - set(present)):
@@ -142,39 +146,40 @@ def _missing(folder: Path, nodes: int, hosts: Sequence[str]) -> list[str]:
 
 
 def _authority() -> dict[str, bytes]:
-    key, now = _new_key(), datetime.datetime.now(datetime.UTC)
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "ravan-flwr authority")])
-    usage = _key_usage(key_cert_sign=True, crl_sign=True)
-    builder = _builder(name, name, key.public_key(), now, AUTHORITY_DAYS)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(usage, critical=True)
-    return {"ca.key": _pem_of(key), "ca.crt": _signed(builder, key, key.public_key())}
+    key = ec.generate_private_key(ec.SECP384R1())
+    name = _named("ravan-flwr authority")
+    certificate = _certificate(
+        name, key.public_key(), AUTHORITY_DAYS, (name, key),
+        x509.BasicConstraints(ca=True, path_length=0), "key_cert_sign", "crl_sign",
+    )  # fmt: skip
+    return {"ca.key": _private(key, PrivateFormat.PKCS8), "ca.crt": certificate}
 
 
 def _superlink(authority: Path, names: Sequence[x509.GeneralName]) -> dict[str, bytes]:
     issuer = certificate_of(authority / "ca.crt")
-    signer = _signer(authority / "ca.key", issuer)
-    key, now = _new_key(), datetime.datetime.now(datetime.UTC)
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "ravan-flwr SuperLink")])
-    builder = _builder(issuer.subject, name, key.public_key(), now, SUPERLINK_DAYS)
-    for extension, critical in (
-        (x509.BasicConstraints(ca=False, path_length=None), True),
-        (_key_usage(digital_signature=True), True),
-        (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
-        (x509.SubjectAlternativeName(names), False),
-    ):
-        builder = builder.add_extension(extension, critical=critical)
-    return {
-        "ca.crt": (authority / "ca.crt").read_bytes(),
-        "superlink.crt": _signed(builder, signer, signer.public_key()),
-        "superlink.key": _pem_of(key),
-    }
+    key = ec.generate_private_key(ec.SECP384R1())
+    certificate = _certificate(
+        _named("ravan-flwr SuperLink"), key.public_key(), SUPERLINK_DAYS,
+        (issuer.subject, _signer(authority / "ca.key", issuer)),
+        x509.BasicConstraints(ca=False, path_length=None), "digital_signature",
+        more=[
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
+            x509.SubjectAlternativeName(names),
+        ],
+    )  # fmt: skip
+    return {"superlink.crt": certificate, "superlink.key": _private(key, PrivateFormat.PKCS8)}
+
+
+def _node() -> dict[str, bytes]:
+    key = ec.generate_private_key(ec.SECP384R1())
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    return {"node.key": _private(key, PrivateFormat.OpenSSH), "node.pub": public + b"\n"}
 
 
 def _signer(path: Path, issuer: x509.Certificate) -> ec.EllipticCurvePrivateKey:
     """Read the key of the authority, which must belong to its certificate."""
     try:
-        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+        key = load_pem_private_key(path.read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{path}: it cannot be read as a key ({error}), expected the one that ca.crt was made "
@@ -188,77 +193,39 @@ def _signer(path: Path, issuer: x509.Certificate) -> ec.EllipticCurvePrivateKey:
     return key
 
 
-def _node(authority: Path) -> dict[str, bytes]:
-    key = _new_key()
-    return {
-        "ca.crt": (authority / "ca.crt").read_bytes(),
-        "node.key": key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.OpenSSH,
-            serialization.NoEncryption(),
-        ),
-        "node.pub": key.public_key().public_bytes(
-            serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-        )
-        + b"\n",
-    }
-
-
-def _new_key() -> ec.EllipticCurvePrivateKey:
-    return ec.generate_private_key(ec.SECP384R1())
-
-
-def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-
-
-def _builder(
-    issuer: x509.Name,
+def _certificate(
     subject: x509.Name,
     key: ec.EllipticCurvePublicKey,
-    now: datetime.datetime,
     days: int,
-) -> x509.CertificateBuilder:
-    return (
-        x509.CertificateBuilder()
-        .issuer_name(issuer)
-        .subject_name(subject)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
+    issuer: tuple[x509.Name, ec.EllipticCurvePrivateKey],
+    constraints: x509.BasicConstraints,
+    *usages: str,
+    more: Sequence[x509.ExtensionType] = (),
+) -> bytes:
+    """Make a certificate, signed by the issuer's key, in PEM."""
+    now, (name, signer) = datetime.datetime.now(datetime.UTC), issuer
+    builder = (
+        x509.CertificateBuilder(name, subject, key, x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))  # a device's clock may be behind
         .not_valid_after(now + datetime.timedelta(days=days))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(constraints, critical=True)
+        .add_extension(x509.KeyUsage(**{use: use in usages for use in _USAGES}), critical=True)
     )
+    for extension in (
+        x509.SubjectKeyIdentifier.from_public_key(key),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()),
+        *more,
+    ):
+        builder = builder.add_extension(extension, critical=False)
+    return builder.sign(signer, hashes.SHA384()).public_bytes(Encoding.PEM)
 
 
-def _signed(
-    builder: x509.CertificateBuilder,
-    signer: ec.EllipticCurvePrivateKey,
-    authority: ec.EllipticCurvePublicKey,
-) -> bytes:
-    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority)
-    certificate = builder.add_extension(identifier, critical=False).sign(signer, hashes.SHA384())
-    return certificate.public_bytes(serialization.Encoding.PEM)
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def _key_usage(
-    *, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False
-) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=digital_signature,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=key_cert_sign,
-        crl_sign=crl_sign,
-        encipher_only=False,
-        decipher_only=False,
-    )
+def _private(key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> bytes:
+    return key.private_bytes(Encoding.PEM, form, NoEncryption())
 
 
 def _write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -267,7 +234,7 @@ def _write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
     temporary.mkdir(mode=0o700)
     try:
         for name, data in files.items():
-            mode = 0o644 if Path(name).suffix in _PUBLIC else 0o600
+            mode = 0o600 if name.endswith(".key") else 0o644
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             with os.fdopen(os.open(temporary / name, flags, mode), "wb") as file:
                 file.write(data)

@@ -2,7 +2,7 @@
 
 The same ServerApp and ClientApp as under Flower's own runtimes, for tests, studies and a single
 GPU. A client runs when its reply is asked for, so that no more than one reply waits; or several
-run at a time in processes of their own (side_by_side.py), with the same results.
+run at a time in processes of their own (parallel_clients.py), with the same results.
 """
 
 import math
@@ -28,8 +28,8 @@ from ravan_flwr.config.places import absolute_paths
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.parallel_clients import SideBySide
-from ravan_flwr.launch.worker_pool import Job
 from ravan_flwr.launch.worker_process import identify, reply_of
+from ravan_flwr.launch.workers import Job
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.directory import RunDirectory, with_those_of_the_run
 from ravan_flwr.secure.node_keys import make_keys
@@ -91,9 +91,7 @@ def _simulate(
     # others compute on the device as well.
     get_model_and_data(read_config(run_config)).shares_device = (checked.processes or 1) > 1
 
-    context = Context(
-        run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=run_config
-    )
+    context = Context(1, 0, {}, RecordDict(), run_config)
     with keys_of_clients(run_config, num_clients) as keys:
         grid = InProcessGrid(run_config, num_clients)
         if keys is not None:
@@ -117,16 +115,10 @@ class InProcessGrid(Grid):
         self.clients: SideBySide | None = None  # None: one after the other
         self._timeout = float(run_config.get("round-timeout", KEYS["round-timeout"].default))
         self._until = math.inf  # when the messages that were pushed last are of no use any more
-        self._contexts = {
-            node_id: Context(
-                run_id=1,
-                node_id=node_id,
-                node_config={"partition-id": node_id - 1, "num-partitions": num_clients},
-                state=RecordDict(),
-                run_config=dict(run_config),
-            )
-            for node_id in range(1, num_clients + 1)
-        }
+        self._contexts = {}
+        for node_id in range(1, num_clients + 1):
+            node: dict[str, Scalar] = {"partition-id": node_id - 1, "num-partitions": num_clients}
+            self._contexts[node_id] = Context(1, node_id, node, RecordDict(), dict(run_config))
 
     @property
     def processes(self) -> int:

@@ -18,9 +18,15 @@ from flwr.app import Message, MessageType
 
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.launch.worker_pool import Job, NoWorkersLeftError, WorkerPool
 from ravan_flwr.launch.worker_process import reply_of
-from ravan_flwr.launch.worker_starts import ForkStarter, SpawnStarter, Starter
+from ravan_flwr.launch.workers import (
+    ForkStarter,
+    Job,
+    NoWorkersLeftError,
+    SpawnStarter,
+    Starter,
+    WorkerPool,
+)
 from ravan_flwr.runs.console import count
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.cores import usable_cores
@@ -99,25 +105,19 @@ class SideBySide:
         return [*gpus[1:], gpus[0]] if len(gpus) > 1 else []
 
     @property
-    def _steps(self) -> int:
-        """Count the steps of the run, all clients together."""
-        config, clients = self._config, self._num_clients
-        each: float | None = config.local_steps
-        if each is None:  # as many as the examples make, in the mean
-            sizes = get_model_and_data(config).partition_sizes(clients)
-            each = sum(map(config.steps_of, sizes)) / clients
-        return round(config.num_rounds * self._at_a_time * each)
-
-    @property
-    def _work(self) -> int:
+    def _work(self) -> float:
         """Multiply the network's parameters by the examples of all steps of the run."""
-        network = get_model_and_data(self._config).model.network
-        size = sum(parameter.numel() for parameter in network.parameters())
-        return self._steps * self._config.batch_size * size
+        config, clients = self._config, self._num_clients
+        bench = get_model_and_data(config)
+        steps: float | None = config.local_steps
+        if steps is None:  # as many as the examples make, in the mean
+            steps = sum(map(config.steps_of, bench.partition_sizes(clients))) / clients
+        size = sum(parameter.numel() for parameter in bench.model.network.parameters())
+        return config.num_rounds * self._at_a_time * steps * config.batch_size * size
 
     @property
     def _may_fork(self) -> bool:
-        """Tell whether a fork of this process can compute: see worker_starts.py.
+        """Tell whether a fork of this process can compute: see workers.py.
 
         Where there is an accelerator, PyTorch starts threads for it, also if it is not used.
         """
@@ -143,11 +143,9 @@ class SideBySide:
                 return self._crew.answer(job)
             except NoWorkersLeftError as error:
                 log.warning(ALONE, error)
-                ended = self._crew.left_over(job)
                 self.close()
-                # What ends a worker is not let into the server's process, nor what takes too long.
-                if ended is not None or time.monotonic() >= job.until:
-                    return ended
+                if time.monotonic() >= job.until:
+                    return None
         began = time.perf_counter()
         reply = reply_of(job.message, job.context)
         if self._starter is not None and _is_local_work(job):
@@ -159,7 +157,11 @@ class SideBySide:
         """Start workers if what is left takes long enough, by what one client took."""
         done = int(str(job.message.metadata.group_id or 0))
         left = (self._config.num_rounds - done) * self._at_a_time + len(self._ahead)
-        most = min(self._most, 1 + _fitting())
+        import resource  # noqa: PLC0415 (not there on Windows, where no worker is started)
+
+        # Processes for which there is memory, if each takes what this one took at most.
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        most = min(self._most, 1 + int(psutil.virtual_memory().available // peak))
         if left * seconds * (1 - 1 / most) > LEAST_SAVED:
             self._most = most
             self._start()
@@ -191,11 +193,3 @@ class SideBySide:
 
 def _is_local_work(job: Job) -> bool:
     return job.message.metadata.message_type.partition(".")[0] in LOCAL_WORK
-
-
-def _fitting() -> int:
-    """Count the processes for which there is memory, if each takes what this one took at most."""
-    import resource  # noqa: PLC0415 (not there on Windows, where no worker is started)
-
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(psutil.virtual_memory().available // peak)

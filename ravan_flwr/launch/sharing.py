@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.launch.cluster import Cluster
+from ravan_flwr.runs.console import count
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.gpus import VISIBLE, Gpu, visible_gpus
 
@@ -56,21 +57,14 @@ class Sharing:
     def told(self) -> str:
         """Describe this for people, a line each for cluster and GPUs, where there are any."""
         cluster = self.cluster.told() if self.cluster else ""
-        return cluster + self._told_of_gpus()
-
-    def _told_of_gpus(self) -> str:
         if not self.clients_per_gpu:
-            return ""
+            return cluster
         names = ", ".join(sorted({gpu.name for gpu in self.gpus}))
-        several = len(self.gpus) > 1
         return (
-            f"{len(self.gpus)} GPU{'s' * several} ({names}), {_clients(self.clients_per_gpu)} at a "
-            f"time on {'each' if several else 'it'}: {self.reason}\n"
+            f"{cluster}{count(len(self.gpus), 'GPU')} ({names}), "
+            f"{count(self.clients_per_gpu, 'client')} at a time on "
+            f"{'each' if len(self.gpus) > 1 else 'it'}: {self.reason}\n"
         )
-
-
-def _clients(number: int) -> str:
-    return f"{number} client{'s' * (number != 1)}"
 
 
 def share_gpus(
@@ -104,7 +98,9 @@ def share_gpus(
     if not gpus:
         return Sharing(cluster=cluster)
     cpus = cluster.cpus if cluster else os.cpu_count() or 1
-    useful = _useful(config, num_clients, len(gpus), cpus // runs_at_a_time)
+    # The clients a GPU that are ever at work: Ray fills one GPU before the next.
+    at_work = min(max(1, cpus // runs_at_a_time), config.at_work_of(num_clients))
+    useful = -(-at_work // len(gpus))
     # The server evaluates on all GPUs that it sees.
     evaluating = len(gpus) if config.evaluate_on == "server" and cluster is None else 1
     shared = _by_memory(config, gpus, useful, runs_at_a_time, evaluating)
@@ -134,11 +130,6 @@ def _check_asked(device: str, clients_per_gpu: int | None, runs_at_a_time: int) 
             f"device = {device!r}: a simulated client sees one GPU, its first, expected cuda or "
             f"auto; choose the GPU with {VISIBLE}={number} in the environment, and device=cuda"
         )
-
-
-def _useful(config: Config, num_clients: int, gpus: int, cpus: int) -> int:
-    """Count the clients a GPU that are ever at work: Ray fills one GPU before the next."""
-    return -(-min(max(1, cpus), config.at_work_of(num_clients)) // gpus)
 
 
 def _by_memory(

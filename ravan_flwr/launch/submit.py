@@ -45,36 +45,11 @@ def submit(
     `superlink` names a connection in Flower's configuration, "" the default. `heard` is called
     with each line that is printed.
     """
-    named = [superlink] if superlink else []
+    named, run_id = [superlink] if superlink else [], None
     command = ["flwr", "run", str(app), *named, "--stream", *options]
-    run_id = _stream(command + (["-c", settings] if settings else []), environment, heard)
-    return _status_of(["flwr", "ls", *named, "--run-id", run_id, "--format", "json"], environment)
-
-
-def _status_of(command: list[str], environment: Mapping[str, str]) -> str:
-    """Ask how a run has ended."""
-    listed = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
-    try:
-        return str(json.loads(listed.stdout)["runs"][0]["status"])
-    except (ValueError, LookupError, TypeError):
-        raise RuntimeError(
-            f"`{shlex.join(command)}` ended with status {listed.returncode} and does not say how "
-            f"the run has ended; its log stands above. It printed: "
-            f"{(listed.stderr or listed.stdout)[-1000:].strip()}"
-        ) from None
-
-
-def _stream(
-    command: list[str], environment: Mapping[str, str], heard: Callable[[str], None]
-) -> str:
-    """Pass the output of `flwr run` on, and return the id of the run."""
-    run_id = None
+    command += ["-c", settings] if settings else []
     with subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         try:
@@ -91,7 +66,16 @@ def _stream(
             f"`{shlex.join(command)}` ended with status {process.returncode} before the run "
             "started; what it printed stands above"
         )
-    return run_id
+    command = ["flwr", "ls", *named, "--run-id", run_id, "--format", "json"]
+    listed = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    try:
+        return str(json.loads(listed.stdout)["runs"][0]["status"])
+    except (ValueError, LookupError, TypeError):
+        raise RuntimeError(
+            f"`{shlex.join(command)}` ended with status {listed.returncode} and does not say how "
+            f"the run has ended; its log stands above. It printed: "
+            f"{(listed.stderr or listed.stdout)[-1000:].strip()}"
+        ) from None
 
 
 def in_toml(settings: Mapping[str, Scalar]) -> str:

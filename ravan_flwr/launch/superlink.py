@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
+import psutil
+
 from ravan_flwr.config.places import absolute_paths
 from ravan_flwr.launch.cluster import ADDRESS, find_cluster
 from ravan_flwr.launch.sharing import share_gpus
@@ -67,19 +69,9 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
         log_file = self.home / "superlink.log"
         self._process = subprocess.Popen(
             [
-                "flower-superlink",
-                "--insecure",
-                "--simulation",
-                "--isolation",
-                "subprocess",
-                "--control-api-address",
-                f"127.0.0.1:{self._control}",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(self._port),
-                "--log-file",
-                str(log_file),
+                "flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess",
+                "--control-api-address", f"127.0.0.1:{self._control}",
+                "--host", "127.0.0.1", "--port", str(self._port), "--log-file", str(log_file),
             ],
             env=self.environment,
             # Ray's actors import from the SuperLink's working directory before the app bundle.
@@ -88,63 +80,45 @@ class LocalSuperLink(AbstractContextManager["LocalSuperLink"]):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-        )
+        )  # fmt: skip
+        deadline = time.monotonic() + START_TIMEOUT
         try:
-            self._wait_for_it(log_file)
+            while not self._answers():
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    told = log_file.read_text(errors="replace")[-2000:] if log_file.exists() else ""
+                    raise RuntimeError(
+                        f"Flower's SuperLink did not start within {START_TIMEOUT:g} s on port "
+                        f"{self._port}; it said: {told or 'nothing'}"
+                    )
+                time.sleep(0.1)
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
-
-    def _wait_for_it(self, log_file: Path) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + START_TIMEOUT
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                told = log_file.read_text(errors="replace")[-2000:] if log_file.exists() else ""
-                raise RuntimeError(
-                    f"Flower's SuperLink did not start within {START_TIMEOUT:g} s on port "
-                    f"{self._port}; it said: {told or 'nothing'}"
-                )
-            time.sleep(0.1)
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=15)
-            self._end_the_rest()
+            # Flower's processes and Ray's have sessions of their own. Most notice within a second
+            # that the SuperLink is gone; one amid a training step, or of Ray, may not.
+            deadline = time.monotonic() + END_TIMEOUT
+            while (left := processes_of(self.home)) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             with suppress(ProcessLookupError):  # itself, if it hangs
-                self.signal(signal.SIGKILL)
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._stack.close()
 
-    def _end_the_rest(self) -> None:
-        """End what the SuperLink started: Flower's processes and Ray's have sessions of their own.
-
-        They notice by themselves that the SuperLink is gone, most within a second; a process in
-        the middle of a training step, or of Ray, may not.
-        """
-        deadline = time.monotonic() + END_TIMEOUT
-        while (left := processes_of(self.home)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the SuperLink and what it started."""
-        if self._process is not None:
-            os.killpg(self._process.pid, number)
-
     def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(
-                f"http://127.0.0.1:{self._port}/health", timeout=1
-            ) as reply:
-                return bool(reply.status == 200)
-        except OSError:
-            return False
+        address = f"http://127.0.0.1:{self._port}/health"
+        with suppress(OSError), urllib.request.urlopen(address, timeout=1) as reply:
+            return bool(reply.status == 200)
+        return False
 
     def run(self, app: Path, run_config: str, federation_config: str) -> str:
         """Call `flwr run --stream`, pass its output on, and return the status of the run's end."""
@@ -196,17 +170,12 @@ def run_in_flower(
 
 
 def processes_of(home: Path) -> list[int]:
-    """Find all processes whose FLWR_HOME is this folder, or within it, whoever started them.
-
-    Where there is no /proc, as on macOS, none is found.
-    """
+    """Find all processes whose FLWR_HOME is this folder, or within it, whoever started them."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended, or is another user's
-            for setting in path.read_bytes().split(b"\0"):
-                name, _, value = os.fsdecode(setting).partition("=")
-                if name == "FLWR_HOME" and Path(value).is_relative_to(home):
-                    found.append(int(path.parent.name))
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it has ended, or is another user's
+            if Path(process.environ().get("FLWR_HOME", "")).is_relative_to(home):
+                found.append(process.pid)
     return found
 
 

@@ -82,24 +82,14 @@ def _answer(
     header: Header, content: RecordDict, state: RecordDict
 ) -> tuple[Header, list[RecordDict]]:
     node_id = header["node-id"]
-    context = Context(
-        run_id=1,
-        node_id=node_id,
-        node_config=header["node-config"],
-        state=state,
-        run_config=_run_config(header),
-    )
+    config = own_preset(header["run-config"])  # which may name a preset by its path
+    context = Context(1, node_id, header["node-config"], state, config)
     message = Message(content, node_id, header["kind"], group_id=header["group"])
     reply = reply_of(message, context)
     if reply.has_error():
         error = [reply.error.code, reply.error.reason]
         return {"error": error}, [RecordDict(), context.state]
     return {}, [reply.content, context.state]
-
-
-def _run_config(header: Header) -> dict[str, Scalar]:
-    """Read the run config of the process that this one works for, which may name its own preset."""
-    return own_preset(header["run-config"])
 
 
 def _end_with_the_server(connection: Connection) -> None:
@@ -138,7 +128,7 @@ def _main(descriptor: int) -> NoReturn:
     from ravan_flwr.importing import importing  # noqa: PLC0415
 
     with importing():
-        prepare(_run_config(header), header["threads"])
+        prepare(own_preset(header["run-config"]), header["threads"])
     serve(connection)
 
 

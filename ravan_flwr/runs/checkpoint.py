@@ -9,9 +9,6 @@ on needs beside the state.
 `clients-000007.safetensors` lies beside it where a part of the model stays with each client and the
 clients are in this process: their parts after that round, each tensor as PARTITION/NAME. It is
 written first and goes with the round's own file.
-
-In an older form of these files the round and the checksum stood beside them in JSON; such
-checkpoints are still read.
 """
 
 import hashlib
@@ -25,10 +22,9 @@ import safetensors
 import safetensors.torch
 import torch
 
-from ravan_flwr.files import check_file, read_file
+from ravan_flwr.files import check_file
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.directory import check_there, write_atomically
-from ravan_flwr.runs.record import parsed
 
 log = logging.getLogger(__name__)
 
@@ -162,9 +158,7 @@ def _path(folder: Path, number: int) -> Path:
 
 
 def _drop(folder: Path, number: int) -> None:
-    path = _path(folder, number)
-    path.with_suffix(".json").unlink(missing_ok=True)  # of an older version
-    path.unlink(missing_ok=True)
+    _path(folder, number).unlink(missing_ok=True)
     _parts_path(folder, number).unlink(missing_ok=True)
 
 
@@ -200,24 +194,11 @@ def _read(path: Path, number: int) -> Tensors:
     with safetensors.safe_open(path, "pt") as file:
         told = file.metadata() or {}
         tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if "sha256" not in told:
-        told = _told_beside(path)
-    elif told["sha256"] != (digest := _digest(number, tensors)):
+    if told.get("sha256") != (digest := _digest(number, tensors)):
         raise ValueError(
-            f"its checksum is {digest}, expected {told['sha256']}; it says that it is of round "
+            f"its checksum is {digest}, expected {told.get('sha256')}; it says that it is of round "
             f"{told.get('round')!r}"
         )
     if told.get("round") != str(number):
         raise ValueError(f"it is of round {told.get('round')!r}, expected {number}")
     return tensors
-
-
-def _told_beside(path: Path) -> dict[str, str]:
-    """Check an older version's file by the checksum in the JSON beside it; return its round."""
-    told = parsed(read_file(path.with_suffix(".json")))
-    if not isinstance(told, dict) or type(told.get("round")) is not int:
-        raise ValueError(f"{path.with_suffix('.json').name} is {told!r}, expected a round")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    if digest != told.get("sha256"):
-        raise ValueError(f"its checksum is {digest}, expected {told.get('sha256')}")
-    return {"round": str(told["round"])}

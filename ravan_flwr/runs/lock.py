@@ -1,22 +1,22 @@
 """Let one process at a time write to a run directory.
 
-The lock is `flock` on the file `lock` in it, which says who holds it. The system gives it up with
-the process, however that ends: a crash leaves the file, and nothing that is in the way. Where
-there is no `flock` (Windows, some network filesystems) a run goes on without, and says so; a
-private one does not.
+The lock is a lock of the system on the file `lock` in it, which says who holds it. The system gives
+it up with the process, however that ends: a crash leaves the file, and nothing that is in the way.
+Where there can be no lock (some network filesystems) a run goes on without, and says so; a private
+one does not.
 """
 
 import os
 import re
 import socket
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging import getLogger
 from pathlib import Path
 from typing import Literal
 
 import psutil
+from filelock import FileLock, Timeout
 
 from ravan_flwr.files import read_file
 
@@ -24,6 +24,7 @@ log = getLogger(__name__)
 
 NAME = "lock"
 _MOST = 1024  # bytes of it
+_SECONDS = 0.2  # for a file that its holder removes while it is opened
 
 
 @contextmanager
@@ -32,12 +33,14 @@ def locked(folder: Path, asked: str = "resume", *, needed: bool = False) -> Iter
 
     Where there can be none, ValueError if it is `needed`, else a warning.
     """
-    descriptor: int | None
+    path = folder / NAME
+    # Not a lock that is a file's existence, which a crash would leave.
+    lock = FileLock(path, _SECONDS, mode=0o644, thread_local=False, fallback_to_soft=False)
     try:
-        descriptor = _acquire(folder / NAME)
-    except BlockingIOError:
+        lock.acquire()
+    except Timeout:
         raise ValueError(
-            f"{asked} = {str(folder)!r}: got a run that {_holder(folder / NAME)} is writing to, "
+            f"{asked} = {str(folder)!r}: got a run that {_holder(path)} is writing to, "
             "expected one that nobody works on; wait until it ends, or end that process"
         ) from None
     except OSError as error:
@@ -49,13 +52,16 @@ def locked(folder: Path, asked: str = "resume", *, needed: bool = False) -> Iter
             ) from None
         message = "%s cannot be locked (%s): make sure that no other process continues this run"
         log.warning(message, folder, error)
-        descriptor = None
+        yield
+        return
     try:
+        with suppress(OSError):  # a full disk, or Windows, where nobody reads it meanwhile
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         yield
     finally:
-        if descriptor is not None:
-            (folder / NAME).unlink(missing_ok=True)  # while it is held: nobody else takes this one
-            os.close(descriptor)
+        with suppress(OSError):
+            path.unlink()  # while it is held: nobody else takes this one
+        lock.release()
 
 
 Holder = Literal["nobody", "a process", "a dead process", "unknown"]
@@ -64,7 +70,7 @@ Holder = Literal["nobody", "a process", "a dead process", "unknown"]
 def holder_of(folder: Path) -> Holder:
     """Tell who writes to a run directory, without a lock that would be in the way of another run.
 
-    A process on another machine is unknown, and so is one where there is no `flock`.
+    A process on another machine is unknown, and so is one where there can be no lock.
     """
     path = folder / NAME
     try:
@@ -83,43 +89,8 @@ def holder_of(folder: Path) -> Holder:
     return "a process" if lives else "a dead process"
 
 
-def _acquire(path: Path) -> int:
-    """Lock the file, write this process's name into it, and return its descriptor."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            _lock(descriptor)
-            if _is_at(descriptor, path):
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # its holder removed the file meanwhile: there may be another
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _holder(path: Path) -> str:
     try:
         return read_file(path, _MOST).decode() or "another process"
     except (OSError, ValueError):
         return "another process"
-
-
-if sys.platform == "win32":
-
-    def _lock(descriptor: int) -> None:
-        raise OSError(f"no flock on {sys.platform} for descriptor {descriptor}")
-
-else:
-    import fcntl
-
-    def _lock(descriptor: int) -> None:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -46,7 +46,7 @@ class NodeKeys:
         if self.public_of(self.partition) != public:
             raise ValueError(
                 f"{_name(self.partition, 'pub')} is not of {_name(self.partition, 'key')}, "
-                "expected a pair; make both again with `ravan-flwr secure-keys`"
+                "expected a pair; make both again with `ravan-flwr keys`"
             )
         return public
 

@@ -58,7 +58,7 @@ HELD_BACK = 0.2  # the share of its examples that a client holds back while rate
 # A run that is done is the one that is meant, whatever these are: a rank that was "auto" has
 # become a number.
 _NO_MATTER = NOT_OF_RESULT | {"rank"}
-ENGINES = {"process": "simulate", "flower": "run"}  # and the commands that run them
+ENGINES = {"process": ["simulate"], "flower": ["simulate", "--engine", "flower"]}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class PlannedRun:
         settings: dict[str, Scalar] = {"report": False, "tracking": "none"}
         settings |= dict(self.settings) | dict(self.here)
         settings |= {"num-clients": self.num_clients, "output-dir": str(self.folder(folder))}
-        return [sys.executable, "-m", "ravan_flwr", ENGINES[engine], *as_key_values(settings)]
+        return [sys.executable, "-m", "ravan_flwr", *ENGINES[engine], *as_key_values(settings)]
 
     def folder(self, study: Path) -> Path:
         """Return the folder in which the run's own directory is made."""

@@ -154,7 +154,7 @@ def unused_gpus(
         reason = "this PyTorch is built without CUDA; install one that has it (pytorch.org)"
     elif "RAY_RAYLET_PID" in environment and not environment.get(VISIBLE, "all"):
         reason = (
-            "the simulation gave this client none. `ravan-flwr run` asks for a share of them by "
+            "the simulation gave this client none. `--engine flower` asks for a share of them by "
             f"itself; with `flwr run` give {SHARE_FOR_EXAMPLE}"
         )
     elif VISIBLE in environment:

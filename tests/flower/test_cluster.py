@@ -40,7 +40,7 @@ def test_a_run_uses_both_nodes_of_a_cluster(folder, python, tmp_path):
         words = ["num-clients=4", "clients-per-round=4", "num-rounds=2", "local-steps=2"]
         words += ["report=false", "tracking=none", f"output-dir={tmp_path / 'runs'}"]
         done = python.run(
-            ["-m", "ravan_flwr", "run", *words],
+            ["-m", "ravan_flwr", "simulate", "--engine", "flower", *words],
             environment=os.environ | {"RAY_ADDRESS": address},
             folder=copy_app(tmp_path / "app"),
         )

@@ -80,8 +80,9 @@ def superlink(python):
         link = LocalSuperLink()
     with link:
         yield link
+    assert link._process is not None
     with pytest.raises(ProcessLookupError):  # nothing is left behind
-        link.signal(0)
+        os.killpg(link._process.pid, 0)
 
 
 def test_the_bundle_runs_away_from_the_checkout(bundle, superlink, tmp_path):
@@ -211,7 +212,7 @@ def test_a_path_arrives_as_it_was_typed(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(LocalSuperLink, "run", run)
     monkeypatch.setattr(LocalSuperLink, "__enter__", lambda link: link)
     monkeypatch.chdir(ROOT)
-    main(["run", f"output-dir={tmp_path}/{name}"])
+    main(["simulate", "--engine=flower", f"output-dir={tmp_path}/{name}"])
     assert parse_config_args(told)["output-dir"] == f"{tmp_path}/{name}"
     printed = next(line for line in capsys.readouterr().out.splitlines() if "flwr run" in line)
     words = shlex.split(printed)  # what a person would paste
@@ -226,7 +227,7 @@ def test_flower_reads_every_number_as_it_was_given(value):
 
 
 def test_a_reader_who_has_seen_enough_does_not_end_a_run(tmp_path):
-    """As `ravan-flwr run | head -1`; the SuperLink is a pretended one."""
+    """As `ravan-flwr simulate --engine=flower | head -1`; the SuperLink is a pretended one."""
     program = (
         "import time; from pathlib import Path\n"
         "from ravan_flwr.cli import main\n"
@@ -237,7 +238,7 @@ def test_a_reader_who_has_seen_enough_does_not_end_a_run(tmp_path):
         f"    Path({str(tmp_path / 'done')!r}).touch()\n"
         "    return 'finished:completed'\n"
         "LocalSuperLink.run, LocalSuperLink.__enter__ = run, lambda link: link\n"
-        "main(['run'])"
+        "main(['simulate', '--engine=flower'])"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -258,6 +259,6 @@ def test_quotes_around_a_value_are_taken_off_in_pairs():
 def test_a_folder_without_the_app_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
-        main(["run"])
+        main(["simulate", "--engine=flower"])
     assert end.value.code == 2
     assert "found no pyproject.toml in" in capsys.readouterr().err

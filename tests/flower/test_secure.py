@@ -1,6 +1,6 @@
 """Secure rounds on Flower's deployment runtime: machines die in their phases.
 
-Eight SuperNodes, each with keys that `ravan-flwr secure-keys` made. In round 1 one dies with its
+Eight SuperNodes, each with keys that `ravan-flwr keys` made. In round 1 one dies with its
 keys and one with its masked numbers, in round 2 one with its shares and one with those by which the
 sum is unmasked: six are left for it, two thirds rounded up. Both rounds close with the others. That
 a client fails with its signature, and that too many fail, is tested in process
@@ -36,7 +36,7 @@ SHORT = (
 def make_keys(folder):
     """Each device makes its own, and gets the public ones of all others."""
     for number in range(NODES):
-        main(["secure-keys", str(folder / f"node-{number}"), "--partition-id", str(number)])
+        main(["keys", str(folder / f"node-{number}"), "--partition-id", str(number)])
     for path in list(folder.glob("*/*.pub")):
         for number in range(NODES):
             place = folder / f"node-{number}" / path.name

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -166,16 +168,18 @@ def test_no_connection_and_not_in_the_cache(run, offline, tmp_path):
     ended = run(None, tmp_path / "home", *words(tmp_path / "data", "org/bert"), offline=offline)
     assert ended.returncode == 2
     assert "model org/bert: it is not in the cache, and the hub cannot be reached" in ended.stderr
-    assert "ravan-flwr fetch PRESET" in ended.stderr
+    assert (
+        "run `hf download org/bert` where there is a connection, or name a folder" in ended.stderr
+    )
 
 
-def test_what_was_fetched_is_there_without_a_connection(run, hub, tmp_path):
+def test_what_hf_downloaded_is_there_without_a_connection(run, hub, tmp_path):
     save_data("glue-llama", tmp_path / "data", "rte")
-    given = [f"model=org/bert@{COMMIT}", f"data={tmp_path / 'data'}", "glue-task=rte"]
-    fetched = run(hub, tmp_path / "home", "fetch", "glue-llama", *given)
-    assert fetched.returncode == 0, fetched.stderr
-    assert "model org/bert" in fetched.stdout
-    assert "120 examples to train, 40 to test" in fetched.stdout
+    subprocess.run(
+        [Path(sys.executable).with_name("hf"), "download", "org/bert", "--revision", COMMIT],
+        env=environment(hub, tmp_path / "home", offline=False),
+        check=True,
+    )
     asked = len(hub.asked)
     ended = run(None, tmp_path / "home", *words(tmp_path / "data", f"org/bert@{COMMIT}"))
     assert ended.returncode == 0, ended.stderr
@@ -198,24 +202,8 @@ def test_a_download_that_was_cut_off_is_completed(run, hub, tmp_path):
     assert weights.exists()
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (["nothing"], "preset 'nothing' is unknown"),
-        (["digits-vit"], "nothing to fetch: its model and data come with the app"),
-        (["glue-llama", "data=org/gated"], "data org/gated"),
-    ],
-)
-def test_fetching(given, told, run, hub, tmp_path):
-    model = ["model=org/bert"] if len(given) > 1 else []
-    ended = run(hub, tmp_path / "home", "fetch", *given, *model)
-    assert told in ended.stdout + ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert ended.returncode == (0 if given == ["digits-vit"] else 2)
-
-
 def test_data_that_nobody_has_is_told():
-    with pytest.raises(ValueError, match="data org/nothing.*run `ravan-flwr fetch PRESET`"):
+    with pytest.raises(ValueError, match="run `hf download org/nothing --repo-type dataset"):
         _ = ModelAndData(read_config({"preset": "mrqa-t5", "data": "org/nothing"})).splits
 
 
@@ -310,15 +298,6 @@ def test_a_models_folder_runs_no_code(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_fetch_does_not_advise_to_fetch_and_nothing_is_cut_off(run, tmp_path):
-    given = ["fetch", "glue-llama", "glue-task=rte", "model=org/bert"]
-    ended = run(None, tmp_path / "home", *given, offline=False)
-    assert ended.returncode == 2
-    assert "model org/bert: it is not in the cache, and the hub cannot be reached" in ended.stderr
-    assert "ravan-flwr fetch" not in ended.stderr
-    assert "connect this machine, or name a folder, model=/path, and try again" in ended.stderr
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -328,8 +307,8 @@ def test_fetch_does_not_advise_to_fetch_and_nothing_is_cut_off(run, tmp_path):
     ],
 )
 def test_every_way_of_not_reaching_the_hub_is_told(error):
-    told = "model org/x: it is not in the cache.*fetch PRESET"
-    with pytest.raises(NotHereError, match=told), telling("model", "org/x"):
+    told = "model org/x at revision abc: it is not in the cache.*download org/x --revision abc`"
+    with pytest.raises(NotHereError, match=told), telling("model", "org/x", "abc"):
         raise error
 
 
@@ -338,7 +317,7 @@ def test_long_reasons_end_with_a_sentence():
     with pytest.raises(NotHereError) as told, telling("data", "org/x"):
         raise FileNotFoundError(sentence * 9)
     assert "FileNotFoundError: The library explains itself" in str(told.value)
-    assert "to be sure of it; run `ravan-flwr fetch PRESET`" in str(told.value)
+    assert "to be sure of it; run `hf download org/x --repo-type dataset" in str(told.value)
     with pytest.raises(NotHereError) as told, telling("data", "org/x"):
         raise FileNotFoundError("word " * 900)
-    assert "word ...; run `ravan-flwr fetch PRESET`" in str(told.value)
+    assert "word ...; run `hf download org/x --repo-type dataset" in str(told.value)

@@ -1,6 +1,7 @@
 """One process at a time writes to a run directory, and a crash leaves nothing in the way."""
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -9,7 +10,6 @@ import sys
 import pytest
 
 from ravan_flwr import simulate
-from ravan_flwr.runs import lock
 from ravan_flwr.runs.lock import locked
 from ravan_flwr.specs import Scalar
 
@@ -72,29 +72,32 @@ def test_it_is_held_once_in_one_process(tmp_path):
 def test_whoever_waits_with_a_removed_file_takes_the_new_one(tmp_path, monkeypatch):
     """Between opening the file and locking it, its holder removes it."""
     calls: list[int] = []
-    real = lock._lock
+    real = fcntl.flock
 
-    def late(descriptor):
+    def late(descriptor, operation):
         if not calls:
             (tmp_path / "lock").unlink()
         calls.append(descriptor)
-        real(descriptor)
+        real(descriptor, operation)
 
-    monkeypatch.setattr(lock, "_lock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with locked(tmp_path):
         assert len(calls) == 2
         with pytest.raises(ValueError, match="is writing to"), locked(tmp_path):
             pass
 
 
-def test_a_filesystem_without_locks_is_told_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
-    def refuse(_):
-        raise OSError(errno.ENOLCK, "No locks available")
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_filesystem_without_locks_is_told_and_the_run_goes_on(
+    number, tmp_path, monkeypatch, caplog
+):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(lock, "_lock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with locked(tmp_path):
         pass
-    assert "cannot be locked ([Errno 37] No locks available): make sure" in caplog.text
+    assert f"cannot be locked ([Errno {number}] {os.strerror(number)}): make sure" in caplog.text
     with (
         pytest.raises(ValueError, match="each would count what it spends alone"),
         locked(tmp_path, needed=True),

@@ -85,7 +85,7 @@ def assert_nothing_is_left(folder):
 
 
 def test_sigterm_ends_a_run_in_flower_and_all_that_it_started(folder, start):
-    process = start("run", *LONG, f"output-dir={folder}/runs")
+    process = start("simulate", "--engine=flower", *LONG, f"output-dir={folder}/runs")
     wait_for_training(process, folder)
     assert len(processes_of(folder)) > 5  # the SuperLink, Flower's, Ray's
     process.terminate()
@@ -97,7 +97,7 @@ def test_sigterm_ends_a_run_in_flower_and_all_that_it_started(folder, start):
 def test_a_terminal_that_closes_ends_a_run_in_flower(folder):
     """With Python and Flower's commands as they are, and no fork of anything."""
     terminal, inside = pty.openpty()
-    words = ["run", *LONG, f"output-dir={folder}/runs"]
+    words = ["simulate", "--engine=flower", *LONG, f"output-dir={folder}/runs"]
     process = subprocess.Popen(
         [sys.executable, "-c", IN_A_TERMINAL, *words],
         env=environment(folder), cwd=copy_app(folder / "app"), start_new_session=True,

@@ -208,7 +208,7 @@ def test_one_process_keeps_its_memory(tmp_path, monkeypatch):
 
 
 def test_simulated_clients_compute_on_the_gpu(tmp_path, capfd):
-    """Under Flower's runtime, with the share that `ravan-flwr run` asks for."""
+    """Under Flower's runtime, with the share that `--engine flower` asks for."""
     settings = {"num-rounds": 2, "local-steps": 3, "clients-per-round": 2}
     sharing = share_gpus(settings, 3, environment=os.environ)
     assert sharing.clients_per_gpu >= 1

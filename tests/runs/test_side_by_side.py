@@ -12,8 +12,8 @@ import torch
 
 from ravan_flwr import simulate
 from ravan_flwr.client import answers
-from ravan_flwr.launch import parallel_clients, worker_pool
-from ravan_flwr.launch.worker_starts import ForkStarter, SpawnStarter
+from ravan_flwr.launch import parallel_clients, workers
+from ravan_flwr.launch.workers import ForkStarter, SpawnStarter
 from ravan_flwr.methods import METHODS as LISTED
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
@@ -233,13 +233,13 @@ def test_a_hung_worker_costs_the_rounds_timeout(tmp_path, monkeypatch):
         hangs.touch()
         time.sleep(3600)
 
-    def wait_for_replies(workers, _):
-        if len(workers) > 1 or now[0] or not hangs.exists():
-            return wait(workers)
+    def wait_for_replies(busy, _):
+        if len(busy) > 1 or now[0] or not hangs.exists():
+            return wait(busy)
         now[0] = 7.0
         return []
 
-    monkeypatch.setattr(worker_pool, "wait", wait_for_replies)
+    monkeypatch.setattr(workers, "wait", wait_for_replies)
     monkeypatch.setattr(time, "monotonic", lambda: began + now[0])
     faulty(monkeypatch, hang)
     more: dict[str, Scalar] = {"clients-per-round": 6, "round-timeout": 6.0}

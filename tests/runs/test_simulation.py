@@ -371,7 +371,7 @@ def test_two_real_devices_or_two_that_were_asked_for_are_advised_nothing(
 ):
     monkeypatch.setattr(InProcessGrid, "in_process", False)
     with monkeypatch.context() as patch:
-        patch.setenv(NODES_CHOSEN, "1")  # as `ravan-flwr run num-clients=2`
+        patch.setenv(NODES_CHOSEN, "1")  # as with `--engine flower num-clients=2`
         run(tmp_path, num_rounds=1, local_steps=1, num_clients=2)
     monkeypatch.setattr(InProcessGrid, "run", Run.create_empty(1))  # a deployment's
     run(tmp_path, num_rounds=1, local_steps=1, num_clients=2)

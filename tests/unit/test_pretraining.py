@@ -8,7 +8,6 @@ import torch
 from ravan_flwr.config import presets
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.model_folder import made_folder, model_folder
-from ravan_flwr.launch.fetch import fetch
 from ravan_flwr.training.model_and_data import make_task
 from ravan_flwr.training.network import build_network, build_skeleton
 from scripts import abstract_images, pretrain_fashion_vit, pretraining
@@ -123,8 +122,6 @@ def test_a_run_without_the_folder_says_the_command(there):
         told = "has no config.json.*python -m scripts.pretrain_fashion_vit`"
     with pytest.raises(ValueError, match=told):
         model_folder(config.model)
-    with pytest.raises(ValueError, match=told):
-        list(fetch({"preset": "fashion-vit"}))
 
 
 def test_another_folder_that_is_not_there_is_told(tmp_path):

@@ -109,7 +109,7 @@ def test_a_key_for_what_there_is_not_leads_nowhere(capsys):
     assert "unknown key 'lora-dropout'. Expected one" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["simulate", "run"])
+@pytest.mark.parametrize("engine", ["process", "flower"])
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -122,12 +122,12 @@ def test_a_key_for_what_there_is_not_leads_nowhere(capsys):
     ],
 )
 def test_what_can_be_told_without_pytorch_is_told_before_it_is_imported(
-    command, words, told, capsys, monkeypatch
+    engine, words, told, capsys, monkeypatch
 ):
     for heavy in ("cli.running.importing", "launch.superlink.run_in_flower"):
         monkeypatch.setattr(f"ravan_flwr.{heavy}", lambda *_: pytest.fail("too late"))
     with pytest.raises(SystemExit) as end:
-        main([command, *words])
+        main(["simulate", f"--engine={engine}", *words])
     assert end.value.code == 2
     assert told in capsys.readouterr().err
 

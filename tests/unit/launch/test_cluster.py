@@ -195,7 +195,7 @@ def test_the_command_tells_of_the_cluster(listening, program, monkeypatch, capsy
     monkeypatch.setattr(superlink, "LocalSuperLink", Submitted)
     monkeypatch.setenv("RAY_ADDRESS", listening)
     program(f"echo '{json.dumps([answer('10.0.0.1'), answer('10.0.0.2')])}'")
-    main(["run", "num-clients=7"])
+    main(["simulate", "--engine=flower", "num-clients=7"])
     told = capsys.readouterr().out
     assert f"the Ray cluster at {listening}: 2 machines, 8 CPUs, 0 GPUs\n" in told
     assert f"  export RAY_ADDRESS={listening}\n" in told
@@ -206,6 +206,6 @@ def test_the_command_ends_where_the_cluster_does_not_answer(silent, monkeypatch,
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("RAY_ADDRESS", silent)
     with pytest.raises(SystemExit) as end:
-        main(["run"])
+        main(["simulate", "--engine=flower"])
     assert end.value.code == 2
     assert f"RAY_ADDRESS = '{silent}': nothing answers" in capsys.readouterr().err

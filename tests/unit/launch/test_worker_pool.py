@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from ravan_flwr.launch.worker_pool import Job, WorkerPool
 from ravan_flwr.launch.worker_process import identify
-from ravan_flwr.launch.worker_starts import WorkerLink
+from ravan_flwr.launch.workers import Job, WorkerLink, WorkerPool
 from ravan_flwr.messages.records import KnownArrays, receive_records, send_records
 
 
@@ -28,7 +27,7 @@ class Threads:
         ours, theirs = socket.socketpair()
         connection = Connection(theirs.detach())
         threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-        return WorkerLink(Connection(ours.detach()), lambda: None)
+        return WorkerLink(Connection(ours.detach()))
 
     def close(self):
         pass
@@ -177,13 +176,12 @@ def test_no_worker_left_stops_the_run_and_says_what_to_do(jobs, caplog):
 
     crew = WorkerPool(Once(lambda _: "die"), 3)
     assert len(crew) == 1
-    with pytest.raises(RuntimeError, match="no process is left .* no memory; .* processes=1"):
-        crew.answer(jobs[0])
-    assert "no other can be started: no memory" in caplog.text
-    ended = crew.left_over(jobs[0])
+    ended = crew.answer(jobs[0])
     assert ended is not None
     assert ended.has_error()
-    assert crew.left_over(jobs[1]) is None
+    assert "no other can be started: no memory" in caplog.text
+    with pytest.raises(RuntimeError, match="no process is left .* no memory; .* processes=1"):
+        crew.answer(jobs[1])
 
 
 def test_arrays_that_a_client_changed_in_place_travel(jobs):

@@ -165,9 +165,9 @@ def test_files_that_hold_no_texts_are_named(content, told, tmp_path):
         list(new_preset("mine", str(tmp_path), str(tmp_path / "model")))
 
 
-def test_a_folder_that_is_not_there_is_told_without_advice_to_fetch(tmp_path, monkeypatch):
+def test_a_folder_that_is_not_there_is_told_without_advice_to_download(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"expected a folder.*correct --data no/such") as told:
         list(new_preset("mine", "no/such", "no/model"))
-    assert "fetch" not in str(told.value)
+    assert "hf download" not in str(told.value)

@@ -1,6 +1,5 @@
 """What is written stays whole: run directories and checkpoints."""
 
-import hashlib
 import json
 import os
 from typing import Any
@@ -137,41 +136,6 @@ RECORD = {
     "round": 1, "train-loss": 1.0, "metrics": {"accuracy": 0.5}, "clients": [], "rejected": [],
     "left-out": [], "partitions": 4, "bytes-up": 1, "bytes-down": 1, "seconds": 0.1, "phases": {},
 }  # fmt: skip
-
-
-def save_as_before(folder, number, tensors, told=None):
-    """A checkpoint as older versions wrote it: round and checksum in JSON beside it."""
-    path = folder / f"round-{number:06d}.safetensors"
-    path.write_bytes(safetensors.torch.save(tensors))
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    told = {"round": number, "sha256": digest} if told is None else told
-    path.with_suffix(".json").write_text(told if isinstance(told, str) else json.dumps(told))
-
-
-def test_checkpoints_of_older_versions_are_read_and_dropped_with_their_json(tmp_path):
-    tensors = state(3) | {"server-optimizer/H/exp_avg": torch.ones(2)}
-    save_as_before(tmp_path, 3, tensors)
-    loaded = load_checkpoint(tmp_path)
-    assert loaded.round == 3
-    assert torch.equal(loaded.state["H"], state(3)["H"])
-    assert loaded.memory.keys() == {"server-optimizer/H/exp_avg"}
-    for number in (4, 5, 6):
-        save_checkpoint(tmp_path, number, state(number))
-    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors"}
-
-
-@pytest.mark.parametrize(
-    "told", ["[]", "null", "{", "7", '"x"', '{"round": 3}', '{"round": true, "sha256": "x"}',
-             '{"round": 2, "sha256": "DIGEST"}', '{"round": "3", "sha256": "DIGEST"}', "\xff"],
-)  # fmt: skip
-def test_what_stands_beside_an_old_checkpoint_is_checked(tmp_path, told, caplog):
-    save_as_before(tmp_path, 2, state(2))
-    save_as_before(tmp_path, 3, state(3))
-    digest = hashlib.sha256((tmp_path / "round-000003.safetensors").read_bytes()).hexdigest()
-    data = told.replace("DIGEST", digest).encode("latin-1")
-    (tmp_path / "round-000003.json").write_bytes(data)
-    assert load_checkpoint(tmp_path).round == 2
-    assert "round-000003.safetensors is damaged" in caplog.text
 
 
 def test_the_best_round_is_kept_beside_the_last(tmp_path):

@@ -17,7 +17,7 @@ from ravan_flwr.secure.node_keys import NodeKeys, make_keys
 
 def test_a_device_makes_its_keys(tmp_path, capsys):
     folder = tmp_path / "secure"
-    main(["secure-keys", str(folder), "--partition-id", "3"])
+    main(["keys", str(folder), "--partition-id", "3"])
     out = capsys.readouterr().out
     assert f"made {folder}/partition-3.pub\n" in out
     assert f'node config  secure-keys="{folder}"\n' in out
@@ -33,21 +33,37 @@ def test_keys_are_never_overwritten(tmp_path, capsys):
     make_keys(tmp_path, 3)
     before = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
     with pytest.raises(SystemExit):
-        main(["secure-keys", str(tmp_path), "--partition-id", "3"])
+        main(["keys", str(tmp_path), "--partition-id", "3"])
     assert "partition-3.key is there already" in capsys.readouterr().err
     (tmp_path / "partition-4.pub").symlink_to("/nowhere")
     with pytest.raises(ValueError, match=r"partition-4\.pub is there already"):
         make_keys(tmp_path, 4)
     assert [path.read_bytes() for path in sorted(tmp_path.glob("partition-3.*"))] == before
     with pytest.raises(SystemExit):
-        main(["secure-keys", str(tmp_path), "--partition-id", "-1"])
+        main(["keys", str(tmp_path), "--partition-id", "-1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "one of the arguments --nodes --partition-id is required"),
+        (["--partition-id", "3", "--nodes", "3"], "not allowed with argument"),
+        (["--partition-id", "3", "--host", "a.org"], "--host a.org: got --partition-id beside it"),
+    ],
+)
+def test_keys_are_of_one_kind(words, told, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["keys", str(tmp_path / "keys"), *words])
+    assert end.value.code == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "keys").exists()
 
 
 def test_where_no_folder_can_be_there_are_no_keys(tmp_path, capsys):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(SystemExit):
-            main(["secure-keys", str(folder), "--partition-id", "3"])
+            main(["keys", str(folder), "--partition-id", "3"])
         error = capsys.readouterr().err
         assert f"{folder}: keys cannot be written there" in error
         assert "expected a folder that is new or this user's" in error

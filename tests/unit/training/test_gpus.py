@@ -16,7 +16,7 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import superlink as flower
 from ravan_flwr.launch.sharing import MOST_A_GPU, Sharing, share_gpus
-from ravan_flwr.launch.worker_starts import SpawnStarter
+from ravan_flwr.launch.workers import SpawnStarter
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies import running
 from ravan_flwr.studies.choosing import planned
@@ -197,7 +197,7 @@ class Recorder:
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
-    """`ravan-flwr run` on a machine with these cards: the federation config, the run config, what
+    """`--engine flower` on a machine with these cards: the federation config, the run config, what
     it prints."""
 
     def run(*words, cards=()):
@@ -207,7 +207,7 @@ def command(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("PATH", machine(tmp_path / "bin", *cards)["PATH"])
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr("os.cpu_count", lambda: 8)
-        main(["run", *words])
+        main(["simulate", "--engine=flower", *words])
         ((run_config, federation),) = recorder.runs
         return federation, run_config, capsys.readouterr().out
 
@@ -355,7 +355,7 @@ def test_a_process_without_the_machines_gpus_is_told_what_gives_it_one(tmp_path)
 
     assert "on the CPU, but the machine has 2 GPUs: CUDA cannot use them" in told()
     assert "client-resources-num-gpus=0.25" in told(environment=in_ray)
-    assert "`ravan-flwr run` asks for a share" in told(environment=in_ray)
+    assert "`--engine flower` asks for a share" in told(environment=in_ray)
     assert "this PyTorch is built without CUDA" in told(None, in_ray)
     hidden = empty | {"CUDA_VISIBLE_DEVICES": "-1"}
     assert "CUDA_VISIBLE_DEVICES='-1' hides them; unset it" in told(environment=hidden)
@@ -542,8 +542,8 @@ def test_workers_are_started_where_the_fewest_are(monkeypatch):
 
         wait = poll
 
-    monkeypatch.setattr("ravan_flwr.launch.worker_starts.subprocess.Popen", Process)
-    monkeypatch.setattr("ravan_flwr.launch.worker_starts.send_records", lambda *_: None)
+    monkeypatch.setattr("ravan_flwr.launch.workers.subprocess.Popen", Process)
+    monkeypatch.setattr("ravan_flwr.launch.workers.send_records", lambda *_: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     cards = [Gpu(str(i), f"GPU-{i}", "H100", 1, 1) for i in (1, 0)]
     starter = SpawnStarter({}, None, cards)

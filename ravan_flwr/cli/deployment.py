@@ -1,0 +1,116 @@
+"""Commands for a deployment: make its keys, and give its devices a finished run's result."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from ravan_flwr.cli.parts import Commands
+
+
+def add(commands: Commands) -> None:
+    """Offer `keys` and `deliver`."""
+    keys = commands.add_parser(
+        "keys",
+        help="make the certificates and keys of a deployment, or a device's for secure aggregation",
+        description="With --nodes, on the operator's machine: make a certificate authority, the "
+        "SuperLink's TLS certificate and the keys of SuperNodes, a folder for each machine. The "
+        "same command with a larger --nodes adds nodes, and a node's folder that was removed is "
+        "made anew. With --partition-id, on the device itself: make the key by which it signs in "
+        "secure rounds, and the public one that all other devices need. What exists is never "
+        "overwritten.",
+    )
+    keys.add_argument("folder", type=Path, metavar="FOLDER", help="where to make them")
+    kinds = keys.add_mutually_exclusive_group(required=True)
+    kinds.add_argument(
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="how many SuperNodes there are, those that have keys already included",
+    )
+    kinds.add_argument(
+        "--partition-id",
+        type=int,
+        metavar="N",
+        help="for secure aggregation: the device's partition-id, as in its node config; FOLDER is "
+        "the one that secure-keys=FOLDER names",
+    )
+    keys.add_argument(
+        "--host",
+        dest="hosts",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="with --nodes: name or IP address at which SuperNodes reach the SuperLink, once for "
+        "each; localhost is always among them, and later calls need none",
+    )
+    keys.set_defaults(command=_keys)
+
+    deliver = commands.add_parser(
+        "deliver",
+        help="give the devices that are connected now the result of a run that has ended",
+        description="Give every connected device that has a result-path in its node config the "
+        "result of a run that has ended: those that were away when it ended, and new ones. Call it "
+        "in the app's folder, on the server's machine, where the run directory is. Who has the "
+        "result and who could not get it stands in RUN/summary.json.",
+    )
+    deliver.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    deliver.add_argument(
+        "superlink",
+        metavar="SUPERLINK",
+        help="name of the SuperLink in Flower's config.toml, as for flwr run . SUPERLINK",
+    )
+    deliver.set_defaults(command=_deliver)
+
+
+def _keys(parsed: argparse.Namespace) -> None:
+    folder = parsed.folder.absolute()
+    if parsed.nodes is None:
+        _keys_of_device(folder, parsed.partition_id, parsed.hosts)
+        return
+
+    from ravan_flwr.launch import credentials  # noqa: PLC0415
+
+    for made in credentials.make_credentials(folder, parsed.hosts, parsed.nodes):
+        sys.stdout.write(f"made {made}\n")
+    certificate = credentials.certificate_of(folder / "superlink" / "superlink.crt")
+    sys.stdout.write(
+        f"The SuperLink's certificate is for {', '.join(credentials.hosts_of(certificate))}, until "
+        f"{certificate.not_valid_after_utc:%Y-%m-%d}.\n"
+        "superlink/          goes to the SuperLink's machine, whole\n"
+        "node-0/, node-1/... go to one SuperNode's machine each, whole\n"
+        "node-*/node.pub     are registered: flwr supernode register node-0/node.pub NAME\n"
+        "authority/ca.crt    goes to whoever calls flwr run; it is no secret\n"
+        "authority/ca.key    stays here, or better offline: it can sign a SuperLink of its own\n"
+    )
+
+
+def _keys_of_device(folder: Path, partition: int, hosts: list[str]) -> None:
+    from ravan_flwr.secure.node_keys import make_keys  # noqa: PLC0415
+
+    if hosts:
+        raise ValueError(
+            f"--host {hosts[0]}: got --partition-id beside it, expected --nodes, since a device's "
+            "keys for secure aggregation are for no host; leave one of them out"
+        )
+    if partition < 0:
+        raise ValueError(
+            f"--partition-id {partition}: expected a whole number at least 0, such as 3"
+        )
+    public = make_keys(folder, partition)
+    sys.stdout.write(
+        f"made {public}\n"
+        f"{public.name}  goes into this folder of every other device, by a way that the server "
+        "has no part in\n"
+        f"{public.with_suffix('.key').name}  stays here\n"
+        f'node config  secure-keys="{folder}"\n'
+    )
+
+
+def _deliver(parsed: argparse.Namespace) -> None:
+    from ravan_flwr.launch.delivering import deliver  # noqa: PLC0415
+
+    summary = deliver(parsed.run, parsed.superlink)
+    for one in summary["delivered"]:
+        sys.stdout.write(f"partition {one['partition-id']} has the result, in {one['folder']}/\n")
+    for missed in summary["not-delivered"]:
+        sys.stdout.write(f"{missed['client']} does not have it: {missed['reason']}\n")
