@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ravan_flwr.cli.parts import Commands
-from ravan_flwr.dashboard import PORT
 from ravan_flwr.launch.signals import Ended
 from ravan_flwr.messages.plain_text import plain
+from ravan_flwr.reports import PORT
 
 
 def add(commands: Commands) -> None:
@@ -144,7 +144,7 @@ def _add_client(command: argparse.ArgumentParser) -> None:
 
 
 def _report(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.results.report import write_report  # noqa: PLC0415
+    from ravan_flwr.reports.report import write_report  # noqa: PLC0415
     from ravan_flwr.runs.console import show  # noqa: PLC0415
 
     show()
@@ -158,7 +158,7 @@ def _beside(runs: Sequence[Path], name: str) -> Path:
 
 
 def _watch(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.dashboard.serving import watch_run  # noqa: PLC0415
+    from ravan_flwr.reports.dashboard import watch_run  # noqa: PLC0415
 
     try:
         watch_run(parsed.run, parsed.port)
@@ -169,7 +169,7 @@ def _watch(parsed: argparse.Namespace) -> None:
 
 
 def _spectrum(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.results.spectrum import write_spectra  # noqa: PLC0415
+    from ravan_flwr.reports.spectrum import write_spectra  # noqa: PLC0415
 
     if parsed.top < 1:
         raise ValueError(f"--top {parsed.top}: expected a whole number at least 1, such as 64")
@@ -179,14 +179,14 @@ def _spectrum(parsed: argparse.Namespace) -> None:
 
 
 def _evaluate(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.results.evaluation import as_text, evaluate  # noqa: PLC0415
+    from ravan_flwr.reports.evaluation import as_text, evaluate  # noqa: PLC0415
 
     content = evaluate(parsed.run, parsed.data, parsed.client)
     sys.stdout.write(json.dumps(content) + "\n" if parsed.json else as_text(content))
 
 
 def _predict(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.results.prediction import predict  # noqa: PLC0415
+    from ravan_flwr.reports.prediction import predict  # noqa: PLC0415
 
     told = predict(parsed.run, parsed.data, parsed.output, parsed.client)
     for problem in told.problems:
@@ -200,7 +200,7 @@ def _predict(parsed: argparse.Namespace) -> None:
 
 
 def _export(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.results.export import export_run  # noqa: PLC0415
+    from ravan_flwr.reports.export import export_run  # noqa: PLC0415
 
     export_run(parsed.run, parsed.form, parsed.folder, parsed.client)
     sys.stdout.write(f"wrote {parsed.folder.absolute()}\n")

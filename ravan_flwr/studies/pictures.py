@@ -8,11 +8,11 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 
-from ravan_flwr.results.chart import COLOURS, STYLE, Chart
-from ravan_flwr.results.charts import Series, least_and_greatest, lines, points
-from ravan_flwr.results.panels import panels
-from ravan_flwr.results.spectrum import Spectra
-from ravan_flwr.results.spectrum import charts as spectrum_charts
+from ravan_flwr.reports.chart import COLOURS, STYLE, Chart
+from ravan_flwr.reports.charts import Series, least_and_greatest, lines, points
+from ravan_flwr.reports.panels import panels
+from ravan_flwr.reports.spectrum import Spectra
+from ravan_flwr.reports.spectrum import charts as spectrum_charts
 from ravan_flwr.studies.choosing import RateChoice, choices_of, runs_of
 from ravan_flwr.studies.intervals import LEAST, interval
 from ravan_flwr.studies.lines import Line, lines_of

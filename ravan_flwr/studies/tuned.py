@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ravan_flwr.results.chart import INK, Chart
-from ravan_flwr.results.charts import Series, lines
+from ravan_flwr.reports.chart import INK, Chart
+from ravan_flwr.reports.charts import Series, lines
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.studies.halving import Choice, Measured
 

@@ -44,7 +44,7 @@ from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.privacy.example_gradients import check_apart
 from ravan_flwr.privacy.example_mechanism import StepNoise
 from ravan_flwr.privacy.noise import happens
-from ravan_flwr.results.card import fill_card
+from ravan_flwr.reports.card import fill_card
 from ravan_flwr.runs import tracking
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord, Summary

@@ -14,7 +14,7 @@ import urllib.request
 import pytest
 from PIL import Image, ImageStat
 
-from ravan_flwr.dashboard.serving import make_server
+from ravan_flwr.reports.dashboard import make_server
 from testing.deployment import PATIENCE, wait_for
 from tests import ROOT
 from tests.browser import CHROMIUM, Browser

@@ -18,9 +18,9 @@ from tensorboardX.proto.event_pb2 import Event
 from ravan_flwr import simulate
 from ravan_flwr.adapters import MultiHeadLinear
 from ravan_flwr.cli import main
-from ravan_flwr.results.load_run import result_of
-from ravan_flwr.results.report import run_charts, write_report
-from ravan_flwr.results.spectrum import effective_rank
+from ravan_flwr.reports.load_run import result_of
+from ravan_flwr.reports.report import run_charts, write_report
+from ravan_flwr.reports.spectrum import effective_rank
 from ravan_flwr.runs import tracking
 from ravan_flwr.runs.history import RecordedRun, group_runs
 from ravan_flwr.runs.tracking import Trackers, check_tracking
@@ -356,7 +356,7 @@ def test_spectra_of_one_run_lie_in_it(names, folder, monkeypatch):
         asked.append(given)
         return []
 
-    monkeypatch.setattr("ravan_flwr.results.spectrum.write_spectra", written)
+    monkeypatch.setattr("ravan_flwr.reports.spectrum.write_spectra", written)
     main(["spectrum", *names])
     assert asked == [([Path(name) for name in names], Path(folder), 64)]
 

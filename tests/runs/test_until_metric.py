@@ -7,7 +7,7 @@ import pytest
 
 from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.results.page import _facts
+from ravan_flwr.reports.page import _facts
 from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.server.metric_target import MetricTarget
 from ravan_flwr.specs import Scalar
