@@ -102,7 +102,7 @@ def _mistaken(right: int, row: Sequence[int], labels: Sequence[str]) -> str:
 
 def without_classes(config: Mapping[str, Any]) -> str:
     """Say why a run that knows classes has no table of them; empty where nothing is to be said."""
-    if config["evaluate-on"] == "clients" and config["data"]["labels"]:
+    if config.get("evaluate-on") == "clients" and config["data"]["labels"]:
         return (
             "Not known: clients evaluated on examples that they hold back, and sent sums alone "
             "(evaluate-on=clients). ravan-flwr evaluate measures the result on other examples."

@@ -1,4 +1,4 @@
-"""Serve the live page of a run on this machine's loopback, and nothing else.
+"""Serve the page of a run under way on this machine's loopback, and nothing else.
 
 A browser's other pages could ask this server, too: it answers only who calls it by a name of
 loopback (else any site could lead its own name here and read the answers), to GET and HEAD alone,
@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from ravan_flwr.reports import PORT
-from ravan_flwr.reports.live_page import POLICY, LivePage
+from ravan_flwr.reports.page import POLICY, LivePage
 from ravan_flwr.runs.console import say
 
 HOST = "127.0.0.1"
@@ -106,7 +106,7 @@ def make_server(run: Path | str, port: int = PORT) -> _Server:
         return _Server(port, page)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            why = "another program has it, perhaps another watch"
+            why = "another program has it, perhaps another dashboard"
         elif error.errno == errno.EACCES:
             why = "the system does not let you have it"
         else:
@@ -118,7 +118,7 @@ def make_server(run: Path | str, port: int = PORT) -> _Server:
 
 
 def watch_run(run: Path | str, port: int = PORT) -> None:
-    """Serve a run's page until Ctrl-C; a run that goes on, or one that has ended."""
+    """Serve a run's page until Ctrl-C; a run under way, or one that has ended."""
     with make_server(run, port) as server:
-        say(f"watch: http://{HOST}:{server.server_port}/ (Ctrl-C ends it)\n")
+        say(f"dashboard: http://{HOST}:{server.server_port}/ (Ctrl-C ends it)\n")
         server.serve_forever(poll_interval=0.2)

@@ -1,128 +1,115 @@
-"""Write the page of a report: one HTML file that needs no other, light or dark like its reader."""
+"""Fill the page of runs: one file that needs no other, light or dark like its reader.
 
+The page of a run under way, served by `dashboard.py`, has one script of its own.
+"""
+
+import base64
+import hashlib
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from ravan_flwr.config.key_values import as_typed
-from ravan_flwr.reports.card import privacy_of
-from ravan_flwr.reports.chart import Chart
-from ravan_flwr.reports.classes import class_table, classes_of, without_classes
-from ravan_flwr.reports.clients import in_words
-from ravan_flwr.reports.template import CSS, PAGE
-from ravan_flwr.runs.console import megabytes, minutes, uploads_seen
-from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
-from ravan_flwr.runs.samples import compared, samples_of
-from ravan_flwr.specs import LOWER_IS_BETTER
+from ravan_flwr.reports.run_charts import comparison_charts, run_charts
+from ravan_flwr.reports.run_view import picture_of, view_of
+from ravan_flwr.reports.snapshot import FollowedRun
+from ravan_flwr.reports.template import CSS, PAGE, SCRIPT
+from ravan_flwr.runs.console import megabytes, minutes
+from ravan_flwr.runs.history import RecordedRun, group_runs
 
-# Names of clients and reasons for a rejection come from clients, who may lie: all is escaped that
-# is not marked as HTML here.
+# Reasons, devices and versions come from clients, who may lie: all is escaped that is not marked as
+# HTML here.
 _ENVIRONMENT = Environment(
     autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
+_ENVIRONMENT.globals |= {"minutes": minutes, "megabytes": megabytes}
+_TEMPLATE = _ENVIRONMENT.from_string(PAGE)
 
 
-def page_of(
-    runs: Sequence[RecordedRun],
-    groups: Groups,
-    charts: Sequence[Chart],
-    belonging: Sequence[Mapping[str, Any]],
-) -> str:
-    """Lay out the pictures that compare, then what belongs to each run."""
-    names = (f"{run.config['method']} on {run.config['preset']}" for run in runs)
-    page = _ENVIRONMENT.from_string(PAGE).render(
-        title=", ".join(dict.fromkeys(names)),
-        style=Markup(CSS),  # noqa: S704 (a constant)
-        compared=list(charts),
-        comparison=_comparison(groups),
-        runs=list(belonging),
-    )
-    return page.lstrip()
+def _hash_of(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def described(run: RecordedRun, charts: Sequence[Chart]) -> dict[str, Any]:
-    """Collect what the page says of one run, from files that may be damaged."""
-    config, classes = run.config, classes_of(run.path, run.rounds)
-    return {
-        "name": f"{config['method']}, seed {config['seed']}: {run.path.name}",
-        "path": run.path,
-        "finished": run.summary is not None,
-        "collapsed": _collapsed(run),
-        "facts": _facts(run, classes),
-        "charts": charts,
-        "classes": class_table(classes) if classes else None,
-        "without_classes": without_classes(config),
-        "samples": compared(samples_of(run.path, run.rounds)),
-        "rejected": [
-            (record["round"], one["client"], one["reason"])
-            for record in run.rounds
-            for one in record["rejected"]
-        ],
-        "settings": [(name, as_typed(value)) for name, value in config.items()],
-    }
+# Nothing from elsewhere, and of what is here the one script and the one style.
+POLICY = (
+    f"default-src 'none'; script-src {_hash_of(SCRIPT)}; style-src {_hash_of(CSS)}; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
-def _facts(run: RecordedRun, classes: Mapping[str, Any] | None) -> dict[str, str]:
-    """Give the end of a run in a few numbers."""
-    metric = common_metric([run])
-    values = run.measured(metric)[1]
-    extreme, best = ("lowest", min) if metric in LOWER_IS_BETTER else ("highest", max)
-    facts = {
-        f"{metric}, last": f"{values[-1]:.4f}" if values else "not evaluated",
-        f"{metric}, {extreme}": f"{best(values):.4f}" if values else "-",
-        **({"macro-F1, last": f"{classes['macro-f1']:.4f}"} if classes else {}),
-        **({"last, client by client": differ} if (differ := in_words(run)) else {}),
-        "rounds": f"{run.rounds[-1]['round']} of {run.config['num-rounds']}",
-        "sent by clients": megabytes(sum(record["bytes-up"] for record in run.rounds)),
-        "sent to clients": megabytes(sum(record["bytes-down"] for record in run.rounds)),
-        "time": minutes(sum(record["seconds"] for record in run.rounds)),
-        "rejected replies": str(sum(len(record["rejected"]) for record in run.rounds)),
-    }
-    if (until := run.config.get("until-metric")) and run.summary:
-        reached = run.summary.get("reached")
-        facts["until-metric"] = f"{until:g}, " + (
-            "not reached" if reached is None else f"reached in round {reached}"
-        )
-    if (spent := run.rounds[-1].get("privacy")) is not None:
-        facts["privacy"] = privacy_of(spent)
-    if seen := uploads_seen(run.config):
-        facts["uploads"] = seen
-    if run.summary:
-        facts["trained parameters"] = f"{run.summary['trainable-parameters']:,}"
-    return facts
+def render(
+    runs: Sequence[Mapping[str, Any]], title: str, *, comparison: Mapping[str, Any] | None = None,
+    version: str = "", problem: str = "", now: float = 0.0,
+) -> bytes:  # fmt: skip
+    """Fill the page; with a `version` it is one that renews itself."""
+    page = _TEMPLATE.render(
+        runs=runs, title=title, comparison=comparison, version=version, problem=problem, now=now,
+        style=Markup(CSS), script=Markup(SCRIPT),  # noqa: S704 (constants)
+    )  # fmt: skip
+    # JSON can hold halves of characters, which are no text in UTF-8.
+    return page.lstrip().encode(errors="backslashreplace")
 
 
-def _collapsed(run: RecordedRun) -> str:
-    """Say in which rounds the evaluation had collapsed, and why; empty if in none."""
-    rounds = [record for record in run.rounds if "collapsed" in record]
-    if not rounds:
-        return ""
-    numbers = ", ".join(str(record["round"]) for record in rounds)
-    return (
-        f"The evaluation collapsed in round{'s' * (len(rounds) > 1)} {numbers}. Round "
-        f"{rounds[-1]['round']}: {rounds[-1]['collapsed']}. The likely cause is a learning rate "
-        f"that is too high (here {run.config.get('learning-rate')}); start again with a lower one."
-    )
+class LivePage:
+    """Keep the page of a run as it is now; it is made anew when something has changed.
 
+    Pictures cost more than all else: they are drawn during a tenth of the time at most, so that a
+    training beside them keeps its cores.
+    """
 
-def _comparison(groups: Groups) -> dict[str, Any]:
-    """Make a table with a row for each line of the charts."""
-    metric = common_metric([run for runs in groups.values() for run in runs])
-    heads = ["", "runs", "rounds", f"{metric}, mean", "least to greatest", "sent, up and down"]
-    return {"heads": heads, "rows": [_row(name, runs, metric) for name, runs in groups.items()]}
+    def __init__(self, path: Path) -> None:
+        self._run = FollowedRun(path)
+        self._one_at_a_time = threading.Lock()
+        self._version, self._made, self._page = "", 0.0, b""
+        self._pictures: list[dict[str, Any]] = []
+        self._drawn: object = None  # what is in the pictures
+        self._stale, self._rest_until = False, 0.0
 
+    def version(self) -> str:
+        """Return a text that is another one as soon as the page would be."""
+        due = self._stale and time.time() >= self._rest_until
+        return self._version_of(self._run.version() + " due" * due)
 
-def _row(name: str, runs: Sequence[RecordedRun], metric: str) -> tuple[object, ...]:
-    """Sum up runs that differ in the seed alone."""
-    values = [value for run in runs for value in run.measured(metric)[1][-1:]]
-    mean = f"{sum(values) / len(values):.4f}" if values else "not evaluated"
-    spread = f"{min(values):.4f} to {max(values):.4f}" if len(values) > 1 else ""
-    sent = sum(run.bytes_so_far()[-1] for run in runs) / len(runs)
-    rounds = ", ".join(map(str, sorted({run.rounds[-1]["round"] for run in runs})))
-    if not all(run.summary for run in runs):
-        rounds += ", unfinished"
-    if number := sum("collapsed" in run.rounds[-1] for run in runs):
-        rounds += f", {number} collapsed at the end"
-    return name, len(runs), rounds, mean, spread, f"{sent:.2f} MB"
+    @staticmethod
+    def _version_of(text: str) -> str:
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def get(self) -> bytes:
+        """Return the page as it is now."""
+        with self._one_at_a_time:
+            files, now = self._run.version(), time.time()
+            # Without the script, times on the page are those of the moment at which it was made.
+            if self.version() != self._version or now - self._made > 1:
+                self._version, self._made = self._version_of(files), now
+                self._page = self._write(now)
+            return self._page
+
+    def _write(self, now: float) -> bytes:
+        try:
+            seen = self._run.read()
+            self._draw(seen.run, now)
+            view = view_of(seen, self._pictures)
+        except Exception as error:  # noqa: BLE001 (a damaged file ends no page: it may be mended)
+            told = f"{type(error).__name__}: {error}"
+            told = str(error) if isinstance(error, ValueError) else told
+            name = self._run.path.name
+            problem = told or "its files are damaged"
+            return render([], name, version=self._version, problem=problem)
+        return render([view], view["title"], version=self._version, now=now)
+
+    def _draw(self, run: RecordedRun, now: float) -> None:
+        """Draw the pictures anew, if there is something new in them and it is time."""
+        content = (run.rounds[-1:], run.summary)
+        self._stale = content != self._drawn
+        if not self._stale or now < self._rest_until:
+            return
+        began, charts = time.monotonic(), []
+        if run.rounds and run.config:
+            charts = [*comparison_charts(group_runs([run])), *run_charts(run)]
+        self._pictures = [picture_of(chart) for chart in charts]
+        self._drawn, self._stale = content, False
+        self._rest_until = now + 10 * (time.monotonic() - began)

@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ravan_flwr.messages import plain_text
 from ravan_flwr.reports.chart import COLOURS, STYLE, Chart, plain
+from ravan_flwr.reports.charts import draw_map
 from ravan_flwr.reports.partition import Assignment
 from ravan_flwr.reports.partition_count import PartitionReport
 from ravan_flwr.runs.directory import write_atomically
@@ -65,7 +66,7 @@ def draw(dealt: Assignment) -> Chart:
         left.set_ylabel("client" if number <= NUMBERED else _sorted(dealt))
         left.yaxis.set_major_locator(MaxNLocator(integer=True))
         left.set_ylim(number - 0.5, -0.5)
-    return Chart("who-has-what", title, about, figure, broad=True)
+    return Chart("partition", title, about, figure, broad=True)
 
 
 def _counted(dealt: Assignment) -> str:
@@ -85,11 +86,9 @@ def _map(
     number, classes = found.counts.shape
     lines = np.array_split(found.shares[order], min(number, LINES))
     table = np.stack([part.mean(0) for part in lines])
-    axes.grid(visible=False)
-    image = axes.imshow(
-        table, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest",
-        extent=(-0.5, classes - 0.5, number - 0.5, -0.5),
-    )  # fmt: skip
+    extent = (-0.5, classes - 0.5, number - 0.5, -0.5)
+    label = "share of the client's examples"
+    draw_map(figure, axes, table, label, extent=extent, location="left")
     if named and classes <= NAMED:
         names = [plain_text.plain(name, LETTERS) for name in found.classes]
         long = max(map(len, names)) > 3
@@ -97,8 +96,6 @@ def _map(
         axes.set_xticks(range(classes), [plain(name) for name in names], fontsize=9, **slanted)
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    bar = figure.colorbar(image, ax=axes, label="share of the client's examples", location="left")
-    bar.outline.set_visible(False)
 
 
 def _sizes(axes: Axes, sizes: np.ndarray) -> None:

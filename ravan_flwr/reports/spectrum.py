@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.methods import METHODS
-from ravan_flwr.reports.chart import Chart
+from ravan_flwr.reports.chart import Caption, Chart
 from ravan_flwr.reports.charts import Series, boxes, lines
 from ravan_flwr.reports.load_run import result_of
 from ravan_flwr.runs.history import RecordedRun, group_runs
@@ -32,13 +32,13 @@ class Spectra:
     @classmethod
     def of(cls, path: Path) -> "Spectra":
         """Compute them from the run's last checkpoint."""
-        run = RecordedRun.read(path, "spectrum")
+        run = RecordedRun.read(path)
         listed = METHODS.get(run.config["method"])
         if listed is not None and listed.personalised:
             raise ValueError(
-                f"spectrum: {path} is a run of method {run.config['method']!r}, with which each "
-                "client adds something else to the weights, expected one with a model for all; "
-                "leave it out"
+                f"report --spectrum: {path} is a run of method {run.config['method']!r}, with "
+                "which each client adds something else to the weights, expected one with a model "
+                "for all; leave it out"
             )
         with result_of(path) as bench:
             deltas = bench.model.method.delta_weights(bench.model.adapters)
@@ -63,11 +63,17 @@ def effective_rank(values: Tensor) -> float:
 
 def write_spectra(paths: Sequence[Path | str], folder: Path | str, top: int = 64) -> list[Path]:
     """Write the pictures and a CSV file, and return their paths."""
-    folder = Path(folder)
-    spectra = {path: Spectra.of(path) for path in map(Path, paths)}
+    drawn = charts_of_runs([Path(path) for path in paths], top)
+    return [path for chart in drawn for path in chart.write(Path(folder))]
+
+
+def charts_of_runs(paths: Sequence[Path], top: int = 64) -> list[Chart]:
+    """Draw the spectra of runs, of which those that differ in the seed alone are one."""
+    if top < 1:
+        raise ValueError(f"top = {top}: expected a whole number at least 1, such as 64")
+    spectra = {path: Spectra.of(path) for path in paths}
     groups = group_runs([one.run for one in spectra.values()])
-    members = {name: [spectra[run.path] for run in runs] for name, runs in groups.items()}
-    return [path for chart in charts(members, top) for path in chart.write(folder)]
+    return charts({name: [spectra[r.path] for r in runs] for name, runs in groups.items()}, top)
 
 
 def charts(groups: dict[str, list[Spectra]], top: int) -> list[Chart]:
@@ -80,26 +86,20 @@ def charts(groups: dict[str, list[Spectra]], top: int) -> list[Chart]:
         name: [effective_rank(values) for one in members for values in one.values.values()]
         for name, members in groups.items()
     }
-    spectrum = lines(
+    spectrum = Caption(
         "spectrum",
         "Singular values of the update",
         "The singular values of what the run added to each layer's weights, divided by the "
         "largest; mean over the layers, with a band over the seeds.",
-        series,
-        x="index",
-        y="value / largest value",
     )
-    return [
-        replace(spectrum, numbers=_csv(groups).encode()),
-        boxes(
-            "effective-rank",
-            "Effective rank of the update",
-            "How many directions what the run added to a layer's weights has, weighted by their "
-            "size; over layers and seeds.",
-            ranks,
-            y="effective rank",
-        ),
-    ]
+    rank = Caption(
+        "effective-rank",
+        "Effective rank of the update",
+        "How many directions what the run added to a layer's weights has, weighted by their "
+        "size; over layers and seeds.",
+    )
+    drawn = lines(spectrum, series, "index", "value / largest value")
+    return [replace(drawn, numbers=_csv(groups).encode()), boxes(rank, ranks, "effective rank")]
 
 
 def _points(values: Tensor) -> tuple[list[float], list[float]]:

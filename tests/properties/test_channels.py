@@ -62,7 +62,7 @@ from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model
 from ravan_flwr.training.private_steps import PrivateStepper
 from tests.runs.test_noised import NOISED
 from tests.runs.test_secure import misbehave, records_of
-from tests.unit.results.test_card import CONFIG
+from tests.unit.reports.test_card import CONFIG
 
 # One example of a device, whatever it is, and whatever the server sends.
 

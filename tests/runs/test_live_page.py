@@ -67,7 +67,7 @@ def test_it_is_fit_to_look_at(browser, served, tmp_path, width, dark):
         "[...document.querySelectorAll('figure, .facts div, .state, h2, .note, p')]"
         ".every(one => one.getBoundingClientRect().right <= innerWidth + 1)"
     )
-    assert browser.see("document.querySelectorAll('svg').length") == 6
+    assert browser.see("document.querySelectorAll('svg').length") == 8
     smallest = "Math.min(...[...document.querySelectorAll('svg text')].map(one => " \
         "one.getBoundingClientRect().height))"  # fmt: skip
     assert browser.see(smallest) >= 10  # pixels, so that it can be read
@@ -116,7 +116,7 @@ def test_it_says_when_nobody_answers_any_more(browser, tmp_path):
         assert browser.see("document.getElementById('lost').hidden")
         server.shutdown()
     browser.wait_for("!document.getElementById('lost').hidden")
-    assert "No answer from ravan-flwr watch" in browser.see("document.body.innerText")
+    assert "No answer from ravan-flwr report --live" in browser.see("document.body.innerText")
 
 
 @in_a_browser
@@ -125,7 +125,7 @@ def test_without_a_script_it_loads_itself_anew(browser, served):
     browser.look_as(width=1280, script=False)
     try:
         browser.go(address)
-        assert browser.see("document.querySelectorAll('svg').length") == 6
+        assert browser.see("document.querySelectorAll('svg').length") == 8
         refresh = "document.querySelector('noscript meta[http-equiv=refresh]').content"
         assert browser.see(refresh) == "5"
     finally:
@@ -144,7 +144,7 @@ def test_a_run_is_watched_from_its_first_round_to_its_death(python, tmp_path):
     run = python.start(["-m", "ravan_flwr", "simulate", *words], log=tmp_path / "log")
     wait_for(lambda: any(tmp_path.glob("runs/*/rounds.jsonl")), "a round")
     (folder,) = (tmp_path / "runs").iterdir()
-    command = [sys.executable, "-m", "ravan_flwr", "watch", str(folder), "--port", "0"]
+    command = [sys.executable, "-m", "ravan_flwr", "report", "--live", str(folder), "--port", "0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as watch:
         assert watch.stdout is not None
         address = watch.stdout.readline().split()[1]

@@ -33,8 +33,8 @@ from ravan_flwr.data.values import image_of
 from ravan_flwr.files import LARGE, check_unpacked, read_file
 from ravan_flwr.preset_wizard.columns import NamedColumns
 from ravan_flwr.preset_wizard.data_summary import look_at_data
-from ravan_flwr.reports.confusion import confusion_csv
-from ravan_flwr.reports.following import FollowedRun
+from ravan_flwr.reports.run_charts import confusion_csv
+from ravan_flwr.reports.snapshot import FollowedRun
 from ravan_flwr.reports.table_file import new_table
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.runs.directory import RunDirectory

@@ -10,8 +10,15 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from sklearn.metrics import confusion_matrix
 
-from ravan_flwr.reports.charts import lines
-from ravan_flwr.reports.confusion import confusion, confusion_csv
+from ravan_flwr.reports.chart import Caption
+from ravan_flwr.reports.charts import confusion, lines
+from ravan_flwr.reports.run_charts import confusion_csv
+
+CAPTION = Caption("c", "t", "about")
+
+
+def picture(counts, labels):
+    return confusion(CAPTION, counts, labels, confusion_csv(counts, labels))
 
 
 def drawn(number, name="class"):
@@ -21,7 +28,7 @@ def drawn(number, name="class"):
     wrong = random.random(len(right)) < 0.3
     predicted = np.where(wrong, random.integers(0, number, len(right)), right)
     counts = confusion_matrix(right, predicted, labels=range(number)).tolist()
-    return counts, confusion("c", "t", "about", counts, [f"{name} {i}" for i in range(number)])
+    return counts, picture(counts, [f"{name} {i}" for i in range(number)])
 
 
 @pytest.mark.parametrize("number", [2, 3, 10, 21, 100])
@@ -55,13 +62,13 @@ def test_every_count_is_in_its_cell_and_large_enough(number):
 def test_names_of_any_form_are_drawn():
     counts = [[3, 1], [0, 2]]
     for name in ("$x_y^$", "中文", "a very long name " * 20, "two\nlines", "☃ \udce9", ""):
-        chart = confusion("c", "t", "about", counts, [name, "b"])
+        chart = picture(counts, [name, "b"])
         assert chart.png(name)
         assert "<svg" in chart.svg()
 
 
 def test_classes_without_an_example_are_drawn_empty():
-    chart = confusion("c", "t", "about", [[0, 0], [0, 0]], ["a", "b"])
+    chart = picture([[0, 0], [0, 0]], ["a", "b"])
     assert not chart.figure.axes[0].texts
     assert chart.png()
 
@@ -75,7 +82,7 @@ def test_the_numbers_are_a_table():
 
 
 def test_a_png_says_whose_it_is_and_a_page_does_not_say_it_twice():
-    chart = lines("a", "t", "about", [], x="round", y="accuracy")
+    chart = lines(CAPTION, [], x="round", y="accuracy")
     plain, before = chart.png(), chart.svg()
     told = chart.png("digits-vit, ravan, seed 0: a-run-of-$mine$")
     assert told != plain
@@ -88,6 +95,6 @@ def test_a_png_says_whose_it_is_and_a_page_does_not_say_it_twice():
 
 
 def test_a_long_line_below_a_png_is_broken(recwarn):
-    chart = lines("a", "t", "about", [], x="round", y="accuracy")
+    chart = lines(CAPTION, [], x="round", y="accuracy")
     picture = matplotlib.image.imread(io.BytesIO(chart.png("a-name " * 60)))
     assert picture[:, :4, :3].min() == 1  # nothing is cut off at its left edge

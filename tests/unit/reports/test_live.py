@@ -10,10 +10,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ravan_flwr.reports.following import FollowedRun
-from ravan_flwr.reports.live_page import LivePage
-from ravan_flwr.reports.live_view import MOST_REJECTED, view_of
-from ravan_flwr.reports.participants import MOST
+from ravan_flwr.reports.page import LivePage
+from ravan_flwr.reports.run_charts import comparison_charts, run_charts
+from ravan_flwr.reports.run_view import MOST, MOST_REJECTED, view_of
+from ravan_flwr.reports.snapshot import FollowedRun
+from ravan_flwr.runs.history import group_runs
 from ravan_flwr.runs.lock import holder_of, locked
 from tests.followed import NOW, client, lines, node, record, run_in, status
 from tests.hostile_texts import HOSTILE
@@ -21,13 +22,13 @@ from tests.hostile_texts import HOSTILE
 
 @pytest.fixture(autouse=True)
 def _at_that_moment(monkeypatch):
-    monkeypatch.setattr("ravan_flwr.reports.live_page.time.time", lambda: NOW)
+    monkeypatch.setattr("ravan_flwr.reports.page.time.time", lambda: NOW)
 
 
 class Read(HTMLParser):
     """The tags of a page, with what is in sections, and its text."""
 
-    VOID = ("meta", "link", "line", "rect", "circle", "polyline")
+    VOID = ("meta", "link")
 
     def __init__(self, page: bytes) -> None:
         super().__init__()
@@ -74,7 +75,11 @@ def test_a_run_that_goes_on(tmp_path):
     assert "round 1/10 loss 2.8400" in page.words
     assert "report true" in page.words  # among the settings, as a person types it
     pictures = [attributes["aria-label"] for tag, attributes in page.tags if tag == "svg"]
-    assert len(pictures) == 6
+    run = FollowedRun(tmp_path).read().run
+    assert pictures == [
+        chart.about for chart in (*comparison_charts(group_runs([run])), *run_charts(run))
+    ]
+    assert len(pictures) == 8
     (bar,) = [attributes for tag, attributes in page.tags if tag == "progress"]
     assert bar["value"] == "0.3000"
 
@@ -171,7 +176,7 @@ def test_a_run_that_has_just_begun(tmp_path):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"watch = .* found no config.json there, expected a run"):
+    with pytest.raises(ValueError, match=r"report = .* found no config.json there, expected a run"):
         LivePage(tmp_path)
 
 
@@ -268,15 +273,15 @@ def test_many_clients_and_rejections_are_not_all_shown(tmp_path):
 def test_only_new_lines_are_read_and_a_run_that_went_back_is_read_anew(tmp_path):
     folder = run_in(tmp_path)
     run = FollowedRun(folder)
-    first = run.read().rounds
+    first = run.read().run.rounds
     with (folder / "rounds.jsonl").open("a") as file:
         file.write(json.dumps(record(4)) + '\n{"round": 5, "tr')
         file.flush()
-        again = run.read().rounds
+        again = run.read().run.rounds
     assert [one["round"] for one in again] == [1, 2, 3, 4]
     assert all(one is other for one, other in zip(first, again, strict=False))  # not read twice
     lines(folder, [record(1), record(2, seconds=9.0)])
-    assert [one["seconds"] for one in run.read().rounds] == [4.0, 9.0]
+    assert [one["seconds"] for one in run.read().run.rounds] == [4.0, 9.0]
 
 
 def test_nothing_is_made_anew_while_nothing_changes(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ravan_flwr.reports.report import comparison_charts, run_charts, short_names
+from ravan_flwr.reports.run_charts import comparison_charts, run_charts, short_names
 from ravan_flwr.runs.history import RecordedRun, group_runs
 from tests.followed import client, record
 

@@ -135,7 +135,7 @@ def test_it_listens_on_loopback_alone(served):
 def test_a_port_that_is_taken_is_told(served, tmp_path, capsys):
     port = str(served.server_port)
     with pytest.raises(SystemExit) as end:
-        main(["watch", str(tmp_path / "run"), "--port", port])
+        main(["report", "--live", str(tmp_path / "run"), "--port", port])
     assert end.value.code == 2
     told = capsys.readouterr().err
     assert f"--port {port}: another program has it" in told
@@ -145,16 +145,19 @@ def test_a_port_that_is_taken_is_told(served, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["NOWHERE"], "found no config.json there, expected a run directory"),
-        (["run", "--port", "70000"], "--port 70000: expected a number from 0"),
-        (["run", "--port=-1"], "--port -1: expected a number from 0"),
+        (["--live", "NOWHERE"], "found no config.json there, expected a run directory"),
+        (["--live", "run", "--port", "70000"], "--port 70000: expected a number from 0"),
+        (["--live", "run", "--port=-1"], "--port -1: expected a number from 0"),
+        (["run", "--port", "0"], "--port: got no --live beside it"),
+        (["--live", "run", "run"], "--live: got more than one run, --output or --spectrum"),
+        (["--live", "run", "--output", "out"], "expected one run and nothing to write"),
     ],
 )
 def test_what_cannot_be_served_is_told(tmp_path, capsys, monkeypatch, words, told):
     run_in(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
-        main(["watch", *words])
+        main(["report", *words])
     assert end.value.code == 2
     assert told in capsys.readouterr().err
 
