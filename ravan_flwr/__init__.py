@@ -7,7 +7,7 @@ For scripts and notebooks (docs/python.md):
     plan_of(settings, num_clients)      what a run will train, send and need, as text
     result_of(run)                      a finished run's model, method and data
     write_report(runs, folder)          a page and pictures
-    watch_run(run, port)                a live page, until Ctrl-C
+    watch_run(run, port)                the page of a run under way, until Ctrl-C
     write_spectra(runs, folder, top)    singular values of what runs added
     evaluate(run, data)                 a run's result on other examples, class by class
     predict(run, data, output)          its answers for a table or a folder of images

@@ -9,13 +9,13 @@ from ravan_flwr.data.model_folder import read_json
 from ravan_flwr.methods import METHODS
 from ravan_flwr.reports.card_code import about, code_of
 from ravan_flwr.reports.classes import classes_of
-from ravan_flwr.reports.reader import PROCESSOR
 from ravan_flwr.runs.console import uploads_seen
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
 from ravan_flwr.runs.record import Metrics, Summary
 from ravan_flwr.tasks import get_task
 from ravan_flwr.templates import filled
 
+PROCESSOR = "preprocessor_config.json"
 EXAMPLES = {"server": "the server's test examples", "clients": "examples that clients held back"}
 LIBRARIES = {"peft": "peft", "ravan": "peft", "merged": "transformers"}
 

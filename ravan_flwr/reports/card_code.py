@@ -2,172 +2,125 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ravan_flwr.tasks import get_task
+from ravan_flwr.templates import filled
 
-HERE = '"this folder"'
 ANSWERS = "text-generation"  # the pipeline
 
 
-@dataclass(frozen=True)
-class Code:
-    """Hold lines, and the imports that they need: whole ones, and names of transformers."""
-
-    imports: tuple[str, ...]
-    lines: tuple[str, ...]
-
-    def __add__(self, other: "Code") -> "Code":
-        return Code((*self.imports, *other.imports), (*self.lines, *other.lines))
-
-    def __str__(self) -> str:
-        names = sorted(name for name in self.imports if " " not in name)
-        whole = {name for name in self.imports if " " in name}
-        standard = sorted(whole & _STANDARD, reverse=True)
-        others = sorted({*whole - _STANDARD, f"from transformers import {', '.join(names)}"})
-        between = [""] if standard else []
-        return "\n".join([*standard, *between, *others, "", *self.lines])
-
-
-_STANDARD = {"import json", "from pathlib import Path"}
-
-
-def code_of(config: Mapping[str, Any], form: str, *, one_channel: bool) -> Code:
+def code_of(config: Mapping[str, Any], form: str, *, one_channel: bool) -> str:
     """Write the code that uses a run's result, for a form of export."""
-    task = get_task(config["task"])
-    model = Code((), ())
-    if form != "merged":
-        model = _labels(config) + _backbone(config, task.auto_class) + _adapter(_has_labels(config))
-    if form == "ravan":
-        model += Code(("from ravan_flwr import RavanConfig  # PEFT loads it by this",), ())
-    if task.pipeline == ANSWERS:
-        return model + _answering(config["data"], form)
-    if not task.pipeline:
-        if form == "merged":
-            model = Code(
-                (task.auto_class,), (f"model = {task.auto_class}.from_pretrained({HERE})",)
-            )
-        return model + _generating(config["data"])
-    return model + _pipeline(task.pipeline, form) + _example(config, one_channel)
+    task, data, spec = get_task(config["task"]), config["data"], config["model"]
+    adapter, bundled = form != "merged", spec["source"] == "bundled"
+    labelled = adapter and bool(task.pipeline) and task.classifies  # a PEFT folder has no names
+    names = {"pipeline" if task.pipeline else "AutoTokenizer"}
+    if (adapter and not bundled) or not (adapter or task.pipeline):
+        names.add(task.auto_class)
+    prompt = data["prompts"][0] if data.get("prompts") else data.get("prompt", "")
+    columns = dict(data.get("columns", ()))
+    values = [f'{role}="a {role}"' for role in columns if f"{{{role}}}" in prompt]
+    return filled(
+        CODE,
+        {"literal": _literal},
+        form=form,
+        adapter=adapter,
+        bundled=bundled,
+        labelled=labelled,
+        names=", ".join(sorted(names)),
+        task=config["task"],
+        pipeline=task.pipeline,
+        auto_class=task.auto_class,
+        spec=spec,
+        classes=len(data["labels"]) if labelled else 0,
+        conversation=not data.get("prompts"),
+        prompt=prompt,
+        values=", ".join(values),
+        target_length=data.get("target-length"),
+        pairs="text-pair" in columns,
+        one_channel=one_channel and bool(task.pipeline),
+    ).rstrip()
 
 
-def _backbone(config: Mapping[str, Any], auto_class: str) -> Code:
-    """Load the network that an adapter goes onto, with as many labels."""
-    spec = config["model"]
-    if spec["source"] == "bundled":
-        name, kind = _literal(spec["name"]), _literal(config["task"])
-        return Code(
-            (
-                "from ravan_flwr.specs import DataSpec, ModelSpec",
-                "from ravan_flwr.tasks import get_task",
-                "from ravan_flwr.training.network import build_network",
-            ),
-            (
-                'data = DataSpec("bundled", labels=tuple(labels))',
-                f"task = get_task({kind})(data, 0, lambda: None)",
-                f'backbone = build_network(ModelSpec("bundled", {name}), task, seed=0).network',
-            ),
-        )
-    told = _literal(spec["name"])
-    if spec["revision"]:
-        told += f", revision={_literal(spec['revision'])}"
-    if config["data"]["labels"] and _has_labels(config):
-        told += f", num_labels={len(config['data']['labels'])}"
-    return Code((auto_class,), (f"backbone = {auto_class}.from_pretrained({told})",))
+CODE = """\
+{% set here = '"this folder"' %}
+{% if labelled %}
+import json
+from pathlib import Path
 
+{% endif %}
+{% if one_channel %}
+import numpy
+{% endif %}
+{% if adapter %}
+from peft import PeftModel
+{% endif %}
+{% if one_channel %}
+from PIL import Image
+{% endif %}
+{% if form == "ravan" %}
+from ravan_flwr import RavanConfig  # PEFT loads it by this
+{% endif %}
+{% if adapter and bundled %}
+from ravan_flwr.specs import DataSpec, ModelSpec
+from ravan_flwr.tasks import get_task
+from ravan_flwr.training.network import build_network
+{% endif %}
+from transformers import {{ names }}
 
-def _labels(config: Mapping[str, Any]) -> Code:
-    """Read the names of the classes, where there are some: a PEFT folder has no place for them."""
-    if not _has_labels(config):
-        return Code((), ())
-    read = f'Path({HERE}, "labels.json").read_text(encoding="utf-8")'
-    return Code(("import json", "from pathlib import Path"), (f"labels = json.loads({read})",))
-
-
-def _has_labels(config: Mapping[str, Any]) -> bool:
-    """Tell whether a pipeline is to know the names of classes."""
-    task = get_task(config["task"])
-    return bool(task.pipeline) and task.classifies
-
-
-def _adapter(labelled: bool) -> Code:
-    """Put the adapter onto the backbone, and the names of the classes into its configuration."""
-    lines = [f"model = PeftModel.from_pretrained(backbone, {HERE}).merge_and_unload()"]
-    if labelled:
-        lines.append("model.config.id2label = dict(enumerate(labels))")
-    return Code(("from peft import PeftModel",), tuple(lines))
-
-
-def _pipeline(pipeline: str, form: str) -> Code:
-    """Make the pipeline; an adapter's reader is named, since the model comes from elsewhere."""
-    told = HERE
-    if form != "merged":
-        told = f"model, {_READERS[pipeline]}={HERE}"
-    if pipeline == "text-classification":
-        told += ", truncation=True"
-    lines = [f'classify = pipeline("{pipeline}", {told})']
-    if pipeline == "text-classification" and form != "merged":  # a decoder reads its last token
-        lines.append("model.config.pad_token_id = classify.tokenizer.pad_token_id")
-    return Code(("pipeline",), tuple(lines))
-
-
-_READERS = {"image-classification": "image_processor", "text-classification": "tokenizer"}
-
-
-def _example(config: Mapping[str, Any], one_channel: bool) -> Code:
-    """Classify one example."""
-    roles = dict(config["data"].get("columns", ()))
-    if one_channel:  # a pipeline makes every image file one of three channels
-        return Code(
-            ("import numpy", "from PIL import Image"),
-            (
-                'image = Image.open("image.png").convert("L")',
-                "found = classify(numpy.asarray(image)[..., None])",
-            ),
-        )
-    if config["task"] == "vision":
-        told = '"image.png"'
-    elif "text-pair" in roles:
-        told = '{"text": "a text", "text_pair": "another text"}'
-    else:
-        told = '"a text"'
-    return Code((), (f"found = classify({told})",))
-
-
-def _answering(data: Mapping[str, Any], form: str) -> Code:
-    """Let a language model go on, as the run did: with a conversation, or with a prompt."""
-    told = HERE if form == "merged" else f"model, tokenizer={HERE}"
-    lines = [f'answer = pipeline("{ANSWERS}", {told})']
-    if data["prompts"]:
-        prompt = data["prompts"][0]
-        lines.append(f"asked = {_literal(prompt)}.format({_values(data, prompt)})")
-    else:
-        lines.append('asked = [{"role": "user", "content": "a question"}]')
-    options = f"max_new_tokens={data['target-length']}, do_sample=False, return_full_text=False"
-    return Code(("pipeline",), (*lines, f"found = answer(asked, {options})"))
-
-
-def _values(data: Mapping[str, Any], prompt: str) -> str:
-    """Give each column in a prompt something to stand for."""
-    asked = [role for role, _ in data["columns"] if f"{{{role}}}" in prompt]
-    return ", ".join(f'{role}="a {role}"' for role in asked)
-
-
-def _generating(data: Mapping[str, Any]) -> Code:
-    """Write an answer to one prompt, as the run did."""
-    values = _values(data, data["prompt"])
-    options = f"max_new_tokens={data['target-length']}, do_sample=False, num_beams=1"
-    return Code(
-        ("AutoTokenizer",),
-        (
-            f"tokenizer = AutoTokenizer.from_pretrained({HERE})",
-            f"prompt = {_literal(data['prompt'])}.format({values})",
-            'tokens = tokenizer(prompt, truncation=True, return_tensors="pt")',
-            f"written = model.generate(**tokens, {options})",
-            "found = tokenizer.decode(written[0], skip_special_tokens=True)",
-        ),
-    )
+{% if labelled %}
+labels = json.loads(Path({{ here }}, "labels.json").read_text(encoding="utf-8"))
+{% endif %}
+{% if adapter and bundled %}
+data = DataSpec("bundled", labels=tuple(labels))
+task = get_task({{ task | literal }})(data, 0, lambda: None)
+backbone = build_network(ModelSpec("bundled", {{ spec.name | literal }}), task, seed=0).network
+{% elif adapter %}
+backbone = {{ auto_class }}.from_pretrained({{ spec.name | literal }}
+{%- if spec.revision %}, revision={{ spec.revision | literal }}{% endif %}
+{%- if classes %}, num_labels={{ classes }}{% endif %})
+{% elif not pipeline %}
+model = {{ auto_class }}.from_pretrained({{ here }})
+{% endif %}
+{% if adapter %}
+model = PeftModel.from_pretrained(backbone, {{ here }}).merge_and_unload()
+{% endif %}
+{% if labelled %}
+model.config.id2label = dict(enumerate(labels))
+{% endif %}
+{% if not pipeline %}
+tokenizer = AutoTokenizer.from_pretrained({{ here }})
+prompt = {{ prompt | literal }}.format({{ values }})
+tokens = tokenizer(prompt, truncation=True, return_tensors="pt")
+written = model.generate(**tokens, max_new_tokens={{ target_length }}, do_sample=False, num_beams=1)
+found = tokenizer.decode(written[0], skip_special_tokens=True)
+{% elif pipeline == "text-generation" %}
+answer = pipeline("text-generation", {% if adapter %}model, tokenizer={% endif %}{{ here }})
+{% if conversation %}
+asked = [{"role": "user", "content": "a question"}]
+{% else %}
+asked = {{ prompt | literal }}.format({{ values }})
+{% endif %}
+found = answer(asked, max_new_tokens={{ target_length }}, do_sample=False, return_full_text=False)
+{% elif pipeline == "image-classification" %}
+classify = pipeline("{{ pipeline }}", {% if adapter %}model, image_processor={% endif %}{{ here }})
+{% if one_channel %}
+image = Image.open("image.png").convert("L")
+found = classify(numpy.asarray(image)[..., None])
+{% else %}
+found = classify("image.png")
+{% endif %}
+{% else %}
+classify = pipeline(
+    "{{ pipeline }}", {% if adapter %}model, tokenizer={% endif %}{{ here }}, truncation=True
+)
+{% if adapter %}
+model.config.pad_token_id = classify.tokenizer.pad_token_id
+{% endif %}
+found = classify({{ '{"text": "a text", "text_pair": "another text"}' if pairs else '"a text"' }})
+{% endif %}
+"""
 
 
 def about(config: Mapping[str, Any], form: str, *, one_channel: bool) -> str:
@@ -187,8 +140,8 @@ def about(config: Mapping[str, Any], form: str, *, one_channel: bool) -> str:
         )
     if pipeline == ANSWERS:
         return onto + (
-            "The pipeline goes on with a conversation, by the tokenizer's chat template, or with a "
-            "text, which is to be written as the run's examples were."
+            "The pipeline continues a conversation, by the tokenizer's chat template, or a text, "
+            "which is to be written as the run's examples were."
         )
     if pipeline:
         return onto + (

@@ -8,10 +8,17 @@
   that it adapts, in float32, and rounded back to the weight's own type.
 
 A method that changes pretrained weights has no adapter that holds its result, and is exported
-merged only. All folders have a model card, the names of the labels, and what reads examples
-(reader.py).
+merged only. All folders have a model card, and what turns examples into numbers, so that nobody has
+to guess it:
+
+- images: `preprocessor_config.json`. That of the model, or, for a model that has none, what the
+  run did instead: the model's size, and pixels from -1 to 1.
+- texts: the tokenizer's files, with the run's `max-length` as the length to cut texts off at (not
+  for a language model, which continues texts of any length).
+- `labels.json`: the names of the classes in the order of their numbers, where there are some.
 """
 
+import copy
 import errno
 import json
 from collections.abc import Mapping, Sequence
@@ -24,14 +31,16 @@ from transformers import PreTrainedModel
 
 from ravan_flwr.adapters.bases import describe_bases, make_bases
 from ravan_flwr.data.hub_errors import no_bars
+from ravan_flwr.data.model_folder import read_json
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.multihead import MultiHeadMethod
-from ravan_flwr.reports.card import write_card
+from ravan_flwr.reports.card import PROCESSOR, write_card
 from ravan_flwr.reports.load_run import result_of
-from ravan_flwr.reports.reader import write_reader
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import build_network, stored_dtype
+
+_BILINEAR = 2  # of Pillow
 
 
 def export_run(run: Path | str, form: str, folder: Path | str, client: int | None = None) -> None:
@@ -177,3 +186,56 @@ def merged_network(bench: ModelAndData) -> PreTrainedModel:
             elif name in adapted:
                 parameter.copy_(parameter.float() + adapted[name].float().cpu())
     return network
+
+
+def write_reader(folder: Path, bench: ModelAndData) -> None:
+    """Write the processor or the tokenizer, and the names of the labels."""
+    reader = bench.task.reader
+    if reader is None:
+        _write_json(folder / PROCESSOR, _processor(bench))
+    elif hasattr(reader, "backend_tokenizer"):
+        _save_tokenizer(folder, reader, bench.task.cut_at)
+    else:
+        _save_processor(folder, reader)
+    if labels := bench.task.data.labels:
+        _write_json(folder / "labels.json", list(labels))
+
+
+def _processor(bench: ModelAndData) -> dict[str, Any]:
+    """Describe what the run does with the images of a model that has no processor."""
+    shapes = bench.task.shapes(bench.model.network.config, 1)
+    _, channels, height, width = shapes["pixel_values"][0]
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": height, "width": width},
+        "resample": _BILINEAR,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.5] * channels,
+        "image_std": [0.5] * channels,
+    }
+
+
+def _save_processor(folder: Path, reader: Any) -> None:
+    """Save an image processor under the name that every version of transformers knows."""
+    with no_bars():
+        reader.save_pretrained(folder)
+    content = read_json(folder / PROCESSOR, str(folder))
+    kind = str(content.get("image_processor_type", ""))
+    _write_json(folder / PROCESSOR, content | {"image_processor_type": kind.removesuffix("Pil")})
+
+
+def _save_tokenizer(folder: Path, reader: Any, max_length: int) -> None:
+    """Save a tokenizer that cuts texts off where the run did, when it is asked to cut."""
+    tokenizer = copy.deepcopy(reader)
+    tokenizer.backend_tokenizer.no_padding()  # as the run's last batch was padded
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.model_max_length = max_length
+    with no_bars():
+        tokenizer.save_pretrained(folder)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())

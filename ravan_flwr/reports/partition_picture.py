@@ -12,8 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from ravan_flwr.messages import plain_text
 from ravan_flwr.reports.chart import COLOURS, STYLE, Chart, plain
 from ravan_flwr.reports.charts import draw_map
-from ravan_flwr.reports.partition import Assignment
-from ravan_flwr.reports.partition_count import PartitionReport
+from ravan_flwr.reports.partition import Assignment, PartitionReport
 from ravan_flwr.runs.directory import write_atomically
 
 FORMS = (".png", ".svg")

@@ -14,7 +14,7 @@ import numpy as np
 from ravan_flwr.data.rows import IMAGES, Row, UnreadableError, rows_of
 from ravan_flwr.data.values import image_of
 from ravan_flwr.reports.load_run import result_of
-from ravan_flwr.reports.table_file import Cells, Sink, check_new, new_table
+from ravan_flwr.reports.table_file import Cells, Rows, check_new, new_table
 from ravan_flwr.tasks.base import Columns
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.prediction import predictions
@@ -125,7 +125,7 @@ def _predict(bench: ModelAndData, batch: Sequence[_Encoded]) -> Iterator[Cells]:
 
 
 def _write(
-    table: Sink,
+    table: Rows,
     batch: Sequence[_Encoded],
     answers: Iterator[Cells],
     width: int,

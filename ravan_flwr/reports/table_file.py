@@ -3,16 +3,16 @@
 The file appears whole or not at all, and never in the place of another.
 """
 
-import csv
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet
 
 Cells = Sequence[str | float | int | None]
@@ -20,33 +20,68 @@ Kinds = Mapping[str, type]  # of the columns, by name: str, int or float
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a formula begins with
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?")
+_ROWS_AT_ONCE = 8192  # small groups of rows make a parquet file large and slow
+_ARROW = {str: pa.string(), int: pa.int64(), float: pa.float64()}
 
-_ROWS_AT_ONCE = 8192  # of a parquet file: small groups of rows make it large and slow
+
+class _JsonLines:
+    """Write tables as pyarrow's own writers do, an object a line."""
+
+    def __init__(self, file: IO[bytes], _: Any) -> None:
+        self.file = file
+
+    def write_table(self, table: Any) -> None:
+        for row in table.to_pylist():
+            self.file.write(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+
+    def close(self) -> None:
+        """Leave the file to the one who opened it."""
 
 
-class Sink(Protocol):
-    """Take rows until it is closed."""
+_WRITERS: dict[str, Callable[[IO[bytes], Any], Any]] = {
+    ".csv": pyarrow.csv.CSVWriter,
+    ".jsonl": _JsonLines,
+    ".parquet": pyarrow.parquet.ParquetWriter,
+}
 
-    def __init__(self, path: Path, kinds: Kinds) -> None: ...
+
+class Rows:
+    """Take rows, and hand many at once to a writer."""
+
+    def __init__(self, writer: Any, schema: Any, clean: Callable[[Any], Any]) -> None:
+        self._writer, self._schema, self._clean = writer, schema, clean
+        self._rows: list[Cells] = []
 
     def write(self, cells: Cells) -> None:
         """Take a row."""
+        self._rows.append([self._clean(cell) for cell in cells])
+        if len(self._rows) >= _ROWS_AT_ONCE:
+            self.flush()
 
-    def close(self) -> None:
-        """Write what is left, to disk."""
+    def flush(self) -> None:
+        """Write the rows that were taken."""
+        columns = zip(*self._rows, strict=True)
+        kinds = zip(columns, self._schema, strict=bool(self._rows))
+        arrays = [pa.array(column, field.type) for column, field in kinds]
+        if arrays:
+            self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
+        self._rows = []
 
 
 @contextmanager
-def new_table(path: Path, kinds: Kinds) -> Iterator[Sink]:
+def new_table(path: Path, kinds: Kinds) -> Iterator[Rows]:
     """Open a new file for rows; it has its name once the block ends well."""
     check_new(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    sink = _SINKS[path.suffix.lower()](temporary, kinds)
+    kind, temporary = path.suffix.lower(), path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    schema = pa.schema([(name, _ARROW[kind]) for name, kind in kinds.items()])
     try:
-        try:
-            yield sink
-        finally:
-            sink.close()
+        with temporary.open("wb") as file:
+            with closing(_WRITERS[kind](file, schema)) as writer:
+                rows = Rows(writer, schema, _for_spreadsheets if kind == ".csv" else _utf8)
+                yield rows
+                rows.flush()
+            file.flush()
+            os.fsync(file.fileno())
         try:
             os.link(temporary, path)  # unlike a rename, it replaces nothing
         except OSError:  # there is a file now, or no link on this file system
@@ -58,27 +93,14 @@ def new_table(path: Path, kinds: Kinds) -> Iterator[Sink]:
 
 def check_new(path: Path) -> None:
     """Refuse a file that is there, of an unknown kind, or in no folder."""
-    if path.suffix.lower() not in _SINKS:
+    if path.suffix.lower() not in _WRITERS:
         raise ValueError(
-            f"output = {str(path)!r}: expected a name that ends in {', '.join(_SINKS)}; change it"
+            f"output = {str(path)!r}: expected a name that ends in {', '.join(_WRITERS)}; change it"
         )
     if path.exists():
         raise ValueError(f"output = {str(path)!r} is there already, expected a new file; name one")
     if not path.parent.is_dir():
         raise ValueError(f"output = {str(path)!r}: found no folder {path.parent}; make it first")
-
-
-class _Csv:
-    def __init__(self, path: Path, kinds: Kinds) -> None:
-        self.file = path.open("w", encoding="utf-8", newline="")
-        self.table = csv.writer(self.file)
-        self.table.writerow(kinds)
-
-    def write(self, cells: Cells) -> None:
-        self.table.writerow(map(no_formula, map(_utf8, cells)))
-
-    def close(self) -> None:
-        _close(self.file)
 
 
 def no_formula(cell: Any) -> Any:
@@ -88,45 +110,8 @@ def no_formula(cell: Any) -> Any:
     return f"'{cell}"
 
 
-class _JsonLines:
-    def __init__(self, path: Path, kinds: Kinds) -> None:
-        self.file, self.names = path.open("w", encoding="utf-8"), [*kinds]
-
-    def write(self, cells: Cells) -> None:
-        content = dict(zip(self.names, map(_utf8, cells), strict=True))
-        self.file.write(json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
-
-    def close(self) -> None:
-        _close(self.file)
-
-
-class _Parquet:
-    def __init__(self, path: Path, kinds: Kinds) -> None:
-        self.schema = pa.schema([(name, _ARROW[kind]) for name, kind in kinds.items()])
-        self.file = path.open("wb")
-        self.table = pyarrow.parquet.ParquetWriter(self.file, self.schema)
-        self.rows: list[Cells] = []
-
-    def write(self, cells: Cells) -> None:
-        self.rows.append([_utf8(cell) for cell in cells])
-        if len(self.rows) >= _ROWS_AT_ONCE:
-            self._flush()
-
-    def _flush(self) -> None:
-        columns = zip(*self.rows, strict=True)
-        arrays = [pa.array(c, f.type) for c, f in zip(columns, self.schema, strict=True)]
-        self.table.write_table(pa.Table.from_arrays(arrays, schema=self.schema))
-        self.rows = []
-
-    def close(self) -> None:
-        if self.rows:
-            self._flush()
-        self.table.close()
-        _close(self.file)
-
-
-_ARROW = {str: pa.string(), int: pa.int64(), float: pa.float64()}
-_SINKS: dict[str, type[Sink]] = {".csv": _Csv, ".jsonl": _JsonLines, ".parquet": _Parquet}
+def _for_spreadsheets(cell: Any) -> Any:
+    return no_formula(_utf8(cell))
 
 
 def _utf8(cell: Any) -> Any:
@@ -134,9 +119,3 @@ def _utf8(cell: Any) -> Any:
     if not isinstance(cell, str):
         return cell
     return cell.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _close(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()

@@ -51,6 +51,7 @@ def served(tmp_path):
 @pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desk"])
 def test_it_is_fit_to_look_at(browser, served, tmp_path, width, dark):
     _, address = served
+    browser.ask("Page.navigate", url="about:blank")  # the page before asks a server that has ended
     browser.complaints.clear()
     browser.look_as(width=width, dark=dark)
     browser.go(address)
@@ -96,6 +97,7 @@ def test_what_clients_say_runs_nothing(browser, served):
     folder, address = served
     texts = [json.dumps(text) for text in HOSTILE]
     (folder / "log.txt").write_text("\n".join(HOSTILE), errors="backslashreplace")
+    browser.ask("Page.navigate", url="about:blank")  # the page before asks a server that has ended
     browser.complaints.clear()
     browser.look_as(width=1280)
     browser.see("window.alert = () => { window.alerted = true; }")
