@@ -53,7 +53,7 @@ figure.broad { grid-column: 1 / -1; } figure.broad svg { width: auto; }
 table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line);
   vertical-align: top; }
-th { color: var(--soft); font-weight: 500; }
+th { color: var(--soft); font-weight: 500; overflow-wrap: normal; }
 .long { overflow-wrap: anywhere; min-width: 9rem; }
 summary { cursor: pointer; padding: .5rem 0; } .warn { color: var(--warn); }
 .note { color: var(--soft); font-size: .92rem; max-width: 60rem; margin: .3rem 0 .6rem; }
