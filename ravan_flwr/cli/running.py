@@ -178,8 +178,11 @@ def _show_partition(
         check_picture(picture)
     say_loading()
     with importing():
-        from ravan_flwr.reports.partition import deal  # noqa: PLC0415
-        from ravan_flwr.reports.partition_text import SHADES, as_text  # noqa: PLC0415
+        from ravan_flwr.reports.partition import (  # noqa: PLC0415
+            SHADES,
+            as_text,
+            deal,
+        )
 
     dealt, coding = deal(config, num_clients), sys.stdout.encoding or "ascii"
     letters = SHADES[0].encode(coding, "replace").decode(coding) == SHADES[0]

@@ -13,9 +13,8 @@ from ravan_flwr.cli import main
 from ravan_flwr.cli.running import _plan
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.reports.partition import deal
+from ravan_flwr.reports.partition import ROWS, as_text, deal
 from ravan_flwr.reports.partition_picture import check_picture, draw, write_picture
-from ravan_flwr.reports.partition_text import ROWS, as_text
 from ravan_flwr.training.model_and_data import ModelAndData, column_for
 
 PRESET = """
