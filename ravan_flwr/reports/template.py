@@ -54,11 +54,10 @@ table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabu
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line);
   vertical-align: top; }
 th { color: var(--soft); font-weight: 500; overflow-wrap: normal; }
-.long { overflow-wrap: anywhere; min-width: 9rem; }
 summary { cursor: pointer; padding: .5rem 0; } .warn { color: var(--warn); }
 .note { color: var(--soft); font-size: .92rem; max-width: 60rem; margin: .3rem 0 .6rem; }
 .people th, .people td { overflow-wrap: normal; white-space: nowrap; }
-.people td.long { overflow-wrap: anywhere; white-space: normal; }
+.people td.long { overflow-wrap: anywhere; white-space: normal; min-width: 9rem; }
 .people th[scope=row] { color: var(--ink); font-weight: 600; }
 .why { display: block; color: var(--warn); font-size: .85rem; max-width: 24rem; }
 .busy { color: var(--blue); }
@@ -141,9 +140,7 @@ PAGE = """\
   <tr>{% for head in heads %}<th scope="col">{{ head }}</th>{% endfor %}</tr>
   {% endif %}
   {% for row in rows %}
-  <tr><th scope="row">{{ row[0] }}</th>
-  {%- for cell in row[1:] %}<td{% if cell is string %} class="long"{% endif %}>{{ cell }}</td>
-  {%- endfor %}</tr>
+  <tr><th scope="row">{{ row[0] }}</th>{% for cell in row[1:] %}<td>{{ cell }}</td>{% endfor %}</tr>
   {% endfor %}
 </table></div>
 {% endmacro %}

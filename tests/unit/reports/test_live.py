@@ -295,6 +295,28 @@ def test_nothing_is_made_anew_while_nothing_changes(tmp_path, monkeypatch):
     assert page.version() != version
 
 
+def test_pictures_come_later_than_numbers_where_drawing_would_take_the_trainings_time(
+    tmp_path, monkeypatch
+):
+    now = [NOW]
+    monkeypatch.setattr("ravan_flwr.reports.page.time.time", lambda: now[0])
+    page = LivePage(run_in(tmp_path))
+
+    def pictures():
+        return page.get().partition(b'id="pictures"')[2].partition(b"</section>")[0]
+
+    first = pictures()
+    with (tmp_path / "rounds.jsonl").open("a") as file:
+        file.write(json.dumps(record(4)) + "\n")
+    assert "rounds 4 of 10" in Read(page.get()).words
+    assert pictures() == first
+    version = page.version()
+    now[0] += 3600
+    assert page.version() != version  # so that a reader asks for the page again
+    assert pictures() != first
+    assert page.version() == version  # and not once more
+
+
 def test_a_long_run_is_shown_quickly(tmp_path):
     people = [client(number) for number in range(20)]
     folder = run_in(tmp_path)
