@@ -7,7 +7,7 @@ For scripts and notebooks (docs/python.md):
     plan_of(settings, num_clients)      what a run will train, send and need, as text
     result_of(run)                      a finished run's model, method and data
     write_report(runs, folder)          a page and pictures
-    watch_run(run, port)                a live page, until Ctrl-C
+    watch_run(run, port)                the page of a run under way, until Ctrl-C
     write_spectra(runs, folder, top)    singular values of what runs added
     evaluate(run, data)                 a run's result on other examples, class by class
     predict(run, data, output)          its answers for a table or a folder of images
@@ -23,15 +23,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ravan_flwr.dashboard.serving import watch_run
     from ravan_flwr.launch.in_process import Simulation, simulate
     from ravan_flwr.peft import RavanConfig
-    from ravan_flwr.results.evaluation import evaluate
-    from ravan_flwr.results.export import export_run
-    from ravan_flwr.results.load_run import result_of
-    from ravan_flwr.results.prediction import predict
-    from ravan_flwr.results.report import write_report
-    from ravan_flwr.results.spectrum import write_spectra
+    from ravan_flwr.reports.dashboard import watch_run
+    from ravan_flwr.reports.evaluation import evaluate
+    from ravan_flwr.reports.export import export_run
+    from ravan_flwr.reports.load_run import result_of
+    from ravan_flwr.reports.prediction import predict
+    from ravan_flwr.reports.report import write_report
+    from ravan_flwr.reports.spectrum import write_spectra
     from ravan_flwr.runs.callback import Callback
     from ravan_flwr.studies.running import run_study
     from ravan_flwr.training.plan import plan_of
@@ -41,16 +41,16 @@ _HOMES = {
     "Callback": "ravan_flwr.runs.callback",
     "RavanConfig": "ravan_flwr.peft",
     "Simulation": "ravan_flwr.launch.in_process",
-    "evaluate": "ravan_flwr.results.evaluation",
-    "export_run": "ravan_flwr.results.export",
+    "evaluate": "ravan_flwr.reports.evaluation",
+    "export_run": "ravan_flwr.reports.export",
     "plan_of": "ravan_flwr.training.plan",
-    "predict": "ravan_flwr.results.prediction",
-    "result_of": "ravan_flwr.results.load_run",
+    "predict": "ravan_flwr.reports.prediction",
+    "result_of": "ravan_flwr.reports.load_run",
     "run_study": "ravan_flwr.studies.running",
     "simulate": "ravan_flwr.launch.in_process",
-    "watch_run": "ravan_flwr.dashboard.serving",
-    "write_report": "ravan_flwr.results.report",
-    "write_spectra": "ravan_flwr.results.spectrum",
+    "watch_run": "ravan_flwr.reports.dashboard",
+    "write_report": "ravan_flwr.reports.report",
+    "write_spectra": "ravan_flwr.reports.spectrum",
 }
 
 __all__ = [

@@ -16,10 +16,10 @@ from flwr.supercore.run import RunNotRunningException
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.results.card import write_card
-from ravan_flwr.results.classes import write_classes
-from ravan_flwr.results.export import natural_form, write_result
-from ravan_flwr.results.samples import Samples
+from ravan_flwr.reports.card import write_card
+from ravan_flwr.reports.classes import write_classes
+from ravan_flwr.reports.export import natural_form, write_result
+from ravan_flwr.reports.samples import Samples
 from ravan_flwr.runs.callback import Callback, Callbacks
 from ravan_flwr.runs.console import Progress, show, show_in_one_line
 from ravan_flwr.runs.directory import RunDirectory, how_to_go_on, is_of_writing, not_written
@@ -282,7 +282,7 @@ def _report(config: Config, directory: RunDirectory) -> Path | None:
     page = None
     if config.report:
         try:
-            from ravan_flwr.results.report import write_report  # noqa: PLC0415 (it draws)
+            from ravan_flwr.reports.report import write_report  # noqa: PLC0415 (it draws)
 
             page = write_report([directory.path], directory.path / "report")
         except Exception as error:  # noqa: BLE001 (the result is safe already)

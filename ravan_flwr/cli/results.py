@@ -3,20 +3,17 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from ravan_flwr.cli.parts import Commands
-from ravan_flwr.dashboard import PORT
 from ravan_flwr.launch.signals import Ended
 from ravan_flwr.messages.plain_text import plain
+from ravan_flwr.reports import PORT
 
 
 def add(commands: Commands) -> None:
-    """Offer `report`, `watch`, `spectrum`, `evaluate`, `predict` and `export`."""
+    """Offer `report`, `evaluate`, `predict` and `export`."""
     _add_report(commands)
-    _add_watch(commands)
-    _add_spectrum(commands)
     _add_evaluate(commands)
     _add_predict(commands)
     _add_export(commands)
@@ -25,44 +22,27 @@ def add(commands: Commands) -> None:
 def _add_report(commands: Commands) -> None:
     report = commands.add_parser(
         "report",
-        help="write a page and pictures of one run, or of several laid over each other",
-        description="Write index.html and PNGs of runs; seeds of one thing become a band.",
+        help="write a page of one run, or of several; or show a run under way in a browser",
+        description="Write index.html and PNGs of runs; seeds of one thing become a band. With "
+        "--live serve the page of a run, which renews itself; only this machine can see it, from "
+        f"another one: ssh -L {PORT}:127.0.0.1:{PORT} SERVER.",
     )
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
     report.add_argument(
         "--output", type=Path, help="folder (default: report/ in the run, or here for several)"
     )
-    report.set_defaults(command=_report)
-
-
-def _add_watch(commands: Commands) -> None:
-    watch = commands.add_parser(
-        "watch",
-        help="show a run in a browser while it goes on, or one that has ended",
-        description="Serve a page of a run that renews itself: metrics, who takes part, what "
-        "travelled, time left, log. Only this machine can see it; from another one: ssh -L "
-        f"{PORT}:127.0.0.1:{PORT} SERVER.",
-    )
-    watch.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    watch.add_argument(
-        "--port", type=int, default=PORT, metavar="N",
-        help=f"port of 127.0.0.1; 0 takes any that is free (default: {PORT})",
+    report.add_argument(
+        "--spectrum", action="store_true",
+        help="add the singular values and effective ranks of what the runs added to the weights",
     )  # fmt: skip
-    watch.set_defaults(command=_watch)
-
-
-def _add_spectrum(commands: Commands) -> None:
-    spectrum = commands.add_parser(
-        "spectrum",
-        help="plot the singular values and effective ranks of what runs added to the weights",
-        description="Write spectrum.png, effective-rank.png and spectrum.csv of runs.",
+    report.add_argument(
+        "--live", action="store_true", help="serve the page of one run, under way or ended"
     )
-    spectrum.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
-    spectrum.add_argument(
-        "--output", type=Path, help="folder (default: spectrum/ in the run, or here for several)"
-    )
-    spectrum.add_argument("--top", type=int, default=64, help="values to show (default: 64)")
-    spectrum.set_defaults(command=_spectrum)
+    report.add_argument(
+        "--port", type=int, metavar="N",
+        help=f"with --live: port of 127.0.0.1; 0 takes any that is free (default: {PORT})",
+    )  # fmt: skip
+    report.set_defaults(command=_report)
 
 
 def _add_evaluate(commands: Commands) -> None:
@@ -144,49 +124,45 @@ def _add_client(command: argparse.ArgumentParser) -> None:
 
 
 def _report(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.results.report import write_report  # noqa: PLC0415
+    if parsed.live:
+        _serve(parsed)
+        return
+    if parsed.port is not None:
+        raise ValueError("--port: got no --live beside it, expected it; add --live")
+    from ravan_flwr.reports.report import write_report  # noqa: PLC0415
     from ravan_flwr.runs.console import show  # noqa: PLC0415
 
     show()
-    page = write_report(parsed.runs, parsed.output or _beside(parsed.runs, "report"))
+    beside = parsed.runs[0] / "report" if len(parsed.runs) == 1 else Path("report")
+    page = write_report(parsed.runs, parsed.output or beside, spectrum=parsed.spectrum)
     sys.stdout.write(f"report: {page.absolute()}\n")
 
 
-def _beside(runs: Sequence[Path], name: str) -> Path:
-    """Choose the folder for what is written of runs: in the run, or here for several."""
-    return runs[0] / name if len(runs) == 1 else Path(name)
+def _serve(parsed: argparse.Namespace) -> None:
+    from ravan_flwr.reports.dashboard import watch_run  # noqa: PLC0415
 
-
-def _watch(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.dashboard.serving import watch_run  # noqa: PLC0415
-
+    if len(parsed.runs) > 1 or parsed.output or parsed.spectrum:
+        raise ValueError(
+            "--live: got more than one run, --output or --spectrum, expected one run and nothing "
+            "to write; leave --live out"
+        )
     try:
-        watch_run(parsed.run, parsed.port)
+        watch_run(parsed.runs[0], PORT if parsed.port is None else parsed.port)
     except Ended:
         raise
     except KeyboardInterrupt:  # the way to end it
         sys.stdout.write("\n")
 
 
-def _spectrum(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.results.spectrum import write_spectra  # noqa: PLC0415
-
-    if parsed.top < 1:
-        raise ValueError(f"--top {parsed.top}: expected a whole number at least 1, such as 64")
-    folder = parsed.output or _beside(parsed.runs, "spectrum")
-    for path in write_spectra(parsed.runs, folder, parsed.top):
-        sys.stdout.write(f"wrote {path.absolute()}\n")
-
-
 def _evaluate(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.results.evaluation import as_text, evaluate  # noqa: PLC0415
+    from ravan_flwr.reports.evaluation import as_text, evaluate  # noqa: PLC0415
 
     content = evaluate(parsed.run, parsed.data, parsed.client)
     sys.stdout.write(json.dumps(content) + "\n" if parsed.json else as_text(content))
 
 
 def _predict(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.results.prediction import predict  # noqa: PLC0415
+    from ravan_flwr.reports.prediction import predict  # noqa: PLC0415
 
     told = predict(parsed.run, parsed.data, parsed.output, parsed.client)
     for problem in told.problems:
@@ -200,7 +176,7 @@ def _predict(parsed: argparse.Namespace) -> None:
 
 
 def _export(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.results.export import export_run  # noqa: PLC0415
+    from ravan_flwr.reports.export import export_run  # noqa: PLC0415
 
     export_run(parsed.run, parsed.form, parsed.folder, parsed.client)
     sys.stdout.write(f"wrote {parsed.folder.absolute()}\n")

@@ -166,13 +166,16 @@ def _show_partition(
     config: Mapping[str, Scalar], num_clients: int | None, picture: Path | None
 ) -> None:
     if picture is not None:
-        from ravan_flwr.partition_report.picture import check_picture  # noqa: PLC0415
+        from ravan_flwr.reports.partition_picture import check_picture  # noqa: PLC0415
 
         check_picture(picture)
     say_loading()
     with importing():
-        from ravan_flwr.partition_report.assignment import deal  # noqa: PLC0415
-        from ravan_flwr.partition_report.text import SHADES, as_text  # noqa: PLC0415
+        from ravan_flwr.reports.partition import (  # noqa: PLC0415
+            SHADES,
+            as_text,
+            deal,
+        )
 
     dealt, coding = deal(config, num_clients), sys.stdout.encoding or "ascii"
     letters = SHADES[0].encode(coding, "replace").decode(coding) == SHADES[0]
@@ -180,7 +183,7 @@ def _show_partition(
     text = as_text(dealt, width, ascii_only=not letters)
     sys.stdout.write(text.encode(coding, "backslashreplace").decode(coding) + "\n")
     if picture is not None:
-        from ravan_flwr.partition_report.picture import write_picture  # noqa: PLC0415
+        from ravan_flwr.reports.partition_picture import write_picture  # noqa: PLC0415
 
         write_picture(dealt, picture)
         sys.stdout.write(f"wrote {picture.absolute()}\n")

@@ -7,9 +7,7 @@ from pathlib import Path
 # Rooms of commands and for other programs, which no app imports: they are not in the app bundle.
 BESIDE_THE_APPS = (
     "cli",
-    "dashboard",
     "launch",
-    "partition_report",
     "peft",
     "preset_wizard",
     "strategies",

@@ -3,7 +3,7 @@
 config.json        the resolved configuration
 rounds.jsonl       a line a round, on disk before the next round begins (record.py)
 summary.json       the end: method, parameters, metrics, bytes, seconds
-classes.json       the last evaluation on the server, class by class (results/classes.py)
+classes.json       the last evaluation on the server, class by class (reports/classes.py)
 samples.jsonl      what a model wrote at each evaluation, if it was asked to (samples.py)
 checkpoints/       the global state after the last rounds, and the best (checkpoint.py)
 adapter/           the trained adapters, or merged/, the whole network (export.py)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ravan_flwr.results.chart import Chart
+from ravan_flwr.reports.chart import Chart
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.studies.numbers import rates_as_csv, rows_as_csv
 from ravan_flwr.studies.pictures import charts, overview_charts

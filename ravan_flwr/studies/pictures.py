@@ -2,17 +2,17 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 
-from ravan_flwr.results.chart import COLOURS, STYLE, Chart
-from ravan_flwr.results.charts import Series, least_and_greatest, lines, points
-from ravan_flwr.results.panels import panels
-from ravan_flwr.results.spectrum import Spectra
-from ravan_flwr.results.spectrum import charts as spectrum_charts
+from ravan_flwr.reports.chart import COLOURS, STYLE, Caption, Chart
+from ravan_flwr.reports.charts import Series, least_and_greatest, lines, panels, points
+from ravan_flwr.reports.spectrum import Spectra
+from ravan_flwr.reports.spectrum import charts as spectrum_charts
 from ravan_flwr.studies.choosing import RateChoice, choices_of, runs_of
 from ravan_flwr.studies.intervals import LEAST, interval
 from ravan_flwr.studies.lines import Line, lines_of
@@ -44,7 +44,8 @@ def overview_charts(study: Study, results: Results) -> list[Chart]:
     found = {name: [_mean_and_half(lines, name) for lines in tables.values()] for name in names}
     about = f"The {metric} after the last round, by table. Bars: 95 % intervals of the mean."
     title = f"{metric.capitalize()} by table"
-    return [points(f"{OVERVIEW}-{metric}", title, about, list(tables), found, metric)]
+    caption = Caption(f"{OVERVIEW}-{metric}", title, about)
+    return [points(caption, list(tables), found, metric)]
 
 
 def _mean_and_half(lines: Sequence[Line], name: str) -> tuple[float, float | None] | None:
@@ -66,8 +67,7 @@ def band_ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return means - halves, means + halves
 
 
-@dataclass(frozen=True)
-class _Along:
+class _Along(NamedTuple):
     """Say what a metric is drawn against."""
 
     key: str  # in a curve
@@ -99,12 +99,20 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
         unknown = along.key == "client-seconds" and any(row.client_seconds is None for row in rows)
         if unknown or not all(any(x for x, _ in one.runs) for one in series):
             continue  # a run has not noted it
-        told = f"The {metric} on examples that nobody trains on, {along.about}. "
-        about, title = told + _said_of_bands(rows), f"{metric.capitalize()} {along.heading}"
-        name, moving = f"{metric}{along.suffix}", [one for one in series if _moves(one)]
+        moving = [one for one in series if _moves(one)]
         if along.key == "round" and not moving:
             continue  # all were evaluated once: the table has it
-        drawn.append(_chart(name, title, about, moving or series, table, along.label, metric))
+        told = f"The {metric} on examples that nobody trains on, {along.about}. "
+        caption = Caption(
+            f"{metric}{along.suffix}",
+            f"{metric.capitalize()} {along.heading}",
+            told + _said_of_bands(rows),
+        )
+        shown, x = moving or series, along.label
+        if len(shown) > _MOST_TOGETHER:
+            drawn.append(panels(caption, shown, table.against, x, metric, ends=band_ends))
+        else:
+            drawn.append(lines(caption, shown, x, metric, whole=x == "round", ends=band_ends))
     return drawn
 
 
@@ -128,15 +136,6 @@ def _said_of_bands(rows: Sequence[Line]) -> str:
     return f"Bands: {kind} over {least} seeds."
 
 
-def _chart(
-    name: str, title: str, about: str, series: Sequence[Series], table: Table, x: str, y: str
-) -> Chart:
-    """Draw a few lines together, and of many each in a panel of its own."""
-    if len(series) > _MOST_TOGETHER:
-        return panels(name, title, about, series, table.against, x, y, ends=band_ends)
-    return lines(name, title, about, series, x, y, whole=x == "round", ends=band_ends)
-
-
 def _sensitivity(table: Table, results: Results) -> list[Chart]:
     """Draw the metric by rate, a panel for each row whose rate is chosen."""
     choices = choices_of(table, results)
@@ -150,22 +149,16 @@ def _sensitivity(table: Table, results: Results) -> list[Chart]:
     def mark(axes: Axes, series: Series) -> None:
         _mark(axes, choices[series.label])
 
-    return [
-        panels(
-            f"{metric}-by-{'rate' if table.chosen == RATE else table.chosen}",
-            f"{metric.capitalize()} by {name}",
-            f"The {metric} on examples that clients hold back, by {name}; {min(seeds)} seeds. The "
-            "large point is the one that was chosen; filled points are not to be told apart from "
-            "it.",
-            [_by_rate(name, choice) for name, choice in choices.items()],
-            table.against,
-            name,
-            metric,
-            ends=band_ends,
-            logarithmic=True,
-            mark=mark,
-        )
-    ]
+    caption = Caption(
+        f"{metric}-by-{'rate' if table.chosen == RATE else table.chosen}",
+        f"{metric.capitalize()} by {name}",
+        f"The {metric} on the validation split of clients, by {name}; {min(seeds)} seeds. The "
+        "large point is the one that was chosen; filled points are not significantly different "
+        "from it.",
+    )
+    series = [_by_rate(name, choice) for name, choice in choices.items()]
+    look: dict[str, Any] = {"ends": band_ends, "logarithmic": True, "mark": mark}
+    return [panels(caption, series, table.against, name, metric, **look)]
 
 
 def _by_rate(name: str, choice: RateChoice) -> Series:
@@ -178,15 +171,10 @@ def _mark(axes: Axes, choice: RateChoice) -> None:
     """Mark the rates that were tried, those as good as the best, and the best."""
     with mpl.rc_context(STYLE):
         for rate, score in choice.scores.items():
-            good = rate in choice.within_noise
-            axes.plot(
-                [rate],
-                [score.mean],
-                marker="o",
-                markersize=7 if rate == choice.rate else 4,
-                markerfacecolor=COLOURS[0] if good else "white",
-                markeredgecolor=COLOURS[0],
-            )
+            face = COLOURS[0] if rate in choice.within_noise else "white"
+            look: dict[str, Any] = {"markerfacecolor": face, "markeredgecolor": COLOURS[0]}
+            size = 7 if rate == choice.rate else 4
+            axes.plot([rate], [score.mean], marker="o", markersize=size, **look)
 
 
 def _spectra(table: Table, results: Results) -> dict[str, list[Spectra]]:

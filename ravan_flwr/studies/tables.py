@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ravan_flwr.results.chart import Chart
+from ravan_flwr.reports.chart import Chart
 from ravan_flwr.runs.console import megabytes
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.specs import LOWER_IS_BETTER

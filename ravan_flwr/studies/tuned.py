@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ravan_flwr.results.chart import INK, Chart
-from ravan_flwr.results.charts import Series, lines
+from ravan_flwr.reports.chart import INK, Caption, Chart
+from ravan_flwr.reports.charts import Series, lines
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.studies.halving import Choice, Measured
 
@@ -44,11 +44,14 @@ def write_results(choice: Choice) -> None:
 def picture(choice: Choice) -> Chart:
     """Draw the metric by learning rate, a line for each rung with a band over its seeds."""
     metric, config = choice.score.metric, choice.tuning.config
-    chart = lines(
+    caption = Caption(
         "metric-by-rate",
         f"{metric.capitalize()} by learning rate",
         f"The {metric} of {config.method} on examples that clients hold back, by learning rate; "
         f"the dotted line is the rate that was chosen, {choice.rate:g}.",
+    )
+    chart = lines(
+        caption,
         [_series(measured) for measured in choice.rungs],
         x=f"learning rate of {config.method}",
         y=f"{metric}, held-back examples",

@@ -45,7 +45,7 @@ from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.privacy.example_gradients import check_apart
 from ravan_flwr.privacy.example_mechanism import StepNoise
 from ravan_flwr.privacy.noise import happens
-from ravan_flwr.results.card import fill_card
+from ravan_flwr.reports.card import fill_card
 from ravan_flwr.runs import tracking
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord, Summary
@@ -62,7 +62,7 @@ from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model
 from ravan_flwr.training.private_steps import PrivateStepper
 from tests.runs.test_noised import NOISED
 from tests.runs.test_secure import misbehave, records_of
-from tests.unit.results.test_card import CONFIG
+from tests.unit.reports.test_card import CONFIG
 
 # One example of a device, whatever it is, and whatever the server sends.
 

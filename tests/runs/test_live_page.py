@@ -14,7 +14,7 @@ import urllib.request
 import pytest
 from PIL import Image, ImageStat
 
-from ravan_flwr.dashboard.serving import make_server
+from ravan_flwr.reports.dashboard import make_server
 from testing.deployment import PATIENCE, wait_for
 from tests import ROOT
 from tests.browser import CHROMIUM, Browser
@@ -51,6 +51,7 @@ def served(tmp_path):
 @pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desk"])
 def test_it_is_fit_to_look_at(browser, served, tmp_path, width, dark):
     _, address = served
+    browser.ask("Page.navigate", url="about:blank")  # the page before asks a server that has ended
     browser.complaints.clear()
     browser.look_as(width=width, dark=dark)
     browser.go(address)
@@ -67,7 +68,7 @@ def test_it_is_fit_to_look_at(browser, served, tmp_path, width, dark):
         "[...document.querySelectorAll('figure, .facts div, .state, h2, .note, p')]"
         ".every(one => one.getBoundingClientRect().right <= innerWidth + 1)"
     )
-    assert browser.see("document.querySelectorAll('svg').length") == 6
+    assert browser.see("document.querySelectorAll('svg').length") == 8
     smallest = "Math.min(...[...document.querySelectorAll('svg text')].map(one => " \
         "one.getBoundingClientRect().height))"  # fmt: skip
     assert browser.see(smallest) >= 10  # pixels, so that it can be read
@@ -96,6 +97,7 @@ def test_what_clients_say_runs_nothing(browser, served):
     folder, address = served
     texts = [json.dumps(text) for text in HOSTILE]
     (folder / "log.txt").write_text("\n".join(HOSTILE), errors="backslashreplace")
+    browser.ask("Page.navigate", url="about:blank")  # the page before asks a server that has ended
     browser.complaints.clear()
     browser.look_as(width=1280)
     browser.see("window.alert = () => { window.alerted = true; }")
@@ -116,7 +118,7 @@ def test_it_says_when_nobody_answers_any_more(browser, tmp_path):
         assert browser.see("document.getElementById('lost').hidden")
         server.shutdown()
     browser.wait_for("!document.getElementById('lost').hidden")
-    assert "No answer from ravan-flwr watch" in browser.see("document.body.innerText")
+    assert "No answer from ravan-flwr report --live" in browser.see("document.body.innerText")
 
 
 @in_a_browser
@@ -125,7 +127,7 @@ def test_without_a_script_it_loads_itself_anew(browser, served):
     browser.look_as(width=1280, script=False)
     try:
         browser.go(address)
-        assert browser.see("document.querySelectorAll('svg').length") == 6
+        assert browser.see("document.querySelectorAll('svg').length") == 8
         refresh = "document.querySelector('noscript meta[http-equiv=refresh]').content"
         assert browser.see(refresh) == "5"
     finally:
@@ -144,7 +146,7 @@ def test_a_run_is_watched_from_its_first_round_to_its_death(python, tmp_path):
     run = python.start(["-m", "ravan_flwr", "simulate", *words], log=tmp_path / "log")
     wait_for(lambda: any(tmp_path.glob("runs/*/rounds.jsonl")), "a round")
     (folder,) = (tmp_path / "runs").iterdir()
-    command = [sys.executable, "-m", "ravan_flwr", "watch", str(folder), "--port", "0"]
+    command = [sys.executable, "-m", "ravan_flwr", "report", "--live", str(folder), "--port", "0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as watch:
         assert watch.stdout is not None
         address = watch.stdout.readline().split()[1]

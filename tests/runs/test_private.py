@@ -6,8 +6,8 @@ import re
 import pytest
 
 from ravan_flwr import simulate
-from ravan_flwr.dashboard.page import LivePage
 from ravan_flwr.privacy.account import epsilon_of
+from ravan_flwr.reports.page import LivePage
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.plan import plan_of
 

@@ -7,7 +7,6 @@ import shutil
 import struct
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +14,13 @@ import pytest
 import torch
 from tensorboardX.proto.event_pb2 import Event
 
-from ravan_flwr import simulate
+from ravan_flwr import simulate, write_spectra
 from ravan_flwr.adapters import MultiHeadLinear
 from ravan_flwr.cli import main
-from ravan_flwr.results.load_run import result_of
-from ravan_flwr.results.report import run_charts, write_report
-from ravan_flwr.results.spectrum import effective_rank
+from ravan_flwr.reports.load_run import result_of
+from ravan_flwr.reports.report import write_report
+from ravan_flwr.reports.run_charts import run_charts
+from ravan_flwr.reports.spectrum import effective_rank
 from ravan_flwr.runs import tracking
 from ravan_flwr.runs.history import RecordedRun, group_runs
 from ravan_flwr.runs.tracking import Trackers, check_tracking
@@ -348,24 +348,13 @@ def test_runs_of_versions_with_other_settings_are_compared(runs, tmp_path):
         changed("void", method="GONE")
 
 
-@pytest.mark.parametrize(("names", "folder"), [(["a"], "a/spectrum"), (["a", "b"], "spectrum")])
-def test_spectra_of_one_run_lie_in_it(names, folder, monkeypatch):
-    asked = []
-
-    def written(*given):
-        asked.append(given)
-        return []
-
-    monkeypatch.setattr("ravan_flwr.results.spectrum.write_spectra", written)
-    main(["spectrum", *names])
-    assert asked == [([Path(name) for name in names], Path(folder), 64)]
-
-
 def test_spectra_are_the_singular_values_of_the_delta_weights(runs, tmp_path):
-    main(["spectrum", *map(str, runs), "--output", str(tmp_path)])
-    assert {p.name for p in tmp_path.iterdir()} == {
-        "spectrum.png", "effective-rank.png", "spectrum.csv",
-    }  # fmt: skip
+    main(["report", *map(str, runs), "--spectrum", "--output", str(tmp_path)])
+    of_spectra = {"spectrum.png", "effective-rank.png", "spectrum.csv"}
+    assert {path.name for path in write_spectra(runs, tmp_path / "alone")} == of_spectra
+    assert of_spectra < {p.name for p in tmp_path.iterdir()}
+    page = read_page(tmp_path / "index.html").text
+    assert page.count("Singular values of the update") == 1
     with (tmp_path / "spectrum.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["group"] == "ravan"]
     rows = [row for row in rows if row["seed"] == "1"]

@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from ravan_flwr import simulate
 from ravan_flwr.client import masked as masked_training
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.dashboard.following import FollowedRun
-from ravan_flwr.dashboard.view import view_of
 from ravan_flwr.extras import masked as masked_round
 from ravan_flwr.launch import in_process, parallel_clients, worker_process
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.pieces import DISTRUSTS, to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.reports.run_view import view_of
+from ravan_flwr.reports.snapshot import FollowedRun
 from ravan_flwr.secure import agreement, shamir
 from ravan_flwr.secure.fixed_point import step_of
 from ravan_flwr.secure.node_keys import NodeKeys, make_keys

@@ -20,7 +20,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.budgets import affordable, budget_share
-from ravan_flwr.results.load_run import result_of
+from ravan_flwr.reports.load_run import result_of
 from ravan_flwr.runs.history import RecordedRun, group_runs
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import NODES_CHOSEN, Scalar

@@ -7,7 +7,8 @@ import pytest
 
 from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.results.page import _facts
+from ravan_flwr.reports.run_view import view_of
+from ravan_flwr.reports.snapshot import RunSnapshot
 from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.server.stop_conditions import MetricTarget
 from ravan_flwr.specs import Scalar
@@ -44,7 +45,7 @@ def test_the_round_that_reaches_the_value_is_the_last(tmp_path, capsys):
         f"until-metric = {value:g}: reached in round {first} (accuracy {value:.4f}); the run ends"
     )
     assert told in capsys.readouterr().out
-    facts = _facts(RecordedRun.read(run.run_dir), None)
+    facts = view_of(RunSnapshot.of(RecordedRun.read(run.run_dir)), live=False)["facts"]
     assert facts["until-metric"] == f"{value:g}, reached in round {first}"
 
     same = simulate(settings | {"until-metric": value, "resume": str(run.run_dir)}, 4)

@@ -13,7 +13,7 @@ from sklearn.metrics import accuracy_score, confusion_matrix, f1_score
 from ravan_flwr import evaluate, predict, simulate, write_report
 from ravan_flwr.cli import main
 from ravan_flwr.data.rows import rows_of
-from ravan_flwr.results import prediction
+from ravan_flwr.reports import prediction
 from ravan_flwr.specs import Scalar
 from testing.tiny import save_data, save_model
 from tests.runs.in_use import LABELS, QUICK, digit_images, run_of_digits, run_of_texts

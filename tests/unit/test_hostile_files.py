@@ -25,7 +25,6 @@ import pytest
 from PIL import EpsImagePlugin, Image
 
 from ravan_flwr.config.yaml_file import read_yaml
-from ravan_flwr.dashboard.following import FollowedRun
 from ravan_flwr.data.examples import load_splits
 from ravan_flwr.data.other_examples import other_examples, own_examples
 from ravan_flwr.data.rows import UnreadableError, rows_of
@@ -33,8 +32,9 @@ from ravan_flwr.data.values import image_of
 from ravan_flwr.files import LARGE, check_unpacked, read_file
 from ravan_flwr.preset_wizard.columns import NamedColumns
 from ravan_flwr.preset_wizard.data_summary import look_at_data
-from ravan_flwr.results.confusion import confusion_csv
-from ravan_flwr.results.table_file import new_table
+from ravan_flwr.reports.run_charts import confusion_csv
+from ravan_flwr.reports.snapshot import FollowedRun
+from ravan_flwr.reports.table_file import new_table
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import DataSpec

@@ -1,1 +1,0 @@
-"""Show who has what: how a run deals out its examples among its clients."""

@@ -1,0 +1,340 @@
+"""The kinds of picture that reports, studies and plans are made of: lines, bars, points, maps.
+
+Lines differ in their dashes as well as in their colours, and points in their shapes.
+"""
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+from ravan_flwr.reports.chart import COLOURS, INK, STYLE, Caption, Chart, plain
+
+_WIDTH, _HEIGHT = 5.2, 3.2  # inches
+_WIDE = 30  # times the smallest bar: beyond it a logarithmic axis shows both
+_FAR = 20  # times the shortest line: beyond it a logarithmic axis shows both
+_MOST_COUNTED = 12  # bars that have room for their numbers
+_ROOM = 56  # letters beside each other in a legend within the axes
+_LONGEST = 84  # letters of a line's name above them
+_MOST_STACKED = 200  # places
+_LETTERS = 24  # of a class
+_COLUMNS = 4  # of panels, at most
+_LARGEST = 1e30  # number that is drawn
+_GREY = "#7F7F7F"
+DASHES: tuple[str, ...] = ("-", "--", "-.", ":")
+MARKERS = "osD^vP*X"
+_CENTRED: dict[str, Any] = {"ha": "center", "va": "center"}
+
+Ends = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]  # of a band; runs by points
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart: a point a round for each of several runs (seeds)."""
+
+    label: str
+    runs: Sequence[tuple[Sequence[float], Sequence[float]]]  # x and y of each
+
+
+def least_and_greatest(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Let a band reach over all runs."""
+    return values.min(0), values.max(0)
+
+
+def lines(
+    caption: Caption, series: Sequence[Series], x: str, y: str, *, whole: bool = True,
+    ends: Ends = least_and_greatest, top: float | None = None,
+) -> Chart:  # fmt: skip
+    """Draw means over runs as lines, each with a band; the vertical axis ends at `top` at most."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure()
+        for number, one in enumerate(series):
+            colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
+            _band(axes, one, colour, dash, 0.2 if len(series) < 5 else 0.08, ends)
+        _name(axes, x, y)
+        if whole:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        elif _end_far_apart(series):
+            axes.set_xscale("log")
+        if top is not None and axes.get_ylim()[1] > top:
+            axes.set_ylim(top=top)
+        if len(series) > 1:
+            _legend(figure, axes, [one.label for one in series])
+    return Chart(*caption, figure)
+
+
+def _legend(figure: Figure, axes: Axes, labels: Sequence[str]) -> None:
+    """Name the lines within the axes, or above them where names are long."""
+    columns = 1 if len(labels) < 5 else 2
+    if columns * max(map(len, labels)) <= _ROOM:
+        axes.legend(fontsize=10, ncols=columns)
+        return
+    figure.set_figheight(figure.get_figheight() + 0.19 * len(labels))
+    for text in figure.legend(fontsize=8, loc="outside upper left").get_texts():
+        text.set_text(textwrap.shorten(text.get_text(), _LONGEST, placeholder=" …"))
+
+
+def _end_far_apart(series: Sequence[Series]) -> bool:
+    """Tell whether some lines end so much further to the right that the others would vanish.
+
+    Where one ends at 0 no logarithmic axis can show it.
+    """
+    ends = [x[-1] for one in series for x, _ in one.runs if len(x)]
+    return bool(ends) and 0 < min(ends) < max(ends) / _FAR
+
+
+def _band(axes: Axes, series: Series, colour: str, dash: str, opacity: float, ends: Ends) -> None:
+    """Draw the mean over runs as a line, in a band if there are several."""
+    runs = [(np.asarray(x, float), np.asarray(y, float)) for x, y in series.runs]
+    drawn = [(np.abs(x) < _LARGEST) & (np.abs(y) < _LARGEST) for x, y in runs]
+    runs = [(x[kept], y[kept]) for (x, y), kept in zip(runs, drawn, strict=True) if kept.any()]
+    if not runs:
+        return
+    # Runs may have points at other places (bytes): compare them where the shortest has some.
+    grid = min((x for x, _ in runs), key=lambda x: (x[-1], len(x)))
+    values = np.stack([np.interp(grid, x, y) for x, y in runs])
+    look: dict[str, Any] = {"lw": 1.8, "marker": "o" if len(grid) == 1 else None}
+    axes.plot(grid, values.mean(0), dash, color=colour, label=plain(series.label), **look)
+    if len(runs) > 1:
+        axes.fill_between(grid, *ends(values), color=colour, alpha=opacity, lw=0)
+
+
+def panels(
+    caption: Caption, series: Sequence[Series], against: str, x: str, y: str, *,
+    ends: Ends = least_and_greatest, logarithmic: bool | None = None,
+    mark: Callable[[Axes, Series], None] | None = None,
+) -> Chart:  # fmt: skip
+    """Draw a panel for each series, with its band; that named `against` is in grey in each.
+
+    `mark` adds what is particular to a panel. `logarithmic` None: where lines end far apart.
+    """
+    columns = min(_COLUMNS, len(series))
+    rows = -(-len(series) // columns)
+    other = next((one for one in series if one.label == against), None)
+    with mpl.rc_context(STYLE | {"font.size": 9, "axes.titlesize": 9}):
+        figure = Figure(figsize=(2.05 * max(2, columns), 1.6 * rows + 0.5))
+        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+        for number, (axes, one) in enumerate(zip(grid, series, strict=False)):
+            if other is not None and one is not other:
+                _band(axes, other, _GREY, ":", 0.0, ends)
+            _band(axes, one, COLOURS[0], "-", 0.25, ends)
+            axes.set_title(plain(one.label), color=INK, pad=3)
+            if mark is not None:
+                mark(axes, one)
+            below = number + columns >= len(series)  # there is no panel
+            _name(axes, x if below else "", "" if number % columns else y)
+            axes.tick_params(labelbottom=below)
+        for axes in grid[len(series) :]:
+            axes.set_visible(False)
+        if _end_far_apart(series) if logarithmic is None else logarithmic:
+            grid[0].set_xscale("log")
+            grid[0].xaxis.set_major_locator(LogLocator(numticks=9))
+            grid[0].xaxis.set_minor_locator(NullLocator())
+        if other is not None and len(series) > 1:
+            figure.legend(
+                handles=[Line2D([], [], color=_GREY, linestyle=":", lw=1.8)],
+                labels=[f"{plain(against)}, in every picture"],
+                loc="outside upper right",
+            )
+    return Chart(*caption, figure, broad=True)
+
+
+def bands(
+    caption: Caption, at: Sequence[float], middle: Sequence[float],
+    ranges: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str,
+) -> Chart:  # fmt: skip
+    """Draw a median as a line, in bands from the least to the greatest; the broadest is first."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure()
+        for number, (label, ends) in enumerate(ranges.items()):
+            low, high = zip(*ends, strict=True)
+            look: dict[str, Any] = {"color": COLOURS[0], "alpha": 0.15 + 0.15 * number}
+            if len(at) == 1:  # a band of one round would have no width
+                axes.vlines(at, low, high, lw=8 + 6 * number, label=label, **look)
+            else:
+                axes.fill_between(at, low, high, lw=0, label=label, **look)
+        axes.plot(at, middle, color=COLOURS[0], lw=1.8, marker="o", ms=3, label="median")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _name(axes, x, y)
+        axes.legend(fontsize=10)
+    return Chart(*caption, figure)
+
+
+def bars(
+    caption: Caption, values: Mapping[str, float], x: str, y: str, *, counted: bool = False
+) -> Chart:
+    """Draw one bar for each name; `counted` ones have their numbers, and may differ widely."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure()
+        drawn = axes.bar(range(len(values)), list(values.values()), color=COLOURS[0], width=0.8)
+        if counted and max(values.values()) > _WIDE * min(filter(None, values.values())):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+            axes.set_ylim(0.5, 2 * max(values.values()))
+            y = f"{y}, logarithmic"
+        else:
+            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        if counted and len(values) <= _MOST_COUNTED:
+            axes.bar_label(drawn, [f"{value:,.0f}" for value in values.values()], fontsize=10)
+        step = -(-len(values) // 10)
+        axes.set_xticks(range(0, len(values), step), [plain(n) for n in list(values)[::step]])
+        axes.grid(visible=False, axis="x")
+        _name(axes, x, y)
+    return Chart(*caption, figure)
+
+
+def stacks(
+    caption: Caption, at: Sequence[float], parts: Mapping[str, Sequence[float]], x: str, y: str
+) -> Chart:
+    """Draw parts on top of each other at each whole number; of many, means over neighbours."""
+    starts = np.arange(0, len(at), -(-len(at) // _MOST_STACKED))
+    counts = np.diff(np.append(starts, len(at)))
+    edges = np.append(np.asarray(at)[starts] - 0.5, at[-1] + 0.5)
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure()
+        bottom = np.zeros(len(starts))
+        for number, (part, values) in enumerate(parts.items()):
+            top = bottom + np.add.reduceat(np.clip(values, 0, _LARGEST), starts) / counts
+            look: dict[str, Any] = {"fill": True, "color": COLOURS[number], "label": part}
+            axes.stairs(top, edges, baseline=bottom, **look)
+            bottom = top
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(visible=False, axis="x")
+        _name(axes, x, y)
+        axes.legend(fontsize=10, ncols=len(parts), loc="lower left", bbox_to_anchor=(0, 1))
+    return Chart(*caption, figure)
+
+
+def boxes(caption: Caption, values: Mapping[str, Sequence[float]], y: str) -> Chart:
+    """Draw how values are spread, a box for each name."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure()
+        drawn = axes.boxplot(
+            list(values.values()), tick_labels=[plain(name) for name in values], patch_artist=True,
+            medianprops={"color": INK}, whiskerprops={"color": INK}, capprops={"color": INK},
+            boxprops={"edgecolor": INK}, flierprops={"markeredgecolor": INK, "markersize": 3},
+        )  # fmt: skip
+        for number, box in enumerate(drawn["boxes"]):
+            box.set_facecolor(COLOURS[number % len(COLOURS)])
+        axes.tick_params(axis="x", labelrotation=25 if len(values) > 3 else 0)
+        axes.set_ylabel(y)
+    return Chart(*caption, figure)
+
+
+def points(
+    caption: Caption, places: Sequence[str],
+    values: Mapping[str, Sequence[tuple[float, float | None] | None]], y: str,
+) -> Chart:  # fmt: skip
+    """Draw for each name a point with a bar at each place: what it is there, how far that reaches.
+
+    The points of a place stand side by side, in the order of the names; None leaves one out.
+    """
+    apart = 0.8 / len(values)
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure(width=max(_WIDTH, 0.16 * len(values) * len(places)))
+        for number, (label, found) in enumerate(values.items()):
+            shift = (number - (len(values) - 1) / 2) * apart
+            known = [(place + shift, *one) for place, one in enumerate(found) if one is not None]
+            at, means, halves = zip(*known, strict=True)
+            look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "ms": 5, "lw": 1.2}
+            shape = MARKERS[number % len(MARKERS)]
+            reach = [half or 0.0 for half in halves]
+            axes.errorbar(at, means, reach, fmt=shape, label=plain(label), **look)
+        wrapped = [textwrap.fill(plain(place), 12) for place in places]
+        axes.set_xticks(range(len(places)), wrapped, fontsize=9)
+        axes.set_xlim(-0.5, len(places) - 0.5)
+        axes.grid(visible=False, axis="x")
+        axes.set_ylabel(plain(y))
+        room = _ROOM * figure.get_figwidth() / _WIDTH
+        columns = max(1, int(room / (max(map(len, values)) + 4)))
+        figure.legend(fontsize=9, ncols=min(columns, len(values)), loc="outside upper center")
+    return Chart(*caption, figure, broad=figure.get_figwidth() > _WIDTH)
+
+
+def heat(
+    caption: Caption, values: Sequence[Sequence[float]], rows: Sequence[str], label: str
+) -> Chart:
+    """Draw a map of numbers, layers by heads; each cell has its number where there is room."""
+    table = np.asarray(values, float)
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure(height=max(2.6, 0.32 * len(table) + 1.0))
+        top = float(table.max()) or 1.0
+        draw_map(figure, axes, table, label, vmax=top)
+        step = -(-len(table) // 40)  # of many layers some have their names
+        named = [plain(row) for row in rows[::step]]
+        axes.set_xticks(range(table.shape[1]), [str(head) for head in range(table.shape[1])])
+        axes.set_yticks(range(0, len(table), step), named, fontsize=10)
+        axes.set_xlabel("head")
+        if table.shape[1] <= 8 and len(table) <= 40:
+            _write_cells(axes, table, table / top, "{:.3g}", 10)
+    return Chart(*caption, figure)
+
+
+def confusion(
+    caption: Caption, counts: Sequence[Sequence[int]], labels: Sequence[str], numbers: bytes
+) -> Chart:
+    """Draw how often examples of each class (a row) were taken for each class (a column).
+
+    The colour is the share of the row, so that rare classes are seen as well; nothing is drawn
+    where there is no example. Cells and letters stay legible from two classes to a hundred.
+    """
+    table = np.asarray(counts, float)
+    number, many = len(table), len(table) > 20
+    shares = np.ma.masked_equal(table / np.maximum(table.sum(1, keepdims=True), 1), 0)
+    short = [" ".join(label.split()) for label in labels]
+    names = [plain(one if len(one) <= _LETTERS else f"{one[: _LETTERS - 1]}…") for one in short]
+    cell = max(0.23, min(0.6, 4 / number))  # inches
+    letters = 7 if many else 8
+    side = number * cell + 0.4 + 0.065 * max(map(len, names)) * (2 if many else 1)
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure(max(side + 1.0, 4.4), max(side, 3.4))
+        draw_map(figure, axes, shares, "share of the class", vmax=1, aspect="equal", fraction=0.03)
+        axes.grid(visible=many)  # to follow a long row to its name
+        axes.set_xticks(range(number), names, fontsize=letters, rotation=90)
+        axes.set_yticks(range(number), names, fontsize=letters)
+        _name(axes, "predicted class", "right class")
+        axes.tick_params(labeltop=many, labelright=many)
+        widest = len(f"{table.max():.0f}")
+        size = min(letters, 72 * cell / (0.72 * widest))  # points, so that a number fits its cell
+        _write_cells(axes, np.ma.masked_equal(table, 0), shares, "{:.0f}", size)
+    return Chart(*caption, figure, broad=number > 10, numbers=numbers)
+
+
+def draw_map(
+    figure: Figure, axes: Axes, table: np.ndarray, label: str, *, vmax: float | None = None,
+    extent: tuple[float, float, float, float] | None = None, aspect: Any = "auto", **bar: Any,
+) -> None:  # fmt: skip
+    """Draw a table as a map of colours, with their scale beside it."""
+    axes.grid(visible=False)
+    image = axes.imshow(
+        table, vmin=0, vmax=vmax, extent=extent, aspect=aspect, cmap="viridis",
+        interpolation="nearest",
+    )  # fmt: skip
+    scale: Any = figure.colorbar(image, ax=axes, label=label, **bar)
+    scale.outline.set_visible(False)
+
+
+def _write_cells(axes: Axes, table: np.ndarray, shares: np.ndarray, form: str, size: float) -> None:
+    """Write the numbers of a map into its cells, light on dark."""
+    for place, value in np.ndenumerate(table):
+        if not np.ma.is_masked(value) and not np.ma.is_masked(shares[place]):
+            colour = "#ffffff" if shares[place] < 0.6 else "#000000"
+            row, column = place
+            axes.text(column, row, form.format(value), fontsize=size, color=colour, **_CENTRED)
+
+
+def _name(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(plain(x))
+    axes.set_ylabel(plain(y))
+
+
+def _figure(width: float = _WIDTH, height: float = _HEIGHT) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height))
+    return figure, figure.add_subplot()

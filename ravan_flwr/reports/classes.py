@@ -1,0 +1,145 @@
+"""Keep the last evaluation on the server class by class: `classes.json` of a classification run.
+
+    {"round": 20, "examples": 359, "accuracy": 0.95, "macro-f1": 0.94,
+     "classes": [{"label": "0", "examples": 36, "predicted": 37, "right": 35,
+                  "precision": 0.946, "recall": 0.972, "f1": 0.959}, ...],
+     "confusion": [[35, 0, ...], ...],   rows: the right class, columns: the predicted one
+     "no-label": [0, ...]}               answers that are no label, of a text-to-text model
+
+Of more than `MOST_IN_MATRIX` classes there is no `confusion`.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ravan_flwr.runs.directory import RunDirectory
+from ravan_flwr.runs.record import RoundRecord
+from ravan_flwr.tasks.tally import ClassScores, Tally, macro_f1
+
+CLASSES = "classes.json"
+MOST_IN_MATRIX = 100
+
+
+def described(tally: Tally, labels: Sequence[str]) -> dict[str, Any]:
+    """Describe an evaluation class by class, in JSON's terms."""
+    scores = tally.by_class(labels)
+    content: dict[str, Any] = {
+        "examples": len(tally),
+        "accuracy": tally.accuracy(),
+        "macro-f1": macro_f1(scores),
+        "classes": [dataclasses.asdict(one) for one in scores],
+    }
+    if len(labels) <= MOST_IN_MATRIX:
+        content["confusion"] = tally.matrix(len(labels))
+        if any(others := tally.others(len(labels))):
+            content["no-label"] = others
+    return content
+
+
+def write_classes(
+    directory: RunDirectory, number: int, tally: Tally, labels: Sequence[str]
+) -> None:
+    """Write the file of a round's evaluation in the place of the one before."""
+    text = json.dumps({"round": number, **described(tally, labels)}, allow_nan=False)
+    directory.write(CLASSES, text + "\n")
+
+
+def classes_of(run: Path, rounds: Sequence[RoundRecord]) -> dict[str, Any] | None:
+    """Read a run's file; None where there is none of the last evaluated round.
+
+    Runs of earlier versions have none, nor those whose clients evaluate; a run that goes back has
+    one of a later round until its next evaluation.
+    """
+    path = run / CLASSES
+    if not path.is_file():
+        return None
+    content = RunDirectory(run).read_json(CLASSES)
+    if problem := _wrong_in(content):
+        raise ValueError(f"{path} is damaged: {problem}; restore it, or take it away")
+    evaluated = [record["round"] for record in rounds if record["metrics"]]
+    return content if evaluated and content["round"] == evaluated[-1] else None
+
+
+HEADS = ("class", "examples", "precision", "recall", "F1", "most often taken for")
+
+
+def class_table(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Make a table with a row for each class, and a sentence above it."""
+    matrix = content.get("confusion", [])
+    heads = HEADS if matrix else HEADS[:-1]
+    labels = [one["label"] for one in content["classes"]]
+    rows = [
+        (
+            one["label"],
+            one["examples"],
+            *(f"{one[score]:.4f}" for score in ("precision", "recall", "f1")),
+            *([_mistaken(number, matrix[number], labels)] if matrix else []),
+        )
+        for number, one in enumerate(content["classes"])
+    ]
+    about = (
+        f"Of {content['examples']} examples that nobody trains on: accuracy "
+        f"{content['accuracy']:.4f}, macro-F1 {content['macro-f1']:.4f} (the mean of F1 over the "
+        "classes that occur). Precision: of what was taken for the class, the share that is of "
+        "it. Recall: of the class, the share that was found."
+    )
+    if none := sum(content.get("no-label", [])):
+        about += f" {none} answers are no label."
+    return {"about": about, "heads": heads, "rows": rows}
+
+
+def _mistaken(right: int, row: Sequence[int], labels: Sequence[str]) -> str:
+    """Name the class that this one was taken for most often, and say how often."""
+    wrong = [(number, other) for other, number in enumerate(row) if other != right and number]
+    if not wrong:
+        return ""
+    number, other = max(wrong, key=lambda one: one[0])
+    return f"{labels[other]} ({number})"
+
+
+def without_classes(config: Mapping[str, Any]) -> str:
+    """Say why a run that knows classes has no table of them; empty where nothing is to be said."""
+    if config.get("evaluate-on") == "clients" and config["data"]["labels"]:
+        return (
+            "Not known: clients evaluated on examples that they hold back, and sent sums alone "
+            "(evaluate-on=clients). ravan-flwr evaluate measures the result on other examples."
+        )
+    return ""
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(ClassScores))
+
+
+def _wrong_in(content: Mapping[str, Any]) -> str:
+    """Say what is not as `write_classes` writes it; empty if nothing."""
+    for key in ("round", "examples", "accuracy", "macro-f1"):
+        if not _is_number(content.get(key)):
+            return f"{key} = {content.get(key)!r}, expected a number"
+    classes = content.get("classes")
+    if not isinstance(classes, list) or not all(map(_is_class, classes)):
+        return f"its classes are no list of objects with {', '.join(_FIELDS)}"
+    matrix = content.get("confusion", [])
+    others = content.get("no-label", [])
+    square = isinstance(matrix, list) and len(matrix) in (0, len(classes))
+    if not square or not all(_is_row(row, len(classes)) for row in matrix):
+        return f"its confusion is no table of {len(classes)} by {len(classes)} numbers"
+    if others != [] and not _is_row(others, len(classes)):
+        return f"its no-label is no list of {len(classes)} numbers"
+    return ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_class(one: object) -> bool:
+    if not isinstance(one, dict) or not one.keys() >= set(_FIELDS):
+        return False
+    return all(isinstance(one[n], str) if n == "label" else _is_number(one[n]) for n in _FIELDS)
+
+
+def _is_row(row: object, length: int) -> bool:
+    return isinstance(row, list) and len(row) == length and all(map(_is_number, row))

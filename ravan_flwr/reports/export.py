@@ -1,0 +1,241 @@
+"""Export a run's result in forms that other software loads.
+
+- `peft`: a folder for `PeftModel.from_pretrained`. A RAVAN layer is a LoRA layer of rank
+  heads * r: A is the A_i on top of each other, B the s_i B_i H_i side by side.
+- `ravan`: a folder for `PeftModel.from_pretrained` as well, with the heads themselves, which go on
+  training there (peft/). Bases that the seed does not make are in it, too.
+- `merged`: a folder for transformers' `from_pretrained`, with every adapter added to the weight
+  that it adapts, in float32, and rounded back to the weight's own type.
+
+A method that changes pretrained weights has no adapter that holds its result, and is exported
+merged only. All folders have a model card, and what turns examples into numbers, so that nobody has
+to guess it:
+
+- images: `preprocessor_config.json`. That of the model, or, for a model that has none, what the
+  run did instead: the model's size, and pixels from -1 to 1.
+- texts: the tokenizer's files, with the run's `max-length` as the length to cut texts off at (not
+  for a language model, which continues texts of any length).
+- `labels.json`: the names of the classes in the order of their numbers, where there are some.
+"""
+
+import copy
+import errno
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from transformers import PreTrainedModel
+
+from ravan_flwr.adapters.bases import describe_bases, make_bases
+from ravan_flwr.data.hub_errors import no_bars
+from ravan_flwr.data.model_folder import read_json
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.multihead import MultiHeadMethod
+from ravan_flwr.reports.card import PROCESSOR, write_card
+from ravan_flwr.reports.load_run import result_of
+from ravan_flwr.runs.directory import RunDirectory, write_atomically
+from ravan_flwr.training.model_and_data import ModelAndData
+from ravan_flwr.training.network import build_network, stored_dtype
+
+_BILINEAR = 2  # of Pillow
+
+
+def export_run(run: Path | str, form: str, folder: Path | str, client: int | None = None) -> None:
+    """Write a finished run's result to a new folder; `client` as for `result_of`."""
+    folder = Path(folder)
+    directory = RunDirectory.open(Path(run), "export")
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"export: {folder} is not empty, expected a new folder; name another")
+    directory.read_summary()  # of a finished run, for the card
+    with result_of(directory.path, client) as bench:
+        write_result(form, folder, bench)
+    write_card(folder, form, directory)
+
+
+def natural_form(bench: ModelAndData) -> str:
+    """Choose `peft` where an adapter holds the whole result, `merged` elsewhere."""
+    model = bench.model
+    return "peft" if model.method.lora_factors(model.adapters[0]) else "merged"
+
+
+def write_result(form: str, folder: Path, bench: ModelAndData) -> None:
+    """Write the model as it is now in one of the forms; ValueError if it has no such form."""
+    if form == "peft" and natural_form(bench) != "peft":
+        raise ValueError(
+            f"export --as peft: method {bench.config.method!r} changes pretrained weights, which "
+            "no adapter holds; expected --as merged; use that"
+        )
+    if form == "merged":
+        write_merged(folder, bench)
+    else:
+        write_adapter(folder, bench, *{"peft": _as_lora, "ravan": _as_heads}[form](bench))
+    write_reader(folder, bench)
+
+
+def write_adapter(
+    folder: Path, bench: ModelAndData, settings: Mapping[str, Any], parts: Sequence[Tensors]
+) -> None:
+    """Write a PEFT folder: settings of a kind of adapter, its tensors by layer, the classifier."""
+    model, spec = bench.model, bench.config.model
+    tensors = {
+        f"base_model.model.{layer.name}.{part}": tensor
+        for layer, tensors_of_layer in zip(model.layers, parts, strict=True)
+        for part, tensor in tensors_of_layer.items()
+    }
+    names = {id(parameter): name for name, parameter in model.network.named_parameters()}
+    for parameter in model.classifier:
+        tensors[f"base_model.model.{names[id(parameter)]}"] = parameter
+    told = {
+        **settings,
+        "target_modules": [layer.name for layer in model.layers],
+        "modules_to_save": sorted({names[id(p)].split(".")[0] for p in model.classifier}),
+        "bias": "none",
+        "inference_mode": True,
+        "base_model_name_or_path": spec.name if spec.source == "hub" else None,
+        "revision": spec.revision or None,
+        "task_type": bench.task.peft_type,
+    }
+    saved = {k: v.detach().float().cpu().contiguous().clone() for k, v in tensors.items()}
+    write_atomically(folder / "adapter_model.safetensors", safetensors.torch.save(saved))
+    write_atomically(folder / "adapter_config.json", (json.dumps(told, indent=2) + "\n").encode())
+
+
+def _as_lora(bench: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:
+    """Describe each adapter as a LoRA."""
+    factors = [bench.model.method.lora_factors(adapter) for adapter in bench.model.adapters]
+    parts = [{"lora_A.weight": A, "lora_B.weight": B} for B, A in filter(None, factors)]
+    (rank,) = {len(part["lora_A.weight"]) for part in parts}
+    return {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "lora_dropout": 0.0}, parts
+
+
+def _as_heads(bench: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:
+    """Describe each adapter by its heads, with its bases if the seed makes others."""
+    model, seed, method = bench.model, bench.config.seed, bench.model.method
+    if not isinstance(method, MultiHeadMethod):
+        raise ValueError(
+            f"export --as ravan: method {bench.config.method!r} trains no heads between frozen "
+            f"bases, expected a run of one that does, or --as {natural_form(bench)}; use that"
+        )
+    bases = {
+        layer.name: (adapter.B.cpu(), adapter.A.cpu())
+        for layer, adapter in zip(model.layers, model.adapters, strict=True)
+    }
+    first = model.adapters[0]
+    from_seed = all(
+        torch.equal(made, kept)
+        for layer in model.layers
+        for made, kept in zip(
+            make_bases(
+                method.init,
+                heads=first.heads,
+                rank=first.rank,
+                out_features=layer.out_features,
+                in_features=layer.in_features,
+                seed=seed,
+                layer=layer.name,
+            ),
+            bases[layer.name],
+            strict=True,
+        )
+    )
+    parts = [{"ravan_H": adapter.H, "ravan_s": adapter.s} for adapter in model.adapters]
+    if not from_seed:
+        for part, (B, A) in zip(parts, bases.values(), strict=True):
+            part |= {"ravan_B": B, "ravan_A": A}
+    settings = {
+        "peft_type": "RAVAN",
+        "r": first.rank,
+        "num_heads": first.heads,
+        "init": method.init,
+        "base_seed": seed,
+        "trainable_scales": method.trains_scales,
+        "save_bases": not from_seed,
+        "base_layers": describe_bases(bases),
+    }
+    return settings, parts
+
+
+def write_merged(folder: Path, bench: ModelAndData) -> None:
+    """Write the network without adapters, their delta-weights added to its weights."""
+    network = merged_network(bench)
+    torch.nn.Module.to(network, stored_dtype(bench.config.model))
+    try:
+        with no_bars():
+            network.save_pretrained(folder)
+    except safetensors.SafetensorError as error:  # as it tells of a full disk
+        raise OSError(errno.EIO, str(error), str(folder)) from error
+
+
+def merged_network(bench: ModelAndData) -> PreTrainedModel:
+    """Build a network without adapters that computes what the adapted one does now."""
+    model, config = bench.model, bench.config
+    network = build_network(config.model, bench.task, config.seed).network
+    if labels := bench.task.data.labels:
+        network.config.id2label = dict(enumerate(labels))
+        network.config.label2id = {label: number for number, label in enumerate(labels)}
+    now = dict(model.network.named_parameters())
+    deltas = dict(zip(model.layers, model.method.delta_weights(model.adapters), strict=True))
+    adapted = {f"{layer.name}.weight": delta for layer, delta in deltas.items()}
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name in now and now[name].dtype == parameter.dtype:  # not in few bits
+                parameter.copy_(now[name])
+            elif name in adapted:
+                parameter.copy_(parameter.float() + adapted[name].float().cpu())
+    return network
+
+
+def write_reader(folder: Path, bench: ModelAndData) -> None:
+    """Write the processor or the tokenizer, and the names of the labels."""
+    reader = bench.task.reader
+    if reader is None:
+        shapes = bench.task.shapes(bench.model.network.config, 1)
+        if "pixel_values" in shapes:
+            _write_json(folder / PROCESSOR, _processor(*shapes["pixel_values"][0][1:]))
+    elif hasattr(reader, "backend_tokenizer"):
+        _save_tokenizer(folder, reader, bench.task.cut_at)
+    else:
+        _save_processor(folder, reader)
+    if labels := bench.task.data.labels:
+        _write_json(folder / "labels.json", list(labels))
+
+
+def _processor(channels: int, height: int, width: int) -> dict[str, Any]:
+    """Describe what the run does with the images of a model that has no processor."""
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": height, "width": width},
+        "resample": _BILINEAR,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.5] * channels,
+        "image_std": [0.5] * channels,
+    }
+
+
+def _save_processor(folder: Path, reader: Any) -> None:
+    """Save an image processor under the name that every version of transformers knows."""
+    with no_bars():
+        reader.save_pretrained(folder)
+    content = read_json(folder / PROCESSOR, str(folder))
+    kind = str(content.get("image_processor_type", ""))
+    _write_json(folder / PROCESSOR, content | {"image_processor_type": kind.removesuffix("Pil")})
+
+
+def _save_tokenizer(folder: Path, reader: Any, max_length: int) -> None:
+    """Save a tokenizer that cuts texts off where the run did, when it is asked to cut."""
+    tokenizer = copy.deepcopy(reader)
+    tokenizer.backend_tokenizer.no_padding()  # as the run's last batch was padded
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.model_max_length = max_length
+    with no_bars():
+        tokenizer.save_pretrained(folder)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())

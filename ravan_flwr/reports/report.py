@@ -1,0 +1,84 @@
+"""Write the page of one run, or of several laid over each other, with a PNG of each picture."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from ravan_flwr.reports.page import render
+from ravan_flwr.reports.run_charts import comparison_charts, run_charts
+from ravan_flwr.reports.run_view import comparison_of, picture_of, title_of, view_of
+from ravan_flwr.reports.snapshot import RunSnapshot
+from ravan_flwr.runs.directory import write_atomically
+from ravan_flwr.runs.history import NoRoundError, RecordedRun, group_runs
+from ravan_flwr.runs.lock import NAME as LOCK
+
+log = logging.getLogger(__name__)
+
+_MOST_ORIGINS = 4  # named below a picture
+
+
+def write_report(
+    paths: Sequence[Path | str], folder: Path | str, *, spectrum: bool = False
+) -> Path:
+    """Write `index.html` and a PNG file for each picture; return the page's path.
+
+    With `spectrum` the page has the singular values of what the runs added to the weights, too.
+    """
+    folder = Path(folder)
+    runs = _runs_with_rounds([Path(path) for path in paths])
+    groups = group_runs(runs)
+    several = len(runs) > 1
+    compared = comparison_charts(groups)
+    if spectrum:
+        from ravan_flwr.reports.spectrum import charts_of_runs  # noqa: PLC0415 (it brings torch)
+
+        compared += charts_of_runs([run.path for run in runs])
+    charts = [run_charts(run, f"run{n}-" if several else "") for n, run in enumerate(runs, start=1)]
+    views = [view_of(RunSnapshot.of(run), live=False) for run in runs]  # before anything is drawn
+    for chart in compared:
+        chart.write(folder, origin(runs))
+    for run, view, drawn in zip(runs, views, charts, strict=True):
+        for chart in drawn:
+            chart.write(folder, origin([run]))
+        view["pictures"] = [*map(picture_of, drawn if several else [*compared, *drawn])]
+    page = folder / "index.html"
+    title = ", ".join(dict.fromkeys(title_of(run.config) for run in runs))
+    comparison = None
+    if several:
+        comparison = comparison_of(groups) | {"pictures": [*map(picture_of, compared)]}
+    write_atomically(page, render(views, title, comparison=comparison))
+    return page
+
+
+def origin(runs: Sequence[RecordedRun]) -> str:
+    """Say whose a picture is: preset, method, seed and name of a run, or of the first few."""
+    lines = [
+        f"{run.config['preset']}, {run.config['method']}, seed {run.config['seed']}: "
+        f"{run.path.absolute().name}"
+        for run in runs[:_MOST_ORIGINS]
+    ]
+    more = len(runs) - _MOST_ORIGINS
+    return "; ".join(lines) + (f"; and {more} more" if more > 0 else "")
+
+
+def _runs_with_rounds(paths: Sequence[Path]) -> list[RecordedRun]:
+    """Read the runs; of several, those that have held no round are skipped, by name."""
+    if len(paths) == 1:
+        return [RecordedRun.read(paths[0])]
+    runs = []
+    for path in paths:
+        begun = path.is_dir() and not (path / "config.json").is_file() and (path / LOCK).is_file()
+        try:
+            runs.append(RecordedRun.read(path))
+        except NoRoundError:
+            log.warning("skipped: %s has no finished round", path)
+        except ValueError:
+            if not begun:
+                raise
+            log.warning("skipped: %s has only begun", path)
+    if not runs:
+        raise NoRoundError(
+            f"report: none of {len(paths)} runs has a finished round, expected at least one; run "
+            "one of them longer"
+        )
+    return runs

@@ -1,0 +1,257 @@
+"""Draw runs: what several have in common over each other, and what belongs to one run alone.
+
+Runs that differ in nothing but the seed are one line with a band.
+"""
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, takewhile
+from typing import Any
+
+from ravan_flwr.config.keys import KEYS
+from ravan_flwr.reports.chart import Caption, Chart
+from ravan_flwr.reports.charts import Series, bands, bars, confusion, heat, lines, stacks
+from ravan_flwr.reports.classes import classes_of
+from ravan_flwr.reports.table_file import no_formula
+from ravan_flwr.runs.client_statistics import KEYS as SPREAD_KEYS
+from ravan_flwr.runs.client_statistics import QUARTILES, Spread
+from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
+from ravan_flwr.specs import LOWER_IS_BETTER
+
+_MOST_BARS = 100  # of clients, or of numbers of rounds
+_MOST_HEADS = int(KEYS["heads"].high)
+
+Points = tuple[list[float], list[float]]
+
+
+def comparison_charts(groups: Groups) -> list[Chart]:
+    """Draw metric and losses by round, and the metric by megabyte, as far as they were measured."""
+    runs = [run for members in groups.values() for run in members]
+    metric = common_metric(runs)
+    charts = [
+        chart
+        for name in dict.fromkeys((metric, "loss"))
+        if any(name in run.metrics for run in runs)
+        for chart in _measured(name, groups, by_bytes=name == metric)
+    ]
+    if not any(run.train_loss()[0] for run in runs):
+        return charts  # of private runs, whose clients tell none
+    about = "The mean loss of the clients' own training steps in each round."
+    caption = Caption("train-loss", "Training loss by round", about)
+    return [*charts, lines(caption, _series(groups, _train_loss), "round", "training loss")]
+
+
+def _train_loss(run: RecordedRun) -> Points:
+    return run.train_loss()
+
+
+def _measured(name: str, groups: Groups, *, by_bytes: bool) -> list[Chart]:
+    """Draw what the server or the clients measured, by round and by megabyte."""
+    top, title = None if name in LOWER_IS_BETTER else 1.0, name.capitalize()
+    about = f"The {name} on examples that nobody trains on, after each round."
+    by_round = _series(groups, lambda run: run.measured(name))
+    drawn = [lines(Caption(name, f"{title} by round", about), by_round, "round", name, top=top)]
+    if by_bytes:
+        about = f"The same {name} against all that was sent so far, to the clients and back."
+        caption = Caption(f"{name}-by-bytes", f"{title} by megabyte sent", about)
+        series = _series(groups, lambda run: run.measured(name, by_bytes=True))
+        drawn.append(lines(caption, series, "MB sent, up and down", name, whole=False, top=top))
+    return drawn
+
+
+def _series(groups: Groups, points: Callable[[RecordedRun], Points]) -> list[Series]:
+    return [Series(name, [points(run) for run in runs]) for name, runs in groups.items()]
+
+
+def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
+    """Draw what travelled, who took part, which heads were trained, and where the time went."""
+    charts = [_sent(run, prefix), _participation(run, prefix)]
+    norms = run.summary.get("head-norms", {}) if run.summary else {}
+    known = len(next(iter(norms.values()), []))
+    times = run.heads_trained(known) if _has_heads(run) else []
+    layers = short_names(list(norms)) or [str(number) for number in range(len(times))]
+    if times and len(times[0]) > 1:
+        caption = Caption(
+            f"{prefix}heads",
+            "How often each head was trained",
+            "A head is one of the parallel parts of a layer's adapter. For each layer and head: "
+            "the number of clients' replies with that head.",
+        )
+        charts.append(heat(caption, times, layers, "replies"))
+    if norms:
+        caption = Caption(
+            f"{prefix}norms",
+            "How much each head adds",
+            "The Frobenius norm of the matrix that each head adds to its layer's weight, after "
+            "the last round. A LoRA counts as one head.",
+        )
+        charts.append(heat(caption, list(norms.values()), layers, "norm"))
+    return [
+        *charts,
+        *_spread_over_clients(run, prefix),
+        _seconds(run, prefix),
+        *_classes(run, prefix),
+    ]
+
+
+def _has_heads(run: RecordedRun) -> bool:
+    """Tell whether all replies list heads by layer, as a run writes them."""
+    chosen = [client.get("selected") for record in run.rounds for client in record["clients"]]
+    return len({len(one) if isinstance(one, list) else -1 for one in chosen}) == 1 and all(
+        isinstance(layer, list) and all(type(h) is int and 0 <= h < _MOST_HEADS for h in layer)
+        for one in chosen
+        if isinstance(one, list)
+        for layer in one
+    )
+
+
+def _sent(run: RecordedRun, prefix: str) -> Chart:
+    """Draw what travelled so far."""
+    rounds = [record["round"] for record in run.rounds]
+    up = list(accumulate(record["bytes-up"] / 1e6 for record in run.rounds))
+    down = list(accumulate(record["bytes-down"] / 1e6 for record in run.rounds))
+    about = "Megabytes sent so far, rejected replies and evaluations among them."
+    series = [Series("by clients", [(rounds, up)]), Series("to clients", [(rounds, down)])]
+    return lines(Caption(f"{prefix}sent", "Megabytes sent", about), series, "round", "MB")
+
+
+def _participation(run: RecordedRun, prefix: str) -> Chart:
+    """Draw the rounds of each client; of many, how many had so many rounds."""
+    took_part = [
+        (record["round"], client["partition-id"])
+        for record in run.rounds
+        for client in record["clients"]
+        if type(client["partition-id"]) is int
+    ]
+    rounds = Counter(partition for number, partition in took_part if number)
+    known = {partition for _, partition in took_part}
+    number = run.config["num-clients"]  # as nodes said, so that nothing is listed by it
+    name = f"{prefix}participation"
+    if max(number, len(known)) > _MOST_BARS:
+        return _rounds_of_many(rounds, max(number, len(known)), name)
+    about = (
+        "For each client, named by its partition of the data: the number of rounds in which its "
+        "reply was used."
+    )
+    values = {str(one): float(rounds[one]) for one in sorted(known | set(range(number)))}
+    caption = Caption(name, "Rounds in which each client took part", about)
+    return bars(caption, values or {"": 0.0}, "client (partition)", "rounds")
+
+
+def _rounds_of_many(rounds: Counter[int], number: int, name: str) -> Chart:
+    """Draw how many of so many clients took part in no round, in one, in two, and so on."""
+    clients = Counter(rounds.values()) + Counter({0: number - len(rounds)})
+    width = -(-(max(clients) + 1) // _MOST_BARS)  # numbers of rounds that share a bar
+    values = {
+        str(first): float(sum(clients[k] for k in range(first, first + width)))
+        for first in range(0, max(clients) + 1, width)
+    }
+    caption = Caption(
+        name,
+        "Clients by the rounds in which they took part",
+        f"For each number of rounds: how many of the {number:,} clients had their reply used in so "
+        "many.",
+    )
+    x = "rounds" if width == 1 else f"rounds, {width} to a bar"
+    return bars(caption, values, x, "clients", counted=True)
+
+
+def _seconds(run: RecordedRun, prefix: str) -> Chart:
+    parts: dict[str, list[float]] = {"training": [], "evaluation": [], "the rest": []}
+    for record in run.rounds:
+        train, evaluate = (record["phases"].get(phase, 0.0) for phase in ("train", "evaluate"))
+        rest = max(0.0, record["seconds"] - train - evaluate)
+        for part, seconds in zip(parts.values(), (train, evaluate, rest), strict=True):
+            part.append(seconds)
+    about = (
+        "How long each round took: training and waiting for the clients' replies, evaluation, "
+        "and the rest, such as the checkpoint."
+    )
+    caption = Caption(f"{prefix}seconds", "Seconds by phase", about)
+    return stacks(caption, [record["round"] for record in run.rounds], parts, "round", "seconds")
+
+
+def _classes(run: RecordedRun, prefix: str) -> list[Chart]:
+    """Draw which class was taken for which, where that is known."""
+    classes = classes_of(run.path, run.rounds)
+    if not classes or not classes.get("confusion"):
+        return []
+    caption = Caption(
+        f"{prefix}confusion",
+        "Which class was taken for which",
+        "For each class (a row), how many of its examples were taken for each class (a column), "
+        "after the last round that was evaluated. Right predictions are on the diagonal.",
+    )
+    counts, labels = classes["confusion"], [one["label"] for one in classes["classes"]]
+    return [confusion(caption, counts, labels, confusion_csv(counts, labels))]
+
+
+def confusion_csv(counts: Sequence[Sequence[int]], labels: Sequence[str]) -> bytes:
+    """Write the numbers as a table for spreadsheets: rows are right, columns are predicted."""
+    text = io.StringIO()
+    table = csv.writer(text)
+    table.writerow(["right / predicted", *map(no_formula, labels)])
+    table.writerows([no_formula(label), *row] for label, row in zip(labels, counts, strict=True))
+    return text.getvalue().encode(errors="backslashreplace")
+
+
+def spreads(run: RecordedRun) -> tuple[str, dict[int, Spread]]:
+    """Collect the spread of the run's metric over the clients, by round; a damaged one is none."""
+    name = common_metric([run])
+    found: dict[int, Mapping[str, Any] | Any] = {
+        record["round"]: record.get("spread", {}) for record in run.rounds
+    }
+    return name, {
+        number: spread[name]
+        for number, spread in found.items()
+        if isinstance(spread, dict) and _is_whole(spread.get(name))
+    }
+
+
+def _is_whole(spread: object) -> bool:
+    """Tell whether it has a number under every key."""
+    return isinstance(spread, dict) and all(
+        isinstance(spread.get(key), int | float) and not isinstance(spread[key], bool)
+        for key in SPREAD_KEYS
+    )
+
+
+def _spread_over_clients(run: RecordedRun, prefix: str) -> list[Chart]:
+    """Draw how a metric differs from client to client, where they evaluate."""
+    name, found = spreads(run)
+    if not found:
+        return []
+    low, middle, high = QUARTILES
+    caption = Caption(
+        f"{prefix}clients",
+        "How the clients differ",
+        f"The {name} that each client measures on the examples that it holds back: the median of "
+        "all clients, the middle half of them, and from the least to the greatest.",
+    )
+    ranges = {
+        "all clients": [(one["min"], one["max"]) for one in found.values()],
+        "the middle half": [(one[low], one[high]) for one in found.values()],
+    }
+    medians = [one[middle] for one in found.values()]
+    return [bands(caption, list(found), medians, ranges, "round", name)]
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Shorten dotted names by the words that all of them share at the same place."""
+    words = [name.split(".") for name in names]
+    if len(words) < 2:
+        return list(names)
+    if len({len(name) for name in words}) == 1:
+        places = [i for i, there in enumerate(zip(*words, strict=True)) if len(set(there)) > 1]
+        return [".".join(name[i] for i in places) for name in words]
+    start = _shared(words)
+    end = _shared([name[start:][::-1] for name in words])
+    return [".".join(name[start : len(name) - end]) or ".".join(name) for name in words]
+
+
+def _shared(words: list[list[str]]) -> int:
+    """Count the words at the beginning that all have."""
+    at_a_place = zip(*words, strict=False)  # as far as the shortest goes
+    return sum(1 for _ in takewhile(lambda there: len(set(there)) == 1, at_a_place))

@@ -1,0 +1,119 @@
+"""Draw the singular values of what runs added to the weights (the paper's figure 1).
+
+The paper compares full fine-tuning in one place, federated over IID clients and federated over
+non-IID clients: the further the clients are apart, the flatter the spectrum, and the more
+rank an adapter needs. The effective rank of a matrix with singular values sigma is
+exp(-sum p log p) with p = sigma / sum sigma (Roy and Vetterli, 2007): r for r equal values.
+"""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ravan_flwr.methods import METHODS
+from ravan_flwr.reports.chart import Caption, Chart
+from ravan_flwr.reports.charts import Series, boxes, lines
+from ravan_flwr.reports.load_run import result_of
+from ravan_flwr.runs.history import RecordedRun, group_runs
+
+
+@dataclass(frozen=True)
+class Spectra:
+    """The singular values of every layer's delta-weight in one run, falling."""
+
+    run: RecordedRun
+    values: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, path: Path) -> "Spectra":
+        """Compute them from the run's last checkpoint."""
+        run = RecordedRun.read(path)
+        listed = METHODS.get(run.config["method"])
+        if listed is not None and listed.personalised:
+            raise ValueError(
+                f"report --spectrum: {path} is a run of method {run.config['method']!r}, with "
+                "which each client adds something else to the weights, expected one with a model "
+                "for all; leave it out"
+            )
+        with result_of(path) as bench:
+            deltas = bench.model.method.delta_weights(bench.model.adapters)
+            names = [layer.name for layer in bench.model.layers]
+            values = [torch.linalg.svdvals(delta.cpu().double()) for delta in deltas]
+        return cls(run, dict(zip(names, values, strict=True)))
+
+    def mean_spectrum(self, top: int) -> Tensor:
+        """Average the largest values over the layers, each layer's divided by its first."""
+        rows = [values[:top] / values[0].clamp(min=1e-30) for values in self.values.values()]
+        shortest = min(map(len, rows))
+        return torch.stack([row[:shortest] for row in rows]).mean(0)
+
+
+def effective_rank(values: Tensor) -> float:
+    """Compute exp of the entropy of the singular values; 0 for a matrix of zeros."""
+    if not values.sum() > 0:
+        return 0.0
+    shares = values / values.sum()
+    return float(torch.special.entr(shares).sum().exp())
+
+
+def write_spectra(paths: Sequence[Path | str], folder: Path | str, top: int = 64) -> list[Path]:
+    """Write the pictures and a CSV file, and return their paths."""
+    drawn = charts_of_runs([Path(path) for path in paths], top)
+    return [path for chart in drawn for path in chart.write(Path(folder))]
+
+
+def charts_of_runs(paths: Sequence[Path], top: int = 64) -> list[Chart]:
+    """Draw the spectra of runs, of which those that differ in the seed alone are one."""
+    if top < 1:
+        raise ValueError(f"top = {top}: expected a whole number at least 1, such as 64")
+    spectra = {path: Spectra.of(path) for path in paths}
+    groups = group_runs([one.run for one in spectra.values()])
+    return charts({name: [spectra[r.path] for r in runs] for name, runs in groups.items()}, top)
+
+
+def charts(groups: dict[str, list[Spectra]], top: int) -> list[Chart]:
+    """Draw the spectra as lines, and the effective ranks of the layers as boxes."""
+    series = [
+        Series(name, [_points(one.mean_spectrum(top)) for one in members])
+        for name, members in groups.items()
+    ]
+    ranks = {
+        name: [effective_rank(values) for one in members for values in one.values.values()]
+        for name, members in groups.items()
+    }
+    spectrum = Caption(
+        "spectrum",
+        "Singular values of the update",
+        "The singular values of what the run added to each layer's weights, divided by the "
+        "largest; mean over the layers, with a band over the seeds.",
+    )
+    rank = Caption(
+        "effective-rank",
+        "Effective rank of the update",
+        "How many directions what the run added to a layer's weights has, weighted by their "
+        "size; over layers and seeds.",
+    )
+    drawn = lines(spectrum, series, "index", "value / largest value")
+    return [replace(drawn, numbers=_csv(groups).encode()), boxes(rank, ranks, "effective rank")]
+
+
+def _points(values: Tensor) -> tuple[list[float], list[float]]:
+    return list(range(1, len(values) + 1)), values.tolist()
+
+
+def _csv(groups: dict[str, list[Spectra]]) -> str:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer)
+    writer.writerow(["group", "seed", "layer", "effective-rank", "norm", "singular-values"])
+    for name, members in groups.items():
+        for one in members:
+            for layer, values in one.values.items():
+                rank, norm = f"{effective_rank(values):.4f}", f"{float(values.norm()):.6g}"
+                numbers = " ".join(f"{value:.6g}" for value in values.tolist())
+                writer.writerow([name, one.run.config["seed"], layer, rank, norm, numbers])
+    return buffer.getvalue()

@@ -1,0 +1,374 @@
+"""The live page says what the files say, at every moment of a run, and escapes what clients say."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+
+import pytest
+
+from ravan_flwr.reports.page import LivePage
+from ravan_flwr.reports.run_charts import comparison_charts, run_charts
+from ravan_flwr.reports.run_view import MOST, MOST_REJECTED, view_of
+from ravan_flwr.reports.snapshot import FollowedRun
+from ravan_flwr.runs.history import group_runs
+from ravan_flwr.runs.lock import holder_of, locked
+from tests.followed import NOW, client, lines, node, record, run_in, status
+from tests.hostile_texts import HOSTILE
+
+
+@pytest.fixture(autouse=True)
+def _at_that_moment(monkeypatch):
+    monkeypatch.setattr("ravan_flwr.reports.page.time.time", lambda: NOW)
+
+
+class Read(HTMLParser):
+    """The tags of a page, with what is in sections, and its text."""
+
+    VOID = ("meta", "link")
+
+    def __init__(self, page: bytes) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.pieces: list[str] = []
+        self.feed(page.decode())
+        assert self.open == []
+        self.text = "".join(self.pieces)
+        self.words = " ".join(" ".join(self.pieces).split()).replace(" .", ".")
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] not in (["style"], ["script"]):
+            self.pieces.append(data)
+
+
+def page_of(folder):
+    return Read(LivePage(folder).get())
+
+
+def test_a_run_that_goes_on(tmp_path):
+    page = page_of(run_in(tmp_path))
+    assert "ravan on digits-vit" in page.words
+    assert "running Round 4 of 10: training, 1 of 2 clients have answered, for 21 s." in page.words
+    assert f"accuracy, last {record(3)['metrics']['accuracy']:.4f}" in page.words
+    assert "rounds 3 of 10 time 12 s time left, about 28 s" in page.words
+    assert "sent by clients 0.15 MB sent to clients 0.31 MB rejected replies 0" in page.words
+    assert "0 at work 0 s ago cuda:0 0.5 72" in page.words
+    assert (
+        "4 has answered 4 min 00 s ago cuda:0 0.5 72 3 (last 3) 2 3.2 75.0 kB 0.15 MB" in page.words
+    )
+    assert "round 1/10 loss 2.8400" in page.words
+    assert "report true" in page.words  # among the settings, as a person types it
+    pictures = [attributes["aria-label"] for tag, attributes in page.tags if tag == "svg"]
+    run = FollowedRun(tmp_path).read().run
+    assert pictures == [
+        chart.about for chart in (*comparison_charts(group_runs([run])), *run_charts(run))
+    ]
+    assert len(pictures) == 8
+    (bar,) = [attributes for tag, attributes in page.tags if tag == "progress"]
+    assert bar["value"] == "0.3000"
+
+
+OF_A_STEP: dict[str, list[int]] = {"asked": [], "answered": []}
+STOPPED = (
+    "stopped It was stopped after 3 rounds, without a result. Nothing has been heard of it for"
+)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"pid": 0, "summary": {}}, "finished It ended after 3 rounds."),
+        ({"pid": 0, "rounds": 1, "summary": {}}, "finished It ended after 1 round."),
+        (
+            {"pid": 0, "failure": {"error": "OSError: x"}},
+            "failed It failed after 3 rounds: OSError: x",
+        ),
+        ({"pid": 0}, STOPPED),
+        ({"pid": 0, "rounds": 0}, "No round has finished, so that there is nothing to go on from"),
+        ({"rounds": 0}, "No round has finished yet; the pictures come with the first."),
+        (
+            {"status": status(doing="recruiting", round=0, **OF_A_STEP)},
+            "Waiting for clients, 2 are here, for 21 s.",
+        ),
+        ({"status": status(doing="saving", **OF_A_STEP)}, "Round 4 of 10: saving, for 21 s."),
+        (
+            {"status": status(doing="calibrating", round=0)},
+            "Calibrating before the first round, 1 of 2 clients have answered",
+        ),
+        ({"status": {"x": 1}}, "running It goes on. Nothing was written for"),
+        ({"summary": {}, "status": status(rounds=20)}, "running Round 4 of 20: training"),
+    ],
+)
+def test_each_moment_of_a_run_is_told(tmp_path, files, told):
+    assert told in page_of(run_in(tmp_path, **files)).words
+
+
+def test_a_run_that_was_killed_is_told(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    folder = run_in(tmp_path, pid=process.pid)
+    assert holder_of(folder) == "a dead process"
+    for path in folder.iterdir():
+        os.utime(path, (NOW - 7200, NOW - 7200))
+    words = page_of(folder).words
+    assert "stopped Its process is gone after 3 rounds, without a result." in words
+    assert "Nothing has been heard of it for 2 h 00 min." in words
+    assert f"To go on: resume={folder} (flwr run needs the same settings" in words
+    assert "time left" not in words
+    assert "at work" not in words
+
+
+def test_a_later_process_of_the_same_number_is_another(tmp_path):
+    folder = run_in(tmp_path)
+    assert holder_of(folder) == "a process"
+    os.utime(folder / "lock", (NOW - 10**8, NOW - 10**8))  # long before this process began
+    assert holder_of(folder) == "a dead process"
+
+
+def test_a_process_elsewhere_is_unknown(tmp_path):
+    (run_in(tmp_path) / "lock").write_text("process 1 on another.example.org")
+    assert holder_of(tmp_path) == "unknown"
+    assert "whether it lives cannot be seen" in page_of(tmp_path).words
+    for text in ("", "process x on y", "\x00" * 300, "process 99999999999999 on z"):
+        (tmp_path / "lock").write_text(text)
+        assert holder_of(tmp_path) == "unknown"
+
+
+def test_to_look_does_not_take_the_lock(tmp_path):
+    (tmp_path / "lock").unlink(missing_ok=True)
+    assert holder_of(tmp_path) == "nobody"
+    with locked(tmp_path):
+        assert holder_of(tmp_path) == "a process"
+        inode = (tmp_path / "lock").stat().st_ino
+        assert (tmp_path / "lock").stat().st_ino == inode
+
+
+def test_an_older_run_has_neither_status_nor_log(tmp_path):
+    folder = run_in(tmp_path, pid=0, summary={})
+    (folder / "status.json").unlink()
+    (folder / "log.txt").unlink()
+    words = page_of(folder).words
+    assert "a run of an earlier version keeps no log" in words
+    assert "4 0.5 72 3 (last 3) 2 3.2 75.0 kB 0.15 MB" in words  # as far as the records say it
+
+
+def test_a_run_that_has_just_begun(tmp_path):
+    with locked(tmp_path):
+        words = page_of(tmp_path).words
+    assert "running It is being prepared. Nothing was written for" in words
+    assert "Nobody yet." in words
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"report = .* found no config.json there, expected a run"):
+        LivePage(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "rounds.jsonl", "summary.json", "failure.json"])
+@pytest.mark.parametrize("content", ["{\n", "[]\n", "\x00\xff\n", "[" * 100_000, '{"round": 1}\n'])
+def test_a_damaged_file_is_named_and_the_page_goes_on(tmp_path, name, content):
+    folder = run_in(tmp_path)
+    page = LivePage(folder)
+    good = page.get()
+    (folder / name).write_text(content, encoding="latin-1")
+    page.get()
+    if name == "rounds.jsonl" and content.endswith("\n"):
+        assert "rounds.jsonl: line 1 cannot be used" in Read(page.get()).words
+    if content == "{\n":
+        assert f"{name}" in Read(page.get()).words
+    sections = [one["id"] for tag, one in Read(good).tags if tag == "section"]
+    assert [one["id"] for tag, one in Read(page.get()).tags if tag == "section"] == sections
+    run_in(folder)
+    (folder / name).unlink() if name in ("summary.json", "failure.json") else None
+    assert "running Round 4 of 10" in Read(page.get()).words
+
+
+def test_odd_values_in_a_sound_file_make_no_error(tmp_path):
+    odd = [
+        client(0, **{"bytes-up": "x", "heads": None, "selected": 7, "seconds": 1e300}),
+        {"partition-id": "x"},
+    ]
+    lines(run_in(tmp_path), [record(1, clients=odd, phases={"train": 1}), record(2)])
+    assert "running Round 4 of 10" in page_of(tmp_path).words
+
+
+@pytest.mark.parametrize(
+    "selected", [[[10**9]], [[-1]], [["x"]], [[True]], [7], [], [[0], [1], [2]], None]
+)
+def test_heads_that_no_run_writes_are_not_drawn(tmp_path, selected):
+    clients = [client(0), client(1, selected=selected)]
+    lines(run_in(tmp_path), [record(1, clients=clients)])
+    words = page_of(tmp_path).words
+    assert "running Round 4 of 10" in words
+    assert "How often each head was trained" not in words
+
+
+def test_a_run_directory_that_is_removed_is_told(tmp_path):
+    page = LivePage(run_in(tmp_path / "run"))
+    shutil.rmtree(tmp_path / "run")
+    assert "cannot be shown" in Read(page.get()).words
+    assert f"{tmp_path / 'run'} is gone" in Read(page.get()).words
+
+
+def test_what_clients_say_stays_text(tmp_path):
+    """In every place where a client's word is shown."""
+
+    def tags_with(text):
+        device = text.encode(errors="backslashreplace").decode()
+        rejected = [{"client": "partition 0", "reason": text}, {"client": text, "reason": text}]
+        folder = run_in(
+            tmp_path,
+            status=status(
+                nodes=[node(0, device=device, versions=device), node(4)],
+                refused=[{"node": device, "reason": device}],
+            ),
+        )
+        lines(folder, [record(1, rejected=rejected)])
+        (folder / "log.txt").write_text(f"WARNING {text}", errors="backslashreplace")
+        page = page_of(folder)
+        return page, [
+            (tag, attributes) for tag, attributes in page.tags if tag not in ("main", "span")
+        ]
+
+    _, harmless = tags_with("x")
+    for text in HOSTILE:
+        page, tags = tags_with(text)
+        assert tags == harmless
+        shown = text.encode(errors="backslashreplace").decode().replace("\x00", "\ufffd")
+        plain = page.text.replace("\x00", "\ufffd").replace("\r", "")
+        assert plain.count(shown.replace("\r", "")) >= 6, text
+
+
+def test_many_clients_and_rejections_are_not_all_shown(tmp_path):
+    nodes = [node(number) for number in range(1000)]
+    folder = run_in(tmp_path, status=status(nodes=nodes, partitions=1002))
+    rejected = [{"client": f"partition {n % 7}", "reason": "late"} for n in range(500)]
+    lines(folder, [record(1, rejected=rejected)])
+    view = view_of(FollowedRun(folder).read())
+    assert len(view["people"]["listed"]) == MOST
+    assert view["people"]["more"] == 1000 - MOST
+    assert view["people"]["missing"] == 2
+    assert len(view["rejected"]) == MOST_REJECTED
+    assert view["rejections"] == 500
+    assert view["people"]["listed"][0].rejected == 72
+    assert "And 700 more clients." in page_of(folder).words
+
+
+def test_only_new_lines_are_read_and_a_run_that_went_back_is_read_anew(tmp_path):
+    folder = run_in(tmp_path)
+    run = FollowedRun(folder)
+    first = run.read().run.rounds
+    with (folder / "rounds.jsonl").open("a") as file:
+        file.write(json.dumps(record(4)) + '\n{"round": 5, "tr')
+        file.flush()
+        again = run.read().run.rounds
+    assert [one["round"] for one in again] == [1, 2, 3, 4]
+    assert all(one is other for one, other in zip(first, again, strict=False))  # not read twice
+    lines(folder, [record(1), record(2, seconds=9.0)])
+    assert [one["seconds"] for one in run.read().run.rounds] == [4.0, 9.0]
+
+
+def test_nothing_is_made_anew_while_nothing_changes(tmp_path, monkeypatch):
+    page = LivePage(run_in(tmp_path))
+    version, made = page.version(), page.get()
+    monkeypatch.setattr(page, "_write", None)
+    assert page.get() is made
+    assert page.version() == version
+    with (tmp_path / "log.txt").open("a") as file:
+        file.write("another line\n")
+    assert page.version() != version
+
+
+def test_pictures_come_later_than_numbers_where_drawing_would_take_the_trainings_time(
+    tmp_path, monkeypatch
+):
+    now = [NOW]
+    monkeypatch.setattr("ravan_flwr.reports.page.time.time", lambda: now[0])
+    page = LivePage(run_in(tmp_path))
+
+    def pictures():
+        return page.get().partition(b'id="pictures"')[2].partition(b"</section>")[0]
+
+    first = pictures()
+    with (tmp_path / "rounds.jsonl").open("a") as file:
+        file.write(json.dumps(record(4)) + "\n")
+    assert "rounds 4 of 10" in Read(page.get()).words
+    assert pictures() == first
+    version = page.version()
+    now[0] += 3600
+    assert page.version() != version  # so that a reader asks for the page again
+    assert pictures() != first
+    assert page.version() == version  # and not once more
+
+
+def test_a_long_run_is_shown_quickly(tmp_path):
+    people = [client(number) for number in range(20)]
+    folder = run_in(tmp_path)
+    lines(folder, [record(number, clients=people) for number in range(1, 1001)])
+    page = LivePage(folder)
+    page.get()
+    with (folder / "rounds.jsonl").open("a") as file:
+        file.write(json.dumps(record(1001)) + "\n")
+    began = time.process_time()
+    size = len(page.get())
+    assert time.process_time() - began < 1  # 0.1 s here
+    assert size < 300_000
+
+
+def test_of_ten_thousand_clients_those_that_do_something_are_listed(tmp_path):
+    """The status describes some; how many there are it says."""
+    last = 9_999
+    described = [node(last), *(node(number) for number in range(999))]
+    folder = run_in(
+        tmp_path,
+        status=status(
+            nodes=described, members=10_000, partitions=10_001, asked=[7, last], answered=[7]
+        ),
+    )
+    rejected = [{"client": "partition 5000", "reason": "late"}]
+    took_part = [client(6_000), client(5_000)]
+    lines(folder, [record(1, clients=took_part, rejected=rejected, partitions=10_001)])
+    people = view_of(FollowedRun(folder).read())["people"]
+    listed = {one.partition: one for one in people["listed"]}
+    assert len(people["listed"]) == MOST
+    assert [*listed] == sorted(listed)
+    assert listed[last].now == "at work"
+    assert listed[7].now == "has answered"
+    assert listed[5_000].rejected == 1
+    assert listed[6_000].rounds == 1
+    assert people["more"] == 10_000 - MOST
+    assert people["missing"] == 1
+    words = page_of(folder).words
+    assert "And 9700 more clients." in words
+    assert "1 more partition has not been seen." in words
+
+
+def test_a_run_that_recruits_says_how_many_are_here(tmp_path):
+    folder = run_in(
+        tmp_path,
+        rounds=0,
+        status=status(doing="recruiting", nodes=[node(0)], members=10_000, asked=[], answered=[]),
+    )
+    assert "10000 are here" in page_of(folder).words
+
+
+@pytest.mark.parametrize("members", ["many", -1.5, True, None, [1], 1e400])
+def test_a_number_of_clients_that_is_none_makes_no_status(tmp_path, members):
+    folder = run_in(tmp_path, status=status(members=members))
+    assert FollowedRun(folder).read().status is None

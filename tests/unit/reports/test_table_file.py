@@ -1,0 +1,72 @@
+"""A table appears whole or not at all, and never in the place of another."""
+
+from contextlib import suppress
+
+import pandas as pd  # type: ignore[import-untyped]  # its types are a package of their own
+import pytest
+
+from ravan_flwr.reports.table_file import new_table
+
+KINDS = {"row": int, "label": str, "probability": float}
+ROWS = [(1, 'a "quoted", label', 0.25), (2, None, None), (3, "two\nlines ☃", 1.0)]
+KINDS_OF_FILES = ["csv", "jsonl", "parquet"]
+
+
+def read(path):
+    """As other software reads it."""
+    kind = {"csv": "csv", "jsonl": "json", "parquet": "parquet"}[path.suffix[1:]]
+    frame = getattr(pd, f"read_{kind}")(path, **({"lines": True} if kind == "json" else {}))
+    return [tuple(None if pd.isna(cell) else cell for cell in row) for row in frame.values]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_FILES)
+def test_other_software_reads_what_was_written(kind, tmp_path):
+    path = tmp_path / f"a.{kind}"
+    with new_table(path, KINDS) as table:
+        assert not path.exists()
+        for row in ROWS:
+            table.write(row)
+    assert read(path) == ROWS
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_FILES)
+def test_a_table_of_many_rows_or_of_none(kind, tmp_path):
+    for number in (20_000, 0):
+        path = tmp_path / f"{number}.{kind}"
+        with new_table(path, KINDS) as table:
+            for row in range(number):
+                table.write((row, "a", 0.5))
+        assert len(read(path)) == number
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_FILES)
+def test_nothing_is_left_of_what_failed(kind, tmp_path):
+    with suppress(RuntimeError), new_table(tmp_path / f"a.{kind}", KINDS) as table:
+        table.write(ROWS[0])
+        raise RuntimeError("half of it")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_FILES)
+def test_a_name_that_is_no_text_is_written_all_the_same(kind, tmp_path):
+    path = tmp_path / f"a.{kind}"
+    with new_table(path, {"file": str}) as table:
+        table.write(["caf\udce9.png"])
+    ((name,),) = read(path)
+    assert name.startswith("caf")
+
+
+def test_no_file_is_replaced(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("mine")
+    with pytest.raises(ValueError, match="is there already"), new_table(path, KINDS):
+        pass
+    late = tmp_path / "b.csv"
+    with pytest.raises(ValueError, match="is there already"), new_table(late, KINDS):
+        late.write_text("mine, too")
+    assert (path.read_text(), late.read_text()) == ("mine", "mine, too")
+    assert len([*tmp_path.iterdir()]) == 2
+    for name, told in (("a.xlsx", r"ends in \.csv"), ("no/a.csv", "make it first")):
+        with pytest.raises(ValueError, match=told), new_table(tmp_path / name, KINDS):
+            pass
