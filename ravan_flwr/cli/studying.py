@@ -139,7 +139,14 @@ def _study(parsed: argparse.Namespace) -> None:
 
 def _tune(parsed: argparse.Namespace) -> None:
     from ravan_flwr.runs.console import log, show  # noqa: PLC0415
-    from ravan_flwr.studies.tuning import plan_tuning  # noqa: PLC0415
+    from ravan_flwr.studies.running import RunOptions  # noqa: PLC0415
+    from ravan_flwr.studies.tuning import (  # noqa: PLC0415
+        adopt,
+        check_held_back,
+        plan_tuning,
+        summary,
+        tune,
+    )  # fmt: skip
 
     _check_how(parsed)
     settings, num_clients = read_settings(parsed.settings)
@@ -155,40 +162,31 @@ def _tune(parsed: argparse.Namespace) -> None:
     if parsed.dry_run:
         log.info("%s", _time_of(tuning))
         return
-
-    from ravan_flwr.studies.adopting import adopt  # noqa: PLC0415
-    from ravan_flwr.studies.halving import tune  # noqa: PLC0415
-    from ravan_flwr.studies.held_back import check_held_back  # noqa: PLC0415
-    from ravan_flwr.studies.running import RunOptions  # noqa: PLC0415
-    from ravan_flwr.studies.tuned import summary, write_results  # noqa: PLC0415
-
     log.info("held back: %s examples", f"{check_held_back(tuning):,}")
-    how = RunOptions(parsed.engine, parsed.jobs, parsed.clients_per_gpu)
+    options = RunOptions(parsed.engine, parsed.jobs, parsed.clients_per_gpu)
     try:
-        choice = tune(tuning, folder.absolute(), how)
+        choice = tune(tuning, folder.absolute(), options)
     except KeyboardInterrupt:
         log.info("what is done is kept in %s; the same command goes on there", folder)
         raise
-    write_results(choice)
     log.info("%s\nresults: %s", summary(choice), folder / "results.md")
-    log.info("%s", adopt(choice, write=not parsed.no_write))
+    log.info("%s", adopt(tuning, choice, write=not parsed.no_write))
 
 
 def _time_of(tuning: "Tuning") -> str:
     """Estimate how long a tuning takes on this machine, one run after the other."""
     from ravan_flwr.runs.console import minutes  # noqa: PLC0415
-    from ravan_flwr.studies.clock import Work  # noqa: PLC0415
 
     started = time.monotonic()
     with importing():
         from ravan_flwr.training.speed import time_of_rounds  # noqa: PLC0415
     start = time.monotonic() - started
-    work = sum((rung.work for rung in tuning.rungs), start=Work())
+    runs, rounds = tuning.work
     try:
-        seconds = time_of_rounds(replace(tuning.config, num_clients=tuning.num_clients))
+        seconds = time_of_rounds(replace(tuning.config, num_clients=tuning.row.num_clients))
     except ValueError as error:
         return f"time not estimated: {error}"
-    total = work.rounds * seconds + work.runs * start
+    total = rounds * seconds + runs * start
     return (
         f"about {minutes(total)} on this machine, one run after the other: {seconds:.2g} s for the "
         f"training of a round (`ravan-flwr plan` says how that is known), {start:.0f} s to start a "

@@ -3,6 +3,7 @@
 import time
 
 from ravan_flwr.config.run_config import Config
+from ravan_flwr.messages.fingerprint import code_version
 from ravan_flwr.messages.parcel import new_run_id
 from ravan_flwr.runs.collapse_detection import merit
 from ravan_flwr.runs.directory import RunDirectory
@@ -42,6 +43,7 @@ def summary_of(
         "left-out": records[-1]["left-out"] if records else [],
         "seconds": round(sum(record["seconds"] for record in records), 3),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "code": code_version(),
     }
     trained = [client for record in records if record["round"] for client in record["clients"]]
     if all("steps" in client for client in trained):
