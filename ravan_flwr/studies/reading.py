@@ -117,8 +117,8 @@ class _TableReader:
         table, taken = self.table, {spec.OVERVIEW, *(other.title for other in self.earlier)}
         self._require(
             table.title not in taken,
-            f"two tables are called so, or it is called {spec.OVERVIEW!r}, which in a page stands "
-            "for all of them; expected different titles; rename it",
+            f"two tables are called {table.title!r}, or it is called {spec.OVERVIEW!r}, which in a "
+            "page stands for all of them; expected different titles; rename it",
         )
         choosing = [other for other in self.earlier if not other.rates_of]
         lender = self._earlier("rates-of", table.rates_of, choosing)
