@@ -18,44 +18,21 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """Offer `study` and `tune`."""
-    _add_study(commands)
-    _add_tune(commands)
-
-
-def _add_study(commands: Commands) -> None:
+    about = "run a grid of settings and seeds that is not done yet, and write a table"
     study = commands.add_parser(
-        "study",
-        help="run a grid of settings and seeds, and write a table",
-        description="Run what a study file names and is not done yet; write its tables.\n"
-        "What a run has come to is a line of runs.jsonl in the study's folder, or of NAME.jsonl\n"
-        "beside the page: from there a study goes on, on any machine.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "study", help=about, description=f"{about}; docs/reports.md has more"
     )
-    study.add_argument(
-        "file", type=Path, metavar="FILE", help="a file such as conf/studies/ablations-digits.yaml"
-    )
-    study.add_argument(
-        "settings",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="data, model, device or processes of this machine, for every run",
-    )
+    study.add_argument("file", type=Path, metavar="FILE", help="such as conf/studies/spectra.yaml")
+    of_machine = "data, model, device or processes of this machine, for every run"
+    study.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=of_machine)
     study.add_argument("--output", type=Path, help="folder of the study (default: studies/NAME)")
-    study.add_argument(
-        "--page",
-        type=Path,
-        metavar="PAGE.md",
-        help="write the tables into this page as well, between its marks, and numbers and pictures "
-        "into the folder PAGE beside it",
-    )
-    study.add_argument(
-        "--tables-only", action="store_true", help="run nothing: write the tables of what is done"
-    )
+    page = "write the tables into this page as well, numbers and pictures into the folder beside it"
+    study.add_argument("--page", type=Path, metavar="PAGE.md", help=page)
+    only = "run nothing: write the tables of what is done"
+    study.add_argument("--tables-only", action="store_true", help=only)
     _add_how(study)
     study.set_defaults(command=_study)
 
-
-def _add_tune(commands: Commands) -> None:
     tune = commands.add_parser(
         "tune",
         help="choose the learning rate of a method, and write it into the preset",
@@ -67,20 +44,12 @@ def _add_tune(commands: Commands) -> None:
     )
     tune.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
     tune.add_argument("--output", type=Path, help="folder (default: studies/tune-PRESET-METHOD)")
-    tune.add_argument(
-        "--rates",
-        metavar="RATE,RATE,...",
-        help="try these rates alone (default: five around the preset's, more at an edge)",
-    )
-    tune.add_argument(
-        "--seeds",
-        metavar="SEED,SEED,...",
-        help="seeds of the last runs, the first of them that of all others (default: 100,101,102, "
-        "or three from seed=...)",
-    )
-    tune.add_argument(
-        "--no-write", action="store_true", help="print the line rather than change the preset"
-    )
+    rates = "try these rates alone (default: five around the preset's, more at an edge)"
+    tune.add_argument("--rates", metavar="RATE,RATE,...", help=rates)
+    seeds = "seeds of the last runs, the first of them that of all others (default: 100,101,102)"
+    tune.add_argument("--seeds", metavar="SEED,SEED,...", help=seeds)
+    no = "print the line rather than change the preset"
+    tune.add_argument("--no-write", action="store_true", help=no)
     tune.add_argument("--dry-run", action="store_true", help="say what would be run, and run none")
     _add_how(tune)
     tune.set_defaults(command=_tune)
@@ -89,12 +58,8 @@ def _add_tune(commands: Commands) -> None:
 def _add_how(parser: argparse.ArgumentParser) -> None:
     """Offer how many runs go side by side, and in what."""
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
-    parser.add_argument(
-        "--engine",
-        choices=("process", "flower"),
-        default="process",
-        help="process: each run as `simulate` does; flower: as `run` does (default: process)",
-    )
+    engine = "process: each run as `simulate` does; flower: as `run` does (default: process)"
+    parser.add_argument("--engine", choices=("process", "flower"), default="process", help=engine)
     add_gpus(parser)
 
 
@@ -123,17 +88,8 @@ def _study(parsed: argparse.Namespace) -> None:
         )
     show()
     folder = (parsed.output or Path("studies") / parsed.file.stem).absolute()
-    well = run_study(
-        parsed.file,
-        folder,
-        parsed.jobs,
-        parsed.engine,
-        parsed.clients_per_gpu,
-        page=parsed.page,
-        tables_only=parsed.tables_only,
-        here=here,
-    )
-    if not well and not parsed.tables_only:
+    how = (parsed.jobs, parsed.engine, parsed.clients_per_gpu, parsed.page, parsed.tables_only)
+    if not run_study(parsed.file, folder, *how, here=here) and not parsed.tables_only:
         raise RuntimeError("some runs failed; they are listed above; the same command tries again")
 
 
@@ -186,11 +142,10 @@ def _time_of(tuning: "Tuning") -> str:
         seconds = time_of_rounds(replace(tuning.config, num_clients=tuning.row.num_clients))
     except ValueError as error:
         return f"time not estimated: {error}"
-    total = rounds * seconds + runs * start
     return (
-        f"about {minutes(total)} on this machine, one run after the other: {seconds:.2g} s for the "
-        f"training of a round (`ravan-flwr plan` says how that is known), {start:.0f} s to start a "
-        "run; evaluation comes on top"
+        f"about {minutes(rounds * seconds + runs * start)} on this machine, one run after the other"
+        f": {seconds:.2g} s for the training of a round (`ravan-flwr plan` says how that is known),"
+        f" {start:.0f} s to start a run; evaluation comes on top"
     )
 
 

@@ -193,9 +193,9 @@ class Row:
         """List the runs of the table, one a seed, with that rate, its own, or the settings'."""
         if rates is None:
             return [self._run({}, seed) for seed in self.seeds]
-        key = (self.chosen_as or self).grid.key  # type: ignore[union-attr]
+        assert self.grid is not None
         by_seed = rates if isinstance(rates, Mapping) else dict.fromkeys(self.seeds, rates)
-        return [self._run({key: by_seed[seed]}, seed) for seed in self.seeds]
+        return [self._run({self.grid.key: by_seed[seed]}, seed) for seed in self.seeds]
 
     def _run(self, more: dict[str, Scalar], seed: int) -> PlannedRun:
         settings = self.settings | more | {"seed": seed}

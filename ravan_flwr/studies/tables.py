@@ -27,13 +27,11 @@ OF_RATES = ["table", "row", "key", "rate", "seed", "metric", "value"]
 
 
 LEGEND = """\
-A row is a method or a setting, run once with each seed. Numbers are means over the seeds with 95 %
-intervals (Student's t); differences are paired by seed. Bold is the best row that competes, and
-every row that the interval does not tell apart from it. After a rate, *edge* says that it is the
-smallest or largest tried, *open* that some are to be run, *3×* before it that three seeds took it.
-*As good* are rates that noise does not tell apart from it (in the tables of rates in italics),
-*runs* those that it was chosen with. *p, Holm* is the p-value of a paired t-test, corrected for the
-number of planned contrasts. *Up*, *down* and *client s* are sums over all clients of a whole run.
+Numbers are means over the seeds with 95 % intervals (Student's t), differences are paired by seed.
+Bold: the best row that competes, and those not told apart from it. *Edge*: the smallest or largest
+rate tried; *open*: some are to be run; *3×*: three seeds took it. *As good* are rates that noise
+does not tell apart from it, in italics below; *runs* those of the choice. *p, Holm*: of a paired
+t-test, corrected for the number of planned contrasts. *Up*, *down*, *client s*: all clients, a run.
 """
 
 

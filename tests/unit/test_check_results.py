@@ -1,4 +1,4 @@
-"""A script that shares nothing with the studies recomputes their tables; it finds a wrong number."""
+"""A script that shares nothing with the studies recomputes their tables, and finds errors."""
 
 import shutil
 
