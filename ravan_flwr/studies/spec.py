@@ -131,7 +131,8 @@ class PlannedRun:
     @property
     def num_rounds(self) -> int:
         """Return how many rounds it takes."""
-        return int(self.resolved["num-rounds"])
+        given = dict(self.settings).get("num-rounds")
+        return given if type(given) is int else int(self.resolved["num-rounds"])
 
     def __str__(self) -> str:
         """Write the settings as a person types them."""
@@ -184,7 +185,7 @@ class Row:
         more: dict[str, Scalar] = {self.grid.key: rate}
         if self.grid.validation_share is not None:
             more |= {"evaluate-on": "clients", "validation-share": self.grid.validation_share}
-            more["eval-every"] = rung.rounds or read_config(own_preset(self.settings)).num_rounds
+            more["eval-every"] = rung.rounds or self._num_rounds
         if rung.rounds is not None:
             more["num-rounds"] = rung.rounds
         return [self._run(more, seed) for seed in rung.seeds]
@@ -196,6 +197,10 @@ class Row:
         assert self.grid is not None
         by_seed = rates if isinstance(rates, Mapping) else dict.fromkeys(self.seeds, rates)
         return [self._run({self.grid.key: by_seed[seed]}, seed) for seed in self.seeds]
+
+    @cached_property
+    def _num_rounds(self) -> int:
+        return read_config(own_preset(self.settings)).num_rounds
 
     def _run(self, more: dict[str, Scalar], seed: int) -> PlannedRun:
         settings = self.settings | more | {"seed": seed}

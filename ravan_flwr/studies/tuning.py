@@ -94,7 +94,12 @@ def plan_tuning(
     seeds: Sequence[int] = (),
 ) -> Tuning:
     """Check the settings, and plan the tuning: around the default rate, or of these rates alone."""
-    _check_given(given)
+    if own := {key: value for key, value in given.items() if key in OWN}:
+        raise ValueError(
+            f"tune: got {' '.join(as_key_values(own))}, expected settings other than "
+            f"{', '.join(OWN)}, which it sets itself; leave it out, or name rates to try with "
+            "--rates and a folder with --output"
+        )
     own: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": HELD_BACK}
     settings = own_preset({"preset": "digits-vit", "method": "ravan", **own, **given})
     if seeds and "seed" in settings:
@@ -118,20 +123,6 @@ def plan_tuning(
     )  # fmt: skip
     row = Row(settings, number_of_clients(config, num_clients), (), grid)
     return Tuning(dict(given), preset_file(cast(str, settings["preset"])), config, row, grid)
-
-
-def _check_given(given: Mapping[str, Scalar]) -> None:
-    for key in OWN:
-        if key in given:
-            (word,) = as_key_values({key: given[key]})
-            instead = {
-                "learning-rate": "leave it out, or name those to try with --rates",
-                "output-dir": "leave it out, or name a folder with --output",
-            }
-            raise ValueError(
-                f"tune: got {word}, expected settings other than {', '.join(OWN)}, which it sets "
-                f"itself; {instead.get(key, 'leave it out')}"
-            )
 
 
 def _rungs(rates: int, rounds: int, seeds: tuple[int, ...]) -> tuple[Rung, ...]:
