@@ -53,7 +53,9 @@ def p_value(values: list[float]) -> float:
     """Integrate Student's density by Simpson's rule, from 0 to t, for the paired test."""
     n, t = len(values) - 1, abs(statistics.mean(values)) / (half(values) / T95[len(values) - 1])
     scale = math.gamma((n + 1) / 2) / math.gamma(n / 2) / math.sqrt(n * math.pi)
-    at = [scale * (1 + (t * i / 20000) ** 2 / n) ** (-(n + 1) / 2) for i in range(20001)]
+    at: list[float] = [
+        scale * (1 + (t * i / 20000) ** 2 / n) ** (-(n + 1) / 2) for i in range(20001)
+    ]
     return 1 - 2 * t / 60000 * (at[0] + at[-1] + 4 * sum(at[1:-1:2]) + 2 * sum(at[2:-1:2]))
 
 

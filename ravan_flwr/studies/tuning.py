@@ -94,9 +94,9 @@ def plan_tuning(
     seeds: Sequence[int] = (),
 ) -> Tuning:
     """Check the settings, and plan the tuning: around the default rate, or of these rates alone."""
-    if own := {key: value for key, value in given.items() if key in OWN}:
+    if taken := {key: value for key, value in given.items() if key in OWN}:
         raise ValueError(
-            f"tune: got {' '.join(as_key_values(own))}, expected settings other than "
+            f"tune: got {' '.join(as_key_values(taken))}, expected settings other than "
             f"{', '.join(OWN)}, which it sets itself; leave it out, or name rates to try with "
             "--rates and a folder with --output"
         )
