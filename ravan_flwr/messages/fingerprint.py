@@ -42,8 +42,15 @@ def code_fingerprint() -> str:
 
 @cache
 def code_version() -> str:
-    """Return the package's version and, of a checkout, its commit: 0.6.0+1a2b3c4, or ...-dirty."""
-    version, root = importlib.metadata.version("ravan-flwr"), Path(__file__).resolve().parents[2]
+    """Return the package's version and, of a checkout, its commit: 0.6.0+1a2b3c4, or ...-dirty.
+
+    An app bundle runs where no package is installed: then it is the checksum of the files.
+    """
+    root = Path(__file__).resolve().parents[2]
+    try:
+        version = importlib.metadata.version("ravan-flwr")
+    except importlib.metadata.PackageNotFoundError:
+        return f"files {code_fingerprint()}"
     if not (root / ".git").exists():
         return version
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]

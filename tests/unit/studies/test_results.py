@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import yaml
 
-from ravan_flwr.messages.fingerprint import code_version
+from ravan_flwr.messages.fingerprint import code_fingerprint, code_version
 from ravan_flwr.studies import running, spec
 from ravan_flwr.studies.choosing import planned
 from ravan_flwr.studies.reading import read_study
@@ -197,6 +197,14 @@ def test_a_record_names_the_code_and_hashes_the_data(path, tmp_path):
     assert line["code"] == "0.6.0+1a2b3c4"
     assert line["data-hash"] == hashlib.sha256(b"one\ntwo\n").hexdigest()
     assert "data=" not in line["settings"]
+
+
+def test_a_bundle_without_the_package_names_its_files(monkeypatch):
+    def none(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", none)
+    assert code_version.__wrapped__() == f"files {code_fingerprint()}"
 
 
 def test_the_version_of_the_code_has_its_commit():
