@@ -18,44 +18,21 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """Offer `study` and `tune`."""
-    _add_study(commands)
-    _add_tune(commands)
-
-
-def _add_study(commands: Commands) -> None:
+    about = "run a grid of settings and seeds that is not done yet, and write a table"
     study = commands.add_parser(
-        "study",
-        help="run a grid of settings and seeds, and write a table",
-        description="Run what a study file names and is not done yet; write its tables.\n"
-        "What a run has come to is a line of runs.jsonl in the study's folder, or of NAME.jsonl\n"
-        "beside the page: from there a study goes on, on any machine.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "study", help=about, description=f"{about}; docs/reports.md has more"
     )
-    study.add_argument(
-        "file", type=Path, metavar="FILE", help="a file such as conf/studies/ablations-digits.yaml"
-    )
-    study.add_argument(
-        "settings",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="data, model, device or processes of this machine, for every run",
-    )
+    study.add_argument("file", type=Path, metavar="FILE", help="such as conf/studies/spectra.yaml")
+    of_machine = "data, model, device or processes of this machine, for every run"
+    study.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=of_machine)
     study.add_argument("--output", type=Path, help="folder of the study (default: studies/NAME)")
-    study.add_argument(
-        "--page",
-        type=Path,
-        metavar="PAGE.md",
-        help="write the tables into this page as well, between its marks, and numbers and pictures "
-        "into the folder PAGE beside it",
-    )
-    study.add_argument(
-        "--tables-only", action="store_true", help="run nothing: write the tables of what is done"
-    )
+    page = "write the tables into this page as well, numbers and pictures into the folder beside it"
+    study.add_argument("--page", type=Path, metavar="PAGE.md", help=page)
+    only = "run nothing: write the tables of what is done"
+    study.add_argument("--tables-only", action="store_true", help=only)
     _add_how(study)
     study.set_defaults(command=_study)
 
-
-def _add_tune(commands: Commands) -> None:
     tune = commands.add_parser(
         "tune",
         help="choose the learning rate of a method, and write it into the preset",
@@ -67,20 +44,12 @@ def _add_tune(commands: Commands) -> None:
     )
     tune.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
     tune.add_argument("--output", type=Path, help="folder (default: studies/tune-PRESET-METHOD)")
-    tune.add_argument(
-        "--rates",
-        metavar="RATE,RATE,...",
-        help="try these rates alone (default: five around the preset's, more at an edge)",
-    )
-    tune.add_argument(
-        "--seeds",
-        metavar="SEED,SEED,...",
-        help="seeds of the last runs, the first of them that of all others (default: 100,101,102, "
-        "or three from seed=...)",
-    )
-    tune.add_argument(
-        "--no-write", action="store_true", help="print the line rather than change the preset"
-    )
+    rates = "try these rates alone (default: five around the preset's, more at an edge)"
+    tune.add_argument("--rates", metavar="RATE,RATE,...", help=rates)
+    seeds = "seeds of the last runs, the first of them that of all others (default: 100,101,102)"
+    tune.add_argument("--seeds", metavar="SEED,SEED,...", help=seeds)
+    no = "print the line rather than change the preset"
+    tune.add_argument("--no-write", action="store_true", help=no)
     tune.add_argument("--dry-run", action="store_true", help="say what would be run, and run none")
     _add_how(tune)
     tune.set_defaults(command=_tune)
@@ -112,23 +81,21 @@ def _study(parsed: argparse.Namespace) -> None:
         )
     show()
     folder = (parsed.output or Path("studies") / parsed.file.stem).absolute()
-    well = run_study(
-        parsed.file,
-        folder,
-        parsed.jobs,
-        parsed.engine,
-        parsed.clients_per_gpu,
-        page=parsed.page,
-        tables_only=parsed.tables_only,
-        here=here,
-    )
-    if not well and not parsed.tables_only:
+    how = (parsed.jobs, parsed.engine, parsed.clients_per_gpu, parsed.page, parsed.tables_only)
+    if not run_study(parsed.file, folder, *how, here=here) and not parsed.tables_only:
         raise RuntimeError("some runs failed; they are listed above; the same command tries again")
 
 
 def _tune(parsed: argparse.Namespace) -> None:
     from ravan_flwr.runs.console import log, show  # noqa: PLC0415
-    from ravan_flwr.studies.tuning import plan_tuning  # noqa: PLC0415
+    from ravan_flwr.studies.running import RunOptions  # noqa: PLC0415
+    from ravan_flwr.studies.tuning import (  # noqa: PLC0415
+        adopt,
+        check_held_back,
+        plan_tuning,
+        summary,
+        tune,
+    )  # fmt: skip
 
     _check_how(parsed)
     settings, num_clients = read_settings(parsed.settings)
@@ -144,44 +111,34 @@ def _tune(parsed: argparse.Namespace) -> None:
     if parsed.dry_run:
         log.info("%s", _time_of(tuning))
         return
-
-    from ravan_flwr.studies.adopting import adopt  # noqa: PLC0415
-    from ravan_flwr.studies.halving import tune  # noqa: PLC0415
-    from ravan_flwr.studies.held_back import check_held_back  # noqa: PLC0415
-    from ravan_flwr.studies.running import RunOptions  # noqa: PLC0415
-    from ravan_flwr.studies.tuned import summary, write_results  # noqa: PLC0415
-
     log.info("held back: %s examples", f"{check_held_back(tuning):,}")
-    how = RunOptions(parsed.engine, parsed.jobs, parsed.clients_per_gpu)
+    options = RunOptions(parsed.engine, parsed.jobs, parsed.clients_per_gpu)
     try:
-        choice = tune(tuning, folder.absolute(), how)
+        choice = tune(tuning, folder.absolute(), options)
     except KeyboardInterrupt:
         log.info("what is done is kept in %s; the same command goes on there", folder)
         raise
-    write_results(choice)
     log.info("%s\nresults: %s", summary(choice), folder / "results.md")
-    log.info("%s", adopt(choice, write=not parsed.no_write))
+    log.info("%s", adopt(tuning, choice, write=not parsed.no_write))
 
 
 def _time_of(tuning: "Tuning") -> str:
     """Estimate how long a tuning takes on this machine, one run after the other."""
     from ravan_flwr.runs.console import minutes  # noqa: PLC0415
-    from ravan_flwr.studies.clock import Work  # noqa: PLC0415
 
     started = time.monotonic()
     with importing():
         from ravan_flwr.training.speed import time_of_rounds  # noqa: PLC0415
     start = time.monotonic() - started
-    work = sum((rung.work for rung in tuning.rungs), start=Work())
+    runs, rounds = tuning.work
     try:
-        seconds = time_of_rounds(replace(tuning.config, num_clients=tuning.num_clients))
+        seconds = time_of_rounds(replace(tuning.config, num_clients=tuning.row.num_clients))
     except ValueError as error:
         return f"time not estimated: {error}"
-    total = work.rounds * seconds + work.runs * start
     return (
-        f"about {minutes(total)} on this machine, one run after the other: {seconds:.2g} s for the "
-        f"training of a round (`ravan-flwr plan` says how that is known), {start:.0f} s to start a "
-        "run; evaluation comes on top"
+        f"about {minutes(rounds * seconds + runs * start)} on this machine, one run after the other"
+        f": {seconds:.2g} s for the training of a round (`ravan-flwr plan` says how that is known),"
+        f" {start:.0f} s to start a run; evaluation comes on top"
     )
 
 

@@ -1,6 +1,8 @@
 """Compute a checksum of this package's own files: do server and client run the same app?"""
 
 import hashlib
+import importlib.metadata
+import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -34,3 +36,24 @@ def code_fingerprint() -> str:
         digest.update(name.as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+@cache
+def code_version() -> str:
+    """Return the package's version and, of a checkout, its commit: 0.6.0+1a2b3c4, or ...-dirty.
+
+    An app bundle runs where no package is installed: then it is the checksum of the files.
+    """
+    root = Path(__file__).resolve().parents[2]
+    try:
+        version = importlib.metadata.version("ravan-flwr")
+    except importlib.metadata.PackageNotFoundError:
+        return f"files {code_fingerprint()}"
+    if not (root / ".git").exists():
+        return version
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return version
+    return f"{version}+{told.stdout.strip()}"

@@ -137,6 +137,7 @@ Summary = TypedDict(
         "left-out": list[int],
         "seconds": float,
         "finished": str,
+        "code": NotRequired[str],  # version of the package and, of a checkout, its commit
         "processes": NotRequired[int],  # in which clients computed, of a run in process
         "spread": NotRequired[dict[str, Spread]],  # over the clients, of the last evaluation
         "unit": NotRequired[str],  # that epsilon is of: example, or none of a client's

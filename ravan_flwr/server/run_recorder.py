@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record
+from ravan_flwr.messages.fingerprint import code_version
 from ravan_flwr.messages.parcel import new_run_id
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.callback import Callback
@@ -139,6 +140,7 @@ def summary_of(
         "left-out": records[-1]["left-out"] if records else [],
         "seconds": round(sum(record["seconds"] for record in records), 3),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "code": code_version(),
     }
     trained = [client for record in records if record["round"] for client in record["clients"]]
     if all("steps" in client for client in trained):

@@ -7,7 +7,7 @@ from itertools import product
 
 from ravan_flwr.specs import LOWER_IS_BETTER
 from ravan_flwr.studies.choosing import RateChoice, choose, runs_as_good, runs_of
-from ravan_flwr.studies.intervals import Interval, difference, interval
+from ravan_flwr.studies.intervals import Interval, difference, holm, interval
 from ravan_flwr.studies.results import Result, Results
 from ravan_flwr.studies.spec import PlannedRun, Table
 
@@ -16,7 +16,7 @@ from ravan_flwr.studies.spec import PlannedRun, Table
 class Line:
     """Hold a row of a table, with the results of its seeds that are done."""
 
-    table: str
+    table: Table
     row: str
     metric: str
     results: Mapping[int, Result]  # by seed
@@ -24,11 +24,10 @@ class Line:
     as_good: Mapping[float, Mapping[int, float]]  # the same with the other rates that are as good
     seeds: int  # that the study names
     choice: RateChoice | None  # of the learning rate, where it is chosen from a grid
-    competes: bool
-    paper: float | None  # in percent
     apart: Interval | None = None  # from the row that differences are to
     late: Interval | None = None  # from that row, in the mean of the last evaluations
     change: Interval | None = None  # from the same row of another table
+    p_holm: float | None = None  # of a planned difference, corrected for their number
     steady: bool = False  # does it stand so to that row with any of the rates that are as good?
     best: bool = False  # or not to be told apart from it
 
@@ -41,10 +40,11 @@ class Line:
             return None
 
         def values_of(found: Mapping[int, Result]) -> dict[int, float]:
-            return {seed: result.value(table.metric) for seed, result in found.items()}
+            last = table.mean_of_last or 0
+            return {seed: result.value(table.metric, last) for seed, result in found.items()}
 
         return cls(
-            table=table.title,
+            table=table,
             row=name,
             metric=table.metric or next(iter(done.values())).metric,
             results=done,
@@ -55,8 +55,6 @@ class Line:
             },
             seeds=len(row.seeds),
             choice=choose(row, results),
-            competes=name not in table.references,
-            paper=table.paper.get(name),
         )
 
     @property
@@ -64,13 +62,12 @@ class Line:
         return next(iter(self.results.values()))
 
     @property
-    def interval(self) -> Interval:
-        return interval(list(self.values.values()))
+    def competes(self) -> bool:
+        return self.row not in self.table.references
 
     @property
-    def spread(self) -> float:
-        """Return the standard deviation over the seeds."""
-        return statistics.stdev(self.values.values()) if len(self.values) > 1 else 0.0
+    def interval(self) -> Interval:
+        return interval(list(self.values.values()))
 
     @property
     def sign(self) -> int:
@@ -82,39 +79,34 @@ class Line:
         """Return the mean such that larger is better."""
         return self.sign * self.interval.mean
 
+    def mean_of(self, name: str) -> float | None:
+        """Average a number of the results over the seeds; None where a run has not noted it."""
+        known = [getattr(result, name) for result in self.results.values()]
+        return None if None in known else statistics.mean(known)
+
     @property
     def client_seconds(self) -> float | None:
-        """Average over the seeds what all clients took; None where a run has not noted it."""
-        taken = [result.client_seconds for result in self.results.values()]
-        known = [seconds for seconds in taken if seconds is not None]
-        return statistics.mean(known) if len(known) == len(taken) else None
+        """Average over the seeds what all clients took."""
+        return self.mean_of("client_seconds")
 
-    @property
-    def bytes_up(self) -> float:
-        return statistics.mean(result.bytes_up for result in self.results.values())
-
-    @property
-    def bytes_down(self) -> float:
-        return statistics.mean(result.bytes_down for result in self.results.values())
-
-    @property
-    def seconds(self) -> float:
-        return statistics.mean(result.seconds for result in self.results.values())
-
-    def change_in(self, other: Table | None, results: Results) -> Interval | None:
-        """Find how far it is from the row of its name in another table."""
+    def change_in(self, results: Results) -> Interval | None:
+        """Find how far it is from the row of its name in the table that its own names."""
+        other = self.table.change_from
         if other is None or self.row not in other.rows:
             return None
         theirs = Line.of(other, self.row, results)
         return difference(self.values, theirs.values) if theirs else None
 
-    def beside(self, other: "Line", last: int) -> "Line":
-        """Compare it with another row, also in the mean of so many evaluations, if any."""
+    def beside(self, other: "Line") -> "Line":
+        """Compare it with another row, also in the mean of the last evaluations, if asked."""
+        last = self.table.compare_last
+        mine, theirs = ([x.values, *x.as_good.values()] for x in (self, other))
+        found = {self._standing(difference(one, two)) for one, two in product(mine, theirs)}
         return replace(
             self,
             apart=difference(self.values, other.values),
             late=difference(self._late(last), other._late(last)) if last else None,
-            steady=self._is_steady(other),
+            steady=found in ({"ahead"}, {"behind"}),
         )
 
     def _late(self, last: int) -> dict[int, float]:
@@ -141,12 +133,6 @@ class Line:
         """Find how far it ends from where it is with one of the other rates that are as good."""
         return difference(self.as_good[rate], self.values)
 
-    def _is_steady(self, other: "Line") -> bool:
-        """Tell whether it is ahead, or behind, whichever rates that are as good both have."""
-        mine, theirs = ([x.values, *x.as_good.values()] for x in (self, other))
-        found = {self._standing(difference(one, two)) for one, two in product(mine, theirs)}
-        return found in ({"ahead"}, {"behind"})
-
 
 def _by_seed(runs: Sequence[PlannedRun], results: Results) -> dict[int, Result]:
     found = {int(dict(run.settings)["seed"]): results.of(run) for run in runs}
@@ -158,12 +144,18 @@ def lines_of(table: Table, results: Results) -> list[Line]:
     lines = [line for name in table.rows if (line := Line.of(table, name, results)) is not None]
     other = next((line for line in lines if line.row == table.against), None)
     best = max((line for line in lines if line.competes), key=lambda x: x.merit, default=None)
-    return [
+    lines = [
         replace(
-            line if other is None or line is other else line.beside(other, table.compare_last),
-            change=line.change_in(table.change_from, results),
+            line if other is None or line is other else line.beside(other),
+            change=line.change_in(results),
             best=line.competes and best is not None and _is_as_good(line, best),
         )
+        for line in lines
+    ]
+    known = {line.row: line.apart.p for line in lines if line.apart and line.apart.p is not None}
+    corrected = holm({name: known.get(name, 1.0) for name in table.contrasts})
+    return [
+        replace(line, p_holm=corrected.get(line.row)) if line.row in known else line
         for line in lines
     ]
 
@@ -176,30 +168,32 @@ def _is_as_good(line: Line, best: Line) -> bool:
     return apart.holds_zero
 
 
-def sentence(table: Table, lines: Sequence[Line]) -> str:
-    """Say which rows are ahead and behind, by intervals that do not hold zero."""
-    named = {kind: [x.row for x in lines if x.standing == kind] for kind in _STANDINGS}
-    told = [_STANDINGS[kind].format(table.against, ", ".join(x)) for kind, x in named.items() if x]
-    if not told and len(lines) > 1:
-        least = min(len(line.values) for line in lines)
-        seeds = "one seed" if least == 1 else f"{least} seeds"
-        told = [f"With {seeds} there is no interval: no row is said to be ahead of another."]
-    elif (named["ahead"] or named["behind"]) and _rates_are_run(lines):
-        steady = ", ".join(line.row for line in lines if line.steady) or "none"
-        told.append(
-            f"With any of the rates that are as good, of both rows, this holds for: {steady}."
-        )
-    return " ".join(told)
-
-
-def _rates_are_run(lines: Sequence[Line]) -> bool:
-    """Tell whether the rows were run with all rates that are as good, and some have such."""
-    done = [len(values) == line.seeds for line in lines for values in line.as_good.values()]
-    return bool(done) and all(done)
-
-
 _STANDINGS = {
     "ahead": "Ahead of {}: {}.",
     "behind": "Behind {}: {}.",
     "alike": "Not to be told apart from {}: {}.",
 }
+
+
+def sentence(table: Table, lines: Sequence[Line]) -> str:
+    """Say which rows are ahead and behind, by intervals that do not hold zero."""
+    named = {kind: [x.row for x in lines if x.standing == kind] for kind in _STANDINGS}
+    told = [_STANDINGS[kind].format(table.against, ", ".join(x)) for kind, x in named.items() if x]
+    # Were the rows run with all rates that are as good, and have some such?
+    run = [len(values) == line.seeds for line in lines for values in line.as_good.values()]
+    if not told and len(lines) > 1:
+        least = min(len(line.values) for line in lines)
+        seeds = "one seed" if least == 1 else f"{least} seeds"
+        told = [f"With {seeds} there is no interval: no row is said to be ahead of another."]
+    elif (named["ahead"] or named["behind"]) and run and all(run):
+        steady = ", ".join(line.row for line in lines if line.steady) or "none"
+        told.append(
+            f"With any of the rates that are as good, of both rows, this holds for: {steady}."
+        )
+    if table.contrasts:
+        found = [x.row for x in lines if x.p_holm is not None and x.p_holm < 0.05]
+        told.append(
+            f"Significantly different from {table.against} with Holm's correction over the "
+            f"{len(table.contrasts)} planned contrasts: {', '.join(found) or 'none'}."
+        )
+    return " ".join(told)

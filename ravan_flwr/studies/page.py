@@ -13,22 +13,25 @@ and the pictures. So page, numbers and record cannot drift apart.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
-from ravan_flwr.reports.chart import Chart
 from ravan_flwr.runs.directory import write_atomically
-from ravan_flwr.studies.numbers import rates_as_csv, rows_as_csv
 from ravan_flwr.studies.pictures import charts, overview_charts
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import OVERVIEW, Study
-from ravan_flwr.studies.tables import overview_lines, rates_lines, table_lines
+from ravan_flwr.studies.tables import (
+    overview_lines,
+    rates_as_csv,
+    rates_lines,
+    rows_as_csv,
+    table_lines,
+)  # fmt: skip
 
-_BEGIN = re.compile(r"^<!-- study (?P<name>[^:]+): (?P<title>.+) -->$")
 _RATES = "rates of "
 _END = "<!-- end of study -->"
+_MARK = re.compile(rf"^(?:<!-- study (?P<name>[^:]+): (?P<title>.+) -->|{_END})$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Page:
         page = cls(path, file.stem, study)
         if not path.is_file():
             raise ValueError(f"--page {path}: found no file there, expected a page; write one")
-        page._parts(page._text())
+        page._places(page._text())
         return page
 
     def _text(self) -> str:
@@ -71,8 +74,11 @@ class Page:
         text = self._text()
         for suffix, numbers in self.numbers(results).items():
             write_atomically(self.folder / f"{self.name}{suffix}.csv", numbers.encode())
-        drawn = {part.title: part.charts for part in self._parts(text) if part.title}
-        for chart in (chart for charts_of in drawn.values() for chart in charts_of(results)):
+        shown = {title.removeprefix(_RATES) for *_, title in self._places(text)}
+        drawn = [charts(x, results) for x in self.study.tables if x.title in shown]
+        if OVERVIEW in shown:
+            drawn.append(overview_charts(self.study, results))
+        for chart in (chart for charts_of in drawn for chart in charts_of):
             replace(chart, name=f"{self.name}-{chart.name}").write(self.folder)
         write_atomically(self.path, self.written(text, results).encode())
 
@@ -82,68 +88,43 @@ class Page:
 
     def written(self, text: str, results: Results) -> str:
         """Return the page with today's tables in it."""
-        return "\n".join(part.written(results) for part in self._parts(text))
+        for start, end, title in reversed(self._places(text)):
+            lines = "\n".join(["", "", *self._lines(title, results), "", ""])
+            text = text[:start] + lines + text[end:]
+        return text
 
-    def _parts(self, text: str) -> list["_Part"]:
-        """Cut the page up: its own lines, marks included, and the tables between them."""
-        parts: list[_Part] = []
-        own: list[str] = []
-        within: _Part | None = None
-        for number, line in enumerate(text.split("\n"), start=1):
-            begins = _BEGIN.match(line)
-            if within is not None:
-                if begins:
-                    raise self._wrong(number, line, f"{_END!r} before it")
-                if line != _END:
-                    continue
-                within = None
-            own.append(line)
-            if begins and begins["name"] == self.name:
-                within = self._table(number, begins["title"])
-                parts += [_Part("\n".join(own)), within]
-                own = []
-        if within is not None:
-            raise self._wrong(number, "the end of the page", f"{_END!r} before it")
-        if not parts:
+    def _lines(self, title: str, results: Results) -> list[str]:
+        if title == OVERVIEW:
+            return overview_lines(self.study, results)
+        write = rates_lines if title.startswith(_RATES) else table_lines
+        tables = {table.title: table for table in self.study.tables}
+        return write(tables[title.removeprefix(_RATES)], results)
+
+    def _places(self, text: str) -> list[tuple[int, int, str]]:
+        """Find where tables of the study stand: the ends of their marks, and their titles."""
+        places = []
+        titles = [table.title for table in self.study.tables]
+        for mark, after in pairwise([*_MARK.finditer(text), None]):
+            if mark is None or mark["name"] != self.name:
+                continue
+            if after is None or after["name"]:
+                where, got = (after or mark), after[0] if after else "the end of the page"
+                raise self._wrong(text, where, got, f"{_END!r} before it")
+            if mark["title"].removeprefix(_RATES) not in (*titles, OVERVIEW):
+                known = [*titles, OVERVIEW]
+                raise self._wrong(
+                    text, mark, mark["title"], f"a table of the study: one of {known}"
+                )
+            places.append((mark.end(), after.start(), mark["title"]))
+        if not places:
             raise ValueError(
                 f"--page {self.path}: found no place for study {self.name}, expected lines such as "
-                f"'<!-- study {self.name}: {self.study.tables[0].title} -->' and, after it, "
-                f"'{_END}'; add them"
+                f"'<!-- study {self.name}: {titles[0]} -->' and, after it, '{_END}'; add them"
             )
-        return [*parts, _Part("\n".join(own))]
+        return places
 
-    def _table(self, number: int, title: str) -> "_Part":
-        if title == OVERVIEW:
-            return _Part(
-                "",
-                OVERVIEW,
-                partial(overview_lines, self.study),
-                partial(overview_charts, self.study),
-            )
-        titles = {table.title: table for table in self.study.tables}
-        wanted = title.removeprefix(_RATES)
-        if wanted not in titles:
-            known = [*titles, OVERVIEW]
-            raise self._wrong(number, title, f"a table of the study: one of {known}")
-        lines = table_lines if title == wanted else rates_lines
-        table = titles[wanted]
-        return _Part("", wanted, partial(lines, table), partial(charts, table))
-
-    def _wrong(self, number: int, got: str, expected: str) -> ValueError:
+    def _wrong(self, text: str, mark: re.Match[str], got: str, expected: str) -> ValueError:
+        line = text.count("\n", 0, mark.start()) + 1
         return ValueError(
-            f"--page {self.path}: line {number}: got {got!r}, expected {expected}; correct the page"
+            f"--page {self.path}: line {line}: got {got!r}, expected {expected}; correct the page"
         )
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Hold lines of the page's own, or a table that stands between two marks."""
-
-    own: str
-    title: str = ""  # of the table
-    lines: Callable[[Results], list[str]] = lambda _: []
-    charts: Callable[[Results], list[Chart]] = lambda _: []
-
-    def written(self, results: Results) -> str:
-        """Write it as it is to stand in the page."""
-        return "\n".join(["", *self.lines(results), ""]) if self.title else self.own

@@ -1,44 +1,58 @@
 """Read a study file and check all of it, so that no run begins of a study that has a mistake."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import Field, ValidationError
 
 from ravan_flwr.config.keys import KEYS, check_key
 from ravan_flwr.config.presets import own_preset
-from ravan_flwr.config.run_config import read_config
+from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.config.yaml_file import read_yaml
+from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
-from ravan_flwr.studies.earlier_tables import check_title, with_change_from, with_rates_of
+from ravan_flwr.studies import spec
 from ravan_flwr.studies.intervals import LEAST
-from ravan_flwr.studies.rates import EXTENSIONS, RATE
-from ravan_flwr.studies.side_by_side import check_equal, check_last, check_measured_alike
-from ravan_flwr.studies.spec import Row, Study, Table
+from ravan_flwr.studies.spec import RATE, Grid, Row, Rung, Study, Table
 
-MOST_EXTENSIONS = 10
 # What a table's rows may choose.
 CHOSEN = (RATE, "clip-norm", "server-learning-rate", "calibration-learning-rate")
 OF_A_MACHINE = ("data", "model", "device", "processes")
+TOLERANCE = 0.05  # numbers of parameters that differ by no more are called equal
 
-_FIELDS = {"title": str, "num-clients": int, "seeds": list, "settings": dict, "tables": list}
-_OPTIONS = {"choose": dict, "paper": str}
-_CHOOSE = {"learning-rate": list, "seeds": list}
-_CHOOSE_OPTIONS = {"extensions": int}
-_TABLE = {"title": str, "rows": dict}
-_TABLE_OPTIONS = {
-    "settings": dict,
-    "equal-parameters": bool,
-    "references": list,
-    "choose": dict,
-    "rates-of": str,
-    "run-as-good": bool,
-    "spectra": bool,
-    "metric": str,
-    "against": str,
-    "change-from": str,
-    "compare-last": int,
-}
+
+class _Choose(spec.Checked):
+    learning_rate: list[float]
+    seeds: list[int]
+    extensions: int = Field(default=spec.EXTENSIONS, ge=0, le=10)
+
+
+class _TableOfFile(spec.TableOptions):
+    rows: dict[Any, dict[str, Any] | None]
+    settings: dict[str, Any] = Field(default_factory=dict)
+    choose: dict[str, Any] | None = None
+    change_from: str = ""
+
+
+class _StudyFile(spec.Checked):
+    title: str
+    num_clients: int
+    seeds: list[int] = Field(min_length=1)
+    settings: dict[str, Any]
+    tables: list[_TableOfFile]
+    choose: _Choose = _Choose(learning_rate=[], seeds=[])
+    paper: str = ""
+
+
+_Content = TypeVar("_Content", bound=spec.Checked)
+
+
+def _require(holds: object, wrong: str) -> None:
+    if not holds:
+        raise ValueError(wrong)
 
 
 def read_study(path: Path, here: Mapping[str, Scalar] | None = None) -> Study:
@@ -46,212 +60,257 @@ def read_study(path: Path, here: Mapping[str, Scalar] | None = None) -> Study:
 
     `here` has settings of this machine for all runs, which change nothing in what they are.
     """
-    _check_here(here or {})
-    where = f"study {path}"
-    content = _read_content(where, path) | {"here": dict(here or {})}
-    numbers = _read_paper(path, content["paper"]) if "paper" in content else {}
-    tables: list[Table] = []
-    choosing: dict[
-        str | None, dict[str, list[float]]
-    ] = {}  # by title: a key, and what to choose from
-    for table in content["tables"]:
-        _check_fields(f"{where}: a table", table, _TABLE, _TABLE_OPTIONS)
-        title = table["title"]
-        check_title(where, title, tables)
-        its = f"{where}: table {title!r}"
-        table["choose"] = choosing[title] = _values_of(its, content["choose"], table, choosing)
-        read = _read_table(where, content, table, numbers.pop(title, {}))
-        read = with_change_from(its, read, table.get("change-from"), tables)
-        tables.append(with_rates_of(its, read, tables))
-    if numbers:
-        raise ValueError(
-            f"{where}: the paper's numbers name tables {list(numbers)}, which it does not "
-            "have; correct them"
+    for key, value in (here or {}).items():
+        _require(
+            key in OF_A_MACHINE,
+            f"study: got {key}={value}, expected {' or '.join(OF_A_MACHINE)}, which say where "
+            "something lies or computes; write what belongs to the runs into the study's file",
         )
-    return Study(content["title"], tables)
-
-
-def _read_content(where: str, path: Path) -> dict[str, Any]:
-    """Read the file; check its fields, but for the tables, and what all of its rows share."""
-    content = read_yaml(path)
-    _check_fields(where, content, _FIELDS, _OPTIONS)
-    choose = content.setdefault("choose", {"learning-rate": [], "seeds": []})
-    _check_fields(f"{where}: choose", choose, _CHOOSE, _CHOOSE_OPTIONS)
-    if not 0 <= choose.setdefault("extensions", EXTENSIONS) <= MOST_EXTENSIONS:
-        raise ValueError(
-            f"{where}: choose: extensions = {choose['extensions']}: expected a whole number "
-            f"from 0 to {MOST_EXTENSIONS}; correct it"
-        )
-    for seeds in (content["seeds"], choose["seeds"]):
+        check_key(key, value)
+    where, tables = f"study {path}", list[Table]()
+    content = _checked(where, _StudyFile, read_yaml(path))
+    for seeds in (content.seeds, content.choose.seeds):
         for seed in seeds:
             check_key("seed", seed)
-        if twice := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
-            raise ValueError(f"{where}: got seeds {twice} twice; expected each once")
-    if not content["seeds"] or bool(choose["seeds"]) != bool(choose["learning-rate"]):
-        raise ValueError(
-            f"{where}: got seeds {content['seeds']}, and to choose from learning rates "
-            f"{choose['learning-rate']} with seeds {choose['seeds']}; expected at least one seed, "
-            "and for learning rates some of their own; name some"
-        )
-    return dict(content)
-
-
-def _check_here(here: Mapping[str, Scalar]) -> None:
-    for key, value in here.items():
-        if key not in OF_A_MACHINE:
-            raise ValueError(
-                f"study: got {key}={value}, expected {' or '.join(OF_A_MACHINE)}, which say where "
-                "something lies or computes; write what belongs to the runs into the study's file"
-            )
-        check_key(key, value)
-
-
-def _values_of(
-    where: str,
-    choose: Mapping[str, Any],
-    table: Mapping[str, Any],
-    choosing: Mapping[str | None, dict[str, list[float]]],
-) -> dict[str, list[float]]:
-    """Find from which values of which key a table's rows choose: its own, or another table's."""
-    if "choose" in table and "rates-of" in table:
-        raise ValueError(
-            f"{where}: got choose and rates-of, expected one: rows choose for themselves, or "
-            "take what was chosen for another table; take one away"
-        )
-    shared = choosing.get(table.get("rates-of"), {RATE: choose[RATE]})
-    return _check_choose(where, table.get("choose", shared), choose["seeds"])
-
-
-def _check_choose(
-    where: str, content: Mapping[str, Any], seeds: Sequence[int]
-) -> dict[str, list[float]]:
-    """Check from which values of which key a table's rows choose."""
-    if content == {RATE: []}:
-        return {RATE: []}
-    key, values = next(iter(content.items()), ("", None))
-    numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
-    if len(content) != 1 or key not in CHOSEN or not numbers or not values or not seeds:
-        raise ValueError(
-            f"{where}: choose = {content!r}, expected one of {', '.join(CHOSEN)} with a list of "
-            "numbers, such as {clip-norm: [0.3, 1.0]}, and the study's own choose with seeds; "
-            "correct it"
-        )
-    if len(set(values)) < len(values):
-        raise ValueError(f"{where}: choose = {content!r} has a value twice; name each once")
-    for value in values:
-        try:
-            check_key(key, value)
-        except ValueError as error:
-            raise ValueError(f"{where}: choose: {error}") from None
-    return {key: [float(value) for value in values]}
-
-
-def _read_table(
-    whose: str, study: Mapping[str, Any], table: Mapping[str, Any], paper: dict[str, float]
-) -> Table:
-    """Read a table of a study; `paper` has the paper's number for each of its rows, if any."""
-    where = f"{whose}: table {table['title']!r}"
-    shared = study["settings"] | table.get("settings", {})
-    ((key, values),) = table["choose"].items()
-    rows = {
-        str(name): _read_row(f"{whose}: row {name!r}", study, shared | (changes or {}), key, values)
-        for name, changes in table["rows"].items()
-    }
-    references = tuple(table.get("references", []))
-    against = [table["against"]] if "against" in table else []
-    for what, names in (("references", references), ("the paper's", paper), ("against", against)):
-        if unknown := [name for name in names if name not in rows]:
-            raise ValueError(
-                f"{where}: {what} {unknown} are no rows, expected some of {list(rows)}; correct "
-                "them"
-            )
-    if table.get("run-as-good"):
-        rows = _running_as_good(where, rows)
-    check_measured_alike(where, rows, spectra=table.get("spectra", False))
-    if "compare-last" in table:
-        check_last(where, table["compare-last"], rows)
-    if table.get("equal-parameters"):
-        check_equal(where, {k: v for k, v in rows.items() if k not in references})
-    return Table(
-        title=table["title"],
-        rows=rows,
-        spectra=table.get("spectra", False),
-        metric=table.get("metric", ""),
-        paper=paper,
-        references=references,
-        rates_of=table.get("rates-of", ""),
-        against=_against(table, list(rows), references),
-        chosen=key,
-        compare_last=table.get("compare-last", 0),
+        twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
+        _require(not twice, f"{where}: got seeds {twice} twice; expected each once")
+    numbers = _read_paper(path, content.paper) if content.paper else {}
+    for table in content.tables:
+        paper = numbers.pop(table.title, {})
+        tables.append(_TableReader(where, content, table, dict(here or {}), tables).read(paper))
+    _require(
+        not numbers,
+        f"{where}: the paper's numbers name tables {list(numbers)}, which it does not have; "
+        "correct them",
     )
+    return Study(content.title, tables)
 
 
-def _running_as_good(where: str, rows: Mapping[str, Row]) -> dict[str, Row]:
-    """Let rows be run with all rates that are as good; with fewer seeds none is found to be."""
-    seeds = min((len(row.rate_seeds) for row in rows.values() if row.rates), default=0)
-    if seeds < LEAST:
-        raise ValueError(
-            f"{where}: run-as-good, and rates are chosen with {seeds} seeds; expected rates to "
-            f"choose from, with {LEAST} seeds at least (choose); add them, or take it away"
-        )
-    return {name: replace(row, run_as_good=True) for name, row in rows.items()}
-
-
-def _against(table: Mapping[str, Any], rows: Sequence[str], references: Sequence[str]) -> str:
-    """Name the row that differences are to: as the table says, `ravan`, or the first."""
-    competing = [name for name in rows if name not in references] or list(rows)
-    usual = next(iter(["ravan"] if "ravan" in rows else competing), "")
-    return str(table.get("against", usual))
-
-
-def _read_row(
-    where: str, study: Mapping[str, Any], settings: dict[str, Any], key: str, values: list[float]
-) -> Row:
-    """Read a row, and check its settings with each value of the key that it may be run with."""
-    clients = settings.pop("num-clients", study["num-clients"])
-    if type(clients) is not int or clients < 1:
-        raise ValueError(f"{where}: num-clients = {clients!r}: expected a whole number at least 1")
-    choose = study["choose"]
-    rates = [] if key in settings else values
+def _checked(where: str, model: type[_Content], content: object) -> _Content:
+    """Read a mapping; ValueError names the first field that is wrong, and those there are."""
     try:
-        for rate in rates or [settings.get(key, KEYS[key].default)]:
-            read_config(own_preset(settings | study["here"] | {key: rate}))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    return Row(
-        settings=settings,
-        num_clients=clients,
-        seeds=study["seeds"],
-        rates=rates,
-        rate_seeds=choose["seeds"],
-        extensions=choose["extensions"],
-        chosen=key,
-        here=study["here"],
-    )
+        return model.model_validate(content)
+    except ValidationError as error:
+        fields = sorted(field.alias or name for name, field in model.model_fields.items())
+        raise ValueError(
+            f"{where}: {spec.first_wrong(error)}; expected the fields {fields}, and in them what "
+            "docs/reports.md says; correct it"
+        ) from None
+
+
+class _TableReader:
+    """Reads one table of a study file; `earlier` are those above it."""
+
+    def __init__(
+        self, where: str, study: _StudyFile, table: _TableOfFile, here: dict[str, Scalar],
+        earlier: Sequence[Table],
+    ) -> None:  # fmt: skip
+        self.where, self.study, self.table = f"{where}: table {table.title!r}", study, table
+        self.here, self.earlier = here, earlier
+        self.configs: dict[str, Config] = {}  # of the rows
+
+    def _require(self, holds: object, wrong: str) -> None:
+        _require(holds, f"{self.where}: {wrong}")
+
+    def read(self, paper: dict[str, float]) -> Table:
+        """Read it; `paper` has the paper's number for each of its rows, if any."""
+        table, taken = self.table, {spec.OVERVIEW, *(other.title for other in self.earlier)}
+        self._require(
+            table.title not in taken,
+            f"two tables are called {table.title!r}, or it is called {spec.OVERVIEW!r}, which in a "
+            "page stands for all of them; expected different titles; rename it",
+        )
+        choosing = [other for other in self.earlier if not other.rates_of]
+        lender = self._earlier("rates-of", table.rates_of, choosing)
+        key, grid = (lender.chosen, lender.grid) if lender else self._grid()
+        rows = {
+            str(name): self._row(str(name), x or {}, key, grid) for name, x in table.rows.items()
+        }
+        competing = [name for name in rows if name not in table.references] or list(rows)
+        against = table.against or next(iter(["ravan"] if "ravan" in rows else competing), "")
+        for what, names in (
+            ("references", table.references), ("the paper's", paper),
+            ("contrasts", table.contrasts), ("against", [against] if against else []),
+        ):  # fmt: skip
+            unknown = [name for name in names if name not in rows]
+            told = f"{what} {unknown} are no rows, expected some of {list(rows)}; correct them"
+            self._require(not unknown, told)
+        self._check_choices(rows)
+        self._check_measured_alike()
+        for option in ("compare_last", "mean_of_last"):
+            self._check_last(option.replace("_", "-"), getattr(table, option))
+        if table.equal_parameters:
+            self._check_equal()
+        if lender:
+            rows |= self._taking(rows, lender)
+        options = table.model_dump(include={*spec.TableOptions.model_fields} - {"against"})
+        return Table(
+            **options, against=against, rows=rows, paper=paper, chosen=key, grid=grid,
+            change_from=self._change_from(),
+        )  # fmt: skip
+
+    def _grid(self) -> tuple[str, Grid | None]:
+        """Find from which values of which key the rows choose."""
+        table, choose, out = self.table, self.study.choose, self.table.leave_one_seed_out
+        content = {RATE: choose.learning_rate} if table.choose is None else table.choose
+        if content == {RATE: []}:
+            return RATE, None
+        key, values = next(iter(content.items()), ("", None))
+        numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
+        self._require(
+            len(content) == 1 and key in CHOSEN and numbers and values,
+            f"choose = {content!r}, expected one of {', '.join(CHOSEN)} with a list of numbers, "
+            "such as {clip-norm: [0.3, 1.0]}; correct it",
+        )
+        values = [float(value) for value in values or ()]
+        twice = f"choose = {content!r} has a value twice; name each once"
+        self._require(len(set(values)) == len(values), twice)
+        for value in values:
+            try:
+                check_key(key, value)
+            except ValueError as error:
+                raise ValueError(f"{self.where}: choose: {error}") from None
+        rung = Rung(tuple(self.study.seeds if out else choose.seeds))
+        if not out:
+            return key, Grid(key, tuple(values), (rung,), choose.extensions)
+        compared = (table.metric, table.mean_of_last or 0)
+        return key, Grid(key, tuple(values), (rung,), choose.extensions, None, *compared)
+
+    def _row(self, name: str, changes: dict[str, Any], key: str, grid: Grid | None) -> Row:
+        """Read a row, and check its settings with a value of the key that it may be run with."""
+        study, where = self.study, f"{self.where}: row {name!r}"
+        settings = study.settings | self.table.settings | changes
+        clients = settings.pop("num-clients", study.num_clients)
+        told = f"{where}: num-clients = {clients!r}: expected a whole number at least 1"
+        _require(type(clients) is int and clients >= 1, told)
+        grid = None if key in settings else grid
+        value = grid.values[0] if grid else settings.get(key, KEYS[key].default)
+        try:
+            self.configs[name] = read_config(own_preset(settings | self.here | {key: value}))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        good, seeds = self.table.run_as_good, tuple(study.seeds)
+        return Row(settings, clients, seeds, grid, run_as_good=good, here=self.here)
+
+    def _check_choices(self, rows: Mapping[str, Row]) -> None:
+        """Refuse choices that need more seeds or rates than there are."""
+        table = self.table
+        seeds = [len(row.grid.rungs[0].seeds) for row in rows.values() if row.grid]
+        self._require(
+            all(seeds), "its rates are chosen, expected seeds for that in choose; add some"
+        )
+        least = min(seeds, default=0)
+        self._require(
+            least >= LEAST or not (table.run_as_good or table.leave_one_seed_out),
+            f"run-as-good, and leave-one-seed-out, where rates are chosen with {least} seeds; "
+            f"expected rates to choose from, with {LEAST} seeds at least; add them",
+        )
+        self._require(
+            not (table.rates_of and (table.choose is not None or table.leave_one_seed_out))
+            and not (table.run_as_good and table.leave_one_seed_out),
+            "got choose and rates-of, or leave-one-seed-out beside rates-of or run-as-good, "
+            "expected one of them: rows choose for themselves, or take what was chosen for another "
+            "table; take one away",
+        )
+
+    def _earlier(self, field: str, title: str, tables: Sequence[Table]) -> Table | None:
+        """Find the earlier table that a field names, if it names one."""
+        known = {table.title: table for table in tables}
+        self._require(
+            not title or title in known,
+            f"{field} = {title!r}, expected an earlier table: one of {list(known)}; correct it",
+        )
+        return known.get(title)
+
+    def _taking(self, rows: Mapping[str, Row], lender: Table) -> dict[str, Row]:
+        """Let the rows take the rates that are chosen for another table."""
+        taking = {name: row for name, row in rows.items() if row.grid}
+        theirs = {name: row for name, row in lender.rows.items() if row.grid}
+        unknown = [name for name in taking if name not in theirs]
+        self._require(
+            not unknown,
+            f"rates-of = {lender.title!r}: no rate is chosen there for rows {unknown}, expected "
+            "one for each row without a learning-rate; rename the row, or set its rate",
+        )
+        return {name: replace(row, chosen_as=theirs[name]) for name, row in taking.items()}
+
+    def _change_from(self) -> Table | None:
+        """Find the table with whose rows these are compared, if any."""
+        table, other = (
+            self.table,
+            self._earlier("change-from", self.table.change_from, self.earlier),
+        )
+        if other:
+            mine, theirs = ((x.metric, x.mean_of_last) for x in (table, other))
+            self._require(
+                mine == theirs,
+                f"change-from = {other.title!r} tells {theirs} where this table tells {mine}, "
+                "expected one metric in both, of as many evaluations; correct it",
+            )
+            self._require(
+                {*self.configs} & other.rows.keys(),
+                f"change-from = {other.title!r} has rows {list(other.rows)}, expected some of "
+                f"{list(self.configs)}; rename a row",
+            )
+        return other
+
+    def _check_measured_alike(self) -> None:
+        """Refuse a row of a personalised method that cannot stand beside the others."""
+        personal = [name for name, x in self.configs.items() if METHODS[x.method].personalised]
+        self._require(
+            not (personal and self.table.spectra),
+            f"spectra: rows {personal} have another update for each client, expected rows with "
+            "one model for all; take spectra away",
+        )
+        ways = {
+            name: f"evaluate-on={x.evaluate_on} validation-share={x.validation_share:g}"
+            for name, x in self.configs.items()
+        }
+        self._require(
+            not personal or len({*ways.values()}) == 1,
+            f"its rows are measured on different examples ({ways}), expected the same for all; "
+            "set evaluate-on: clients and validation-share: 0.2 in the study's settings",
+        )
+
+    def _check_equal(self) -> None:
+        """Refuse rows that do not train the same number of parameters, to 5 %."""
+        from ravan_flwr.training.cost import adapter_parameters  # noqa: PLC0415 (imports torch)
+
+        numbers = {
+            name: adapter_parameters(config)
+            for name, config in self.configs.items()
+            if name not in self.table.references
+        }
+        few = f"equal-parameters has rows {list(numbers)}, expected at least two"
+        self._require(len(numbers) > 1, few)
+        apart = 1 - min(numbers.values()) / max(numbers.values())
+        listed = ", ".join(f"{name} {number:,}" for name, number in numbers.items())
+        self._require(
+            apart <= TOLERANCE,
+            f"it calls its rows equal, but the parameters that they train differ by "
+            f"{100 * apart:.1f} % ({listed}), expected at most {100 * TOLERANCE:.0f} %; change "
+            "lora-rank, heads or rank, name references, or take equal-parameters away",
+        )
+
+    def _check_last(self, key: str, last: int | None) -> None:
+        """Refuse a mean of more evaluations than any row has."""
+        times = [math.ceil(x.num_rounds / x.eval_every) for x in self.configs.values()]
+        most = max(times, default=0)
+        self._require(
+            last is None or 2 <= last <= most,
+            f"{key} = {last}, expected 2 evaluations or more, and no more than the {most} of a "
+            "row's run; correct it, or eval-every",
+        )
 
 
 def _read_paper(study: Path, name: str) -> dict[str, dict[str, float]]:
     """Read the numbers of a file in `paper/` beside the study: table -> row -> percent."""
     path = study.parent / "paper" / f"{name}.yaml"
-    if not path.is_file():
-        raise ValueError(f"study {study}: paper = {name!r}: found no file {path}; correct it")
+    told = f"study {study}: paper = {name!r}: found no file {path}; correct it"
+    _require(path.is_file(), told)
     content = read_yaml(path)
     tables = content.items() if isinstance(content, dict) else []
     for title, rows in tables:
-        if not isinstance(rows, dict) or not all(type(x) in (int, float) for x in rows.values()):
-            raise ValueError(f"{path}: {title!r} is {rows!r}, expected numbers by row; correct it")
+        numbers = isinstance(rows, dict) and all(type(x) in (int, float) for x in rows.values())
+        _require(numbers, f"{path}: {title!r} is {rows!r}, expected numbers by row; correct it")
     return {str(title): {str(row): float(x) for row, x in rows.items()} for title, rows in tables}
-
-
-def _check_fields(
-    where: str, content: object, fields: Mapping[str, type], options: Mapping[str, type]
-) -> None:
-    """Raise ValueError unless `content` is a mapping with these fields, and no others."""
-    got = set(content) if isinstance(content, dict) else type(content).__name__
-    if not isinstance(content, dict) or not set(fields) <= set(content) <= {*fields, *options}:
-        shown = sorted(got, key=str) if isinstance(got, set) else got
-        optional = f", and if need be {sorted(options)}" if options else ""
-        raise ValueError(f"{where}: got {shown}, expected the fields {sorted(fields)}{optional}")
-    for field, kind in {**fields, **options}.items():
-        if field in content and not isinstance(content[field], kind):
-            raise ValueError(f"{where}: {field} is no {kind.__name__}; correct it")

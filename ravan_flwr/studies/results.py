@@ -3,47 +3,63 @@
 A run is found again by its settings, in the record or in its own directory, so that a study goes
 on from its record alone. The record is JSON, a line a run; of two lines for one run the later
 counts. `config` is a digest of the settings as they resolved: if a preset changes, or a default,
-its runs are run again. A run that failed has a line with the reason in place of a result, and is
-tried again.
+its runs are run again. `code` is the version of the code that the run had, `data-hash` that of a
+folder of data. A run that failed has a line with the reason in place of a result, and is tried
+again.
 """
 
 import hashlib
 import json
 import logging
 import os
+import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import chain
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from ravan_flwr.config.keys import KEYS
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
 from ravan_flwr.runs.record import RoundRecord, Summary
-from ravan_flwr.studies.spec import PlannedRun, run_key_values
+from ravan_flwr.studies.spec import PlannedRun, first_wrong
 
 NAME = "runs.jsonl"  # of the record, in the folder of a study
 _DIGITS = 6  # of the numbers of a curve, which are drawn
 
 log = logging.getLogger(__name__)
 
-Curve = Mapping[str, list[float]]  # round, bytes, client-seconds and each metric, evaluated rounds
+Curve = dict[str, list[int | float]]  # round, bytes, client-seconds and each metric, by evaluation
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(BaseModel):
     """Hold what a run has come to, as its line in the record has it."""
 
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        populate_by_name=True,
+        alias_generator=lambda name: name.replace("_", "-"),
+    )
+
     metric: str
-    final: Mapping[str, float]
-    learning_rate: float
+    final: dict[str, int | float]
+    learning_rate: int | float
     rank: int | None
     parameters: int  # of the adapters
     bytes_up: int
     bytes_down: int
-    seconds: float
-    client_seconds: float | None  # of all clients' training; None: the run has not noted it
+    seconds: int | float
+    client_seconds: int | float | None  # of all clients' training; None: the run has not noted it
     curve: Curve
+    code: str | None = None  # the version of the code that ran
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.metric not in self.final or len({*map(len, self.curve.values())}) > 1:
+            raise ValueError("its metric is not among its values, or its curve has gaps")
+        return self
 
     @classmethod
     def of(cls, directory: RunDirectory) -> "Result":
@@ -52,49 +68,31 @@ class Result:
         clients = [client for one in rounds for client in one["clients"]]
         known = all("seconds" in client for client in clients)  # not told in some private runs
         spent = [sum(client.get("seconds", 0.0) for client in one["clients"]) for one in rounds]
-        return cls(
-            metric=summary["metric"],
-            final=summary["metrics"]["final"],
-            learning_rate=summary["learning-rate"],
-            rank=summary["rank"],
-            parameters=summary["adapter-parameters"],
-            bytes_up=summary["bytes-up"],
-            bytes_down=summary["bytes-down"],
-            seconds=summary["seconds"],
-            client_seconds=round(sum(spent), 3) if spent and known else None,
-            curve=_curve(summary, rounds, spent if known else [0.0] * len(rounds)),
-        )
+        own = {
+            "final": summary["metrics"]["final"],
+            "parameters": summary["adapter-parameters"],
+            "client-seconds": round(sum(spent), 3) if spent and known else None,
+            "curve": _curve(summary, rounds, spent if known else [0.0] * len(rounds)),
+        }
+        return cls.model_validate({**summary, **own})
 
-    def value(self, metric: str = "") -> float:
-        """Return a metric after the last round, the task's own if none is named."""
+    def value(self, metric: str = "", last: int = 0) -> float:
+        """Return a metric after the last round, or its mean over so many evaluations.
+
+        That is the task's own metric where none is named.
+        """
         name = metric or self.metric
-        if name not in self.final:
+        if name not in self.final or (last and len(self.curve.get(name, [])) < last):
             raise ValueError(
-                f"a run has measured {sorted(self.final)}, expected {name!r}; evaluate it"
+                f"a run has measured {sorted(self.final)}, expected {name!r} at {last or 1} "
+                "evaluations; evaluate it"
             )
-        return self.final[name]
-
-    @classmethod
-    def from_line(cls, line: Mapping[str, Any]) -> "Result":
-        """Read it from a line of the record; LookupError or ValueError if that is none."""
-        result = cls(**{name: line[name.replace("_", "-")] for name in cls.__dataclass_fields__})
-        numbers = [result.learning_rate, result.parameters, result.bytes_up, result.bytes_down]
-        numbers += [result.seconds, result.rank or 0, result.client_seconds or 0.0]
-        numbers += [*result.final.values(), *chain.from_iterable(result.curve.values())]
-        if not all(type(number) in (int, float) for number in numbers):
-            raise ValueError("a value in it is no number")
-        if result.metric not in result.final or len({*map(len, result.curve.values())}) > 1:
-            raise ValueError("its metric is not among its values, or its curve has gaps")
-        return result
-
-    def as_line(self) -> dict[str, Any]:
-        """Return what the record holds."""
-        return {name.replace("_", "-"): value for name, value in vars(self).items()}
+        return statistics.mean(self.curve[name][-last:]) if last else self.final[name]
 
 
 def _curve(summary: Summary, rounds: list[RoundRecord], spent: list[float]) -> Curve:
     """Sum bytes and seconds up to each round that was evaluated."""
-    curve: dict[str, list[float]] = {}
+    curve: Curve = {}
     sent = seconds = 0.0
     for record, more in zip(rounds, spent, strict=True):
         sent, seconds = sent + record["bytes-up"] + record["bytes-down"], seconds + more
@@ -117,24 +115,22 @@ class Results:
     def of(self, run: PlannedRun) -> Result | None:
         """Find how the run ended, if it is done with the settings as they resolve today."""
         if run.name not in self._found:
-            line = self._lines.get(run.name, {})
-            if "failed" not in line and line.get("config") == digest(run):
-                self._found[run.name] = Result.from_line(line)
+            line = self._lines.get(run.name)
+            if line and "failed" not in line and line.get("config") == run.digest:
+                self._found[run.name] = Result.model_validate(line)
             elif directory := run.directory(self.folder):
                 self.note(run, Result.of(RunDirectory(directory)))
         return self._found.get(run.name)
 
     def note(self, run: PlannedRun, result: Result) -> None:
         """Note what the run has come to."""
-        self._append(run, result.as_line())
+        self._append(run, result.model_dump(by_alias=True))
         self._found[run.name] = result
 
     def failure(self, run: PlannedRun) -> str | None:
         """Find why the run failed, if it did when it was last tried."""
         line = self._lines.get(run.name, {})
-        if "failed" not in line or line["config"] != digest(run):
-            return None
-        return str(line["failed"])
+        return str(line["failed"]) if "failed" in line and line["config"] == run.digest else None
 
     def note_failure(self, run: PlannedRun, reason: str) -> None:
         """Note why the run failed."""
@@ -142,8 +138,10 @@ class Results:
 
     def _append(self, run: PlannedRun, content: Mapping[str, Any]) -> None:
         """Add a line, on disk when this returns."""
-        named = {"run": run.name, "clients": run.num_clients, "settings": run_key_values(run)}
-        line = {**named, "config": digest(run), **content}
+        named = {"run": run.name, "clients": run.num_clients, "settings": str(run)}
+        line = {**named, "config": run.digest, **content}
+        if (data := dict(run.settings + run.here).get("data")) and Path(str(data)).is_dir():
+            line["data-hash"] = _hash_of(Path(str(data)))
         self.record.parent.mkdir(parents=True, exist_ok=True)
         with self.record.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -152,19 +150,16 @@ class Results:
         self._lines[run.name] = line
 
 
-def digest(run: PlannedRun) -> str:
-    """Hash the settings as they resolve; a key that has its default counts as one that is new."""
-    known = {
-        key: _filled(value)
-        for key, value in run.resolved.items()
-        if key not in KEYS or value != KEYS[key].default
-    }
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def _filled(value: Any) -> Any:
-    """Drop what is empty from a part such as `data`, where later versions add fields."""
-    return {k: v for k, v in value.items() if v} if isinstance(value, dict) else value
+@cache
+def _hash_of(folder: Path) -> str:
+    """Hash the files of a folder of data, the training part first, then by name."""
+    whole = hashlib.sha256()
+    for path in sorted(folder.rglob("*"), key=lambda path: (path.stem != "train", path)):
+        if path.is_file():
+            with path.open("rb") as file:
+                while block := file.read(2**20):
+                    whole.update(block)
+    return whole.hexdigest()
 
 
 def _refused(name: str) -> float:
@@ -184,11 +179,12 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         try:
             line = json.loads(text.decode(), parse_constant=_refused)
             if "failed" not in line:
-                Result.from_line(line)
+                Result.model_validate(line)
             found[line["run"]] = line
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError) as error:
+            why = first_wrong(error) if isinstance(error, ValidationError) else error
             raise ValueError(
-                f"{path}: line {number} is {text[:60]!r} ({error}), expected the result of a run; "
+                f"{path}: line {number} is {text[:60]!r} ({why}), expected the result of a run; "
                 "restore the file, or take the line out and the run is run again"
             ) from None
     return found

@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -11,14 +12,14 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from ravan_flwr.config.keys import AUTO
+from ravan_flwr.runs.console import minutes
 from ravan_flwr.specs import Scalar
-from ravan_flwr.studies.choosing import candidates, planned
-from ravan_flwr.studies.clock import Clock, Work, work_ahead
+from ravan_flwr.studies.choosing import candidates, planned, to_come
 from ravan_flwr.studies.intervals import LEAST
 from ravan_flwr.studies.page import Page
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.spec import PlannedRun, Study, run_key_values
+from ravan_flwr.studies.spec import PlannedRun, Study
 from ravan_flwr.studies.tables import write_tables
 from ravan_flwr.training.cores import CORES, usable_cores
 from ravan_flwr.training.gpus import in_turn, visible_gpus
@@ -71,14 +72,17 @@ def run_study(
     place = Page.of(Path(page), path, study) if page is not None else None
     _warn_of_few_seeds(study)
     results = Results(folder, place.record if place else None)
-    if tables_only:
-        failed = _told_of(study, results)
-    else:
+    if not tables_only:
         log.info("%s: %d at a time; folder %s", study.title, jobs, folder)
-        failed = _run(study, results, RunOptions(engine, jobs, clients_per_gpu))
+        run_missing(study, results, RunOptions(engine, jobs, clients_per_gpu))
+    runs = [*candidates(study, results), *planned(study, results)]
+    lacking = [run for run in runs if results.of(run) is None]
+    nothing = "; nothing is run" * tables_only
+    log.info("%s: %d runs of %d are not done%s", study.title, len(lacking), len(runs), nothing)
+    failed = {str(run): reason for run in lacking if (reason := results.failure(run)) is not None}
     for run, reason in failed.items():
-        log.warning("failed: %s: %s", run_key_values(run), reason)
-    write_tables(study, results, {run_key_values(run): reason for run, reason in failed.items()})
+        log.warning("failed: %s: %s", run, reason)
+    write_tables(study, results, failed)
     log.info("tables: %s", folder / "results.md")
     if place:
         place.write(results)
@@ -87,7 +91,8 @@ def run_study(
 
 
 def _warn_of_few_seeds(study: Study) -> None:
-    seeds = min((len(row.rate_seeds) for row in study.rows if row.rates), default=LEAST)
+    rungs = [rung for row in study.rows if row.grid for rung in row.grid.rungs]
+    seeds = min((len(rung.seeds) for rung in rungs), default=LEAST)
     if seeds < LEAST:
         log.warning(
             "learning rates are chosen with %d seed%s, by which a poor one can win by chance; name "
@@ -96,85 +101,71 @@ def _warn_of_few_seeds(study: Study) -> None:
         )
 
 
-def _run(study: Study, results: Results, how: RunOptions) -> dict[PlannedRun, str]:
-    """Choose learning rates and run the table, one table after the other; return what failed."""
-    parts = [Study(study.title, [table]) for table in study.tables]
-    work = work_ahead(parts, results)
-    clock = Clock(sum((one for pair in work for one in pair), start=Work()))
-    failed: dict[PlannedRun, str] = {}
-    for part, (choosing, tabling) in zip(parts, work, strict=True):
-        clock.later -= choosing
-        failed |= _run_candidates(part, results, how, clock)
-        clock.later -= tabling
-        what = f"table {part.tables[0].title!r}"
-        failed |= run_missing(what, planned(part, results), results, how, clock)
-    return failed
+def run_missing(study: Study, results: Results, options: RunOptions) -> None:
+    """Run what is not done, table by table: rates first, until no row wants another.
 
-
-def _run_candidates(
-    part: Study, results: Results, how: RunOptions, clock: Clock
-) -> dict[PlannedRun, str]:
-    """Measure the rates of the grid, then those beyond its edges, until no row wants another."""
-    failed: dict[PlannedRun, str] = {}
+    What a run has come to, and why one failed, is in `results` afterwards.
+    """
     attempted: set[PlannedRun] = set()
-    while new := [run for run in candidates(part, results) if run not in attempted]:
-        what = "rates beyond an edge" if attempted else "choosing rates"
-        failed |= run_missing(what, new, results, how, clock)
-        attempted |= set(new)
-    return failed
+    for table in study.tables:
+        part = Study(study.title, [table])
+        while True:
+            for runs in (candidates(part, results), planned(part, results)):
+                todo = [run for run in runs if not (results.of(run) or run in attempted)]
+                if todo:
+                    break
+            done = len(runs) - len(todo)
+            log.info("table %r: %d runs, %d of them done", table.title, len(runs), done)
+            if not todo:
+                break
+            _run(study, todo, results, options)
+            attempted |= set(todo)
 
 
-def _told_of(study: Study, results: Results) -> dict[PlannedRun, str]:
-    """Say how many runs are not done; return those that failed when they were last tried."""
-    runs = [*candidates(study, results), *planned(study, results)]
-    lacking = [run for run in runs if results.of(run) is None]
-    failed = {run: reason for run in lacking if (reason := results.failure(run)) is not None}
-    log.info("%s: %d runs of %d are not done; nothing is run", study.title, len(lacking), len(runs))
-    return failed
-
-
-def run_missing(
-    what: str, runs: Sequence[PlannedRun], results: Results, how: RunOptions, clock: Clock
-) -> dict[PlannedRun, str]:
-    """Run those that are not done; return those that failed, with the reason."""
-    todo = [run for run in runs if results.of(run) is None]
-    log.info("%s: %d runs, %d of them done", what, len(runs), len(runs) - len(todo))
+def _run(study: Study, todo: Sequence[PlannedRun], results: Results, options: RunOptions) -> None:
+    """Run these, and tell after each how long the whole study may still take."""
     environment = dict(os.environ)
-    if how.jobs > 1:  # side by side they share the cores; a number of the user's is kept
-        environment[CORES] = str(max(1, usable_cores() // how.jobs))
+    if options.jobs > 1:  # side by side they share the cores; a number of the user's is kept
+        environment[CORES] = str(max(1, usable_cores() // options.jobs))
     places: SimpleQueue[dict[str, str]] = SimpleQueue()
-    for place in in_turn(visible_gpus() if how.divides_gpus(todo) else [], how.jobs):
+    for place in in_turn(visible_gpus() if options.divides_gpus(todo) else [], options.jobs):
         places.put(place)
-    failed: dict[PlannedRun, str] = {}
-    now = sum((Work(1, run.num_rounds) for run in todo), start=Work())
 
     def execute(run: PlannedRun) -> tuple[bool, str]:
         place = places.get()
         try:
-            return children.run(how.command(run, results.folder), environment | place)
+            return children.run(options.command(run, results.folder), environment | place)
         finally:
             places.put(place)
 
-    children, pool = _Children(), ThreadPoolExecutor(how.jobs)
+    children, pool = _Children(), ThreadPoolExecutor(options.jobs)
+    started, done = time.monotonic(), 0
     try:
         waiting = {pool.submit(execute, run): run for run in todo}
         for number, future in enumerate(as_completed(waiting), start=1):
-            run, (well, last) = waiting[future], future.result()
-            work, result = Work(1, run.num_rounds), results.of(run)
-            now -= work
-            left = clock.left(work, result.seconds if result else 0.0, now, how.jobs)
-            log.info("%d/%d  left %s  %s: %s", number, len(todo), left, run_key_values(run), last)
-            if not well:
-                failed[run] = last
-            if result is None:
+            run, last = waiting[future], future.result()[1]
+            done += run.num_rounds
+            text = f"{run}: {last}"
+            left = minutes((time.monotonic() - started) / done * rounds_left(study, results, run))
+            if results.of(run) is None:
                 results.note_failure(run, last)
+            log.info("%d/%d  left %s  %s", number, len(todo), left, text)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)  # no further run begins
         children.end()
         raise
     finally:
         pool.shutdown()
-    return failed
+
+
+def rounds_left(study: Study, results: Results, ended: PlannedRun | None = None) -> int:
+    """Count the rounds of the runs that are to be run, as far as they are known.
+
+    Rates beyond an edge, and those that turn out to be as good as the best, are left out.
+    """
+    runs = candidates(study, results) + planned(study, results) + to_come(study, results)
+    lacking = {run.name: run for run in runs if not (results.of(run) or results.failure(run))}
+    return sum(run.num_rounds for run in lacking.values() if run != ended)
 
 
 class _Children:
@@ -182,29 +173,23 @@ class _Children:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[str]] = set()
+        self._started: list[subprocess.Popen[str]] = []
         self._ended = False
 
     def run(self, command: list[str], environment: dict[str, str]) -> tuple[bool, str]:
         """Run a command; return whether it succeeded, and the last line that it wrote."""
+        nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
         try:
             with self._lock:
                 if self._ended:
                     return False, "the study was ended"
                 child = subprocess.Popen(
-                    command,
-                    env=environment,
-                    text=True,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
+                    command, env=environment, text=True, stdin=nothing, stdout=pipe, stderr=pipe
                 )
-                self._running.add(child)
+                self._started.append(child)
         except OSError as error:
             return False, str(error)
         said = child.communicate()
-        with self._lock:
-            self._running.discard(child)
         well = child.returncode == 0
         told = said[0 if well else 1].strip().splitlines()
         told = told or [f"it ended with status {child.returncode} and said nothing"]
@@ -214,5 +199,5 @@ class _Children:
         """Ask all processes to end; their threads return when they have."""
         with self._lock:
             self._ended = True
-            for child in self._running:
-                child.terminate()
+            for child in self._started:
+                child.terminate()  # which does nothing to one that has ended

@@ -1,19 +1,38 @@
 """Write what came of a study: tables for people and for machines, and pictures."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+import pandas as pd
 
 from ravan_flwr.reports.chart import Chart
 from ravan_flwr.runs.console import megabytes
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.specs import LOWER_IS_BETTER
-from ravan_flwr.studies.choosing import RateChoice, choices_of
+from ravan_flwr.studies.choosing import Measured, RateChoice, alike, choices_of, ranked
 from ravan_flwr.studies.intervals import LEAST, Interval, interval
 from ravan_flwr.studies.lines import Line, lines_of, sentence
-from ravan_flwr.studies.numbers import rates_as_csv, rows_as_csv
 from ravan_flwr.studies.pictures import charts, overview_charts
-from ravan_flwr.studies.rates import RATE
 from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.spec import OVERVIEW, Study, Table
+from ravan_flwr.studies.spec import OVERVIEW, RATE, Study, Table
+
+COLUMNS = [
+    *("table", "row", "metric", "mean", "spread", "finals", "learning-rate", "chosen", "rank"),
+    *("parameters", "bytes-up", "bytes-down", "seconds", "paper", "interval", "seeds", "against"),
+    *("difference", "difference-interval", "change", "change-interval", "best", "client-seconds"),
+    *("key", "rate", "tried", "as-good", "runs", "as-good-finals"),
+    *("late-difference", "late-interval"),
+]
+OF_RATES = ["table", "row", "key", "rate", "seed", "metric", "value"]
+
+
+LEGEND = """\
+Numbers are means over the seeds with 95 % intervals (Student's t), differences are paired by seed.
+Bold: the best row that competes, and those not told apart from it. *Edge*: the smallest or largest
+rate tried; *open*: some are to be run; *3×*: three seeds took it. *As good* are rates that noise
+does not tell apart from it, in italics below; *runs* those of the choice. *p, Holm*: of a paired
+t-test, corrected for the number of planned contrasts. *Up*, *down*, *client s*: all clients, a run.
+"""
 
 
 def write_tables(study: Study, results: Results, failed: Mapping[str, str]) -> None:
@@ -32,43 +51,28 @@ def write_tables(study: Study, results: Results, failed: Mapping[str, str]) -> N
         chart.write(folder)
 
 
-LEGEND = """\
-How to read the tables: a row is a method or a setting, run once with each seed. Its first
-number is the metric after the last round: the mean over the seeds and its 95 % interval
-(Student's t); of fewer than three seeds there is no interval. *To ...* is the difference to
-that row, *the same, last 3* that of the mean of the last three evaluations, *from ...* that to
-the row of the same name in that table, paired by seed, with its interval; in the table of all
-tables the latter stands after the semicolon. Bold is the best of the rows that compete, and
-every row that the same interval does not tell apart from it; without intervals, the best mean.
-After a learning rate, *edge* says that it is the smallest or the largest of those that were
-tried, so that a better one may lie outside, and *open* that some are still to be run. *As good*
-are the rates that noise does not tell apart from it (in the tables of rates they are in
-italics), where they were run as well with the difference that each makes, and *runs* is how
-many runs it was chosen with. *Parameters* are those of the adapters that are trained. *Up* and
-*down* are what all clients sent and received in a whole run, *client s* the seconds that they
-took to train, summed; these are means over the seeds.
-"""
-
-
 def markdown(
     study: Study, results: Results, pictures: Mapping[str, Sequence[Chart]] | None = None
 ) -> str:
     """Write the tables for people."""
+    shown = {
+        title: [f"![{chart.about}]({chart.name}.png)" for chart in drawn]
+        for title, drawn in (pictures or {}).items()
+    }
     text = [f"# {study.title}", ""]
     if study.tables_share_rows:
         text += ["## All tables", "", *overview_lines(study, results), ""]
-        text += [*_shown((pictures or {}).get(OVERVIEW, ())), ""]
+        text += [*shown.get(OVERVIEW, ()), ""]
     for table in study.tables:
-        text += [f"## {table.title}", "", *table_lines(table, results), ""]
-        text += [*_shown((pictures or {}).get(table.title, ())), ""]
+        text += [f"## {table.title}", ""]
+        if any(row.seeds for row in table.rows.values()):  # a tuning only chooses
+            text += [*table_lines(table, results), ""]
+        text += [*shown.get(table.title, ()), ""]
         if rates := rates_lines(table, results):
             what = f"{table.chosen_in_words}s".capitalize()
-            text += [f"{what}, by what they reached on held-back examples:", "", *rates, ""]
+            where = "in this table" if table.leave_one_seed_out else "on held-back examples"
+            text += [f"{what}, by what they reached {where}:", "", *rates, ""]
     return "\n".join([*text, LEGEND])
-
-
-def _shown(pictures: Sequence[Chart]) -> list[str]:
-    return [f"![{chart.about}]({chart.name}.png)" for chart in pictures]
 
 
 def table_lines(table: Table, results: Results) -> list[str]:
@@ -76,22 +80,24 @@ def table_lines(table: Table, results: Results) -> list[str]:
     lines = lines_of(table, results)
     if not lines:
         return ["No run of this table is done yet."]
-    text = list(_rows(table, lines))
+    what = table.chosen_in_words
+    text = _table(_cells(table, lines, line) for line in lines)
     if told := sentence(table, lines):
         text += ["", told]
     if table.rates_of:
-        what = table.chosen_in_words
         text += ["", f"The {what}s were chosen for *{table.rates_of}*, not for this table."]
+    if table.leave_one_seed_out:
+        text += ["", f"Each seed has the {what} that is best by the other seeds of this table."]
     return text
 
 
-def _rows(table: Table, lines: Sequence[Line]) -> Iterator[str]:
-    """Yield the heads of the columns, the rule below them, and a row for each line."""
-    cells = [_cells(table, lines, line) for line in lines]
-    yield _row(list(cells[0]))
-    yield _row(["---"] * len(cells[0]))
-    for one in cells:
-        yield _row(list(one.values()))
+def _table(rows: Iterable[Mapping[str, str]]) -> list[str]:
+    """Write rows, each by the heads of its columns, as a table of Markdown."""
+    cells = [dict(row) for row in rows]
+    found = [list(cells[0]), ["---"] * len(cells[0]), *(list(row.values()) for row in cells)]
+    return [
+        f"| {' | '.join(' '.join(x.split()).replace('|', '/') for x in one)} |" for one in found
+    ]
 
 
 def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
@@ -99,13 +105,17 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
     paired = any(one.standing for one in lines)
     chosen = any(one.choice for one in lines)
     metric = line.metric + ("" if line.metric in LOWER_IS_BETTER else ", %")
+    metric += f", mean of the last {table.mean_of_last}" if table.mean_of_last else ""
     cells = {"": line.row, metric: _value(line)}
     if table.paper:
-        cells["paper, %"] = "-" if line.paper is None else f"{line.paper:.1f}"
+        paper = table.paper.get(line.row)
+        cells["paper, %"] = "-" if paper is None else f"{paper:.1f}"
     if paired:
         cells[f"to {table.against}"] = _signed(line.metric, line.apart)
     elif not table.change_from:
         cells["by seed"] = " ".join(told(line.metric, value) for value in line.values.values())
+    if table.contrasts:
+        cells["p, Holm"] = "-" if line.p_holm is None else f"{line.p_holm:.2g}"
     if table.compare_last:
         cells[f"the same, last {table.compare_last}"] = _signed(line.metric, line.late)
     if table.change_from:
@@ -120,8 +130,8 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
     return cells | {
         "rank": str(line.first.rank or "-"),
         "parameters": f"{line.first.parameters:,}",
-        "up": megabytes(round(line.bytes_up)),
-        "down": megabytes(round(line.bytes_down)),
+        "up": megabytes(round(line.mean_of("bytes_up") or 0)),
+        "down": megabytes(round(line.mean_of("bytes_down") or 0)),
         "client s": "-" if line.client_seconds is None else f"{line.client_seconds:.0f}",
     }
 
@@ -142,11 +152,14 @@ def _signed(metric: str, apart: Interval | None) -> str:
 
 
 def _chosen(line: Line) -> str:
-    if line.choice is None:
+    """Write the rate, or how many seeds took which."""
+    if (choice := line.choice) is None:
         return f"{line.first.learning_rate:g}"
-    return f"{line.choice.rate:g}" + (
-        " (open)" if line.choice.open else " (edge)" if line.choice.at_the_edge else ""
-    )
+    text = f"{choice.rate:g}"
+    if choice.by_seed:
+        taken = [choice.by_seed[seed] for seed in line.values]
+        text = " ".join(f"{taken.count(rate)}×{rate:g}" for rate in sorted(set(taken)))
+    return text + (" (open)" if choice.open else " (edge)" if choice.at_the_edge else "")
 
 
 def _others(line: Line) -> str:
@@ -172,53 +185,105 @@ def told(metric: str, value: float) -> str:
     return f"{value:.3f}" if metric in LOWER_IS_BETTER else f"{100 * value:.1f}"
 
 
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(' '.join(cell.split()).replace('|', '/') for cell in cells)} |"
-
-
 def overview_lines(study: Study, results: Results) -> list[str]:
     """Write the first number of every row of every table, and what it changed from another."""
-    tables = [
-        (table, {line.row: line for line in lines_of(table, results)}) for table in study.tables
-    ]
-    tables = [(table, lines) for table, lines in tables if lines]
-    if not tables:
+    found = {t.title: {x.row: x for x in lines_of(t, results)} for t in study.tables}
+    found = {title: lines for title, lines in found.items() if lines}
+    if not found:
         return ["No run of this study is done yet."]
-    text = [
-        _row(["", *(table.title for table, _ in tables)]),
-        _row(["---"] * (len(tables) + 1)),
-    ]
-    for name in dict.fromkeys(name for _, lines in tables for name in lines):
-        cells = [_overview_cell(lines.get(name)) for _, lines in tables]
-        text.append(_row([name, *cells]))
-    return text
 
+    def cell(line: Line | None) -> str:
+        if line is None:
+            return "-"
+        return _value(line) + (f"; {_signed(line.metric, line.change)}" if line.change else "")
 
-def _overview_cell(line: Line | None) -> str:
-    if line is None:
-        return "-"
-    return _value(line) + (f"; {_signed(line.metric, line.change)}" if line.change else "")
+    names = dict.fromkeys(name for lines in found.values() for name in lines)
+    return _table(
+        {"": name} | {title: cell(lines.get(name)) for title, lines in found.items()}
+        for name in names
+    )
 
 
 def rates_lines(table: Table, results: Results) -> list[str]:
-    """Write what each rate has reached on held-back examples, a row for each row of the table."""
+    """Write what each rate has reached, a row for each row of the table and rung of its choice."""
     choices = choices_of(table, results)
     rates = sorted({rate for choice in choices.values() for rate in choice.tried})
     if not rates:
         return []  # given in the settings, or not measured yet
-    heads = [*(f"{rate:g}" for rate in rates), "runs"]
-    text = [_row(["", *heads]), _row(["---"] * (len(heads) + 1))]
-    for name, choice in choices.items():
-        cells = [_rate_cell(choice, rate) for rate in rates]
-        text.append(_row([name, *cells, f"{choice.runs}{' (open)' * choice.open}"]))
-    return text
+    return _table(
+        {"": _name(name, one)}
+        | {f"{rate:g}": _rate_cell(choice, one, rate) for rate in rates}
+        | {"runs": f"{len(one.rates) * len(one.rung.seeds)}{' (open)' * choice.open}"}
+        for name, choice in choices.items()
+        for one in choice.rungs
+    )
 
 
-def _rate_cell(choice: RateChoice, rate: float) -> str:
-    score = choice.scores.get(rate)
+def _name(row: str, measured: Measured) -> str:
+    rounds = measured.rung.rounds
+    return row + (f", {rounds} round{'s' * (rounds != 1)}" if rounds else "")
+
+
+def _rate_cell(choice: RateChoice, measured: Measured, rate: float) -> str:
+    score = measured.scores.get(rate)
     if score is None:
-        return "failed" if rate in choice.tried and not choice.open else "-"
+        return "failed" if rate in measured.rates and not choice.open else "-"
     text = with_interval(score.metric, interval(score.values))
-    if rate == choice.rate:
+    if rate == ranked(measured.scores)[0]:
         return f"**{text}**"
-    return f"*{text}*" if rate in choice.within_noise else text
+    return f"*{text}*" if rate in alike(measured.scores) else text
+
+
+def rows_as_csv(study: Study, results: Results) -> str:
+    """Write every row of every table; of intervals, how far they reach to each side."""
+    lines = [_values(line) for table in study.tables for line in lines_of(table, results)]
+    more = ["p", "p-holm"] if any(table.contrasts for table in study.tables) else []
+    return _as_csv([*COLUMNS, *more], lines)
+
+
+def _values(line: Line) -> list[object]:
+    """List a row's values, as `COLUMNS` names them."""
+    first, choice, table = line.first, line.choice, line.table
+    values = list(line.values.values())
+    found, spread = line.interval, statistics.stdev(values) if len(values) > 1 else 0.0
+    of_choice: list[object] = [None] * 5
+    if choice:
+        taken = _words(choice.by_seed.values()) if choice.by_seed else choice.rate
+        good = _words(choice.within_noise)
+        of_choice = [table.chosen, taken, _words(choice.tried), good, choice.runs]
+    return [
+        *(table.title, line.row, line.metric, found.mean, spread, _words(values)),
+        *(first.learning_rate, choice is not None, first.rank, first.parameters),
+        *(line.mean_of(name) for name in ("bytes_up", "bytes_down", "seconds")),
+        *(table.paper.get(line.row), found.half, _words(line.values), table.against),
+        *_ends(line.apart), *_ends(line.change),
+        *(line.best, line.client_seconds, *of_choice),
+        "; ".join(f"{rate}: {_words(x.values())}" for rate, x in line.as_good.items()),
+        *_ends(line.late), line.apart.p if line.apart else None, line.p_holm,
+    ]  # fmt: skip
+
+
+def _ends(found: Interval | None) -> tuple[float | None, float | None]:
+    return (found.mean, found.half) if found else (None, None)
+
+
+def rates_as_csv(study: Study, results: Results) -> str:
+    """Write what each learning rate has reached on held-back examples, with each seed."""
+    lines = [
+        (table.title, _name(row, one), table.chosen, rate, seed, score.metric, value)
+        for table in study.tables
+        for row, choice in choices_of(table, results).items()
+        for one in choice.rungs
+        for rate, score in sorted(one.scores.items())
+        for seed, value in zip(one.rung.seeds, score.values, strict=True)
+    ]
+    return _as_csv(OF_RATES, lines)
+
+
+def _words(values: Iterable[float]) -> str:
+    return " ".join(map(str, values))
+
+
+def _as_csv(columns: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    cut = [line[: len(columns)] for line in lines]
+    return str(pd.DataFrame(cut, columns=columns, dtype=object).to_csv(index=False))

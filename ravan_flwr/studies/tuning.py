@@ -1,13 +1,18 @@
-"""Plan how a learning rate is chosen: by successive halving, on examples that clients hold back.
+"""Choose the learning rate of a method by a study of one row, and write it into the preset.
 
 Rates around the method's default begin with a quarter of the rounds and one seed. The better half
-of them gets half of the rounds, the best two get all rounds and three seeds. The test examples take
-no part. Where the best of a rung is the largest or smallest rate of all, the next is tried, too.
+of them gets half of the rounds, the best two get all rounds and three seeds: successive halving.
+The test examples take no part. Where the best of a rung is the largest or smallest rate of all, the
+next is tried, too.
 """
 
+import importlib.metadata
+import logging
 import math
+import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import cast
 
@@ -15,78 +20,69 @@ from ravan_flwr.config.key_values import as_key_values
 from ravan_flwr.config.keys import check_key
 from ravan_flwr.config.presets import own_preset, preset_file
 from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.specs import Scalar
-from ravan_flwr.studies.clock import Work
-from ravan_flwr.studies.rates import EXTENSIONS, grid_around
-from ravan_flwr.studies.spec import HELD_BACK, PlannedRun
+from ravan_flwr.studies.choosing import RateChoice, candidates, choose, grid_around
+from ravan_flwr.studies.preset_text import FIELD, as_written, with_rate
+from ravan_flwr.studies.results import Results
+from ravan_flwr.studies.running import RunOptions, run_missing
+from ravan_flwr.studies.spec import EXTENSIONS, HELD_BACK, Grid, Row, Rung, Study, Table
+from ravan_flwr.studies.tables import write_tables
 from ravan_flwr.training.clients import number_of_clients
+from ravan_flwr.training.model_and_data import ModelAndData, held_back
 
 SEED, SEEDS = 100, 3  # the first seed, and how many the last rung has, unless some are given
 # What a tuning sets itself, in every run, or what is the folder's that it writes to.
 OWN = ("learning-rate", "evaluate-on", "eval-every", "resume", "output-dir", "report", "tracking")
+FEW = 100  # with fewer examples to compare on, a single answer is more than a percent
+# With one of these the rate is that of another model or other data than the preset's.
+_OTHER = ("model", "data", "targets", "glue-task")
 
-
-@dataclass(frozen=True)
-class Rung:
-    """Say how long, and with which seeds, so many rates are run."""
-
-    rates: int
-    rounds: int
-    seeds: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{_many(self.rates, 'rate')}, {self.length}, seed {' '.join(map(str, self.seeds))}"
-
-    @property
-    def length(self) -> str:
-        """Write how long its runs are."""
-        return _many(self.rounds, "round")
-
-    @property
-    def work(self) -> Work:
-        """Count its runs, and their rounds."""
-        number = self.rates * len(self.seeds)
-        return Work(number, number * self.rounds)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Hold what is tuned: the settings of every run, and the rungs."""
+    """Hold what is tuned: the settings of every run, and the row that chooses."""
 
     given: dict[str, Scalar]  # what the person gave
     preset: Path  # its file
-    settings: dict[str, Scalar]  # of every run
     config: Config  # as the settings resolve
-    num_clients: int
-    rates: tuple[float, ...]
-    extensions: int  # how many rates may be added to them
-    rungs: tuple[Rung, ...]
+    row: Row
+    grid: Grid
 
-    def runs(self, rung: Rung, rate: float) -> list[PlannedRun]:
-        """List the runs that measure how good a rate is, one a seed."""
-        more: dict[str, Scalar] = {
-            "learning-rate": rate,
-            "num-rounds": rung.rounds,
-            "eval-every": rung.rounds,
-        }
-        return [
-            PlannedRun(tuple((self.settings | more | {"seed": seed}).items()), self.num_clients)
-            for seed in rung.seeds
+    @property
+    def study(self) -> Study:
+        """Return the study that it is."""
+        title = f"Learning rate of {self.config.method} in preset {self.config.preset}"
+        rows = {self.config.method: self.row}
+        return Study(title, [Table(title=self.config.method, rows=rows)])
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """Count the runs, and their rounds."""
+        runs = [
+            (len(rung.seeds) * (rung.rates or len(self.grid.values)), rung.rounds or 0)
+            for rung in self.grid.rungs
         ]
+        return sum(number for number, _ in runs), sum(number * long for number, long in runs)
 
     def describe(self) -> str:
         """Tell a person what will be run."""
-        config, share = self.config, 100 * self.config.validation_share
-        more = "; more where the best is the largest or smallest" if self.extensions else ""
-        work = sum((rung.work for rung in self.rungs), start=Work())
+        config, grid = self.config, self.grid
+        more = "; more where the best is the largest or smallest" if grid.extensions else ""
+        runs, rounds = self.work
         return "\n".join(
             [
                 f"learning rate of {config.method} in preset {config.preset}, "
-                f"{_many(self.num_clients, 'client')}, on the {share:g} % of their examples that "
-                "clients hold back",
-                f"rates: {' '.join(f'{rate:g}' for rate in self.rates)}{more}",
-                *(f"  {rung}" for rung in self.rungs),
-                f"{_many(work.runs, 'run')}, {_many(work.rounds, 'round')} in all",
+                f"{_many(self.row.num_clients, 'client')}, on the "
+                f"{100 * config.validation_share:g} % of their examples that clients hold back",
+                f"rates: {' '.join(f'{rate:g}' for rate in grid.values)}{more}",
+                *(
+                    f"  {_many(rung.rates or len(grid.values), 'rate')}, {_length(rung)}"
+                    for rung in grid.rungs
+                ),
+                f"{_many(runs, 'run')}, {_many(rounds, 'round')} in all",
             ]
         )
 
@@ -98,61 +94,170 @@ def plan_tuning(
     seeds: Sequence[int] = (),
 ) -> Tuning:
     """Check the settings, and plan the tuning: around the default rate, or of these rates alone."""
-    _check_given(given)
-    held_back: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": HELD_BACK}
-    settings = own_preset({"preset": "digits-vit", "method": "ravan", **held_back, **given})
+    if taken := {key: value for key, value in given.items() if key in OWN}:
+        raise ValueError(
+            f"tune: got {' '.join(as_key_values(taken))}, expected settings other than "
+            f"{', '.join(OWN)}, which it sets itself; leave it out, or name rates to try with "
+            "--rates and a folder with --output"
+        )
+    own: dict[str, Scalar] = {"evaluate-on": "clients", "validation-share": HELD_BACK}
+    settings = own_preset({"preset": "digits-vit", "method": "ravan", **own, **given})
     if seeds and "seed" in settings:
         raise ValueError(
             f"--seeds: got seed={settings['seed']} beside it, expected one of them; leave one out"
         )
-    if seeds and len(set(seeds)) < max(2, len(seeds)):
-        raise ValueError(f"--seeds: got {list(seeds)}, expected at least two different ones")
+    for option, numbers in (("--seeds", seeds), ("--rates", sorted(set(rates)))):
+        if numbers and len(set(numbers)) < max(2, len(numbers)):
+            raise ValueError(f"{option}: got {list(numbers)}, expected at least two different ones")
     first = int(check_key("seed", settings.pop("seed", SEED)))
     chosen = tuple(seeds) or tuple(range(first, first + SEEDS))
     for seed in chosen:
         check_key("seed", seed)
     for rate in rates:
         check_key("learning-rate", rate)
-    if rates and len(set(rates)) < 2:
-        raise ValueError(f"--rates: got {list(rates)}, expected at least two different ones")
     config = read_config(settings | ({"learning-rate": rates[0]} if rates else {}))
     begin = tuple(sorted(set(rates))) or tuple(grid_around(config.learning_rate))
-    return Tuning(
-        given=dict(given),
-        preset=preset_file(cast(str, settings["preset"])),
-        settings=settings,
-        config=config,
-        num_clients=number_of_clients(config, num_clients),
-        rates=begin,
-        extensions=0 if rates else EXTENSIONS,
-        rungs=_rungs(len(begin), config.num_rounds, chosen),
-    )
-
-
-def _check_given(given: Mapping[str, Scalar]) -> None:
-    for key in OWN:
-        if key in given:
-            (word,) = as_key_values({key: given[key]})
-            instead = {
-                "learning-rate": "leave it out, or name those to try with --rates",
-                "output-dir": "leave it out, or name a folder with --output",
-            }
-            raise ValueError(
-                f"tune: got {word}, expected settings other than {', '.join(OWN)}, which it sets "
-                f"itself; {instead.get(key, 'leave it out')}"
-            )
+    grid = Grid(
+        "learning-rate", begin, _rungs(len(begin), config.num_rounds, chosen),
+        0 if rates else EXTENSIONS, config.validation_share,
+    )  # fmt: skip
+    row = Row(settings, number_of_clients(config, num_clients), (), grid)
+    return Tuning(dict(given), preset_file(cast(str, settings["preset"])), config, row, grid)
 
 
 def _rungs(rates: int, rounds: int, seeds: tuple[int, ...]) -> tuple[Rung, ...]:
     """Plan a quarter of the rounds, half, and all; equal lengths count once."""
-    last = Rung(min(rates, 2), rounds, seeds)
     before: dict[int, Rung] = {}
     for part in (4, 2):
         length, number = math.ceil(rounds / part), rates if not before else math.ceil(rates / 2)
-        if length < rounds and number > last.rates and length not in before:
-            before[length] = Rung(number, length, seeds[:1])
+        if length < rounds and number > min(rates, 2) and length not in before:
+            before[length] = Rung(seeds[:1], number, length)
     # Of a single round no part can be run: then all rates get it, with every seed.
-    return (*before.values(), last if before else Rung(rates, rounds, last.seeds))
+    return (*before.values(), Rung(seeds, min(rates, 2) if before else rates, rounds))
+
+
+def check_held_back(tuning: Tuning) -> int:
+    """Count the examples that all clients hold back; ValueError where one has none to train on."""
+    share, counts = tuning.config.validation_share, []
+    for seed in tuning.grid.rungs[-1].seeds:
+        seeded = replace(tuning.config, seed=seed)
+        sizes = [len(rows) for rows in ModelAndData(seeded).rows(tuning.row.num_clients)]
+        counts.append(sum(held_back(seeded, size) for size in sizes))
+        if held_back(seeded, min(sizes)) >= min(sizes):
+            raise ValueError(
+                f"tune: a client has {min(sizes)} of the {sum(sizes):,} examples under seed {seed}"
+                f", expected enough to hold back {100 * share:g} % and train on the others; use "
+                "fewer clients with num-clients=..., or more examples"
+            )
+    if counts[0] < FEW:
+        log.warning(
+            "clients hold back %d examples in all, so that one answer changes the metric by %.1f "
+            "%%: rates may differ by chance; raise validation-share, or use more examples",
+            counts[0],
+            100 / counts[0],
+        )
+    return counts[0]
+
+
+def tune(tuning: Tuning, folder: Path, options: RunOptions) -> RateChoice:
+    """Run what is not done yet, and write `results.md`; RuntimeError where every rate failed."""
+    study, results = tuning.study, Results(folder)
+    run_missing(study, results, options)
+    runs = candidates(study, results)
+    failed = {str(run): why for run in runs if (why := results.failure(run)) is not None}
+    choice = choose(tuning.row, results)
+    if choice is None or not choice.rungs[-1].scores:
+        run, reason = next(iter(failed.items()))
+        raise RuntimeError(f"every learning rate failed; the first: {run}: {reason}")
+    write_tables(study, results, failed)
+    return choice
+
+
+def summary(choice: RateChoice) -> str:
+    """Write the rate that was chosen, and those that are as good as it, for people."""
+    rate, scores = cast(float, choice.rate), choice.scores
+    best = scores[rate]
+    text = [f"learning rate {rate:g}: {best.metric} {best} ({_length(choice.rungs[-1].rung)})"]
+    for other in sorted(set(scores) - {rate}):
+        noise = "within noise of it" if other in choice.others else "worse by more than noise"
+        text.append(f"  {other:g}: {scores[other]}, {noise}")
+    if choice.at_the_edge:
+        tried = ", ".join(f"{one:g}" for one in choice.tried)
+        text.append(
+            f"  it is the last of the rates tried ({tried}): a better one may lie beyond; name "
+            "others with --rates"
+        )
+    if any(rate not in one.scores for one in choice.rungs for rate in one.rates):
+        text.append("  some runs failed; results.md says why")
+    return "\n".join(text)
+
+
+def adopt(tuning: Tuning, choice: RateChoice, *, write: bool = True) -> str:
+    """Write the rate into the preset's file; return what was done, for people."""
+    path, rate, method = tuning.preset, cast(float, choice.rate), tuning.config.method
+    told = notes(tuning, choice)
+    try:
+        if not (why := _why_not(tuning) if write else "--no-write"):
+            _write(tuning, rate, told)
+            return f"written: {FIELD} of {method} is {as_written(rate)} in {path}"
+    except (ValueError, OSError) as error:
+        why = str(error)
+    return "\n".join(
+        [
+            f"not written to {path}: {why}. Give {FIELD}={rate:g}, or write in a preset of your "
+            "own:",
+            f"{FIELD}:",
+            *(f"  # tune of {method}: {note}" for note in told),
+            f"  {method}: {as_written(rate)}",
+        ]
+    )
+
+
+def _why_not(tuning: Tuning) -> str:
+    """Say why the preset is left alone; empty where it is not."""
+    words = as_key_values({key: tuning.given[key] for key in _OTHER if key in tuning.given})
+    if words:
+        return f"the rate was chosen with {' '.join(words)}, which the preset does not have"
+    if not tuning.preset.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
+        return "the file is read-only"
+    return ""
+
+
+def _write(tuning: Tuning, rate: float, told: Sequence[str]) -> None:
+    """Edit the file; it is as before where the edited one is not read with the rate chosen."""
+    place = tuning.preset.resolve()
+    before, mode = place.read_bytes(), stat.S_IMODE(place.stat().st_mode)
+    edited = with_rate(before.decode("utf-8"), tuning.config.method, rate, told)
+    try:
+        write_atomically(place, edited.encode())
+        if (found := read_config(tuning.row.settings).learning_rate) != rate:
+            raise ValueError(f"with it the preset gave {FIELD} = {found!r}")
+    except ValueError:
+        write_atomically(place, before)
+        raise
+    finally:
+        place.chmod(mode)
+
+
+def notes(tuning: Tuning, choice: RateChoice) -> list[str]:
+    """Write what the rate was chosen from, for the comment above it."""
+    score = choice.scores[cast(float, choice.rate)]
+    shown = {k: v for k, v in tuning.given.items() if k not in ("preset", "method", "seed")}
+    given = f", with {' '.join(as_key_values(shown))}" if shown else ""
+    version = importlib.metadata.version("ravan-flwr")
+    today = datetime.now().astimezone().date().isoformat()
+    seeds = " ".join(map(str, choice.rungs[-1].rung.seeds))
+    told = [
+        f"{score.metric} {score} on examples that {_many(tuning.row.num_clients, 'client')} held "
+        f"back, seeds {seeds}, {_many(choice.rungs[-1].rung.rounds or 0, 'round')}{given}",
+        f"tried {' '.join(f'{rate:g}' for rate in choice.tried)}; ravan-flwr {version}, {today}",
+    ]
+    return [" ".join(line.split()) for line in told]
+
+
+def _length(rung: Rung) -> str:
+    """Write how long its runs are, and with which seeds."""
+    return f"{_many(rung.rounds or 0, 'round')}, seed {' '.join(map(str, rung.seeds))}"
 
 
 def _many(number: int, what: str) -> str:

@@ -14,11 +14,10 @@ from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.studies import spec
 from ravan_flwr.studies.choosing import candidates, planned, runs_of
-from ravan_flwr.studies.numbers import rows_as_csv
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.running import run_study
-from ravan_flwr.studies.tables import markdown
+from ravan_flwr.studies.tables import markdown, rows_as_csv
 from ravan_flwr.training.cores import CORES, usable_cores
 from tests.studies import chosen as chosen_of
 
@@ -72,7 +71,7 @@ def test_rows_that_mean_the_same_share_their_runs(tmp_path):
     ("changes", "message"),
     [
         ({"seed": 1}, "expected the fields"),
-        ({"seeds": 3}, "seeds is no list"),
+        ({"seeds": 3}, "seeds: got 3: Input should be a valid list; expected the fields"),
         ({"settings": {"method": "ravn"}}, "row 'base': method 'ravn' is unknown: did you mean"),
         (
             {"settings": {"method": "hetlora", "server-optimizer": "adam"}},
@@ -86,17 +85,17 @@ def test_rows_that_mean_the_same_share_their_runs(tmp_path):
             {"settings": {"method": "full", "quantize": "4bit", "learning-rate": 1e-3}},
             "row 'base': quantize = '4bit': got method 'full', which changes pretrained weights",
         ),
-        ({"seeds": []}, "got seeds .*; expected at least one seed"),
-        ({"seeds": ["x"]}, "seed = 'x': expected a whole number"),
-        ({"choose": {"learning-rate": [1e-3], "seeds": []}}, "expected at least one"),
+        ({"seeds": []}, r"seeds: got \[\]: List should have at least 1 item"),
+        ({"seeds": ["x"]}, r"seeds\.0: got 'x': Input should be a valid integer"),
+        ({"choose": {"learning-rate": [1e-3], "seeds": []}}, "expected seeds for that in choose"),
         ({"settings": {"num-clients": "many"}}, "row 'base': num-clients = 'many': expected a"),
-        ({"tables": 2 * TABLES[:1]}, "two tables are called 'One', expected diff"),
-        ({"choose": {"seeds": [1]}}, r"choose: got \['seeds'\], expected the fields"),
+        ({"tables": 2 * TABLES[:1]}, "two tables are called 'One', .* expected diff"),
+        ({"choose": {"seeds": [1]}}, r"choose\.learning-rate: got .*: Field required"),
         ({"choose": {"learning-rate": [-1], "seeds": [1]}}, "choose: learning-rate = -1"),
-        ({"tables": [{"title": "T"}]}, r"a table: got \['title'\], expected the fields"),
+        ({"tables": [{"title": "T"}]}, r"tables\.0\.rows: got .*: Field required"),
         (
             {"tables": [{"title": "T", "rows": {}, "equal-parameters": 1}]},
-            "a table: equal-parameters is no bool",
+            r"tables\.0\.equal-parameters: got 1: Input should be a valid boolean",
         ),
     ],
 )
@@ -273,7 +272,7 @@ def test_an_interrupted_study_begins_no_further_run(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(spec.PlannedRun, "command", command)
-    monkeypatch.setattr("ravan_flwr.studies.running.run_key_values", interrupt)
+    monkeypatch.setattr("ravan_flwr.studies.running.minutes", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_study(write(tmp_path), tmp_path / "out", jobs=1)
     assert len(begun) <= 2  # the one that ended, and the one that began meanwhile

@@ -1,9 +1,9 @@
 """A tuning on the real digits: what it runs, chooses, draws and writes."""
 
+import csv
 import json
 import stat
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -12,11 +12,8 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.presets import conf_folder, own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.studies import spec
-from ravan_flwr.studies.adopting import adopt
-from ravan_flwr.studies.halving import Choice, Measured
-from ravan_flwr.studies.held_back import check_held_back
-from ravan_flwr.studies.scores import Score
-from ravan_flwr.studies.tuning import plan_tuning
+from ravan_flwr.studies.choosing import Measured, RateChoice, Score
+from ravan_flwr.studies.tuning import adopt, check_held_back, plan_tuning
 
 SHORT = ["num-clients=3", "num-rounds=2", "local-steps=5", "classifier=frozen"]
 
@@ -45,12 +42,20 @@ def mine(folder, rates="  ravan: 3.0e-3\n"):
 def chosen(given, rate=1e-2):
     """A tuning that has measured this rate as the best."""
     tuning = plan_tuning(given)
-    rung = tuning.rungs[-1]
     scores = {
         rate: Score("accuracy", [0.9, 0.92, 0.91], []),
         1e-3: Score("accuracy", [0.8] * 3, []),
     }
-    return Choice(tuning, Path("nowhere"), [1e-3, rate, 0.03], [Measured(rung, scores)])
+    tried = [1e-3, rate, 0.03]
+    return tuning, RateChoice(
+        tuning.grid, tried, [Measured(tuning.grid.rungs[-1], tried, scores)], False
+    )
+
+
+def measured(folder):
+    """The rates of `rates.csv`, with the row of the study that they belong to."""
+    with (folder / "rates.csv").open() as file:
+        return list(csv.DictReader(file))
 
 
 def test_a_tuning_halves_grows_resumes_and_draws(tmp_path, forked, monkeypatch, capsys):
@@ -64,24 +69,21 @@ def test_a_tuning_halves_grows_resumes_and_draws(tmp_path, forked, monkeypatch, 
     told = capsys.readouterr().out
     assert "3 rates, 1 round, seed 100" in told
     assert "2 rates, 2 rounds, seed 100 101" in told
-    assert "the best is the last of the rates tried: 0.0003 as well" in told
-    results = json.loads((out / "results.json").read_text())
-    assert results["tried"] == [1e-5, 3e-5, 1e-4, 3e-4]
-    assert results["learning-rate"] == 3e-4
-    assert results["edge"]
+    assert "learning rate 0.0003: accuracy" in told
     assert "it is the last of the rates tried (1e-05, 3e-05, 0.0001, 0.0003)" in told
-    assert results["learning-rate"] in results["within-noise"]
-    for rung in results["rungs"]:
-        assert all(len(values) == len(rung["seeds"]) for values in rung["values"].values())
-        for rate, values in rung["values"].items():
-            assert all(0 <= value <= 1 for value in values), rate
-    assert (out / "metric-by-rate.png").read_bytes().startswith(b"\x89PNG")
+    rates = measured(out)
+    assert all(0 <= float(row["value"]) <= 1 for row in rates)
+    assert {(row["row"], row["seed"]) for row in rates} == {
+        ("ravan, 1 round", "100"), ("ravan, 2 rounds", "100"), ("ravan, 2 rounds", "101"),
+    }  # fmt: skip
+    assert {float(row["rate"]) for row in rates} == {1e-5, 3e-5, 1e-4, 3e-4}
+    assert (out / "ravan-accuracy-by-rate.png").read_bytes().startswith(b"\x89PNG")
     text = (out / "results.md").read_text()
-    assert f"| **{results['learning-rate']:g}** |" in text
-    assert "![The accuracy of ravan on examples that clients hold back" in text
+    assert "|  | 1e-05 | 3e-05 | 0.0001 | 0.0003 | runs |" in text
+    assert "![The accuracy on examples that clients hold back, by learning rate" in text
     # The preset of the paper's kind keeps its numbers; what to write is told.
     assert "keeps its numbers" in told
-    assert f"  ravan: {results['learning-rate']:.1e}".replace("e-0", "e-") in told
+    assert "  ravan: 3.0e-4" in told
     assert (conf_folder() / "digits-vit.yaml").read_text() == before
 
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["false"])
@@ -94,18 +96,17 @@ def test_the_best_rate_is_written_into_the_preset(tmp_path, forked, capsys, monk
     path.write_text(PRESET)
     words = ["tune", f"preset={path}", *SHORT, "--rates", "1e-5,1e-2,5", "--output", str(tmp_path)]
     main(words)
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["learning-rate"] == 1e-2
-    assert results["within-noise"] == [1e-2]
-    assert not results["edge"]
+    told = capsys.readouterr().out
+    assert "learning rate 0.01: accuracy" in told
+    assert "within noise of it" not in told
+    assert "the last of the rates tried" not in told
     # Each value is that of a run on examples that clients held back.
     runs = [path.parent for path in tmp_path.glob("runs/*/*/summary.json")]
     finals = [json.loads((run / "summary.json").read_text())["metrics"]["final"] for run in runs]
-    measured = [v for rung in results["rungs"] for one in rung["values"].values() for v in one]
-    assert sorted(measured) == sorted(final["accuracy"] for final in finals)
+    values = [float(row["value"]) for row in measured(tmp_path)]
+    assert sorted(values) == sorted(final["accuracy"] for final in finals)
     configs = [json.loads((run / "config.json").read_text()) for run in runs]
     assert {config["evaluate-on"] for config in configs} == {"clients"}
-    told = capsys.readouterr().out
     assert "1e-05: " in told
     # It stands in the preset, which is otherwise as it was; the next run has it.
     assert told.endswith(f"written: learning-rate of ravan is 1.0e-2 in {path}\n")
@@ -142,7 +143,7 @@ def test_an_interrupted_tuning_says_where_it_goes_on(tmp_path, monkeypatch, caps
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ravan_flwr.studies.halving.run_missing", interrupt)
+    monkeypatch.setattr("ravan_flwr.studies.tuning.run_missing", interrupt)
     with pytest.raises(SystemExit) as end:
         main(["tune", *SHORT, "--output", str(tmp_path)])
     assert end.value.code == 130
@@ -154,7 +155,7 @@ def test_an_interrupted_tuning_says_where_it_goes_on(tmp_path, monkeypatch, caps
 def test_the_edit_keeps_what_a_person_wrote(tmp_path):
     path = mine(tmp_path, "  fedit: 1.0e-3  # theirs\n  ravan: 3.0e-3\n")
     path.chmod(0o640)
-    told = adopt(chosen({"preset": str(path), "batch-size": 8}))
+    told = adopt(*chosen({"preset": str(path), "batch-size": 8}))
     assert told == f"written: learning-rate of ravan is 1.0e-2 in {path}"
     assert read_config(own_preset({"preset": str(path)})).learning_rate == 1e-2
     before, _, after = path.read_text().partition("  # tune of ravan: ")
@@ -171,7 +172,7 @@ def test_a_link_stays_a_link(tmp_path):
     path = mine(tmp_path)
     path.rename(tmp_path / "elsewhere.yaml")
     path.symlink_to(tmp_path / "elsewhere.yaml")
-    adopt(chosen({"preset": str(path)}))
+    adopt(*chosen({"preset": str(path)}))
     assert path.is_symlink()
     assert "ravan: 1.0e-2" in (tmp_path / "elsewhere.yaml").read_text()
 
@@ -188,7 +189,7 @@ def test_a_preset_that_is_left_alone(given, rates, mode, told, tmp_path):
     path = mine(tmp_path, rates)
     path.chmod(mode)
     before = path.read_bytes()
-    found = adopt(chosen({"preset": str(path), **given}))
+    found = adopt(*chosen({"preset": str(path), **given}))
     assert found.startswith(f"not written to {path}: ")
     assert told in found
     assert yaml.safe_load(found.partition("\n")[2]) == {"learning-rate": {"ravan": 1e-2}}
@@ -207,7 +208,7 @@ def test_a_preset_that_became_another_meanwhile_is_left_alone(tmp_path):
         path.unlink()
         if text is not None:
             path.write_text(text)
-        assert told in adopt(choice)
+        assert told in adopt(*choice)
         assert text is None or path.read_text() == text
         path.touch()
 
@@ -215,10 +216,10 @@ def test_a_preset_that_became_another_meanwhile_is_left_alone(tmp_path):
 def test_a_preset_that_is_not_read_with_the_rate_is_put_back(tmp_path, monkeypatch):
     path = mine(tmp_path)
     choice, before = chosen({"preset": str(path)}), path.read_bytes()
-    monkeypatch.setattr("ravan_flwr.studies.adopting.read_config", lambda _: choice.tuning.config)
-    assert "with it the preset gave learning-rate = 0.003" in adopt(choice)
+    monkeypatch.setattr("ravan_flwr.studies.tuning.read_config", lambda _: choice[0].config)
+    assert "with it the preset gave learning-rate = 0.003" in adopt(*choice)
     assert path.read_bytes() == before
-    assert "not written" in adopt(choice, write=False)
+    assert "not written" in adopt(*choice, write=False)
 
 
 def test_clients_with_too_little_to_hold_back(caplog):

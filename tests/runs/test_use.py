@@ -5,7 +5,7 @@ import json
 import shutil
 
 import numpy as np
-import pandas as pd  # type: ignore[import-untyped]  # its types are a package of their own
+import pandas as pd  # its types are a package of their own
 import pytest
 from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, f1_score

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-import pandas as pd  # type: ignore[import-untyped]  # its types are a package of their own
+import pandas as pd  # its types are a package of their own
 import pytest
 
 from ravan_flwr.reports.table_file import new_table

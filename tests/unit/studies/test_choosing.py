@@ -4,13 +4,16 @@ import math
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ravan_flwr.studies.choosing import candidates, planned
-from ravan_flwr.studies.numbers import rates_as_csv
+from ravan_flwr.studies.choosing import Measured, RateChoice, Score, candidates, planned
+from ravan_flwr.studies.lines import lines_of
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.running import run_study
-from ravan_flwr.studies.tables import markdown
+from ravan_flwr.studies.spec import Grid, Rung
+from ravan_flwr.studies.tables import markdown, rates_as_csv
 from tests.studies import chosen, fill
 
 GRID = [1e-3, 3e-3, 1e-2]
@@ -228,7 +231,7 @@ def test_a_row_whose_settings_say_the_rate_takes_none(tmp_path):
         ({"change-from": "T", "metric": "loss"}, {}, "expected one metric in both"),
         ({"rates-of": "T", "choose": {"clip-norm": [1.0]}}, {}, "got choose and rates-of"),
         ({"change-from": "T", "rows": {"new": {}}}, {}, r"expected some of \['new'\]"),
-        ({"title": "overview"}, {}, "a table is called 'overview', .* rename it"),
+        ({"title": "overview"}, {}, "table 'overview': .* it is called 'overview', .* rename it"),
         ({"rates-of": "T", "rows": {"new": {}}}, {}, r"no rate is chosen there for rows \['new'\]"),
     ],
 )
@@ -275,5 +278,100 @@ def test_without_three_seeds_to_choose_with_no_rate_is_known_to_be_as_good(tmp_p
 
 @pytest.mark.parametrize("number", [-1, 11])
 def test_a_number_of_extensions_that_is_none(tmp_path, number):
-    with pytest.raises(ValueError, match=f"extensions = {number}: expected a whole number from 0"):
+    with pytest.raises(
+        ValueError, match=f"choose.extensions: got {number}: Input should be .* than or equal to"
+    ):
         study_of(tmp_path, extensions=number)
+
+
+def out_of(values):
+    """By hand: for each seed the rate with the largest sum over the other seeds."""
+    taken = {}
+    for seed in range(len(values[1e-3])):
+        totals = {
+            rate: sum(value for other, value in enumerate(row) if other != seed)
+            for rate, row in values.items()
+        }
+        taken[seed] = max(totals, key=lambda rate: totals[rate])
+    return taken
+
+
+def test_each_seed_takes_the_rate_that_is_best_by_the_other_seeds(tmp_path):
+    """By its own value seed 2 would take 0.01, and by all seeds 0.01 is best: luck of seed 2."""
+    values = {
+        1e-3: [0.6, 0.5, 0.4, 0.5], 3e-3: [0.70, 0.72, 0.71, 0.70], 1e-2: [0.6, 0.7, 0.98, 0.7],
+    }  # fmt: skip
+    table = {"title": "T", "rows": {"ravan": {}}, "leave-one-seed-out": True}
+    study_of(tmp_path, tables=[table], seeds=[], extensions=0)
+    study = read_study(with_seeds(tmp_path / "study.yaml", 4))
+    results = Results(tmp_path)
+    assert {dict(run.settings).get("evaluate-on") for run in candidates(study, results)} == {None}
+    fill(study, results, lambda s: values[s["learning-rate"]][s["seed"]])
+    taken = out_of(values)
+    assert taken == {0: 1e-2, 1: 1e-2, 2: 3e-3, 3: 1e-2}
+    (line,) = lines_of(study.tables[0], results)
+    assert line.values == {seed: values[rate][seed] for seed, rate in taken.items()}
+    assert chosen(study.rows[0], results).by_seed == taken
+    text = markdown(study, results)
+    assert "| 1×0.003 3×0.01 (edge) |" in text
+    assert "Each seed has the learning rate that is best by the other seeds of this table." in text
+    runs = [dict(run.settings) for run in planned(study, results)]
+    assert {run["seed"]: run["learning-rate"] for run in runs} == taken
+    measured = {run.name for run in candidates(study, results)}
+    assert {run.name for run in planned(study, results)} <= measured  # nothing more is run
+
+
+def with_seeds(path, number):
+    content = yaml.safe_load(path.read_text()) | {"seeds": list(range(number))}
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+@given(st.data())
+def test_leaving_a_seed_out_is_what_a_loop_does(data):
+    """Its own value has no part in what a seed takes: any other gives the same rate."""
+    rates, seeds = [1e-3, 3e-3, 1e-2], data.draw(st.integers(3, 5))
+    value = st.integers(0, 10**6).map(lambda number: number / 2**20)  # sums are exact
+    row = st.lists(value, min_size=seeds, max_size=seeds)
+    values = {rate: data.draw(row) for rate in rates}
+    scores = {rate: Score("accuracy", row, []) for rate, row in values.items()}
+    grid = Grid("learning-rate", tuple(rates), (Rung(tuple(range(seeds))),), 0, None)
+    choice = RateChoice(grid, rates, [Measured(grid.rungs[0], rates, scores)], False)
+    assert choice.by_seed == out_of(values)
+    seed = data.draw(st.integers(0, seeds - 1))
+    for row in values.values():
+        row[seed] = data.draw(value)
+    assert choice.by_seed is not None
+    assert choice.by_seed[seed] == out_of(values)[seed]
+
+
+def test_leaving_a_seed_out_extends_the_grid_where_a_seed_takes_its_edge(tmp_path):
+    table = {"title": "T", "rows": {"ravan": {}}, "leave-one-seed-out": True}
+    study = study_of(tmp_path, tables=[table], seeds=[])
+    results = Results(tmp_path)
+    fill(study, results, peak_at({None: 3e-2}))
+    choice = chosen(study.rows[0], results)
+    assert choice.tried == [*GRID, 3e-2, 0.1]
+    assert choice.by_seed == dict.fromkeys(range(3), 3e-2)
+    assert choice.runs == 15
+    assert "| 3×0.03 |" in markdown(study, results)
+
+
+@pytest.mark.parametrize(
+    ("table", "changes", "told"),
+    [
+        ({}, {"seeds": [0, 1]}, "leave-one-seed-out, where rates are chosen with 2 seeds"),
+        ({"run-as-good": True}, {}, "leave-one-seed-out beside rates-of or run-as-good"),
+        ({"rows": {"ravan": {"learning-rate": 0.1}}}, {}, "expected rates to choose from"),
+    ],
+)
+def test_where_no_seed_can_be_left_out(tmp_path, table, changes, told):
+    table = {"title": "T", "rows": {"ravan": {}}, "leave-one-seed-out": True} | table
+    content = {
+        "title": "A study", "num-clients": 3, "seeds": [0, 1, 2], "settings": {"num-rounds": 2},
+        "choose": {"learning-rate": GRID, "seeds": []}, "tables": [table],
+    } | changes  # fmt: skip
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match=told):
+        read_study(path)

@@ -6,14 +6,55 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from ravan_flwr.studies.intervals import Interval, difference, interval, students_t
+from ravan_flwr.studies.intervals import Interval, difference, holm, interval
+
+# Student's t, two-sided 95 %, by degrees of freedom: the table of NIST's handbook, 1.3.6.7.2.
+PRINTED = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 30: 2.042}
 
 
-@pytest.mark.parametrize("freedom", [*range(1, 41), 99, 1000])
-@pytest.mark.parametrize("confidence", [0.5, 0.9, 0.95, 0.99])
-def test_students_t_is_scipys(freedom, confidence):
-    expected = stats.t.ppf((1 + confidence) / 2, freedom)
-    assert students_t(freedom, confidence) == pytest.approx(expected, rel=1e-9)
+@pytest.mark.parametrize("freedom", PRINTED)
+def test_an_interval_is_as_wide_as_a_printed_table_says(freedom):
+    values = [float(number) for number in range(freedom + 1)]
+    found = interval(values)
+    mean = sum(values) / len(values)
+    variance = sum((value - mean) ** 2 for value in values) / freedom
+    assert found.half is not None
+    assert found.half / (variance / len(values)) ** 0.5 == pytest.approx(PRINTED[freedom], abs=6e-4)
+
+
+def test_holms_correction_is_that_of_a_worked_example():
+    """Of 0.01, 0.04, 0.03, 0.005 (Wikipedia, Holm-Bonferroni method): 0.005 and 0.01 are rejected.
+
+    By hand: 4 * 0.005, 3 * 0.01, 2 * 0.03, and 0.04, which is no less than the one before.
+    """
+    found = holm({"H1": 0.01, "H2": 0.04, "H3": 0.03, "H4": 0.005})
+    assert found == pytest.approx({"H4": 0.02, "H1": 0.03, "H3": 0.06, "H2": 0.06})
+    assert {name for name, p in found.items() if p < 0.05} == {"H1", "H4"}
+    assert holm({"a": 0.6, "b": 0.9}) == {"a": 1.0, "b": 1.0}
+    assert holm({}) == {}
+
+
+@given(st.lists(st.floats(0, 1), max_size=8))
+def test_holm_rejects_what_its_steps_reject(p_values):
+    """The method as Holm wrote it: from the smallest on, until the first that is too large."""
+    named = {str(number): p for number, p in enumerate(p_values)}
+    for level in (0.01, 0.05, 0.3):
+        rejected, left = set(), sorted(named, key=lambda name: named[name])
+        while left and named[left[0]] * len(left) <= level:
+            rejected.add(left.pop(0))
+        found = {name for name, p in holm(named).items() if p <= level}
+        assert found == rejected
+
+
+@given(st.lists(st.floats(-1, 1).map(lambda x: round(x, 3)), min_size=3, max_size=12, unique=True))
+def test_a_p_value_is_that_of_a_t_test(values):
+    assert interval(values).p == pytest.approx(stats.ttest_1samp(values, 0.0).pvalue, rel=1e-9)
+
+
+def test_differences_that_are_all_the_same_have_a_p_value():
+    assert interval([0.0, 0.0, 0.0]).p == 1
+    assert interval([0.5, 0.5, 0.5]).p == 0
+    assert interval([0.5, 0.5]).p is None
 
 
 @given(st.lists(st.floats(-10, 10), min_size=3, max_size=12))

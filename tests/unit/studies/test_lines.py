@@ -9,10 +9,9 @@ import yaml
 from scipy import stats
 
 from ravan_flwr.studies.lines import lines_of, sentence
-from ravan_flwr.studies.numbers import rows_as_csv
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.tables import markdown
+from ravan_flwr.studies.tables import markdown, rows_as_csv
 from tests.studies import ends, fill, found
 
 METHODS = ("ravan", "fedit", "ffa-lora", "hetlora", "flexlora")
@@ -151,7 +150,8 @@ def test_the_last_evaluations_are_compared_where_a_row_has_so_many(tmp_path, ran
     row = list(csv.DictReader(rows_as_csv(study, results).splitlines()))[4]
     assert float(row["late-difference"]) == pytest.approx(0.75 * (low + high) / 2)
     (run, *_) = study.tables[0].rows["fedit"].runs()
-    results.note(run, replace(found(results, run), curve={"round": [2], "accuracy": [0.5]}))
+    shorter = {"curve": {"round": [2], "accuracy": [0.5]}}
+    results.note(run, found(results, run).model_copy(update=shorter))
     line = lines_of(study.tables[0], results)[1]
     without = [random_values[name][1:] for name in ("fedit", "ravan")]
     assert ends(line.late)[1] == pytest.approx(
@@ -229,3 +229,48 @@ def test_seconds_and_bytes_stand_beside_every_accuracy(tmp_path, random_values):
         assert float(row["mean"]) == pytest.approx(np.mean(finals))
         assert float(row["spread"]) == pytest.approx(np.std(finals, ddof=1))
     assert markdown(study, results).count("| 1.00 MB | 2.00 MB | 8 |") == len(METHODS)
+
+
+def test_planned_contrasts_are_corrected_by_holm(tmp_path, random_values):
+    """The p-values are scipy's; of three contrasts the smallest counts three times."""
+    names = ["fedit", "hetlora", "flexlora"]
+    study, results = filled(tmp_path, random_values, contrasts=names)
+    lines = {line.row: line for line in lines_of(study.tables[0], results)}
+    raw = {x: stats.ttest_rel(random_values[x], random_values["ravan"]).pvalue for x in names}
+    first, second, third = sorted(raw, key=lambda name: raw[name])
+    assert lines[first].p_holm == pytest.approx(min(1, 3 * raw[first]))
+    assert lines[second].p_holm == pytest.approx(max(3 * raw[first], 2 * raw[second]))
+    assert lines[third].p_holm == pytest.approx(max(2 * raw[second], raw[third]))
+    assert lines["ffa-lora"].p_holm is None
+    found = [x for x in names if (lines[x].p_holm or 0) < 0.05]
+    told = "with Holm's correction over the 3 planned contrasts: " + ", ".join(found)
+    assert f"Significantly different from ravan {told}." in sentence(
+        study.tables[0], [*lines.values()]
+    )
+    assert "| p, Holm |" in markdown(study, results)
+    rows = {row["row"]: row for row in csv.DictReader(rows_as_csv(study, results).splitlines())}
+    assert float(rows[third]["p-holm"]) == pytest.approx(lines[third].p_holm)
+    assert rows["ffa-lora"]["p-holm"] == ""
+    with pytest.raises(ValueError, match=r"contrasts \['x'\] are no rows"):
+        study_of(tmp_path, contrasts=["x"])
+
+
+def test_a_contrast_that_is_not_done_counts_as_planned(tmp_path, random_values):
+    study = study_of(tmp_path, contrasts=["fedit", "hetlora"])
+    results = Results(tmp_path)
+    done = {**random_values, "hetlora": [None] * 5}
+    fill(study, results, lambda s: done[s["method"]][s["seed"]])
+    raw = stats.ttest_rel(random_values["fedit"], random_values["ravan"]).pvalue
+    (line,) = [x for x in lines_of(study.tables[0], results) if x.row == "fedit"]
+    assert line.p_holm == pytest.approx(2 * raw)
+
+
+def test_a_table_may_be_of_the_means_of_the_last_evaluations(tmp_path, random_values):
+    """The course of `fill` has half of the final value in round 1 of 2."""
+    study, results = filled(tmp_path, random_values, **{"mean-of-last": 2})
+    for line in lines_of(study.tables[0], results):
+        expected = [0.75 * value for value in random_values[line.row]]
+        assert list(line.values.values()) == pytest.approx(expected)
+    assert "| accuracy, %, mean of the last 2 |" in markdown(study, results)
+    with pytest.raises(ValueError, match="mean-of-last = 3, expected 2 .* than the 2 of"):
+        study_of(tmp_path, **{"mean-of-last": 3})

@@ -1,16 +1,21 @@
 """A study goes on from the record of its runs, and from nothing that is damaged."""
 
 import dataclasses
+import hashlib
+import importlib.metadata
 import json
+import subprocess
 
 import pytest
 import yaml
 
+from ravan_flwr.messages.fingerprint import code_fingerprint, code_version
 from ravan_flwr.studies import running, spec
 from ravan_flwr.studies.choosing import planned
 from ravan_flwr.studies.reading import read_study
-from ravan_flwr.studies.results import NAME, Results, digest
+from ravan_flwr.studies.results import NAME, Results
 from ravan_flwr.studies.running import run_study
+from testing import ROOT
 from tests.studies import fill, found
 from tests.studies import result as result_of
 
@@ -110,7 +115,7 @@ def test_a_line_with_a_wrong_value_is_named(filled, tmp_path, change):
 def test_a_run_counts_only_under_the_settings_that_it_had(path, tmp_path, monkeypatch):
     study = read_study(path)
     run = planned(study, Results(tmp_path))[0]
-    before = digest(run)
+    before = run.digest
     resolved = dict(run.resolved)
     for change, same in (
         ({"local-steps": 7}, False),
@@ -120,7 +125,7 @@ def test_a_run_counts_only_under_the_settings_that_it_had(path, tmp_path, monkey
         ({"data": resolved["data"] | {"a-later-field": ""}}, True),
     ):
         monkeypatch.setattr(spec.PlannedRun, "resolved", resolved | change)
-        assert (digest(dataclasses.replace(run)) == before) == same, change
+        assert (dataclasses.replace(run).digest == before) == same, change
 
 
 def test_a_run_of_an_earlier_version_comes_into_the_record(path, tmp_path):
@@ -145,7 +150,7 @@ def test_a_study_that_is_interrupted_notes_no_failure(path, tmp_path, monkeypatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: ["sleep", "0.2"])
-    monkeypatch.setattr(running, "run_key_values", interrupt)
+    monkeypatch.setattr(running, "minutes", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_study(path, tmp_path)
     assert not (tmp_path / NAME).exists()
@@ -177,3 +182,35 @@ def test_where_the_data_lies_is_no_part_of_what_a_run_is(path, filled, tmp_path)
 def test_what_belongs_into_the_file_is_not_given_beside_it(path, here, told):
     with pytest.raises(ValueError, match=told):
         read_study(path, here)
+
+
+def test_a_record_names_the_code_and_hashes_the_data(path, tmp_path):
+    """The hash is of both parts, as `scripts/make_packages_data.py` prints it."""
+    parts = {"train.jsonl": b"one\n", "test.jsonl": b"two\n"}
+    (tmp_path / "data").mkdir()
+    for name, content in parts.items():
+        (tmp_path / "data" / name).write_bytes(content)
+    results = Results(tmp_path)
+    run = planned(read_study(path, {"data": str(tmp_path / "data")}), results)[0]
+    results.note(run, result_of(0.5, code="0.6.0+1a2b3c4"))
+    line = json.loads((tmp_path / NAME).read_text())
+    assert line["code"] == "0.6.0+1a2b3c4"
+    assert line["data-hash"] == hashlib.sha256(b"one\ntwo\n").hexdigest()
+    assert "data=" not in line["settings"]
+
+
+def test_a_bundle_without_the_package_names_its_files(monkeypatch):
+    def none(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", none)
+    assert code_version.__wrapped__() == f"files {code_fingerprint()}"
+
+
+def test_the_version_of_the_code_has_its_commit():
+    version, _, commit = code_version().partition("+")
+    assert version == importlib.metadata.version("ravan-flwr")
+    told = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    assert told.returncode != 0 or told.stdout.startswith(commit.removesuffix("-dirty"))

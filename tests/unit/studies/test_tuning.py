@@ -1,14 +1,18 @@
 """Which learning rates are tried, how long, and what counts as better."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from scipy import stats
 
-from ravan_flwr.studies.halving import Choice, Measured
-from ravan_flwr.studies.rates import beyond, grid_around
-from ravan_flwr.studies.scores import Score
+from ravan_flwr.studies.choosing import (
+    Measured,
+    RateChoice,
+    Score,
+    alike,
+    beyond,
+    grid_around,
+    ranked,
+)
 from ravan_flwr.studies.tuning import plan_tuning
 
 
@@ -47,9 +51,10 @@ def test_the_grid_grows_by_its_own_rates():
 )
 def test_half_of_the_rates_go_on(rounds, rungs):
     tuning = plan_tuning({"num-rounds": rounds})
-    assert [(rung.rates, rung.rounds, len(rung.seeds)) for rung in tuning.rungs] == rungs
+    grid, row = tuning.grid, tuning.row
+    assert [(rung.rates, rung.rounds, len(rung.seeds)) for rung in grid.rungs] == rungs
     runs = [
-        run for rung in tuning.rungs for rate in tuning.rates for run in tuning.runs(rung, rate)
+        run for rung in grid.rungs for rate in grid.values for run in row.candidates(rate, rung)
     ]
     for run in runs:
         settings = dict(run.settings)
@@ -61,10 +66,10 @@ def test_half_of_the_rates_go_on(rounds, rungs):
 
 def test_settings_that_are_given_hold_for_every_run():
     tuning = plan_tuning({"seed": 7, "validation-share": 0.1, "heads": 2}, 5, [1e-3, 1e-2, 1e-3])
-    assert tuning.rates == (1e-3, 1e-2)
-    assert tuning.extensions == 0
-    (rung,) = tuning.rungs  # of two rates both get everything
-    (first, *others) = tuning.runs(rung, 1e-2)
+    assert tuning.grid.values == (1e-3, 1e-2)
+    assert tuning.grid.extensions == 0
+    (rung,) = tuning.grid.rungs  # of two rates both get everything
+    (first, *others) = tuning.row.candidates(1e-2, rung)
     assert dict(first.settings) == {
         "preset": "digits-vit", "method": "ravan", "evaluate-on": "clients", "heads": 2,
         "validation-share": 0.1, "learning-rate": 1e-2, "num-rounds": 20, "eval-every": 20,
@@ -100,15 +105,14 @@ def test_what_a_tuning_does_not_take(given, rates, told):
 
 
 def measured(values, metric="accuracy"):
-    rung = plan_tuning({}).rungs[-1]
-    return Measured(rung, {rate: Score(metric, v, [1.0] * len(v)) for rate, v in values.items()})
+    return {rate: Score(metric, v, [1.0] * len(v)) for rate, v in values.items()}
 
 
 def test_noise_is_what_a_paired_t_test_over_the_seeds_cannot_tell_apart():
     # Differences 0.02 in every seed: no noise. Differences 0.03, -0.01, 0.04: scipy's t-test below.
     found = measured({1e-3: [0.90, 0.80, 0.85], 1e-2: [0.88, 0.78, 0.83], 3e-3: [0.87, 0.81, 0.81]})
-    assert found.ranked()[0] == 1e-3
-    assert found.alike() == [1e-3, 3e-3]
+    assert ranked(found)[0] == 1e-3
+    assert alike(found) == [1e-3, 3e-3]
     random = np.random.default_rng(0)
     for _ in range(50):
         best, other = random.normal(0.02, 0.01, 3), random.normal(0.0, 0.01, 3)
@@ -119,25 +123,27 @@ def test_noise_is_what_a_paired_t_test_over_the_seeds_cannot_tell_apart():
 
 def test_equals_are_told_apart_by_their_loss_then_the_smaller_rate_is_taken():
     found = measured({1e-2: [0.9], 1e-3: [0.9], 3e-3: [0.9]})
-    assert found.ranked()[0] == 1e-3
-    found.scores[3e-3].losses[0] = 0.5
-    assert found.ranked()[0] == 3e-3
-    assert found.alike() == [3e-3]
+    assert ranked(found)[0] == 1e-3
+    found[3e-3].losses[0] = 0.5
+    assert ranked(found)[0] == 3e-3
+    assert alike(found) == [3e-3]
 
 
 @pytest.mark.parametrize("metric", ["loss", "perplexity"])
 def test_of_a_loss_the_smaller_is_better(metric):
     found = measured({1e-3: [2.0, 2.1], 1e-2: [1.0, 1.1]}, metric)
-    assert found.ranked() == [1e-2, 1e-3]
-    assert found.alike() == [1e-2]
-    choice = Choice(plan_tuning({}), Path(), [1e-3, 1e-2], [found])
+    assert ranked(found) == [1e-2, 1e-3]
+    assert alike(found) == [1e-2]
+    grid = plan_tuning({}).grid
+    rung = Measured(grid.rungs[-1], [1e-3, 1e-2], found)
+    choice = RateChoice(grid, [1e-3, 1e-2], [rung], False)
     assert choice.rate == 1e-2
     assert choice.at_the_edge
 
 
 def test_the_seeds_of_a_tuning_can_be_chosen():
     tuning = plan_tuning({}, seeds=[9, 4, 7, 1])
-    assert [rung.seeds for rung in tuning.rungs] == [(9,), (9,), (9, 4, 7, 1)]
+    assert [rung.seeds for rung in tuning.grid.rungs] == [(9,), (9,), (9, 4, 7, 1)]
     for seeds, given, told in (
         ([3, 3], {}, "--seeds: got .*at least two different ones"),
         ([3], {}, "at least two different ones"),

@@ -1,0 +1,237 @@
+"""Recompute every number in the tables of docs/ from the raw records of the runs.
+
+    python -m scripts.check_results
+
+A table stands between marks (`<!-- study NAME: TITLE -->`). Its study's file says what its rows
+are, its record (`NAME.jsonl`) what their runs came to. Nothing is shared with `ravan_flwr/studies`:
+where the two disagree, one of them is wrong. It ends with 1 and a line for each such cell.
+"""
+
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+# Student's t, two-sided 95 %, by degrees of freedom, as tables of statistics print it.
+T95 = {2: 4.302653, 3: 3.182446, 4: 2.776445, 5: 2.570582, 6: 2.446912, 7: 2.364624, 8: 2.306004,
+       9: 2.262157}  # fmt: skip
+TABLE = re.compile(
+    r"^<!-- study ([^:\n]+): ([^\n]+) -->\n(.*?)^<!-- end of study -->$", re.M | re.S
+)
+RATE = "learning-rate"
+LESS = ("loss", "perplexity")  # is better
+Values = dict[int, float]  # by seed
+
+
+def key_of(words: Iterable[str]) -> frozenset[str]:
+    """Say which run it is; one on a validation split has an `eval-every` of its own."""
+    return frozenset(word for word in words if not word.startswith("eval-every="))
+
+
+def half(values: list[float]) -> float:
+    """Return half of the mean's 95 % interval."""
+    return T95[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def shown(values: list[float], metric: str, *, signed: bool = False) -> str:
+    """Write a mean with its interval as a table has it."""
+    if not values:
+        return "-"
+    numbers = [statistics.mean(values), *([half(values)] if len(values) > 2 else [])]
+    text = [f"{x:.3f}" if metric in LESS else f"{100 * x:.1f}" for x in numbers]
+    return ("+" if signed and numbers[0] > 0 else "") + " ± ".join(text)
+
+
+def p_value(values: list[float]) -> float:
+    """Integrate Student's density by Simpson's rule, from 0 to t, for the paired test."""
+    n, t = len(values) - 1, abs(statistics.mean(values)) / (half(values) / T95[len(values) - 1])
+    scale = math.gamma((n + 1) / 2) / math.gamma(n / 2) / math.sqrt(n * math.pi)
+    at: list[float] = [
+        scale * (1 + (t * i / 20000) ** 2 / n) ** (-(n + 1) / 2) for i in range(20001)
+    ]
+    return 1 - 2 * t / 60000 * (at[0] + at[-1] + 4 * sum(at[1:-1:2]) + 2 * sum(at[2:-1:2]))
+
+
+def apart(mine: Values, other: Values) -> list[float]:
+    """Pair by the seeds that both have."""
+    return [mine[seed] - other[seed] for seed in mine if seed in other]
+
+
+class Study:
+    """A study's file and its record; a row is named by its table's title and its own name."""
+
+    def __init__(self, name: str, record: Path) -> None:
+        self.file = yaml.safe_load((ROOT / "conf/studies" / f"{name}.yaml").read_text())
+        self.tables = {table["title"]: table for table in self.file["tables"]}
+        lines = [json.loads(text) for text in record.read_text().splitlines()]
+        self.runs = {(x["clients"], key_of(x["settings"].split())): x for x in lines}
+        self.words = {word for x in lines for word in x["settings"].split()}
+
+    def row(self, title: str, name: str) -> tuple[dict[str, Any], str, bool]:
+        """Return a row's settings, the key that it may choose, and whether it does."""
+        table = self.tables[title]
+        rows = {str(key): value or {} for key, value in table["rows"].items()}
+        settings = self.file["settings"] | table.get("settings", {}) | rows[name]
+        key = next(iter(self.tables[table.get("rates-of", title)].get("choose", {RATE: None})))
+        return settings, key, key not in settings
+
+    def line(self, settings: dict[str, Any], more: dict[str, Any]) -> Any:
+        """Find the line of a run; None where it is not done."""
+        settings = settings | more
+        clients = settings.pop("num-clients", self.file["num-clients"])
+        words = [f"{k}={str(v).lower() if v in (True, False) else v}" for k, v in settings.items()]
+        return self.runs.get((clients, key_of(words)))
+
+    def tried(self, title: str, name: str) -> tuple[bool, dict[float, list[Any]]]:
+        """Return whether a seed is left out, and rate -> its runs, one a seed."""
+        title = self.tables[title].get("rates-of", title)
+        settings, key, _ = self.row(title, name)
+        out = self.tables[title].get("leave-one-seed-out", False)
+        held = {} if out else {"evaluate-on": "clients", "validation-share": 0.2}
+        seeds = self.file["seeds"] if out else self.file["choose"]["seeds"]
+        rates = sorted({float(x.partition("=")[2]) for x in self.words if x.startswith(f"{key}=")})
+        found = {r: [self.line(settings, held | {key: r, "seed": s}) for s in seeds] for r in rates}
+        return out, {rate: lines for rate, lines in found.items() if any(lines)}
+
+    def scores(self, title: str, name: str) -> dict[float, list[float]]:
+        """Return rate -> values by which it is chosen, of rates of which no run failed."""
+        out, tried = self.tried(title, name)
+        done = {r: x for r, x in tried.items() if all(y and "failed" not in y for y in x)}
+        first = self.tables[title].get("rates-of", title)
+        return {
+            rate: [self.value(first, x) if out else x["final"][x["metric"]] for x in lines]
+            for rate, lines in done.items()
+        }
+
+    def taken(self, title: str, name: str) -> dict[int, float]:
+        """Return the rate of each seed; of equals the one of less loss, then the smaller."""
+        scores, (out, tried), found = self.scores(title, name), self.tried(title, name), {}
+        sign = -1 if next(iter(tried.values()))[0]["metric"] in LESS else 1
+        for place, seed in enumerate(self.file["seeds"]):
+            order = {}
+            for rate, x in scores.items():
+                rest = [n for n in range(len(x)) if not (out and n == place)]
+                loss = statistics.mean(tried[rate][n]["final"]["loss"] for n in rest)
+                order[rate] = (sign * statistics.mean(x[n] for n in rest), -loss, -rate)
+            found[seed] = max(order, key=lambda rate: order[rate])
+        return found
+
+    def value(self, title: str, line: Any, last: int = 0) -> float:
+        """Return the table's metric of a run, or its mean over the last evaluations."""
+        metric = self.tables[title].get("metric", line["metric"])
+        last = last or self.tables[title].get("mean-of-last", 0)
+        values = line["curve"][metric][-last:] if last else [line["final"][metric]]
+        return float(statistics.mean(values))
+
+    def lines(self, title: str, name: str, rate: float | None = None) -> dict[int, Any]:
+        """Return the runs of a row that are done, by seed."""
+        settings, key, chooses = self.row(title, name)
+        rates = dict.fromkeys(self.file["seeds"], rate)
+        if chooses and rate is None:
+            rates = {**self.taken(title, name)}
+        chosen = {s: {key: rates[s]} if chooses else {} for s in rates}
+        found = {s: self.line(settings, more | {"seed": s}) for s, more in chosen.items()}
+        return {seed: x for seed, x in found.items() if x and "failed" not in x}
+
+    def values(self, title: str, name: str, rate: float | None = None, last: int = 0) -> Values:
+        """Return a row's values, of runs that were evaluated so often."""
+        lines = self.lines(title, name, rate).items()
+        return {s: self.value(title, x, last) for s, x in lines if len(x["curve"]["round"]) >= last}
+
+
+def cells(study: Study, title: str, name: str) -> Iterator[tuple[str, str]]:
+    """Yield what each column of a row must say, by its head."""
+    table, lines, mine = study.tables[title], study.lines(title, name), study.values(title, name)
+    first, rows = next(iter(lines.values())), [str(row) for row in table["rows"]]
+    metric = table.get("metric", first["metric"])
+    competing = [row for row in rows if row not in table.get("references", [])]
+    against = table.get("against", "ravan" if "ravan" in rows else (competing or rows)[0])
+
+    def differ(other: str, row: str, last: int = 0) -> str:
+        if (other, row) == (title, name) or row not in map(str, study.tables[other]["rows"]):
+            return "-"
+        one, two = study.values(title, name, last=last), study.values(other, row, last=last)
+        return shown(apart(one, two), metric, signed=True)
+
+    yield metric, shown([*mine.values()], metric)
+    yield "by seed", " ".join(shown([x], metric) for x in mine.values())
+    yield f"to {against}", differ(title, against)
+    last = table.get("compare-last", 0)
+    yield f"the same, last {last}", differ(title, against, last)
+    yield f"from {table.get('change-from')}", differ(table.get("change-from", title), name)
+    ps = {
+        x: p_value(apart(study.values(title, x), study.values(title, against)))
+        for x in table.get("contrasts", [])
+    }
+    ranks = sorted(ps, key=lambda x: ps[x])
+    steps = [min(1.0, (len(ranks) - n) * ps[x]) for n, x in enumerate(ranks)]
+    yield "p, Holm", f"{max(steps[: ranks.index(name) + 1]):.2g}" if name in ps else "-"
+    yield "learning rate", f"{first[RATE]:g}"
+    _, key, chooses = study.row(title, name)
+    if chooses:
+        scores, taken = study.scores(title, name), [*study.taken(title, name).values()]
+        (out, tried), sign = study.tried(title, name), -1 if metric in LESS else 1
+        best = max(scores, key=lambda x: sign * statistics.mean(scores[x])) if out else taken[0]
+        each = " ".join(f"{taken.count(x)}×{x:g}" for x in sorted({*taken}))
+        yield key.replace("-", " "), each if out else f"{best:g}"
+        worse = {
+            rate: [sign * (a - b) for a, b in zip(scores[best], x, strict=True)]
+            for rate, x in scores.items()
+            if rate != best
+        }
+        good = [rate for rate, x in worse.items() if statistics.mean(x) <= half(x)]
+        told = [f"{rate:g}" for rate in good]
+        if table.get("run-as-good"):
+            moved = {rate: apart(study.values(title, name, rate), mine) for rate in good}
+            told = [f"{rate:g}: {shown(x, metric, signed=True)}" for rate, x in moved.items()]
+        yield "as good", (", " if table.get("run-as-good") else " ").join(told) or "-"
+        yield "runs", str(sum(map(len, tried.values())))
+        for rate in tried:
+            yield f"{rate:g}", shown(scores[rate], metric) if rate in scores else "failed"
+    yield "rank", str(first["rank"] or "-")
+    yield "parameters", f"{first['parameters']:,}"
+    for head in ("up", "down"):
+        sent = round(statistics.mean(x[f"bytes-{head}"] for x in lines.values()))
+        yield head, f"{sent / 1e6:.2f} MB" if sent >= 1e5 else f"{sent / 1e3:.1f} kB"
+    spent = [x["client-seconds"] for x in lines.values()]
+    yield "client s", "-" if None in spent else f"{statistics.mean(spent):.0f}"
+
+
+def wrong(page: Path) -> Iterator[str]:
+    """Yield a line for each cell of a page that is not what the records say."""
+    for name, title, text in TABLE.findall(page.read_text()):
+        study = Study(name, page.with_suffix("") / f"{name}.jsonl")
+        table = [line[2:-2].split(" | ") for line in text.split("\n") if line.startswith("| ")]
+        heads = [re.sub(r", (%|mean of).*", "", head).strip() for head in table[0][1:]]
+        for row, *found in table[2:]:
+            of = title.removeprefix("rates of ")
+            told = dict(cells(study, of, row)) if title != "overview" else {}
+            if title == "overview":
+                for head in heads:
+                    if row in map(str, study.tables[head]["rows"]):
+                        (_, first), *more = cells(study, head, row)
+                        change = [x for y, x in more if y.startswith("from ") and x != "-"]
+                        told[head] = "; ".join([first, *change])
+            for head, cell in zip(heads, found, strict=True):
+                says = re.sub(r"\*| \((edge|\d+ of \d+ seeds)\)", "", cell)
+                if says != told.get(head, "-") and "(open)" not in says:
+                    right = told.get(head, "-")
+                    yield f"{page.name}: {title}: {row}: {head}: says {says}, records say {right}"
+
+
+def main() -> None:
+    """Check all pages."""
+    found = [line for page in sorted((ROOT / "docs").glob("*.md")) for line in wrong(page)]
+    print("\n".join(found) or "every number of the tables is what the records say")  # noqa: T201
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The time left is told by the rounds of the runs that are to come."""
+
+import pytest
+import yaml
+
+from ravan_flwr.studies.choosing import candidates, planned
+from ravan_flwr.studies.reading import read_study
+from ravan_flwr.studies.results import Results
+from ravan_flwr.studies.running import rounds_left, run_study
+from ravan_flwr.studies.spec import PlannedRun
+from tests.studies import fill, result
+
+
+@pytest.fixture
+def path(tmp_path):
+    rows = {"ravan": {}, "fedit": {"method": "fedit", "num-rounds": 3}}
+    content = {
+        "title": "A study", "num-clients": 3, "seeds": [0, 1], "settings": {"num-rounds": 2},
+        "choose": {"learning-rate": [1e-3, 3e-3, 1e-2], "seeds": [100, 101]},
+        "tables": [
+            {"title": "T", "rows": rows},
+            {"title": "IID", "rates-of": "T", "settings": {"partition": "iid"}, "rows": rows},
+            {"title": "T again", "rates-of": "T", "rows": {"ravan": {}}},
+        ],
+    }  # fmt: skip
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def test_only_what_is_not_done_is_left_and_a_run_of_two_tables_once(path, tmp_path):
+    study, results = read_study(path), Results(tmp_path)
+    rates = 3 * 2 * 2 + 3 * 2 * 3  # three rates, two seeds, rows of two and of three rounds
+    table = 2 * 2 + 2 * 3
+    assert rounds_left(study, results) == rates + 2 * table
+    for run in candidates(study, results):  # the best is in the middle
+        rate = dict(run.settings)["learning-rate"]
+        results.note(run, result(0.9 if rate == 3e-3 else 0.5, rate=rate))
+    assert rounds_left(study, results) == 2 * table
+    first = planned(study, results)[0]
+    assert rounds_left(study, results, first) == 2 * table - 2
+    fill(study, results, lambda _: 0.9)
+    assert rounds_left(study, results) == 0
+
+
+def test_the_tables_runs_wait_for_all_rates(path, tmp_path, monkeypatch):
+    """Where some rates were measured before, the best of these is not taken for the best."""
+    study, begun = read_study(path), []
+
+    def command(run, *_):
+        begun.append(run)
+        return ["false"]
+
+    results = Results(tmp_path)
+    for run in candidates(study, results):
+        settings = dict(run.settings)
+        if "method" not in settings and settings["learning-rate"] != 1e-2:
+            results.note(run, result(0.5))
+    monkeypatch.setattr(PlannedRun, "command", command)
+    assert not run_study(path, tmp_path)
+    held_back = [dict(run.settings).get("evaluate-on") == "clients" for run in begun]
+    assert held_back[: 2 + 6] == [True] * 8  # the last rate of ravan, and all of fedit
+    assert not any(held_back[8:])

@@ -1,0 +1,79 @@
+"""A script that shares nothing with the studies recomputes their tables, and finds errors."""
+
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+
+from ravan_flwr.studies.page import Page
+from ravan_flwr.studies.reading import read_study
+from ravan_flwr.studies.results import Results
+from scripts import check_results
+from testing import ROOT
+from tests.studies import fill
+
+
+@pytest.fixture
+def docs(tmp_path, monkeypatch):
+    """A copy of one page and of its records."""
+    shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
+    shutil.copy(ROOT / "docs" / "results.md", tmp_path / "docs")
+    (tmp_path / "conf").symlink_to(ROOT / "conf")
+    monkeypatch.setattr(check_results, "ROOT", tmp_path)
+    return tmp_path / "docs"
+
+
+def test_a_wrong_number_is_named(docs, capsys):
+    page = docs / "results.md"
+    with pytest.raises(SystemExit) as end:
+        check_results.main()
+    assert end.value.code == 0
+    text = page.read_text()
+    for right, wrong, says in (
+        ("| -0.7 ± 1.3 | 0.003 |", "| -0.7 ± 1.2 | 0.003 |", "-0.7 ± 1.2"),
+        ("| 74.4 ± 5.4 |", "| 74.5 ± 5.4 |", "74.5 ± 5.4"),
+        ("| 10,400 | 1.24 MB |", "| 10,400 | 1.25 MB |", "1.25 MB"),
+        ("| 0.001 0.01 0.03 | 15 |", "| 0.001 0.01 0.03 | 18 |", "18"),
+    ):
+        page.write_text(text.replace(right, wrong, 1))
+        assert page.read_text() != text
+        (line,) = check_results.wrong(page)
+        assert line.startswith("results.md: ")
+        place = wrong.split(" ").index(says.split(" ", 1)[0])
+        assert f"says {says}, records say {right.split(' ')[place]}" in line
+    record = docs / "results" / "starts-digits.jsonl"
+    record.write_text(record.read_text().replace('"bytes-up": 1244280', '"bytes-up": 2244280'))
+    page.write_text(text)
+    assert len([*check_results.wrong(page)]) >= 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_programs_agree_on_random_results(tmp_path, monkeypatch, seed):
+    """Leave-one-seed-out, means of evaluations, Holm's correction: no code in common."""
+    random = np.random.default_rng(seed)
+    rows = {name: {"method": name} for name in ("ravan", "fedit", "ffa-lora", "hetlora")}
+    own = {"title": "Own", "rows": rows, "leave-one-seed-out": True, "mean-of-last": 2}
+    own["contrasts"] = ["fedit", "ffa-lora", "hetlora"]
+    tables = [own, {"title": "Two", "rows": rows, "settings": {"heads": 2}, "run-as-good": True}]
+    tables.append({"title": "Iid", "rows": rows, "settings": {"partition": "iid"}})
+    tables[-1] |= {"rates-of": "Two", "change-from": "Two", "compare-last": 2}
+    content = {
+        "title": "A study", "num-clients": 3, "seeds": [0, 1, 2, 3], "settings": {"num-rounds": 2},
+        "choose": {"learning-rate": [1e-3, 3e-3, 1e-2], "seeds": [100, 101, 102]},
+        "tables": tables,
+    }  # fmt: skip
+    for folder in ("conf/studies", "docs"):
+        (tmp_path / folder).mkdir(parents=True)
+    file, page = tmp_path / "conf/studies/mine.yaml", tmp_path / "docs/page.md"
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    titles = ["Own", "rates of Own", "Two", "rates of Two", "Iid", "overview"]
+    marks = [f"<!-- study mine: {title} -->\n<!-- end of study -->\n" for title in titles]
+    page.write_text("".join(marks))
+    place = Page.of(page, file, read_study(file))
+    results = Results(tmp_path, place.record)
+    fill(place.study, results, lambda _: round(float(random.uniform(0.4, 0.6)), 6))
+    page.write_text(place.written(page.read_text(), results))
+    monkeypatch.setattr(check_results, "ROOT", tmp_path)
+    assert [*check_results.wrong(page)] == []
+    assert "×" in page.read_text()
