@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from ravan_flwr.config.keys import AUTO, KEYS, KEYS_BY_TOPIC
+from ravan_flwr.config.keys import AUTO, KEYS, TOPICS
 from ravan_flwr.specs import Scalar
 
 
@@ -27,12 +27,11 @@ def key_table() -> str:
         "",
         *_row("num-clients", AUTO, "clients of the simulation (a whole number at least 1)"),
     ]
-    for topic, keys in KEYS_BY_TOPIC.items():
-        lines += ["", f"{topic}:"]
-        for name, key in keys.items():
-            free = key.kind is str and not key.choices and not key.in_words
-            about = key.help if free else f"{key.help} ({key.allowed()})"
-            lines += _row(name, str(as_typed(key.default)) or "(none)", about)
+    for name, key in KEYS.items():
+        if name in TOPICS:
+            lines += ["", f"{TOPICS[name]}:"]
+        about = key.help if key.allowed == "a text" else f"{key.help} ({key.allowed})"
+        lines += _row(name, str(as_typed(key.default)) or "(none)", about)
     return "\n".join(lines)
 
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import yaml
 
-from ravan_flwr.config.preset_fields import LORA_RANK, RUN, run_defaults
+from ravan_flwr.config.keys import RUN
+from ravan_flwr.config.preset import LORA_RANK, run_defaults
 from ravan_flwr.preset_wizard.data_summary import DataSummary
 from ravan_flwr.preset_wizard.model_summary import COVERED, ModelSummary
 from ravan_flwr.tasks import TASKS

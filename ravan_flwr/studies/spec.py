@@ -74,14 +74,8 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Name the folder: the same for the same run, whatever table it stands in.
-
-        A truth value counts as the text that earlier versions had for it, so that their runs are
-        found again.
-        """
-        former = {True: "yes", False: "no"}
-        settings = [(k, former[v] if isinstance(v, bool) else v) for k, v in self.settings]
-        text = json.dumps([sorted(settings), self.num_clients])
+        """Name the folder: the same for the same run, whatever table it stands in."""
+        text = json.dumps([sorted(self.settings), self.num_clients])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def command(self, folder: Path, engine: str) -> list[str]:
@@ -100,8 +94,7 @@ class PlannedRun:
         found = sorted(self.folder(study).glob("*/summary.json"))
         if not found:
             return None
-        # A key that came with a later version than the run's had what is its default now.
-        recorded = read_config({}).as_dict() | RunDirectory(found[-1].parent).read_config()
+        recorded = RunDirectory(found[-1].parent).read_config()
         if not self.resolved["data"]["labels"]:  # the run has found them in its data
             recorded["data"] = {**recorded["data"], "labels": []}
         # A run's own has how many clients there were, which `num_clients` says here.

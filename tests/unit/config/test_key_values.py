@@ -15,7 +15,7 @@ from ravan_flwr.specs import ModelSpec, Scalar
         ("report=false", False),
         ("report=False", False),  # as Python writes it
         ("colour=True", "True"),
-        ("report=no", "no"),  # a former value, which its key reads
+        ("report=no", "no"),
         ("output-dir=2024", "2024"),
         ("output-dir=1e3", "1e3"),
         ("output-dir=true", "true"),

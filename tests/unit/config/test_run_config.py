@@ -1,6 +1,8 @@
 """Every check of the configuration, and what its errors tell."""
 
 import json
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -8,13 +10,11 @@ import yaml
 
 from ravan_flwr.config import presets as preset_module
 from ravan_flwr.config.key_values import read_settings
-from ravan_flwr.config.keys import FREE_ON_RESUME, FROM_PRESET, KEYS, NOT_OF_RESULT
+from ravan_flwr.config.keys import FREE_ON_RESUME, KEYS, NOT_OF_RESULT, RUN
 from ravan_flwr.config.presets import conf_folder
-from ravan_flwr.config.recorded import recorded_config
-from ravan_flwr.config.run_config import read_config
+from ravan_flwr.config.run_config import read_config, recorded_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs import history
-from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.studies import spec
 from tests import ROOT
 
@@ -123,9 +123,6 @@ def test_a_pass_is_recorded_and_read_again():
     written = json.loads(json.dumps(config.as_dict()))
     assert (written["local-steps"], written["local-epochs"]) == (None, 0.25)
     assert recorded_config(written, "x") == config
-    before = read_config({}).as_dict()
-    del before["local-epochs"]  # as an earlier version wrote it
-    assert recorded_config(before, "x") == read_config({})
 
 
 def test_ranks_of_a_preset_are_those_of_its_own_model():
@@ -259,35 +256,42 @@ def test_what_makes_two_runs_the_same():
 
 
 def test_what_a_preset_says():
-    assert set(FROM_PRESET) == names(
+    assert RUN.keys() - {"num-clients"} == names(
         "batch-size classes-per-client classifier clients-per-round eval-every "
         "final-learning-rate gradient-checkpointing heads init learning-rate-schedule "
         "local-epochs local-steps lora-scale max-bytes num-rounds partition partition-alpha "
         "precision quantize shards-per-client"
     )
-    assert all(KEYS[name].default == "auto" for name in FROM_PRESET)
+    assert all(KEYS[name].default == "auto" for name in RUN.keys() - {"num-clients"})
 
 
 @pytest.mark.parametrize("key", ["report", "gradient-checkpointing"])
-def test_booleans_are_booleans_and_earlier_words_are_still_read(key):
-    field = key.replace("-", "_")
-    for value, words in ((True, "yes"), (False, "no")):
-        for given in (value, words):
-            assert getattr(read_config({key: given}), field) is value
+def test_booleans_are_booleans(key):
+    for value, word in ((True, "yes"), (False, "no")):
+        assert getattr(read_config({key: value}), key.replace("-", "_")) is value
         assert read_settings([f"{key}={str(value).lower()}"])[0] == {key: value}
-        earlier = read_config({key: value}).as_dict() | {key: words}
-        assert recorded_config(earlier, "x") == read_config({key: value})
-    assert KEYS[key].allowed() == "true or false"
-
-
-def test_a_run_directory_of_an_earlier_version_is_read_in_todays_values(tmp_path):
-    earlier = {"report": "yes", "gradient-checkpointing": "no", "seed": 3}
-    (tmp_path / "config.json").write_text(json.dumps(earlier))
-    read = RunDirectory.open(tmp_path).read_config()
-    assert read == {"report": True, "gradient-checkpointing": False, "seed": 3}
+        with pytest.raises(ValueError, match=f"{key} = '{word}': expected true or false"):
+            read_config({key: word})
+    assert KEYS[key].allowed == "true or false"
 
 
 def test_bounds_are_written_with_all_their_digits():
-    assert KEYS["max-examples"].allowed().endswith("at least 1 and at most 281474976710656")
-    assert KEYS["learning-rate"].allowed() == "a number above 0 and at most 10"
-    assert KEYS["server-momentum"].allowed().endswith("at most 0.9999")
+    assert KEYS["max-examples"].allowed.endswith("at least 1 and at most 281474976710656")
+    assert KEYS["learning-rate"].allowed == "a number above 0 and at most 10"
+    assert KEYS["server-momentum"].allowed.endswith("at most 0.9999")
+
+
+def test_a_configuration_is_parsed_once_however_often_it_is_asked_for():
+    given = {"heads": 2, "learning-rate": 1}
+    assert read_config(given) is read_config(dict(given))
+    assert read_config({"heads": 2, "learning-rate": 0.5}) is not read_config(given)
+    with pytest.raises(ValueError, match="seed = True: expected a whole number"):
+        read_config({"seed": 1}), read_config({"seed": True})
+
+
+def test_help_needs_no_library_that_checks_files():
+    program = (
+        "import sys, ravan_flwr.cli; print({'pydantic', 'yaml', 'numpy'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert done.stdout.strip() == b"set()"
