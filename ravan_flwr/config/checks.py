@@ -13,13 +13,6 @@ Values = Mapping[str, Scalar]
 
 STEPS = ("local-steps", "local-epochs")  # one of which says how long a client trains
 
-# Which partitions read a key.
-OF_PARTITION = {
-    "partition-alpha": ("dirichlet", "dirichlet-by-client"),
-    "partition-by": ("dirichlet", "dirichlet-by-client", "natural", "pathological", "shards"),
-    "classes-per-client": ("pathological",),
-    "shards-per-client": ("shards",),
-}
 OF_PRIVACY = ("epsilon", "noise-multiplier", "delta", "clip-norm", "noise-cohort")
 MOST_CLIENTS = 256  # in a secure round: the sum of so many numbers of 16 bits has 24
 
@@ -101,22 +94,11 @@ def trains_backbone(values: Values) -> bool:
     return not method.frozen_backbone or (method.has_heads and values["init"] == "first-round")
 
 
-def without_effect(run_config: Values, schedule: str = "constant") -> list[str]:
-    """List the keys that were given and change nothing, each as `key=value`.
-
-    `schedule` is what the preset says of learning-rate-schedule.
-    """
+def without_effect(run_config: Values) -> list[str]:
+    """List the keys that were given and change nothing, each as `key=value`."""
     values = {name: key.default for name, key in KEYS.items()} | dict(run_config)
     method = METHODS.get(str(values["method"]))
     idle = set(method.ignored) if method else set()
-    if values["server-optimizer"] == "none":
-        idle |= {"server-learning-rate", "server-momentum"}
-    for key, kinds in OF_PARTITION.items():
-        if values["partition"] not in (*kinds, AUTO):
-            idle.add(key)
-    chosen = values["learning-rate-schedule"]
-    if (schedule if chosen == AUTO else chosen) == "constant":
-        idle.add("final-learning-rate")
     if 1 in (values["batch-size"], values["micro-batch-size"]):
         idle.add("packing")
     if values["privacy"] == "none":
@@ -128,9 +110,9 @@ def without_effect(run_config: Values, schedule: str = "constant") -> list[str]:
     return [f"{key}={values[key]}" for key in sorted(idle) if values[key] != KEYS[key].default]
 
 
-def told_without_effect(run_config: Values, method: str, schedule: str) -> list[str]:
+def told_without_effect(run_config: Values, method: str) -> list[str]:
     """Say which settings change nothing, first those that somebody may mean for protection."""
-    others, told = without_effect(run_config, schedule), []
+    others, told = without_effect(run_config), []
     for keys, protected_by in (
         (OF_PRIVACY, "privacy=client or privacy=example"),
         (("secure-minimum",), "secure-aggregation=true"),
@@ -213,11 +195,13 @@ def _check_steps(values: Values) -> None:
     do = "lower the one or raise the other"
     if part != AUTO and int(part) > whole:
         raise _refused(values, "micro-batch-size", f"batch-size = {whole}", "at least as many", do)
-    start, end = float(values["learning-rate"]), float(values["final-learning-rate"])
-    if values["learning-rate-schedule"] == "cosine" and end > start:
+    schedule = KEYS["learning-rate-schedule"].parts("learning-rate-schedule", str(
+        values["learning-rate-schedule"]))  # fmt: skip
+    start, end = float(values["learning-rate"]), schedule.get("end", AUTO)
+    if end != AUTO and float(end) > start:
         raise _refused(
-            values, "final-learning-rate", f"learning-rate = {start:g}",
-            "at least as much, since the rate falls", do,
+            values, "learning-rate-schedule", f"learning-rate = {start:g}",
+            "at least as much as its end, since the rate falls", do,
         )  # fmt: skip
 
 

@@ -3,8 +3,9 @@
 import difflib
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from ravan_flwr.specs import Scalar
 
@@ -27,6 +28,8 @@ class Key:
     above: float = -math.inf  # in place of `low`, where the bound itself is out of range
     high: float = math.inf
     below: float = math.inf  # in place of `high`
+    # By the first word of a text, the parts that follow it: a part's `help` is its name.
+    forms: Mapping[str, tuple["Key", ...]] = field(default_factory=dict)
     pattern: str = ""  # of a text: the regular expression that it must match as a whole
     in_words: str = ""  # what `pattern` means
 
@@ -41,8 +44,10 @@ class Key:
     @property
     def allowed(self) -> str:
         """Describe what the key takes."""
-        if self.choices:
-            return "one of " + ", ".join(self.choices)
+        if self.choices or self.forms:
+            forms = (":".join([word, *(part.help.upper() for part in parts)])
+                     for word, parts in self.forms.items())  # fmt: skip
+            return "one of " + ", ".join([*self.choices, *forms])
         if self.kind is bool:
             return "true or false"
         if self.kind is str:
@@ -67,6 +72,8 @@ class Key:
             raise ValueError(f"{problem}; got a {kind}")
         if self.choices:
             check_choice(name, str(value), self.choices)
+        if self.forms:
+            return self._joined(self.parts(name, str(value)))
         if self.pattern and not re.fullmatch(self.pattern, str(value)):
             raise ValueError(problem)
         if not isinstance(value, str) and not (
@@ -75,6 +82,41 @@ class Key:
         ):  # fmt: skip
             raise ValueError(problem)
         return value
+
+    def parts(self, name: str, text: str) -> dict[str, Scalar]:
+        """Read `WORD:PART:PART` as its parts by name, the word as ""; an empty part is left out."""
+        word, *rest = text.split(":")
+        check_choice(name, word, self.forms)
+        known = self.forms[word]
+        if len(rest) > len(known):
+            form = ":".join([word, *(part.help.upper() for part in known)])
+            raise ValueError(
+                f"{name} = {text!r}: got {len(rest)} parts, expected {form}; correct it"
+            )
+        read: dict[str, Scalar] = {"": word}
+        for part, given in zip(known, rest + [""] * (len(known) - len(rest)), strict=True):
+            where = f"{name} = {text!r}: {part.help}"
+            read[part.help] = part.checked(where, part.typed(given)) if given else part.default
+        return read
+
+    def _joined(self, read: Mapping[str, Scalar]) -> str:
+        """Write parts as `parts` reads them; those at the end that say nothing are left out."""
+        words = [str(read[""])]
+        for part in self.forms[words[0]]:
+            value = read[part.help]
+            silent = value == part.default and value in ("", AUTO, 0)
+            words.append("" if silent else str(value).removesuffix(".0"))
+        return ":".join(words).rstrip(":")
+
+    def typed(self, text: str) -> Scalar:
+        """Read a text as a person types it: numbers as such, and the truth as Python writes it."""
+        if self.kind is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if self.kind is not str:
+            for number in (int, float):
+                with suppress(ValueError):
+                    return number(text)
+        return text
 
 
 def _plain(bound: float) -> str:

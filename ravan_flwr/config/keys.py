@@ -51,6 +51,20 @@ def preset_key(preset: Scalar, text: str, **more: Any) -> Any:
     return key(AUTO, text, preset=preset, **more)
 
 
+def _each(what: str) -> Key:
+    return Key(2, what, kind=int, low=1, high=1_000_000)
+
+
+def _rate(default: float) -> Key:
+    return Key(default, "learning-rate", kind=float, above=0, high=1_000)
+
+
+_ALPHA = Key(0.3, "alpha", kind=float, above=0, high=1_000_000)
+_COLUMN = Key("", "column")
+_WARM_UP = Key(0, "warm-up", kind=int, low=0, high=1_000_000)
+_BETA = Key(0.9, "beta", kind=float, low=0, high=0.9999)
+
+
 # fmt: off
 @dataclass(frozen=True)
 class Config:
@@ -99,19 +113,15 @@ class Config:
         "0.2 where each client has a model of its own, or 0", low=0, high=0.9)
 
     # how simulated clients share the data
-    partition: str = preset_key("dirichlet-by-client", "how simulated clients divide the data: "
-        "alike, with different shares of the classes, one client for each value of a column, with "
-        "few classes each, or in different sizes",
-        choices=("iid", "dirichlet", "dirichlet-by-client", "natural", "pathological",
-        "shards", "linear", "square", "exponential"))
-    partition_by: str = auto_key("column by which clients differ, or whose values they are "
-        "(natural); auto: the preset's, or the label")
-    partition_alpha: float = preset_key(0.3, "concentration of the Dirichlet distribution: the "
-        "smaller, the more clients differ", above=0, high=1_000_000)
-    classes_per_client: int = preset_key(2, "classes that each client has under "
-        "partition=pathological", low=1, high=1_000_000)
-    shards_per_client: int = preset_key(2, "pieces of the examples, sorted by class, that each "
-        "client has under partition=shards", low=1, high=1_000_000)
+    partition: str = preset_key("dirichlet-by-client:0.3", "how simulated clients divide the data: "
+        "alike, with different shares of the classes (the smaller ALPHA, the more they differ), "
+        "one client for each value of a column, with few classes or shards of sorted examples "
+        "each, or in different sizes; COLUMN: by which they differ, in place of the preset's",
+        forms={
+            "iid": (), "dirichlet": (_ALPHA, _COLUMN), "dirichlet-by-client": (_ALPHA, _COLUMN),
+            "natural": (_COLUMN,), "pathological": (_each("classes"), _COLUMN),
+            "shards": (_each("shards"), _COLUMN), "linear": (), "square": (), "exponential": (),
+        })
 
     # training on a client
     local_steps: int | None = preset_key(50, "optimiser steps of a client in each round", low=1,
@@ -130,11 +140,9 @@ class Config:
         "together, with less padding", choices=("random", "length"))
     learning_rate: float = auto_key("learning rate of the clients' Adam", above=0, high=10)
     learning_rate_schedule: str = preset_key("constant", "learning rate by round: the same, or "
-        "from learning-rate down to final-learning-rate", choices=("constant", "cosine"))
-    final_learning_rate: float = preset_key(AUTO, "learning rate of the last round under a cosine; "
-        "auto: the preset's, or a fiftieth of learning-rate", low=0, high=10)
-    warm_up_rounds: int = key(0, "first rounds, in which the learning rate rises", low=0,
-        high=1_000_000)
+        "from learning-rate down to END, a fiftieth of it unless given; it rises in the first "
+        "WARM-UP rounds", forms={"constant": (_WARM_UP,), "cosine": (
+            Key(AUTO, "end", kind=float, low=0, high=10), _WARM_UP)})
     weight_decay: float = key(0.0, "decay of what is trained, as AdamW's, in each step", low=0,
         high=1_000)
     max_gradient_norm: float = key(0.0, "norm to which a step's gradient is cut; 0: none", low=0,
@@ -198,11 +206,8 @@ class Config:
     weighting: str = key("uniform", "how replies are weighted in the mean: alike, or by numbers of "
         "examples", choices=("uniform", "examples"))
     server_optimizer: str = key("none", "server's optimiser of the mean update: FedAvgM is "
-        "momentum, FedAdam is adam", choices=("none", "momentum", "adam"))
-    server_learning_rate: float = auto_key("learning rate of the server's optimiser; auto: 1, or "
-        "0.01 for adam", above=0, high=1_000)
-    server_momentum: float = key(0.9, "beta of momentum, or beta 1 of adam, on the server", low=0,
-        high=0.9999)
+        "momentum (1:0.9 unless given), FedAdam is adam (0.01:0.9)",
+        forms={"none": (), "momentum": (_rate(1.0), _BETA), "adam": (_rate(0.01), _BETA)})
 
     # privacy
     privacy: str = key("none", "client: differential privacy for each client, against all who see "
@@ -254,6 +259,15 @@ class Config:
         "tensorboard as well", choices=("tensorboard", "wandb", "mlflow", "none"), of_result=False)
 
     # fmt: on
+
+    def parts(self, key: str) -> dict[str, Any]:
+        """Return the parts of a setting such as `dirichlet:0.3` by name, its first word as ""."""
+        return KEYS[key].parts(key, getattr(self, key.replace("-", "_")))
+
+    @property
+    def division(self) -> str:
+        """Return the first word of `partition`."""
+        return self.partition.partition(":")[0]
 
     @property
     def noised_on_devices(self) -> bool:
@@ -332,24 +346,40 @@ TOPICS = {
 # What other programs call a key, where its spelling does not lead to it; of dropout there is none.
 _ELSEWHERE = {
     "lr": "learning-rate", "eta": "learning-rate", "client-lr": "learning-rate",
-    "server-lr": "server-learning-rate", "lr-scheduler": "learning-rate-schedule",
+    "server-lr": "server-optimizer", "lr-scheduler": "learning-rate-schedule",
     "wd": "weight-decay", "bs": "batch-size", "epochs": "local-epochs",
     "num-epochs": "local-epochs", "max-steps": "local-steps", "num-server-rounds": "num-rounds",
     "fraction-fit": "clients-per-round", "fraction-train": "clients-per-round",
-    "num-supernodes": "num-clients", "alpha": "partition-alpha", "mu": "proximal-mu", "r": "rank",
+    "num-supernodes": "num-clients", "alpha": "partition", "mu": "proximal-mu", "r": "rank",
     "lora-r": "lora-rank", "lora-alpha": "lora-scale", "target-modules": "targets",
     "num-heads": "heads", "max-seq-length": "max-length", "optimizer": "server-optimizer",
     "max-grad-norm": "max-gradient-norm", "dtype": "precision", "fp16": "precision",
     "bf16": "precision", "gpu": "device", "cuda": "device", "dataset": "data", "strategy": "method",
     "algorithm": "method", "sigma": "noise-multiplier", "dp": "privacy",
     "secagg": "secure-aggregation", "compression": "wire", "clients": "num-clients",
-    "dirichlet-alpha": "partition-alpha", "head": "heads", "num-workers": "processes",
+    "dirichlet-alpha": "partition", "head": "heads", "num-workers": "processes",
     "wandb": "tracking", "out": "output-dir", "dropout": "", "lora-dropout": "",
+}  # fmt: skip
+
+
+# Keys of earlier versions, and what a person writes now.
+MOVED = {
+    "partition-alpha": "partition=dirichlet:0.3", "partition-by": "partition=dirichlet:0.3:COLUMN",
+    "classes-per-client": "partition=pathological:2", "shards-per-client": "partition=shards:2",
+    "final-learning-rate": "learning-rate-schedule=cosine:0.0001",
+    "warm-up-rounds": "learning-rate-schedule=cosine:0.0001:5",
+    "server-learning-rate": "server-optimizer=adam:0.01",
+    "server-momentum": "server-optimizer=momentum:1:0.9",
 }  # fmt: skip
 
 
 def check_key(name: str, value: Scalar) -> Scalar:
     """Return the value in the key's own type; ValueError for an unknown key or a wrong value."""
+    if name in MOVED:
+        raise ValueError(
+            f"{name} = {value!r}: it is a part of another key, expected {MOVED[name]}, say; write "
+            "that"
+        )
     if name == "num-clients":
         raise ValueError(
             f"{name} = {value!r}: it is no key of the run config, since who starts a run has the "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ravan_flwr.config.checks import check_steps
-from ravan_flwr.config.keys import AUTO, KEYS, RUN, check_choice, check_key
+from ravan_flwr.config.keys import AUTO, KEYS, MOVED, RUN, check_choice, check_key
 from ravan_flwr.config.places import targets_of
 from ravan_flwr.config.preset_data import place_beside, read_data
 from ravan_flwr.config.yaml_file import Part, check_fields, free_fields
@@ -112,7 +112,8 @@ class Preset:
         found = self.rates.get(method, METHODS[method].learning_rate)
         for key in self.rates_by:
             if isinstance(found, dict):
-                found = found.get(values[key], found.get(_SAME_RATES.get(values[key]), found))
+                word = values[key].partition(":")[0] if KEYS[key].forms else values[key]
+                found = found.get(word, found.get(_SAME_RATES.get(word), found))
         if isinstance(found, dict):
             what = "".join(f", {key} {values[key]!r}" for key in self.rates_by)
             raise ValueError(
@@ -137,12 +138,15 @@ def _named(content: Any) -> Any:
 
 def _read_run(run: Any, kind: TaskInfo) -> dict[str, Any]:
     run = {} if run is None else run
+    if isinstance(run, dict):
+        for key in run.keys() & MOVED.keys():
+            check_key(key, run[key])  # which says what to write now
     check_fields("run.", run, set(), RUN.keys())
     said = {key: value for key, value in run.items() if value != AUTO}
     values = run_defaults(kind) | said
     if "local-epochs" in said and "local-steps" not in said:
         values["local-steps"] = AUTO
-    if values["partition"] == "natural":  # the data tell how many, unless the preset does
+    if str(values["partition"]).startswith("natural"):  # the data tell how many
         values["num-clients"] = said.get("num-clients")
     clients = values.pop("num-clients")
     if clients is not None and (type(clients) is not int or clients < 1):
@@ -173,7 +177,9 @@ def _read_by(by: Any) -> tuple[str, ...]:
         raise ValueError(f"learning-rate.by = {by!r}: expected a list of keys, such as [partition]")
     for key in by:
         check_choice(
-            "learning-rate.by", str(key), [key for key, spec in KEYS.items() if spec.choices]
+            "learning-rate.by",
+            str(key),
+            [key for key, spec in KEYS.items() if spec.choices or spec.forms],
         )
     return tuple(by)
 
@@ -190,7 +196,9 @@ def _leaves(rates: Mapping[str, Any], by: tuple[str, ...]) -> Iterator[Scalar]:
         if not isinstance(found, dict):
             yield found
             continue
-        key = next((key for key in by if set(found) <= set(KEYS[key].choices)), None)
+        key = next(
+            (key for key in by if set(found) <= {*KEYS[key].choices, *KEYS[key].forms}), None
+        )
         if key is None:
             raise ValueError(
                 f"learning-rate: got {found}, expected a number, or numbers by the values of "

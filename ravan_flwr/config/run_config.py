@@ -63,7 +63,7 @@ def _read(given: tuple[tuple[str, Scalar], ...], preset: "Preset") -> Config:
         "model": chosen_model(
             preset.model, str(values["model"]), str(values["targets"]), preset.other_models
         ),
-        "data": _divided_by(chosen_data(data, str(values["data"])), values["partition-by"]),
+        "data": _divided_by(chosen_data(data, str(values["data"])), str(values["partition"])),
         "glue-task": data.subset if preset.glue_tasks else "",
         "num-clients": _num_clients(values, preset),
     }
@@ -88,17 +88,15 @@ def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
     # The preset's ranks are those of its own heads, model and targets, within its own budget.
     own = values["heads"] == preset.run["heads"] or "heads" in method.ignored
     own = own and all(values[key] == AUTO for key in ("model", "targets", "lora-rank"))
-    rate = preset.learning_rate(name, values) if values["learning-rate"] == AUTO else 0.0
     found: dict[str, Scalar] = {
         "rank": preset.ranks[budget].get(name, AUTO) if own else AUTO,
         "lora-rank": preset.lora_rank[budget],
-        "learning-rate": rate,
-        "final-learning-rate": float(rate or values["learning-rate"]) / 50,
-        "server-learning-rate": 0.01 if values["server-optimizer"] == "adam" else 1.0,
         "evaluate-on": "clients" if method.personalised else "server",
         "validation-share": HELD_BACK if method.personalised else 0.0,
         "max-length": preset.max_length,
     }
+    if values["learning-rate"] == AUTO:
+        found["learning-rate"] = preset.learning_rate(name, values)
     if values["calibration-learning-rate"] == AUTO:
         found["calibration-learning-rate"] = preset.learning_rate("full", values)
     if values["privacy"] == "example":
@@ -115,15 +113,16 @@ def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
         values["clients-per-round"] = 1
 
 
-def _divided_by(data: DataSpec, column: Scalar) -> DataSpec:
-    return data if column == AUTO else dataclasses.replace(data, partition_by=str(column))
+def _divided_by(data: DataSpec, partition: str) -> DataSpec:
+    column = KEYS["partition"].parts("partition", partition).get("column")
+    return dataclasses.replace(data, partition_by=str(column)) if column else data
 
 
 def _num_clients(values: Mapping[str, Scalar], preset: "Preset") -> int | None:
     """Return how many clients the preset says, None if the data says it."""
     said: int | None = preset.run["num-clients"]
-    if values["partition"] == "natural":
-        return said if preset.run["partition"] == "natural" else None
+    if str(values["partition"]).startswith("natural"):
+        return said if str(preset.run["partition"]).startswith("natural") else None
     return int(RUN["num-clients"]) if said is None else said
 
 
@@ -197,7 +196,7 @@ def settings_of(
         free = free | {"min-replies"}  # it follows from the other
     settings: dict[str, Scalar] = dict(preset or {})
     # What is set first decides what other keys are where they are "auto".
-    second = ("model", "data", "targets", "partition-by", "learning-rate")
+    second = ("model", "data", "targets", "partition", "learning-rate")
     for keys in (("preset", "method", "seed", "glue-task"), second, KEYS, KEYS):
         now = read_config(settings).as_dict()
         different = _different(recorded, now, free)

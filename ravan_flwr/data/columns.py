@@ -26,8 +26,9 @@ def check_column(spec: DataSpec, examples: datasets.Dataset) -> None:
     usable = ", ".join(repr(name) for name in whole.column_names if _divides(whole, name))
     has = f"that has a value for each example: {usable}" if usable else "(none of them will do)"
     raise ValueError(
-        f"partition-by = {spec.partition_by!r}: {lacks}, expected a column of the data {has}; "
-        "name one with partition-by=..., or choose a partition that reads none, such as iid"
+        f"partition: got the column {spec.partition_by!r}: {lacks}, expected a column of "
+        f"the data {has}; name one, as partition=dirichlet:0.3:COLUMN, or choose a partition that "
+        "reads none, such as iid"
     )
 
 
@@ -42,24 +43,25 @@ def values_of(examples: datasets.Dataset, column: str) -> list[str | float]:
     """Return the value of each example; ValueError if one has none, or values are no names."""
     if column not in examples.column_names:
         raise ValueError(
-            f"partition-by = {column!r}: the examples have {examples.column_names}, expected one "
-            "of them, or another column of the data set; correct partition-by"
+            f"partition: got the column {column!r}: the examples have "
+            f"{examples.column_names}, expected one of them, or another column of the "
+            "data set; correct it"
         )
     feature = examples.features[column]
     plain = isinstance(feature, datasets.Value) and not feature.dtype.endswith("binary")
     if not plain and not isinstance(feature, datasets.ClassLabel):
         raise ValueError(
-            f"partition-by = {column!r}: it holds {type(feature).__name__} values, expected texts, "
-            "numbers or classes; name another column"
+            f"partition: got the column {column!r}: it holds {type(feature).__name__} values, "
+            "expected texts, numbers or classes; name another column"
         )
     values: list[str | float] = examples[column][:]
     lowest = 0 if isinstance(feature, datasets.ClassLabel) else None  # -1 is no class
     lacking = [row for row, value in enumerate(values) if _is_missing(value, lowest)]
     if lacking:
         raise ValueError(
-            f"partition-by = {column!r}: {len(lacking):,} of {len(values):,} examples have no "
-            f"value there (None, NaN, or class -1), the first of them example {lacking[0]}; "
-            "expected one for each; fill them in, or take these examples out"
+            f"partition: got the column {column!r}: {len(lacking):,} of {len(values):,} examples "
+            "have no value there (None, NaN, or class -1), the first of them example "
+            f"{lacking[0]}; expected one for each; fill them in, or take these examples out"
         )
     return values
 

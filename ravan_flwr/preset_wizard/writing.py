@@ -75,8 +75,7 @@ run:
   local-steps: {{ run["local-steps"] }}  # optimiser steps of a client in each round
   batch-size: {{ run["batch-size"] }}  # examples in each step
 {% if spec.labels %}
-  partition: {{ run["partition"] }}  # simulated clients differ in their classes; or iid
-  partition-alpha: {{ run["partition-alpha"] }}  # the smaller, the more they differ
+  partition: {{ run["partition"] }}  # the smaller, the more clients differ; or iid
 {% endif %}
   heads: {{ model.heads }}  # of the method ravan, in each adapted layer
 {% if not writes %}

@@ -145,8 +145,6 @@ _GOES_WITH = {"learning-rate": "method", "rank": "method", "validation-share": "
 
 def _follows(key: str, runs: Sequence[RecordedRun]) -> bool:
     """Tell whether the setting says nothing that other settings do not say."""
-    if key == "final-learning-rate":
-        return all(run.config.get("learning-rate-schedule") == "constant" for run in runs)
     other = _GOES_WITH.get(key)
     if other is None:
         return False

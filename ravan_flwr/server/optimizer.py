@@ -21,8 +21,8 @@ class ServerOptimizer:
     """Take the server's step; with `kind` "none" the mean becomes the next state."""
 
     kind: str
-    learning_rate: float
-    momentum: float
+    learning_rate: float = 1.0
+    momentum: float = 0.9
 
     def step(self, old: Tensors, mean: Tensors, moments: Tensors) -> tuple[Tensors, Tensors]:
         """Return the next state and moments; `moments` are those of the step before, first none."""

@@ -34,9 +34,7 @@ class ServerState:
         step = config.learning_rate * (config.local_steps or 0)  # 0: each client has its own
         usual = _named(memory or {}, CHANGES)
         self._limit = UpdateNormCheck(config.max_update_norm, step, usual, config.wire)
-        self._optimizer = ServerOptimizer(
-            config.server_optimizer, config.server_learning_rate, config.server_momentum
-        )
+        self._optimizer = ServerOptimizer(*config.parts("server-optimizer").values())
 
     @property
     def memory(self) -> Tensors:

@@ -18,7 +18,7 @@ from ravan_flwr.studies.spec import Row, Study, Table
 
 MOST_EXTENSIONS = 10
 # What a table's rows may choose.
-CHOSEN = (RATE, "clip-norm", "server-learning-rate", "calibration-learning-rate")
+CHOSEN = (RATE, "clip-norm", "calibration-learning-rate")
 OF_A_MACHINE = ("data", "model", "device", "processes")
 
 _FIELDS = {"title": str, "num-clients": int, "seeds": list, "settings": dict, "tables": list}

@@ -37,7 +37,7 @@ def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> s
     if not config.model.shape:  # of which a preset says enough for a plan without the hub
         make_task(config).check_sizes()
     told = [describe(replace(config, num_clients=number_of_clients(config, num_clients)))]
-    if idle := told_without_effect(settings, config.method, config.learning_rate_schedule):
+    if idle := told_without_effect(settings, config.method):
         told += ["", *idle]
     return "\n".join(told)
 

@@ -161,7 +161,7 @@ def test_a_disk_that_cannot_be_written_to_stops_the_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "change",
     [
-        {"method": "fedit"}, {"seed": 1}, {"heads": 2}, {"partition-alpha": 1.0},
+        {"method": "fedit"}, {"seed": 1}, {"heads": 2}, {"partition": "dirichlet:1"},
         {"learning-rate": 0.5}, {"weighting": "examples"}, {"quantize": "4bit"},
     ],
 )  # fmt: skip

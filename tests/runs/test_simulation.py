@@ -312,10 +312,10 @@ def test_a_node_config_may_set_budget_and_device(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"budget": 2.0}, "node config: budget is 2.0, expected a number above 0 and at most 1"),
-        ({"budget": "big"}, "node config: budget is 'big'"),
-        ({"partition-id": 9}, "node config: partition-id is 9, expected 0 to 3"),
-        ({"partition-id": "0"}, "node config: partition-id is '0', expected a whole number"),
+        ({"budget": 2.0}, "node config: budget = 2.0: expected a number above 0 and at most 1"),
+        ({"budget": "big"}, "node config: budget = 'big'"),
+        ({"partition-id": 9}, "node config: partition-id = 9: expected 0 to 3"),
+        ({"partition-id": "0"}, "node config: partition-id = '0': expected a whole number"),
     ],
 )
 def test_a_node_config_is_checked(tmp_path, monkeypatch, settings, message):

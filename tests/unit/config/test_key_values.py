@@ -92,7 +92,7 @@ def test_what_is_mistyped_is_told_once(words, told, capsys):
         ("num_epochs", "local-epochs"),
         ("rounds", "num-rounds"),
         ("steps", "local-steps"),
-        ("alpha", "partition-alpha"),
+        ("alpha", "partition"),
         ("clients", "num-clients"),
         ("target_modules", "targets"),
     ],

@@ -37,7 +37,7 @@ def test_task_model_and_data_are_enough(file):
     assert not config.data.settled
     assert (config.num_clients, config.num_rounds, config.clients_per_round) == (10, 20, 3)
     assert (config.partition, config.heads, config.classifier) == (
-        "dirichlet-by-client", 4, "trained",
+        "dirichlet-by-client:0.3", 4, "trained",
     )  # fmt: skip
     assert (config.lora_rank, config.max_length) == (8, 256)
     assert config_of(file(), **{"parameter-budget": "higher"}).lora_rank == 16
