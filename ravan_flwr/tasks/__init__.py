@@ -32,7 +32,7 @@ TASKS = {
     "text-to-label": TaskInfo(
         "ravan_flwr.tasks.text_to_label", ("text", "label"), prompt="{text}", target_length=32
     ),
-    # In place of messages `prompt` and `completion`, or any columns (config/prompt_fields.py).
+    # In place of messages `prompt` and `completion`, or any columns (config/preset_data.py).
     "causal": TaskInfo(
         "ravan_flwr.tasks.causal",
         ("messages",),

@@ -340,7 +340,7 @@ def test_runs_of_versions_with_other_settings_are_compared(runs, tmp_path):
         return RecordedRun.read(folder)
 
     now, later = changed("now"), changed("later", **{"a-later-key": True})
-    earlier = changed("earlier", **{"wire": "GONE", "max-update-norm": "GONE", "rank": "GONE"})
+    earlier = changed("earlier", rank="GONE")
     assert list(group_runs([now, later])) == ["a-later-key None", "a-later-key True"]
     assert list(group_runs([now, earlier])) == ["rank 13", "rank None"]
     assert list(group_runs([earlier, now])) == ["rank None", "rank 13"]
