@@ -50,8 +50,8 @@ def hash_of(config: dict[str, Scalar]) -> str:
 
 def main() -> None:
     """Print a line for each method, and for each further kind of round with RAVAN."""
-    runs = {name: {"method": name} for name in METHODS} | FURTHER
-    for name, config in runs.items():
+    runs: dict[str, dict[str, Scalar]] = {name: {"method": name} for name in METHODS}
+    for name, config in (runs | FURTHER).items():
         sys.stdout.write(f"{name:24} {hash_of(config)}\n")
         sys.stdout.flush()
 

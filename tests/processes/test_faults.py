@@ -1,7 +1,6 @@
 """A run that is killed or that cannot write goes on from its last checkpoint, to the same bits."""
 
 import json
-import shutil
 import signal
 
 import pytest
