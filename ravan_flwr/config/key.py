@@ -40,6 +40,8 @@ class Key:
     of_result: bool = True
     # A run that is resumed may get another value, though what follows depends on it.
     may_change: bool = False
+    # It is no key of its own: `limits` holds it.
+    is_limit: bool = False
 
     @property
     def allowed(self) -> str:

@@ -22,6 +22,7 @@ __all__ = [
     "BASES_OF_DATA",
     "FREE_ON_RESUME",
     "KEYS",
+    "LIMITS",
     "NOT_OF_RESULT",
     "RUN",
     "TOPICS",
@@ -30,6 +31,7 @@ __all__ = [
     "check_key",
     "kebab",
     "keys_of",
+    "read_limits",
 ]  # fmt: skip
 
 # Values of `init` that make bases of the clients' examples, in a round before the first.
@@ -237,15 +239,19 @@ class Config:
     over_sample: float = key(1.0, "ask this many times clients-per-round, and use the first "
         "clients-per-round replies", low=1, high=10)
     min_replies: int = key(1, "stop the run when a round has fewer good replies", low=1,
-        high=1_000_000, may_change=True)
+        high=1_000_000, may_change=True,
+        is_limit=True)
     robust: str = key("none", "combine replies by this in place of the mean, against a few false "
         "ones", choices=("none", "median", "trimmed-mean"))
     max_update_norm: float | None = auto_key("refuse a reply whose change has a larger norm; auto: "
-        "a limit from learning-rate and from what is usual", above=0, may_change=True)
+        "a limit from learning-rate and from what is usual", above=0, may_change=True,
+        is_limit=True)
     max_share: float = key(1.0, "largest budget that a client is granted, whatever it claims",
-        above=0, high=1, may_change=True)
+        above=0, high=1, may_change=True,
+        is_limit=True)
     max_examples: int | None = auto_key("as how many examples a device's own data counts at most; "
-        "auto: ten times the median", low=1, high=2**48)
+        "auto: ten times the median", low=1, high=2**48,
+        is_limit=True)
 
     # what a run writes
     output_dir: str = auto_key("folder of the run directories; auto: runs/, and ~/ravan-flwr/runs "
@@ -325,7 +331,20 @@ def _kind(annotation: Any) -> Any:
     return kind if kind in (bool, int, float) else str
 
 
-KEYS = keys_of(Config)
+_FIELDS = keys_of(Config)
+# What a server's operator limits: parts of one key.
+LIMITS = {name: spec for name, spec in _FIELDS.items() if spec.is_limit}
+_OF_LIMITS = Key(
+    "",
+    "what a server's operator limits. "
+    + "; ".join(f"{name}: {spec.help} ({spec.allowed})" for name, spec in LIMITS.items()),
+    in_words="NAME=NUMBER, with commas between",
+    may_change=True,
+)
+KEYS = {
+    "limits" if spec.is_limit else name: _OF_LIMITS if spec.is_limit else spec
+    for name, spec in _FIELDS.items()
+}
 # What a run is, as far as neither a person nor the preset says it.
 RUN: dict[str, Scalar] = {"num-clients": 10} | {
     name: spec.preset for name, spec in KEYS.items() if spec.preset is not None
@@ -333,7 +352,9 @@ RUN: dict[str, Scalar] = {"num-clients": 10} | {
 # Runs that differ in these alone are runs of the same thing.
 NOT_OF_RESULT = frozenset(name for name, spec in KEYS.items() if not spec.of_result)
 # A run that is resumed may differ in these from what it was.
-FREE_ON_RESUME = NOT_OF_RESULT | {name for name, spec in KEYS.items() if spec.may_change}
+FREE_ON_RESUME = NOT_OF_RESULT | {
+    name for name, spec in (_FIELDS | KEYS).items() if spec.may_change
+}
 
 # By the first key of each.
 TOPICS = {
@@ -369,7 +390,9 @@ MOVED = {
     "final-learning-rate": "learning-rate-schedule=cosine:0.0001",
     "warm-up-rounds": "learning-rate-schedule=cosine:0.0001:5",
     "server-learning-rate": "server-optimizer=adam:0.01",
-    "server-momentum": "server-optimizer=momentum:1:0.9",
+    "server-momentum": "server-optimizer=momentum:1:0.9", "min-replies": "limits=min-replies=2",
+    "max-update-norm": "limits=max-update-norm=1", "max-share": "limits=max-share=0.5",
+    "max-examples": "limits=max-examples=1000",
 }  # fmt: skip
 
 
@@ -392,4 +415,17 @@ def check_key(name: str, value: Scalar) -> Scalar:
             f"unknown key {name!r}{did_you_mean(meant, known)} Expected one that "
             "`ravan-flwr simulate --help` lists; correct it"
         )
-    return KEYS[name].checked(name, value)
+    value = KEYS[name].checked(name, value)
+    if name == "limits":
+        read_limits(str(value))
+    return value
+
+
+def read_limits(text: str) -> dict[str, Scalar]:
+    """Read `NAME=NUMBER,NAME=NUMBER` as the limits that it names."""
+    read: dict[str, Scalar] = {}
+    for word in filter(None, text.replace(" ", "").split(",")):
+        name, _, number = word.partition("=")
+        check_choice("limits:", name, LIMITS)
+        read[name] = LIMITS[name].checked(name, LIMITS[name].typed(number))
+    return read

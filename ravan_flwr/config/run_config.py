@@ -10,7 +10,16 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from ravan_flwr.config.checks import STEPS, check_steps, check_together, trains_backbone
-from ravan_flwr.config.keys import AUTO, FREE_ON_RESUME, KEYS, RUN, Config, check_key
+from ravan_flwr.config.keys import (
+    AUTO,
+    FREE_ON_RESUME,
+    KEYS,
+    LIMITS,
+    RUN,
+    Config,
+    check_key,
+    read_limits,
+)
 from ravan_flwr.config.places import chosen_data, chosen_model
 from ravan_flwr.config.presets import read_preset
 from ravan_flwr.methods import METHODS
@@ -43,7 +52,8 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
 
 @lru_cache(maxsize=64)
 def _read(given: tuple[tuple[str, Scalar], ...], preset: "Preset") -> Config:
-    values = {key: spec.default for key, spec in KEYS.items()} | dict(given)
+    values = {key: spec.default for key, spec in (KEYS | LIMITS).items()} | dict(given)
+    values |= read_limits(str(values.pop("limits")))
     check_steps(values)
     if values["quantize"] == AUTO and trains_backbone(values):
         values["quantize"] = "none"
@@ -195,6 +205,10 @@ def settings_of(
     if recorded["secure-aggregation"] and recorded["min-replies"] == recorded["secure-minimum"]:
         free = free | {"min-replies"}  # it follows from the other
     settings: dict[str, Scalar] = dict(preset or {})
+    limits = {name: recorded[name] for name, spec in LIMITS.items() if name not in free}
+    limits = {k: v for k, v in limits.items() if v not in (None, LIMITS[k].default)}
+    if limits:
+        settings["limits"] = ",".join(f"{name}={value}" for name, value in limits.items())
     # What is set first decides what other keys are where they are "auto".
     second = ("model", "data", "targets", "partition", "learning-rate")
     for keys in (("preset", "method", "seed", "glue-task"), second, KEYS, KEYS):

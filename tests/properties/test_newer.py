@@ -597,7 +597,7 @@ def test_the_server_optimiser_moves_no_factor_whose_turn_it_is_not(kind):
     whole, adapters = build("rolora")
     config = read_config(
         {"method": "rolora", "server-optimizer": f"{kind}:0.5",
-         "max-update-norm": 1e9}
+         "limits": "max-update-norm=1e9"}
     )  # fmt: skip
     server = ServerState(config, [])
     server.tensors = start = some_state(whole, adapters)

@@ -561,7 +561,7 @@ def test_a_key_with_dashes_is_told_how_it_is_written(words, told, capsys):
         (["method=ravn"], 2, "error: method 'ravn' is unknown: did you mean 'ravan'?"),
         (["num-clients=0"], 2, "error: num-clients = 0: expected a whole number at least 1"),
         (["rank=97"], 2, "error: rank = 97: the model digits-vit has a hidden size of 96"),
-        (["max-update-norm=1e-9", "local-steps=1"], 1, "error: round 1: got no valid reply"),
+        (["limits=max-update-norm=1e-9", "local-steps=1"], 1, "error: round 1: got no valid reply"),
     ],
 )
 def test_mistakes_end_with_a_status_and_one_line(tmp_path, capsys, words, status, told):

@@ -115,7 +115,7 @@ def test_a_key_for_what_there_is_not_leads_nowhere(capsys):
     [
         (["resume=/nowhere"], "resume = '/nowhere': found no config.json there"),
         (["output-dir=/dev/null/runs"], "'/dev/null/runs': /dev/null is no folder"),
-        (["min-replies=3", "num-clients=2"], "min-replies = 3: got num-clients = 2"),
+        (["limits=min-replies=3", "num-clients=2"], "min-replies = 3: got num-clients = 2"),
         (["rank=97"], "rank = 97: the model digits-vit has a hidden size of 96"),
         (["preset=cifar100-vit-b16", "method=fedit", "rank=769"], "a hidden size of 768"),
         (["num-clients=1439"], "1439 clients share 1438 examples, expected at least one each"),

@@ -37,7 +37,7 @@ def test_the_settings_of_a_preset_are_found_again(path, method):
         {"preset": "code", "model": "HuggingFaceTB/SmolLM2-135M-Instruct", "evaluate-samples": 3},
         {"partition": "natural:user"},
         {"partition": "pathological:3:user", "data": "some/one"},
-        {"device": "cpu", "straggler-grace": 3.0, "round-timeout": 9, "max-examples": 4},
+        {"device": "cpu", "straggler-grace": 3.0, "round-timeout": 9, "limits": "max-examples=4"},
         {"deliver": True, "num-rounds": 9, "tracking": "none", "output-dir": "/x", "resume": "/y"},
     ],
 )

@@ -10,7 +10,7 @@ import yaml
 
 from ravan_flwr.config import presets as preset_module
 from ravan_flwr.config.key_values import read_settings
-from ravan_flwr.config.keys import FREE_ON_RESUME, KEYS, MOVED, NOT_OF_RESULT, RUN
+from ravan_flwr.config.keys import FREE_ON_RESUME, KEYS, LIMITS, MOVED, NOT_OF_RESULT, RUN
 from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.config.run_config import read_config, recorded_config
 from ravan_flwr.methods import METHODS
@@ -254,8 +254,8 @@ def test_what_makes_two_runs_the_same():
     )
     assert set(NOT_OF_RESULT) == elsewhere
     assert set(FREE_ON_RESUME) == elsewhere | names(
-        "eval-every max-bytes max-share max-update-norm min-replies num-rounds straggler-grace "
-        "until-metric"
+        "eval-every limits max-bytes max-share max-update-norm min-replies num-rounds "
+        "straggler-grace until-metric"
     )
     assert set(history._NOT_A_DIFFERENCE) == elsewhere | {"seed"}
     assert set(spec._NO_MATTER) == elsewhere | {"rank"}
@@ -281,7 +281,7 @@ def test_booleans_are_booleans(key):
 
 
 def test_bounds_are_written_with_all_their_digits():
-    assert KEYS["max-examples"].allowed.endswith("at least 1 and at most 281474976710656")
+    assert LIMITS["max-examples"].allowed.endswith("at least 1 and at most 281474976710656")
     assert KEYS["learning-rate"].allowed == "a number above 0 and at most 10"
 
 
@@ -348,3 +348,17 @@ def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_form(key):
     new, _, value = MOVED[key].partition("=")
     assert key not in KEYS
     assert read_config({new: value, "preset": "code", "learning-rate": 0.1})
+
+
+def test_limits_of_an_operator_are_one_key():
+    config = read_config({"limits": "max-share=0.5, max-examples=1000,min-replies=2"})
+    assert (config.max_share, config.max_examples, config.min_replies) == (0.5, 1000, 2)
+    assert config.max_update_norm is None
+    assert read_config({}).max_share == 1.0
+    for wrong, told in (
+        ("max-shar=1", "limits: 'max-shar' is unknown: did you mean 'max-share'"),
+        ("max-share=2", "max-share = 2: expected a number above 0 and at most 1"),
+        ("min-replies", "min-replies = '': expected a whole number"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            read_config({"limits": wrong})

@@ -485,7 +485,7 @@ def test_the_seconds_of_a_grace_may_be_any():
 @pytest.mark.parametrize(
     ("settings", "partitions", "can", "came"),
     [
-        ({"min-replies": 4}, 20, 20, 4),
+        ({"limits": "min-replies=4"}, 20, 20, 4),
         ({"secure-aggregation": True}, 20, 20, 7),  # two thirds of clients-per-round
         ({"secure-aggregation": True}, 6, 6, 4),  # of all, which are fewer
         (
