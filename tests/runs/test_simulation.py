@@ -251,7 +251,7 @@ def test_a_run_of_an_earlier_version_opens_resumes_and_is_grouped(tmp_path):
 
 def test_a_failed_run_says_why_in_its_directory(tmp_path):
     with pytest.raises(RuntimeError, match="round 1: got no valid reply"):
-        run(tmp_path, max_update_norm=1e-9)
+        run(tmp_path, limits="max-update-norm=1e-9")
     (directory,) = tmp_path.iterdir()
     assert (
         "upload has a change of norm"
