@@ -165,7 +165,7 @@ def accuracy_of(cell: Cell, seed: int) -> Cell:
     LyingGrid.lie, LyingGrid.claims_whole = cell["lie"], cell["whole"]
     settings = SETTINGS | {"method": cell["method"], "robust": cell["robust"], "seed": seed}
     if cell["limit"] == "off":
-        settings["max-update-norm"] = 1e12
+        settings["limits"] = "max-update-norm=1e12"
     with tempfile.TemporaryDirectory() as folder:
         try:
             summary = simulate(settings | {"output-dir": folder}, CLIENTS).summary

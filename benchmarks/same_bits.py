@@ -29,7 +29,7 @@ FURTHER: dict[str, dict[str, Scalar]] = {
     },
     "masked": {"secure-aggregation": True},
     "wire=int8": {"wire": "int8"},
-    "server-optimizer=adam": {"server-optimizer": "adam", "server-learning-rate": 0.01},
+    "server-optimizer=adam": {"server-optimizer": "adam:0.01"},
     "robust=median": {"robust": "median"},
 }
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
+from ravan_flwr.config.keys import LIMITS
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.messages.arrays import from_record, to_record
@@ -103,11 +104,20 @@ class Notes:
             self.calibrated_state = dict(state)
 
 
+def settings_from(named):
+    """Write settings that are named as Python does as a run config, limits in their one key."""
+    found = {name.replace("_", "-"): value for name, value in named.items()}
+    limits = {name: found.pop(name) for name in LIMITS if name in found}
+    if given := {name: limit for name, limit in limits.items() if limit != "auto"}:
+        found["limits"] = ",".join(f"{name}={limit}" for name, limit in given.items())
+    return found
+
+
 def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, **settings):
     notes = Notes()
     # What these nodes send moves further than a few steps of Adam could.
     settings = {"max_update_norm": 1e6} | settings
-    config = read_config({k.replace("_", "-"): v for k, v in settings.items()})
+    config = read_config(settings_from(settings))
     strategy = FederatedTuning(
         config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
         load_fixed=lambda _: DERIVED, callbacks=[notes],

@@ -19,7 +19,7 @@ from ravan_flwr.client.masked import train_masked
 from ravan_flwr.client.on_device import is_on_a_device
 from ravan_flwr.client.personal_state import keep_own
 from ravan_flwr.client.secure_part import node_keys
-from ravan_flwr.config.node_requirements import limit_of
+from ravan_flwr.config.node_config import limit_of
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint

@@ -12,8 +12,7 @@ from flwr.app import Context, RecordDict
 from ravan_flwr.client.account_book import check_kept
 from ravan_flwr.client.personal_state import find_own, run_mark
 from ravan_flwr.config.keys import AUTO
-from ravan_flwr.config.node_config import read_node
-from ravan_flwr.config.node_requirements import check_node_requirements
+from ravan_flwr.config.node_config import check_node_requirements, read_node
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import FIXED, from_record
 from ravan_flwr.messages.wire import decode, wire_of_round

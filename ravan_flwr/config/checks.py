@@ -1,40 +1,84 @@
-"""Refuse settings that do not go together, before anything is loaded."""
+"""Refuse settings that do not go together, before anything is loaded.
 
-from collections.abc import Mapping, Sequence
+docs/privacy.md and docs/secure-aggregation.md have the reasons of theirs in more words.
+"""
 
-from ravan_flwr.config.keys import AUTO, KEYS
-from ravan_flwr.config.private import OF_PRIVACY, check_private
-from ravan_flwr.config.secure import check_secure
+from collections.abc import Mapping
+
+from ravan_flwr.config.keys import AUTO, BASES_OF_DATA, KEYS
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 
+Values = Mapping[str, Scalar]
+
 STEPS = ("local-steps", "local-epochs")  # one of which says how long a client trains
 
-# Which partitions read a key.
-OF_PARTITION = {
-    "partition-alpha": ("dirichlet", "dirichlet-by-client"),
-    "partition-by": ("dirichlet", "dirichlet-by-client", "natural", "pathological", "shards"),
-    "classes-per-client": ("pathological",),
-    "shards-per-client": ("shards",),
+OF_PRIVACY = ("epsilon", "noise-multiplier", "delta", "clip-norm", "noise-cohort")
+MOST_CLIENTS = 256  # in a secure round: the sum of so many numbers of 16 bits has 24
+
+# The only value of a key that goes with a setting, and why.
+Only = tuple[str, Scalar, str]
+_NO_ROBUST = ("robust", "none", "what one client sends would decide which others count")
+_NO_LIMIT = ("max-update-norm", AUTO, "clip-norm already bounds what a client changes")
+_ON_SERVER = (
+    "evaluate-on", "server", "what clients measure on their examples would be told as it is",
+)  # fmt: skip
+_ONLY: dict[str, tuple[Only, ...]] = {
+    "client": (
+        ("weighting", "uniform", "a client's number of examples would say how much it counts"),
+        _NO_ROBUST,
+        _NO_LIMIT,
+        ("over-sample", 1.0, "a cohort is drawn client by client, so that it has no size to fill"),
+        ("straggler-grace", AUTO, "how fast one client is would decide whether others count"),
+        ("min-replies", 1, "a run that stops would tell how many clients took part"),
+        ("max-bytes", AUTO, "when the run ends would tell how many clients took part"),
+        _ON_SERVER,
+    ),
+    "example": (
+        ("local-epochs", AUTO, "batches are drawn at random, so that there are no passes"),
+        ("batching", "random", "which examples meet in a batch would follow from their lengths"),
+        ("packing", False, "an example's gradient would depend on which others it meets"),
+        ("noise-cohort", AUTO, "noise is added on each client, whatever the others do"),
+        _ON_SERVER,
+    ),
+    "secure": (
+        ("weighting", "uniform", "a weight that the server names could make a sum that of one"),
+        ("robust", "none", "it compares uploads, of which the server sees none"),
+        ("max-update-norm", AUTO, "the server cannot see how far a reply moves what was sent"),
+        ("over-sample", 1.0, "a reply that came and is not used would still have to be unmasked"),
+        ("wire", "float32", "masked numbers have a form of their own, of 3 bytes each"),
+        _ON_SERVER,
+    ),
+}
+_METHOD_SAYS = {
+    "client": "its next state, or a round before the first, uses more of the clients than the sum "
+    "of their changes",
+    "example": "it trains what has no known gradients of single examples, or uses a client's data "
+    "for more than these",
+    "secure": "its next state, or a round before the first, is not made of the sum of changes",
+}
+_HEADS_SAY = {
+    "client": "which heads clients will train must be known before the round",
+    "example": "the heads that a client chooses by its examples would tell of them",
+    "secure": "who trains which heads must be known before the round",
 }
 
-# Keys by which nobody is protected alone.
-OF_PROTECTION = (*OF_PRIVACY, "secure-minimum")
 
-
-def check_together(values: Mapping[str, Scalar]) -> None:
+def check_together(values: Values) -> None:
     """Raise ValueError if values that are right by themselves contradict each other."""
     _check_method(values)
-    _check_pooled(values)
-    check_secure(values)
     _check_replies(values)
-    _check_form(values)
-    _check_evaluation(values)
     _check_steps(values)
-    check_private(values)
+    if values["secure-aggregation"]:
+        _check_sums("secure-aggregation = true", "secure-aggregation=false", "secure", values)
+    _check_evaluation(values)
+    if values["privacy"] != "none":
+        kind = str(values["privacy"])
+        _check_noise(values)
+        _check_sums(f"privacy = {kind!r}", "privacy=none", kind, values)
 
 
-def check_steps(values: Mapping[str, Scalar], where: str = "") -> None:
+def check_steps(values: Values, where: str = "") -> None:
     """Raise ValueError if both steps and passes are given: one says how long a client trains."""
     if all(values[key] != AUTO for key in STEPS):
         raise ValueError(
@@ -44,22 +88,17 @@ def check_steps(values: Mapping[str, Scalar], where: str = "") -> None:
         )
 
 
-def without_effect(run_config: Mapping[str, Scalar], schedule: str = "constant") -> list[str]:
-    """List the keys that were given and change nothing, each as `key=value`.
+def trains_backbone(values: Values) -> bool:
+    """Tell whether pretrained weights are trained, be it in a round before the first."""
+    method = METHODS[str(values["method"])]
+    return not method.frozen_backbone or (method.has_heads and values["init"] == "first-round")
 
-    `schedule` is what the preset says of learning-rate-schedule.
-    """
+
+def without_effect(run_config: Values) -> list[str]:
+    """List the keys that were given and change nothing, each as `key=value`."""
     values = {name: key.default for name, key in KEYS.items()} | dict(run_config)
     method = METHODS.get(str(values["method"]))
     idle = set(method.ignored) if method else set()
-    if values["server-optimizer"] == "none":
-        idle |= {"server-learning-rate", "server-momentum"}
-    for key, kinds in OF_PARTITION.items():
-        if values["partition"] not in (*kinds, AUTO):
-            idle.add(key)
-    chosen = values["learning-rate-schedule"]
-    if (schedule if chosen == AUTO else chosen) == "constant":
-        idle.add("final-learning-rate")
     if 1 in (values["batch-size"], values["micro-batch-size"]):
         idle.add("packing")
     if values["privacy"] == "none":
@@ -71,58 +110,29 @@ def without_effect(run_config: Mapping[str, Scalar], schedule: str = "constant")
     return [f"{key}={values[key]}" for key in sorted(idle) if values[key] != KEYS[key].default]
 
 
-def told_without_effect(run_config: Mapping[str, Scalar], method: str, schedule: str) -> list[str]:
+def told_without_effect(run_config: Values, method: str) -> list[str]:
     """Say which settings change nothing, first those that somebody may mean for protection."""
-    idle = without_effect(run_config, schedule)
-    told = _protecting_nobody(idle)
-    if others := [one for one in idle if one.partition("=")[0] not in OF_PROTECTION]:
-        told.append(f"no effect with method={method}: {', '.join(others)}")
-    return told
-
-
-def _protecting_nobody(idle: Sequence[str]) -> list[str]:
-    told = []
+    others, told = without_effect(run_config), []
     for keys, protected_by in (
         (OF_PRIVACY, "privacy=client or privacy=example"),
         (("secure-minimum",), "secure-aggregation=true"),
     ):
-        if alone := [one for one in idle if one.partition("=")[0] in keys]:
+        if alone := [one for one in others if one.partition("=")[0] in keys]:
             told.append(
                 f"no effect, and nobody is protected: {', '.join(alone)}; expected {protected_by} "
                 "beside it"
             )
-    return told
+            others = [one for one in others if one not in alone]
+    return told + ([f"no effect with method={method}: {', '.join(others)}"] if others else [])
 
 
-def _check_replies(values: Mapping[str, Scalar]) -> None:
-    least, clients = int(values["min-replies"]), int(values["clients-per-round"])
-    if least > clients:
-        raise ValueError(
-            f"min-replies = {least}: got clients-per-round = {clients}, expected at least as many; "
-            "lower the one or raise the other"
-        )
-    if values["robust"] != "none" and clients < 3:
-        raise ValueError(
-            f"robust = {values['robust']!r}: got clients-per-round = {clients}, expected at least "
-            "3, since of two replies none outvotes the other; raise clients-per-round"
-        )
-    heads = METHODS[str(values["method"])].has_heads
-    if heads and values["robust"] != "none" and values["head-mean"] != "trained":
-        raise ValueError(
-            f"robust = {values['robust']!r}: got head-mean = {values['head-mean']!r}, expected "
-            "'trained', since clients that leave a head as it was would outvote those that "
-            "trained it; leave one of them out"
-        )
-    if values["robust"] != "none" and values["weighting"] != "uniform":
-        raise ValueError(
-            f"robust = {values['robust']!r}: got weighting = {values['weighting']!r}, expected "
-            "'uniform', since a weight that a client claims is no more to be trusted than the "
-            "rest; leave one of them out"
-        )
+def _refused(values: Values, key: str, got: str, expected: str, do: str) -> ValueError:
+    return ValueError(f"{key} = {values[key]!r}: got {got}, expected {expected}; {do}")
 
 
-def _check_method(values: Mapping[str, Scalar]) -> None:
+def _check_method(values: Values) -> None:
     """Refuse options that do not go with the method."""
+    name = str(values["method"])
     frozen = [name for name, method in METHODS.items() if method.frozen_backbone]
     averaging = [name for name, method in METHODS.items() if method.averages]
     no_mean = "makes its next state otherwise than by a mean"
@@ -133,68 +143,134 @@ def _check_method(values: Mapping[str, Scalar]) -> None:
         ("server-optimizer", averaging, no_mean, "none"),
         ("robust", averaging, no_mean, "none"),
     ):
-        if values[key] not in (without, AUTO) and values["method"] not in able:
-            raise ValueError(
-                f"{key} = {values[key]!r}: got method {values['method']!r}, which {otherwise}; "
-                f"expected one of {', '.join(able)}; choose one, or set {key}={without}"
-            )
-    for key, without in (("quantize", "none"), ("backbone-dtype", "float32")):
-        if trains_backbone(values) and values[key] not in (without, AUTO):
-            raise ValueError(
-                f"{key} = {values[key]!r}: got init = {values['init']!r}, whose first round "
-                f"{changes}; expected another init; choose one, or set {key}={without}"
-            )
-
-
-def trains_backbone(values: Mapping[str, Scalar]) -> bool:
-    """Tell whether pretrained weights are trained, be it in a round before the first."""
-    method = METHODS[str(values["method"])]
-    return not method.frozen_backbone or (method.has_heads and values["init"] == "first-round")
-
-
-def _check_pooled(values: Mapping[str, Scalar]) -> None:
-    """Refuse passes where one client has the examples of all."""
-    if METHODS[str(values["method"])].pools and isinstance(values["local-epochs"], int | float):
-        raise ValueError(
-            f"local-epochs = {values['local-epochs']!r}: got method {values['method']!r}, with "
-            "which one client trains on the examples of all, expected local-steps; set that"
-        )
-
-
-def _check_form(values: Mapping[str, Scalar]) -> None:
-    """Refuse a merged weight of few bits, which would lose small updates."""
+        if values[key] in (without, AUTO):
+            continue
+        do = f"choose one, or set {key}={without}"
+        if name not in able:
+            one_of = f"one of {', '.join(able)}"
+            raise _refused(values, key, f"method {name!r}, which {otherwise}", one_of, do)
+        if able is frozen and trains_backbone(values):
+            got = f"init = {values['init']!r}, whose first round {changes}"
+            raise _refused(values, key, got, "another init", do)
+    if METHODS[name].pools and values["local-epochs"] != AUTO:
+        got = f"method {name!r}, with which one client trains on the examples of all"
+        raise _refused(values, "local-epochs", got, "local-steps", "set that")
     for key, whole in (("precision", "float32"), ("quantize", "none")):
         if values["layer-form"] == "merged" and values[key] != whole:
-            raise ValueError(
-                f"layer-form = 'merged': got {key} = {values[key]!r}, expected {whole!r}, since a "
-                "weight of few bits loses small updates; leave layer-form out"
+            why = f"{whole!r}, since a weight of few bits loses small updates"
+            raise _refused(
+                values, "layer-form", f"{key} = {values[key]!r}", why, "leave layer-form out"
             )
 
 
-def _check_steps(values: Mapping[str, Scalar]) -> None:
+def _check_replies(values: Values) -> None:
+    least, clients = int(values["min-replies"]), int(values["clients-per-round"])
+    if least > clients:
+        raise _refused(
+            values, "min-replies", f"clients-per-round = {clients}", "at least as many",
+            "lower the one or raise the other",
+        )  # fmt: skip
+    if values["robust"] == "none":
+        return
+    if clients < 3:
+        raise _refused(
+            values, "robust", f"clients-per-round = {clients}",
+            "at least 3, since of two replies none outvotes the other", "raise clients-per-round",
+        )  # fmt: skip
+    heads = METHODS[str(values["method"])].has_heads
+    for key, only, why in (
+        ("head-mean", "trained", "clients that leave a head as it was would outvote those that "
+         "trained it"),
+        ("weighting", "uniform", "a weight that a client claims is no more to be trusted than the "
+         "rest"),
+    ):  # fmt: skip
+        if values[key] != only and (heads or key != "head-mean"):
+            got, expected = f"{key} = {values[key]!r}", f"{only!r}, since {why}"
+            raise _refused(values, "robust", got, expected, "leave one of them out")
+
+
+def _check_steps(values: Values) -> None:
     """Refuse parts of a step that are larger than it, and rates that contradict the schedule."""
     part, whole = values["micro-batch-size"], int(values["batch-size"])
+    do = "lower the one or raise the other"
     if part != AUTO and int(part) > whole:
-        raise ValueError(
-            f"micro-batch-size = {part}: got batch-size = {whole}, expected at least as many; "
-            "lower the one or raise the other"
-        )
-    start, end = float(values["learning-rate"]), float(values["final-learning-rate"])
-    if values["learning-rate-schedule"] == "cosine" and end > start:
-        raise ValueError(
-            f"final-learning-rate = {end:g}: got learning-rate = {start:g}, expected at least as "
-            "much, since the rate falls; lower the one or raise the other"
-        )
+        raise _refused(values, "micro-batch-size", f"batch-size = {whole}", "at least as many", do)
+    schedule = KEYS["learning-rate-schedule"].parts("learning-rate-schedule", str(
+        values["learning-rate-schedule"]))  # fmt: skip
+    start, end = float(values["learning-rate"]), schedule.get("end", AUTO)
+    if end != AUTO and float(end) > start:
+        raise _refused(
+            values, "learning-rate-schedule", f"learning-rate = {start:g}",
+            "at least as much as its end, since the rate falls", do,
+        )  # fmt: skip
 
 
-def _check_evaluation(values: Mapping[str, Scalar]) -> None:
-    if values["evaluate-on"] == "server" and METHODS[str(values["method"])].personalised:
-        raise ValueError(
-            f"evaluate-on = 'server': got method {values['method']!r}, with which each client has "
-            "a model of its own and the server none, expected 'clients'; leave evaluate-on out"
+def _check_evaluation(values: Values) -> None:
+    method = str(values["method"])
+    if values["evaluate-on"] == "server" and METHODS[method].personalised:
+        got = (
+            f"method {method!r}, with which each client has a model of its own and the server none"
         )
+        raise _refused(values, "evaluate-on", got, "'clients'", "leave evaluate-on out")
     if values["evaluate-on"] == "clients" and not values["validation-share"]:
         raise ValueError(
             "evaluate-on = 'clients' needs examples to evaluate on: got validation-share = 0, "
             "expected above 0; set validation-share=0.1, say"
         )
+
+
+def _check_noise(values: Values) -> None:
+    if values["epsilon"] == AUTO and values["noise-multiplier"] == AUTO:
+        expected = "one of them at least, since noise follows from it"
+        got = "neither epsilon nor noise-multiplier"
+        raise _refused(values, "privacy", got, expected, "set epsilon=8, say")
+    cohort, clients = values["noise-cohort"], int(values["clients-per-round"])
+    if values["privacy"] == "client" and cohort != AUTO and int(cohort) < clients:
+        raise _refused(
+            values, "noise-cohort", f"clients-per-round = {clients}",
+            "at most as many, since it stands for a larger federation",
+            "raise the one or lower the other",
+        )  # fmt: skip
+
+
+def _check_sums(what: str, without: str, kind: str, values: Values) -> None:
+    """Refuse what uses clients, or examples, for more than the sum of their changes."""
+
+    def check(key: str, good: bool, expected: str, why: str) -> None:
+        if not good:
+            raise ValueError(
+                f"{what}: got {key} = {values[key]!r}, expected {expected}, since {why}; set that, "
+                f"or {without}"
+            )
+
+    method = METHODS[str(values["method"])]
+    able = [
+        n for n, m in METHODS.items() if (m.by_example if kind == "example" else m.sums_changes)
+    ]
+    check("method", values["method"] in able, f"one of {', '.join(able)}", _METHOD_SAYS[kind])
+    if method.has_heads:
+        score, why = values["scoring"], _HEADS_SAY[kind]
+        tells = why if kind == "secure" else _HEADS_SAY["example"]
+        check("scoring", score != "gradient", "'random' or 'weight'", tells)
+        public = kind == "example" or score != "weight" or values["selection"] != "global"
+        check("selection", public, "'layer' with scoring=weight", why)
+        bases = "bases are made of the clients' examples, in a round before the first"
+        check("init", values["init"] not in BASES_OF_DATA, "another", bases)
+    if kind == "example":
+        leaves = "whether a step is left out for its large numbers would tell of the examples"
+        whole = values["precision"] != "float16"
+        check("precision", whole, "'float32' or 'bfloat16'", leaves)
+    # A study's noise protects nobody, and what its clients measure chooses its clip norms.
+    free = "evaluate-on" if kind != "secure" and values["noise-cohort"] != AUTO else None
+    for key, only, why in _ONLY[kind]:
+        check(key, values[key] == only or key == free, repr(only), why)
+    if kind == "secure":
+        clip = values["privacy"] != "example"
+        check("privacy", clip, "'none' or 'client'", "private steps are not masked yet")
+        cohort = "clients add the noise that protects themselves, and no other federation's"
+        own = values["privacy"] != "client" or values["noise-cohort"] == AUTO
+        check("noise-cohort", own, repr(AUTO), cohort)
+        least, clients = int(values["secure-minimum"]), int(values["clients-per-round"])
+        room = "a sum of fewer tells too much of each, and of more has no room in 3 bytes"
+        some = f"{least} (secure-minimum) to {MOST_CLIENTS}"
+        check("clients-per-round", least <= clients <= MOST_CLIENTS, some, room)

@@ -1,53 +1,62 @@
-"""Describe one key of the run config, and check a value for it, with errors that say so."""
+"""Describe one key of a configuration, and check a value for it, with errors that say so."""
 
 import difflib
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from ravan_flwr.specs import Scalar
 
 AUTO = "auto"
 _TYPE_NAMES = {str: "text", int: "whole number", float: "decimal number", bool: "truth value"}
-_FORMER_TRUTHS = {"yes": True, "no": False}  # how earlier versions wrote truth values
 
 
 @dataclass(frozen=True)
 class Key:
-    """Say what one key of the run config may hold, and what depends on it.
+    """Say what one key may hold, and what depends on it.
 
     Three flags say what makes two runs the same. Everything that compares runs asks them.
     """
 
-    kind: type[bool] | type[int] | type[float] | type[str]
     default: Scalar
     help: str
+    kind: type[Scalar] = str
     choices: tuple[str, ...] = ()
     low: float = -math.inf
     above: float = -math.inf  # in place of `low`, where the bound itself is out of range
     high: float = math.inf
+    below: float = math.inf  # in place of `high`
+    # By the first word of a text, the parts that follow it: a part's `help` is its name.
+    forms: Mapping[str, tuple["Key", ...]] = field(default_factory=dict)
     pattern: str = ""  # of a text: the regular expression that it must match as a whole
     in_words: str = ""  # what `pattern` means
 
-    # "auto" takes the value that the preset's `run` has for the key; every preset must have one.
-    from_preset: bool = False
+    # "auto" takes the value that the preset's `run` has, or this where it has none.
+    preset: Scalar | None = None
     # Two runs with different values are different runs. False: the key says where a run computes,
     # how long it waits or who is told, but not what comes out.
     of_result: bool = True
     # A run that is resumed may get another value, though what follows depends on it.
     may_change: bool = False
+    # It is no key of its own: `limits` holds it.
+    is_limit: bool = False
 
+    @property
     def allowed(self) -> str:
         """Describe what the key takes."""
-        if self.choices:
-            return "one of " + ", ".join(self.choices)
+        if self.choices or self.forms:
+            forms = (":".join([word, *(part.help.upper() for part in parts)])
+                     for word, parts in self.forms.items())  # fmt: skip
+            return "one of " + ", ".join([*self.choices, *forms])
         if self.kind is bool:
             return "true or false"
         if self.kind is str:
             return self.in_words or "a text"
         noun = "a whole number" if self.kind is int else "a number"
-        bounds = (("at least", self.low), ("above", self.above), ("at most", self.high))
+        bounds = (("at least", self.low), ("above", self.above), ("at most", self.high),
+                  ("below", self.below))  # fmt: skip
         told = [f"{word} {_plain(bound)}" for word, bound in bounds if math.isfinite(bound)]
         return " ".join([noun, " and ".join(told)]).strip()
 
@@ -55,36 +64,61 @@ class Key:
         """Return the value in the key's own type; ValueError if the key does not take it."""
         if value == AUTO and self.default == AUTO:
             return value
-        value = self.converted(value)
-        problem = f"{name} = {value!r}: expected {self.allowed()}"
-        if self.default == AUTO and AUTO not in self.allowed():
+        problem = f"{name} = {value!r}: expected {self.allowed}"
+        if self.kind is float and type(value) is int and abs(value) < 2**1023:
+            value = float(value)
+        if self.default == AUTO and AUTO not in self.allowed:
             problem += ', or "auto"'
-        # A bool is an int to Python.
         if not isinstance(value, self.kind) or isinstance(value, bool) != (self.kind is bool):
-            raise ValueError(f"{problem}; got a {_type_name(value)}")
+            kind = _TYPE_NAMES.get(type(value), type(value).__name__)  # a file may hold a list
+            raise ValueError(f"{problem}; got a {kind}")
         if self.choices:
             check_choice(name, str(value), self.choices)
+        if self.forms:
+            return self._joined(self.parts(name, str(value)))
         if self.pattern and not re.fullmatch(self.pattern, str(value)):
             raise ValueError(problem)
-        if not isinstance(value, str) and not self._in_range(value):
+        if not isinstance(value, str) and not (
+            math.isfinite(value) and self.above < value < self.below
+            and self.low <= value <= self.high
+        ):  # fmt: skip
             raise ValueError(problem)
         return value
 
-    def converted(self, value: Scalar) -> Scalar:
-        """Read whole numbers as numbers, and the yes and no of earlier versions."""
-        if self.kind is bool and isinstance(value, str):
-            return _FORMER_TRUTHS.get(value, value)
-        if self.kind is float and type(value) is int:
-            return float(value)
-        return value
+    def parts(self, name: str, text: str) -> dict[str, Scalar]:
+        """Read `WORD:PART:PART` as its parts by name, the word as ""; an empty part is left out."""
+        word, *rest = text.split(":")
+        check_choice(name, word, self.forms)
+        known = self.forms[word]
+        if len(rest) > len(known):
+            form = ":".join([word, *(part.help.upper() for part in known)])
+            raise ValueError(
+                f"{name} = {text!r}: got {len(rest)} parts, expected {form}; correct it"
+            )
+        read: dict[str, Scalar] = {"": word}
+        for part, given in zip(known, rest + [""] * (len(known) - len(rest)), strict=True):
+            where = f"{name} = {text!r}: {part.help}"
+            read[part.help] = part.checked(where, part.typed(given)) if given else part.default
+        return read
 
-    def _in_range(self, value: float) -> bool:
-        return math.isfinite(value) and self.above < value and self.low <= value <= self.high
+    def _joined(self, read: Mapping[str, Scalar]) -> str:
+        """Write parts as `parts` reads them; those at the end that say nothing are left out."""
+        words = [str(read[""])]
+        for part in self.forms[words[0]]:
+            value = read[part.help]
+            silent = value == part.default and value in ("", AUTO, 0)
+            words.append("" if silent else str(value).removesuffix(".0"))
+        return ":".join(words).rstrip(":")
 
-
-def _type_name(value: object) -> str:
-    """Name a value's type; a file may hold what no command line does, such as a list."""
-    return _TYPE_NAMES.get(type(value), type(value).__name__)
+    def typed(self, text: str) -> Scalar:
+        """Read a text as a person types it: numbers as such, and the truth as Python writes it."""
+        if self.kind is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if self.kind is not str:
+            for number in (int, float):
+                with suppress(ValueError):
+                    return number(text)
+        return text
 
 
 def _plain(bound: float) -> str:

@@ -2,10 +2,12 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
-from ravan_flwr.config.keys import AUTO, KEYS, KEYS_BY_TOPIC
+from ravan_flwr.config.key import Key
+from ravan_flwr.config.keys import AUTO, KEYS, TOPICS
 from ravan_flwr.specs import Scalar
+
+_UNKNOWN = Key("", "", kind=int)  # a number is read as one
 
 
 def as_key_values(settings: Mapping[str, Scalar]) -> list[str]:
@@ -27,12 +29,11 @@ def key_table() -> str:
         "",
         *_row("num-clients", AUTO, "clients of the simulation (a whole number at least 1)"),
     ]
-    for topic, keys in KEYS_BY_TOPIC.items():
-        lines += ["", f"{topic}:"]
-        for name, key in keys.items():
-            free = key.kind is str and not key.choices and not key.in_words
-            about = key.help if free else f"{key.help} ({key.allowed()})"
-            lines += _row(name, str(as_typed(key.default)) or "(none)", about)
+    for name, key in KEYS.items():
+        if name in TOPICS:
+            lines += ["", f"{TOPICS[name]}:"]
+        about = key.help if key.allowed == "a text" else f"{key.help} ({key.allowed})"
+        lines += _row(name, str(as_typed(key.default)) or "(none)", about)
     return "\n".join(lines)
 
 
@@ -71,12 +72,8 @@ def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | Non
 
 def _value(key: str, text: str) -> Scalar:
     """Read a text as what its key takes: a folder may be called 2024, and Python writes True."""
-    kind = KEYS[key].kind if key in KEYS else int
-    if kind is bool and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if kind is not str:
-        for number in (int, float):
-            with suppress(ValueError):
-                return number(text)
+    value = KEYS.get(key, _UNKNOWN).typed(text)
+    if not isinstance(value, str):
+        return value
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     return text[1:-1] if quoted else text

@@ -1,164 +1,408 @@
-"""List the keys of a run config.
+"""Declare the keys of a run config, each in one place: its type, default, limits and help.
 
 A run config is what `[tool.flwr.app.config]` holds and `flwr run . -c "key=value"`
 overrides: flat, kebab-case, with bool, int, float and str values. A key that is `"auto"`
 takes the preset's value, or where presets have none what its help says.
 """
 
-from ravan_flwr.config.adapter_keys import ADAPTERS
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
 from ravan_flwr.config.key import AUTO, Key, check_choice, did_you_mean
-from ravan_flwr.config.partition_keys import PARTITION_KEYS
-from ravan_flwr.config.round_keys import AGGREGATION, FAULTS, PRIVACY, ROUNDS, SECURE
-from ravan_flwr.config.training_keys import TRAINING
 from ravan_flwr.methods import METHODS
-from ravan_flwr.specs import Scalar
+from ravan_flwr.methods.budgets import BUDGETS
+from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 
 __all__ = [
     "AUTO",
+    "BASES_OF_DATA",
     "FREE_ON_RESUME",
-    "FROM_PRESET",
     "KEYS",
-    "KEYS_BY_TOPIC",
+    "LIMITS",
     "NOT_OF_RESULT",
+    "RUN",
+    "TOPICS",
+    "Config",
     "check_choice",
     "check_key",
-]
+    "kebab",
+    "keys_of",
+    "read_limits",
+]  # fmt: skip
 
-# By what they are about, as `--help` lists them. `pyproject.toml` repeats the defaults for
-# Flower, and a test compares them.
-KEYS_BY_TOPIC: dict[str, dict[str, Key]] = {
-    "model, data and method": {
-        "preset": Key(
-            str,
-            "digits-vit",
-            "file of conf/, or the path of one: task, model, data, and what a setting is if auto",
-        ),
-        "model": Key(
-            str,
-            AUTO,
-            "model in place of the preset's: an id of the Hugging Face Hub, id@revision, a folder, "
-            "or the name of another one in the preset, such as small",
-        ),
-        "data": Key(
-            str,
-            AUTO,
-            "data set in place of the preset's, with the same columns: an id of the hub, or a "
-            "folder",
-        ),
-        "glue-task": Key(
-            str,
-            AUTO,
-            "task of preset glue-llama; auto: sst2",
-            ("mnli", "qnli", "qqp", "sst2", "rte"),
-        ),
-        "method": Key(str, "ravan", "federated method", tuple(METHODS)),
-        "seed": Key(
-            int,
-            0,
-            "every random choice follows from it and is repeated with it",
-            low=0,
-            high=2**31 - 1,
-        ),
-    },
-    "rounds and clients": ROUNDS,
-    "how simulated clients share the data": PARTITION_KEYS,
-    "training on a client": TRAINING,
-    "adapters": ADAPTERS,
-    "messages and aggregation": AGGREGATION,
-    "privacy": PRIVACY | SECURE,
-    "slow, silent and faulty clients": FAULTS,
-    "what a run writes": {
-        "output-dir": Key(
-            str,
-            AUTO,
-            "folder of the run directories; auto: runs/, and ~/ravan-flwr/runs with flwr run, "
-            "which takes absolute paths only",
-            of_result=False,
-        ),
-        "resume": Key(
-            str,
-            "",
-            "run directory to go on with; RUN@N goes back to the state after round N",
-            of_result=False,
-        ),
-        "deliver": Key(
-            bool,
-            False,
-            "at the end give every connected device the result, which it writes to the result-path "
-            "of its node config",
-            of_result=False,
-        ),
-        "report": Key(
-            bool, True, "write a page with pictures at the end of the run", of_result=False
-        ),
-        "tracking": Key(
-            str,
-            "tensorboard",
-            "where each round is logged; wandb and mlflow log to tensorboard as well",
-            ("tensorboard", "wandb", "mlflow", "none"),
-            of_result=False,
-        ),
-    },
+# Values of `init` that make bases of the clients' examples, in a round before the first.
+BASES_OF_DATA = ("data-aware", "first-round")
+
+
+def key(default: Scalar, text: str, **more: Any) -> Any:
+    """Declare a key as a field; the field's annotation gives its type."""
+    return field(metadata={"key": Key(default, text, **more)})
+
+
+def auto_key(text: str, **more: Any) -> Any:
+    """Declare a key that is "auto" unless it is given; where its type has None, that stays open."""
+    return key(AUTO, text, **more)
+
+
+def preset_key(preset: Scalar, text: str, **more: Any) -> Any:
+    """Declare a key that is the preset's unless it is given, or `preset` if that has none."""
+    return key(AUTO, text, preset=preset, **more)
+
+
+def _each(what: str) -> Key:
+    return Key(2, what, kind=int, low=1, high=1_000_000)
+
+
+def _rate(default: float) -> Key:
+    return Key(default, "learning-rate", kind=float, above=0, high=1_000)
+
+
+_ALPHA = Key(0.3, "alpha", kind=float, above=0, high=1_000_000)
+_COLUMN = Key("", "column")
+_WARM_UP = Key(0, "warm-up", kind=int, low=0, high=1_000_000)
+_BETA = Key(0.9, "beta", kind=float, low=0, high=0.9999)
+
+
+# fmt: off
+@dataclass(frozen=True)
+class Config:
+    """Hold a run's settings: every choice made, every value checked.
+
+    The order, and the comments, are those of `--help`.
+    """
+
+    task: str
+    num_clients: int | None  # of the preset or the federation; None: as the data say (natural)
+
+    # model, data and method
+    preset: str = key("digits-vit", "file of conf/, or the path of one: task, model, data, and "
+        "what a setting is if auto")
+    model: ModelSpec = auto_key(  # noqa: RUF009 (it makes a field)
+        "model in place of the preset's: an id of the Hugging Face Hub, id@revision, a folder, or "
+        "the name of another one in the preset, such as small")
+    data: DataSpec = auto_key(  # noqa: RUF009
+        "data set in place of the preset's, with the same columns: an id of the hub, or a folder")
+    glue_task: str = auto_key("task of preset glue-llama; auto: sst2",
+        choices=("mnli", "qnli", "qqp", "sst2", "rte"))
+    method: str = key("ravan", "federated method", choices=tuple(METHODS))
+    seed: int = key(0, "every random choice follows from it and is repeated with it", low=0,
+        high=2**31 - 1)
+
+    # rounds and clients
+    num_rounds: int = preset_key(20, "number of rounds", low=1, high=1_000_000, may_change=True)
+    clients_per_round: int = preset_key(3, "clients that train in each round", low=1,
+        high=1_000_000)
+    max_bytes: float | None = preset_key(AUTO, "bytes that a run's rounds may send, up and down: "
+        "the last round that fits ends it; what deliver=true sends afterwards comes on top; auto: "
+        "the preset's, or any", above=0, may_change=True)
+    until_metric: float = key(0.0, "end the run with the round whose evaluation reaches this value "
+        "of the task's metric, from below, or of a perplexity from above; 0: hold all rounds",
+        low=0, may_change=True)
+    budgets: str = key("full", "distribution of the clients' budgets, the shares of the adapters "
+        "that each can train", choices=tuple(BUDGETS))
+    eval_every: int = preset_key(1, "number of rounds from one evaluation to the next", low=1,
+        high=1_000_000, may_change=True)
+    evaluate_on: str = auto_key("examples to evaluate on: the server's test examples, or those "
+        "that clients hold back; auto: the clients' where each has a model of its own (fedsa-lora, "
+        "local), or the server's", choices=(AUTO, "server", "clients"))
+    evaluate_samples: int = key(0, "answers that the model writes at each evaluation, to the same "
+        "few test examples, for a person to read", low=0, high=50, of_result=False)
+    validation_share: float = auto_key("share of its examples that each client holds back; auto: "
+        "0.2 where each client has a model of its own, or 0", low=0, high=0.9)
+
+    # how simulated clients share the data
+    partition: str = preset_key("dirichlet-by-client:0.3", "how simulated clients divide the data: "
+        "alike, with different shares of the classes (the smaller ALPHA, the more they differ), "
+        "one client for each value of a column, with few classes or shards of sorted examples "
+        "each, or in different sizes; COLUMN: by which they differ, in place of the preset's",
+        forms={
+            "iid": (), "dirichlet": (_ALPHA, _COLUMN), "dirichlet-by-client": (_ALPHA, _COLUMN),
+            "natural": (_COLUMN,), "pathological": (_each("classes"), _COLUMN),
+            "shards": (_each("shards"), _COLUMN), "linear": (), "square": (), "exponential": (),
+        })
+
+    # training on a client
+    local_steps: int | None = preset_key(50, "optimiser steps of a client in each round", low=1,
+        high=1_000_000)
+    local_epochs: float | None = preset_key(AUTO, "in place of local-steps: passes of a client "
+        "over its examples in each round, so that who has more takes more steps", above=0,
+        high=10_000)
+    batch_size: int = preset_key(32, "examples in each step", low=1, high=65_536)
+    micro_batch_size: int | None = auto_key("examples of a step at a time, whose gradients are "
+        "added up, to save memory; auto: all", low=1, high=65_536)
+    micro_batch_tokens: int | None = auto_key("tokens of a step at a time, padding included, as "
+        "for micro-batch-size; auto: all", low=1, high=2**31 - 1)
+    packing: bool = key(False, "lay short texts of a language model's batch side by side, with "
+        "less padding")
+    batching: str = key("random", "examples of a step: drawn at random, or texts of like lengths "
+        "together, with less padding", choices=("random", "length"))
+    learning_rate: float = auto_key("learning rate of the clients' Adam", above=0, high=10)
+    learning_rate_schedule: str = preset_key("constant", "learning rate by round: the same, or "
+        "from learning-rate down to END, a fiftieth of it unless given; it rises in the first "
+        "WARM-UP rounds", forms={"constant": (_WARM_UP,), "cosine": (
+            Key(AUTO, "end", kind=float, low=0, high=10), _WARM_UP)})
+    weight_decay: float = key(0.0, "decay of what is trained, as AdamW's, in each step", low=0,
+        high=1_000)
+    max_gradient_norm: float = key(0.0, "norm to which a step's gradient is cut; 0: none", low=0,
+        high=1_000_000_000)
+    proximal_mu: float = key(0.0, "FedProx: strength of the pull towards the round's start", low=0,
+        high=1_000_000)
+    max_length: int = auto_key("tokens that are read of each text", low=1, high=1_048_576)
+    device: str = auto_key("where to compute; auto: a GPU if there is one",
+        pattern=r"(auto|cpu|cuda|mps)(:\d+)?", in_words="auto, cpu, cuda, cuda:N or mps",
+        of_result=False)
+    processes: int | None = auto_key("clients at work at a time in a run in process, each in a "
+        "process of its own; auto: as many as there are cores for, where that pays", low=1,
+        high=4_096, of_result=False)
+    precision: str = preset_key("float32", "numbers in which training steps and evaluations are "
+        "computed", choices=("float32", "bfloat16", "float16"))
+    gradient_checkpointing: bool = preset_key(False, "keep few activations and compute the others "
+        "twice, to save memory")
+    backbone_dtype: str = auto_key("numbers in which the frozen backbone is kept, which changes no "
+        "result where the model's files have no more bits; auto: as in the files with CUDA, "
+        "float32 elsewhere", choices=(AUTO, "float32", "bfloat16", "float16"))
+    quantize: str = preset_key("none", "bits in which bitsandbytes keeps the frozen backbone, to "
+        "save memory; auto: the preset's, or none of a method that changes the backbone",
+        choices=("none", "8bit", "4bit"))
+
+    # adapters
+    targets: str = auto_key("layers to adapt: the ends of their names, with commas between; auto: "
+        "query and value")
+    heads: int = preset_key(4, "RAVAN's heads in each adapted matrix", low=1, high=4_096)
+    rank: int | None = auto_key("rank of an adapter, or of each head; auto: the preset's, or the "
+        "largest within the parameter budget", low=1, high=65_536)
+    lora_rank: int = auto_key("parameter budget: as many parameters as a LoRA of this rank has",
+        low=1, high=65_536)
+    parameter_budget: str = key("lower", "which of the preset's two parameter budgets, with its "
+        "ranks and learning rates", choices=("lower", "higher"))
+    lora_scale: float = preset_key(1.0, "scale of a LoRA's update, alpha / r", above=0, high=1_000)
+    init: str = preset_key("gram-schmidt", "how RAVAN's frozen bases B and A are made",
+        choices=("gram-schmidt", "normal", "constant", "shared-subspace", *BASES_OF_DATA))
+    init_scale: float = key(1.0, "norm of the columns of RAVAN's B and the rows of its A, and of "
+        "the rows of a LoRA's A", above=0, high=1_000)
+    calibration_steps: int = key(8, "batches from which each client helps to make data-aware bases",
+        low=1, high=1_000_000)
+    calibration_learning_rate: float = auto_key("learning rate of the first round of Fed-SB and of "
+        "init=first-round; auto: the preset's for method full, or learning-rate", above=0, high=10)
+    scaling: str = key("trained", "train the scale of each head, or keep it at 1",
+        choices=("trained", "constant"))
+    scoring: str = key("random", "how a client with a small budget ranks the heads",
+        choices=("random", "weight", "gradient"))
+    selection: str = key("layer", "train the best heads of each layer, or the best of all layers "
+        "together", choices=("layer", "global"))
+    head_mean: str = key("trained", "average a head over the clients that trained it, or over all "
+        "of the round, where who did not train it has left it as it was",
+        choices=("trained", "all"))
+    classifier: str = preset_key("trained", "keep the classifier random and frozen, or train and "
+        "average it", choices=("frozen", "trained"))
+    layer_form: str = auto_key("compute multi-head layers with the update merged into the weight, "
+        "or beside it; auto: what is less work, and exact", choices=(AUTO, "merged", "factored"))
+
+    # messages and aggregation
+    wire: str = key("float32", "numbers in which tensors travel, both ways",
+        choices=("float32", "float16", "bfloat16", "int8"))
+    weighting: str = key("uniform", "how replies are weighted in the mean: alike, or by numbers of "
+        "examples", choices=("uniform", "examples"))
+    server_optimizer: str = key("none", "server's optimiser of the mean update: FedAvgM is "
+        "momentum (1:0.9 unless given), FedAdam is adam (0.01:0.9)",
+        forms={"none": (), "momentum": (_rate(1.0), _BETA), "adam": (_rate(0.01), _BETA)})
+
+    # privacy
+    privacy: str = key("none", "client: differential privacy for each client, against all who see "
+        "the model; example: for each example of a client, against the server as well",
+        choices=("none", "client", "example"))
+    epsilon: float | None = auto_key("privacy that a run may spend, after which it ends; without "
+        "noise-multiplier the noise follows from it; auto: any", above=0, high=10_000)
+    noise_multiplier: float | None = auto_key("noise on the sum of clipped changes, or of clipped "
+        "gradients, by clip-norm; auto: by epsilon", low=0.1, high=1_000)
+    delta: float = key(1e-5, "delta that goes with epsilon", above=0, high=0.1)
+    clip_norm: float | None = auto_key("norm to which a client's change, or an example's gradient, "
+        "is clipped; auto: of changes 0.1 at first, then half of them are within it, and of "
+        "gradients 1", above=0, high=1_000_000)
+    noise_cohort: int | None = auto_key("for studies alone: the noise of as many clients a round, "
+        "of which fewer are simulated; auto: of those there are", low=1, high=100_000_000)
+    secure_aggregation: bool = key(False, "clients mask what they upload, and the server sees sums "
+        "alone; devices need secure-keys")
+    secure_minimum: int = key(4, "clients that a head needs in a round, and whose numbers a sum "
+        "has at least; with fewer it is not trained", low=3, high=256)
+
+    # slow, silent and faulty clients
+    round_timeout: float = key(3600.0, "seconds to wait for the replies of a round", above=0,
+        of_result=False)
+    straggler_grace: float | None = auto_key("seconds that a round stays open after min-replies "
+        "good replies; auto: after half of the replies, ten times as long as they took, at least "
+        "60", low=0, may_change=True)
+    over_sample: float = key(1.0, "ask this many times clients-per-round, and use the first "
+        "clients-per-round replies", low=1, high=10)
+    min_replies: int = key(1, "stop the run when a round has fewer good replies", low=1,
+        high=1_000_000, may_change=True,
+        is_limit=True)
+    robust: str = key("none", "combine replies by this in place of the mean, against a few false "
+        "ones", choices=("none", "median", "trimmed-mean"))
+    max_update_norm: float | None = auto_key("refuse a reply whose change has a larger norm; auto: "
+        "a limit from learning-rate and from what is usual", above=0, may_change=True,
+        is_limit=True)
+    max_share: float = key(1.0, "largest budget that a client is granted, whatever it claims",
+        above=0, high=1, may_change=True,
+        is_limit=True)
+    max_examples: int | None = auto_key("as how many examples a device's own data counts at most; "
+        "auto: ten times the median", low=1, high=2**48,
+        is_limit=True)
+
+    # what a run writes
+    output_dir: str = auto_key("folder of the run directories; auto: runs/, and ~/ravan-flwr/runs "
+        "with flwr run, which takes absolute paths only", of_result=False)
+    resume: str = key("", "run directory to go on with; RUN@N goes back to the state after round N",
+        of_result=False)
+    deliver: bool = key(False, "at the end give every connected device the result, which it writes "
+        "to the result-path of its node config", of_result=False)
+    report: bool = key(True, "write a page with pictures at the end of the run", of_result=False)
+    tracking: str = key("tensorboard", "where each round is logged; wandb and mlflow log to "
+        "tensorboard as well", choices=("tensorboard", "wandb", "mlflow", "none"), of_result=False)
+
+    # fmt: on
+
+    def parts(self, key: str) -> dict[str, Any]:
+        """Return the parts of a setting such as `dirichlet:0.3` by name, its first word as ""."""
+        return KEYS[key].parts(key, getattr(self, key.replace("-", "_")))
+
+    @property
+    def division(self) -> str:
+        """Return the first word of `partition`."""
+        return self.partition.partition(":")[0]
+
+    @property
+    def noised_on_devices(self) -> bool:
+        """Return whether devices add the noise, since they do not trust the server."""
+        return self.privacy == "example" or (self.privacy == "client" and self.secure_aggregation)
+
+    def steps_of(self, examples: int) -> int:
+        """Count the optimiser steps of a client with so many examples, in each round.
+
+        The last batch of a pass may be short, and is a step as well. Parts of a pass are rounded up
+        to whole batches.
+        """
+        if self.local_steps is not None:
+            return self.local_steps
+        batches = -(-examples // self.batch_size)
+        # 0.1 x 30 is a little more than 3 to a computer.
+        return max(1, math.ceil((self.local_epochs or 1.0) * batches - 1e-6))
+
+    def asked_of(self, there: int) -> int:
+        """Count the clients of so many that a round asks to train, those in reserve included."""
+        number = min(self.clients_per_round, there)
+        # 1.1 x 10 is a little more than 11 to a computer.
+        return min(number + math.ceil(number * (self.over_sample - 1) - 1e-9), there)
+
+    def at_work_of(self, there: int) -> int:
+        """Count the clients of so many that can be at work at the same time."""
+        return there if self.evaluate_on == "clients" else self.asked_of(there)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `config.json` holds: plain JSON under the keys of the run config."""
+        plain: dict[str, Any] = json.loads(json.dumps(kebab(dataclasses.asdict(self))))
+        return plain
+
+
+def kebab(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the names of fields as keys, in parts as well."""
+    return {
+        name.replace("_", "-"): kebab(value) if isinstance(value, dict) else value
+        for name, value in values.items()
+    }
+
+
+def keys_of(fields: type[Any]) -> dict[str, Key]:
+    """List the keys that a dataclass declares, each with the type of its field."""
+    return {
+        one.name.replace("_", "-"): dataclasses.replace(one.metadata["key"], kind=_kind(one.type))
+        for one in dataclasses.fields(fields)
+        if "key" in one.metadata
+    }
+
+
+def _kind(annotation: Any) -> Any:
+    """Return the plain type of a field; that of a part which a text names is text."""
+    kind = next(iter(get_args(annotation)), annotation)
+    return kind if kind in (bool, int, float) else str
+
+
+_FIELDS = keys_of(Config)
+# What a server's operator limits: parts of one key.
+LIMITS = {name: spec for name, spec in _FIELDS.items() if spec.is_limit}
+_OF_LIMITS = Key(
+    "",
+    "what a server's operator limits. "
+    + "; ".join(f"{name}: {spec.help} ({spec.allowed})" for name, spec in LIMITS.items()),
+    in_words="NAME=NUMBER, with commas between",
+    may_change=True,
+)
+KEYS = {
+    "limits" if spec.is_limit else name: _OF_LIMITS if spec.is_limit else spec
+    for name, spec in _FIELDS.items()
 }
-
-KEYS: dict[str, Key] = {name: key for keys in KEYS_BY_TOPIC.values() for name, key in keys.items()}
-FROM_PRESET = frozenset(name for name, key in KEYS.items() if key.from_preset)
+# What a run is, as far as neither a person nor the preset says it.
+RUN: dict[str, Scalar] = {"num-clients": 10} | {
+    name: spec.preset for name, spec in KEYS.items() if spec.preset is not None
+}
 # Runs that differ in these alone are runs of the same thing.
-NOT_OF_RESULT = frozenset(name for name, key in KEYS.items() if not key.of_result)
+NOT_OF_RESULT = frozenset(name for name, spec in KEYS.items() if not spec.of_result)
 # A run that is resumed may differ in these from what it was.
-FREE_ON_RESUME = NOT_OF_RESULT | {name for name, key in KEYS.items() if key.may_change}
-
-# What other programs call a key, where its spelling does not lead to it.
-_ELSEWHERE = {
-    "lr": "learning-rate",
-    "eta": "learning-rate",
-    "client-lr": "learning-rate",
-    "server-lr": "server-learning-rate",
-    "lr-scheduler": "learning-rate-schedule",
-    "wd": "weight-decay",
-    "bs": "batch-size",
-    "epochs": "local-epochs",
-    "num-epochs": "local-epochs",
-    "max-steps": "local-steps",
-    "num-server-rounds": "num-rounds",
-    "fraction-fit": "clients-per-round",
-    "fraction-train": "clients-per-round",
-    "num-supernodes": "num-clients",
-    "alpha": "partition-alpha",
-    "mu": "proximal-mu",
-    "r": "rank",
-    "lora-r": "lora-rank",
-    "lora-alpha": "lora-scale",
-    "target-modules": "targets",
-    "num-heads": "heads",
-    "max-seq-length": "max-length",
-    "optimizer": "server-optimizer",
-    "max-grad-norm": "max-gradient-norm",
-    "dtype": "precision",
-    "fp16": "precision",
-    "bf16": "precision",
-    "gpu": "device",
-    "cuda": "device",
-    "dataset": "data",
-    "strategy": "method",
-    "algorithm": "method",
-    "sigma": "noise-multiplier",
-    "dp": "privacy",
-    "secagg": "secure-aggregation",
-    "compression": "wire",
-    "clients": "num-clients",
-    "dirichlet-alpha": "partition-alpha",
-    "head": "heads",
-    "num-workers": "processes",
-    "wandb": "tracking",
-    "out": "output-dir",
-    "dropout": "",  # there is none
-    "lora-dropout": "",
+FREE_ON_RESUME = NOT_OF_RESULT | {
+    name for name, spec in (_FIELDS | KEYS).items() if spec.may_change
 }
+
+# By the first key of each.
+TOPICS = {
+    "preset": "model, data and method", "num-rounds": "rounds and clients",
+    "partition": "how simulated clients share the data", "local-steps": "training on a client",
+    "targets": "adapters", "wire": "messages and aggregation", "privacy": "privacy",
+    "round-timeout": "slow, silent and faulty clients", "output-dir": "what a run writes",
+}  # fmt: skip
+
+# What other programs call a key, where its spelling does not lead to it; of dropout there is none.
+_ELSEWHERE = {
+    "lr": "learning-rate", "eta": "learning-rate", "client-lr": "learning-rate",
+    "server-lr": "server-optimizer", "lr-scheduler": "learning-rate-schedule",
+    "wd": "weight-decay", "bs": "batch-size", "epochs": "local-epochs",
+    "num-epochs": "local-epochs", "max-steps": "local-steps", "num-server-rounds": "num-rounds",
+    "fraction-fit": "clients-per-round", "fraction-train": "clients-per-round",
+    "num-supernodes": "num-clients", "alpha": "partition", "mu": "proximal-mu", "r": "rank",
+    "lora-r": "lora-rank", "lora-alpha": "lora-scale", "target-modules": "targets",
+    "num-heads": "heads", "max-seq-length": "max-length", "optimizer": "server-optimizer",
+    "max-grad-norm": "max-gradient-norm", "dtype": "precision", "fp16": "precision",
+    "bf16": "precision", "gpu": "device", "cuda": "device", "dataset": "data", "strategy": "method",
+    "algorithm": "method", "sigma": "noise-multiplier", "dp": "privacy",
+    "secagg": "secure-aggregation", "compression": "wire", "clients": "num-clients",
+    "dirichlet-alpha": "partition", "head": "heads", "num-workers": "processes",
+    "wandb": "tracking", "out": "output-dir", "dropout": "", "lora-dropout": "",
+}  # fmt: skip
+
+
+# Keys of earlier versions, and what a person writes now.
+MOVED = {
+    "partition-alpha": "partition=dirichlet:0.3", "partition-by": "partition=dirichlet:0.3:COLUMN",
+    "classes-per-client": "partition=pathological:2", "shards-per-client": "partition=shards:2",
+    "final-learning-rate": "learning-rate-schedule=cosine:0.0001",
+    "warm-up-rounds": "learning-rate-schedule=cosine:0.0001:5",
+    "server-learning-rate": "server-optimizer=adam:0.01",
+    "server-momentum": "server-optimizer=momentum:1:0.9", "min-replies": "limits=min-replies=2",
+    "max-update-norm": "limits=max-update-norm=1", "max-share": "limits=max-share=0.5",
+    "max-examples": "limits=max-examples=1000",
+}  # fmt: skip
 
 
 def check_key(name: str, value: Scalar) -> Scalar:
     """Return the value in the key's own type; ValueError for an unknown key or a wrong value."""
+    if name in MOVED:
+        raise ValueError(
+            f"{name} = {value!r}: it is a part of another key, expected {MOVED[name]}, say; write "
+            "that"
+        )
     if name == "num-clients":
         raise ValueError(
             f"{name} = {value!r}: it is no key of the run config, since who starts a run has the "
@@ -171,4 +415,17 @@ def check_key(name: str, value: Scalar) -> Scalar:
             f"unknown key {name!r}{did_you_mean(meant, known)} Expected one that "
             "`ravan-flwr simulate --help` lists; correct it"
         )
-    return KEYS[name].checked(name, value)
+    value = KEYS[name].checked(name, value)
+    if name == "limits":
+        read_limits(str(value))
+    return value
+
+
+def read_limits(text: str) -> dict[str, Scalar]:
+    """Read `NAME=NUMBER,NAME=NUMBER` as the limits that it names."""
+    read: dict[str, Scalar] = {}
+    for word in filter(None, text.replace(" ", "").split(",")):
+        name, _, number = word.partition("=")
+        check_choice("limits:", name, LIMITS)
+        read[name] = LIMITS[name].checked(name, LIMITS[name].typed(number))
+    return read

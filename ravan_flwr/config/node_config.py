@@ -1,170 +1,160 @@
-"""Check a node config: what a device decides for itself.
+"""Check a node config: what a device decides for itself, and which runs it takes part in.
 
 It is read for every message, so that nothing heavy is imported here, and no preset is read.
 """
 
-import dataclasses
 import difflib
-import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ravan_flwr.config.key import Key
-from ravan_flwr.config.keys import AUTO, check_key
+from ravan_flwr.config.key import AUTO, Key
+from ravan_flwr.config.keys import KEYS, keys_of
 from ravan_flwr.specs import RESULT_FOLDERS, Scalar
+
+if TYPE_CHECKING:
+    from ravan_flwr.config.keys import Config
 
 MAX_DELTA = 1e-5
 
 
+def _key(text: str, default: Any = MISSING, **more: Any) -> Any:
+    """Declare a key as a field; without `default` it must be given."""
+    return field(default=default, metadata={"key": Key("", text, **more)})
+
+
+def _folder(text: str) -> Any:
+    return _key(text, None, pattern="/.*", in_words="the absolute path of a folder as text")
+
+
+# fmt: off
 @dataclass(frozen=True)
 class Node:
     """Hold a node config, checked."""
 
-    partition_id: int
-    num_partitions: int
-    data_path: str | None = None  # its own examples; None: a share of the preset's
-    budget: float | str | None = None  # a share, or AUTO; None: drawn from the run's distribution
-    device: str | None = None  # None: the run's
-    cache_dir: str | None = None  # of the hub; None: the user's
-    warm_worker: bool = False
-    result_path: str | None = None  # where it keeps results that are delivered; None: it wants none
-    result_form: str | None = None  # the folder that it keeps; None: the one that the server writes
-    secure_keys: str | None = None  # its key and everybody's public ones, for secure-aggregation
-    require_secure_aggregation: bool = False  # it takes part in such runs alone
-    max_epsilon: float | None = None  # it takes part in private runs alone, and up to that
-    max_delta: float = MAX_DELTA  # that goes with max-epsilon
+    partition_id: int = _key("number of this node, from 0", low=0)
+    num_partitions: int = _key("how many nodes there are", low=1)
+    data_path: str | None = _key("folder of its own examples; none: a part of the preset's", None,
+        in_words="the path of a folder as text")
+    budget: float | str | None = _key("its share of the adapters, or auto; none: drawn from the "
+        "run's distribution", None, above=0, high=1)
+    device: str | None = _key("where it computes; none: the run's", None,
+        pattern=KEYS["device"].pattern, in_words=KEYS["device"].in_words)
+    cache_dir: str | None = _folder("cache of the hub; none: the user's")
+    warm_worker: bool = _key("keep a process with the model between messages", False)
+    result_path: str | None = _folder("where it keeps delivered results; none: it does not")
+    result_form: str | None = _key("the folder that it keeps; none: the one that the server writes",
+        None, choices=tuple(RESULT_FOLDERS.values()))
+    secure_keys: str | None = _folder("its key and everybody's public ones, for secure-aggregation")
+    require_secure_aggregation: bool = _key("take part in runs with masked uploads alone", False)
+    max_epsilon: float | None = _key("take part in private runs alone, and up to this epsilon",
+        None, above=0)
+    max_delta: float = _key("delta that goes with max-epsilon", MAX_DELTA, above=0, below=1)
+# fmt: on
+
+
+NODE_KEYS = keys_of(Node)
+_BEGINNING = 6  # letters: what begins as one of our keys, and ends early, is one cut short
 
 
 def read_node(settings: Mapping[str, Scalar]) -> Node:
     """Check the node config that a SuperNode was started with."""
     _check_names(settings)
-    number, parts = (_whole(settings, key) for key in ("partition-id", "num-partitions"))
-    if not 0 <= number < parts:
+    try:
+        values = {
+            name: _checked(name, key, settings[name])
+            for name, key in NODE_KEYS.items()
+            if name in settings or name in ("partition-id", "num-partitions")
+        }
+    except KeyError as missing:
         raise ValueError(
-            f"node config: partition-id is {number}, expected 0 to {parts - 1} (num-partitions - "
+            f"node config: {missing.args[0]} is not there, expected a whole number; start the "
+            'SuperNode with --node-config "partition-id=0 num-partitions=2"'
+        ) from None
+    number, parts = int(values["partition-id"]), int(values["num-partitions"])
+    if number >= parts:
+        raise ValueError(
+            f"node config: partition-id = {number}: expected 0 to {parts - 1} (num-partitions - "
             "1); correct it"
         )
-    device = settings.get("device")
-    return Node(
-        partition_id=number,
-        num_partitions=parts,
-        data_path=_folder(settings, "data-path"),
-        budget=_budget(settings.get("budget")),
-        device=None if device is None else str(check_key("device", device)),
-        cache_dir=_absolute_folder(settings, "cache-dir"),
-        warm_worker=_switch(settings, "warm-worker"),
-        result_path=_absolute_folder(settings, "result-path"),
-        result_form=_result_form(settings.get("result-form")),
-        secure_keys=_absolute_folder(settings, "secure-keys"),
-        require_secure_aggregation=_switch(settings, "require-secure-aggregation"),
-        max_epsilon=_above_zero(settings, "max-epsilon", None, math.inf),
-        max_delta=_max_delta(settings),
-    )
+    if "max-delta" in settings and "max-epsilon" not in settings:
+        raise ValueError(
+            f"node config: max-delta = {settings['max-delta']:g}: got it without max-epsilon, "
+            "expected both: alone it refuses no run; set max-epsilon, or leave it out"
+        )
+    fields: dict[str, Any] = {name.replace("-", "_"): value for name, value in values.items()}
+    return Node(**fields)
 
 
-_BEGINNING = 6  # letters: what begins as one of our keys, and ends early, is one cut short
-_KEYS = tuple(field.name.replace("_", "-") for field in dataclasses.fields(Node))
+def _checked(name: str, key: Key, value: Scalar) -> Scalar:
+    if name == "budget" and value == AUTO:
+        return value
+    try:
+        return key.checked(f"node config: {name}", value)
+    except ValueError as error:
+        auto = " (or 'auto')" if name == "budget" else ""
+        raise ValueError(
+            f"{error}{auto}; correct it, without quotation marks if it is no text"
+        ) from None
 
 
 def _check_names(settings: Mapping[str, Scalar]) -> None:
     """Refuse what looks like one of ours misspelt; other apps may have keys of their own."""
-    for key in settings.keys() - set(_KEYS):
+    for key in settings.keys() - NODE_KEYS.keys():
         name = key.replace("_", "-").lower()
-        begun = [known for known in _KEYS if len(name) >= _BEGINNING and known.startswith(name)]
-        if meant := begun or difflib.get_close_matches(name, _KEYS, 1, 0.75):
+        begun = [known for known in NODE_KEYS if len(name) >= _BEGINNING and known.startswith(name)]
+        if meant := begun or difflib.get_close_matches(name, NODE_KEYS, 1, 0.75):
             raise ValueError(
                 f"node config: got {key}, expected {meant[0]} perhaps; the keys of this app are "
-                f"{', '.join(_KEYS)}; correct it"
+                f"{', '.join(NODE_KEYS)}; correct it"
             )
 
 
-def _whole(settings: Mapping[str, Scalar], key: str) -> int:
-    value = settings.get(key)
-    if isinstance(value, bool) or not isinstance(value, int):
+def check_node_requirements(node: Node, config: "Config") -> None:
+    """Raise ValueError unless a run has what this device requires.
+
+    What a device can see by itself is what the run's settings say, and what it does itself: it
+    masks, or it noises its own gradients. How much noise a server adds it must take on the
+    server's word. docs/deploy.md says so to who sets these keys.
+    """
+    if node.require_secure_aggregation and not config.secure_aggregation:
         raise ValueError(
-            f"node config: {key} is {value!r}, expected a whole number; start the SuperNode with "
-            '--node-config "partition-id=0 num-partitions=2"'
+            "require-secure-aggregation = true: got a run with secure-aggregation = false; this "
+            "device takes part in runs with masked uploads alone"
         )
-    return value
-
-
-def _switch(settings: Mapping[str, Scalar], key: str) -> bool:
-    """Read it as run keys are read: TOML's booleans, and the yes and no of earlier versions."""
-    value = Key(bool, False, "").converted(settings.get(key, False))
-    if not isinstance(value, bool):
-        raise ValueError(
-            f"node config: {key} is {value!r}, expected true or false, without quotation marks; "
-            "correct it"
+    most = node.max_epsilon
+    if most is None:
+        return
+    got = ""
+    if config.privacy == "none":
+        got = "privacy = 'none'; this device takes part in private runs alone"
+    elif config.delta > node.max_delta:
+        got = f"delta = {config.delta:g}, expected {node.max_delta:g} (max-delta) at most"
+    elif config.noise_cohort is not None:
+        got = (
+            f"noise-cohort = {config.noise_cohort}, whose epsilon is that of a larger federation; "
+            "this device takes part in runs without it alone"
         )
-    return value
-
-
-def _above_zero(
-    settings: Mapping[str, Scalar], key: str, default: float | None, below: float
-) -> float | None:
-    value = settings.get(key, default)
-    if value is None:
-        return None
-    below = min(below, sys.float_info.max)  # a whole number may be larger than that
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
-        most = f" and below {below:g}" if below < sys.float_info.max else ""
-        raise ValueError(
-            f"node config: {key} is {value!r}, expected a number above 0{most}; correct it"
+    elif (
+        config.privacy == "client"
+        and not config.secure_aggregation  # the server alone adds the noise, and promises it
+        and (config.epsilon is None or config.epsilon > most)
+    ):
+        got = (
+            f"privacy = 'client' and epsilon = {config.epsilon or 'auto'}, expected epsilon = "
+            f"{most:g} at most, which the server then keeps to"
         )
-    return float(value)
+    if got:
+        raise ValueError(f"max-epsilon = {most:g}: got a run with {got}")
 
 
-def _max_delta(settings: Mapping[str, Scalar]) -> float:
-    delta = _above_zero(settings, "max-delta", MAX_DELTA, 1.0) or MAX_DELTA
-    if "max-delta" in settings and "max-epsilon" not in settings:
-        raise ValueError(
-            f"node config: max-delta is {delta:g} without max-epsilon, expected both: alone it "
-            "refuses no run; set max-epsilon, or leave it out"
-        )
-    return delta
-
-
-def _folder(settings: Mapping[str, Scalar], key: str) -> str | None:
-    path = settings.get(key)
-    if path is not None and not isinstance(path, str):
-        raise ValueError(
-            f"node config: {key} is {path!r}, expected the path of a folder as text; write it in "
-            "quotation marks"
-        )
-    return path
-
-
-def _budget(budget: Scalar | None) -> float | str | None:
-    if budget is None or budget == AUTO:
-        return budget
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
-        raise ValueError(
-            f"node config: budget is {budget!r}, expected a number above 0 and at most 1, or "
-            "'auto'; correct it"
-        )
-    return float(budget)
-
-
-def _absolute_folder(settings: Mapping[str, Scalar], key: str) -> str | None:
-    path = _folder(settings, key)
-    if path is not None and not Path(path).is_absolute():
-        raise ValueError(
-            f"node config: {key} is {path!r}, expected the absolute path of a folder; correct it"
-        )
-    return path
-
-
-def _result_form(form: Scalar | None) -> str | None:
-    folders = RESULT_FOLDERS.values()
-    if form is not None and form not in folders:
-        raise ValueError(
-            f"node config: result-form is {form!r}, expected one of {', '.join(folders)}; correct "
-            "it, or leave it out for what the server writes"
-        )
-    return None if form is None else str(form)
+def limit_of(node: Node, epsilon: float | None) -> float | None:
+    """Return the lower of two limits: the run's epsilon and the device's, if there are any."""
+    limits = [limit for limit in (node.max_epsilon, epsilon) if limit is not None]
+    return min(limits, default=None)
 
 
 def use_cache(folder: str | None) -> None:

@@ -13,10 +13,10 @@ def absolute_paths(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Make every path absolute: other processes may have other working directories."""
     values = dict(run_config)
     for key in ("resume", "output-dir", "model", "data"):
-        path = Path(str(values.get(key) or AUTO)).expanduser()
-        named = key in ("resume", "output-dir") or path.is_dir()  # not an id of the hub
-        if str(path) != AUTO and named:
-            values[key] = str(path.absolute())
+        if (value := values.get(key)) and isinstance(value, str) and value != AUTO:
+            path = Path(value).expanduser()
+            if key in ("resume", "output-dir") or path.is_dir():  # not an id of the hub
+                values[key] = str(path.absolute())
     return values
 
 

@@ -1,28 +1,50 @@
-"""Define what a preset says: a task with its model, data and settings."""
+"""Define what a preset says: a task with its model, data and settings; check its file.
 
-from collections.abc import Mapping
+`task`, `model` and `data` must be there. The defaults of all else are those of the keys
+(`preset=` in keys.py) and of the fields here; docs/your-own-task.md lists them.
+"""
+
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.checks import check_steps
+from ravan_flwr.config.keys import AUTO, KEYS, MOVED, RUN, check_choice, check_key
+from ravan_flwr.config.places import targets_of
+from ravan_flwr.config.preset_data import place_beside, read_data
+from ravan_flwr.config.yaml_file import Part, check_fields, free_fields
 from ravan_flwr.methods import METHODS
-from ravan_flwr.specs import DataSpec, ModelSpec
+from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
+from ravan_flwr.tasks import TASKS, TaskInfo
 
-# Ways of dealing out to non-IID clients, and to clients that differ in size alone: what is chosen
-# for the one serves for the others.
-_SAME_RATES = {
-    "dirichlet": "dirichlet-by-client",
-    "natural": "dirichlet-by-client",
-    "pathological": "dirichlet-by-client",
-    "shards": "dirichlet-by-client",
-    "linear": "iid",
-    "square": "iid",
-    "exponential": "iid",
-}
+LORA_RANK = {"lower": 8, "higher": 16}  # by parameter budget
+# A partition whose learning rates serve for another, where the preset has none for it: of non-IID
+# clients, and of clients that differ in size alone.
+_SAME_RATES = dict.fromkeys(
+    ("dirichlet", "natural", "pathological", "shards"), "dirichlet-by-client"
+) | dict.fromkeys(("linear", "square", "exponential"), "iid")
 
 
-@dataclass(frozen=True)
+class _File(Part):
+    task: Any
+    model: Any
+    data: Any
+    run: Any = None
+    parameter_budgets: Any = None
+    learning_rate: Any = None
+    other_models: Any = None
+
+
+class _Model(Part):
+    name: str
+    source: Literal["hub", "bundled"] = "hub"
+    revision: str = ""
+    shape: Any = None
+    targets: str = ""
+
+
+@dataclass(frozen=True, eq=False)
 class Preset:
     """Hold a preset's file, checked, with a default for everything that it does not say."""
 
@@ -38,6 +60,36 @@ class Preset:
     ranks: dict[str, dict[str, int]]  # parameter budget -> method -> rank
     rates: dict[str, Any]  # method -> a number, or a mapping by the values of `rates_by`
     rates_by: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path, content: Any) -> "Preset":
+        """Check the content of a preset's file."""
+        file = _File.read("", content)
+        check_choice("task", str(file.task), TASKS)
+        kind, folder = TASKS[file.task], path.parent
+        others = free_fields("other-models.", file.other_models)
+        rates = {} if file.learning_rate is None else file.learning_rate
+        check_fields("learning-rate.", rates, set(), {*METHODS, "by"})
+        by = _read_by(rates.get("by", []))
+        lora_rank, ranks = _read_budgets(file.parameter_budgets)
+        data, glue_tasks, max_length = read_data(_named(file.data), kind, folder)
+        return cls(
+            path=path,
+            task=file.task,
+            model=_read_model("model.", file.model, folder),
+            other_models={
+                name: _read_model(f"other-models.{name}.", one, folder)
+                for name, one in others.items()
+            },
+            data=data,
+            glue_tasks=glue_tasks,
+            max_length=max_length,
+            run=_read_run(file.run, kind),
+            lora_rank=lora_rank,
+            ranks=ranks,
+            rates=_read_rates({name: one for name, one in rates.items() if name != "by"}, by),
+            rates_by=by,
+        )
 
     @property
     def name(self) -> str:
@@ -60,7 +112,8 @@ class Preset:
         found = self.rates.get(method, METHODS[method].learning_rate)
         for key in self.rates_by:
             if isinstance(found, dict):
-                found = found.get(values[key], found.get(_SAME_RATES.get(values[key]), found))
+                word = values[key].partition(":")[0] if KEYS[key].forms else values[key]
+                found = found.get(word, found.get(_SAME_RATES.get(word), found))
         if isinstance(found, dict):
             what = "".join(f", {key} {values[key]!r}" for key in self.rates_by)
             raise ValueError(
@@ -68,3 +121,103 @@ class Preset:
                 "learning-rate=..."
             )
         return float(found)
+
+
+def run_defaults(kind: TaskInfo) -> dict[str, Scalar]:
+    """Return what a run of such a task is, as far as the preset does not say it."""
+    unlike: dict[str, Scalar] = {} if "label" in kind.roles else {"partition": "iid"}
+    if kind.target_length:  # it answers by its pretrained head: there is no classifier to train
+        unlike["classifier"] = "frozen"
+    return RUN | unlike
+
+
+def _named(content: Any) -> Any:
+    """Read `model: NAME` and `data: NAME` as what they are short for."""
+    return {"name": content} if isinstance(content, str) else content
+
+
+def _read_run(run: Any, kind: TaskInfo) -> dict[str, Any]:
+    run = {} if run is None else run
+    if isinstance(run, dict):
+        for key in run.keys() & MOVED.keys():
+            check_key(key, run[key])  # which says what to write now
+    check_fields("run.", run, set(), RUN.keys())
+    said = {key: value for key, value in run.items() if value != AUTO}
+    values = run_defaults(kind) | said
+    if "local-epochs" in said and "local-steps" not in said:
+        values["local-steps"] = AUTO
+    if str(values["partition"]).startswith("natural"):  # the data tell how many
+        values["num-clients"] = said.get("num-clients")
+    clients = values.pop("num-clients")
+    if clients is not None and (type(clients) is not int or clients < 1):
+        raise ValueError(f"run.num-clients = {clients!r}: expected a whole number at least 1")
+    check_steps(values, "run.")
+    return {key: check_key(key, value) for key, value in values.items()} | {"num-clients": clients}
+
+
+def _read_budgets(budgets: Any) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """Read each budget's rank of a LoRA, one twice the other unless said, and methods' ranks."""
+    budgets = {} if budgets is None else budgets
+    check_fields("parameter-budgets.", budgets, set(), LORA_RANK.keys())
+    for name, ranks in budgets.items():
+        check_fields(f"parameter-budgets.{name}.", ranks, {"lora-rank"}, METHODS.keys() - {"full"})
+        for rank in ranks.values():
+            check_key("rank", rank)
+    said = {name: ranks["lora-rank"] for name, ranks in budgets.items()}
+    half = max(1, said["higher"] // 2) if "higher" in said else LORA_RANK["lower"]
+    lower = said.get("lower", half)
+    return {"lower": lower, "higher": said.get("higher", 2 * lower)}, {
+        name: {k: v for k, v in budgets.get(name, {}).items() if k != "lora-rank"}
+        for name in LORA_RANK
+    }
+
+
+def _read_by(by: Any) -> tuple[str, ...]:
+    if not isinstance(by, list):
+        raise ValueError(f"learning-rate.by = {by!r}: expected a list of keys, such as [partition]")
+    for key in by:
+        check_choice(
+            "learning-rate.by",
+            str(key),
+            [key for key, spec in KEYS.items() if spec.choices or spec.forms],
+        )
+    return tuple(by)
+
+
+def _read_rates(rates: dict[str, Any], by: tuple[str, ...]) -> dict[str, Any]:
+    for rate in _leaves(rates, by):
+        check_key("learning-rate", rate)
+    return rates
+
+
+def _leaves(rates: Mapping[str, Any], by: tuple[str, ...]) -> Iterator[Scalar]:
+    """Yield the numbers of nested mappings, each level by the values of one of the keys `by`."""
+    for found in rates.values():
+        if not isinstance(found, dict):
+            yield found
+            continue
+        key = next(
+            (key for key in by if set(found) <= {*KEYS[key].choices, *KEYS[key].forms}), None
+        )
+        if key is None:
+            raise ValueError(
+                f"learning-rate: got {found}, expected a number, or numbers by the values of "
+                f"{' or '.join(by) or 'keys that `by` names'}"
+            )
+        yield from _leaves(found, tuple(other for other in by if other != key))
+
+
+def _read_model(where: str, content: Any, folder: Path) -> ModelSpec:
+    model = _Model.read(where, _named(content))
+    shape = free_fields(f"{where}shape.", model.shape, {"model_type"})
+    if not isinstance(shape.get("model_type", ""), str):
+        raise ValueError(f"{where}shape.model_type = {shape['model_type']!r}: expected a text")
+    if not model.name:
+        raise ValueError(f"{where}name is missing; expected an id of the hub, or a folder")
+    return ModelSpec(
+        model.source,
+        place_beside(model.name, folder),
+        model.revision,
+        tuple(shape.items()),
+        targets_of(model.targets) if model.targets else (),
+    )

@@ -4,12 +4,13 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ravan_flwr.config.key import did_you_mean
-from ravan_flwr.config.preset import Preset
-from ravan_flwr.config.preset_fields import checked_preset
-from ravan_flwr.config.yaml_file import read_yaml
 from ravan_flwr.specs import Scalar
+
+if TYPE_CHECKING:
+    from ravan_flwr.config.preset import Preset
 
 _SUFFIXES = (".yaml", ".yml")
 
@@ -101,7 +102,7 @@ def refuse_if_there(name: str, path: Path) -> None:
         )
 
 
-def read_preset(name: str) -> Preset:
+def read_preset(name: str) -> "Preset":
     """Read and check the preset of that name, or the file at a `PresetPath`."""
     path = preset_file(name)
     stat = path.stat()
@@ -109,10 +110,13 @@ def read_preset(name: str) -> Preset:
 
 
 @lru_cache(maxsize=4)
-def _read(path: Path, _version: tuple[int, ...]) -> Preset:
+def _read(path: Path, _version: tuple[int, ...]) -> "Preset":
     """Read a file once for each of its versions: every message to a client asks for it."""
+    from ravan_flwr.config.preset import Preset  # noqa: PLC0415 (pydantic; no `--help` needs it)
+    from ravan_flwr.config.yaml_file import read_yaml  # noqa: PLC0415
+
     content = read_yaml(path)
     try:
-        return checked_preset(path, content)
+        return Preset.read(path, content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

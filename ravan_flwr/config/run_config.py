@@ -1,190 +1,71 @@
-"""Read the configuration: run config and preset in, a frozen `Config` out.
+"""Read the configuration: run config and preset in, a frozen `Config` out, and back again.
 
 Everything is checked here, before anything is loaded; below this module there are only
 plain arguments.
 """
 
 import dataclasses
-import json
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Mapping, Set
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from ravan_flwr.config.checks import STEPS, check_steps, check_together, trains_backbone
-from ravan_flwr.config.keys import AUTO, FROM_PRESET, KEYS, check_key
+from ravan_flwr.config.keys import (
+    AUTO,
+    FREE_ON_RESUME,
+    KEYS,
+    LIMITS,
+    RUN,
+    Config,
+    check_key,
+    read_limits,
+)
 from ravan_flwr.config.places import chosen_data, chosen_model
-from ravan_flwr.config.preset import Preset
-from ravan_flwr.config.preset_fields import RUN
 from ravan_flwr.config.presets import read_preset
 from ravan_flwr.methods import METHODS
-from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
+from ravan_flwr.specs import DataSpec, ModelSpec, QuestionSpec, Scalar
 from ravan_flwr.tasks import TASKS
+
+if TYPE_CHECKING:
+    from ravan_flwr.config.preset import Preset
+
+__all__ = ["Config", "has_default_rate", "read_config", "recorded_config", "settings_of"]
 
 CLIP_OF_GRADIENTS = 1.0  # under privacy=example, where none is set
 HELD_BACK = 0.2  # of a client's examples, where each has a model of its own
-
-
-@dataclass(frozen=True)
-class Config:
-    """Hold a run's settings: every choice made, every value checked."""
-
-    preset: str
-    task: str
-    model: ModelSpec
-    data: DataSpec
-    glue_task: str  # "" where there is none
-    method: str
-    seed: int
-    # Of the preset; a federation may have another number. None: as the data says (natural).
-    num_clients: int | None
-    num_rounds: int
-    clients_per_round: int
-    max_bytes: float | None  # None: any number
-    until_metric: float  # 0: hold all rounds
-    local_steps: int | None  # None: local_epochs say how many
-    local_epochs: float | None  # None: local_steps are for all clients
-    batch_size: int
-    micro_batch_size: int | None  # examples of a step at a time; None: all
-    micro_batch_tokens: int | None  # tokens of a step at a time; None: all
-    packing: bool
-    batching: str
-    learning_rate: float
-    learning_rate_schedule: str
-    final_learning_rate: float
-    warm_up_rounds: int
-    weight_decay: float
-    max_gradient_norm: float  # 0: none
-    proximal_mu: float
-    weighting: str
-    server_optimizer: str
-    server_learning_rate: float
-    server_momentum: float
-    partition: str
-    partition_alpha: float
-    classes_per_client: int
-    shards_per_client: int
-    rank: int | None  # None: the largest within the budget, known once the layers are
-    lora_scale: float
-    parameter_budget: str
-    lora_rank: int  # the budget: the parameters of a LoRA of this rank
-    heads: int
-    init: str
-    init_scale: float
-    calibration_steps: int
-    calibration_learning_rate: float
-    scaling: str
-    scoring: str
-    selection: str
-    head_mean: str
-    budgets: str
-    classifier: str
-    eval_every: int
-    evaluate_samples: int  # answers to test examples that a person reads
-    device: str
-    processes: int | None  # None: as many as pay, where clients run in process
-    precision: str
-    max_length: int  # tokens of a text; 0 where there is none
-    gradient_checkpointing: bool
-    wire: str
-    layer_form: str
-    quantize: str
-    backbone_dtype: str
-    output_dir: str
-    resume: str
-    deliver: bool
-    report: bool
-    tracking: str
-    evaluate_on: str
-    validation_share: float
-    round_timeout: float
-    straggler_grace: float | None  # None: by how long the first half took
-    over_sample: float
-    max_examples: int | None  # None: by what the others have
-    min_replies: int
-    robust: str
-    max_update_norm: float | None  # None: a multiple of what is usual
-    max_share: float
-    privacy: str
-    epsilon: float | None  # None: no limit
-    noise_multiplier: float | None  # None: by epsilon
-    delta: float
-    clip_norm: float | None  # None: it adapts
-    noise_cohort: int | None  # None: of the clients that there are
-    secure_aggregation: bool
-    secure_minimum: int
-
-    @property
-    def noised_on_devices(self) -> bool:
-        """Return whether devices add the noise, since they do not trust the server."""
-        return self.privacy == "example" or (self.privacy == "client" and self.secure_aggregation)
-
-    def steps_of(self, examples: int) -> int:
-        """Count the optimiser steps of a client with so many examples, in each round.
-
-        The last batch of a pass may be short, and is a step as well. Parts of a pass are rounded up
-        to whole batches.
-        """
-        if self.local_steps is not None:
-            return self.local_steps
-        batches = -(-examples // self.batch_size)
-        # 0.1 x 30 is a little more than 3 to a computer.
-        return max(1, math.ceil((self.local_epochs or 1.0) * batches - 1e-6))
-
-    def asked_of(self, there: int) -> int:
-        """Count the clients of so many that a round asks to train, those in reserve included."""
-        number = min(self.clients_per_round, there)
-        # 1.1 x 10 is a little more than 11 to a computer.
-        return min(number + math.ceil(number * (self.over_sample - 1) - 1e-9), there)
-
-    def at_work_of(self, there: int) -> int:
-        """Count the clients of so many that can be at work at the same time."""
-        return there if self.evaluate_on == "clients" else self.asked_of(there)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what `config.json` holds: plain JSON under the keys of the run config."""
-        values = _kebab(dataclasses.asdict(self))
-        plain: dict[str, Any] = json.loads(json.dumps(values))
-        return plain
-
-
-# What is known later, or has no limit.
-_NONE_IF_AUTO = (
-    "rank", "micro-batch-size", "micro-batch-tokens", "max-bytes", "processes", "straggler-grace",
-    "max-examples", "max-update-norm", "epsilon", "noise-multiplier", "clip-norm", "noise-cohort",
-)  # fmt: skip
-
-
-def _kebab(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key.replace("_", "-"): _kebab(value) if isinstance(value, dict) else value
-        for key, value in values.items()
-    }
+# What is known later, or has no limit, is None where it is auto.
+_NONE_IF_AUTO = [
+    one.name.replace("_", "-") for one in dataclasses.fields(Config)
+    if "key" in one.metadata and type(None) in get_args(one.type)
+]  # fmt: skip
 
 
 def read_config(run_config: Mapping[str, Scalar]) -> Config:
-    """Check a run config, read its preset, and resolve every `"auto"`."""
-    values = {key: check_key(key, run_config[key]) for key in run_config}
-    for key, spec in KEYS.items():
-        values.setdefault(key, spec.default)
-    preset = read_preset(cast(str, values["preset"]))
+    """Check a run config, read its preset, and resolve every `"auto"`; once for each there is.
+
+    A preset's file that was changed since is read again.
+    """
+    given = {key: check_key(key, value) for key, value in run_config.items()}
+    preset = cast(str, given.get("preset", KEYS["preset"].default))
+    return _read(tuple(given.items()), read_preset(preset))
+
+
+@lru_cache(maxsize=64)
+def _read(given: tuple[tuple[str, Scalar], ...], preset: "Preset") -> Config:
+    values = {key: spec.default for key, spec in (KEYS | LIMITS).items()} | dict(given)
+    values |= read_limits(str(values.pop("limits")))
     check_steps(values)
     if values["quantize"] == AUTO and trains_backbone(values):
         values["quantize"] = "none"
     said = STEPS if any(values[key] != AUTO for key in STEPS) else ()
-    for key in FROM_PRESET.difference(said):
+    for key in preset.run.keys() - {"num-clients", *said}:
         if values[key] == AUTO:
             values[key] = preset.run[key]
-    _resolve_ranks(values, preset)
-    _resolve_rates(values, preset)
-    _resolve_clients(values)
-    if values["privacy"] == "example" and values["clip-norm"] == AUTO:
-        values["clip-norm"] = CLIP_OF_GRADIENTS
+    _resolve(values, preset)
     check_together(values)
     if values["secure-aggregation"]:  # a sum of fewer is not unmasked
         values["min-replies"] = max(int(values["min-replies"]), int(values["secure-minimum"]))
-    _check_batching(values, preset, _max_length(values["max-length"], preset))
-    _check_samples(values, preset)
+    _check_texts(values, preset)
     data = preset.data_of(str(values["glue-task"]))
     resolved: dict[str, Any] = values | {
         "preset": preset.name,
@@ -192,16 +73,14 @@ def read_config(run_config: Mapping[str, Scalar]) -> Config:
         "model": chosen_model(
             preset.model, str(values["model"]), str(values["targets"]), preset.other_models
         ),
-        "data": _divided_by(chosen_data(data, str(values["data"])), values["partition-by"]),
+        "data": _divided_by(chosen_data(data, str(values["data"])), str(values["partition"])),
         "glue-task": data.subset if preset.glue_tasks else "",
         "num-clients": _num_clients(values, preset),
-        "max-length": _max_length(values["max-length"], preset),
     }
-    del resolved["targets"], resolved["partition-by"]  # the model and the data have them
-    for key in (*STEPS, *_NONE_IF_AUTO):
+    for key in _NONE_IF_AUTO:
         if values[key] == AUTO:
             resolved[key] = None
-    return Config(**{key.replace("-", "_"): value for key, value in resolved.items()})
+    return Config(**_snake(resolved))
 
 
 def has_default_rate(run_config: Mapping[str, Scalar]) -> bool:
@@ -212,57 +91,53 @@ def has_default_rate(run_config: Mapping[str, Scalar]) -> bool:
     return method not in read_preset(cast(str, preset)).rates
 
 
-def _resolve_ranks(values: dict[str, Scalar], preset: Preset) -> None:
-    """Fill in the budget and the rank, as far as the preset says them."""
-    budget, method = str(values["parameter-budget"]), str(values["method"])
+def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
+    """Fill in what follows from the preset and the method."""
+    budget, name = str(values["parameter-budget"]), str(values["method"])
+    method = METHODS[name]
     # The preset's ranks are those of its own heads, model and targets, within its own budget.
-    own = values["heads"] == preset.run["heads"] or "heads" in METHODS[method].ignored
+    own = values["heads"] == preset.run["heads"] or "heads" in method.ignored
     own = own and all(values[key] == AUTO for key in ("model", "targets", "lora-rank"))
-    if values["rank"] == AUTO and own:
-        values["rank"] = preset.ranks[budget].get(method, AUTO)
-    if values["lora-rank"] == AUTO:
-        values["lora-rank"] = preset.lora_rank[budget]
-
-
-def _resolve_rates(values: dict[str, Scalar], preset: Preset) -> None:
-    """Fill in the learning rates of clients, calibration and server."""
+    found: dict[str, Scalar] = {
+        "rank": preset.ranks[budget].get(name, AUTO) if own else AUTO,
+        "lora-rank": preset.lora_rank[budget],
+        "evaluate-on": "clients" if method.personalised else "server",
+        "validation-share": HELD_BACK if method.personalised else 0.0,
+        "max-length": preset.max_length,
+    }
     if values["learning-rate"] == AUTO:
-        values["learning-rate"] = preset.learning_rate(str(values["method"]), values)
-    if values["final-learning-rate"] == AUTO:
-        values["final-learning-rate"] = float(values["learning-rate"]) / 50
+        found["learning-rate"] = preset.learning_rate(name, values)
     if values["calibration-learning-rate"] == AUTO:
-        values["calibration-learning-rate"] = preset.learning_rate("full", values)
-    if values["server-learning-rate"] == AUTO:
-        values["server-learning-rate"] = 0.01 if values["server-optimizer"] == "adam" else 1.0
-
-
-def _divided_by(data: DataSpec, column: Scalar) -> DataSpec:
-    return data if column == AUTO else dataclasses.replace(data, partition_by=str(column))
-
-
-def _num_clients(values: Mapping[str, Scalar], preset: Preset) -> int | None:
-    """Return how many clients the preset says, None if the data says it."""
-    said: int | None = preset.run["num-clients"]
-    if values["partition"] == "natural":
-        return said if preset.run["partition"] == "natural" else None
-    return int(RUN["num-clients"]) if said is None else said
-
-
-def _resolve_clients(values: dict[str, Scalar]) -> None:
-    """Fill in who trains and who evaluates, as the method needs it."""
-    method = METHODS[str(values["method"])]
+        found["calibration-learning-rate"] = preset.learning_rate("full", values)
+    if values["privacy"] == "example":
+        found["clip-norm"] = CLIP_OF_GRADIENTS
+    if values["max-length"] != AUTO and not preset.max_length:
+        raise ValueError(
+            f"max-length = {values['max-length']!r}: {preset.path} has no texts, expected 'auto'; "
+            "leave it out"
+        )
+    values.update({key: value for key, value in found.items() if values[key] == AUTO})
     if method.everyone:
         values["clients-per-round"] = int(KEYS["clients-per-round"].high)  # as many as there are
     if method.pools:
         values["clients-per-round"] = 1
-    if values["evaluate-on"] == AUTO:
-        values["evaluate-on"] = "clients" if method.personalised else "server"
-    if values["validation-share"] == AUTO:
-        values["validation-share"] = HELD_BACK if method.personalised else 0.0
 
 
-def _check_batching(values: Mapping[str, Scalar], preset: Preset, max_length: int) -> None:
-    """Refuse ways to make batches of texts where there are none, or none that can go on."""
+def _divided_by(data: DataSpec, partition: str) -> DataSpec:
+    column = KEYS["partition"].parts("partition", partition).get("column")
+    return dataclasses.replace(data, partition_by=str(column)) if column else data
+
+
+def _num_clients(values: Mapping[str, Scalar], preset: "Preset") -> int | None:
+    """Return how many clients the preset says, None if the data says it."""
+    said: int | None = preset.run["num-clients"]
+    if str(values["partition"]).startswith("natural"):
+        return said if str(preset.run["partition"]).startswith("natural") else None
+    return int(RUN["num-clients"]) if said is None else said
+
+
+def _check_texts(values: Mapping[str, Scalar], preset: "Preset") -> None:
+    """Refuse ways to make batches of texts, or to write them, where that cannot be."""
     for key, without in (("batching", "random"), ("micro-batch-tokens", AUTO)):
         if values[key] != without and not preset.max_length:
             raise ValueError(
@@ -275,36 +150,97 @@ def _check_batching(values: Mapping[str, Scalar], preset: Preset, max_length: in
             "texts can lie side by side; leave it out"
         )
     tokens = values["micro-batch-tokens"]
-    if tokens != AUTO and int(tokens) < max_length:
+    if tokens != AUTO and int(tokens) < int(values["max-length"]):
         raise ValueError(
-            f"micro-batch-tokens = {tokens}: got max-length = {max_length}, expected at least as "
-            "many, since a text may have that many; raise the one or lower the other"
+            f"micro-batch-tokens = {tokens}: got max-length = {values['max-length']}, expected at "
+            "least as many, since a text may have that many; raise the one or lower the other"
         )
-
-
-def _check_samples(values: Mapping[str, Scalar], preset: Preset) -> None:
-    """Refuse answers to read from a model that writes none, or where the server has no examples."""
     number = values["evaluate-samples"]
-    if not number:
-        return
     writing = [name for name, kind in TASKS.items() if kind.target_length]
-    if preset.task not in writing:
+    if number and preset.task not in writing:
         raise ValueError(
             f"evaluate-samples = {number}: the task of {preset.path} is {preset.task!r}, which "
             f"writes no text, expected one of {', '.join(writing)}; leave it out"
         )
-    if values["evaluate-on"] == "clients":
+    if number and values["evaluate-on"] == "clients":
         raise ValueError(
             f"evaluate-samples = {number}: got evaluate-on = 'clients', whose texts stay with "
             "them, expected 'server', whose test examples are answered; leave one of them out"
         )
 
 
-def _max_length(value: Scalar, preset: Preset) -> int:
-    if value == AUTO:
-        return preset.max_length
-    if not preset.max_length:
+def recorded_config(content: Mapping[str, Any], where: str) -> Config:
+    """Turn what a run's `config.json` holds into its `Config`; `Config.as_dict` is the inverse."""
+    values = _snake(content)
+    fields = {field.name for field in dataclasses.fields(Config)}
+    if values.keys() != fields:
+        different = sorted(key.replace("_", "-") for key in values.keys() ^ fields)
         raise ValueError(
-            f"max-length = {value!r}: {preset.path} has no texts, expected 'auto'; leave it out"
+            f"{where}: its config.json lacks or has too many of {different}, expected the fields "
+            "of this version; use the version of ravan-flwr that made the run"
         )
-    return int(value)
+    values["model"] = ModelSpec(**_snake(values["model"]))
+    data = _snake(values["data"])
+    if data["questions"]:
+        data["questions"] = QuestionSpec(**_snake(data["questions"]))
+    return Config(**values | {"data": DataSpec(**data)})
+
+
+# These may change in a run that goes on, and are better what they were.
+WAITING = {"device", "round-timeout", "straggler-grace"}
+
+
+def settings_of(
+    content: Mapping[str, Any],
+    where: str,
+    free: Set[str] = FREE_ON_RESUME - WAITING | {"num-clients"},
+    preset: Mapping[str, Scalar] | None = None,
+) -> dict[str, Scalar]:
+    """Find a run config that gives what a run's `config.json` holds, but for what is `free`.
+
+    `preset` names the preset where it is no file of conf/. ValueError where today's presets do not
+    give it.
+    """
+    recorded = recorded_config(content, where).as_dict()  # checked
+    if recorded["secure-aggregation"] and recorded["min-replies"] == recorded["secure-minimum"]:
+        free = free | {"min-replies"}  # it follows from the other
+    settings: dict[str, Scalar] = dict(preset or {})
+    limits = {name: recorded[name] for name, spec in LIMITS.items() if name not in free}
+    limits = {k: v for k, v in limits.items() if v not in (None, LIMITS[k].default)}
+    if limits:
+        settings["limits"] = ",".join(f"{name}={value}" for name, value in limits.items())
+    # What is set first decides what other keys are where they are "auto".
+    second = ("model", "data", "targets", "partition", "learning-rate")
+    for keys in (("preset", "method", "seed", "glue-task"), second, KEYS, KEYS):
+        now = read_config(settings).as_dict()
+        different = _different(recorded, now, free)
+        for key in (key for key in keys if key in different):
+            value = recorded[key]
+            if key not in ("model", "data"):
+                settings[key] = AUTO if value is None else value
+            elif any(value[name] != now[key][name] for name in ("source", "name", "revision")):
+                settings[key] = "@".join(filter(None, (value["name"], value["revision"])))
+    if left := _different(recorded, read_config(settings).as_dict(), free):
+        raise ValueError(
+            f"{where}: its config.json has other values of {left} than today's preset "
+            f"{recorded['preset']!r} gives; use the presets and the version of ravan-flwr that "
+            "made the run"
+        )
+    return settings
+
+
+def _different(recorded: Mapping[str, Any], now: Mapping[str, Any], free: Set[str]) -> list[str]:
+    """List the keys that have other values now, of those that are not free."""
+    before = dict(recorded)
+    if not now["data"]["labels"]:  # the data tells them once more
+        before["data"] = before["data"] | {"labels": []}
+    return [key for key in now if key not in free and now[key] != before[key]]
+
+
+def _snake(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Write keys as names of fields, and lists, of which JSON has no other kind, as tuples."""
+    return {key.replace("-", "_"): _tuples(value) for key, value in values.items()}
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,16 +1,20 @@
-"""Read a YAML file that a person wrote: what two lines say twice is an error, not the second.
+"""Read a YAML file that a person wrote, and check its parts.
 
-A file is small, with all that its aliases and merge keys stand for.
+What two lines say twice is an error, not the second. A file is small, with all that its aliases and
+merge keys stand for. A part is a pydantic model, whose errors say what to do: a field's description
+says what it is expected to hold.
 """
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self, get_args
 
 import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ravan_flwr.config.key import check_choice, did_you_mean
 from ravan_flwr.files import read_file
 
 _MOST = 2**20  # bytes of a file; characters, and parts, of what its aliases make of it
@@ -100,3 +104,56 @@ def read_yaml(path: Path) -> Any:
         raise ValueError(
             f"{path}: it is nested too deeply, expected a few levels; correct the file"
         ) from None
+
+
+TEXT = "a text; write it in quotation marks"
+
+
+class Part(BaseModel):
+    """Hold the fields of a part of a file, checked; a field that is left empty has its default."""
+
+    model_config: ClassVar = ConfigDict(
+        extra="forbid", strict=True, frozen=True, alias_generator=lambda n: n.replace("_", "-")
+    )
+
+    @classmethod
+    def read(cls, where: str, content: Any) -> Self:
+        """Check the content, which is found at `where`; ValueError that names a field."""
+        fields = {field.alias or "": field for field in cls.model_fields.values()}
+        required = {name for name, field in fields.items() if field.is_required()}
+        check_fields(where, content, required, fields.keys())
+        try:
+            return cls.model_validate(
+                {k: v for k, v in content.items() if v is not None or k in required}
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+        name, field = f"{where}{first['loc'][0]}", fields[str(first["loc"][0])]
+        if first["type"] == "literal_error":
+            check_choice(name, first["input"], get_args(field.annotation))
+        value = content[first["loc"][0]]
+        raise ValueError(f"{name} = {value!r}: expected {field.description or TEXT}")
+
+
+def check_fields(
+    where: str, content: Any, expected: Set[str], options: Set[str] = frozenset()
+) -> None:
+    """Raise ValueError unless `content` is a mapping with these fields, and no others."""
+    known = sorted(expected | options)
+    if not isinstance(content, dict):
+        what = where.removesuffix(".") or "the file"
+        raise ValueError(f"{what} is no mapping, expected one with {known}")
+    for field in sorted(set(content) - expected - options, key=str):
+        raise ValueError(
+            f"{where}{field} is unknown{did_you_mean(field, known)} Expected the fields {known}"
+        )
+    for field in sorted(expected - set(content)):
+        raise ValueError(f"{where}{field} is missing; expected the fields {known}")
+
+
+def free_fields(where: str, content: Any, expected: Set[str] = frozenset()) -> dict[str, Any]:
+    """Return a mapping with names of any kind, of which some must be there; empty for None."""
+    content = {} if content is None else content
+    names = {str(name) for name in content} if isinstance(content, dict) else set()
+    check_fields(where, content, expected if names else set(), names)
+    return dict(content)

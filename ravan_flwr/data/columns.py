@@ -31,8 +31,9 @@ def check_column(spec: DataSpec, examples: datasets.Dataset) -> None:
     usable = ", ".join(names)
     has = f"that has a value for each example: {usable}" if usable else "(none of them will do)"
     raise ValueError(
-        f"partition-by = {spec.partition_by!r}: {lacks}, expected a column of the data {has}; "
-        "name one with partition-by=..., or choose a partition that reads none, such as iid"
+        f"partition: got the column {spec.partition_by!r}: {lacks}, expected a column of "
+        f"the data {has}; name one, as partition=dirichlet:0.3:COLUMN, or choose a partition that "
+        "reads none, such as iid"
     )
 
 
@@ -40,15 +41,16 @@ def values_of(examples: datasets.Dataset, column: str) -> list[str | float]:
     """Return the value of each example; ValueError if one has none, or values are no names."""
     if column not in examples.column_names:
         raise ValueError(
-            f"partition-by = {column!r}: the examples have {examples.column_names}, expected one "
-            "of them, or another column of the data set; correct partition-by"
+            f"partition: got the column {column!r}: the examples have "
+            f"{examples.column_names}, expected one of them, or another column of the "
+            "data set; correct it"
         )
     feature = examples.features[column]
     plain = isinstance(feature, datasets.Value) and not feature.dtype.endswith("binary")
     if not plain and not isinstance(feature, datasets.ClassLabel):
         raise ValueError(
-            f"partition-by = {column!r}: it holds {type(feature).__name__} values, expected texts, "
-            "numbers or classes; name another column"
+            f"partition: got the column {column!r}: it holds {type(feature).__name__} values, "
+            "expected texts, numbers or classes; name another column"
         )
     values: list[str | float] = examples[column][:]
     is_class = isinstance(feature, datasets.ClassLabel)  # of which -1 is none
@@ -59,9 +61,9 @@ def values_of(examples: datasets.Dataset, column: str) -> list[str | float]:
     ]
     if lacking:
         raise ValueError(
-            f"partition-by = {column!r}: {len(lacking):,} of {len(values):,} examples have no "
-            f"value there (None, NaN, or class -1), the first of them example {lacking[0]}; "
-            "expected one for each; fill them in, or take these examples out"
+            f"partition: got the column {column!r}: {len(lacking):,} of {len(values):,} examples "
+            "have no value there (None, NaN, or class -1), the first of them example "
+            f"{lacking[0]}; expected one for each; fill them in, or take these examples out"
         )
     return values
 

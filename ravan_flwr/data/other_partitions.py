@@ -48,8 +48,8 @@ def partition_few_classes(
     different, numbers = numbered(values)
     if classes > len(different):
         raise ValueError(
-            f"classes-per-client = {classes}: there are {len(different)} different values, "
-            "expected at most as many; lower classes-per-client"
+            f"partition = 'pathological:{classes}': there are {len(different)} different values, "
+            "expected at most as many; lower the number"
         )
     holders: list[list[int]] = [[] for _ in different]
     for client in range(clients):
@@ -63,7 +63,7 @@ def partition_few_classes(
             raise ValueError(
                 f"partition = 'pathological': {len(having)} clients are to share the "
                 f"{len(rows)} examples of {value!r}, expected at least one for each; use fewer "
-                "clients, or lower classes-per-client"
+                "clients, or fewer classes for each"
             )
         for client, part in zip(having, np.array_split(rows, max(1, len(having))), strict=False):
             mine[client].append(part)
@@ -90,9 +90,9 @@ def partition_shards(
     size = len(values) // (clients * shards)
     if not size:
         raise ValueError(
-            f"shards-per-client = {shards}: {clients} clients have {clients * shards} shards, "
+            f"partition = 'shards:{shards}': {clients} clients have {clients * shards} shards, "
             f"which share {len(values)} examples, expected at least one in each; use fewer "
-            "clients, or lower shards-per-client"
+            "clients, or fewer shards for each"
         )
     order = np.argsort(numbered(values)[1], kind="stable")
     drawn = random.permutation(len(values) // size)[: clients * shards].reshape(clients, shards)

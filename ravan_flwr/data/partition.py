@@ -37,11 +37,9 @@ class Partition:
     """Say how simulated clients share the training examples."""
 
     kind: str  # one of PARTITIONERS
-    alpha: float
+    amount: float  # alpha of a Dirichlet distribution, or classes or shards of a client
     number: int
     seed: int
-    classes: int = 2  # of a client, if pathological
-    shards: int = 2  # of a client
 
 
 @dataclass(frozen=True)
@@ -84,12 +82,12 @@ def _dirichlet(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
     smallest = max(1, min(10, rows.number // (4 * number)))
     for attempt in range(SEEDS):
         random = np.random.default_rng(seed + attempt)
-        dealt = partition_by_class(labels, number, partition.alpha, smallest, random)
+        dealt = partition_by_class(labels, number, partition.amount, smallest, random)
         if dealt is not None:
             return dealt
     raise ValueError(
-        f"partition-alpha = {partition.alpha}: {number} clients got fewer than {smallest} of "
-        f"{rows.number} examples in every of {SEEDS * DRAWS} draws; raise partition-alpha, use "
+        f"partition = '{partition.kind}:{partition.amount:g}': {number} clients got fewer than "
+        f"{smallest} of {rows.number} examples in every of {SEEDS * DRAWS} draws; raise alpha, use "
         "fewer clients, or partition=dirichlet-by-client"
     )
 
@@ -98,7 +96,7 @@ def _dirichlet_by_client(rows: Rows, partition: Partition, seed: int) -> list[np
     """Draw every client's proportions from a Dirichlet distribution, and give equal shares."""
     labels = np.asarray(rows.values)
     return partition_by_client(
-        labels, partition.number, partition.alpha, np.random.default_rng(seed)
+        labels, partition.number, partition.amount, np.random.default_rng(seed)
     )
 
 
@@ -108,12 +106,12 @@ def _natural(rows: Rows, partition: Partition, _: int) -> list[np.ndarray]:
 
 def _pathological(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
     random = np.random.default_rng(seed)
-    return partition_few_classes(rows.values, partition.number, partition.classes, random)
+    return partition_few_classes(rows.values, partition.number, int(partition.amount), random)
 
 
 def _shards(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:
     random = np.random.default_rng(seed)
-    return partition_shards(rows.values, partition.number, partition.shards, random)
+    return partition_shards(rows.values, partition.number, int(partition.amount), random)
 
 
 def _by_size(rows: Rows, partition: Partition, seed: int) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from ravan_flwr.config.recorded import settings_of
+from ravan_flwr.config.run_config import settings_of
 from ravan_flwr.launch.submit import COMPLETED, app_folder, in_toml, search_path, submit
 from ravan_flwr.messages.plain_text import listed
 from ravan_flwr.runs.console import say

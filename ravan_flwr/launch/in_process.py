@@ -78,18 +78,18 @@ def _simulate(
 ) -> Simulation:
     given, num_clients = with_those_of_the_run(own_preset(config), num_clients)
     run_config = {key: spec.default for key, spec in KEYS.items()} | given
+    if run_config["output-dir"] == AUTO:
+        run_config["output-dir"] = "runs"
+    run_config = absolute_paths(run_config)
     checked = read_config(run_config)
     num_clients = number_of_clients(checked, num_clients)
     if num_clients < 1:
         raise ValueError(
             f"num-clients = {num_clients}: expected a whole number at least 1, such as 20"
         )
-    if checked.output_dir == AUTO:
-        run_config["output-dir"] = "runs"
-    run_config = absolute_paths(run_config)
     # Server and clients are this process, and lend each other this one workbench; with `processes`
     # others compute on the device as well.
-    get_model_and_data(read_config(run_config)).shares_device = (checked.processes or 1) > 1
+    get_model_and_data(checked).shares_device = (checked.processes or 1) > 1
 
     context = Context(1, 0, {}, RecordDict(), run_config)
     with keys_of_clients(run_config, num_clients) as keys:

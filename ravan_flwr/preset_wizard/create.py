@@ -7,7 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from ravan_flwr.config.preset_fields import LORA_RANK, RUN, run_defaults
+from ravan_flwr.config.keys import RUN
+from ravan_flwr.config.preset import LORA_RANK, run_defaults
 from ravan_flwr.config.presets import (
     PresetPath,
     conf_folder,
@@ -86,8 +87,7 @@ run:
   local-steps: {{ run["local-steps"] }}  # optimiser steps of a client in each round
   batch-size: {{ run["batch-size"] }}  # examples in each step
 {% if spec.labels %}
-  partition: {{ run["partition"] }}  # simulated clients differ in their classes; or iid
-  partition-alpha: {{ run["partition-alpha"] }}  # the smaller, the more they differ
+  partition: {{ run["partition"] }}  # the smaller, the more clients differ; or iid
 {% endif %}
   heads: {{ model.heads }}  # of the method ravan, in each adapted layer
 {% if not writes %}

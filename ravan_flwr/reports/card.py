@@ -61,9 +61,7 @@ def _origin(method: str) -> str:
 
 def _rows(config: dict[str, Any], summary: Summary, final: Metrics) -> dict[str, object]:
     """Collect the table's rows."""
-    partition = config["partition"]
-    if partition.startswith("dirichlet"):
-        partition += f" {config['partition-alpha']:g}"
+    partition = config["partition"].replace(":", " ")
     method = config["method"] + (f", rank {summary['rank']}" if summary["rank"] else "")
     clients = config["clients-per-round"]
     if METHODS[config["method"]].everyone:

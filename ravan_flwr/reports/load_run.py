@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ravan_flwr.config.recorded import recorded_config
+from ravan_flwr.config.run_config import recorded_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed, load_own_parts

@@ -82,7 +82,7 @@ def deal(settings: Mapping[str, Scalar], num_clients: int | None = None) -> Assi
     train = load_splits(config.data)["train"]
     column = column_for(config, train)
     dealt = deal_out(train, partition_of(config, number, config.seed), column)
-    natural = config.partition == "natural"
+    natural = config.division == "natural"
     classes = _classes(config, train, column)
     found = holdings_of(train, dealt, classes, config.data.labels, column if natural else "")
     trained = [size - held_back(config, size) for size in found.sizes.tolist()]
@@ -91,9 +91,9 @@ def deal(settings: Mapping[str, Scalar], num_clients: int | None = None) -> Assi
 
 def _classes(config: Config, train: datasets.Dataset, column: str) -> str:
     """Choose the column to count by: the one that makes clients differ, or the label."""
-    if config.partition in BY_COLUMN and config.partition != "natural":
+    if config.division in BY_COLUMN and config.division != "natural":
         return column
-    other = column if config.partition != "natural" else ""
+    other = column if config.division != "natural" else ""
     return next((name for name in ("label", other) if name in train.column_names), "")
 
 

@@ -5,14 +5,14 @@ Each client counts once, whatever its number of examples.
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 Spread = dict[str, float]
 QUARTILES = ("lower-quartile", "median", "upper-quartile")
 
 
 def spread_of(values: Sequence[float]) -> Spread:
     """Describe the values of one metric, one a client."""
+    import numpy as np  # noqa: PLC0415 (`--help` needs none)
+
     numbers = np.asarray(values, float)
     quartiles = np.quantile(numbers, (0.25, 0.5, 0.75))
     return {
@@ -30,4 +30,4 @@ def spreads_of(answers: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
     return {name: spread_of([one[name] for one in answers]) for name in answers[0]}
 
 
-KEYS = tuple(spread_of([0.0]))
+KEYS = ("clients", "mean", "std", "min", *QUARTILES, "max")

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ravan_flwr.config.presets import own_preset, preset_names, read_preset
-from ravan_flwr.config.recorded import in_todays_values, settings_of
+from ravan_flwr.config.run_config import settings_of
 from ravan_flwr.files import LARGE, read_file
 from ravan_flwr.runs.record import RoundRecord, Summary, check_line, parsed, wrong_in
 from ravan_flwr.specs import Scalar
@@ -97,8 +97,8 @@ class RunDirectory:
         return content
 
     def read_config(self) -> dict[str, Any]:
-        """Read `config.json`, in today's values where an earlier version wrote it."""
-        return in_todays_values(self.read_json("config.json"))
+        """Read `config.json`."""
+        return self.read_json("config.json")
 
     def note_clients(self, number: int) -> None:
         """Write into `config.json` how many clients there are: who starts a run decides that."""

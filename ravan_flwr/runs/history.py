@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ravan_flwr.config.keys import AUTO, KEYS, NOT_OF_RESULT
-from ravan_flwr.config.recorded import EARLIER
+from ravan_flwr.config.keys import NOT_OF_RESULT
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import NEEDED_BY_A_REPORT, RoundRecord, Summary, needed_in, wrong_in
@@ -127,14 +126,14 @@ def group_runs(runs: Sequence[RecordedRun]) -> Groups:
         key
         for key in known
         if key not in _NOT_A_DIFFERENCE
-        and len({_text(_setting(run, key)) for run in runs if not _ignores(run, key)}) > 1
+        and len({_text(run.config.get(key)) for run in runs if not _ignores(run, key)}) > 1
     ]
     if "preset" in keys:  # what it says goes with it
         keys = [key for key in keys if key not in {"task", "model", "data"}]
     keys = [key for key in keys if not _follows(key, runs)]
     groups: Groups = {}
     for run in runs:
-        values = {key: _setting(run, key) for key in keys if not _ignores(run, key)}
+        values = {key: run.config.get(key) for key in keys if not _ignores(run, key)}
         named = [value if key == "method" else f"{key} {value}" for key, value in values.items()]
         groups.setdefault(", ".join(map(str, named)) or str(run.config["method"]), []).append(run)
     return groups
@@ -146,12 +145,10 @@ _GOES_WITH = {"learning-rate": "method", "rank": "method", "validation-share": "
 
 def _follows(key: str, runs: Sequence[RecordedRun]) -> bool:
     """Tell whether the setting says nothing that other settings do not say."""
-    if key == "final-learning-rate":
-        return all(_setting(run, "learning-rate-schedule") == "constant" for run in runs)
     other = _GOES_WITH.get(key)
     if other is None:
         return False
-    pairs = {(_text(_setting(run, other)), _text(_setting(run, key))) for run in runs}
+    pairs = {(_text(run.config.get(other)), _text(run.config.get(key))) for run in runs}
     return len(pairs) == len({one for one, _ in pairs})
 
 
@@ -159,14 +156,6 @@ def _ignores(run: RecordedRun, key: str) -> bool:
     """Tell whether the run's method does nothing with a setting."""
     method = METHODS.get(run.config["method"])
     return method is not None and key in method.ignored
-
-
-def _setting(run: RecordedRun, key: str) -> Any:
-    """Return a run's setting; of a key that another version has, what is its default there."""
-    if key in run.config or key not in KEYS:
-        return run.config.get(key)
-    default = KEYS[key].default
-    return EARLIER.get(key) if default == AUTO else default
 
 
 def _text(value: Any) -> str:

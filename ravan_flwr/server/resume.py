@@ -5,7 +5,7 @@ from logging import getLogger
 from pathlib import Path
 
 from ravan_flwr.config.keys import AUTO, FREE_ON_RESUME
-from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed, load_own_parts
 from ravan_flwr.runs.directory import RunDirectory, named_by
@@ -97,8 +97,6 @@ def go_on(
 def _check_same_run(directory: RunDirectory, config: Config) -> None:
     """Refuse to go on with settings that would make it another run."""
     before, now = directory.read_config(), config.as_dict()
-    # A key that came with a later version than the run's had what is its default now.
-    before = read_config({}).as_dict() | before
     # In how many parts the clients share the data is compared when they are here.
     free = FREE_ON_RESUME | {"num-clients"}
     different = [k for k in now if k not in free and before.get(k) != now[k]]

@@ -42,9 +42,7 @@ class ServerState:
         step = config.learning_rate * (config.local_steps or 0)  # 0: each client has its own
         usual = _named(memory or {}, CHANGES)
         self._limit = UpdateNormCheck(config.max_update_norm, step, usual, config.wire)
-        self._optimizer = ServerOptimizer(
-            config.server_optimizer, config.server_learning_rate, config.server_momentum
-        )
+        self._optimizer = ServerOptimizer(*config.parts("server-optimizer").values())
 
     @property
     def memory(self) -> Tensors:
@@ -76,8 +74,8 @@ class ServerOptimizer:
     """Take the server's step; with `kind` "none" the mean becomes the next state."""
 
     kind: str
-    learning_rate: float
-    momentum: float
+    learning_rate: float = 1.0
+    momentum: float = 0.9
 
     def step(self, old: Tensors, mean: Tensors, moments: Tensors) -> tuple[Tensors, Tensors]:
         """Return the next state and moments; `moments` are those of the step before, first none."""

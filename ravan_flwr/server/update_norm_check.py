@@ -132,7 +132,7 @@ class UpdateNormCheck:
                 raise ValueError(
                     f"upload changes {name} by {change.size:.4g} (root mean square over its "
                     f"{change.numbers} numbers), expected at most {most:.4g}, {why}; if honest "
-                    "clients send this, set max-update-norm to a number"
+                    "clients send this, set limits=max-update-norm=NUMBER"
                 )
 
     def _check_norm(self, changes: Changes) -> None:
@@ -140,7 +140,7 @@ class UpdateNormCheck:
         if norm > float(self.norm or 0):
             raise ValueError(
                 f"upload has a change of norm {norm:.4g}, expected at most {self.norm:g}; lower "
-                "learning-rate, or raise max-update-norm"
+                "learning-rate, or raise max-update-norm (in limits)"
             )
 
     def _most(self, name: str, change: Change, step: float = 0.0) -> tuple[float, str]:

@@ -41,7 +41,7 @@ def report_settings_without_effect(
     run_config: Mapping[str, Scalar], config: Config, grid: Grid
 ) -> None:
     """Say which of the settings change nothing."""
-    for told in told_without_effect(run_config, config.method, config.learning_rate_schedule):
+    for told in told_without_effect(run_config, config.method):
         log.warning("%s", told)
     if config.processes is not None and not in_process(grid):
         log.warning(
@@ -86,7 +86,7 @@ def _tell_who_has_nothing_to_train_on(dealt: Sequence[int], config: Config) -> N
         f"validation-share = {config.validation_share}: {number} of {len(dealt)} clients would "
         "have no example left to train on, since each holds back one at least"
     )
-    more_even = "" if config.partition == "iid" else ", or a partition that is more even, as iid"
+    more_even = "" if config.division == "iid" else ", or a partition that is more even, as iid"
     advice = f"use fewer clients{more_even}"
     if number == len(dealt) or METHODS[config.method].pools:
         raise ValueError(f"{told}; {advice}")

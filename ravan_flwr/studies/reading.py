@@ -19,7 +19,7 @@ from ravan_flwr.studies.intervals import LEAST
 from ravan_flwr.studies.spec import RATE, Grid, Row, Rung, Study, Table
 
 # What a table's rows may choose.
-CHOSEN = (RATE, "clip-norm", "server-learning-rate", "calibration-learning-rate")
+CHOSEN = (RATE, "clip-norm", "calibration-learning-rate")
 OF_A_MACHINE = ("data", "model", "device", "processes")
 TOLERANCE = 0.05  # numbers of parameters that differ by no more are called equal
 

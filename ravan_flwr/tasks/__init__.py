@@ -29,7 +29,7 @@ TASKS = {
     "vision": TaskInfo(("image", "label"), max_length=0),
     "text": TaskInfo(("text", "label"), ("text-pair",)),
     "text-to-label": TaskInfo(("text", "label"), prompt="{text}", target_length=32),
-    # In place of messages `prompt` and `completion`, or any columns (config/prompt_fields.py).
+    # In place of messages `prompt` and `completion`, or any columns (config/preset_data.py).
     "causal": TaskInfo(
         ("messages",), max_length=512, target_length=128, is_causal_lm=True, packs=True
     ),

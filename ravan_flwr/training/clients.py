@@ -10,7 +10,7 @@ def number_of_clients(config: Config, asked: int | None = None) -> int:
     number is refused.
     """
     said = config.num_clients if asked is None else asked
-    if config.partition != "natural":
+    if config.division != "natural":
         assert said is not None  # the configuration has a number then
         return _enough(said, config)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import sums_changes
@@ -31,14 +32,15 @@ from ravan_flwr.training.batching import (
 
 def rate_in_round(config: Config, number: int) -> float:
     """Return the clients' learning rate in a round, which counts from 1."""
-    start, warm_up = config.learning_rate, config.warm_up_rounds
+    schedule = config.parts("learning-rate-schedule")
+    start, warm_up = config.learning_rate, schedule["warm-up"]
     if 0 < number <= warm_up:
-        return start * number / (warm_up + 1)
-    if config.learning_rate_schedule == "constant":
+        return float(start * number / (warm_up + 1))
+    if schedule[""] == "constant":
         return start
-    end = config.final_learning_rate
+    end = start / 50 if schedule["end"] == AUTO else float(schedule["end"])
     done = (number - warm_up) / max(1, config.num_rounds - warm_up)
-    return end + (start - end) * (1 + math.cos(math.pi * min(1.0, max(0.0, done)))) / 2
+    return float(end + (start - end) * (1 + math.cos(math.pi * min(1.0, max(0.0, done)))) / 2)
 
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}

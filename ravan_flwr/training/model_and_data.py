@@ -101,15 +101,14 @@ class Examples:
 
 def partition_of(config: Config, number: int, seed: int) -> Partition:
     """Say how so many clients share the training examples under these settings."""
-    return Partition(
-        config.partition, config.partition_alpha, number, seed,
-        config.classes_per_client, config.shards_per_client,
-    )  # fmt: skip
+    parts = config.parts("partition")
+    amount = next((parts[name] for name in ("alpha", "classes", "shards") if name in parts), 0)
+    return Partition(config.division, amount, number, seed)
 
 
 def column_for(config: Config, train: datasets.Dataset) -> str:
     """Find the column by which clients are to differ; ValueError if the partition lacks it."""
-    if config.partition in BY_COLUMN:
+    if config.division in BY_COLUMN:
         check_column(config.data, train)
     return column_of(config.data)
 

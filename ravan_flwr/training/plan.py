@@ -44,10 +44,10 @@ def plan_of(settings: Mapping[str, Scalar], num_clients: int | None = None) -> s
     config = settle(read_config(own_preset(settings)))
     if not config.model.shape:  # of which a preset says enough for a plan without the hub
         make_task(config).check_sizes()
-    lines = [describe(replace(config, num_clients=number_of_clients(config, num_clients)))]
-    if idle := told_without_effect(settings, config.method, config.learning_rate_schedule):
-        lines += ["", *idle]
-    return "\n".join(lines)
+    told = [describe(replace(config, num_clients=number_of_clients(config, num_clients)))]
+    if idle := told_without_effect(settings, config.method):
+        told += ["", *idle]
+    return "\n".join(told)
 
 
 def describe(config: Config) -> str:

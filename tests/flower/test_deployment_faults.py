@@ -91,7 +91,7 @@ def faulty_runs(deployment):
     start_nodes(deployment, faulty=True)
     silent = deployment.run(f"seed=1 num-rounds=2 {PATIENT} straggler-grace={GRACE} {SHORT}")
     patient = f"{PATIENT} straggler-grace=3600.0"
-    run = deployment.run(f"num-rounds={LAST} max-update-norm=100.0 {patient} {SHORT}")
+    run = deployment.run(f"num-rounds={LAST} limits='max-update-norm=100.0' {patient} {SHORT}")
     wait_for(lambda: len(silent.rounds) >= 1, "the silent node's round to be closed")
     (folder / "closed").touch()
     assert [one.wait() for one in (run, silent)] == ["finished:completed"] * 2

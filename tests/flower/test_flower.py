@@ -179,7 +179,7 @@ def test_clients_with_a_share_of_a_gpu_and_no_warning_of_rays(superlink, app, tm
 
 
 def test_a_run_that_fails_is_told_as_failed(superlink, app, tmp_path):
-    config = f"output-dir='{tmp_path}' num-rounds=1 local-steps=1 max-update-norm=1e-9"
+    config = f"output-dir='{tmp_path}' num-rounds=1 local-steps=1 limits='max-update-norm=1e-9'"
     assert superlink.run(app, config, FEDERATION) == "finished:failed"
     (directory,) = tmp_path.iterdir()
     assert "got no valid reply" in json.loads((directory / "failure.json").read_text())["error"]

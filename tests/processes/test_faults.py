@@ -1,7 +1,6 @@
 """A run that is killed or that cannot write goes on from its last checkpoint, to the same bits."""
 
 import json
-import shutil
 import signal
 
 import pytest
@@ -164,7 +163,7 @@ def test_a_disk_that_cannot_be_written_to_stops_the_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "change",
     [
-        {"method": "fedit"}, {"seed": 1}, {"heads": 2}, {"partition-alpha": 1.0},
+        {"method": "fedit"}, {"seed": 1}, {"heads": 2}, {"partition": "dirichlet:1"},
         {"learning-rate": 0.5}, {"weighting": "examples"}, {"quantize": "4bit"},
     ],
 )  # fmt: skip
@@ -173,19 +172,6 @@ def test_another_run_is_not_gone_on_with(change, whole, tmp_path):
     given = SETTINGS | change | {"resume": str(whole), "num-rounds": 5}
     with pytest.raises(ValueError, match=f"the run differs from this one in.* {key}: then .* now"):
         simulate(given, CLIENTS)
-
-
-def test_a_run_of_an_older_version_is_gone_on_with_where_its_settings_are_the_same(whole, tmp_path):
-    """A key that came later had its default then."""
-    copy = shutil.copytree(whole, tmp_path / "run")
-    config = json.loads((copy / "config.json").read_text())
-    for key in ("over-sample", "max-share", "max-examples", "straggler-grace"):
-        del config[key]
-    (copy / "config.json").write_text(json.dumps(config))
-    given = SETTINGS | {"resume": str(copy), "num-rounds": 5}
-    assert simulate(given, CLIENTS).summary["rounds"] == 5
-    with pytest.raises(ValueError, match=r"over-sample: then 1.0, now 2.0"):
-        simulate(given | {"over-sample": 2.0}, CLIENTS)
 
 
 def test_two_runs_at_once_do_not_meet(python, whole, tmp_path):

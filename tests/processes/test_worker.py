@@ -164,7 +164,7 @@ def test_the_nodes_state_is_kept_by_flower_and_not_by_the_worker(owner):
 
 def test_what_is_wrong_is_told_as_it_would_be_without(owner):
     for _ in range(2):
-        with pytest.raises(ValueError, match="budget is 2, expected a number above 0"):
+        with pytest.raises(ValueError, match="budget = 2: expected a number above 0"):
             worker.ask("query", RecordDict(), context(budget=2))
         (pid,) = workers(owner.pid)
     with pytest.raises(RuntimeError, match="KeyError: 'arrays'"):

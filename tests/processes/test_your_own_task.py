@@ -80,7 +80,8 @@ def test_every_command_of_the_page_works_in_its_order(folder, monkeypatch, capsy
 
 
 def test_the_page_lists_the_defaults_that_are_used():
-    from ravan_flwr.config.preset_fields import LORA_RANK, RUN
+    from ravan_flwr.config.keys import RUN
+    from ravan_flwr.config.preset import LORA_RANK
     from ravan_flwr.methods import METHODS
 
     table = PAGE.split("## Fields of a preset")[1]

@@ -138,7 +138,7 @@ class Server:
 
     def __init__(self, method):
         self.nodes = Nodes(2, method=method)
-        config = read_config({"method": method, "max-update-norm": 1e4})
+        config = read_config({"method": method, "limits": "max-update-norm=1e4"})
         self.strategy = FederatedTuning(
             config, self.nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
             load_fixed=lambda _: DERIVED,

@@ -595,8 +595,8 @@ def test_the_server_optimiser_moves_no_factor_whose_turn_it_is_not(kind):
     """Its memory of the last turn stays, as if the rounds between had not been."""
     whole, adapters = build("rolora")
     config = read_config(
-        {"method": "rolora", "server-optimizer": kind, "server-learning-rate": 0.5,
-         "max-update-norm": 1e9}
+        {"method": "rolora", "server-optimizer": f"{kind}:0.5",
+         "limits": "max-update-norm=1e9"}
     )  # fmt: skip
     server = ServerState(config, [])
     server.tensors = start = some_state(whole, adapters)
@@ -610,7 +610,7 @@ def test_the_server_optimiser_moves_no_factor_whose_turn_it_is_not(kind):
         moved[turn].append(sums._rounds[0].close()[turn])
         server.take(sums.close(), method.frozen_tensors)
         assert torch.equal(server.tensors[other], before[other])
-    optimizer = ServerOptimizer(kind, 0.5, config.server_momentum)
+    optimizer = ServerOptimizer(kind, 0.5, 0.9)
     for name, means in moved.items():
         moments: dict[str, torch.Tensor] = {}
         state = {name: start[name]}

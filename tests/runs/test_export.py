@@ -14,7 +14,7 @@ from transformers import AutoModelForImageClassification
 
 from ravan_flwr import RavanConfig, export_run, simulate
 from ravan_flwr.cli import main
-from ravan_flwr.config.recorded import recorded_config
+from ravan_flwr.config.run_config import recorded_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.peft import RavanLinear
 from ravan_flwr.reports.load_run import result_of

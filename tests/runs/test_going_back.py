@@ -269,7 +269,7 @@ def test_what_was_usual_goes_on_with_the_run(tmp_path):
 
 
 def test_a_claimed_budget_is_cut_to_what_is_granted(tmp_path):
-    settings = SMALL | {"output-dir": str(tmp_path), "num-rounds": 1, "max-share": 0.5}
+    settings = SMALL | {"output-dir": str(tmp_path), "num-rounds": 1, "limits": "max-share=0.5"}
     run = simulate(settings, 3)
     (record,) = records_of(run.run_dir)
     assert {(c["share"], c["heads"]) for c in record["clients"]} == {(0.5, 2)}

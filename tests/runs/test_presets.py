@@ -63,7 +63,7 @@ def small(tmp_path_factory):
                 **({"max-length": 24} if kind != "vit" else {}),
                 **(FEW_BITS_LESS if preset in FLOWERTUNE else {}),
                 "lora-rank": 2, "num-rounds": 2, "local-steps": 2, "batch-size": 8, "eval-every": 1,
-                "partition-alpha": 1.0, "report": False, "tracking": "none",
+                "partition": "dirichlet-by-client:1", "report": False, "tracking": "none",
             }  # fmt: skip
         return made[preset, glue_task]
 
@@ -120,7 +120,9 @@ def test_a_text_to_text_model_learns(small, tmp_path):
 
 
 def test_the_sources_of_mrqa_are_what_its_clients_differ_in(small):
-    bench = get_model_and_data(read_config(small("mrqa-t5") | {"partition-alpha": 0.1}))
+    bench = get_model_and_data(
+        read_config(small("mrqa-t5") | {"partition": "dirichlet-by-client:0.1"})
+    )
     sources = np.array(bench.splits["train"]["subset"][:])
     assert set(sources) == set(SOURCES)
     shares = []

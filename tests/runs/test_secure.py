@@ -126,7 +126,7 @@ def check_against_plain(uploads, state, alive, head_mean="trained"):
         {"method": "ravan", "budgets": "skewed-right", "scoring": "weight"},
         {"method": "ravan", "budgets": "uniform", "selection": "global", "scaling": "constant"},
         {"method": "ravan", "budgets": "uniform", "head-mean": "all"},
-        {"method": "ravan", "budgets": "uniform", "max-share": 0.5},
+        {"method": "ravan", "budgets": "uniform", "limits": "max-share=0.5"},
         {"method": "full"},
         {"method": "fedit"},
         {"method": "ffa-lora"},

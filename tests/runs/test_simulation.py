@@ -251,7 +251,7 @@ def test_a_run_of_an_earlier_version_opens_resumes_and_is_grouped(tmp_path):
 
 def test_a_failed_run_says_why_in_its_directory(tmp_path):
     with pytest.raises(RuntimeError, match="round 1: got no valid reply"):
-        run(tmp_path, max_update_norm=1e-9)
+        run(tmp_path, limits="max-update-norm=1e-9")
     (directory,) = tmp_path.iterdir()
     assert (
         "upload has a change of norm"
@@ -312,10 +312,10 @@ def test_a_node_config_may_set_budget_and_device(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"budget": 2.0}, "node config: budget is 2.0, expected a number above 0 and at most 1"),
-        ({"budget": "big"}, "node config: budget is 'big'"),
-        ({"partition-id": 9}, "node config: partition-id is 9, expected 0 to 3"),
-        ({"partition-id": "0"}, "node config: partition-id is '0', expected a whole number"),
+        ({"budget": 2.0}, "node config: budget = 2.0: expected a number above 0 and at most 1"),
+        ({"budget": "big"}, "node config: budget = 'big'"),
+        ({"partition-id": 9}, "node config: partition-id = 9: expected 0 to 3"),
+        ({"partition-id": "0"}, "node config: partition-id = '0': expected a whole number"),
     ],
 )
 def test_a_node_config_is_checked(tmp_path, monkeypatch, settings, message):
@@ -563,7 +563,7 @@ def test_a_key_with_dashes_is_told_how_it_is_written(words, told, capsys):
         (["method=ravn"], 2, "error: method 'ravn' is unknown: did you mean 'ravan'?"),
         (["num-clients=0"], 2, "error: num-clients = 0: expected a whole number at least 1"),
         (["rank=97"], 2, "error: rank = 97: the model digits-vit has a hidden size of 96"),
-        (["max-update-norm=1e-9", "local-steps=1"], 1, "error: round 1: got no valid reply"),
+        (["limits=max-update-norm=1e-9", "local-steps=1"], 1, "error: round 1: got no valid reply"),
     ],
 )
 def test_mistakes_end_with_a_status_and_one_line(tmp_path, capsys, words, status, told):

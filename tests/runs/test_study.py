@@ -279,7 +279,7 @@ def test_an_interrupted_study_begins_no_further_run(tmp_path, monkeypatch):
 
 
 def test_a_failed_run_is_listed_and_the_others_go_on(tmp_path, caplog, forked):
-    tables = [{"title": "T", "rows": {"good": {}, "bad": {"max-update-norm": 1e-9}}}]
+    tables = [{"title": "T", "rows": {"good": {}, "bad": {"limits": "max-update-norm=1e-9"}}}]
     path = write(tmp_path, tables=tables, seeds=[0])
     assert not run_study(path, tmp_path / "out", jobs=1)
     assert "failed" in caplog.text

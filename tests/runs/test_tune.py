@@ -129,7 +129,7 @@ def test_a_dry_run_runs_nothing(tmp_path, capsys):
 
 
 def test_when_every_rate_fails_the_first_reason_is_told(tmp_path, forked, capsys):
-    bad = ["max-update-norm=1e-9", "--rates", "1e-3,1e-2"]
+    bad = ["limits=max-update-norm=1e-9", "--rates", "1e-3,1e-2"]
     with pytest.raises(SystemExit) as end:
         main(["tune", *SHORT, *bad, "--output", str(tmp_path)])
     assert end.value.code == 1

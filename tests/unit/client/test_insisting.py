@@ -10,8 +10,7 @@ import pytest
 from flwr.app import ConfigRecord, RecordDict
 
 from ravan_flwr.client.noise_account import ACCOUNT, NoiseAccount
-from ravan_flwr.config.node_config import Node, read_node
-from ravan_flwr.config.node_requirements import check_node_requirements, limit_of
+from ravan_flwr.config.node_config import Node, check_node_requirements, limit_of, read_node
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.privacy.account import epsilon_seen
 from ravan_flwr.specs import Scalar

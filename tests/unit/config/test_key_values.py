@@ -15,7 +15,7 @@ from ravan_flwr.specs import ModelSpec, Scalar
         ("report=false", False),
         ("report=False", False),  # as Python writes it
         ("colour=True", "True"),
-        ("report=no", "no"),  # a former value, which its key reads
+        ("report=no", "no"),
         ("output-dir=2024", "2024"),
         ("output-dir=1e3", "1e3"),
         ("output-dir=true", "true"),
@@ -92,7 +92,7 @@ def test_what_is_mistyped_is_told_once(words, told, capsys):
         ("num_epochs", "local-epochs"),
         ("rounds", "num-rounds"),
         ("steps", "local-steps"),
-        ("alpha", "partition-alpha"),
+        ("alpha", "partition"),
         ("clients", "num-clients"),
         ("target_modules", "targets"),
     ],
@@ -115,7 +115,7 @@ def test_a_key_for_what_there_is_not_leads_nowhere(capsys):
     [
         (["resume=/nowhere"], "resume = '/nowhere': found no config.json there"),
         (["output-dir=/dev/null/runs"], "'/dev/null/runs': /dev/null is no folder"),
-        (["min-replies=3", "num-clients=2"], "min-replies = 3: got num-clients = 2"),
+        (["limits=min-replies=3", "num-clients=2"], "min-replies = 3: got num-clients = 2"),
         (["rank=97"], "rank = 97: the model digits-vit has a hidden size of 96"),
         (["preset=cifar100-vit-b16", "method=fedit", "rank=769"], "a hidden size of 768"),
         (["num-clients=1439"], "1439 clients share 1438 examples, expected at least one each"),

@@ -4,8 +4,7 @@ import pytest
 import yaml
 
 from ravan_flwr.config.presets import PresetPath, read_preset
-from ravan_flwr.config.recorded import recorded_config
-from ravan_flwr.config.run_config import read_config
+from ravan_flwr.config.run_config import read_config, recorded_config
 
 ALPACA = {"columns": {"instruction": "a", "input": "b", "completion": "c"}}
 
@@ -68,12 +67,3 @@ def test_what_a_run_records_is_read_again(tmp_path):
     read(tmp_path, ALPACA | {"prompt": "{instruction}{input}", "loss-on": "all"})
     config = read_config({"preset": PresetPath(tmp_path / "mine.yaml")})
     assert recorded_config(config.as_dict(), "here") == config
-
-
-def test_a_record_of_an_earlier_version_is_read(tmp_path):
-    read(tmp_path, {"labels": ["a", "b"]}, "text")
-    config = read_config({"preset": PresetPath(tmp_path / "mine.yaml")})
-    content = config.as_dict()
-    for later in ("prompts", "chat-template", "overlong", "loss-on"):
-        del content["data"][later]
-    assert recorded_config(content, "here") == config

@@ -37,7 +37,7 @@ def test_task_model_and_data_are_enough(file):
     assert not config.data.settled
     assert (config.num_clients, config.num_rounds, config.clients_per_round) == (10, 20, 3)
     assert (config.partition, config.heads, config.classifier) == (
-        "dirichlet-by-client", 4, "trained",
+        "dirichlet-by-client:0.3", 4, "trained",
     )  # fmt: skip
     assert (config.lora_rank, config.max_length) == (8, 256)
     assert config_of(file(), **{"parameter-budget": "higher"}).lora_rank == 16
@@ -125,7 +125,7 @@ def test_mistakes_are_named(more, told, file):
         ),
         ("{name: a/b, columns: {text: a, label: 3}}", "data.columns.label = 3: expected a text"),
         ("{name: a/b, test-share: 1}", "data.test-share = 1: expected a number above 0"),
-        ("{name: a/b, max-length: 0}", "max-length = 0: expected a whole number at least 1"),
+        ("{name: a/b, max-length: 0}", "data.max-length = 0: expected a whole number at least 1"),
         ("{name: a/b, splits: {train: x}}", "data.splits.test is missing"),
         ("{name: a/b, splits: {train: x, test: 5}}", "data.splits.test = 5: expected the name"),
         ("{name: a/b, splits: {train: x, test: {}}}", "data.splits.test = {}: expected the name"),

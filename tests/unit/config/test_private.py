@@ -19,10 +19,10 @@ REFUSED: dict[str, tuple[dict[str, Scalar], str]] = {
     "a first round": ({"init": "first-round"}, "got init = 'first-round', expected another"),
     "weights": ({"weighting": "examples"}, "got weighting = 'examples', expected 'uniform'"),
     "robust": ({"robust": "median"}, "got robust = 'median', expected 'none'"),
-    "a limit": ({"max-update-norm": 1.0}, "got max-update-norm = 1.0, expected 'auto'"),
+    "a limit": ({"limits": "max-update-norm=1.0"}, "got max-update-norm = 1.0, expected 'auto'"),
     "reserves": ({"over-sample": 1.5}, "got over-sample = 1.5, expected 1.0"),
     "stragglers": ({"straggler-grace": 3.0}, "got straggler-grace = 3.0, expected 'auto'"),
-    "a least": ({"min-replies": 2}, "got min-replies = 2, expected 1"),
+    "a least": ({"limits": "min-replies=2"}, "got min-replies = 2, expected 1"),
     "bytes": ({"max-bytes": 1e12}, "got max-bytes = .*, expected 'auto'"),
     "on clients": (
         {"evaluate-on": "clients", "validation-share": 0.1},
@@ -100,8 +100,9 @@ def test_methods_are_taken_whose_gradients_by_example_are_known(name):
 def test_what_works_on_noised_uploads_goes_with_private_examples():
     allowed: tuple[dict[str, Scalar], ...] = (
         {"robust": "median", "clients-per-round": 3}, {"weighting": "examples"},
-        {"over-sample": 1.5}, {"straggler-grace": 3.0}, {"max-bytes": 1e12}, {"min-replies": 2},
-        {"scoring": "weight", "selection": "global"}, {"precision": "bfloat16"}, {"clip-norm": 0.2},
+        {"over-sample": 1.5}, {"straggler-grace": 3.0}, {"max-bytes": 1e12},
+        {"limits": "min-replies=2"}, {"scoring": "weight", "selection": "global"},
+        {"precision": "bfloat16"}, {"clip-norm": 0.2},
     )  # fmt: skip
     for changes in allowed:
         read_config(EXAMPLE | changes)

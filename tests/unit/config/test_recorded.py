@@ -7,8 +7,7 @@ import pytest
 from ravan_flwr.config import presets
 from ravan_flwr.config.keys import FREE_ON_RESUME
 from ravan_flwr.config.presets import conf_folder
-from ravan_flwr.config.recorded import WAITING, recorded_config, settings_of
-from ravan_flwr.config.run_config import read_config
+from ravan_flwr.config.run_config import WAITING, read_config, settings_of
 from ravan_flwr.methods import METHODS
 
 
@@ -36,9 +35,9 @@ def test_the_settings_of_a_preset_are_found_again(path, method):
         {"preset": "code", "quantize": "none", "precision": "float32", "max-bytes": 1e6},
         {"preset": "code", "learning-rate-schedule": "constant", "lora-scale": 1.0},
         {"preset": "code", "model": "HuggingFaceTB/SmolLM2-135M-Instruct", "evaluate-samples": 3},
-        {"partition": "natural", "partition-by": "user"},
-        {"partition": "pathological", "classes-per-client": 3, "data": "some/one"},
-        {"device": "cpu", "straggler-grace": 3.0, "round-timeout": 9, "max-examples": 4},
+        {"partition": "natural:user"},
+        {"partition": "pathological:3:user", "data": "some/one"},
+        {"device": "cpu", "straggler-grace": 3.0, "round-timeout": 9, "limits": "max-examples=4"},
         {"deliver": True, "num-rounds": 9, "tracking": "none", "output-dir": "/x", "resume": "/y"},
     ],
 )
@@ -76,10 +75,3 @@ def test_labels_that_the_data_told_are_told_once_more(tmp_path, monkeypatch):
     assert recorded["data"]["labels"] == []
     resolved = recorded | {"data": recorded["data"] | {"labels": ["left", "right"]}}
     assert settings_of(resolved, "x") == {"preset": "mine"}
-
-
-def test_a_run_of_before_results_were_delivered_is_read():
-    recorded = read_config({"seed": 3}).as_dict()
-    del recorded["deliver"]
-    assert recorded_config(recorded, "x") == read_config({"seed": 3})
-    assert settings_of(recorded, "x") == {"seed": 3}

@@ -1,6 +1,8 @@
 """Every check of the configuration, and what its errors tell."""
 
 import json
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -8,14 +10,13 @@ import yaml
 
 from ravan_flwr.config import presets as preset_module
 from ravan_flwr.config.key_values import read_settings
-from ravan_flwr.config.keys import FREE_ON_RESUME, FROM_PRESET, KEYS, NOT_OF_RESULT
+from ravan_flwr.config.keys import FREE_ON_RESUME, KEYS, LIMITS, MOVED, NOT_OF_RESULT, RUN
 from ravan_flwr.config.presets import conf_folder
-from ravan_flwr.config.recorded import recorded_config
-from ravan_flwr.config.run_config import read_config
+from ravan_flwr.config.run_config import read_config, recorded_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs import history
-from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.studies import spec
+from scripts import list_keys
 from tests import ROOT
 
 PUBLIC_KEYS = [
@@ -28,7 +29,6 @@ PUBLIC_KEYS = [
     "batch-size",
     "learning-rate",
     "partition",
-    "partition-alpha",
     "rank",
     "heads",
     "init",
@@ -48,6 +48,12 @@ PUBLIC_KEYS = [
 def test_a_key_stands_once_on_a_command_line():
     with pytest.raises(ValueError, match="heads: got it twice, as 8 and 4, expected each"):
         read_settings(["heads=8", "seed=1", "heads=4"])
+
+
+def test_the_reference_lists_the_keys_as_they_are():
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert list_keys.tables() in page, "python -m scripts.list_keys --write"
+    assert all(f"| `{key}` | " in page for key in [*KEYS, *MOVED])
 
 
 def test_pyproject_has_the_keys_and_the_defaults():
@@ -106,7 +112,7 @@ def test_steps_or_passes_say_how_long_a_client_trains(tmp_path, monkeypatch):
 
 def test_the_data_say_how_many_clients_a_natural_partition_has(tmp_path, monkeypatch):
     assert read_config({"partition": "natural"}).num_clients is None
-    assert read_config({"partition": "natural", "partition-by": "user"}).data.partition_by == "user"
+    assert read_config({"partition": "natural:user"}).data.partition_by == "user"
     content = yaml.safe_load((conf_folder() / "digits-vit.yaml").read_text())
     content["run"] = {"partition": "natural"}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
@@ -123,9 +129,6 @@ def test_a_pass_is_recorded_and_read_again():
     written = json.loads(json.dumps(config.as_dict()))
     assert (written["local-steps"], written["local-epochs"]) == (None, 0.25)
     assert recorded_config(written, "x") == config
-    before = read_config({}).as_dict()
-    del before["local-epochs"]  # as an earlier version wrote it
-    assert recorded_config(before, "x") == read_config({})
 
 
 def test_ranks_of_a_preset_are_those_of_its_own_model():
@@ -251,43 +254,111 @@ def test_what_makes_two_runs_the_same():
     )
     assert set(NOT_OF_RESULT) == elsewhere
     assert set(FREE_ON_RESUME) == elsewhere | names(
-        "eval-every max-bytes max-share max-update-norm min-replies num-rounds straggler-grace "
-        "until-metric"
+        "eval-every limits max-bytes max-share max-update-norm min-replies num-rounds "
+        "straggler-grace until-metric"
     )
     assert set(history._NOT_A_DIFFERENCE) == elsewhere | {"seed"}
     assert set(spec._NO_MATTER) == elsewhere | {"rank"}
 
 
 def test_what_a_preset_says():
-    assert set(FROM_PRESET) == names(
-        "batch-size classes-per-client classifier clients-per-round eval-every "
-        "final-learning-rate gradient-checkpointing heads init learning-rate-schedule "
-        "local-epochs local-steps lora-scale max-bytes num-rounds partition partition-alpha "
-        "precision quantize shards-per-client"
+    assert RUN.keys() - {"num-clients"} == names(
+        "batch-size classifier clients-per-round eval-every gradient-checkpointing heads init "
+        "learning-rate-schedule local-epochs local-steps lora-scale max-bytes num-rounds partition "
+        "precision quantize"
     )
-    assert all(KEYS[name].default == "auto" for name in FROM_PRESET)
+    assert all(KEYS[name].default == "auto" for name in RUN.keys() - {"num-clients"})
 
 
 @pytest.mark.parametrize("key", ["report", "gradient-checkpointing"])
-def test_booleans_are_booleans_and_earlier_words_are_still_read(key):
-    field = key.replace("-", "_")
-    for value, words in ((True, "yes"), (False, "no")):
-        for given in (value, words):
-            assert getattr(read_config({key: given}), field) is value
+def test_booleans_are_booleans(key):
+    for value, word in ((True, "yes"), (False, "no")):
+        assert getattr(read_config({key: value}), key.replace("-", "_")) is value
         assert read_settings([f"{key}={str(value).lower()}"])[0] == {key: value}
-        earlier = read_config({key: value}).as_dict() | {key: words}
-        assert recorded_config(earlier, "x") == read_config({key: value})
-    assert KEYS[key].allowed() == "true or false"
-
-
-def test_a_run_directory_of_an_earlier_version_is_read_in_todays_values(tmp_path):
-    earlier = {"report": "yes", "gradient-checkpointing": "no", "seed": 3}
-    (tmp_path / "config.json").write_text(json.dumps(earlier))
-    read = RunDirectory.open(tmp_path).read_config()
-    assert read == {"report": True, "gradient-checkpointing": False, "seed": 3}
+        with pytest.raises(ValueError, match=f"{key} = '{word}': expected true or false"):
+            read_config({key: word})
+    assert KEYS[key].allowed == "true or false"
 
 
 def test_bounds_are_written_with_all_their_digits():
-    assert KEYS["max-examples"].allowed().endswith("at least 1 and at most 281474976710656")
-    assert KEYS["learning-rate"].allowed() == "a number above 0 and at most 10"
-    assert KEYS["server-momentum"].allowed().endswith("at most 0.9999")
+    assert LIMITS["max-examples"].allowed.endswith("at least 1 and at most 281474976710656")
+    assert KEYS["learning-rate"].allowed == "a number above 0 and at most 10"
+
+
+def test_a_configuration_is_parsed_once_however_often_it_is_asked_for():
+    given = {"heads": 2, "learning-rate": 1}
+    assert read_config(given) is read_config(dict(given))
+    assert read_config({"heads": 2, "learning-rate": 0.5}) is not read_config(given)
+    with pytest.raises(ValueError, match="seed = True: expected a whole number"):
+        read_config({"seed": 1}), read_config({"seed": True})
+
+
+def test_help_needs_no_library_that_checks_files():
+    program = (
+        "import sys, ravan_flwr.cli; print({'pydantic', 'yaml', 'numpy'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert done.stdout.strip() == b"set()"
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"partition": "dirichlet"}, "dirichlet:0.3"),
+        ({"partition": "dirichlet:1.0:user"}, "dirichlet:1:user"),
+        ({"partition": "pathological::user"}, "pathological:2:user"),
+        ({"partition": "shards:03"}, "shards:3"),
+        ({"learning-rate-schedule": "cosine:0:2"}, "cosine:0:2"),
+        ({"learning-rate-schedule": "cosine::2"}, "cosine::2"),
+        ({"learning-rate-schedule": "constant:0"}, "constant"),
+        ({"server-optimizer": "adam"}, "adam:0.01:0.9"),
+        ({"server-optimizer": "momentum:1:0"}, "momentum:1:0"),
+    ],
+)
+def test_a_setting_may_have_parts(given, read):
+    (key,) = given
+    written = read_config(given).as_dict()
+    assert written[key] == read
+    assert read_config({key: read}).as_dict() == written
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            {"partition": "dirichlet:0"},
+            "partition = 'dirichlet:0': alpha = 0: expected a num",
+        ),
+        ({"partition": "shards:two"}, "partition = 'shards:two': shards = 'two': expected a whole"),
+        ({"partition": "iid:3"}, "partition = 'iid:3': got 1 parts, expected iid; correct it"),
+        ({"partition": "dirichlt:1"}, "partition 'dirichlt' is unknown: did you mean 'dirichlet'"),
+        ({"server-optimizer": "adam:1:1"}, "beta = 1: expected a number .* at most 0.9999"),
+        ({"learning-rate-schedule": "constant:0.5"}, "warm-up = 0.5: expected a whole number"),
+    ],
+)
+def test_a_wrong_part_is_named(given, told):
+    with pytest.raises(ValueError, match=told):
+        read_config(given)
+
+
+@pytest.mark.parametrize("key", MOVED)
+def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_form(key):
+    with pytest.raises(ValueError, match=f"{key} = 1: it is a part of another key, expected "):
+        read_config({key: 1})
+    new, _, value = MOVED[key].partition("=")
+    assert key not in KEYS
+    assert read_config({new: value, "preset": "code", "learning-rate": 0.1})
+
+
+def test_limits_of_an_operator_are_one_key():
+    config = read_config({"limits": "max-share=0.5, max-examples=1000,min-replies=2"})
+    assert (config.max_share, config.max_examples, config.min_replies) == (0.5, 1000, 2)
+    assert config.max_update_norm is None
+    assert read_config({}).max_share == 1.0
+    for wrong, told in (
+        ("max-shar=1", "limits: 'max-shar' is unknown: did you mean 'max-share'"),
+        ("max-share=2", "max-share = 2: expected a number above 0 and at most 1"),
+        ("min-replies", "min-replies = '': expected a whole number"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            read_config({"limits": wrong})

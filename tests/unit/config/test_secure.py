@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[dict[str, Scalar], str]] = {
     "a first round": ({"init": "first-round"}, "got init = 'first-round', expected another"),
     "weights": ({"weighting": "examples"}, "got weighting = 'examples', expected 'uniform'"),
     "robust": ({"robust": "median"}, "got robust = 'median', expected 'none'"),
-    "a limit": ({"max-update-norm": 1.0}, "got max-update-norm = 1.0, expected 'auto'"),
+    "a limit": ({"limits": "max-update-norm=1.0"}, "got max-update-norm = 1.0, expected 'auto'"),
     "reserves": ({"over-sample": 1.5}, "got over-sample = 1.5, expected 1.0"),
     "a wire": ({"wire": "int8"}, "got wire = 'int8', expected 'float32'"),
     "on clients": (
@@ -62,7 +62,7 @@ def test_methods_that_sum_changes_are_taken(name):
 
 def test_a_sum_of_fewer_is_not_used():
     assert read_config(SECURE | {"secure-minimum": 5}).min_replies == 5
-    assert read_config(SECURE | {"min-replies": 7}).min_replies == 7
+    assert read_config(SECURE | {"limits": "min-replies=7"}).min_replies == 7
     assert read_config({}).min_replies == 1
 
 

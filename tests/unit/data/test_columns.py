@@ -33,7 +33,7 @@ def examples(values, feature=None):
 def test_each_value_is_a_client(values):
     train = examples(values)
     different = sorted(set(values))
-    dealt = deal_out(train, Partition("natural", 0.3, len(different), 0), "user")
+    dealt = deal_out(train, Partition("natural", 2, len(different), 0), "user")
     slow = [[row for row, value in enumerate(values) if value == one] for one in different]
     assert [rows.tolist() for rows in dealt] == slow
 
@@ -53,8 +53,8 @@ def test_each_value_is_a_client(values):
     ],
 )
 def test_what_is_no_name_of_a_client_is_refused_by_name(train, message, kind):
-    with pytest.raises(ValueError, match=f"partition-by = 'user': .*{message}"):
-        deal_out(train, Partition(kind, 0.3, 1, 0), "user")
+    with pytest.raises(ValueError, match=f"got the column 'user': .*{message}"):
+        deal_out(train, Partition(kind, 2, 1, 0), "user")
 
 
 def test_a_hundred_thousand_values_take_moments():

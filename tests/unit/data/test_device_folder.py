@@ -209,5 +209,5 @@ def test_a_node_trains_on_its_folder_and_needs_no_shared_data(tmp_path, monkeypa
     assert {name for (name,) in answers} <= set(spec("newsgroups-t5").labels)
     with pytest.raises(AssertionError, match="was loaded"):
         _ = node(run_config).examples
-    with pytest.raises(ValueError, match="data-path is 3, expected the path of a folder as text"):
+    with pytest.raises(ValueError, match="data-path = 3: expected the path of a folder as text"):
         node(run_config, **{"data-path": 3})

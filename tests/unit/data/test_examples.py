@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from ravan_flwr.config.checks import OF_PARTITION
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data.examples import load_splits
@@ -53,7 +52,7 @@ OTHERS = [
 @pytest.mark.parametrize(("kind", "number"), OTHERS)
 def test_other_partitions_are_disjoint_and_a_function_of_the_seed(splits, kind, number):
     def deal(seed):
-        return deal_out(splits["train"], Partition(kind, 0.3, number, seed), "label")
+        return deal_out(splits["train"], Partition(kind, 2, number, seed), "label")
 
     dealt, rows = deal(0), np.concatenate(deal(0))
     assert len(dealt) == number
@@ -67,13 +66,13 @@ def test_other_partitions_are_disjoint_and_a_function_of_the_seed(splits, kind, 
 
 def test_every_partition_is_a_choice():
     assert {*WHOLE, *(kind for kind, _ in OTHERS)} == set(PARTITIONERS)
-    assert set(PARTITIONERS) == set(KEYS["partition"].choices)
-    assert set(BY_COLUMN) == set(OF_PARTITION["partition-by"])
+    assert set(PARTITIONERS) == set(KEYS["partition"].forms)
+    assert set(BY_COLUMN) == {word for word, parts in KEYS["partition"].forms.items() if parts}
 
 
 def test_what_nobody_gets_is_told(splits, caplog):
     caplog.set_level("INFO")
-    deal_out(splits["train"], Partition("shards", 0.3, 20, 0), "label")
+    deal_out(splits["train"], Partition("shards", 2, 20, 0), "label")
     assert "partition=shards: 38 of 1438 examples are nobody's" in caplog.text
 
 
@@ -102,7 +101,9 @@ def test_more_clients_than_examples_are_refused(splits):
 
 
 def test_a_hopeless_dirichlet_says_what_to_do(splits):
-    with pytest.raises(ValueError, match=r"partition-alpha = 0.001: 50 clients .* raise partition"):
+    with pytest.raises(
+        ValueError, match=r"partition = 'dirichlet:0.001': 50 clients .* raise alpha"
+    ):
         deal_out(splits["train"], Partition("dirichlet", 0.001, 50, 0), "label")
 
 

@@ -106,7 +106,7 @@ def test_whoever_is_dealt_out_to_has_something_or_all_are_told(clients, classes,
     [
         (
             lambda v, r: partition_few_classes(v, 3, 5, r),
-            "classes-per-client = 5: there are 4 different",
+            "partition = 'pathological:5': there are 4 different",
         ),
         (
             lambda v, r: partition_few_classes(v, 30, 2, r),
@@ -114,7 +114,7 @@ def test_whoever_is_dealt_out_to_has_something_or_all_are_told(clients, classes,
         ),
         (
             lambda v, r: partition_shards(v, 20, 3, r),
-            "shards-per-client = 3: 20 clients have 60 shards",
+            "partition = 'shards:3': 20 clients have 60 shards",
         ),
         (
             lambda v, _: partition_naturally(v, 3, "user"),

@@ -17,7 +17,7 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server.privacy_budget import NAME
 from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.strategy import FederatedTuning
-from tests.hand_made import DERIVED, Nodes, Notes, impatient
+from tests.hand_made import DERIVED, Nodes, Notes, impatient, settings_from
 
 __all__ = ["impatient"]
 
@@ -69,7 +69,7 @@ def hold(nodes, rounds=2, before=None, write=None, **settings):
         "privacy": "example", "noise_multiplier": 2.0, "clients_per_round": 4,
         "local_steps": STEPS, "batch_size": 5, "max_update_norm": 1e12,
     }  # fmt: skip
-    config = read_config({k.replace("_", "-"): v for k, v in (given | settings).items()})
+    config = read_config(settings_from(given | settings))
     notes, files = Notes(), []
 
     def note(told):

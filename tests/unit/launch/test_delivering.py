@@ -23,7 +23,7 @@ def run(tmp_path, monkeypatch):
     """A finished run of some settings, in a folder whose name has a space and a quote."""
     path = tmp_path / 'runs "1"' / "20260101-120000-digits-vit-fedit-seed3"
     path.mkdir(parents=True)
-    config = read_config({"method": "fedit", "seed": 3, "num-rounds": 7, "max-share": 0.5})
+    config = read_config({"method": "fedit", "seed": 3, "num-rounds": 7, "limits": "max-share=0.5"})
     (path / "config.json").write_text(json.dumps(config.as_dict()))
     (path / "summary.json").write_text(json.dumps({"rounds": 7}))
     monkeypatch.chdir(ROOT)

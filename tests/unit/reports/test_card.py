@@ -11,7 +11,7 @@ from ravan_flwr.runs.directory import RunDirectory
 
 CONFIG = {
     "task": "vision", "method": "ravan", "heads": 4, "preset": "svhn-vit-b16",
-    "partition": "dirichlet", "partition-alpha": 0.3, "classifier": "frozen",
+    "partition": "dirichlet:0.3", "classifier": "frozen",
     "clients-per-round": 3, "local-steps": 50, "batch-size": 32, "evaluate-on": "server",
 }  # fmt: skip
 SUMMARY = {

@@ -121,7 +121,7 @@ def test_names_of_labels_are_drawn_as_text_without_effect(preset, tmp_path):
     labels = ["a\u202eb", "c\nd", "e\x1b[2J", "f $x$", "g" * 40]
     rows = [{"text": f"{i}", "topic": labels[i % 5], "user": USERS[i % 5]} for i in range(50)]
     write_rows(tmp_path / "texts", rows)
-    settings = {"preset": str(preset), "partition": "pathological", "partition-by": "label"}
+    settings = {"preset": str(preset), "partition": "pathological::label"}
     svg = draw(deal(settings, 3)).svg()
     ET.fromstring(svg)
     assert all(name in svg for name in ("a\\u202eb", "c\\nd", "e\\x1b[2J", "f $x$", "ggg ..."))
@@ -135,13 +135,13 @@ def test_a_task_without_labels_names_the_columns_that_do(preset, tmp_path, parti
     write_rows(tmp_path / "texts", rows)
     preset.write_text("task: causal\nmodel: some/model\ndata: ./texts\n")
     settings = {"preset": str(preset), "partition": partition}
-    told = "partition-by = 'label': the task has no label, .*each example: 'user', 'w'; name one"
+    told = "got the column 'label': the task has no label, .*each example: 'user', 'w'; name one"
     with pytest.raises(ValueError, match=told):
         deal(settings, None if partition == "natural" else 5)
     encoded = datasets.Dataset.from_dict({"input_ids": [[1]], "learned": [[1]], "length": [1]})
     with pytest.raises(ValueError, match=told):
         column_for(read_config(own_preset(settings)), encoded)
-    assert deal(settings | {"partition-by": "w"}, 3).config.num_clients == 3
+    assert deal(settings | {"partition": "pathological::w"}, 3).config.num_clients == 3
 
 
 def test_another_number_of_clients_than_names_is_refused(preset):
@@ -150,8 +150,8 @@ def test_another_number_of_clients_than_names_is_refused(preset):
     told = f"num-clients = 3: .* each of the {number} different values of 'user'"
     with pytest.raises(ValueError, match=told):
         deal({"preset": str(preset)}, 3)
-    with pytest.raises(ValueError, match="partition-by = 'usr': .* 'text', 'topic', 'user';"):
-        deal({"preset": str(preset), "partition-by": "usr"})
+    with pytest.raises(ValueError, match="got the column 'usr': .* 'text', 'topic', 'user';"):
+        deal({"preset": str(preset), "partition": "natural:usr"})
     assert deal({"preset": str(preset), "partition": "iid"}).config.num_clients == 10
 
 

@@ -295,7 +295,7 @@ def test_a_preset_is_read_once_for_each_version_of_its_file(tmp_path, monkeypatc
         reads[path.name] += 1
         return read(path)
 
-    monkeypatch.setattr(presets, "read_yaml", counted)
+    monkeypatch.setattr(yaml_file, "read_yaml", counted)
     file = tmp_path / "mine.yaml"
     text = presets.preset_file("digits-vit").read_text()
     for batch, number in (("batch-size: 32", 32), ("batch-size: 8", 8)):

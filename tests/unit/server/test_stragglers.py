@@ -23,7 +23,7 @@ from ravan_flwr.server.reply_fetcher import RoundDeadline
 from ravan_flwr.server.round_log import mean_of
 from ravan_flwr.server.sampling import Sampler, sample
 from ravan_flwr.server.strategy import FederatedTuning
-from tests.hand_made import DERIVED, Nodes, Silent, impatient, member, run
+from tests.hand_made import DERIVED, Nodes, Silent, impatient, member, run, settings_from
 
 __all__ = ["impatient"]
 
@@ -352,7 +352,7 @@ def test_who_comes_and_goes_with_an_answer_that_never_comes_keeps_one_thread(mon
 def strategy_of(nodes, partition_sizes=None, **settings):
     from ravan_flwr.config.run_config import read_config
 
-    config = read_config({k.replace("_", "-"): v for k, v in settings.items()})
+    config = read_config(settings_from(settings))
     return FederatedTuning(
         config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
         load_fixed=lambda _: DERIVED, partition_sizes=partition_sizes,
@@ -485,7 +485,7 @@ def test_the_seconds_of_a_grace_may_be_any():
 @pytest.mark.parametrize(
     ("settings", "partitions", "can", "came"),
     [
-        ({"min-replies": 4}, 20, 20, 4),
+        ({"limits": "min-replies=4"}, 20, 20, 4),
         ({"secure-aggregation": True}, 20, 20, 7),  # two thirds of clients-per-round
         ({"secure-aggregation": True}, 6, 6, 4),  # of all, which are fewer
         (

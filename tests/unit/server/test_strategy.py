@@ -282,7 +282,7 @@ def test_a_round_closes_with_those_that_came_if_they_are_enough():
     with pytest.raises(ValueError, match="min-replies = 5: the nodes have num-partitions = 4"):
         run(Nodes(), min_replies=5, clients_per_round=5, rounds=1, evaluate_fn=lambda *_: None)
     with pytest.raises(ValueError, match="min-replies = 4: got clients-per-round = 3"):
-        read_config({"min-replies": 4})
+        read_config({"limits": "min-replies=4"})
 
 
 def test_a_round_waits_for_nodes_that_are_away():

@@ -63,7 +63,10 @@ def test_what_the_user_set_is_not_divided(monkeypatch):
         ({}, "up to 3 clients at a time, 1 thread each, once that saves two seconds"),
         ({"processes": 2}, "2 clients at a time, 1 thread each"),
         ({"processes": 1}, "one client after the other, 1 thread"),
-        ({"clients-per-round": 1, "min-replies": 1}, "one client after the other, 1 thread"),
+        (
+            {"clients-per-round": 1, "limits": "min-replies=1"},
+            "one client after the other, 1 thread",
+        ),
     ],
 )
 def test_a_plan_says_so(settings, told):
