@@ -12,7 +12,7 @@ decided by its deadline alone (`RoundDeadline`).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,9 @@ class Round:
         self.transport = transport(self)
         self.kind = self.transport.kind or self.release.kind  # of the messages to those who train
 
-    def messages(self) -> list[Message]:
+    def messages(self, grid: Grid) -> list[Message]:
         """Choose the clients that train, and write each a message with what the method sends it."""
+        self.grid = grid
         broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
         messages = []
         for member in self.transport.prepare(self.release.draw(self.grid)):
@@ -89,10 +90,8 @@ class Round:
 
         return self.collector.replies(self.grid, messages, deadline)
 
-    def train(self, grid: Grid, timeout: float) -> None:
-        """Let clients train; check and accumulate their replies as they arrive."""
-        self.grid = grid
-        replies = self.send(self.messages(), timeout, training=True)
+    def take(self, replies: Iterable[Message]) -> None:
+        """Check and accumulate the replies of those who train, as they arrive."""
         self.collector.take(replies, self.transport.check, self.accumulate)
 
     def accumulate(self, update: Update) -> None:
@@ -116,15 +115,19 @@ class Round:
                 self.number, error,
             )  # fmt: skip
 
-    def evaluate(self, timeout: float) -> Metrics | None:
-        """Let all clients evaluate; return the mean metrics, weighted by what they are means over.
+    def evaluation_messages(self, grid: Grid) -> list[Message]:
+        """Write a message to all clients, to evaluate the state."""
+        run, kind = self.run, MessageType.EVALUATE
+        arrays, config = self.encoded(run.state.tensors), ConfigRecord()
+        members = run.registry.rested(run.registry.present(grid), kind, self.number)
+        return [self._message(member, kind, arrays, config) for member in members]
+
+    def evaluated(self, replies: Iterable[Message]) -> Metrics | None:
+        """Return the clients' mean metrics, weighted by what they are means over.
 
         None if no reply is sound.
         """
-        run, asked, kind = self.run, self.run.measured, MessageType.EVALUATE
-        arrays, config = self.encoded(run.state.tensors), ConfigRecord()
-        members = run.registry.rested(run.registry.present(self.grid), kind, self.number)
-        messages = [self._message(member, kind, arrays, config) for member in members]
+        run, asked = self.run, self.run.measured
         answers: dict[int, Evaluated] = {}
         share = run.config.validation_share
 
@@ -132,7 +135,6 @@ class Round:
             most = most_held_back(run.registry.examples(member), share)
             return member.partition_id, read_evaluated(message, self.number, asked, most)
 
-        replies = self.send(messages, timeout)
         self.collector.take(replies, check, lambda answer: answers.update([answer]))
         if not answers:
             return None

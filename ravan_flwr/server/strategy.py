@@ -1,18 +1,17 @@
 """Run rounds of federated tuning: sample clients, send messages, sum up updates, evaluate, record.
 
-Flower's `Strategy.start` has a fixed loop, buffers all replies and knows no checkpoint, so that
-this is none of Flower's strategies; `ravan_flwr.strategies` has those. Replies are taken as they
-arrive (round.py); what differs by method is the method's. A round with fewer valid replies than
-`min-replies` stops the run.
+Flower's `Strategy.start` has a fixed loop, buffers all replies and knows no checkpoint, so `start`
+is overridden. Replies are taken as they arrive (round.py); what differs by method is the method's.
+A round with fewer valid replies than `min-replies` stops the run.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from logging import getLogger
 from typing import cast
 
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Result, Strategy
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import from_record, to_record
@@ -41,7 +40,7 @@ from ravan_flwr.tasks.base import Measures
 log = getLogger(__name__)
 
 
-class FederatedTuning:
+class FederatedTuning(Strategy):
     """Run rounds of one federated method.
 
     `backbone` and `seed_fingerprint` are the server's, which every node must share, and
@@ -102,7 +101,7 @@ class FederatedTuning:
             return 0
         return self.config.local_steps or self.config.steps_of(self.registry.examples(member))
 
-    def _introduce(self) -> None:
+    def summary(self) -> None:
         """Log what is about to run."""
         steps = sorted(map(self.steps, self.registry.members.values())) or [0]
         low, high = steps[0], steps[-1]
@@ -133,63 +132,98 @@ class FederatedTuning:
         initial_arrays: ArrayRecord,
         num_rounds: int = 3,
         timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
         """Run the rounds; the arrays of the last are the result's."""
         if not in_process(grid):
             guard()
             ask_again(grid, timeout)
-        result, self.state.tensors = Result(), from_record(initial_arrays)
+        train_config = train_config or ConfigRecord()
+        evaluate_config = evaluate_config or ConfigRecord()
+        result, arrays = Result(), initial_arrays
+        self.state.tensors = from_record(arrays)
         # 1. Recruit: query every node; the valid ones become registered clients.
         self.status.begin("recruiting", self.first_round - 1, num_rounds)
         self.registry.recruit(grid, wait=True)
-        self._introduce()
+        self.summary()
         if self._privacy is not None:
             self._privacy.begin(self.registry, num_rounds)
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
         if self.method.calibration is not None and self.mail.fixed is None:
-            round_ = Round(0, self, Calibrated)
-            self._hold(round_, grid, timeout)
+            arrays, _ = self._train(0, arrays, train_config, grid, timeout)
             self.state.derived = self._load_fixed(from_record(cast(ArrayRecord, self.mail.fixed)))
-            self._record(round_)
+            self._record()
         for number in range(self.first_round, num_rounds + 1):
             if self._ends_before(number):
                 break
             last = number == num_rounds or any(limit.is_last for limit in self._limits)
             # 3. Choose clients, send messages, take the replies, close: this is the next state.
-            round_ = self._open_round(number)
-            self._hold(round_, grid, timeout)
-            result.arrays, loss = to_record(self.state.tensors), round_.round_log.train_loss
-            told = MetricRecord({} if loss is None else {"train-loss": loss})
-            result.train_metrics_clientapp[number] = told
+            arrays, told = self._train(number, arrays, train_config, grid, timeout)
+            result.arrays, result.train_metrics_clientapp[number] = arrays, told
             # 4. Evaluate, every few rounds and at the end.
-            metrics: Metrics | None = None
+            metrics: MetricRecord | None = None
             if number % self.config.eval_every == 0 or last:
-                with round_.round_log.timed("evaluate"):
+                with self.round.round_log.timed("evaluate"):
                     if evaluate_fn is None:
-                        metrics = round_.evaluate(timeout)
+                        asked = self.configure_evaluate(number, arrays, evaluate_config, grid)
+                        metrics = self.aggregate_evaluate(number, self.round.send(asked, timeout))
                     else:
                         self.status.begin("evaluating", number)
-                        metrics = cast(Metrics | None, evaluate_fn(number, result.arrays))
+                        metrics = evaluate_fn(number, arrays)
             # 5. Record: the round's line, then the checkpoint, both on disk before the next round.
             self.status.begin("saving", number)
-            self._record(round_, metrics)
+            self._record(metrics)
             # 6. Recruit nodes that have come meanwhile.
             self.registry.recruit(grid)
         return result
 
-    def _hold(self, round_: Round, grid: Grid, timeout: float) -> None:
-        """Train and close a round; RuntimeError if too few replies are valid."""
-        self.sampler.wait(grid, round_.round_log, timeout)
-        with round_.round_log.timed("train"):
-            round_.train(grid, timeout)
-            if not round_.release.has_enough:
-                raise RuntimeError(round_.round_log.why_too_few_came(round_.least))
-            round_.close()
+    def _train(
+        self, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, timeout: float
+    ) -> tuple[ArrayRecord, MetricRecord]:
+        """Hold a round: choose clients, send, take the replies, close."""
+        self.round = self._open_round(number)
+        self.sampler.wait(grid, self.round.round_log, timeout)
+        with self.round.round_log.timed("train"):
+            messages = self.configure_train(number, arrays, config, grid)
+            return self.aggregate_train(number, self.round.send(messages, timeout, training=True))
 
-    def _record(self, round_: Round, metrics: Metrics | None = None) -> None:
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Choose the clients that train, and write each a message with what the method sends it."""
+        self.state.tensors = from_record(arrays)
+        return self.round.messages(grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord, MetricRecord]:
+        """Average the updates, and close the round; RuntimeError if too few replies are valid."""
+        self.round.take(replies)
+        if not self.round.release.has_enough:
+            raise RuntimeError(self.round.round_log.why_too_few_came(self.round.least))
+        self.round.close()
+        loss = self.round.round_log.train_loss
+        told = MetricRecord({} if loss is None else {"train-loss": loss})
+        return to_record(self.state.tensors), told
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Write a message to all clients, to evaluate the state."""
+        return self.round.evaluation_messages(grid)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Return the mean over the clients' validation splits; None if no reply is valid."""
+        means = self.round.evaluated(replies)
+        return None if means is None else MetricRecord(dict(means))
+
+    def _record(self, metrics: MetricRecord | None = None) -> None:
         """Make the round's record, and show it to limits and callbacks."""
-        record = round_.round_log.record(dict(metrics or {}))
+        record = self.round.round_log.record(cast(Metrics, dict(metrics or {})))
         for limit in self._limits:
             limit.add(record)
         self.callbacks.on_round_end(record, self.state.tensors)
@@ -203,6 +237,8 @@ class FederatedTuning:
         return False
 
     def _open_round(self, number: int) -> Round:
+        if number == 0:
+            return Round(number, self, Calibrated)
         release, transport = release_of(self.config), transport_of(self.config)
         return Round(number, self, release, transport, self._privacy)
 
