@@ -54,7 +54,7 @@ def small(tmp_path_factory):
     def settings(preset, glue_task=""):
         if (preset, glue_task) not in made:
             folder = tmp_path_factory.mktemp(f"{preset}-{glue_task}")
-            kind = ARCHITECTURES[preset]
+            kind, division = ARCHITECTURES[preset], read_config({"preset": preset}).division
             made[preset, glue_task] = {
                 "preset": preset,
                 "model": str(_model(preset, kind, folder / "model")),
@@ -63,7 +63,8 @@ def small(tmp_path_factory):
                 **({"max-length": 24} if kind != "vit" else {}),
                 **(FEW_BITS_LESS if preset in FLOWERTUNE else {}),
                 "lora-rank": 2, "num-rounds": 2, "local-steps": 2, "batch-size": 8, "eval-every": 1,
-                "partition": "dirichlet-by-client:1", "report": False, "tracking": "none",
+                "partition": division if division == "iid" else f"{division}:1",
+                "report": False, "tracking": "none",
             }  # fmt: skip
         return made[preset, glue_task]
 
