@@ -20,8 +20,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.in_process import InProcessGrid
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.budgets import affordable, budget_share
-from ravan_flwr.reports.load_run import result_of
-from ravan_flwr.runs.history import RecordedRun, group_runs
+from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import NODES_CHOSEN, Scalar
 from ravan_flwr.training import local_steps as training
@@ -232,23 +231,6 @@ def test_a_run_goes_on_for_more_rounds_but_not_as_another(tmp_path, monkeypatch)
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_run_of_an_earlier_version_opens_resumes_and_is_grouped(tmp_path):
-    """It wrote "yes" and "no" where there are booleans today."""
-    today, earlier = (run(tmp_path, num_rounds=1, seed=seed).run_dir for seed in (1, 2))
-    config = json.loads((earlier / "config.json").read_text())
-    assert (config["report"], config["gradient-checkpointing"]) == (False, False)
-    former = {"report": "no", "gradient-checkpointing": "no"}
-    (earlier / "config.json").write_text(json.dumps(config | former))
-    with result_of(earlier) as bench:
-        assert bench.config.gradient_checkpointing is False
-    assert len(group_runs([RecordedRun.read(path) for path in (today, earlier)])) == 1
-    more = run(tmp_path, num_rounds=2, seed=2, report=True, resume=str(earlier))
-    assert more.summary["rounds"] == 2
-    assert (earlier / "report" / "index.html").is_file()
-    with pytest.raises(ValueError, match="gradient-checkpointing: then False, now True"):
-        run(tmp_path, seed=2, gradient_checkpointing="yes", resume=str(earlier))
-
-
 def test_a_failed_run_says_why_in_its_directory(tmp_path):
     with pytest.raises(RuntimeError, match="round 1: got no valid reply"):
         run(tmp_path, limits="max-update-norm=1e-9")
@@ -750,7 +732,7 @@ def test_a_server_optimiser_resumes_to_the_same_bits(tmp_path, method, kind):
     "method", [name for name, listed in METHODS.items() if not listed.averages]
 )
 def test_a_server_optimiser_wants_a_plain_mean(tmp_path, method):
-    told = rf"'adam': got method '{method}', which makes its .*expected one of ravan, full"
+    told = rf"'adam.*': got method '{method}', which makes its .*expected one of ravan, full"
     with pytest.raises(ValueError, match=told):
         run(tmp_path, method=method, server_optimizer="adam")
 
