@@ -16,7 +16,11 @@ from tests.hand_made import Nodes, run
 # key -> (values to try, what the row of a method says of it, the reason in a refusal)
 OPTIONS = {
     "robust": (["median", "trimmed-mean"], "averages", "makes its next state otherwise"),
-    "server-optimizer": (["momentum", "adam"], "averages", "makes its next state otherwise"),
+    "server-optimizer": (
+        ["momentum:1:0.9", "adam:0.01:0.9"],
+        "averages",
+        "makes its next state otherwise",
+    ),  # fmt: skip
     "quantize": (["8bit", "4bit"], "frozen_backbone", "changes pretrained weights"),
     "backbone-dtype": (["bfloat16"], "frozen_backbone", "changes pretrained weights"),
 }

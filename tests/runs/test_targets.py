@@ -22,8 +22,8 @@ def test_labels_are_checked_before_anything_is_trained(folder, tmp_path, monkeyp
         raise AssertionError("the run went on")
 
     places = (
-        "training.workbench.build_network",
-        "training.workbench.load_splits",
+        "training.model_and_data.build_network",
+        "training.model_and_data.load_splits",
         "server.strategy.FederatedTuning.start",
     )
     for what in places:

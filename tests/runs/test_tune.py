@@ -80,7 +80,7 @@ def test_a_tuning_halves_grows_resumes_and_draws(tmp_path, forked, monkeypatch, 
     assert (out / "ravan-accuracy-by-rate.png").read_bytes().startswith(b"\x89PNG")
     text = (out / "results.md").read_text()
     assert "|  | 1e-05 | 3e-05 | 0.0001 | 0.0003 | runs |" in text
-    assert "![The accuracy on examples that clients hold back, by learning rate" in text
+    assert "![The accuracy on the validation split of clients, by learning rate" in text
     # The preset of the paper's kind keeps its numbers; what to write is told.
     assert "keeps its numbers" in told
     assert "  ravan: 3.0e-4" in told
