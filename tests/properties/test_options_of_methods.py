@@ -20,7 +20,7 @@ OPTIONS = {
         ["momentum:1:0.9", "adam:0.01:0.9"],
         "averages",
         "makes its next state otherwise",
-    ),  # fmt: skip
+    ),
     "quantize": (["8bit", "4bit"], "frozen_backbone", "changes pretrained weights"),
     "backbone-dtype": (["bfloat16"], "frozen_backbone", "changes pretrained weights"),
 }
