@@ -11,7 +11,7 @@ The noise is one for all. Without `noise-multiplier` it is the least with which 
 examples stays within epsilon, were it to train in every round.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from logging import getLogger
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -60,15 +60,9 @@ class ExampleBudget(PrivacyBudget):
 
     privacy, spends = "example", "what was asked spends"
 
-    def __init__(
-        self,
-        config: Config,
-        write: Callable[[dict[str, Any]], None],
-        before: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(config, write, before)
-        self.steps = config.local_steps or 0
-        asked = (before or {}).get("asked", {})
+    def _open(self, before: Mapping[str, Any]) -> None:
+        self.steps = self.config.local_steps or 0
+        asked = before.get("asked", {})
         self.asked = {int(p): TimesAsked(rate, rounds) for p, (rate, rounds) in asked.items()}
         self._closed: set[int] = set()  # partitions that said themselves that they have no room
         self._registry: ClientRegistry | None = None

@@ -66,6 +66,11 @@ class PrivacyBudget(ABC):
         self.config, self._write = config, write
         self.delta, self._limit = config.delta, config.epsilon
         self.multiplier = float(before["noise-multiplier"]) if before else 0.0
+        self._open(before or {})
+
+    @abstractmethod
+    def _open(self, before: Mapping[str, Any]) -> None:
+        """Take what a file of the account said, which is checked; empty for a new run."""
 
     @classmethod
     def of(cls, config: Config, directory: RunDirectory, start: ResumePoint) -> Self | None:
@@ -206,18 +211,11 @@ class ClientBudget(PrivacyBudget):
 
     privacy, spends = "client", "its releases spend"
 
-    def __init__(
-        self,
-        config: Config,
-        write: Callable[[dict[str, Any]], None],
-        before: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(config, write, before)
-        before = before or {}
+    def _open(self, before: Mapping[str, Any]) -> None:
         self.releases = int(before.get("releases", 0))
         self.rate = float(before.get("sampling-rate", 0.0))  # 0: not known yet
         self.seen = {int(p): float(sum_) for p, sum_ in before.get("to-server", {}).items()}
-        self.norm = config.clip_norm or FIRST_NORM
+        self.norm = self.config.clip_norm or FIRST_NORM
         self._clients = 0  # the most from which a round has drawn
 
     def restore(self, memory: Mapping[str, Tensor]) -> None:
