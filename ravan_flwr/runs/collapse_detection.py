@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 
 from ravan_flwr.runs.record import Metrics, RoundRecord
-from ravan_flwr.specs import LOWER_IS_BETTER
+from ravan_flwr.specs import LOWER_IS_BETTER, sign_of
 from ravan_flwr.tasks.tally import OTHER, Tally
 
 FALL, LEAST_FALL, RISE = 0.5, 0.1, 2.0
@@ -26,8 +26,7 @@ HARDLY_TRAINED = 2  # rounds
 
 def merit(metrics: Metrics, metric: str) -> float:
     """Return a metric such that larger is better."""
-    value = float(metrics[metric])
-    return -value if metric in LOWER_IS_BETTER else value
+    return sign_of(metric) * float(metrics[metric])
 
 
 def best_round(records: Sequence[RoundRecord], metric: str) -> int | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ravan_flwr.config.keys import KEYS
-from ravan_flwr.specs import LOWER_IS_BETTER
+from ravan_flwr.specs import sign_of
 from ravan_flwr.studies.intervals import interval
 from ravan_flwr.studies.results import Result, Results
 from ravan_flwr.studies.spec import RATE, Grid, PlannedRun, Row, Rung, Study, Table
@@ -48,14 +48,9 @@ class Score:
         return statistics.mean(self.values)
 
     @property
-    def sign(self) -> int:
-        """Return -1 where less is better."""
-        return -1 if self.metric in LOWER_IS_BETTER else 1
-
-    @property
     def order(self) -> tuple[float, float]:
         """Compare by the mean metric, of equals by the smaller loss."""
-        return self.sign * self.mean, -statistics.mean(self.losses or [0.0])
+        return sign_of(self.metric) * self.mean, -statistics.mean(self.losses or [0.0])
 
     def without(self, number: int) -> "Score":
         """Leave one seed out."""
@@ -69,7 +64,7 @@ class Score:
         have no interval, and then the better mean beats.
         """
         pairs = zip(self.values, other.values, strict=True)
-        apart = interval([self.sign * (a - b) for a, b in pairs])
+        apart = interval([sign_of(self.metric) * (a - b) for a, b in pairs])
         if apart.holds_zero is None:
             return self.order > other.order
         return apart.mean > 0 and not apart.holds_zero

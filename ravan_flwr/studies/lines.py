@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ravan_flwr.specs import LOWER_IS_BETTER
+from ravan_flwr.specs import sign_of
 from ravan_flwr.studies.choosing import RateChoice, choose, runs_as_good, runs_of
 from ravan_flwr.studies.intervals import Interval, difference, holm, interval
 from ravan_flwr.studies.results import Result, Results
@@ -70,14 +70,9 @@ class Line:
         return interval(list(self.values.values()))
 
     @property
-    def sign(self) -> int:
-        """Return -1 where less is better."""
-        return -1 if self.metric in LOWER_IS_BETTER else 1
-
-    @property
     def merit(self) -> float:
         """Return the mean such that larger is better."""
-        return self.sign * self.interval.mean
+        return sign_of(self.metric) * self.interval.mean
 
     def mean_of(self, name: str) -> float | None:
         """Average a number of the results over the seeds; None where a run has not noted it."""
@@ -127,7 +122,7 @@ class Line:
             return ""
         if apart.holds_zero:
             return "alike"
-        return "ahead" if self.sign * apart.mean > 0 else "behind"
+        return "ahead" if sign_of(self.metric) * apart.mean > 0 else "behind"
 
     def moved(self, rate: float) -> Interval | None:
         """Find how far it ends from where it is with one of the other rates that are as good."""
