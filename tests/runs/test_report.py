@@ -6,7 +6,6 @@ import re
 import shutil
 import struct
 import sys
-from html.parser import HTMLParser
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +25,7 @@ from ravan_flwr.runs.history import RecordedRun, group_runs
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.specs import Scalar
 from tests.hostile_texts import HOSTILE
+from tests.tags import Tags
 
 SHORT: dict[str, Scalar] = {
     "num-rounds": 3, "local-steps": 2, "batch-size": 8, "report": False, "tracking": "none",
@@ -43,27 +43,14 @@ def runs(tmp_path_factory):
     ]
 
 
-class Page(HTMLParser):
-    """Tags, checked to be closed, and the text."""
+class Page(Tags):
+    """The tags of a page, and its text."""
 
     VOID = ("meta", "br", "img")
 
     def __init__(self):
         super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
 
     def handle_data(self, data):
         self.text += data

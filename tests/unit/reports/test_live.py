@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import time
-from html.parser import HTMLParser
 
 import pytest
 
@@ -18,6 +17,7 @@ from ravan_flwr.runs.history import group_runs
 from ravan_flwr.runs.lock import holder_of, locked
 from tests.followed import NOW, client, lines, node, record, run_in, status
 from tests.hostile_texts import HOSTILE
+from tests.tags import Tags
 
 
 @pytest.fixture(autouse=True)
@@ -25,32 +25,18 @@ def _at_that_moment(monkeypatch):
     monkeypatch.setattr("ravan_flwr.reports.page.time.time", lambda: NOW)
 
 
-class Read(HTMLParser):
-    """The tags of a page, with what is in sections, and its text."""
+class Read(Tags):
+    """The tags of a page, and its text."""
 
     VOID = ("meta", "link")
 
     def __init__(self, page: bytes) -> None:
         super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
         self.pieces: list[str] = []
         self.feed(page.decode())
         assert self.open == []
         self.text = "".join(self.pieces)
         self.words = " ".join(" ".join(self.pieces).split()).replace(" .", ".")
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
 
     def handle_data(self, data):
         if self.open[-1:] not in (["style"], ["script"]):
