@@ -143,7 +143,7 @@ def impatient(monkeypatch):
 
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", sleep)
-    for name in ("NODES_TIMEOUT", "ROSTER_TIMEOUT", "QUERY_TIMEOUT"):
+    for name in ("NODES_TIMEOUT", "REGISTRY_TIMEOUT", "QUERY_TIMEOUT"):
         monkeypatch.setattr(recruiting, name, 0.2)
 
 

@@ -239,19 +239,16 @@ class Config:
     over_sample: float = key(1.0, "ask this many times clients-per-round, and use the first "
         "clients-per-round replies", low=1, high=10)
     min_replies: int = key(1, "stop the run when a round has fewer good replies", low=1,
-        high=1_000_000, may_change=True,
-        is_limit=True)
+        high=1_000_000, may_change=True, is_limit=True)
     robust: str = key("none", "combine replies by this in place of the mean, against a few false "
         "ones", choices=("none", "median", "trimmed-mean"))
     max_update_norm: float | None = auto_key("refuse a reply whose change has a larger norm; auto: "
         "a limit from learning-rate and from what is usual", above=0, may_change=True,
         is_limit=True)
     max_share: float = key(1.0, "largest budget that a client is granted, whatever it claims",
-        above=0, high=1, may_change=True,
-        is_limit=True)
+        above=0, high=1, may_change=True, is_limit=True)
     max_examples: int | None = auto_key("as how many examples a device's own data counts at most; "
-        "auto: ten times the median", low=1, high=2**48,
-        is_limit=True)
+        "auto: ten times the median", low=1, high=2**48, is_limit=True)
 
     # what a run writes
     output_dir: str = auto_key("folder of the run directories; auto: runs/, and ~/ravan-flwr/runs "

@@ -183,7 +183,7 @@ def _by_number(missed: Rejection) -> tuple[bool, int]:
 
 
 class Delivery:
-    """Send a result to the members of a roster, and collect their answers."""
+    """Send a result to the registered clients, and collect their answers."""
 
     def __init__(
         self, config: Config, registry: ClientRegistry, mail: MessageBuilder, status: Status

@@ -14,7 +14,7 @@ from ravan_flwr.training.model_and_data import ModelAndData
 
 @contextmanager
 def result_of(run: Path | str, client: int | None = None) -> Iterator[ModelAndData]:
-    """Build the workbench of a run; within the block its model holds the last round's state.
+    """Build the model and data of a run; within the block its model holds the last round's state.
 
     Where each client has a model of its own (`fedsa-lora`, `local`), `client` says whose it is, by
     its partition.

@@ -64,7 +64,7 @@ class Assignment:
     """Hold what clients have, under which settings, and how long they train on it."""
 
     config: Config  # with the number of clients
-    holdings: PartitionReport
+    report: PartitionReport
     classes: str  # the column that they are counted by; "" if none
     steps: np.ndarray  # of each client in a round
 
@@ -84,7 +84,7 @@ def deal(settings: Mapping[str, Scalar], num_clients: int | None = None) -> Assi
     dealt = deal_out(train, partition_of(config, number, config.seed), column)
     natural = config.division == "natural"
     classes = _classes(config, train, column)
-    found = holdings_of(train, dealt, classes, config.data.labels, column if natural else "")
+    found = report_of(train, dealt, classes, config.data.labels, column if natural else "")
     trained = [size - held_back(config, size) for size in found.sizes.tolist()]
     return Assignment(config, found, classes, np.array([config.steps_of(size) for size in trained]))
 
@@ -97,7 +97,7 @@ def _classes(config: Config, train: datasets.Dataset, column: str) -> str:
     return next((name for name in ("label", other) if name in train.column_names), "")
 
 
-def holdings_of(
+def report_of(
     train: datasets.Dataset,
     dealt: Sequence[np.ndarray],
     classes: str,
@@ -145,7 +145,7 @@ def as_text(dealt: Assignment, width: int = 100, *, ascii_only: bool = False) ->
 
 
 def _numbers(dealt: Assignment) -> list[str]:
-    found, config = dealt.holdings, dealt.config
+    found, config = dealt.report, dealt.config
     by = "" if not dealt.classes else f", counted by {plain(dealt.classes, NAME)!r}"
     lines = [
         f"who has what    {len(found.sizes):,} clients, {found.sizes.sum():,} examples, "
@@ -176,7 +176,7 @@ def _span(numbers: np.ndarray) -> str:
 
 def _table(dealt: Assignment, width: int, shades: str) -> list[str]:
     """Write a line a client: numbers where there is room, else shades."""
-    found = dealt.holdings
+    found = dealt.report
     shown, told = _shown(dealt)
     digits = max(3, len(str(found.counts[shown].max())) + 1)
     room = width - 16 - (NAME + 2 if found.names else 0)
@@ -204,7 +204,7 @@ def _table(dealt: Assignment, width: int, shades: str) -> list[str]:
 
 def _shown(dealt: Assignment) -> tuple[np.ndarray, list[str]]:
     """Choose the clients that have a line, and say so if these are not all."""
-    found = dealt.holdings
+    found = dealt.report
     number = len(found.sizes)
     if number <= ROWS:
         return np.arange(number), []
@@ -218,7 +218,7 @@ def _shaded(
     dealt: Assignment, shown: np.ndarray, together: int, shades: str
 ) -> tuple[list[str], float]:
     """Draw shares as shades, so many classes a place; return the largest share, too."""
-    shares = dealt.holdings.shares[shown]
+    shares = dealt.report.shares[shown]
     starts = np.arange(0, shares.shape[1], together)
     sums = np.add.reduceat(shares, starts, axis=1)
     most = float(sums.max())
@@ -236,9 +236,9 @@ def _legend(classes: tuple[str, ...], heads: list[str]) -> list[str]:
 
 def _bars(dealt: Assignment, width: int, block: str) -> list[str]:
     """Draw the numbers of examples of clients that have no classes."""
-    sizes = dealt.holdings.sizes
+    sizes = dealt.report.sizes
     shown, told = _shown(dealt)
-    room = max(10, width - 16 - (NAME + 2 if dealt.holdings.names else 0))
+    room = max(10, width - 16 - (NAME + 2 if dealt.report.names else 0))
     bars = [block * max(1, round(room * sizes[client] / sizes.max())) for client in shown]
     lines = [
         f"{client:>7}{sizes[client]:>8}  {bar}{_called(dealt, client)}"
@@ -249,5 +249,5 @@ def _bars(dealt: Assignment, width: int, block: str) -> list[str]:
 
 def _called(dealt: Assignment, client: int) -> str:
     """Name a client at the end of its line, where letters of any width do no harm."""
-    names = dealt.holdings.names
+    names = dealt.report.names
     return f"  {plain(names[client], NAME)}" if names else ""

@@ -45,7 +45,7 @@ def draw(dealt: Assignment) -> Chart:
 
     Nor is any value of a column that is not the task's label, since these may be users.
     """
-    found, config = dealt.holdings, dealt.config
+    found, config = dealt.report, dealt.config
     number = len(found.sizes)
     order = np.arange(number) if number <= NUMBERED else found.in_order()
     title = plain_text.plain(f"{config.preset}: {number:,} clients, {config.partition}")
@@ -73,7 +73,7 @@ def _counted(dealt: Assignment) -> str:
 
 
 def _sorted(dealt: Assignment) -> str:
-    if not dealt.holdings.classes:
+    if not dealt.report.classes:
         return "clients, by size"
     return f"clients, by their largest {'class' if dealt.by_label else 'value'}"
 

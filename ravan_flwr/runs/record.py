@@ -86,7 +86,7 @@ RoundRecord = TypedDict(
         "phases": dict[str, float],  # seconds
         "refused": NotRequired[str],  # why the round has no effect
         "collapsed": NotRequired[str],  # why its evaluation counts as a collapse
-        "spread": NotRequired[dict[str, Spread]],  # of each metric over the clients (spread.py)
+        "spread": NotRequired[dict[str, Spread]],  # by metric (client_statistics.py)
         "privacy": NotRequired[Spent],  # of a private run
         "spent": NotRequired[list[int]],  # partitions that have nothing left of their epsilon
         "recounted": NotRequired[list[int]],  # partitions whose own account lacked rounds
@@ -164,7 +164,6 @@ NEEDED_BY_A_REPORT = (
 )  # fmt: skip
 NEEDED_TO_GO_ON = (*NEEDED_BY_A_REPORT, "left-out")
 _SPENT = ("epsilon", "delta", "noise-multiplier")
-_MAYBE = {"noise-cohort", "epsilon-to-server"}
 _OF_EACH = {"clients": {"partition-id"}, "rejected": {"client", "reason"}}
 
 

@@ -30,7 +30,7 @@ log = getLogger(__name__)
 
 FLOWERS_NODES = 2  # of a simulation whose federation config says no number
 NODES_TIMEOUT = 60.0  # seconds to wait for the first node
-ROSTER_TIMEOUT = 20.0  # seconds to wait for the rest, from the last that came
+REGISTRY_TIMEOUT = 20.0  # seconds to wait for the rest, from the last that came
 AT_ONCE = 64  # questions that are open in Flower's simulation, which looks at all of them often
 REFUSALS_TOLD = 5  # by a line each, of one recruiting
 CATCH_UP = 60.0  # seconds for the answers of nodes that come when the result is delivered
@@ -204,7 +204,7 @@ class ClientRegistry:
         while True:
             self._ask(grid)
             if self._take_answers(grid) and wait:
-                deadline, pause = time.monotonic() + ROSTER_TIMEOUT, 0.05
+                deadline, pause = time.monotonic() + REGISTRY_TIMEOUT, 0.05
             # A node that dies whenever it is asked, and comes back, is not waited for again.
             waiting = any(n.question and n.times == 1 for n in self.nodes.values())
             waiting = wait and (waiting or self._unasked > 0)

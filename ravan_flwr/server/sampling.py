@@ -52,7 +52,7 @@ class Sampler:
         round_log: RoundLog,
         among: Callable[[Sequence[RegisteredClient]], list[RegisteredClient]] | None = None,
     ) -> list[RegisteredClient]:
-        """Draw the clients of the ledger's round, then those in reserve (`over-sample`).
+        """Draw the clients of the log's round, then those in reserve (`over-sample`).
 
         `among` picks those that may be drawn.
         """

@@ -120,7 +120,7 @@ def held_back(config: Config, number: int) -> int:
 
 @lru_cache(maxsize=1)
 def get_model_and_data(config: Config) -> "ModelAndData":
-    """Get the workbench of this configuration; the one before it is let go."""
+    """Get the model and data of this configuration; the one before it is let go."""
     return ModelAndData(config)
 
 

@@ -63,13 +63,13 @@ def test_the_table_counts_what_clients_have(partition):
         counts = [np.count_nonzero(mine == label) for label in range(10)]
         assert line == [str(client), str(len(mine)), *(str(count or ".") for count in counts)]
         assert dealt.steps[client] == -(-len(bench.partition(client, 6).train) // 32)
-    shares = dealt.holdings.shares
-    whole = dealt.holdings.counts.sum(0) / dealt.holdings.sizes.sum()
+    shares = dealt.report.shares
+    whole = dealt.report.counts.sum(0) / dealt.report.sizes.sum()
     slow = np.mean([sum(abs(a - b) for a, b in zip(row, whole, strict=True)) / 2 for row in shares])
-    assert dealt.holdings.unlike == pytest.approx(slow)
+    assert dealt.report.unlike == pytest.approx(slow)
     assert f"unlike          {slow:.2f}" in as_text(dealt)
-    left = f"nobody's        {len(labels) - dealt.holdings.sizes.sum()} "
-    assert any(left in line for line in lines) == (dealt.holdings.nobodys > 0)
+    left = f"nobody's        {len(labels) - dealt.report.sizes.sum()} "
+    assert any(left in line for line in lines) == (dealt.report.nobodys > 0)
 
 
 @pytest.mark.parametrize("number", [41, 1000])
@@ -80,13 +80,13 @@ def test_of_many_clients_forty_have_a_line(number):
     assert max(map(len, lines)) <= 110
     shown = [int(line.split()[0]) for line in lines[-ROWS:]]
     assert len(set(shown)) == ROWS
-    largest = dealt.holdings.counts[shown].argmax(1)
+    largest = dealt.report.counts[shown].argmax(1)
     assert largest.tolist() == sorted(largest)
 
 
 def test_names_of_clients_are_for_this_terminal_alone(preset, tmp_path):
     dealt = deal({"preset": str(preset)})
-    assert len(dealt.holdings.names) == len(set(dealt.holdings.names)) == dealt.config.num_clients
+    assert len(dealt.report.names) == len(set(dealt.report.names)) == dealt.config.num_clients
     text = as_text(dealt)
     assert "日本語" in text
     assert "\x1b" not in text
@@ -110,7 +110,7 @@ def test_a_picture_numbers_the_values_of_what_is_no_label(preset, tmp_path, part
         preset.write_text(f"task: question-answering\nmodel: some/t5\ndata: {data}\n")
     dealt = deal({"preset": str(preset), "partition": partition}, 3)
     assert dealt.classes == "user"
-    assert {"日本語", "ann $x$"} < set(dealt.holdings.classes)
+    assert {"日本語", "ann $x$"} < set(dealt.report.classes)
     svg = str(draw(dealt).svg())
     texts = [element.text for element in ET.fromstring(svg).iter() if element.tag.endswith("text")]
     assert {"values of 'user'", "0", "3"} <= set(texts)
@@ -166,7 +166,7 @@ def test_without_classes_sizes_are_shown_alone(tmp_path, number):
     )
     dealt = deal({"preset": str(path), "partition": "linear"}, number)
     lines = as_text(dealt).splitlines()
-    assert dealt.holdings.classes == ()
+    assert dealt.report.classes == ()
     assert not any("classes each" in line for line in lines)
     bars = [len(line.split()[2]) for line in lines[-min(number, ROWS) :]]
     assert bars == sorted(bars, reverse=number > ROWS)
@@ -178,7 +178,7 @@ def test_without_classes_sizes_are_shown_alone(tmp_path, number):
 def test_a_picture_of_ten_thousand_clients_is_small():
     counts = np.random.default_rng(0).integers(0, 5, (10_000, 10)) + 1
     dealt = deal({}, 2)
-    many = type(dealt.holdings)(counts, dealt.holdings.classes, (), 0)
+    many = type(dealt.report)(counts, dealt.report.classes, (), 0)
     chart = draw(type(dealt)(dealt.config, many, "label", np.ones(10_000)))
     assert len(chart.png()) < 1_000_000
     assert len(chart.svg()) < 2_000_000

@@ -13,7 +13,6 @@ from flwr.supercore.task_identity import TaskIdentity
 from ravan_flwr.config import presets, yaml_file
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process
-from ravan_flwr.server import round_log as ledgers
 from ravan_flwr.server.client_registry import AT_ONCE, ClientRegistry, Node
 from ravan_flwr.server.message_builder import MOST_LATE, MessageBuilder
 from ravan_flwr.server.partitions import Partitions
@@ -247,7 +246,7 @@ def test_a_log_has_a_line_for_the_first_rejections_and_a_record_has_all(caplog):
     round_log = RoundLog(3, 200)
     for number in range(200):
         round_log.reject(member(number, number), "no disk")
-    told = [one.getMessage() for one in caplog.records if one.name == ledgers.__name__]
+    told = [one.getMessage() for one in caplog.records if one.name == RoundLog.__module__]
     assert told[:-1] == [f"rejected partition {n}: no disk" for n in range(REJECTIONS_TOLD)]
     assert told[-1] == "more are rejected: the record of round 3 lists them all"
     assert len(round_log.rejected) == 200
