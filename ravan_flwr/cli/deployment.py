@@ -1,4 +1,4 @@
-"""Commands for a deployment: make its keys, and give its devices a finished run's result."""
+"""Commands for a deployment: make its keys, check its machines, deliver a finished run's result."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from ravan_flwr.cli.parts import Commands
 
 
 def add(commands: Commands) -> None:
-    """Offer `keys` and `deliver`."""
+    """Offer `keys`, `doctor` and `deliver`."""
     keys = commands.add_parser(
         "keys",
         help="make the certificates and keys of a deployment, or a device's for secure aggregation",
@@ -44,6 +44,41 @@ def add(commands: Commands) -> None:
         "each; localhost is always among them, and later calls need none",
     )
     keys.set_defaults(command=_keys)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="check a server or a device before a run: connection, keys, clock, folders, versions",
+        description="Check this machine before a run, a line for each check: ok, or what to do. "
+        "FOLDER says which machine it is: superlink/ the server, node-0/ a device. Ends with 1 if "
+        "there is something to do.",
+    )
+    doctor.add_argument(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="this machine's keys, such as /etc/ravan-flwr/node-0; of a device, what no option "
+        "gives is read from the file node-0.env beside it, if there is one",
+    )
+    doctor.add_argument(
+        "--superlink",
+        metavar="HOST:PORT",
+        help="where a device reaches the server; on the server itself where its SuperLink is "
+        "(127.0.0.1:8001)",
+    )
+    doctor.add_argument("--node-config", metavar="TEXT", help="a device's, as its SuperNode has it")
+    doctor.add_argument("--port", type=int, help="a SuperNode's --port (9094)")
+    doctor.add_argument("--user", help="the service's user, for folders; only root can ask for it")
+    for option, verb in (("--read", "read"), ("--write", "write to")):
+        doctor.add_argument(
+            option,
+            action="append",
+            default=[],
+            type=Path,
+            metavar="FOLDER",
+            help=f"a further folder that this user must {verb}, such as "
+            f"{'a model' if verb == 'read' else 'output-dir'}; once for each",
+        )
+    doctor.set_defaults(command=_doctor)
 
     deliver = commands.add_parser(
         "deliver",
@@ -104,6 +139,19 @@ def _keys_of_device(folder: Path, partition: int, hosts: list[str]) -> None:
         f"{public.with_suffix('.key').name}  stays here\n"
         f'node config  secure-keys="{folder}"\n'
     )
+
+
+def _doctor(parsed: argparse.Namespace) -> None:
+    from ravan_flwr.launch.doctor import Options, checks  # noqa: PLC0415
+
+    names = ("superlink", "node_config", "port", "user", "read", "write")
+    to_do = 0
+    for check in checks(parsed.folder.absolute(), Options(*(getattr(parsed, n) for n in names))):
+        sys.stdout.write(f"{check}\n")
+        sys.stdout.flush()
+        to_do += not check.ok
+    if to_do:
+        raise RuntimeError(f"{to_do} of the checks above say what to do")
 
 
 def _deliver(parsed: argparse.Namespace) -> None:

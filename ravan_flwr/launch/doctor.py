@@ -1,0 +1,459 @@
+"""Check a server or a device before a run: one line for each check, with what to do.
+
+The folder of `ravan-flwr keys` says which machine it is: `superlink/` is the server's, `node-0/` a
+device's. Each check stands alone, so that one fault does not hide another.
+"""
+
+import contextlib
+import http.client
+import importlib.metadata
+import os
+import shlex
+import shutil
+import socket
+import ssl
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_private_key,
+    load_ssh_private_key,
+)
+
+from ravan_flwr.launch.credentials import certificate_of, hosts_of
+
+AHEAD, BEHIND = 5, 305  # seconds of a device's clock that Flower's SuperLink allows
+RENEWAL = timedelta(days=30)  # before the end of a certificate
+DISK, MEMORY = 2e9, 2e9  # bytes that a run with a small model needs
+NO_CHECK_TIME = 0x200000  # OpenSSL's flag: expiry has a line of its own
+INSIDE, PROXY = "127.0.0.1:8001", "localhost:8000"  # as docs/deploy.md has them on the server
+OPERATOR_CALL = "/v1/control/list-runs"
+_TIMEOUT = 5.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """Hold what one check found: all is well, or what is wrong and what to do."""
+
+    what: str
+    ok: bool
+    found: str
+
+    def __str__(self) -> str:
+        return f"{'ok' if self.ok else 'TO DO':6}{self.what:13}{self.found}"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Hold what the command line gives; None and () where it gives nothing."""
+
+    superlink: str | None = None
+    node_config: str | None = None
+    port: int | None = None
+    user: str | None = None
+    read: Sequence[Path] = ()
+    write: Sequence[Path] = ()
+
+
+def checks(folder: Path, options: Options) -> Iterator[Check]:
+    """Check the machine whose keys are in `folder`, one check after the other."""
+    server = (folder / "superlink.crt").exists()
+    if not server and not (folder / "ca.crt").exists():
+        raise ValueError(
+            f"{folder}: found neither superlink.crt nor ca.crt, expected the folder superlink/ or "
+            "node-0/ of `ravan-flwr keys`; copy it here, or name the folder where it is"
+        )
+    yield _check("versions", _versions)
+    yield from _server(folder, options) if server else _device(folder, options)
+    for path in options.read:
+        yield _check("read", readable, path, options.user)
+    for path in options.write:
+        yield _check("write", _writable, path, options.user)
+    yield _check("disk", _disk, options.write or [Path.home()])
+    yield _check("memory", _memory)
+
+
+def _check(what: str, ask: Callable[..., str], *arguments: Any) -> Check:
+    try:
+        return Check(what, True, ask(*arguments))
+    except (OSError, ValueError, http.client.HTTPException, KeyError) as error:
+        return Check(what, False, " ".join(str(error).split()))
+
+
+def _device(folder: Path, options: Options) -> Iterator[Check]:
+    given = _environment_file(folder)
+    address = options.superlink or given.get("SUPERLINK")
+    port = options.port or int(given.get("RUNTIME_PORT", 9094))
+    text = options.node_config or given.get("NODE_CONFIG")
+    yield _check("keys", _node_keys, folder)
+    if address is None:
+        yield Check("server", False, "its address is not known; give --superlink HOST:8000")
+    else:
+        yield from _reached(address, folder / "ca.crt")
+    yield _check("port", _port_of_supernode, port)
+    if text is None:
+        yield Check("node config", False, "it is not known; give --node-config 'partition-id=...'")
+        return
+    yield _check("node config", _node_config, text)
+    settings = _settings(text)
+    for name in ("data-path", "cache-dir"):
+        if name in settings:
+            path = Path(str(settings[name]))
+            yield _check(name, readable, path, options.user)
+    if "result-path" in settings:
+        parent = Path(str(settings["result-path"]))
+        parent = parent if parent.exists() else parent.parent
+        yield _check("result-path", _writable, parent, options.user)
+    yield _check("GPU", _gpu, str(settings.get("device", "auto")))
+
+
+def _server(folder: Path, options: Options) -> Iterator[Check]:
+    yield _check("keys", _superlink_keys, folder)
+    inside = options.superlink or INSIDE
+    yield from _reached(inside, folder / "ca.crt", "SuperLink")
+    yield _check("proxy", _proxy, folder / "ca.crt")
+    yield _check("closed", _closed, inside)
+    yield _check("time", _synchronised)
+
+
+def _versions() -> str:
+    from packaging.requirements import Requirement  # noqa: PLC0415 (transformers brings it)
+
+    wrong = []
+    for line in importlib.metadata.requires("ravan-flwr") or []:
+        requirement = Requirement(line)
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "nothing"
+        if version == "nothing" or not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} {requirement.specifier}: got {version}")
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong)}; call pip install -c constraints.txt . again")
+    names = ("flwr", "torch", "transformers")
+    here = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    return f"{here}: compare with the other machines"
+
+
+def _environment_file(folder: Path) -> dict[str, str]:
+    """Read what the SuperNode's unit is started with: node-0.env beside node-0/."""
+    path = folder.with_name(f"{folder.name}.env")
+    words = shlex.split(path.read_text(), comments=True) if path.is_file() else []
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def _private(path: Path) -> bytes:
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise ValueError(f"{path}: got mode {mode:04o}, expected 0600; call chmod 600 {path}")
+    return path.read_bytes()
+
+
+def _node_keys(folder: Path) -> str:
+    public = (folder / "node.pub").read_text().split()[:2]
+    key = load_ssh_private_key(_private(folder / "node.key"), None).public_key()
+    if key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode().split()[:2] != public:
+        raise ValueError(
+            f"{folder}: node.key and node.pub are of two pairs, expected one; copy the folder again"
+        )
+    return f"{folder}: node.key and node.pub are a pair"
+
+
+def _superlink_keys(folder: Path) -> str:
+    certificate = certificate_of(folder / "superlink.crt")
+    certificate.verify_directly_issued_by(certificate_of(folder / "ca.crt"))
+    key: Any = load_pem_private_key(_private(folder / "superlink.key"), None)
+    if key.public_key() != certificate.public_key():
+        raise ValueError(
+            f"{folder}: superlink.key is not the key of superlink.crt; copy the folder again"
+        )
+    return f"{folder}: key and certificate belong together; names {_in_words(certificate)}"
+
+
+def _reached(address: str, authority: Path, server: str = "server") -> Iterator[Check]:
+    """Check who answers there: connection, chain, name and end of its certificate, health, clock.
+
+    Whether to trust the answer has a line of its own: the others need no trusted connection.
+    """
+    host, port = _parts(address)
+    found: list[x509.Certificate] = []
+
+    def connects() -> str:
+        try:
+            found.append(_certificate_at(host, port))
+        except OSError as error:
+            raise ValueError(
+                f"{address}: {error}; expected TLS there: check the name and the port, a firewall, "
+                "and that the server's programs run"
+            ) from None
+        return f"{address} is reached"
+
+    yield _check(server, connects)
+    if not found:
+        return
+    yield _check("certificate", _trusted, host, port, authority)
+    yield _check("names", _named, host, found[0])
+    yield _check("expiry", _not_expired, found[0])
+    yield _check("health", _healthy, host, port)
+    yield _check("clock", clock, host, port)
+
+
+def _parts(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal():
+        raise ValueError(f"{address!r}: expected HOST:PORT, such as server.example.org:8000")
+    return host.strip("[]"), int(port)
+
+
+def _untrusting() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def _certificate_at(host: str, port: int) -> x509.Certificate:
+    with (
+        socket.create_connection((host, port), timeout=_TIMEOUT) as plain,
+        _untrusting().wrap_socket(plain, server_hostname=host) as secure,
+    ):
+        return x509.load_der_x509_certificate(secure.getpeercert(binary_form=True) or b"")
+
+
+def _trusted(host: str, port: int, authority: Path) -> str:
+    context = ssl.create_default_context(cafile=str(authority))
+    context.check_hostname = False
+    context.verify_flags |= NO_CHECK_TIME
+    try:
+        with socket.create_connection((host, port), timeout=_TIMEOUT) as plain:
+            context.wrap_socket(plain, server_hostname=host).close()
+    except ssl.SSLCertVerificationError as error:
+        raise ValueError(
+            f"{host}: {error.verify_message}, expected a certificate by {authority}; copy ca.crt "
+            "of the folder that the server's certificate was made in"
+        ) from None
+    return f"signed by {authority}"
+
+
+def _named(host: str, certificate: x509.Certificate) -> str:
+    names = hosts_of(certificate)
+    if host.lower() not in names:
+        raise ValueError(
+            f"the certificate is for {', '.join(names)}, not for {host}; use one of these names, "
+            f"or renew it with --host {host}"
+        )
+    return f"the certificate is for {host}"
+
+
+def _in_words(certificate: x509.Certificate) -> str:
+    return f"{', '.join(hosts_of(certificate))}, until {certificate.not_valid_after_utc:%Y-%m-%d}"
+
+
+def _not_expired(certificate: x509.Certificate) -> str:
+    end = certificate.not_valid_after_utc
+    if end < datetime.now(UTC) + RENEWAL:
+        expired = "expired" if end < datetime.now(UTC) else "expires"
+        raise ValueError(f"the certificate {expired} on {end:%Y-%m-%d}; renew it (docs/deploy.md)")
+    return f"the certificate is valid until {end:%Y-%m-%d}"
+
+
+def _asked(host: str, port: int, method: str = "GET", path: str = "/health") -> Any:
+    connection = http.client.HTTPSConnection(host, port, timeout=_TIMEOUT, context=_untrusting())
+    with contextlib.closing(connection):
+        connection.request(method, path)
+        return connection.getresponse()
+
+
+def _healthy(host: str, port: int) -> str:
+    status = _asked(host, port).status
+    if status != http.client.OK:
+        raise ValueError(
+            f"{host}:{port} answers {status} in place of 200; start the SuperLink on the server, "
+            "and read its log"
+        )
+    return "the SuperLink answers"
+
+
+def clock(host: str, port: int) -> str:
+    """Compare this machine's clock with the server's; ValueError where Flower refuses it."""
+    date = _asked(host, port).headers["Date"]
+    if not date:
+        raise ValueError(f"{host}:{port} tells no time; compare the clocks by hand")
+    return compared(time.time() - parsedate_to_datetime(date).timestamp())
+
+
+def compared(ahead: float) -> str:
+    """Say by how much a clock differs; ValueError if Flower would refuse its SuperNode."""
+    text = f"this machine's clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
+    if not -BEHIND < ahead < AHEAD + 1:  # the header has whole seconds
+        raise ValueError(
+            f"{text}, expected at most {AHEAD} s ahead and {BEHIND} s behind, or its SuperNode is "
+            "refused; set it by NTP, such as `timedatectl set-ntp true`"
+        )
+    return text
+
+
+def _port_of_supernode(port: int) -> str:
+    """Ask whether the SuperNode's own port is free, or is the SuperNode's already."""
+    with contextlib.suppress(ConnectionRefusedError):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
+        with contextlib.closing(connection):
+            try:
+                connection.request("GET", "/health")
+                running = connection.getresponse().status == http.client.OK
+            except (TimeoutError, http.client.HTTPException, ConnectionResetError):
+                running = False
+        if not running:
+            raise ValueError(
+                f"127.0.0.1:{port} is taken by another program; end it, or give the SuperNode "
+                "another --port (RUNTIME_PORT)"
+            )
+        return f"the SuperNode answers on 127.0.0.1:{port}"
+    return f"127.0.0.1:{port} is free"
+
+
+def _settings(text: str) -> dict[str, Any]:
+    from flwr.common.config import parse_config_args  # noqa: PLC0415
+
+    try:
+        return dict(parse_config_args([text]))
+    except SystemExit:
+        return {}
+
+
+def _node_config(text: str) -> str:
+    from ravan_flwr.config.node_config import read_node  # noqa: PLC0415
+
+    node = read_node(_settings(text))
+    return f"partition {node.partition_id} of {node.num_partitions}"
+
+
+def readable(path: Path, user: str | None) -> str:
+    """Look for something in a folder that the service's user cannot read."""
+    if not path.is_absolute() or not path.exists():
+        raise ValueError(f"{path}: it is not there, expected an absolute path; correct it")
+    found = _as_user(["find", "-L", str(path), "!", "-readable", "-print", "-quit"], user)
+    if found:
+        raise ValueError(f"{found}: {_who(user)} cannot read it; change its owner or its mode")
+    return f"{path}: {_who(user)} can read it"
+
+
+def _writable(path: Path, user: str | None) -> str:
+    if not path.is_dir():
+        raise ValueError(f"{path}: there is no such folder; make it")
+    found = _as_user(["find", str(path), "-maxdepth", "0", "!", "-writable", "-print"], user)
+    if found:
+        raise ValueError(f"{path}: {_who(user)} cannot write there; change its owner or its mode")
+    return f"{path}: {_who(user)} can write there"
+
+
+def _who(user: str | None) -> str:
+    return f"user {user}" if user else "this user"
+
+
+def _as_user(command: list[str], user: str | None) -> str:
+    """Run `find` as the service's user; return what it prints, also about what it cannot enter."""
+    more: dict[str, Any] = {"user": user, "group": user, "extra_groups": []} if user else {}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **more)
+    except (KeyError, ValueError):
+        raise ValueError(f"--user {user}: there is no such user; make it with useradd") from None
+    except PermissionError:
+        raise ValueError(f"--user {user}: call this command as root (sudo)") from None
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def _gpu(device: str) -> str:
+    from ravan_flwr.training.gpus import gpus_of_machine, unused_gpus  # noqa: PLC0415
+
+    if device == "cpu":
+        return "not asked for: device is cpu"
+    if not gpus_of_machine():
+        if device != "auto":
+            raise ValueError(
+                f"device is {device!r}, but no driver lists a GPU; install the driver "
+                "(docs/gpu.md), or set device to cpu"
+            )
+        return "none: the CPU computes"
+    import torch  # noqa: PLC0415
+
+    if not torch.cuda.is_available():
+        raise ValueError(unused_gpus(torch.version.cuda))
+    return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+def _disk(folders: Sequence[Path]) -> str:
+    texts = []
+    for folder in (*folders, Path(os.environ.get("TMPDIR", "/tmp"))):  # noqa: S108
+        free = shutil.disk_usage(folder).free
+        if free < DISK:
+            raise ValueError(
+                f"{folder}: {free / 1e9:.1f} GB are free, expected {DISK / 1e9:g}; remove old runs"
+            )
+        texts.append(f"{free / 1e9:.0f} GB free in {folder}")
+    return ", ".join(texts)
+
+
+def _memory() -> str:
+    free = psutil.virtual_memory().available
+    if free < MEMORY:
+        raise ValueError(
+            f"{free / 1e9:.1f} GB are free, expected {MEMORY / 1e9:g}; end other programs"
+        )
+    return f"{free / 1e9:.0f} GB free"
+
+
+def _proxy(authority: Path) -> str:
+    """Ask the reverse proxy for an operator's call, which it must refuse."""
+    host, port = _parts(PROXY)
+    try:
+        _trusted(host, port, authority)
+        status = _asked(host, port, "POST", OPERATOR_CALL).status
+    except OSError as error:
+        raise ValueError(f"{PROXY}: {error}; start nginx with deploy/fence.conf") from None
+    if status != http.client.NOT_FOUND:
+        raise ValueError(
+            f"{PROXY} answers an operator's call with {status}, expected 404: devices could submit "
+            "runs; use deploy/fence.conf as it is"
+        )
+    return f"{PROXY} refuses the calls of an operator"
+
+
+def _closed(inside: str) -> str:
+    """Try the SuperLink's port from outside: on every address of this machine but loopback."""
+    port = _parts(inside)[1]
+    for addresses in psutil.net_if_addrs().values():
+        for one in addresses:
+            if one.family != socket.AF_INET or one.address.startswith("127."):
+                continue
+            with contextlib.suppress(OSError):
+                socket.create_connection((one.address, port), timeout=1).close()
+                raise ValueError(
+                    f"{one.address}:{port} is open, and whoever reaches it is the operator; start "
+                    "the SuperLink with --host 127.0.0.1"
+                )
+    return f"port {port} is open on 127.0.0.1 alone"
+
+
+def _synchronised() -> str:
+    program = shutil.which("timedatectl")
+    if program is None:
+        return "no timedatectl here: see yourself that the clock is set by NTP"
+    command = [program, "show", "-p", "NTPSynchronized", "--value"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    if told == "no":
+        raise ValueError("the clock is not set by NTP; call timedatectl set-ntp true")
+    return "the clock is set by NTP" if told else "timedatectl does not answer: check NTP yourself"

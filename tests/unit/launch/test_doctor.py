@@ -1,0 +1,204 @@
+"""`ravan-flwr doctor`: a machine as it should be, and ten faults at once, each with what to do."""
+
+import http.server
+import importlib.metadata
+import os
+import shutil
+import socket
+import ssl
+import threading
+import time
+from email.utils import formatdate
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from ravan_flwr.cli import main
+from ravan_flwr.launch import credentials, doctor
+from ravan_flwr.launch.credentials import make_credentials
+from ravan_flwr.training import gpus
+
+
+class Server:
+    """What a device reaches: a health page over TLS, a proxy's refusals, and a clock."""
+
+    def __init__(self, keys, status=200, ahead=0.0, refuses=404):
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def answer(self, code):
+                self.send_response_only(code)
+                self.send_header("Date", formatdate(time.time() + ahead, usegmt=True))
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def do_GET(self):
+                self.answer(status)
+
+            def do_POST(self):
+                self.answer(refuses)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(keys / "superlink.crt", keys / "superlink.key")
+        self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
+        self.server.handle_error = self.ignore  # type: ignore[method-assign]
+        self.port = self.server.server_address[1]
+
+    def ignore(self, *_):
+        """Say nothing of a client that does not trust this certificate."""
+
+    def __enter__(self):
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def plenty(monkeypatch):
+    monkeypatch.setattr(doctor, "DISK", 0)
+    monkeypatch.setattr(doctor, "MEMORY", 0)
+    monkeypatch.setattr(gpus, "gpus_of_machine", lambda: 0)
+
+
+def told(capsys, *arguments):
+    """What the command says, by check: (ok, text); and the status that it ends with."""
+    try:
+        main(["doctor", *map(str, arguments)])
+        status = 0
+    except SystemExit as ended:
+        status = int(str(ended.code))
+    lines = capsys.readouterr().out.splitlines()
+    said = {line[6:19].strip(): (line.startswith("ok"), line[19:]) for line in lines}
+    assert len(said) == len(lines)
+    return said, status
+
+
+def test_a_device_as_it_should_be(tmp_path, capsys, plenty):
+    keys = tmp_path / "keys"
+    make_credentials(keys, ["127.0.0.1"], 1)
+    (tmp_path / "data").mkdir()
+    with Server(keys / "superlink") as server:
+        (keys / "node-0.env").write_text(
+            f"SUPERLINK=127.0.0.1:{server.port}\nRUNTIME_PORT={free_port()}\n"
+            f'NODE_CONFIG=\'partition-id=0 num-partitions=3 data-path="{tmp_path}/data" '
+            f'result-path="{tmp_path}/results"\'\n'
+        )
+        said, status = told(capsys, keys / "node-0")
+    assert [name for name, (ok, _) in said.items() if not ok] == []
+    assert status == 0
+    assert {"server", "expiry", "clock", "port", "data-path", "result-path", "GPU"} < set(said)
+    assert said["node config"][1] == "partition 0 of 3"
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def test_ten_faults_of_a_device(tmp_path, capsys, monkeypatch, plenty):
+    keys, other = tmp_path / "keys", tmp_path / "other"
+    make_credentials(other, ["server.example.org"], 1)
+    monkeypatch.setattr(credentials, "SUPERLINK_DAYS", -0.5)  # it began a day ago
+    monkeypatch.setattr(credentials, "LOOPBACK", ())
+    make_credentials(keys, ["server.example.org"], 1)
+    shutil.copy(other / "node-0" / "node.pub", keys / "node-0")
+    shutil.copy(other / "authority" / "ca.crt", keys / "node-0")
+    monkeypatch.setattr(doctor, "DISK", 1e18)
+    monkeypatch.setattr(doctor, "MEMORY", 1e18)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["flwr>=99"])
+    with Server(keys / "superlink", status=502, ahead=-10) as server, socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr(doctor, "_TIMEOUT", 1.0)
+        said, status = told(
+            capsys, keys / "node-0", "--superlink", f"127.0.0.1:{server.port}",
+            "--port", taken.getsockname()[1], "--node-config",
+            f'partition-id=0 num-partitions=3 data-pth="/x" device="cuda" '
+            f'data-path="{tmp_path}/nowhere" result-path="{tmp_path}/no/where"',
+        )  # fmt: skip
+    assert status == 1
+    found = {name: text for name, (ok, text) in said.items() if not ok}
+    for name, words in {
+        "versions": ("flwr >=99: got 1.", "pip install"),
+        "keys": ("node.key and node.pub", "copy the folder again"),
+        "certificate": ("issuer", "copy ca.crt"),
+        "names": ("for server.example.org, not for 127.0.0.1", "--host 127.0.0.1"),
+        "expiry": ("expired on", "renew it"),
+        "health": ("answers 502", "start the SuperLink"),
+        "clock": ("10 s ahead", "NTP"),
+        "port": ("taken by another program", "RUNTIME_PORT"),
+        "node config": ("data-pth", "correct it"),
+        "data-path": ("it is not there", "correct it"),
+        "result-path": ("no such folder", "make it"),
+        "GPU": ("device is 'cuda'", "install the driver"),
+        "disk": ("are free", "remove old runs"),
+        "memory": ("are free", "end other programs"),
+    }.items():
+        text = found.pop(name)
+        assert words[0] in text, name
+        assert words[1] in text, name
+    assert found == {}
+    assert said["server"][0]  # it is reached, whatever is wrong with it
+
+
+def test_private_files_that_others_may_read_and_folders_that_the_service_cannot(
+    tmp_path, capsys, plenty
+):
+    keys = tmp_path / "keys"
+    make_credentials(keys, ["127.0.0.1"], 1)
+    (keys / "node-0" / "node.key").chmod(0o644)
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(0o000)
+    user = ["--user", "nobody"] if os.getuid() == 0 else []
+    said, _ = told(
+        capsys, keys / "node-0", "--superlink", f"127.0.0.1:{free_port()}",
+        "--read", closed, *user,
+    )  # fmt: skip
+    closed.chmod(0o700)
+    assert "got mode 0644, expected 0600; call chmod 600" in said["keys"][1]
+    assert not said["read"][0]
+    assert not said["server"][0]
+    assert "a firewall" in said["server"][1]
+    assert "--node-config" in said["node config"][1]
+
+
+def test_a_server(tmp_path, capsys, monkeypatch, plenty):
+    keys = tmp_path / "keys"
+    make_credentials(keys, ["127.0.0.1"], 1)
+    monkeypatch.setattr(doctor, "_synchronised", lambda: "")
+    with Server(keys / "superlink") as one, Server(keys / "superlink") as proxy:
+        monkeypatch.setattr(doctor, "PROXY", f"localhost:{proxy.port}")
+        said, status = told(capsys, keys / "superlink", "--superlink", f"127.0.0.1:{one.port}")
+    assert status == 0, said
+    assert {"SuperLink", "proxy", "closed"} < set(said)
+    with Server(keys / "superlink", refuses=415) as bare:  # a SuperLink takes such calls
+        monkeypatch.setattr(doctor, "PROXY", f"localhost:{bare.port}")
+        said, status = told(capsys, keys / "superlink", "--superlink", f"127.0.0.1:{free_port()}")
+    assert status == 1
+    assert "devices could submit runs" in said["proxy"][1]
+    assert not said["SuperLink"][0]
+
+
+def test_the_superlinks_port_is_open_to_others(monkeypatch):
+    ours = SimpleNamespace(family=socket.AF_INET, address="0.0.0.0")
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [ours]})
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        one.listen()
+        with pytest.raises(ValueError, match="whoever reaches it is the operator"):
+            doctor._closed(f"127.0.0.1:{one.getsockname()[1]}")
+
+
+def test_a_folder_that_is_neither(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "found neither superlink.crt nor ca.crt" in capsys.readouterr().err
