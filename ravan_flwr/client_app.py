@@ -10,7 +10,7 @@ from flwr.clientapp import ClientApp
 from ravan_flwr.client.run_scope import enforce_run_scope
 from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
-from ravan_flwr.secure.phases import LIGHT, PHASES
+from ravan_flwr.secure import LIGHT, PHASES
 
 app = ClientApp()
 

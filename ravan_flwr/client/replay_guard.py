@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from flwr.app import ConfigRecord, Context, RecordDict
 
 from ravan_flwr.client.on_device import append, is_on_a_device, locked_file
-from ravan_flwr.secure.phases import PHASES
+from ravan_flwr.secure import PHASES
 
 _ACCOUNT = "privacy-account"  # as example_account.py names it, which needs torch
 

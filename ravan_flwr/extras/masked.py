@@ -30,7 +30,8 @@ from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.privacy.mechanism import adapted, moved_by
 from ravan_flwr.privacy.noise import gaussian
 from ravan_flwr.runs.record import Masked as MaskedRecord
-from ravan_flwr.secure.noised import ROOM, NoiseShares
+from ravan_flwr.secure.agreement import Parts
+from ravan_flwr.secure.fixed_point import ROOM, NoiseShares
 from ravan_flwr.secure.schedule import Bits, Part, Schedule, make_schedule, threshold_of
 from ravan_flwr.secure.server import (
     DealerError,
@@ -39,7 +40,6 @@ from ravan_flwr.secure.server import (
     UnmaskedSum,
     read_greeting,
 )
-from ravan_flwr.secure.transcript import Parts
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
 from ravan_flwr.server.noised import Noised

@@ -14,3 +14,8 @@ protected from whom. A round has five phases, and each client and the server hol
     checks the signatures    <-----------  all signatures
     shares                   ----------->  takes off the masks that are left
 """
+
+# The phases, in their order; messages have these names. This file imports nothing heavy.
+TRAINED = "masked"  # the one in which a client trains, and needs torch
+PHASES = ("keys", "shares", TRAINED, "agree", "unmask")
+LIGHT = tuple(phase for phase in PHASES if phase != TRAINED)

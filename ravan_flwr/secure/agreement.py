@@ -1,10 +1,12 @@
-"""Agree on keys between two clients, and make streams and sealed texts of them.
+"""Agree on keys between two clients; make streams, sealed texts, marks and signed texts of them.
 
 X25519 (RFC 7748), HKDF with SHA-256 (RFC 5869), ChaCha20 and Poly1305 (RFC 8439), all by the
 library `cryptography`. The tests compare each function with its RFC's published vectors.
 """
 
-from collections.abc import Callable
+import hashlib
+import struct
+from collections.abc import Callable, Mapping, Sequence
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -16,6 +18,11 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 KEY = 32  # bytes of any key here, private, public or derived
 TAG = 16  # bytes that sealing adds
 NONCE = 12
+SIGNATURE = 64  # bytes
+MARK = 16  # bytes by which the server knows a share when it sees it
+ENTRY = 2 * KEY + SIGNATURE  # bytes of a client in the roll
+
+Parts = Mapping[str, bytes]  # what a message has, by name
 
 
 def new_key() -> bytes:
@@ -60,3 +67,57 @@ def open_sealed(key: bytes, sealed: bytes, bound: bytes, nonce: bytes = bytes(NO
         return ChaCha20Poly1305(key).decrypt(nonce, sealed, bound)
     except InvalidTag:
         raise ValueError("got a text that was not sealed for this, expected one that was") from None
+
+
+# What both halves of a round agree on: what is signed, hashed, and derived.
+
+
+def signed_keys(run: int, round_: int, partition: int, keys: bytes) -> bytes:
+    """Write what a client signs of its keys of a round."""
+    return b"ravan-flwr secure keys" + struct.pack("<QQQ", run, round_, partition) + keys
+
+
+def statement_of(schedule: bytes, roll: bytes) -> bytes:
+    """Hash all that the clients of a round must agree on."""
+    length = struct.pack("<Q", len(schedule))
+    return hashlib.sha256(b"ravan-flwr secure round" + length + schedule + roll).digest()
+
+
+def signed_list(statement: bytes, here: bytes, alive: bytes) -> bytes:
+    """Write what a client signs of who has sent numbers: who is not in it counts as dropped."""
+    return b"ravan-flwr secure list" + statement + here + alive
+
+
+def marks_of(
+    statement: bytes, dealer: int, holder: int, shares: Sequence[bytes], first: int = 0
+) -> bytes:
+    """Hash shares, so that the server can tell them from false ones; it tells nothing of them."""
+    start, marks = b"ravan-flwr secure mark" + statement, b""
+    for index, share in enumerate(shares, first):
+        place = struct.pack("<QQQ", dealer, holder, index)
+        marks += hashlib.sha256(start + place + share).digest()[:MARK]
+    return marks
+
+
+def seed_mark(statement: bytes, dealer: int, group: int, seed: bytes) -> bytes:
+    """Hash a client's seed of a group, for the same purpose."""
+    place = struct.pack("<QQ", dealer, group)
+    return hashlib.sha256(b"ravan-flwr secure seed" + statement + place + seed).digest()[:MARK]
+
+
+def sealing_key(secret: bytes, statement: bytes, dealer: int, holder: int) -> bytes:
+    """Derive the key under which one client gives another its shares."""
+    info = b"ravan-flwr secure shares" + struct.pack("<QQ", dealer, holder)
+    return derive(secret, statement, info)
+
+
+def pair_key(secret: bytes, statement: bytes, one: int, other: int) -> bytes:
+    """Derive the key of two clients' masks, in either order, from their shared secret."""
+    low, high = sorted((one, other))
+    return derive(secret, statement, b"ravan-flwr secure pair" + struct.pack("<QQ", low, high))
+
+
+def own_key(seed: bytes, statement: bytes, partition: int, group: int) -> bytes:
+    """Derive the key of a client's own masks of a group from its seed for that."""
+    info = b"ravan-flwr secure own" + struct.pack("<QQ", partition, group)
+    return derive(seed, statement, info)

@@ -13,22 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from ravan_flwr.secure import agreement, shamir
+from ravan_flwr.secure.agreement import ENTRY, KEY, MARK, SIGNATURE, TAG, Parts
 from ravan_flwr.secure.fixed_point import Numbers, to_bytes
-from ravan_flwr.secure.masks import Vector, own_key, pair_key
-from ravan_flwr.secure.node_keys import SIGNATURE
+from ravan_flwr.secure.masks import Vector
 from ravan_flwr.secure.schedule import Bits, Schedule, cut, read_schedule, unpack
-from ravan_flwr.secure.transcript import (
-    ENTRY,
-    MARK,
-    Parts,
-    mark_of,
-    sealing_key,
-    seed_mark,
-    signed_keys,
-    signed_list,
-    statement_of,
-    wanted,
-)
 
 State = dict[str, Any]
 
@@ -76,7 +64,7 @@ class SecureClient:
             "round": round_, "phase": "keys", "sealing": sealing.hex(), "pairs": pairs.hex(),
         }  # fmt: skip
         public = agreement.public_of(sealing) + agreement.public_of(pairs)
-        signature = self.keys.sign(signed_keys(self.run, round_, self.partition, public))
+        signature = self.keys.sign(agreement.signed_keys(self.run, round_, self.partition, public))
         return {"keys": public + signature, "node": self.keys.public()}
 
     # Phase 2: shares.
@@ -85,12 +73,17 @@ class SecureClient:
         """Check schedule and roll, then share this client's secrets among all in it."""
         self._go_on(round_, "keys", "shares")
         data, roll = message["schedule"], message["roll"]
-        schedule, statement = read_schedule(data), statement_of(data, roll)
-        self._check_schedule(schedule, round_)
+        schedule, statement = read_schedule(data), agreement.statement_of(data, roll)
+        if (schedule.run, schedule.round) != (self.run, round_):
+            raise ValueError(
+                f"got a schedule of run {schedule.run}, round {schedule.round}, expected {self.run}"
+                f", {round_}"
+            )
+        if self.partition not in schedule.partitions:
+            raise ValueError(f"got a schedule without partition {self.partition}, expected it")
         self._check_roll(schedule, roll)
-        place = schedule.partitions.index(self.partition)
+        place, number = schedule.partitions.index(self.partition), len(schedule.partitions)
         seeds = {group: secrets.token_bytes(shamir.SECRET) for group in schedule.groups_of(place)}
-        number = len(schedule.partitions)
         dealt = [
             shamir.split(secret, schedule.threshold, number)
             for secret in (bytes.fromhex(self.state["pairs"]), *seeds.values())
@@ -101,61 +94,49 @@ class SecureClient:
             "seeds": {str(group): seed.hex() for group, seed in seeds.items()},
             "held": {str(self.partition): b"".join(bundles[place]).hex()},
         }  # fmt: skip
-        sealed, marks = [], []
+        sealed, marks = b"", b""
         for holder, bundle in zip(schedule.partitions, bundles, strict=True):
-            sealed.append(self._seal(schedule, statement, holder, b"".join(bundle)))
-            marks += [
-                mark_of(statement, self.partition, holder, index, share)
-                for index, share in enumerate(bundle)
-            ]
-        told = [seed_mark(statement, self.partition, group, s) for group, s in seeds.items()]
-        return {"sealed": b"".join(sealed), "marks": b"".join(marks), "seeds": b"".join(told)}
-
-    def _check_schedule(self, schedule: Schedule, round_: int) -> None:
-        if (schedule.run, schedule.round) != (self.run, round_):
-            raise ValueError(
-                f"got a schedule of run {schedule.run}, round {schedule.round}, expected {self.run}"
-                f", {round_}"
-            )
-        if self.partition not in schedule.partitions:
-            raise ValueError(f"got a schedule without partition {self.partition}, expected it")
+            text = b"".join(bundle)
+            if holder == self.partition:  # its own it keeps
+                sealed += bytes(len(text) + TAG)
+            else:
+                key = self._sealing_key(schedule, statement, self.partition, holder)
+                sealed += agreement.seal(key, text, statement)
+            marks += agreement.marks_of(statement, self.partition, holder, bundle)
+        told = [agreement.seed_mark(statement, self.partition, g, s) for g, s in seeds.items()]
+        return {"sealed": sealed, "marks": marks, "seeds": b"".join(told)}
 
     def _check_roll(self, schedule: Schedule, roll: bytes) -> None:
         """Check that each client has signed its keys, and that this one's are what it made."""
+        mine = [agreement.public_of(bytes.fromhex(self.state[k])) for k in ("sealing", "pairs")]
         seen: set[bytes] = set()
         distrusted: dict[int, str] = {}
         entries = cut(roll, [ENTRY] * len(schedule.partitions))
         for partition, entry in zip(schedule.partitions, entries, strict=True):
             public, signature = entry[:-SIGNATURE], entry[-SIGNATURE:]
-            text = signed_keys(self.run, schedule.round, partition, public)
+            text = agreement.signed_keys(self.run, schedule.round, partition, public)
             try:
                 self.keys.check(partition, signature, text)
             except ValueError as error:
                 distrusted[partition] = str(error)
-            seen |= {public[: agreement.KEY], public[agreement.KEY :]}
-            if partition == self.partition and public != self._public():
+            seen |= {public[:KEY], public[KEY:]}
+            if partition == self.partition and public != b"".join(mine):
                 raise ValueError("got other keys of this client, expected those that it made")
         if distrusted:
             raise DistrustError(list(distrusted), next(iter(distrusted.values())))
         if len(seen) != 2 * len(schedule.partitions):
             raise ValueError("got one key of two clients, expected each to have its own")
 
-    def _public(self) -> bytes:
-        private = (bytes.fromhex(self.state[name]) for name in ("sealing", "pairs"))
-        return b"".join(map(agreement.public_of, private))
-
-    def _seal(self, schedule: Schedule, statement: bytes, holder: int, text: bytes) -> bytes:
-        if holder == self.partition:  # its own it keeps
-            return bytes(len(text) + agreement.TAG)
-        secret = self._secret_with(schedule, holder, "sealing")
-        key = sealing_key(secret, statement, self.partition, holder)
-        return agreement.seal(key, text, statement)
-
     def _secret_with(self, schedule: Schedule, other: int, kind: str) -> bytes:
         """Compute the secret shared with another client, by the keys for sealing or for pairs."""
-        at = ENTRY * schedule.partitions.index(other) + (agreement.KEY if kind == "pairs" else 0)
-        public = bytes.fromhex(self.state["roll"])[at : at + agreement.KEY]
+        at = ENTRY * schedule.partitions.index(other) + (KEY if kind == "pairs" else 0)
+        public = bytes.fromhex(self.state["roll"])[at : at + KEY]
         return agreement.shared_secret(bytes.fromhex(self.state[kind]), public)
+
+    def _sealing_key(self, schedule: Schedule, statement: bytes, dealer: int, holder: int) -> bytes:
+        other = holder if dealer == self.partition else dealer
+        secret = self._secret_with(schedule, other, "sealing")
+        return agreement.sealing_key(secret, statement, dealer, holder)
 
     # Phase 3: the masked numbers.
 
@@ -170,30 +151,24 @@ class SecureClient:
                 f"got a list of {here.sum()} clients, expected {schedule.threshold} at least, and "
                 "this one among them"
             )
-        dealers = [schedule.partitions[at] for at in np.flatnonzero(here) if at != place]
-        numbers = [_bundle(schedule, dealer) for dealer in dealers]
-        sealed = cut(message["sealed"], [n * shamir.SHARE + agreement.TAG for n in numbers])
+        places = [int(at) for at in np.flatnonzero(here) if at != place]
+        # Of its key of pairs, and of each group's seed.
+        numbers = [1 + len(schedule.groups_of(at)) for at in places]
+        sealed = cut(message["sealed"], [n * shamir.SHARE + TAG for n in numbers])
         marks = cut(message["marks"], [n * MARK for n in numbers])
-        held = self.state["held"]
-        for dealer, text, mark in zip(dealers, sealed, marks, strict=True):
-            bundle = self._opened(schedule, statement, dealer, text, mark)
-            held[str(dealer)] = "" if bundle is None else bundle.hex()
+        for at, text, mark in zip(places, sealed, marks, strict=True):
+            dealer = schedule.partitions[at]
+            key = self._sealing_key(schedule, statement, dealer, self.partition)
+            try:
+                bundle = agreement.open_sealed(key, text, statement)
+            except ValueError:
+                bundle = b""
+            shares = list(cut(bundle, [shamir.SHARE] * (len(bundle) // shamir.SHARE)))
+            # One that is not as marked counts as none: others may have theirs.
+            is_marked = agreement.marks_of(statement, dealer, self.partition, shares) == mark
+            self.state["held"][str(dealer)] = bundle.hex() if is_marked else ""
         self.state["here"] = message["here"].hex()
         return schedule, schedule.masked(here)[place]
-
-    def _opened(
-        self, schedule: Schedule, statement: bytes, dealer: int, sealed: bytes, marks: bytes
-    ) -> bytes | None:
-        """Open a bundle of shares; None for one that is not as marked: others may have theirs."""
-        secret = self._secret_with(schedule, dealer, "sealing")
-        key = sealing_key(secret, statement, dealer, self.partition)
-        try:
-            bundle = agreement.open_sealed(key, sealed, statement)
-        except ValueError:
-            return None
-        shares = cut(bundle, [shamir.SHARE] * (len(bundle) // shamir.SHARE))
-        mine = (mark_of(statement, dealer, self.partition, i, s) for i, s in enumerate(shares))
-        return bundle if b"".join(mine) == marks else None
 
     def mask(self, round_: int, numbers: Numbers) -> bytes:
         """Mask what was trained, row after row."""
@@ -202,15 +177,14 @@ class SecureClient:
         here = unpack(bytes.fromhex(self.state["here"]), len(schedule.partitions))
         masked, place = schedule.masked(here), schedule.partitions.index(self.partition)
         vector = Vector(schedule, masked[place], numbers)
-        groups = np.array(schedule.group_of)
         for group, seed in self.state["seeds"].items():
-            key = own_key(bytes.fromhex(seed), statement, self.partition, int(group))
-            vector.mask(key, groups == int(group), add=True)
+            key = agreement.own_key(bytes.fromhex(seed), statement, self.partition, int(group))
+            vector.mask(key, schedule.group_of == int(group), add=True)
         for at in np.flatnonzero(here):
             if at != place and (masked[at] & masked[place]).any():
                 other = schedule.partitions[at]
                 secret = self._secret_with(schedule, other, "pairs")
-                key = pair_key(secret, statement, self.partition, other)
+                key = agreement.pair_key(secret, statement, self.partition, other)
                 vector.mask(key, masked[at], add=self.partition < other)
         for used in ("sealing", "pairs", "seeds"):
             del self.state[used]
@@ -222,15 +196,9 @@ class SecureClient:
         """Sign the list of those whose numbers the server has."""
         self._go_on(round_, "masked", "agreed")
         schedule, statement = self._schedule()
-        here = bytes.fromhex(self.state["here"])
-        self._check_list(schedule, here, message["alive"])
-        self.state["alive"] = message["alive"].hex()
-        return {"signature": self.keys.sign(signed_list(statement, here, message["alive"]))}
-
-    def _check_list(self, schedule: Schedule, here: bytes, alive: bytes) -> None:
-        number = len(schedule.partitions)
-        sent, asked = unpack(alive, number), unpack(here, number)
-        if (sent & ~asked).any():
+        here, number = bytes.fromhex(self.state["here"]), len(schedule.partitions)
+        sent = unpack(message["alive"], number)
+        if (sent & ~unpack(here, number)).any():
             raise ValueError("got clients that have shared nothing, expected those that have")
         if sent.sum() < schedule.threshold:
             raise ValueError(
@@ -238,6 +206,9 @@ class SecureClient:
             )
         if not sent[schedule.partitions.index(self.partition)]:
             raise ValueError("got a list without this client, which has sent its numbers")
+        self.state["alive"] = message["alive"].hex()
+        signed = agreement.signed_list(statement, here, message["alive"])
+        return {"signature": self.keys.sign(signed)}
 
     # Phase 5: unmask.
 
@@ -248,30 +219,26 @@ class SecureClient:
         """
         self._go_on(round_, "agreed", "done")
         schedule, statement = self._schedule()
-        state = dict(self.state)
+        state, number = dict(self.state), len(schedule.partitions)
         self.state.clear()
         self.state |= {"round": round_, "phase": "done"}
-        here, alive = (bytes.fromhex(state[name]) for name in ("here", "alive"))
-        self._check_signatures(schedule, signed_list(statement, here, alive), alive, message)
-        told = [
-            _told(bytes.fromhex(state["held"].get(str(schedule.partitions[place]), "")), indices)
-            for place, indices in wanted(schedule, here, alive)
-        ]
-        return {"shares": b"".join(told)}
-
-    def _check_signatures(
-        self, schedule: Schedule, text: bytes, alive: bytes, message: Parts
-    ) -> None:
-        """Check that a threshold of those who sent numbers have signed the same list."""
-        number = len(schedule.partitions)
-        signers = unpack(message["signers"], number) & unpack(alive, number)
+        lists = [bytes.fromhex(state[name]) for name in ("here", "alive")]
+        here, alive = (unpack(each, number) for each in lists)
+        signers = unpack(message["signers"], number) & alive
         if signers.sum() < schedule.threshold:
             raise ValueError(
                 f"got {signers.sum()} signatures, expected {schedule.threshold} at least"
             )
         signatures = cut(message["signatures"], [SIGNATURE] * int(signers.sum()))
+        text = agreement.signed_list(statement, *lists)
         for place, signature in zip(np.flatnonzero(signers), signatures, strict=True):
             self.keys.check(schedule.partitions[place], signature, text)
+        told, size = b"", shamir.SHARE
+        for at, indices in schedule.wanted(here, alive):
+            bundle = bytes.fromhex(state["held"].get(str(schedule.partitions[at]), ""))
+            for index in indices:  # where there is no share, it says so
+                told += bundle[size * index : size * (index + 1)] or shamir.NONE
+        return {"shares": told}
 
     # All phases.
 
@@ -288,16 +255,5 @@ class SecureClient:
 
     def _schedule(self) -> tuple[Schedule, bytes]:
         data = self.state["schedule"].encode()
-        return read_schedule(data), statement_of(data, bytes.fromhex(self.state["roll"]))
-
-
-def _bundle(schedule: Schedule, dealer: int) -> int:
-    """Count the shares that a client gives each: of its key of pairs, and of each group's seed."""
-    return 1 + len(schedule.groups_of(schedule.partitions.index(dealer)))
-
-
-def _told(bundle: bytes, indices: Sequence[int]) -> bytes:
-    """Take some shares of a bundle; where there is none, say so."""
-    size = shamir.SHARE
-    taken = [bundle[size * index : size * (index + 1)] for index in indices]
-    return b"".join(share or shamir.NONE for share in taken)
+        roll = bytes.fromhex(self.state["roll"])
+        return read_schedule(data), agreement.statement_of(data, roll)

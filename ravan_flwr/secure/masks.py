@@ -12,23 +12,11 @@ import struct
 
 import numpy as np
 
-from ravan_flwr.secure.agreement import derive, keystream
+from ravan_flwr.secure.agreement import keystream
 from ravan_flwr.secure.fixed_point import MASK, WIDTH, Numbers, from_bytes
 from ravan_flwr.secure.schedule import Bits, Schedule
 
 _BLOCK = 2**18  # numbers at a time
-
-
-def pair_key(secret: bytes, statement: bytes, one: int, other: int) -> bytes:
-    """Derive the key of two clients' masks, in either order, from their shared secret."""
-    low, high = sorted((one, other))
-    return derive(secret, statement, b"ravan-flwr secure pair" + struct.pack("<QQ", low, high))
-
-
-def own_key(seed: bytes, statement: bytes, partition: int, group: int) -> bytes:
-    """Derive the key of a client's own masks of a group from its seed for that."""
-    info = b"ravan-flwr secure own" + struct.pack("<QQ", partition, group)
-    return derive(seed, statement, info)
 
 
 def stream_of(key: bytes, place: tuple[int, int], size: int) -> Numbers:

@@ -22,7 +22,6 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_public_key,
 )
 
-SIGNATURE = 64  # bytes
 _LARGEST = 4096  # bytes of a file
 
 

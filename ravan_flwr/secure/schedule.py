@@ -12,17 +12,18 @@ trains is in its change alone, and the noise of a row is that of all.
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ravan_flwr.secure.fixed_point import MOST_CLIENTS
-from ravan_flwr.secure.noised import NoiseShares
+from ravan_flwr.secure import agreement, shamir
+from ravan_flwr.secure.agreement import ENTRY, MARK, SIGNATURE
+from ravan_flwr.secure.fixed_point import MOST_CLIENTS, NoiseShares
 
 LEAST = 3  # trainers of a row: of two each would know the other's change from the sum
 MOST_ROWS = 2**20
@@ -72,37 +73,20 @@ class Schedule:
         return np.concatenate([np.full(part.rows, part.size, np.int64) for part in self.parts])
 
     @cached_property
-    def bounds(self) -> NDArray[np.float64]:
-        """Return the bound of each row."""
-        return np.concatenate([np.full(part.rows, part.bound) for part in self.parts])
-
-    @cached_property
     def places(self) -> list[tuple[int, int]]:
         """Name each row: the number of its part, and its own within that."""
         return [(at, row) for at, part in enumerate(self.parts) for row in range(part.rows)]
 
     @cached_property
-    def group_of(self) -> list[int]:
+    def group_of(self) -> NDArray[np.int64]:
         """Number each row's group from 0; -1 of rows that nobody trains."""
-        counts = self.trained.sum(0)
-        may_fail = len(self.partitions) - self.threshold
-        numbers: dict[bytes, int] = {}
+        counts, numbers = self.trained.sum(0), dict[bytes, int]()
+        safe = counts >= self.minimum + len(self.partitions) - self.threshold
         found = []
-        for count, trainers in zip(counts, self.trained.T, strict=True):
-            safe = count >= self.minimum + may_fail
-            key = b"" if safe else np.packbits(trainers).tobytes()
-            found.append(numbers.setdefault(key, len(numbers)) if count else -1)
-        return found
-
-    @cached_property
-    def members(self) -> list[Bits]:
-        """Tell for each group which clients train a row of it."""
-        groups = np.array(self.group_of)
-        found = np.zeros((int(groups.max(initial=-1)) + 1, len(self.partitions)), bool)
-        for group, trainers in zip(groups, self.trained.T, strict=True):
-            if group >= 0:
-                found[group] |= trainers
-        return list(found)
+        for row, trainers in enumerate(self.trained.T):
+            key = b"" if safe[row] else pack(trainers)
+            found.append(numbers.setdefault(key, len(numbers)) if counts[row] else -1)
+        return np.array(found, np.int64)
 
     def spans(self) -> Iterator[tuple[Part, slice]]:
         """Name each part, with where its rows are among all."""
@@ -113,7 +97,7 @@ class Schedule:
 
     def groups_of(self, place: int) -> list[int]:
         """List the groups that a client is in."""
-        return [group for group, members in enumerate(self.members) if members[place]]
+        return [int(group) for group in np.unique(self.group_of[self.trained[place]])]
 
     def masked(self, here: Bits) -> Bits:
         """Tell who masks which rows, of those who are here: too few of a row leave it out."""
@@ -123,22 +107,56 @@ class Schedule:
 
     def opened(self, here: Bits, alive: Bits) -> set[int]:
         """List the groups that are unmasked: of each row enough trainers have sent numbers."""
-        masked, groups = self.masked(here), np.array(self.group_of)
+        masked, groups = self.masked(here), self.group_of
         left, asked = (masked & alive[:, None]).sum(0), masked.any(0)
         few = asked & (left < self.minimum)
         return set(groups[asked].tolist()) - set(groups[few].tolist())
 
+    def wanted(self, here: Bits, alive: Bits) -> list[tuple[int, Sequence[int]]]:
+        """List whose shares are told, by place, and which of a bundle: 0 is of the pairs' key."""
+        opens = self.opened(here, alive)
+        found: list[tuple[int, Sequence[int]]] = []
+        for place in map(int, np.flatnonzero(here)):
+            groups = enumerate(self.groups_of(place), start=1)
+            indices = [index for index, group in groups if group in opens]
+            found.append((place, indices if alive[place] else [0]))
+        return found
+
     def to_bytes(self) -> bytes:
         """Write it; `read_schedule` is the inverse."""
-        parts = [[part.name, part.rows, part.size, part.bound] for part in self.parts]
-        noise = self.noise and [self.noise.norm, self.noise.multiplier, self.noise.bits]
-        trained = [np.packbits(row).tobytes().hex() for row in self.trained]
         whole = {
-            "run": self.run, "round": self.round, "minimum": self.minimum, "parts": parts,
-            "partitions": list(self.partitions), "trained": trained, "given": self.given,
-            "noise": noise,
+            "run": self.run, "round": self.round, "minimum": self.minimum,
+            "parts": list(map(astuple, self.parts)), "partitions": list(self.partitions),
+            "trained": [pack(row).hex() for row in self.trained], "given": self.given,
+            "noise": self.noise and astuple(self.noise),
         }  # fmt: skip
         return json.dumps(whole, separators=(",", ":")).encode()
+
+
+class _Told(BaseModel):
+    """Check the types and ranges of a schedule that was sent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    run: Annotated[int, Field(ge=0, le=2**64)]
+    round: Annotated[int, Field(ge=0, le=2**53)]
+    minimum: Annotated[int, Field(ge=LEAST, le=MOST_CLIENTS)]
+    parts: Annotated[
+        list[
+            tuple[
+                str,
+                Annotated[int, Field(ge=1, le=MOST_ROWS)],
+                Annotated[int, Field(ge=1, le=MOST_NUMBERS)],
+                Annotated[float, Field(gt=0, allow_inf_nan=False)],
+            ]
+        ],
+        Field(min_length=1, max_length=MOST_PARTS),
+    ]
+    partitions: Annotated[
+        list[Annotated[int, Field(ge=0, le=2**53)]], Field(max_length=MOST_CLIENTS)
+    ]
+    trained: list[str]
+    given: Annotated[str, Field(max_length=GIVEN)]
+    noise: tuple[float, float, float] | None
 
 
 def threshold_of(clients: int) -> int:
@@ -170,74 +188,43 @@ def make_schedule(
 def read_schedule(data: bytes) -> Schedule:
     """Read a schedule of unknown origin; ValueError if it is not one that may be followed."""
     try:
-        schedule = _read(json.loads(data))
-    except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"got a schedule that cannot be read ({error}), expected one") from None
-    _check_cohort(schedule)
-    counts = schedule.trained.sum(0)
-    few = counts[(counts > 0) & (counts < schedule.minimum)]
+        told = _Told.model_validate_json(data)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        place = ".".join(map(str, wrong["loc"]))
+        raise ValueError(
+            f"got a schedule of which {place or 'all'} is wrong: {wrong['msg']}"
+        ) from None
+    parts = tuple(Part(*part) for part in told.parts)
+    rows, number = sum(part.rows for part in parts), len(told.partitions)
+    if rows > MOST_ROWS or len(told.trained) != number:
+        raise ValueError("got a schedule whose parts do not fit to each other, expected one")
+    if told.partitions != sorted(set(told.partitions)):
+        raise ValueError("got clients twice or out of order, expected each once")
+    if number < told.minimum:
+        raise ValueError(f"got a round of {number} clients, expected {told.minimum} at least")
+    trained = np.array([unpack(bytes.fromhex(row), rows) for row in told.trained])
+    counts = trained.sum(0)
+    few = counts[(counts > 0) & (counts < told.minimum)]
     if few.size:
         raise ValueError(
-            f"got a part that {int(few[0])} clients train, expected {schedule.minimum} at least or "
-            "none"
+            f"got a part that {few[0]} clients train, expected {told.minimum} at least or none"
         )
-    if schedule.noise is not None and not schedule.trained.all():
-        raise ValueError("got a part that some do not send, expected noise of all in each")
-    return schedule
-
-
-def _read(told: Any) -> Schedule:
-    """Take the values, each in its type and range."""
-    if not isinstance(told["parts"], list) or not 1 <= len(told["parts"]) <= MOST_PARTS:
-        raise ValueError(f"got parts that are no list, expected 1 to {MOST_PARTS}")
-    parts = tuple(_part(*values) for values in told["parts"])
-    rows = sum(part.rows for part in parts)
-    partitions = tuple(_whole(number, 0, 2**53) for number in told["partitions"])
-    if rows > MOST_ROWS or len(told["trained"]) != len(partitions):
-        raise ValueError("got a schedule whose parts do not fit to each other, expected one")
-    trained = [unpack(bytes.fromhex(text), rows) for text in told["trained"]]
+    noise = None if told.noise is None else NoiseShares(*told.noise)
+    if noise is not None:
+        noise.check()
+        if not trained.all():
+            raise ValueError("got a part that some do not send, expected noise of all in each")
     return Schedule(
-        run=_whole(told["run"], 0, 2**64),
-        round=_whole(told["round"], 0, 2**53),
-        minimum=_whole(told["minimum"], LEAST, MOST_CLIENTS),
-        parts=parts,
-        partitions=partitions,
-        trained=np.array(trained, bool).reshape(len(partitions), rows),
-        given=str(told["given"])[:GIVEN],
-        noise=None if told["noise"] is None else _noise(*told["noise"]),
+        told.run,
+        told.round,
+        told.minimum,
+        parts,
+        tuple(told.partitions),
+        trained,
+        told.given,
+        noise,
     )
-
-
-def _check_cohort(schedule: Schedule) -> None:
-    number = len(schedule.partitions)
-    if list(schedule.partitions) != sorted(set(schedule.partitions)):
-        raise ValueError("got clients twice or out of order, expected each once")
-    if not schedule.minimum <= number <= MOST_CLIENTS:
-        raise ValueError(
-            f"got a round of {number} clients, expected {schedule.minimum} to {MOST_CLIENTS}"
-        )
-
-
-def _part(name: Any, rows: Any, size: Any, bound: Any) -> Part:
-    if not isinstance(name, str) or not isinstance(bound, int | float) or isinstance(bound, bool):
-        raise TypeError("a part's name or bound")
-    if not 0 < bound < math.inf:
-        raise ValueError(f"got the bound {bound} of {name}, expected a finite one above 0")
-    return Part(name, _whole(rows, 1, MOST_ROWS), _whole(size, 1, MOST_NUMBERS), float(bound))
-
-
-def _noise(norm: Any, multiplier: Any, bits: Any) -> NoiseShares:
-    if any(type(value) not in (int, float) for value in (norm, multiplier, bits)):
-        raise TypeError("a number of the noise")
-    noise = NoiseShares(float(norm), float(multiplier), float(bits))
-    noise.check()
-    return noise
-
-
-def _whole(value: Any, low: int, high: int) -> int:
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"got {str(value)[:40]} in a schedule, expected {low} to {high}")
-    return value
 
 
 def pack(bits: Bits) -> bytes:
@@ -261,3 +248,25 @@ def cut(data: bytes, sizes: Sequence[int]) -> Iterator[bytes]:
     for size in sizes:
         yield data[at : at + size]
         at += size
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Count what one client sends and gets in a round, without what it trained and the state."""
+
+    up: int
+    down: int
+    whole: int | None = None  # numbers that each sends, where what it trains does not say that
+
+
+def most_around(schedule: Schedule) -> Bytes:
+    """Count the most bytes of any client, where nobody fails: all but its masked numbers."""
+    number, share = len(schedule.partitions), shamir.SHARE + MARK
+    groups = [len(schedule.groups_of(place)) for place in range(number)]
+    given = [(1 + each) * share + agreement.TAG for each in groups]
+    up = [number * (1 + mine) * share + number * agreement.TAG + mine * MARK for mine in groups]
+    beside = ENTRY + agreement.KEY + SIGNATURE + shamir.SHARE * sum(groups)
+    lists = 3 * -(-number // 8) + number * (ENTRY + SIGNATURE)  # among them the roll
+    down = len(schedule.to_bytes()) + lists + sum(given) - min(given)
+    whole = int(schedule.sizes.sum()) if schedule.noise else None
+    return Bytes(max(up) + beside, down, whole)

@@ -12,22 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ravan_flwr.secure import agreement, shamir
-from ravan_flwr.secure.fixed_point import WIDTH, Numbers, from_bytes, mean_of
-from ravan_flwr.secure.masks import Vector, own_key, pair_key
-from ravan_flwr.secure.node_keys import SIGNATURE, is_signed
-from ravan_flwr.secure.noised import signed
+from ravan_flwr.secure.agreement import ENTRY, KEY, MARK, SIGNATURE, Parts
+from ravan_flwr.secure.fixed_point import WIDTH, from_bytes, mean_of, signed
+from ravan_flwr.secure.masks import Vector
+from ravan_flwr.secure.node_keys import is_signed
 from ravan_flwr.secure.schedule import Bits, Schedule, cut, pack
-from ravan_flwr.secure.transcript import (
-    ENTRY,
-    MARK,
-    Parts,
-    mark_of,
-    seed_mark,
-    signed_keys,
-    signed_list,
-    statement_of,
-    wanted,
-)
 
 
 @dataclass(frozen=True)
@@ -38,14 +27,9 @@ class KeyAnnouncement:
     node: bytes
 
     @property
-    def keys(self) -> tuple[bytes, bytes]:
+    def keys(self) -> list[bytes]:
         """Return the public keys for sealing and of its pairs."""
-        return self.entry[: agreement.KEY], self.entry[agreement.KEY : 2 * agreement.KEY]
-
-    @property
-    def pairs(self) -> bytes:
-        """Return the public key of its pairs."""
-        return self.keys[1]
+        return list(cut(self.entry[:-SIGNATURE], [KEY] * 2))
 
 
 @dataclass(frozen=True)
@@ -86,16 +70,16 @@ def read_greeting(run: int, round_: int, partition: int, parts: Parts) -> KeyAnn
 
     Keys with which the others would refuse the whole round are refused here.
     """
-    entry, node = _of_length(parts, "keys", ENTRY), _of_length(parts, "node", agreement.KEY)
-    public, signature = entry[:-SIGNATURE], entry[-SIGNATURE:]
-    if not is_signed(node, signature, signed_keys(run, round_, partition, public)):
+    entry, node = _of_length(parts, "keys", ENTRY), _of_length(parts, "node", KEY)
+    text = agreement.signed_keys(run, round_, partition, entry[:-SIGNATURE])
+    if not is_signed(node, entry[-SIGNATURE:], text):
         raise ValueError("its keys of the round are not signed by the key that it names")
-    sealing, pairs = cut(public, [agreement.KEY] * 2)
-    for key in (sealing, pairs):
+    greeting = KeyAnnouncement(entry, node)
+    for key in greeting.keys:
         agreement.shared_secret(agreement.new_key(), key)  # refuses those of low order
-    if sealing == pairs:
+    if len(set(greeting.keys)) < 2:
         raise ValueError("its two keys of the round are one, expected two")
-    return KeyAnnouncement(entry, node)
+    return greeting
 
 
 class SecureServer:
@@ -105,13 +89,13 @@ class SecureServer:
         self.schedule, self.greetings = schedule, greetings
         self.data = schedule.to_bytes()
         self.roll = b"".join(greetings[p].entry for p in schedule.partitions)
-        self.statement = statement_of(self.data, self.roll)
+        self.statement = agreement.statement_of(self.data, self.roll)
         self.dealt: dict[int, SharesSent] = {}  # by place, as all below
         self.here: Bits = np.zeros(0, bool)
         self.alive: Bits = np.zeros(self.number, bool)
         self.signatures: dict[int, bytes] = {}
-        self._masked: Bits = np.zeros((0, 0), bool)
-        self._total: Vector | None = None
+        self._masked: Bits = np.zeros_like(schedule.trained)
+        self._total = Vector(schedule, self._masked[0])
         self._asked: list[tuple[int, Sequence[int]]] = []  # whose shares, and which
         self.denied: set[tuple[int, int]] = set()  # partitions: who gave nothing, says who
         self._shares: dict[tuple[int, int], dict[int, bytes]] = {}  # by dealer, index: by holder
@@ -166,7 +150,6 @@ class SecureServer:
     def take_masked(self, partition: int, data: bytes) -> None:
         """Add a client's masked numbers to the sum."""
         place = self.place(partition)
-        assert self._total is not None
         expected = WIDTH * int(self.schedule.sizes[self._masked[place]].sum())
         if len(data) != expected:
             raise ValueError(f"got {len(data)} bytes of masked numbers, expected {expected}")
@@ -183,7 +166,7 @@ class SecureServer:
     def take_signature(self, partition: int, parts: Parts) -> None:
         """Take a client's signature of that list."""
         signature = _of_length(parts, "signature", SIGNATURE)
-        text = signed_list(self.statement, pack(self.here), pack(self.alive))
+        text = agreement.signed_list(self.statement, pack(self.here), pack(self.alive))
         if not is_signed(self.greetings[partition].node, signature, text):
             raise ValueError("its signature is not of the list of those who have sent numbers")
         self.signatures[self.place(partition)] = signature
@@ -195,7 +178,7 @@ class SecureServer:
         self._check_enough(len(self.signatures), "have signed who is there")
         signers = np.array([place in self.signatures for place in range(self.number)])
         told = b"".join(self.signatures[place] for place in sorted(self.signatures))
-        self._asked = wanted(self.schedule, pack(self.here), pack(self.alive))
+        self._asked = self.schedule.wanted(self.here, self.alive)
         return {"signers": pack(signers), "signatures": told}
 
     def take_shares(self, partition: int, parts: Parts) -> None:
@@ -209,7 +192,9 @@ class SecureServer:
                 if share == shamir.NONE:  # what the dealer gave it was not as marked
                     denied.add((self.schedule.partitions[dealer], partition))
                     continue
-                if not self._is_marked(dealer, holder, index, share):
+                marks = self.dealt[dealer].marks[holder][MARK * index : MARK * (index + 1)]
+                given = self.schedule.partitions[dealer], partition, [share], index
+                if agreement.marks_of(self.statement, *given) != marks:
                     raise ValueError(
                         f"its share of partition {self.schedule.partitions[dealer]} is not the one "
                         "that it was given"
@@ -219,47 +204,54 @@ class SecureServer:
         for dealer, index, share in kept:
             self._shares.setdefault((dealer, index), {})[holder] = share
 
-    def _is_marked(self, dealer: int, holder: int, index: int, share: bytes) -> bool:
-        partitions = self.schedule.partitions
-        mark = mark_of(self.statement, partitions[dealer], partitions[holder], index, share)
-        marks = self.dealt[dealer].marks[holder]
-        return marks[MARK * index : MARK * (index + 1)] == mark
-
     # The sum.
 
     def open(self) -> UnmaskedSum:
         """Take off all masks that are left; ValueError, which says who, if that cannot be."""
-        assert self._total is not None
         for place, indices in self._asked:
             if not self.alive[place]:
                 self._take_off_pairs(place)
             for index in indices if self.alive[place] else ():
                 self._take_off_own(place, index)
-        return UnmaskedSum(*self._means())
+        counts = (self._masked & self.alive[:, None]).sum(0)
+        opened = self.schedule.opened(self.here, self.alive)
+        counts[~np.isin(self.schedule.group_of, list(opened))] = 0
+        noise, found = self.schedule.noise, UnmaskedSum({}, {})
+        for part, rows in self.schedule.spans():
+            found.counts[part.name] = counts[rows]
+            found.means[part.name] = mean = np.zeros((part.rows, part.size))
+            for row in np.flatnonzero(counts[rows]):
+                total = self._total.row(rows.start + row)
+                if noise is None:
+                    mean[row] = mean_of(total, int(counts[rows][row]), part.bound)
+                else:
+                    mean[row] = signed(total) * noise.step
+        return found
 
     def _take_off_own(self, place: int, index: int) -> None:
         """Take off a client's own masks of a group of rows."""
-        assert self._total is not None
         partition = self.schedule.partitions[place]
         group = self.schedule.groups_of(place)[index - 1]
         seed = self._joined(place, index)
-        if seed_mark(self.statement, partition, group, seed) != self.dealt[place].seeds[index - 1]:
+        if (
+            agreement.seed_mark(self.statement, partition, group, seed)
+            != self.dealt[place].seeds[index - 1]
+        ):
             raise DealerError(partition)
-        rows = self._masked[place] & (np.array(self.schedule.group_of) == group)
-        self._total.mask(own_key(seed, self.statement, partition, group), rows, add=False)
+        rows = self._masked[place] & (self.schedule.group_of == group)
+        self._total.mask(agreement.own_key(seed, self.statement, partition, group), rows, add=False)
 
     def _take_off_pairs(self, place: int) -> None:
         """Take off the masks that others have added for a client that sent no numbers."""
-        assert self._total is not None
         dropped = self.schedule.partitions[place]
         private = self._joined(place, 0)
-        if agreement.public_of(private) != self.greetings[dropped].pairs:
+        if agreement.public_of(private) != self.greetings[dropped].keys[1]:
             raise DealerError(dropped)
         for at in np.flatnonzero(self.alive):
             rows, other = self._masked[at] & self._masked[place], self.schedule.partitions[at]
             if rows.any():
-                secret = agreement.shared_secret(private, self.greetings[other].pairs)
-                key = pair_key(secret, self.statement, other, dropped)
+                secret = agreement.shared_secret(private, self.greetings[other].keys[1])
+                key = agreement.pair_key(secret, self.statement, other, dropped)
                 self._total.mask(key, rows, add=other > dropped)
 
     def _joined(self, dealer: int, index: int) -> bytes:
@@ -281,27 +273,6 @@ class SecureServer:
             if len(shares) + len(deniers) >= threshold:  # without the denials there were enough
                 raise DealerError(partition, why, deniers) from None
             raise ValueError(why) from None
-
-    def _means(self) -> tuple[dict[str, NDArray[np.float64]], dict[str, NDArray[np.int64]]]:
-        assert self._total is not None
-        counts = (self._masked & self.alive[:, None]).sum(0)
-        opened = self.schedule.opened(self.here, self.alive)
-        counts[~np.isin(self.schedule.group_of, list(opened))] = 0
-        means, of_parts = {}, {}
-        for part, rows in self.schedule.spans():
-            mean = np.zeros((part.rows, part.size))
-            for row, count in enumerate(counts[rows]):
-                if count:
-                    total = self._total.row(rows.start + row)
-                    mean[row] = self._read(total, int(count), part.bound)
-            means[part.name], of_parts[part.name] = mean, counts[rows]
-        return means, of_parts
-
-    def _read(self, total: Numbers, clients: int, bound: float) -> NDArray[np.float64]:
-        noise = self.schedule.noise
-        if noise is None:
-            return mean_of(total, clients, bound)
-        return signed(total) * noise.step
 
     def _check_enough(self, number: int, what: str) -> None:
         if number < self.schedule.threshold:

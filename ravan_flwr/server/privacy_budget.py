@@ -27,12 +27,17 @@ from torch import Tensor
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.privacy.account import epsilon_of, epsilon_seen, multiplier_for
-from ravan_flwr.privacy.cohorts import most_rounds, why_not_masked
+from ravan_flwr.privacy.account import (
+    epsilon_of,
+    epsilon_seen,
+    most_rounds,
+    multiplier_for,
+    why_not_masked,
+)
 from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord
-from ravan_flwr.secure.noised import LEAST_NORM, MOST_NORM
+from ravan_flwr.secure.fixed_point import LEAST_NORM, MOST_NORM
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.resume import ResumePoint
 

@@ -25,9 +25,8 @@ from ravan_flwr.messages.wire import num_bytes
 from ravan_flwr.methods.base import CLASSIFIER, Method
 from ravan_flwr.methods.budgets import budget_share
 from ravan_flwr.privacy.example_gradients import ExampleGradients
-from ravan_flwr.secure.noised import NoiseShares
-from ravan_flwr.secure.schedule import GIVEN, Schedule, make_schedule
-from ravan_flwr.secure.sizes import Bytes, masked_bytes, most_around
+from ravan_flwr.secure.fixed_point import WIDTH, NoiseShares
+from ravan_flwr.secure.schedule import GIVEN, Bytes, Schedule, make_schedule, most_around
 from ravan_flwr.seeding import generator
 from ravan_flwr.tasks.base import Batch, Task
 from ravan_flwr.training.attention import attention_of
@@ -147,9 +146,9 @@ class Skeleton:
         shapes = list(method.upload_shapes(share).values())
         if self.around is not None:
             if self.around.whole is not None:
-                return masked_bytes(self.around.whole) + self.around.up
+                return WIDTH * self.around.whole + self.around.up
             numbers = sum(map(math.prod, shapes)) + self.classifier_sent
-            return masked_bytes(numbers + 1) + self.around.up  # and how many were cut off
+            return WIDTH * (numbers + 1) + self.around.up  # and how many were cut off
         return self._coded(method.upload_bytes(share), shapes)
 
     def bytes_down(self, share: float) -> int:

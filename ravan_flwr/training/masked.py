@@ -20,9 +20,8 @@ from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.methods.tensors import whole_checksum
 from ravan_flwr.privacy.mechanism import changes_from, clipping
 from ravan_flwr.privacy.noise import gaussian
-from ravan_flwr.secure.fixed_point import Numbers, bound_of, to_steps
-from ravan_flwr.secure.noised import NoiseShares, Steps, within
-from ravan_flwr.secure.noised import to_numbers as numbers_of
+from ravan_flwr.secure.fixed_point import NoiseShares, Numbers, Steps, bound_of, to_steps, within
+from ravan_flwr.secure.fixed_point import to_numbers as numbers_of
 from ravan_flwr.secure.schedule import Bits, Part, Schedule, threshold_of
 
 CUT_OFF = "/cut-off"  # no tensor has this name

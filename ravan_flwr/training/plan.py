@@ -13,13 +13,17 @@ from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.methods.budgets import BUDGETS, SHARES, affordable
-from ravan_flwr.privacy.account import epsilon_of, epsilon_seen, multiplier_for
-from ravan_flwr.privacy.cohorts import most_rounds, why_not_masked
+from ravan_flwr.privacy.account import (
+    epsilon_of,
+    epsilon_seen,
+    most_rounds,
+    multiplier_for,
+    why_not_masked,
+)
 from ravan_flwr.privacy.example_gradients import check_trained
 from ravan_flwr.privacy.example_mechanism import StepNoise, step_noise_norm
-from ravan_flwr.privacy.expected import expected_clients, noise_norm
-from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise, reached
-from ravan_flwr.secure.noised import NoiseShares
+from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise, expected_clients, noise_norm, reached
+from ravan_flwr.secure.fixed_point import NoiseShares
 from ravan_flwr.secure.schedule import threshold_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients

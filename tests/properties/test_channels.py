@@ -50,7 +50,7 @@ from ravan_flwr.runs import tracking
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import RoundRecord, Summary
 from ravan_flwr.runs.tracking import numbers_of
-from ravan_flwr.secure.noised import NoiseShares
+from ravan_flwr.secure.fixed_point import NoiseShares
 from ravan_flwr.secure.schedule import threshold_of
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.server.privacy_budget import ClientBudget

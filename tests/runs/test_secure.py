@@ -26,10 +26,10 @@ from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.reports.run_view import view_of
 from ravan_flwr.reports.snapshot import FollowedRun
 from ravan_flwr.secure import agreement, shamir
+from ravan_flwr.secure.agreement import signed_keys
 from ravan_flwr.secure.fixed_point import step_of
 from ravan_flwr.secure.node_keys import NodeKeys, make_keys
 from ravan_flwr.secure.server import DealerError
-from ravan_flwr.secure.transcript import signed_keys
 from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.user_messages import check_simulation
 from ravan_flwr.specs import Scalar

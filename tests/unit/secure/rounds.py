@@ -55,9 +55,10 @@ class Held:
     def mask(self, late=()):
         for p in self.there("shares"):
             schedule, rows = self.clients[p].take_shares(ROUND, self.server.to_mask(p))
+            bounds = [part.bound for part in schedule.parts for _ in range(part.rows)]
             numbers = []
             self.changes[p] = []
-            for row, size, bound in zip(rows, schedule.sizes, schedule.bounds, strict=True):
+            for row, size, bound in zip(rows, schedule.sizes, bounds, strict=True):
                 change = self.random.uniform(-bound, bound, int(size)) if row else None
                 self.changes[p].append(change)
                 if change is not None:

@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ravan_flwr.privacy.account import epsilon_of, epsilon_seen
-from ravan_flwr.privacy.cohorts import chance_to_decide, most_rounds
+from ravan_flwr.privacy.account import chance_to_decide, epsilon_of, epsilon_seen, most_rounds
 from ravan_flwr.privacy.noise import gaussian
-from ravan_flwr.secure.fixed_point import MASK, MODULUS
+from ravan_flwr.secure.fixed_point import (
+    MASK,
+    MODULUS,
+    ROOM,
+    NoiseShares,
+    signed,
+    to_numbers,
+    within,
+)
 from ravan_flwr.secure.node_keys import make_keys
-from ravan_flwr.secure.noised import ROOM, NoiseShares, signed, to_numbers, within
 from ravan_flwr.secure.schedule import Part, make_schedule, read_schedule, threshold_of
 from ravan_flwr.secure.server import SecureServer, read_greeting
 from tests.unit.secure.rounds import PHASES, ROUND, RUN, Held
