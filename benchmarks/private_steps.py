@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.privacy.example_mechanism import StepNoise
+from ravan_flwr.privacy.account import StepNoise
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.local_steps import steps_of, train_locally

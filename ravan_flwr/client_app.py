@@ -7,7 +7,7 @@ process loads first: it asks the warm worker, if the node has one, and imports t
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from ravan_flwr.client.run_scope import enforce_run_scope
+from ravan_flwr.client.replay_guard import enforce_run_scope
 from ravan_flwr.config.node_config import read_node, use_cache
 from ravan_flwr.importing import importing
 from ravan_flwr.secure import LIGHT, PHASES

@@ -6,23 +6,23 @@ Records in, records out, in whatever process. The work is done by `training/`.
 from collections.abc import Callable
 from dataclasses import replace
 from logging import getLogger
+from pathlib import Path
+from typing import Any
 
 import flwr
 import torch
 import transformers
 from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 
-from ravan_flwr.client.client_request import ClientRequest
-from ravan_flwr.client.delivered import keep_delivered
-from ravan_flwr.client.example_account import SpentError, take_part
+from ravan_flwr.client.account import SpentError, take_part
+from ravan_flwr.client.client_request import ClientRequest, keep_own
 from ravan_flwr.client.masked import train_masked
 from ravan_flwr.client.on_device import is_on_a_device
-from ravan_flwr.client.personal_state import keep_own
 from ravan_flwr.client.secure_part import node_keys
 from ravan_flwr.config.node_config import limit_of
-from ravan_flwr.config.run_config import Config
-from ravan_flwr.messages.arrays import to_record
+from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
+from ravan_flwr.messages.parcel import kept, not_kept, read_parcel
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.wire import encode
 from ravan_flwr.training.local_steps import (
@@ -44,23 +44,18 @@ log = getLogger(__name__)
 def answer(kind: str, content: RecordDict, context: Context) -> RecordDict:
     """Answer a message: `query`, `train`, `masked`, `calibrate`, `evaluate` or `deliver`."""
     client = ClientRequest(content, context)
-    _check_kind(kind, client.config)
-    return _ANSWERS[kind](client)
-
-
-def _check_kind(kind: str, config: Config) -> None:
-    """Refuse what a run of these settings does not ask: a server that does asks for too much."""
-    able = ["train", "calibrate", "evaluate"]
-    why = "secure-aggregation = false"
-    if config.secure_aggregation:
+    # A server that asks for what a run of these settings does not ask asks for too much.
+    able, why = ["train", "calibrate", "evaluate"], "secure-aggregation = false"
+    if client.config.secure_aggregation:
         why, able = "secure-aggregation = true", ["masked"]
-    elif config.privacy == "example":
+    elif client.config.privacy == "example":
         why, able = "privacy = 'example'", ["train"]
     if kind not in ("query", "deliver", *able):
         raise ValueError(
             f"{why}: got a message that asks to {kind!r}, expected {' or '.join(able)}; the server "
             "does not do as the run's settings say"
         )
+    return _ANSWERS[kind](client)
 
 
 def forget() -> None:
@@ -166,6 +161,44 @@ def _evaluate(client: ClientRequest) -> RecordDict:
     reported |= {f"num-{unit}": sums[unit]} if unit in sums else {}
     metrics = MetricRecord({"round": client.round, "num-examples": len(examples), **reported})
     return RecordDict({"metrics": metrics})
+
+
+def keep_delivered(client: ClientRequest) -> RecordDict:
+    """Keep the run's result; whatever prevents that is told, and costs nothing else."""
+    try:
+        told = _keep(client)
+    except Exception as error:  # noqa: BLE001 (a full disk, what is damaged, memory that ran out)
+        place = client.node.result_path or "(no result-path)"
+        log.warning("the run's result is not kept in %s: %s", place, error)
+        told = not_kept(_without_paths(error))
+    return RecordDict({"kept": ConfigRecord(told)})
+
+
+def _keep(client: ClientRequest) -> dict[str, Any]:
+    from ravan_flwr.reports.device_result import keep_result  # noqa: PLC0415 (no round needs it)
+
+    node = client.node
+    parcel = read_parcel(client.content.config_records["config"])
+    if node.result_path is None:
+        raise ValueError("its node config has no result-path")
+    client.take_fixed()
+    state = from_record(client.content.array_records["arrays"])
+    own = client.find_own()
+    if own is None and client.bench.model.own_shapes():
+        raise ValueError(
+            "this device has no part of the model of its own: it has not trained in this run, or "
+            "was started again since; expected deliver=true in a run in which it trains"
+        )
+    place, writer = Path(node.result_path), str(node.partition_id)
+    form = node.result_form
+    return kept(parcel, keep_result(place, parcel, state, client.bench, form, writer, own))
+
+
+def _without_paths(error: Exception) -> str:
+    """Tell an error to the server, which is told no paths of a device."""
+    if isinstance(error, OSError):
+        return f"its result-path cannot be written to: {error.strerror or type(error).__name__}"
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 _ANSWERS: dict[str, Callable[[ClientRequest], RecordDict]] = {

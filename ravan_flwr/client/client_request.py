@@ -1,5 +1,7 @@
 """Hold a message together with the node that it came to: what every answer begins with."""
 
+import hashlib
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,14 +9,13 @@ from dataclasses import replace
 from logging import getLogger
 from typing import Any, cast
 
-from flwr.app import Context, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 
-from ravan_flwr.client.account_book import check_kept
-from ravan_flwr.client.personal_state import find_own, run_mark
-from ravan_flwr.config.keys import AUTO
+from ravan_flwr.client.account import check_kept
+from ravan_flwr.config.keys import AUTO, FREE_ON_RESUME
 from ravan_flwr.config.node_config import check_node_requirements, read_node
-from ravan_flwr.config.run_config import read_config
-from ravan_flwr.messages.arrays import FIXED, from_record
+from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.messages.arrays import FIXED, from_record, to_record
 from ravan_flwr.messages.wire import decode, wire_of_round
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Tensors
@@ -29,6 +30,8 @@ from ravan_flwr.training.model_and_data import Examples, ModelAndData, get_model
 
 log = getLogger(__name__)
 
+OWN = "own-part"  # the record with the tensors
+OWN_OF = "own-part-of"  # the record that says which run's they are
 KEPT = (
     "this device could not work on its examples; its own log says why, which the server is not "
     "told, since it could learn of an example by that"
@@ -169,3 +172,45 @@ class ClientRequest:
                 "they were sent; the server sends them once more in its next round"
             )
         self.bench.model.load_fixed(from_record(state.array_records[FIXED]), wanted)
+
+
+# A client's own part of the model lies in its node's state, which Flower keeps for one run, and
+# forgets when the node is started again. What is read from it is checked as what comes from
+# elsewhere is: a part of another run, of other shapes, or with numbers that are not finite, counts
+# as lost.
+
+
+def run_mark(config: Config, run_id: int) -> str:
+    """Name a run by its number and by the settings that its result follows from."""
+    settings = {k: v for k, v in config.as_dict().items() if k not in FREE_ON_RESUME}
+    text = json.dumps([run_id, settings], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def keep_own(state: RecordDict, own: Tensors, mark: str) -> None:
+    """Put the part into a node's state, in place of the one before."""
+    state[OWN] = to_record(own)
+    state[OWN_OF] = ConfigRecord({"run": mark})
+
+
+def own_tensors(state: RecordDict) -> Tensors | None:
+    """Read the tensors of the part, as they are; None if there is none."""
+    arrays = state.get(OWN)
+    return from_record(arrays) if isinstance(arrays, ArrayRecord) else None
+
+
+def find_own(state: RecordDict, model: AdaptedModel, mark: str) -> Tensors | None:
+    """Find the part that the client has of this run; None if it has none that can be used."""
+    try:
+        own = own_tensors(state)
+        if own is None:
+            return None
+        named = state.get(OWN_OF)
+        found = named.get("run") if isinstance(named, ConfigRecord) else None
+        if found != mark:
+            raise ValueError(f"it is of run {found!r}, expected {mark!r}")
+        model.check_own(own)
+    except ValueError as error:
+        log.warning("this client's own part of the model is of no use, it begins anew: %s", error)
+        return None
+    return own

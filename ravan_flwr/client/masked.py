@@ -6,9 +6,9 @@ from logging import getLogger
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
+from ravan_flwr.client.account import NoiseAccount
 from ravan_flwr.client.client_request import ClientRequest
-from ravan_flwr.client.noise_account import NoiseAccount
-from ravan_flwr.client.secure_part import SecurePart, pieces_in
+from ravan_flwr.client.secure_part import pieces_in, secure_part
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.messages.pieces import read_pieces, to_pieces
 from ravan_flwr.methods.base import Tensors
@@ -35,7 +35,7 @@ log = getLogger(__name__)
 def train_masked(client: ClientRequest) -> RecordDict:
     """Train the rows that the schedule of a secure round says, and mask how they changed."""
     parts = read_pieces(pieces_in(client.content), ("here", "sealed", "marks"))
-    with SecurePart(client.context, client.node) as secure:
+    with secure_part(client.context, client.node) as secure:
         schedule, rows = secure.take_shares(client.round, parts)
     sent, method = client.broadcast, client.bench.model.method
     check_given(replace(client.bench.config, rank=method.rank), sent, schedule)
@@ -52,7 +52,7 @@ def train_masked(client: ClientRequest) -> RecordDict:
         chosen = by_tensor(schedule, rows)
         result = train_locally(*client.work, client.granted, client.steps, client.turn, rows=chosen)
         numbers = to_numbers(method, sent, result.upload, schedule, rows, random)
-    with SecurePart(client.context, client.node) as secure:
+    with secure_part(client.context, client.node) as secure:
         masked = secure.mask(client.round, numbers)
     arrays = to_pieces({"masked": masked})
     return RecordDict({"arrays": arrays, "metrics": MetricRecord(client.told)})

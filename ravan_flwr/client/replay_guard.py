@@ -4,16 +4,22 @@ Flower starts a process for every message, at once. Each has the node's state as
 began, and the state of the one that ends last is kept. So a server that asks twice at the same time
 would get signatures of two lists, or two private rounds that the account has as one. What stands
 against it is a number that only goes up, in a file that only this user can write.
+
+A node answers for one run at a time, and begins each with nothing of those before. Flower keeps a
+node's state for a series of runs, and gives a message what the last of them left: its state, and
+its run config. A run of ours keeps things there that are of no other: fixed tensors, the client's
+own part, accounts, the secrets of a secure round.
 """
 
 from collections.abc import Mapping
 
-from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from ravan_flwr.client.on_device import append, is_on_a_device, locked_file
 from ravan_flwr.secure import PHASES
 
-_ACCOUNT = "privacy-account"  # as example_account.py names it, which needs torch
+_ACCOUNT = "privacy-account"  # as account.py names it
+_OF = "of-run"
 
 
 def answer_once(kind: str, content: RecordDict, context: Context, partition: int) -> None:
@@ -54,3 +60,18 @@ def _whole(records: RecordDict, name: str, record: str = "config") -> int:
     found: Mapping[str, object] = records.config_records.get(record, ConfigRecord())
     value = found.get(name)
     return value if type(value) is int and 0 <= value < 2**53 else 0
+
+
+def enforce_run_scope(message: Message, context: Context) -> None:
+    """Forget what another run has left; ValueError if the message is of an earlier one."""
+    run, other = str(context.run_id), message.metadata.run_id
+    if other != context.run_id:
+        raise ValueError(
+            f"got a message of run {other} while this node is in run {run} of the same series, "
+            "expected one run of a series after the other; start it again"
+        )
+    state = context.state
+    last = state.get(_OF)
+    if isinstance(last, ConfigRecord) and last.get("run") != run:
+        state.clear()
+    state[_OF] = ConfigRecord({"run": run})

@@ -5,13 +5,14 @@ one text, and ends with that. The server never sees a node's state.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from logging import getLogger
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 
-from ravan_flwr.client.noise_account import NoiseAccount
+from ravan_flwr.client.account import NoiseAccount
 from ravan_flwr.config.node_config import Node
 from ravan_flwr.messages.pieces import DISTRUSTS, PIECES, SEEN, read_pieces, to_pieces
 from ravan_flwr.secure.agreement import Parts
@@ -35,11 +36,19 @@ _HALVES: dict[str, tuple[tuple[str, ...], Callable[[SecureClient, int, Parts], P
 def answer_phase(kind: str, content: RecordDict, context: Context, node: Node) -> RecordDict:
     """Answer a message of one of these phases."""
     names, phase = _HALVES[kind]
-    number = round_of(content)
+    number = content.config_records["config"]["round"]
+    if type(number) is not int:
+        raise ValueError(f"got round {number!r}, expected a whole number")
     parts = read_pieces(pieces_in(content), names)
-    _check_account(kind, content, context, node, parts)
+    # A round that would show too much of this node is refused before others reckon with it.
+    account = NoiseAccount(context.state, context.run_id, node.partition_id)
+    if kind == "keys":
+        account.believe(content.config_records["config"].get(SEEN, 0.0))
+        account.check(node)
+    elif kind == "shares" and (shown := read_schedule(parts["schedule"]).shown):
+        account.check(node, shown)
     try:
-        with SecurePart(context, node) as client:
+        with secure_part(context, node) as client:
             told = phase(client, number, parts)
     except DistrustError as error:
         log.warning("this node takes no part in round %d: %s", number, error)
@@ -47,29 +56,9 @@ def answer_phase(kind: str, content: RecordDict, context: Context, node: Node) -
     return RecordDict({"arrays": to_pieces(told), "metrics": MetricRecord({"round": number})})
 
 
-def _check_account(
-    kind: str, content: RecordDict, context: Context, node: Node, parts: Parts
-) -> None:
-    """Refuse a round that would show too much of this node, before others reckon with it."""
-    account = NoiseAccount(context.state, context.run_id, node.partition_id)
-    if kind == "keys":
-        account.believe(content.config_records["config"].get(SEEN, 0.0))
-        account.check(node)
-    elif kind == "shares" and (shown := read_schedule(parts["schedule"]).shown):
-        account.check(node, shown)
-
-
 def pieces_in(content: RecordDict) -> ArrayRecord:
     """Find the pieces of a message."""
     return content.array_records.get(PIECES, ArrayRecord())
-
-
-def round_of(content: RecordDict) -> int:
-    """Read the number of the round from a message."""
-    number = content.config_records["config"]["round"]
-    if type(number) is not int:
-        raise ValueError(f"got round {number!r}, expected a whole number")
-    return number
 
 
 def node_keys(node: Node) -> NodeKeys:
@@ -82,21 +71,16 @@ def node_keys(node: Node) -> NodeKeys:
     return NodeKeys(Path(node.secure_keys), node.partition_id)
 
 
-class SecurePart:
+@contextmanager
+def secure_part(context: Context, node: Node) -> Iterator[SecureClient]:
     """Lend the client of a secure round for one phase; afterwards its state is kept.
 
     Also after an error: a phase that failed is over.
     """
-
-    def __init__(self, context: Context, node: Node) -> None:
-        self._context = context
-        kept = context.state.config_records.get(SECURE, ConfigRecord())
-        self._state: State = json.loads(str(kept.get("state", "{}")))
-        keys = node_keys(node)
-        self._client = SecureClient(self._state, context.run_id, node.partition_id, keys)
-
-    def __enter__(self) -> SecureClient:
-        return self._client
-
-    def __exit__(self, *_: object) -> None:
-        self._context.state[SECURE] = ConfigRecord({"state": json.dumps(self._state)})
+    kept = context.state.config_records.get(SECURE, ConfigRecord())
+    state: State = json.loads(str(kept.get("state", "{}")))
+    keys = node_keys(node)
+    try:
+        yield SecureClient(state, context.run_id, node.partition_id, keys)
+    finally:
+        context.state[SECURE] = ConfigRecord({"state": json.dumps(state)})

@@ -1,7 +1,7 @@
 """Keep what each client's examples have spent, as far as the server knows (`privacy=example`).
 
 Each client accounts for itself and refuses to train when its epsilon would be exceeded
-(client/example_account.py). The server counts beside it how often it has asked each one, which is
+(client/account.py). The server counts beside it how often it has asked each one, which is
 at least as often as it took part, and on disk (`privacy.json`) before the messages leave. By that
 it tells the largest epsilon, leaves clients alone that have nothing left, ends the run when too few
 have, and tells a client that was started again how often it was asked. What a client sends is

@@ -22,7 +22,7 @@ from flwr.supercore.constant import TaskType
 from flwr.supercore.run import Run
 
 from ravan_flwr import server_app
-from ravan_flwr.client.personal_state import keep_own, own_tensors, run_mark
+from ravan_flwr.client.client_request import keep_own, own_tensors, run_mark
 from ravan_flwr.config.keys import AUTO, KEYS
 from ravan_flwr.config.places import absolute_paths
 from ravan_flwr.config.presets import own_preset

@@ -6,6 +6,7 @@ and rounded up: what comes out is an upper bound, and tighter than Renyi's.
 """
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,6 +16,14 @@ INTERVAL = 1e-3  # of the grid: a tenth of it changes the fourth digit, and take
 LEAST, MOST = 0.1, 1000.0  # noise multipliers
 CLOSE = 1e-4  # of a multiplier that is looked for
 _FAR, _HALVINGS = -20.0, 100
+
+
+@dataclass(frozen=True)
+class StepNoise:
+    """Say to what the gradients of a client's examples are clipped, and how much noise they get."""
+
+    multiplier: float
+    norm: float
 
 
 class Releases(NamedTuple):

@@ -15,22 +15,14 @@ An example whose gradient is not finite counts as zero: it would be the only one
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ravan_flwr.privacy.account import StepNoise
 from ravan_flwr.privacy.noise import gaussian
 
 _BELOW = 1 - 2.0**-40  # so that rounding takes no clipped gradient above the norm
-
-
-@dataclass(frozen=True)
-class StepNoise:
-    """Say to what the gradients of a client's examples are clipped, and how much noise they get."""
-
-    multiplier: float
-    norm: float
 
 
 class ClippedExamples:

@@ -14,6 +14,7 @@ from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.methods.budgets import BUDGETS, SHARES, affordable
 from ravan_flwr.privacy.account import (
+    StepNoise,
     epsilon_of,
     epsilon_seen,
     most_rounds,
@@ -21,7 +22,7 @@ from ravan_flwr.privacy.account import (
     why_not_masked,
 )
 from ravan_flwr.privacy.example_gradients import check_trained
-from ravan_flwr.privacy.example_mechanism import StepNoise, step_noise_norm
+from ravan_flwr.privacy.example_mechanism import step_noise_norm
 from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise, expected_clients, noise_norm, reached
 from ravan_flwr.secure.fixed_point import NoiseShares
 from ravan_flwr.secure.schedule import threshold_of

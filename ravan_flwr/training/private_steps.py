@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.methods.base import Tensors
+from ravan_flwr.privacy.account import StepNoise
 from ravan_flwr.privacy.example_gradients import ExampleGradients, check_apart, check_trained
-from ravan_flwr.privacy.example_mechanism import ClippedExamples, StepNoise
+from ravan_flwr.privacy.example_mechanism import ClippedExamples
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Encoded, Task
 from ravan_flwr.tasks.extensions import ByExample, task_with

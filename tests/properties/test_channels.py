@@ -42,8 +42,8 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras.delivery import PUBLISHED, make_parcel
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.messages.arrays import to_record
+from ravan_flwr.privacy.account import StepNoise
 from ravan_flwr.privacy.example_gradients import check_apart
-from ravan_flwr.privacy.example_mechanism import StepNoise
 from ravan_flwr.privacy.noise import happens
 from ravan_flwr.reports.card import fill_card
 from ravan_flwr.runs import tracking

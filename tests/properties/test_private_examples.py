@@ -13,10 +13,9 @@ import torch
 from scipy.stats import kstest
 
 from ravan_flwr.privacy import example_mechanism
-from ravan_flwr.privacy.account import Releases, epsilon_of, epsilon_of_all
+from ravan_flwr.privacy.account import Releases, StepNoise, epsilon_of, epsilon_of_all
 from ravan_flwr.privacy.example_mechanism import (
     ClippedExamples,
-    StepNoise,
     joint_norms,
     step_noise_norm,
 )

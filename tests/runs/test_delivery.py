@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForImageClassification
 
 from ravan_flwr import simulate
-from ravan_flwr.client import answers, delivered
+from ravan_flwr.client import answers
 from ravan_flwr.launch import in_process
 from ravan_flwr.methods import METHODS
 from ravan_flwr.reports import device_result
@@ -345,13 +345,13 @@ def test_a_full_disk_is_told_and_leaves_nothing_behind(form, devices, monkeypatc
     devices.add(1)
     run = devices.run()
     former = files_of(devices.places[0])
-    keep = delivered._keep
+    keep = answers._keep
 
     def on_a_full_disk(client):
         with files_of_at_most(20_000 if client.node.partition_id == 0 else -1):
             return keep(client)
 
-    monkeypatch.setattr(delivered, "_keep", on_a_full_disk)
+    monkeypatch.setattr(answers, "_keep", on_a_full_disk)
     more = devices.run(num_rounds=3, resume=str(run.run_dir))
     assert more.summary["delivered"] == [{"partition-id": 1, "folder": "adapter"}]
     assert more.summary["rounds"] == 3

@@ -14,8 +14,8 @@ from ravan_flwr import evaluate, predict, result_of, simulate
 from ravan_flwr.cli import main
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.privacy.account import StepNoise
 from ravan_flwr.privacy.example_gradients import ExampleGradients
-from ravan_flwr.privacy.example_mechanism import StepNoise
 from ravan_flwr.reports.report import write_report
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.extensions import ByExample, task_with

@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, RecordDict
 
 from ravan_flwr import result_of, simulate
 from ravan_flwr.cli import main
-from ravan_flwr.client.personal_state import OWN, OWN_OF, find_own, keep_own
+from ravan_flwr.client.client_request import OWN, OWN_OF, find_own, keep_own
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch import in_process
 from ravan_flwr.messages.arrays import from_record, to_record

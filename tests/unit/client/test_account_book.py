@@ -2,17 +2,19 @@
 
 from flwr.app import ConfigRecord, RecordDict
 
-from ravan_flwr.client.account_book import opened_book
+from ravan_flwr.client.account import opened_book
 
 
 def entries(state, run=1, partition=0):
     with opened_book(state, "account", run, partition) as book:
-        return [dict(entry) for entry in book.entries]
+        found = [dict(entry) for entry in book.entries]
+    assert all(entry.pop("run") == str(run) for entry in found)
+    return found
 
 
 def enter(state, entry):
     with opened_book(state, "account", 1, 0) as book:
-        book.enter(entry)
+        book.enter(**entry)
 
 
 def test_on_a_device_the_last_entry_is_in_both_places(on_a_device):
@@ -35,7 +37,9 @@ def test_a_line_that_was_not_written_whole_costs_no_other(on_a_device):
     enter(RecordDict(), {"number": 2})
     assert entries(RecordDict()) == [{"number": 2}]
     path.write_bytes(b"[3]\n\xff\n")
-    assert entries(RecordDict({"account": ConfigRecord({"number": 4})})) == [{"number": 4}]
+    assert entries(RecordDict({"account": ConfigRecord({"run": "1", "number": 4})})) == [
+        {"number": 4}
+    ]
 
 
 def test_where_messages_take_turns_it_is_in_the_state_alone():

@@ -7,8 +7,8 @@ import pytest
 from flwr.app import Array, ConfigRecord, Context, RecordDict
 
 from ravan_flwr.client import answers
-from ravan_flwr.client.example_account import ACCOUNT, ExampleAccount, SpentError, take_part
-from ravan_flwr.client.personal_state import run_mark
+from ravan_flwr.client.account import EXAMPLES, ExampleAccount, SpentError, opened_book, take_part
+from ravan_flwr.client.client_request import run_mark
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.privacy.account import Releases, epsilon_of
@@ -28,12 +28,17 @@ def take(state, earlier=0, rate=0.4, mark="m", **settings):
     return take_part(state, mark, read_config(given), rate, message, 0)
 
 
+def found(state, mark="m"):
+    with opened_book(state, EXAMPLES, mark, 0) as book:
+        return ExampleAccount.of(book)
+
+
 def test_each_round_counts_its_steps():
     state = RecordDict()
     for number in (1, 2, 3):
         noise, missing = take(state, earlier=number - 1)
         assert (noise.multiplier, noise.norm, missing) == (2.0, 1.0, False)
-        account = ExampleAccount.find(state, "m")
+        account = found(state)
         assert account == ExampleAccount(number, (EACH._replace(number=5 * number),))
 
 
@@ -42,7 +47,7 @@ def test_other_numbers_of_examples_are_another_kind_of_release():
     take(state)
     take(state, earlier=1, rate=0.5)
     take(state, earlier=2)
-    kinds = ExampleAccount.find(state, "m").releases
+    kinds = found(state).releases
     assert kinds == (EACH._replace(number=10), Releases(2.0, 0.5, 5))
 
 
@@ -60,19 +65,19 @@ def test_a_round_that_would_exceed_epsilon_is_refused_and_not_counted():
     take(state, epsilon=limit, earlier=1)
     with pytest.raises(SpentError, match=f"have spent {two:.4g}, and one more .* to {three:.4g}"):
         take(state, epsilon=limit, earlier=2)
-    assert ExampleAccount.find(state, "m").rounds == 2
+    assert found(state).rounds == 2
 
 
 @pytest.mark.parametrize(
     "lost",
     [
-        lambda state: state.pop(ACCOUNT),
-        lambda state: state.update({ACCOUNT: ConfigRecord({"run": "another", "rounds": 9})}),
-        lambda state: state[ACCOUNT].update({"rounds": -1}),
-        lambda state: state[ACCOUNT].update({"rates": [0.4, 0.4]}),
-        lambda state: state[ACCOUNT].update({"rates": ["a"]}),
-        lambda state: state[ACCOUNT].pop("numbers"),
-        lambda state: state.update({ACCOUNT: to_record({})}),
+        lambda state: state.pop(EXAMPLES),
+        lambda state: state.update({EXAMPLES: ConfigRecord({"run": "another", "rounds": 9})}),
+        lambda state: state[EXAMPLES].update({"rounds": -1}),
+        lambda state: state[EXAMPLES].update({"rates": [0.4, 0.4]}),
+        lambda state: state[EXAMPLES].update({"rates": ["a"]}),
+        lambda state: state[EXAMPLES].pop("numbers"),
+        lambda state: state.update({EXAMPLES: to_record({})}),
     ],
 )
 def test_an_account_that_is_lost_or_damaged_is_made_of_what_the_server_asked(lost):
@@ -82,7 +87,7 @@ def test_an_account_that_is_lost_or_damaged_is_made_of_what_the_server_asked(los
     lost(state)
     _, missing = take(state, earlier=2)
     assert missing
-    assert ExampleAccount.find(state, "m") == ExampleAccount(3, (EACH._replace(number=15),))
+    assert found(state) == ExampleAccount(3, (EACH._replace(number=15),))
 
 
 def test_a_server_that_says_too_little_is_not_believed():
@@ -90,9 +95,9 @@ def test_a_server_that_says_too_little_is_not_believed():
     for _ in range(4):
         _, missing = take(state, earlier=0)
         assert not missing
-    assert ExampleAccount.find(state, "m").rounds == 4
+    assert found(state).rounds == 4
     take(state, earlier=7)  # nor one that is ahead, as where a round's account was not stored
-    assert ExampleAccount.find(state, "m").rounds == 8
+    assert found(state).rounds == 8
 
 
 @pytest.mark.parametrize(
@@ -111,7 +116,7 @@ def test_messages_of_no_such_server_are_refused(message, told):
     state = RecordDict()
     with pytest.raises(ValueError, match=told):
         take_part(state, "m", config, 0.4, message, 0)
-    assert ACCOUNT not in state
+    assert EXAMPLES not in state
 
 
 def test_a_noise_that_is_set_is_not_the_servers_to_choose():
@@ -170,7 +175,7 @@ def asked():
 
 def rounds_in(context):
     mark = run_mark(read_config(context.run_config), context.run_id)
-    return ExampleAccount.find(context.state, mark).rounds
+    return found(context.state, mark).rounds
 
 
 def test_a_round_is_in_the_nodes_state_before_its_training_begins(asked, monkeypatch):

@@ -9,7 +9,7 @@ import dp_accounting.pld
 import pytest
 from flwr.app import ConfigRecord, RecordDict
 
-from ravan_flwr.client.noise_account import ACCOUNT, NoiseAccount
+from ravan_flwr.client.account import NOISE, NoiseAccount
 from ravan_flwr.config.node_config import Node, check_node_requirements, limit_of, read_node
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.privacy.account import epsilon_seen
@@ -129,5 +129,5 @@ def test_a_question_that_ends_after_a_round_takes_nothing_out_of_the_account(on_
 
 @pytest.mark.parametrize("seen", [math.nan, -1.0, math.inf, "1", 1])
 def test_a_damaged_account_is_begun_anew(seen):
-    state = RecordDict({ACCOUNT: ConfigRecord({"run": "7", "seen": seen, "last": 0.0})})
+    state = RecordDict({NOISE: ConfigRecord({"run": "7", "seen": seen, "last": 0.0})})
     assert NoiseAccount(state, 7, 0).seen == 0.0

@@ -5,8 +5,7 @@ from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr.client import replay_guard
-from ravan_flwr.client.account_book import check_kept
-from ravan_flwr.client.example_account import ACCOUNT
+from ravan_flwr.client.account import EXAMPLES, check_kept
 from ravan_flwr.config.node_config import read_node
 
 
@@ -16,7 +15,7 @@ def ask(on_a_device):
     del on_a_device
 
     def asked(kind, partition=0, run=5, rounds=0, **settings):
-        state = RecordDict({ACCOUNT: ConfigRecord({"rounds": rounds})})
+        state = RecordDict({EXAMPLES: ConfigRecord({"rounds": rounds})})
         context = Context(
             run_id=run, node_id=1, node_config={}, state=state, run_config={"privacy": "example"}
         )

@@ -4,7 +4,7 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from ravan_flwr.client.run_scope import enforce_run_scope
+from ravan_flwr.client.replay_guard import enforce_run_scope
 from ravan_flwr.client_app import app
 
 

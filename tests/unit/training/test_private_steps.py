@@ -10,7 +10,7 @@ import torch
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.privacy import example_mechanism
-from ravan_flwr.privacy.example_mechanism import StepNoise
+from ravan_flwr.privacy.account import StepNoise
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
 from ravan_flwr.tasks.base import Encoded
