@@ -29,9 +29,8 @@ from ravan_flwr.runs.record import Summary
 from ravan_flwr.runs.status import drop_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.message_builder import MessageBuilder
 from ravan_flwr.server.release import release_of
-from ravan_flwr.server.reply_decoder import guard
+from ravan_flwr.server.reply_collector import MessageBuilder
 from ravan_flwr.server.reply_fetcher import in_process, processes_of, simulating
 from ravan_flwr.server.resume import (
     ResumePoint,
@@ -45,7 +44,7 @@ from ravan_flwr.server.run_recorder import RunRecorder, carry_over, summary_of
 from ravan_flwr.server.status import Status, StatusFile
 from ravan_flwr.server.stop_conditions import StopCondition, stop_conditions_of
 from ravan_flwr.server.strategy import FederatedTuning
-from ravan_flwr.server.superlink import ask_again
+from ravan_flwr.server.superlink import ask_again, guard
 from ravan_flwr.server.user_messages import (
     check_simulation,
     report_default_learning_rate,

@@ -25,9 +25,8 @@ from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import Delivered, Metrics, Rejection, RoundRecord, Summary
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.message_builder import MessageBuilder
 from ravan_flwr.server.replies import content_of, telling
-from ravan_flwr.server.reply_collector import ReplyCollector
+from ravan_flwr.server.reply_collector import MessageBuilder, ReplyCollector
 from ravan_flwr.server.reply_fetcher import RoundDeadline, in_process
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.status import Status

@@ -42,6 +42,7 @@ from ravan_flwr.secure.server import (
 )
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import outgoing
+from ravan_flwr.server.client_registry import LONG
 from ravan_flwr.server.noised import Noised
 from ravan_flwr.server.replies import Update, read_masked, read_phase, telling
 from ravan_flwr.server.round import Round
@@ -154,7 +155,8 @@ class Masked(Plain):
         """Skip a client for many rounds: with it they would have no effect either."""
         for member in self.run.registry.members.values():
             if member.partition_id == partition:
-                self.run.registry.nodes[member.node_id].rest(MessageType.TRAIN, self.round.number)
+                node = self.run.registry.nodes[member.node_id]
+                node.asleep[MessageType.TRAIN] = self.round.number + LONG
 
     # Training.
 

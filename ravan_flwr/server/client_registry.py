@@ -21,7 +21,7 @@ from ravan_flwr.messages.registered_client import (
     read_registered_client,
 )
 from ravan_flwr.runs.console import count
-from ravan_flwr.server.partitions import ExampleCounts, Partitions
+from ravan_flwr.server.partitions import Partitions
 from ravan_flwr.server.replies import content_of, telling
 from ravan_flwr.server.reply_fetcher import ReplyFetcher, in_process, push, simulating
 from ravan_flwr.specs import NODES_CHOSEN
@@ -62,25 +62,10 @@ class Node:
         """Count silences and faults of the node; replies of nodes with fewest are read first."""
         return sum(self.silent.values()) + self.faults
 
-    def was_asked(self, question: str, since: str, until: float) -> None:
-        """Note the message that it was asked by, and for how long its answer is waited for."""
-        self.question = self.last = question
-        self.since, self.until = since, until
-        self.times += 1
-
-    def forget_unless(self, since: str | None) -> None:
-        """Forget its answer, so that it is asked again, unless it was connected ever since."""
-        if self.since is not None and since != self.since:
-            self.since, self.refused, self.question = None, "", ""
-
     def was_silent(self, kind: str, round_number: int) -> None:
         """Ask it less often: after the k-th silence in a row it sits out 2^(k-1) - 1 rounds."""
         self.silent[kind] = self.silent.get(kind, 0) + 1
         self.asleep[kind] = round_number + 2 ** min(self.silent[kind] - 1, 6)
-
-    def rest(self, kind: str, round_number: int) -> None:
-        """Leave it out of many rounds: with it they would have no effect."""
-        self.asleep[kind] = round_number + LONG
 
     def answered(self, kind: str) -> None:
         """Note that it replied: from now on it may be asked for this in every round."""
@@ -98,9 +83,10 @@ class ClientRegistry:
 
     Every member has this server's code, `backbone` and `derived` fingerprints. `meant` is how many
     clients the preset is made for, `parts` in how many a run that goes on shared its data, and
-    `max_share` the largest budget that the operator grants. A run does not begin with fewer than
-    `least` members while others may still come. If nobody is to train, `partition_sizes` is false:
-    then it does not matter in how many parts a node thinks that the data is shared.
+    `max_share` the largest budget that the operator grants; `sizes` and `most` are those of
+    `Partitions`. A run does not begin with fewer than `least` members while others may still come.
+    If nobody is to train, `partition_sizes` is false: then it does not matter in how many parts a
+    node thinks that the data is shared.
     """
 
     def __init__(
@@ -111,15 +97,15 @@ class ClientRegistry:
         parts: int | None = None,
         max_share: float = 1.0,
         least: int = 1,
-        examples: ExampleCounts | None = None,
+        sizes: Callable[[int], Sequence[int]] | None = None,
+        most: int | None = None,
         *,
         partition_sizes: bool = True,
     ) -> None:
         self.meant, self.max_share, self.least = meant, max_share, least
         self.code, self.backbone, self.derived = code_fingerprint(), backbone, derived
         self.nodes: dict[int, Node] = {}
-        self._parts = Partitions(parts)
-        self._examples = examples or ExampleCounts()
+        self._parts = Partitions(parts, sizes, most)
         self._dealt_out = partition_sizes
         self._inbox = ReplyFetcher()
         self._members: Mapping[int, RegisteredClient] | None = None  # None: to be listed anew
@@ -150,8 +136,8 @@ class ClientRegistry:
     def examples(self, member: RegisteredClient) -> int:
         """Return by how many examples a member is weighted."""
         if self._most_examples is None:
-            self._most_examples = self._examples.most(self.members.values())
-        return self._examples.counted(member, self._most_examples)
+            self._most_examples = self._parts.most_examples(self.members.values())
+        return self._parts.examples(member, self._most_examples)
 
     def present(self, grid: Grid) -> list[RegisteredClient]:
         """Return the members that are connected now and have no open question, by partition."""
@@ -173,7 +159,13 @@ class ClientRegistry:
         """Query the nodes that are new, take the answers that came; at the start, wait for both."""
         self.gather(grid, wait=wait)
         if not self.members:
-            raise RuntimeError(self._why_nobody_trains())
+            why, number = "none is connected", len(self.refused)
+            if number:
+                all_were = "the one that is connected was" if number == 1 else f"all {number} were"
+                why = f"{all_were} refused: {listed(self.refused.values())}"
+            else:
+                why += ". Expected at least one that can train; start SuperNodes"
+            raise RuntimeError(f"no node to train on: {why}")
         if wait:
             chosen = in_process(grid) or NODES_CHOSEN in os.environ
             self._introduce(advise=simulating(grid) and not chosen)
@@ -208,16 +200,12 @@ class ClientRegistry:
             # A node that dies whenever it is asked, and comes back, is not waited for again.
             waiting = any(n.question and n.times == 1 for n in self.nodes.values())
             waiting = wait and (waiting or self._unasked > 0)
-            if not waiting and (self._all_here or time.monotonic() >= deadline):
+            awaited = max(self._parts.awaited(self.members.values()), self.least)
+            all_here = len(self.members) + len(self.refused) >= awaited
+            if not waiting and (all_here or time.monotonic() >= deadline):
                 return
             time.sleep(pause)
             pause = min(1.2 * pause, 0.5)
-
-    @property
-    def _all_here(self) -> bool:
-        """Return whether as many nodes have answered as the data has parts."""
-        awaited = self._parts.awaited(self.members.values())
-        return len(self.members) + len(self.refused) >= max(awaited, self.least)
 
     def _ask(self, grid: Grid) -> None:
         """Query the nodes that are new, and those that were away: they may have changed."""
@@ -225,7 +213,8 @@ class ClientRegistry:
         for node_id in since:
             self.nodes.setdefault(node_id, Node(node_id))
         for node in self.nodes.values():
-            node.forget_unless(since.get(node.node_id))
+            if node.since is not None and since.get(node.node_id) != node.since:
+                node.since, node.refused, node.question = None, "", ""  # it is asked again
         # A reply that never comes whole keeps a thread: a node has one open question at a time.
         new = [
             node_id
@@ -240,7 +229,9 @@ class ClientRegistry:
         until = time.monotonic() + QUERY_TIMEOUT
         for message in push(grid, messages) if messages else ():
             node = self.nodes[message.metadata.dst_node_id]
-            node.was_asked(message.metadata.message_id, since[node.node_id], until)
+            node.question = node.last = message.metadata.message_id
+            node.since, node.until = since[node.node_id], until
+            node.times += 1
 
     def _take_answers(self, grid: Grid) -> bool:
         """Take the answers that came; return whether one is the first of its node."""
@@ -286,9 +277,8 @@ class ClientRegistry:
         if self._checked is members:
             return  # nobody has come or gone since
         if self._dealt_out:
-            self._parts.settle(self.members.values())
-            self._refuse_all({k: self._parts.misfit(m) for k, m in self.members.items()})
-            self._refuse_all(self._examples.misfits(self.members.values(), self.partitions))
+            self._refuse_all(self._parts.misfits(self.members.values()))
+            self._refuse_all(self._parts.miscounts(self.members.values()))
         # At last: a node that was refused before this holds no part of the data.
         self._refuse_all({k: self._parts.claim(m) for k, m in self.members.items()})
         self._checked = members
@@ -308,19 +298,6 @@ class ClientRegistry:
         """Note that a node is a member now, or why it is none."""
         node.member, node.refused = member, refused
         self._members = self._most_examples = None
-
-    # Messages for people.
-
-    def _why_nobody_trains(self) -> str:
-        """Explain that there is no member, and what to do."""
-        if not self.refused:
-            return (
-                "no node to train on: none is connected. Expected at least one that can train; "
-                "start SuperNodes"
-            )
-        number = len(self.refused)
-        told = "the one that is connected was" if number == 1 else f"all {number} were"
-        return f"no node to train on: {told} refused: {listed(self.refused.values())}"
 
     def _introduce(self, *, advise: bool) -> None:
         """Log who is there, and how many parts of the data have no node.

@@ -9,7 +9,7 @@ weighs a reply (`weighting=examples`) or an evaluation, so that a false one woul
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from logging import getLogger
 from statistics import median_low
 
@@ -19,20 +19,31 @@ log = getLogger(__name__)
 
 MOST_TIMES = 10  # how many times the median a node's own examples count
 
+Members = Collection[RegisteredClient]
+
 
 class Partitions:
     """Decide the number of parts once for the run, and give each part to one node.
 
-    `before` is the number that a run that goes on had.
+    `before` is the number that a run that goes on had. `sizes` returns the number of examples in
+    each part, if so many share the data; it raises an error where the server has not that data.
+    `most` is the operator's bound on examples that the server does not know.
     """
 
-    def __init__(self, before: int | None = None) -> None:
-        self._before = before
+    def __init__(
+        self,
+        before: int | None = None,
+        sizes: Callable[[int], Sequence[int]] | None = None,
+        most: int | None = None,
+    ) -> None:
+        self._before, self._dealt_out, self._most = before, sizes, most
         self._settled: int | None = None  # once nodes that share the data have come
         self._holders: dict[int, int] = {}  # partition id -> the node that had it first
         self._held: dict[int, int] = {}  # and the other way round
+        self._sizes: Sequence[int] | None = None
+        self._checked: set[int] = set()  # nodes whose number of examples the server knows
 
-    def number(self, members: Collection[RegisteredClient]) -> int:
+    def number(self, members: Members) -> int:
         """Return in how many parts the data is shared, as far as these members tell.
 
         Nodes that share the data decide: the number is what it was before if one of them says so,
@@ -46,25 +57,43 @@ class Partitions:
             return self._before if self._before in told else _agreed(sharing)
         return max(_agreed(members), len(members)) if members else 1
 
-    def awaited(self, members: Collection[RegisteredClient]) -> int:
+    def awaited(self, members: Members) -> int:
         """Return how many nodes to wait for: in a run that goes on, as many as before."""
         if self._settled is None and self._before is not None and _sharing(members):
             return self._before
         return self.number(members)
 
-    def settle(self, members: Collection[RegisteredClient]) -> None:
-        """Fix the number for the run, once there are members that share the data."""
-        if _sharing(members):
+    def misfits(self, members: Members) -> dict[int, str]:
+        """Fix the number for the run; say which members, by node, have another one, and why."""
+        sharing = _sharing(members)
+        if sharing:
             self._settled = self.number(members)
+        return {
+            member.node_id: f"num-partitions is {member.num_partitions}, expected {self._settled} "
+            "as the others have, since the data is dealt out by it; give every SuperNode the same"
+            for member in sharing
+            if member.num_partitions != self._settled
+        }
 
-    def misfit(self, member: RegisteredClient) -> str:
-        """Say why a member does not fit to the number; empty if it does."""
-        if member.own_data or self._settled in (None, member.num_partitions):
-            return ""
-        return (
-            f"num-partitions is {member.num_partitions}, expected {self._settled} as the others "
-            "have, since the data is dealt out by it; give every SuperNode the same"
-        )
+    def miscounts(self, members: Members) -> dict[int, str]:
+        """Say which nodes claim another number of examples than their part has."""
+        sharing, sizes = _sharing(members), None
+        if sharing and self._dealt_out is not None:
+            try:
+                if self._sizes is None or len(self._sizes) != self.number(members):
+                    self._sizes = self._dealt_out(self.number(members))
+                sizes = self._sizes
+            except (ValueError, OSError, RuntimeError) as error:
+                log.warning("the nodes' numbers of examples are not checked: %s", error)
+                self._dealt_out = None
+        self._checked = set() if sizes is None else {member.node_id for member in sharing}
+        return {
+            member.node_id: f"examples is {member.examples}, expected {sizes[member.partition_id]} "
+            f"as partition {member.partition_id} of {member.num_partitions} has; give it the "
+            "server's data"
+            for member in sharing
+            if sizes is not None and member.examples != sizes[member.partition_id]
+        }
 
     def claim(self, member: RegisteredClient) -> str:
         """Give a member its part; say why not, if another node holds it."""
@@ -80,7 +109,7 @@ class Partitions:
         self._held[holder] = member.partition_id
         return ""
 
-    def check(self, members: Collection[RegisteredClient], least: int) -> None:
+    def check(self, members: Members, least: int) -> None:
         """Raise ValueError unless a run can begin: parts as before, enough for `least` replies."""
         now = self.number(members)
         if _sharing(members) and self._before not in (None, now):
@@ -95,72 +124,27 @@ class Partitions:
                 "secure-aggregation=true it is secure-minimum at least)"
             )
 
-
-def _sharing(members: Iterable[RegisteredClient]) -> list[RegisteredClient]:
-    """List the members that share the data that is dealt out."""
-    return [member for member in members if not member.own_data]
-
-
-def _agreed(members: Collection[RegisteredClient]) -> int:
-    """Return the number of partitions that most say; on a tie, the nearer to how many they are."""
-    counts = Counter(member.num_partitions for member in members)
-    nodes = counts.total()
-    return max(counts, key=lambda number: (counts[number], -abs(number - nodes), number))
-
-
-class ExampleCounts:
-    """Compare what nodes claim with what the server dealt out.
-
-    `partition_sizes` returns the number of examples in each part, if so many share the data; it
-    raises an error where the server has not that data. `most` is the operator's bound on examples
-    that the server does not know.
-    """
-
-    def __init__(
-        self, partition_sizes: Callable[[int], Sequence[int]] | None = None, most: int | None = None
-    ) -> None:
-        self._dealt_out, self._most = partition_sizes, most
-        self._sizes: Sequence[int] | None = None
-        self._checked: set[int] = set()  # nodes whose number of examples the server knows
-
-    def misfits(self, members: Collection[RegisteredClient], parts: int) -> dict[int, str]:
-        """Say which nodes claim another number than their part has, and what is wrong."""
-        sharing = [member for member in members if not member.own_data]
-        sizes = self._sizes_of(parts) if sharing else None
-        self._checked = set() if sizes is None else {member.node_id for member in sharing}
-        if sizes is None:
-            return {}
-        return {
-            member.node_id: f"examples is {member.examples}, expected {sizes[member.partition_id]} "
-            f"as partition {member.partition_id} of {member.num_partitions} has; give it the "
-            "server's data"
-            for member in sharing
-            if member.examples != sizes[member.partition_id]
-        }
-
-    def most(self, members: Collection[RegisteredClient]) -> int:
+    def most_examples(self, members: Members) -> int:
         """Return by how many examples one of these is weighted at most, where nobody knows better.
 
         That is what the operator says, or ten times the median of all: a node that alone has data
         of its own is no measure of itself.
         """
-        if self._most is not None:
-            return self._most
-        claimed = [member.examples for member in members]
-        return MOST_TIMES * median_low(claimed or [MOST_EXAMPLES])
+        claimed = [member.examples for member in members] or [MOST_EXAMPLES]
+        return MOST_TIMES * median_low(claimed) if self._most is None else self._most
 
-    def counted(self, member: RegisteredClient, most: int) -> int:
+    def examples(self, member: RegisteredClient, most: int) -> int:
         """Return by how many examples a member is weighted; `most` where they are not known."""
         return member.examples if member.node_id in self._checked else min(member.examples, most)
 
-    def _sizes_of(self, parts: int) -> Sequence[int] | None:
-        """Return the number of examples in each part; None where the server has not the data."""
-        if self._dealt_out is None:
-            return None
-        try:
-            if self._sizes is None or len(self._sizes) != parts:
-                self._sizes = self._dealt_out(parts)
-        except (ValueError, OSError, RuntimeError) as error:
-            log.warning("the nodes' numbers of examples are not checked: %s", error)
-            self._dealt_out = self._sizes = None
-        return self._sizes
+
+def _sharing(members: Members) -> list[RegisteredClient]:
+    """List the members that share the data that is dealt out."""
+    return [member for member in members if not member.own_data]
+
+
+def _agreed(members: Members) -> int:
+    """Return the number of partitions that most say; on a tie, the nearer to how many they are."""
+    counts = Counter(member.num_partitions for member in members)
+    nodes = counts.total()
+    return max(counts, key=lambda number: (counts[number], -abs(number - nodes), number))

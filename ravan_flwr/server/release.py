@@ -20,9 +20,8 @@ from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.wire import wire_of_round
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Tensors
-from ravan_flwr.server.aggregation import Aggregate, open_calibration, outgoing
+from ravan_flwr.server.aggregation import FEWEST, Aggregate, open_calibration, outgoing
 from ravan_flwr.server.replies import Update, read_trained
-from ravan_flwr.server.robust import FEWEST
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.adapted_model import AdaptedModel
 

@@ -20,7 +20,7 @@ from ravan_flwr.messages.registered_client import RegisteredClient, check_derive
 from ravan_flwr.messages.wire import decode
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.record import Metrics
-from ravan_flwr.server.reply_decoder import UNREADABLE
+from ravan_flwr.server.superlink import UNREADABLE
 from ravan_flwr.tasks.base import Measures
 
 # What a number that a client tells may be, at most. A loss beyond it is a run that diverged.

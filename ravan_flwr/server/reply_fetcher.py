@@ -11,8 +11,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 from flwr.supercore.constant import TaskType
 
-from ravan_flwr.server.reply_decoder import fetch
-from ravan_flwr.server.superlink import failures_of
+from ravan_flwr.server.superlink import failures_of, fetch
 
 STUCK = 2.0  # seconds that others wait for one reply that is being fetched
 LEAST_GRACE = 60.0  # seconds for stragglers, unless the run config sets them

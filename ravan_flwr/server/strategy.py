@@ -22,18 +22,16 @@ from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics
 from ravan_flwr.runs.status import RunStatus
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.message_builder import MessageBuilder
-from ravan_flwr.server.partitions import ExampleCounts
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.release import Calibrated, release_of
-from ravan_flwr.server.reply_decoder import guard
+from ravan_flwr.server.reply_collector import MessageBuilder
 from ravan_flwr.server.reply_fetcher import in_process
 from ravan_flwr.server.round import Round
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.state import ServerState
 from ravan_flwr.server.status import Status
 from ravan_flwr.server.stop_conditions import StopCondition
-from ravan_flwr.server.superlink import ask_again
+from ravan_flwr.server.superlink import ask_again, guard
 from ravan_flwr.server.transport import transport_of
 from ravan_flwr.tasks.base import Measures
 
@@ -85,10 +83,9 @@ class FederatedTuning(Strategy):
             privacy.restore(memory or {})
         # Numbers of examples are checked where they count.
         counted = config.weighting == "examples" or config.evaluate_on == "clients"
-        examples = ExampleCounts(partition_sizes if counted else None, config.max_examples)
         self.registry = ClientRegistry(
             config.num_clients or 0, backbone, seed_fingerprint, partitions, config.max_share,
-            config.min_replies, examples,
+            config.min_replies, partition_sizes if counted else None, config.max_examples,
         )  # fmt: skip
         self.state = ServerState(config, derived, memory)
         self.mail = MessageBuilder(None if fixed is None else to_record(fixed))

@@ -8,7 +8,7 @@ HOW = KEYS["robust"].choices[1:]
 
 CLOSING = """
 import resource, sys, torch
-from ravan_flwr.server.robust import RobustRound
+from ravan_flwr.server.aggregation import RobustRound
 numbers, replies = 2_000_000, 10
 state = {"H": torch.zeros(numbers)}
 sums = RobustRound(state, sys.argv[1])

@@ -11,8 +11,7 @@ from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.server.aggregation import Aggregate
-from ravan_flwr.server.robust import middle
+from ravan_flwr.server.aggregation import Aggregate, middle
 from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from tests.methods import build, some_state, train_client
 

@@ -15,7 +15,7 @@ from ravan_flwr.methods.tensors import checksum
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server.client_registry import ClientRegistry
-from ravan_flwr.server.message_builder import MessageBuilder
+from ravan_flwr.server.reply_collector import MessageBuilder
 from ravan_flwr.server.status import Status
 from tests import attackers
 from tests.attackers import Attacked, Attacker

@@ -20,7 +20,8 @@ from ravan_flwr.messages.arrays import STYPE, from_record, to_record
 from ravan_flwr.messages.plain_text import plain, shown
 from ravan_flwr.messages.wire import decode, encode
 from ravan_flwr.server.replies import read_trained
-from ravan_flwr.server.reply_decoder import (
+from ravan_flwr.server.reply_fetcher import ReplyFetcher, RoundDeadline, pull_replies
+from ravan_flwr.server.superlink import (
     ALWAYS_ROOM,
     MOST_TIMES,
     check_objects,
@@ -28,7 +29,6 @@ from ravan_flwr.server.reply_decoder import (
     guard,
     weight_of,
 )
-from ravan_flwr.server.reply_fetcher import ReplyFetcher, RoundDeadline, pull_replies
 from ravan_flwr.server.update_norm_check import UpdateNormCheck, changes_of
 from tests.attackers import (
     ATTACKERS,

@@ -18,7 +18,7 @@ from ravan_flwr.messages.registered_client import MOST_PARTITIONS, read_register
 from ravan_flwr.messages.wire import decode, encode
 from ravan_flwr.server import client_registry as recruiting
 from ravan_flwr.server.client_registry import Node
-from ravan_flwr.server.message_builder import MOST_LATE
+from ravan_flwr.server.reply_collector import MOST_LATE
 from ravan_flwr.server.reply_fetcher import RoundDeadline
 from ravan_flwr.server.round_log import mean_of
 from ravan_flwr.server.sampling import Sampler, sample
