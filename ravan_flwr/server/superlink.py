@@ -189,7 +189,7 @@ def guard() -> None:
         check_objects(contents)
         return inflate_object_from_contents(object_id, contents, **more)
 
-    http_grid.inflate_object_from_contents = checked  # type: ignore[attr-defined]
+    http_grid.inflate_object_from_contents = checked  # type: ignore[assignment, attr-defined]
 
 
 def check_objects(contents: Mapping[str, bytes]) -> None:
