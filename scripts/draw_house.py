@@ -80,7 +80,7 @@ def picture() -> str:
         boxes = "  ".join(f"[ {name}{'/' if name in folders else '.py'} ]" for name in names)
         lines += [f"{number:>2}  {boxes.center(WIDTH - 8)}".rstrip()]
     number = sum(len(others) for others in arrows().values())
-    lines.append(f"    {len(rooms())} rooms on {len(floors())} floors, {number} arrows")
+    lines.append(f"    {len(rooms())} subpackages on {len(floors())} layers, {number} imports")
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The command that drafts a preset."""
+"""The command that creates a preset."""
 
 import argparse
 import sys
@@ -36,6 +36,13 @@ def add(commands: Commands) -> None:
         metavar="FOLDER",
         help="the same, of a pretrained model; or digits-vit, which comes with ravan-flwr",
     )
+    new.add_argument(
+        "--clients",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of devices; without it as many simulated clients as the data feed",
+    )
     for option, about in (
         ("--text", "the column of texts, where the data leave it open"),
         ("--text-pair", "the column of second texts, where examples are pairs"),
@@ -64,6 +71,8 @@ def _new(parsed: argparse.Namespace) -> None:
     # What needs no library first: they take seconds to import.
     new_file(parsed.name)
     place_of_data(parsed.data)
+    if parsed.clients and parsed.clients < 2:
+        raise ValueError(f"--clients: got {parsed.clients}, expected 2 or more; correct it")
     chosen_model(ModelSpec("hub", ""), parsed.model, parsed.targets or AUTO)
     chat_template = _read(parsed.chat_template) if parsed.chat_template else ""
 
@@ -81,6 +90,7 @@ def _new(parsed: argparse.Namespace) -> None:
         subset=parsed.subset,
         targets=parsed.targets,
         chat_template=chat_template,
+        clients=parsed.clients,
     ):
         sys.stdout.write(plain(line) + "\n")
         sys.stdout.flush()

@@ -1,7 +1,7 @@
 """Define what a preset says: a task with its model, data and settings; check its file.
 
 `task`, `model` and `data` must be there. The defaults of all else are those of the keys
-(`preset=` in keys.py) and of the fields here; docs/your-own-task.md lists them.
+(`preset=` in keys.py) and of the fields here; docs/presets.md lists them.
 """
 
 from collections.abc import Iterator, Mapping

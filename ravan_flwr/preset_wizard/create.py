@@ -1,4 +1,4 @@
-"""Draft a preset for a task of one's own, and say what was seen."""
+"""Create a preset for a task of one's own, and report what was found."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -27,8 +27,8 @@ _WIDTH = 110  # columns of a line of labels
 _EXAMPLES_A_CLIENT = 20  # fewer of them teach a client nothing
 
 PRESET = """\
-# {{ name }}: drafted by `ravan-flwr new` from the data and the model; change what you like.
-# What is not here has a default: docs/your-own-task.md lists all fields.
+# {{ name }}: made by `ravan-flwr new` from the data and the model; change what you like.
+# What is not here has a default: docs/presets.md lists all fields.
 task: {{ model.task }}  # what is learned, and how it is measured
 
 model:
@@ -67,7 +67,7 @@ data:
   splits: {{ splits }}  # of the clients: of the server
 {% endif %}
 {% if data.held_back %}
-  test-share: {{ spec.test_share }}  # {{ of_what }}held back for the server's test
+  test-share: {{ spec.test_share }}  # {{ of_what }}that the server tests on
 {% endif %}
 {% if model.lengths %}
   max-length: {{ model.max_length }}  # tokens that are read of a text; {{ covered }}
@@ -103,8 +103,10 @@ learning-rate: {}  # by method; empty: the default. Better: ravan-flwr tune pres
 """
 
 
-def preset_text(name: str, data: DataSummary, model: ModelSummary, preset: str) -> str:
-    """Write the file; `preset` is how commands name it."""
+def preset_text(
+    name: str, data: DataSummary, model: ModelSummary, preset: str, clients: int = 0
+) -> str:
+    """Write the file; `preset` is how commands name it, 0 clients as many as the data feed."""
     spec = data.spec
     splits = {"train": spec.train, "test": dict(spec.tests)["test"]}
     usual = splits == {"train": "train", "test": "test"}
@@ -128,22 +130,23 @@ def preset_text(name: str, data: DataSummary, model: ModelSummary, preset: str) 
         writes=bool(TASKS[model.task].target_length),
         covered=covered,
         labels=_labels(spec.labels),
-        run=run_defaults(TASKS[model.task]) | run_of(data),
+        run=run_defaults(TASKS[model.task]) | run_of(data, clients),
         budgets=LORA_RANK,
     )
 
 
-def run_of(data: DataSummary) -> dict[str, int]:
-    """Choose how many simulated clients share the examples, and how long each trains."""
+def run_of(data: DataSummary, asked: int = 0) -> dict[str, int]:
+    """Choose how many clients share the examples, unless asked, and how long each trains."""
     train = data.number("train")
     most, chosen, steps, batch = (
         int(RUN[key]) for key in ("num-clients", "clients-per-round", "local-steps", "batch-size")
     )
-    clients = max(2, min(most, train // _EXAMPLES_A_CLIENT))
+    clients = asked or max(2, min(most, train // _EXAMPLES_A_CLIENT))
     twice = -(-2 * train // (clients * batch))  # through all its examples
     return {
         "num-clients": clients,
-        "clients-per-round": min(chosen, clients),
+        # Devices that are there train in every round; simulated ones take turns.
+        "clients-per-round": min((asked and most) or chosen, clients),
         "local-steps": max(5, min(steps, twice)),
     }
 
@@ -170,22 +173,24 @@ def _text(value: str) -> str:
 
 def new_preset(
     name: str, data: str, model: str, *, asked: NamedColumns | None = None, subset: str = "",
-    targets: str = "", chat_template: str = "",
+    targets: str = "", chat_template: str = "", clients: int = 0,
 ) -> Iterator[str]:  # fmt: skip
     """Write `conf/NAME.yaml`, and yield lines that say what was seen and what to do next."""
     path = new_file(name)
     with _telling_of("--data", data):
         seen = look_at_data(data, subset, asked or NamedColumns(), chat_template)
-    yield from _about_data(seen)
+    yield from _about_data(seen, clients)
     with _telling_of("--model", model):
         fitting = look_at_model(model, seen, targets)
     yield from _about_model(fitting)
     short = name if path.parent == conf_folder() else os.path.relpath(path)
-    _write(name, path, preset_text(name, seen, fitting, short))
+    _write(name, path, preset_text(name, seen, fitting, short, clients))
     yield f"wrote  {path}"
     yield f"next   ravan-flwr plan preset={short}"
     yield f"       ravan-flwr tune preset={short} method=ravan"
     yield f"       ravan-flwr simulate preset={short}"
+    if clients and seen.held_back:
+        yield "devices without a test part on the server: add evaluate-on=clients to the run"
 
 
 @contextmanager
@@ -216,10 +221,10 @@ def _write(name: str, path: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _about_data(seen: DataSummary) -> Iterator[str]:
+def _about_data(seen: DataSummary, asked: int) -> Iterator[str]:
     spec, train, test = seen.spec, seen.number("train"), seen.number("test")
     where = f"{spec.name}{f' ({spec.subset})' if spec.subset else ''}"
-    part = "held back for the test, there is no test part" if seen.held_back else "to test"
+    part = "of them are the test: there is no test part" if seen.held_back else "to test"
     yield f"data   {where}: {seen.kind}, {train:,} examples to train, {test:,} {part}"
     columns = ", ".join(f"{role} from column {column!r}" for role, column in spec.columns)
     unused = sorted(set(seen.train.column_names) - {column for _, column in spec.columns})
@@ -234,7 +239,7 @@ def _about_data(seen: DataSummary) -> Iterator[str]:
         yield f"       {len(spec.labels)} classes with {least:,} to {most:,} examples each"
     for warning in seen.warnings():
         yield f"       WARNING: {warning}"
-    clients = run_of(seen)["num-clients"]
+    clients = run_of(seen, asked)["num-clients"]
     if train < clients * 10:
         yield f"       WARNING: {clients} clients share {train} examples, which is very little"
 
@@ -245,6 +250,11 @@ def _about_model(seen: ModelSummary) -> Iterator[str]:
         f"adapts {len(seen.layers)} matrices of {seen.sides}"
     )
     yield f"       {seen.layers[0]} ... {seen.layers[-1]}"
+    if Path(seen.spec.name).is_relative_to(Path.home()):
+        yield (
+            "       WARNING: it lies in a home folder, which services on devices cannot read; for "
+            "a deployment put it elsewhere, under one path on every machine"
+        )
     if seen.lengths is None:
         yield f"       images are brought to {seen.image_size}"
         return

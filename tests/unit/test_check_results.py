@@ -17,15 +17,15 @@ from tests.studies import fill
 @pytest.fixture
 def docs(tmp_path, monkeypatch):
     """A copy of one page and of its records."""
-    shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
-    shutil.copy(ROOT / "docs" / "results.md", tmp_path / "docs")
+    shutil.copytree(ROOT / "docs" / "results-digits", tmp_path / "docs" / "results-digits")
+    shutil.copy(ROOT / "docs" / "results-digits.md", tmp_path / "docs")
     (tmp_path / "conf").symlink_to(ROOT / "conf")
     monkeypatch.setattr(check_results, "ROOT", tmp_path)
     return tmp_path / "docs"
 
 
 def test_a_wrong_number_is_named(docs, capsys):
-    page = docs / "results.md"
+    page = docs / "results-digits.md"
     with pytest.raises(SystemExit) as end:
         check_results.main()
     assert end.value.code == 0
@@ -39,10 +39,10 @@ def test_a_wrong_number_is_named(docs, capsys):
         page.write_text(text.replace(right, wrong, 1))
         assert page.read_text() != text
         (line,) = check_results.wrong(page)
-        assert line.startswith("results.md: ")
+        assert line.startswith("results-digits.md: ")
         place = wrong.split(" ").index(says.split(" ", 1)[0])
         assert f"says {says}, records say {right.split(' ')[place]}" in line
-    record = docs / "results" / "starts-digits.jsonl"
+    record = docs / "results-digits" / "starts-digits.jsonl"
     record.write_text(record.read_text().replace('"bytes-up": 1244280', '"bytes-up": 2244280'))
     page.write_text(text)
     assert len([*check_results.wrong(page)]) >= 1

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from scripts import check_words
 from tests import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
@@ -45,6 +46,7 @@ def test_files_and_tests_that_documents_name_are_there(page):
     for name in re.findall(r"\btest_\w+\.py\b", text):
         assert name in {path.name for path in tests}, f"{page.name} names {name}"
     written = {f"conf/{name}.yaml" for name in re.findall(r"ravan-flwr new (\w+)", text)}
+    written.add("conf/mine.yaml")
     for path in re.findall(r"\b(?:tests|testing|scripts|benchmarks|conf)/[\w/-]+\.\w+\b", text):
         assert path in written or (ROOT / path).is_file(), f"{page.name} names {path}"
     for name in re.findall(r"`(test_\w+)`", text):
@@ -54,12 +56,12 @@ def test_files_and_tests_that_documents_name_are_there(page):
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("docs/methods.md", "Fed-SB's own code trains no such round"),
-        ("docs/methods.md", "squared, as implementations have it"),
-        ("docs/methods.md", "The public code's default is\nlambda = 1.5"),
-        ("docs/methods.md", "There is no LoRA dropout"),
-        ("docs/methods.md", "weights by examples"),
-        ("docs/models.md", '"Total Epochs (per round) 1"'),
+        ("docs/methods-details.md", "Fed-SB's own code trains no such round"),
+        ("docs/methods-details.md", "squared, as implementations have it"),
+        ("docs/methods-details.md", "The public code's default is lambda = 1.5"),
+        ("docs/methods-details.md", "There is no LoRA dropout"),
+        ("docs/methods-details.md", "weights by examples"),
+        ("docs/paper.md", '"Total Epochs (per round) 1"'),
         ("ravan_flwr/methods/fed_sb.py", "-eta sign(sum of"),
         ("ravan_flwr/methods/lora_fair.py", "squared as implementations have it"),
         ("ravan_flwr/methods/fedrot_lora.py", "reflections included"),
@@ -67,3 +69,20 @@ def test_files_and_tests_that_documents_name_are_there(page):
 )
 def test_where_a_method_departs_from_its_source_is_said(place, said):
     assert said in (ROOT / place).read_text()
+
+
+def test_documents_use_the_words_of_the_field_and_are_short():
+    assert not check_words.wrong()
+
+
+def test_words_to_replace_and_long_pages_are_found(tmp_path):
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "page.md"
+    page.write_text("RAVAN is ahead.\n\n```\nIt is behind.\n```\nA `room` and a roster.\n")
+    (tmp_path / "README.md").write_text("word " * 701)
+    found = check_words.wrong(tmp_path)
+    assert [line.split(", write")[0] for line in found] == [
+        "docs/page.md:1: 'is ahead'",
+        "docs/page.md:6: 'roster'",
+        "README.md: 701 words, at most 700",
+    ]

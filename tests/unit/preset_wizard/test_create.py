@@ -105,7 +105,9 @@ def test_a_folder_of_texts_and_a_model_become_a_preset(new, texts, bert, tmp_pat
     held_back = sum(
         round(sum(name == module.__name__ for _, name in rows) / 5) for module in MODULES
     )
-    assert f"{len(rows) - held_back:,} examples to train, {held_back:,} held back" in told
+    assert (
+        f"{len(rows) - held_back:,} examples to train, {held_back:,} of them are the" in told
+    )
     assert "not used: id" in told
     assert config.data.test_share == 0.2
     assert f"wrote  {tmp_path}/conf/docs.yaml" in told
@@ -155,7 +157,9 @@ def test_published_data_sets_are_understood(task, new, bert, tmp_path):
     assert set(columns.values()) <= set(features(name, subset))
     assert config.data.labels == tuple(features(name, subset)["label"].names)
     # The labels of GLUE's test are secret: each is -1.
-    assert dict(config.data.tests)["test"].startswith("validation") or "held back" in told
+    assert (
+        dict(config.data.tests)["test"].startswith("validation") or "them are the test" in told
+    )
 
 
 def test_numbers_and_names_with_anything_in_them_are_read_back(new, bert, tmp_path):
@@ -363,3 +367,21 @@ def test_nothing_is_overwritten(new, texts, bert, tmp_path):
         new("once", texts, bert)
     assert (tmp_path / "conf" / "once.yaml").read_bytes() == before
     assert [path.name for path in (tmp_path / "conf").iterdir()] == ["once.yaml"]
+
+
+def test_a_preset_for_devices_has_all_of_them_in_a_round(
+    new, refused, texts, bert, tmp_path, monkeypatch
+):
+    """Five devices, five a round; what a server without a test part and a service need is told."""
+    assert "expected 2 or more" in refused("one", texts, bert, "--clients", "1")
+    told, config = new("simulated", texts, bert)
+    assert (config.num_clients, config.clients_per_round) == (10, 3)
+    assert "evaluate-on=clients" not in told
+    assert "home folder" not in told
+    monkeypatch.setenv("HOME", str(tmp_path))
+    told, config = new("five", texts, bert, "--clients", "5")
+    assert (config.num_clients, config.clients_per_round) == (5, 5)
+    assert "add evaluate-on=clients" in told
+    assert "home folder" in told
+    _, config = new("many", texts, bert, "--clients", "14")
+    assert (config.num_clients, config.clients_per_round) == (14, 10)

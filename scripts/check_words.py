@@ -1,0 +1,118 @@
+"""Count the words of the documents, and find those that shared vocabulary replaces.
+
+    python -m scripts.check_words            list pages, words, and what is wrong
+    python -m scripts.check_words --quiet    list what is wrong alone
+
+It ends with 1 if a document has a word of `REPLACED`, or is longer than its limit.
+Counted is prose with hand-written tables: no code, and nothing that a program wrote between marks.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README, PAGE, ALL = 700, 1500, 40_000  # words at most: README.md, a page, all but reference
+# These two are to be shortened; until then they do not grow, and keep their words.
+LONG = {"docs/deploy.md": 3700, "docs/reliability.md": 4100}
+# Words of our own -> the field's.
+REPLACED = {
+    r"(?<!to )told apart|tells? (?:the )?\w+ apart": "significantly different",
+    r"to be told apart": "significantly different",
+    r"(?:points?|is|are|ends?) (?:ahead|behind)\b": "higher, lower",
+    r"held[- ]back examples|examples (?:that are )?held back|hold back": "validation split",
+    r"as it is, the network|pretrained as it is|network as it is": "without training (zero-shot)",
+    r"classifiers? (?:only|alone)\b": "linear probe",
+    r"deal(?:s|t|ing)? (?:\w+ ){0,3}out\b|\bdealing\b|who has what": "partition, partition report",
+    r"own part\b": "personal parameters",
+    r"\broster\b|\bmembers?\b": "client registry, registered client",
+    r"\bledger\b": "round log",
+    r"\bto fold\b|\bfold(?:s|ed|ing)?\b": "accumulate",
+    r"\bresting\b|silent(?:ly)?\b": "skipped, unresponsive",
+    r"\bpatience\b|\bgrace period\b": "deadline, straggler timeout",
+    r"\bfences?\b": "reverse proxy",
+    r"\binsists?\b|\binsisting\b": "require",
+    r"\bdrafts?\b|\bdrafting\b": "create a preset, preset wizard",
+    r"\blive page\b|\blive view\b": "dashboard",
+    r"\bthe house\b|\brooms?\b(?! for)|\bfloors?\b(?!\()": "package, subpackage, layer",
+    r"\blaws?\b": "property",
+    r"\bsceptics?\b|\benem(?:y|ies)\b|\bnewcomers?\b": "(leave it out)",
+    r"\bsomebody\b|\bnobody\b": "the noun that is meant",
+    r"\bgoes on\b|\bgoes with\b|\bcomes of\b": "continues, belongs to, results from",
+}
+# The record of a release says what names were before it; a page of generated keys is no prose.
+NOT_PROSE = {"CHANGELOG.md"}
+REFERENCE = {"docs/settings.md", "docs/commands.md", "docs/api.md"}
+MADE = re.compile(r"^<!-- (?!end of)[^\n]* -->\n.*?^<!-- end of [^\n]* -->$", re.M | re.S)
+CODE = re.compile(r"^(`{3,}).*?^\1$", re.M | re.S)
+
+
+def prose(text: str) -> str:
+    """Blank what a reader does not read as text, line for line."""
+
+    def blank(match: re.Match[str]) -> str:
+        return "\n" * match[0].count("\n")
+
+    text = CODE.sub(blank, MADE.sub(blank, text))
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
+    text = re.sub(r"`[^`\n]*`", "`code`", text)  # a name is no word of ours
+    return re.sub(r"\]\([^)\s]*\)", "]", text)
+
+
+def words(text: str) -> int:
+    """Count words, of hand-written tables too."""
+    return sum(bool(re.search(r"[^\W\d]", word)) for word in prose(text).split())
+
+
+def pages(root: Path = ROOT) -> dict[str, str]:
+    """Return path -> text of every document that a user reads."""
+    found = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("examples/**/*.md")]
+    names = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in found}
+    return {name: text for name, text in sorted(names.items()) if name not in NOT_PROSE}
+
+
+def replaced(text: str) -> Iterator[tuple[int, str, str]]:
+    """Find words that the shared vocabulary replaces: line, word, what to write."""
+    for number, line in enumerate(prose(text).splitlines(), 1):
+        for pattern, better in REPLACED.items():
+            for match in re.finditer(pattern, line, re.IGNORECASE):
+                yield number, match[0], better
+
+
+def wrong(root: Path = ROOT) -> list[str]:
+    """List every word to replace and every document that is too long."""
+    documents = pages(root)
+    found = [
+        f"{name}:{line}: {word!r}, write: {better}"
+        for name, text in documents.items()
+        if name not in LONG
+        for line, word, better in replaced(text)
+    ]
+    counts = {name: words(text) for name, text in documents.items() if name not in REFERENCE}
+    for name, count in counts.items():
+        limit = README if name == "README.md" else LONG.get(name, PAGE)
+        if count > limit:
+            found.append(f"{name}: {count:,} words, at most {limit:,}")
+    if (total := sum(counts.values())) > ALL:
+        found.append(f"all pages without reference: {total:,} words, at most {ALL:,}")
+    return found
+
+
+def main() -> None:
+    """Write words by page, then what is wrong."""
+    lines = wrong()
+    if "--quiet" not in sys.argv:
+        counts = {name: words(text) for name, text in pages().items()}
+        total = sum(count for name, count in counts.items() if name not in REFERENCE)
+        rows = [
+            *sorted((count, name) for name, count in counts.items()),
+            (total, "all but reference"),
+        ]
+        lines = [*(f"{count:6,}  {name}" for count, name in rows), *lines]
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.exit(bool(wrong()))
+
+
+if __name__ == "__main__":
+    main()
