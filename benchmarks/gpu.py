@@ -207,7 +207,7 @@ def four_bits(given: argparse.Namespace) -> tuple[Tensor, Tensor]:
     """Compute gradients over a backbone in 4 bits, and in float64 over what these bits say."""
     import bitsandbytes.functional as F  # noqa: PLC0415
 
-    few = bench_of(given, "glue-llama", quantize="4bit", precision="bfloat16")
+    few = bench_of(given, "glue-llama", backbone_dtype="4bit", precision="bfloat16")
     whole = bench_of(given, "glue-llama", device=EXACT, precision="float32")
     modules = dict(few.model.network.named_modules())
     with torch.no_grad():
@@ -301,7 +301,7 @@ LEVERS = {
     "gradient-checkpointing=true": Lever({"gradient-checkpointing": True}),
     "a LayerNorm's output cast once": Lever(change=cast_norms, anywhere=False),
     "each block compiled": Lever(change=compile_blocks, anywhere=False),
-    "quantize=4bit": Lever({"quantize": "4bit"}, anywhere=False),
+    "backbone-dtype=4bit": Lever({"backbone-dtype": "4bit"}, anywhere=False),
 }
 
 
@@ -377,7 +377,7 @@ def levers(given: argparse.Namespace) -> Iterator[Row]:
 
 SIZES = (8, 16, 24, 48, 80)  # GB of a GPU's memory
 IN_16_BITS: dict[str, Scalar] = {"precision": "bfloat16", "backbone-dtype": "bfloat16"}
-SAVING: dict[str, Scalar] = {"gradient-checkpointing": True, "quantize": "4bit"}
+SAVING: dict[str, Scalar] = {"gradient-checkpointing": True, "backbone-dtype": "4bit"}
 RUNS: dict[str, dict[str, Scalar]] = {
     "`cifar100-vit-b16`": {"preset": "cifar100-vit-b16"},
     "the same, `precision=bfloat16`": {"preset": "cifar100-vit-b16", "precision": "bfloat16"},
@@ -386,7 +386,7 @@ RUNS: dict[str, dict[str, Scalar]] = {
     "the same, `precision=bfloat16`, `backbone-dtype=bfloat16`": {
         "preset": "glue-llama", **IN_16_BITS
     },
-    "the same, `gradient-checkpointing=true`, `quantize=4bit` on top": {
+    "the same, `gradient-checkpointing=true`, `backbone-dtype=4bit` on top": {
         "preset": "glue-llama", **IN_16_BITS, **SAVING
     },
     "`general-nlp`, a 7B model in 4 bits": {"preset": "general-nlp", **IN_16_BITS},

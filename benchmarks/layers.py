@@ -81,7 +81,6 @@ def ravan(form: str = "auto", heads: tuple[int, ...] = (), *, loop: bool = False
             in_features=sides[1],
             seed=0,
             layer="",
-            scale=1.0,
         )
         made = MultiHeadLinear(linear, B, A, form)
         if heads:

@@ -163,7 +163,11 @@ def accuracy_of(cell: Cell, seed: int) -> Cell:
     """Make one run; its accuracy is None where it did not reach its end."""
     LyingGrid.liars, LyingGrid.budgets = cell["liars"], cell["budgets"]
     LyingGrid.lie, LyingGrid.claims_whole = cell["lie"], cell["whole"]
-    settings = SETTINGS | {"method": cell["method"], "robust": cell["robust"], "seed": seed}
+    settings = SETTINGS | {
+        "method": cell["method"],
+        "weighting": "uniform" if cell["robust"] == "none" else cell["robust"],
+        "seed": seed,
+    }
     if cell["limit"] == "off":
         settings["limits"] = "max-update-norm=1e12"
     with tempfile.TemporaryDirectory() as folder:
@@ -186,7 +190,11 @@ def table(done: list[Cell]) -> str:
     for method, budgets in sorted({(c["method"], c["budgets"]) for c in done}):
         mine = [c for c in done if (c["method"], c["budgets"]) == (method, budgets)]
         ways = list(dict.fromkeys((c["robust"], c["limit"]) for c in mine))
-        heads = [f"`robust={r}`" + (", limit off" if lim == "off" else "") for r, lim in ways]
+        heads = [
+            f"`weighting={'uniform' if r == 'none' else r}`"
+            + (", limit off" if lim == "off" else "")
+            for r, lim in ways
+        ]
         lines += [f"\n{method}, {budgets} budgets\n", "| lie | liars | " + " | ".join(heads) + " |"]
         lines.append("| --- " * (2 + len(ways)) + "|")
         for lie, liars in sorted({(c["lie"], c["liars"]) for c in mine}, key=_place):

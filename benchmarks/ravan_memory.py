@@ -45,7 +45,6 @@ def build(rank: int, device: str) -> tuple[ViTForImageClassification, Ravan, lis
         lora_scale=1.0,
         heads=HEADS,
         init="normal",
-        init_scale=1.0,
         calibration_steps=1,
         scaling="trained",
         scoring="random",

@@ -30,7 +30,7 @@ FURTHER: dict[str, dict[str, Scalar]] = {
     "masked": {"secure-aggregation": True},
     "wire=int8": {"wire": "int8"},
     "server-optimizer=adam": {"server-optimizer": "adam:0.01"},
-    "robust=median": {"robust": "median"},
+    "robust=median": {"weighting": "median"},
 }
 
 

@@ -59,7 +59,6 @@ def methods() -> tuple[dict[str, Method], dict[str, Method]]:
         lora_scale=1.0,
         heads=HEADS,
         init="normal",
-        init_scale=1.0,
         calibration_steps=1,
         scaling="constant",
         scoring="random",

@@ -26,7 +26,13 @@ def tables() -> str:
         default = f"`{as_typed(key.default)}`{preset}" if key.default != "" else ""
         lines.append(f"| `{name}` | {default} | {key.allowed} | {key.help} |")
     lines += ["", "## Keys of earlier versions", "| key | now |", "| --- | --- |"]
-    return "\n".join([*lines[1:], *(f"| `{old}` | `{new}` |" for old, new in MOVED.items()), ""])
+    return "\n".join(
+        [
+            *lines[1:],
+            *(f"| `{old}` | {f'`{new}`' if new else ''} |" for old, new in MOVED.items()),
+            "",
+        ]
+    )
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from ravan_flwr.server.update_norm_check import UpdateNormCheck
 
 LAYERS = (Layer("q", 6, 5), Layer("v", 4, 7))  # rectangular, both ways
 SETTINGS = Settings(
-    seed=0, lora_rank=2, rank=2, lora_scale=1.0, heads=3, init="normal", init_scale=1.0,
+    seed=0, lora_rank=2, rank=2, lora_scale=1.0, heads=3, init="normal",
     calibration_steps=2, scaling="trained", scoring="random", selection="layer",
 )  # fmt: skip
 # Of all others the aggregate's delta-weight is the mean of the clients'.

@@ -49,7 +49,6 @@ class SpawnStarter(Ravan):
             make_bases(
                 self.init, heads=self.each, rank=self.rank, out_features=layer.out_features,
                 in_features=layer.in_features, seed=self.settings.seed, layer=layer.name + again,
-                scale=self.settings.init_scale,
             )
             for again in ("", " anew")
         ]  # fmt: skip

@@ -10,7 +10,7 @@ The paper (section 3.1) compares four ways to make them:
 - `shared-subspace`: B_i = M R_i and A_i = R_i N with invertible R_i that differ.
 
 The paper does not give the normal distribution's width. Here the columns of every B_i and
-the rows of every A_i have norm `scale` in every scheme (in expectation where they are
+the rows of every A_i have norm 1 in every scheme (in expectation where they are
 random), so that one learning rate serves all of them.
 
 Bases never travel: both sides make them from (seed, layer, scheme), in float64 on the CPU,
@@ -32,7 +32,7 @@ Pair = tuple[Tensor, Tensor]
 
 def make_bases(
     scheme: str, *, heads: int, rank: int, out_features: int, in_features: int, seed: int,
-    layer: str, scale: float = 1.0,
+    layer: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Make B (heads, out, r) and A (heads, r, in), in float32."""
     if rank > min(out_features, in_features):
@@ -42,7 +42,7 @@ def make_bases(
         )
     random = generator(seed, "bases", layer, scheme)
     B, A = SCHEMES[scheme](heads, rank, out_features, in_features, random)
-    return (scale * B).float(), (scale * A).float()
+    return B.float(), A.float()
 
 
 def _normal(heads: int, rank: int, out: int, in_: int, random: torch.Generator) -> Pair:

@@ -117,7 +117,7 @@ def _library() -> ModuleType:
     except ImportError as error:
         raise ValueError(
             f"quantize: bitsandbytes cannot be imported ({error}); install it, "
-            "pip install 'ravan-flwr[quantize]', or set quantize=none"
+            "pip install 'ravan-flwr[quantize]', or set backbone-dtype=float32"
         ) from None
     library: Any = bitsandbytes
     return cast(ModuleType, library)

@@ -5,7 +5,7 @@ docs/privacy.md and docs/secure-aggregation.md have the reasons of theirs in mor
 
 from collections.abc import Mapping
 
-from ravan_flwr.config.keys import AUTO, BASES_OF_DATA, KEYS
+from ravan_flwr.config.keys import AUTO, KEYS, ROBUST
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 
@@ -18,15 +18,17 @@ MOST_CLIENTS = 256  # in a secure round: the sum of so many numbers of 16 bits h
 
 # The only value of a key that goes with a setting, and why.
 Only = tuple[str, Scalar, str]
-_NO_ROBUST = ("robust", "none", "what one client sends would decide which others count")
 _NO_LIMIT = ("max-update-norm", AUTO, "clip-norm already bounds what a client changes")
 _ON_SERVER = (
     "evaluate-on", "server", "what clients measure on their examples would be told as it is",
 )  # fmt: skip
 _ONLY: dict[str, tuple[Only, ...]] = {
     "client": (
-        ("weighting", "uniform", "a client's number of examples would say how much it counts"),
-        _NO_ROBUST,
+        (
+            "weighting",
+            "uniform",
+            "a client's number of examples, or what others send, would say how much it counts",
+        ),
         _NO_LIMIT,
         ("over-sample", 1.0, "a cohort is drawn client by client, so that it has no size to fill"),
         ("straggler-grace", AUTO, "how fast one client is would decide whether others count"),
@@ -36,14 +38,16 @@ _ONLY: dict[str, tuple[Only, ...]] = {
     ),
     "example": (
         ("local-epochs", AUTO, "batches are drawn at random, so that there are no passes"),
-        ("batching", "random", "which examples meet in a batch would follow from their lengths"),
-        ("packing", False, "an example's gradient would depend on which others it meets"),
         ("noise-cohort", AUTO, "noise is added on each client, whatever the others do"),
         _ON_SERVER,
     ),
     "secure": (
-        ("weighting", "uniform", "a weight that the server names could make a sum that of one"),
-        ("robust", "none", "it compares uploads, of which the server sees none"),
+        (
+            "weighting",
+            "uniform",
+            "a weight that the server names could make a sum that of one, "
+            "and to compare uploads it would have to see them",
+        ),
         ("max-update-norm", AUTO, "the server cannot see how far a reply moves what was sent"),
         ("over-sample", 1.0, "a reply that came and is not used would still have to be unmasked"),
         ("wire", "float32", "masked numbers have a form of their own, of 3 bytes each"),
@@ -100,13 +104,11 @@ def without_effect(run_config: Values) -> list[str]:
     method = METHODS.get(str(values["method"]))
     idle = set(method.ignored) if method else set()
     if 1 in (values["batch-size"], values["micro-batch-size"]):
-        idle.add("packing")
+        idle.add("batching")
     if values["privacy"] == "none":
         idle |= set(OF_PRIVACY)
     if not values["secure-aggregation"]:
         idle.add("secure-minimum")
-    if values["init"] != "data-aware":
-        idle.add("calibration-steps")
     return [f"{key}={values[key]}" for key in sorted(idle) if values[key] != KEYS[key].default]
 
 
@@ -138,14 +140,13 @@ def _check_method(values: Values) -> None:
     no_mean = "makes its next state otherwise than by a mean"
     changes = "changes pretrained weights, which few bits cannot hold"
     for key, able, otherwise, without in (
-        ("quantize", frozen, changes, "none"),
-        ("backbone-dtype", frozen, changes, "float32"),
-        ("server-optimizer", averaging, no_mean, "none"),
-        ("robust", averaging, no_mean, "none"),
+        ("backbone-dtype", frozen, changes, ("float32", AUTO)),
+        ("server-optimizer", averaging, no_mean, ("none",)),
+        ("weighting", averaging, no_mean, ("uniform", "examples")),
     ):
-        if values[key] in (without, AUTO):
+        if values[key] in without:
             continue
-        do = f"choose one, or set {key}={without}"
+        do = f"choose one, or set {key}={without[0]}"
         if name not in able:
             one_of = f"one of {', '.join(able)}"
             raise _refused(values, key, f"method {name!r}, which {otherwise}", one_of, do)
@@ -155,12 +156,6 @@ def _check_method(values: Values) -> None:
     if METHODS[name].pools and values["local-epochs"] != AUTO:
         got = f"method {name!r}, with which one client trains on the examples of all"
         raise _refused(values, "local-epochs", got, "local-steps", "set that")
-    for key, whole in (("precision", "float32"), ("quantize", "none")):
-        if values["layer-form"] == "merged" and values[key] != whole:
-            why = f"{whole!r}, since a weight of few bits loses small updates"
-            raise _refused(
-                values, "layer-form", f"{key} = {values[key]!r}", why, "leave layer-form out"
-            )
 
 
 def _check_replies(values: Values) -> None:
@@ -170,23 +165,19 @@ def _check_replies(values: Values) -> None:
             values, "min-replies", f"clients-per-round = {clients}", "at least as many",
             "lower the one or raise the other",
         )  # fmt: skip
-    if values["robust"] == "none":
+    if values["weighting"] not in ROBUST:
         return
     if clients < 3:
         raise _refused(
-            values, "robust", f"clients-per-round = {clients}",
+            values, "weighting", f"clients-per-round = {clients}",
             "at least 3, since of two replies none outvotes the other", "raise clients-per-round",
         )  # fmt: skip
-    heads = METHODS[str(values["method"])].has_heads
-    for key, only, why in (
-        ("head-mean", "trained", "clients that leave a head as it was would outvote those that "
-         "trained it"),
-        ("weighting", "uniform", "a weight that a client claims is no more to be trusted than the "
-         "rest"),
-    ):  # fmt: skip
-        if values[key] != only and (heads or key != "head-mean"):
-            got, expected = f"{key} = {values[key]!r}", f"{only!r}, since {why}"
-            raise _refused(values, "robust", got, expected, "leave one of them out")
+    if values["head-mean"] != "trained" and METHODS[str(values["method"])].has_heads:
+        why = "clients that leave a head as it was would outvote those that trained it"
+        raise _refused(
+            values, "weighting", "head-mean = 'all'", f"'trained', since {why}",
+            "leave one of them out",
+        )  # fmt: skip
 
 
 def _check_steps(values: Values) -> None:
@@ -255,11 +246,14 @@ def _check_sums(what: str, without: str, kind: str, values: Values) -> None:
         public = kind == "example" or score != "weight" or values["selection"] != "global"
         check("selection", public, "'layer' with scoring=weight", why)
         bases = "bases are made of the clients' examples, in a round before the first"
-        check("init", values["init"] not in BASES_OF_DATA, "another", bases)
+        of_data = str(values["init"]).startswith(("data-aware", "first-round"))
+        check("init", not of_data, "another", bases)
     if kind == "example":
         leaves = "whether a step is left out for its large numbers would tell of the examples"
         whole = values["precision"] != "float16"
         check("precision", whole, "'float32' or 'bfloat16'", leaves)
+        meet = "which examples meet in a batch, or in a row, would follow from their lengths"
+        check("batching", str(values["batching"]).startswith("random"), "'random'", meet)
     # A study's noise protects nobody, and what its clients measure chooses its clip norms.
     free = "evaluate-on" if kind != "secure" and values["noise-cohort"] != AUTO else None
     for key, only, why in _ONLY[kind]:

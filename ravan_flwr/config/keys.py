@@ -19,7 +19,6 @@ from ravan_flwr.specs import DataSpec, ModelSpec, Scalar
 
 __all__ = [
     "AUTO",
-    "BASES_OF_DATA",
     "FREE_ON_RESUME",
     "KEYS",
     "LIMITS",
@@ -34,8 +33,8 @@ __all__ = [
     "read_limits",
 ]  # fmt: skip
 
-# Values of `init` that make bases of the clients' examples, in a round before the first.
-BASES_OF_DATA = ("data-aware", "first-round")
+FEW_BITS = ("8bit", "4bit")  # of a backbone that bitsandbytes quantises
+ROBUST = ("median", "trimmed-mean")  # of replies, in place of a mean
 
 
 def key(default: Scalar, text: str, **more: Any) -> Any:
@@ -63,6 +62,7 @@ def _rate(default: float) -> Key:
 
 _ALPHA = Key(0.3, "alpha", kind=float, above=0, high=1_000_000)
 _COLUMN = Key("", "column")
+_TOKENS = Key(AUTO, "tokens", kind=int, low=1, high=2**31 - 1)
 _WARM_UP = Key(0, "warm-up", kind=int, low=0, high=1_000_000)
 _BETA = Key(0.9, "beta", kind=float, low=0, high=0.9999)
 
@@ -134,12 +134,10 @@ class Config:
     batch_size: int = preset_key(32, "examples in each step", low=1, high=65_536)
     micro_batch_size: int | None = auto_key("examples of a step at a time, whose gradients are "
         "added up, to save memory; auto: all", low=1, high=65_536)
-    micro_batch_tokens: int | None = auto_key("tokens of a step at a time, padding included, as "
-        "for micro-batch-size; auto: all", low=1, high=2**31 - 1)
-    packing: bool = key(False, "lay short texts of a language model's batch side by side, with "
-        "less padding")
-    batching: str = key("random", "examples of a step: drawn at random, or texts of like lengths "
-        "together, with less padding", choices=("random", "length"))
+    batching: str = key("random", "examples of a step: drawn at random, texts of like lengths "
+        "together, or short texts of a language model side by side, the last two with less padding;"
+        " TOKENS: so many at a time, padding included, as for micro-batch-size",
+        forms={"random": (_TOKENS,), "length": (_TOKENS,), "packed": (_TOKENS,)})
     learning_rate: float = auto_key("learning rate of the clients' Adam", above=0, high=10)
     learning_rate_schedule: str = preset_key("constant", "learning rate by round: the same, or "
         "from learning-rate down to END, a fiftieth of it unless given; it rises in the first "
@@ -162,12 +160,11 @@ class Config:
         "computed", choices=("float32", "bfloat16", "float16"))
     gradient_checkpointing: bool = preset_key(False, "keep few activations and compute the others "
         "twice, to save memory")
-    backbone_dtype: str = auto_key("numbers in which the frozen backbone is kept, which changes no "
-        "result where the model's files have no more bits; auto: as in the files with CUDA, "
-        "float32 elsewhere", choices=(AUTO, "float32", "bfloat16", "float16"))
-    quantize: str = preset_key("none", "bits in which bitsandbytes keeps the frozen backbone, to "
-        "save memory; auto: the preset's, or none of a method that changes the backbone",
-        choices=("none", "8bit", "4bit"))
+    backbone_dtype: str = preset_key(AUTO, "numbers in which the frozen backbone is kept: those of "
+        "16 bits change no result where the model's files have no more; 8bit and 4bit, by "
+        "bitsandbytes, save memory; auto: the preset's unless the method changes the backbone, or "
+        "as in the files with CUDA, float32 elsewhere",
+        choices=(AUTO, "float32", "bfloat16", "float16", *FEW_BITS))
 
     # adapters
     targets: str = auto_key("layers to adapt: the ends of their names, with commas between; auto: "
@@ -180,12 +177,11 @@ class Config:
     parameter_budget: str = key("lower", "which of the preset's two parameter budgets, with its "
         "ranks and learning rates", choices=("lower", "higher"))
     lora_scale: float = preset_key(1.0, "scale of a LoRA's update, alpha / r", above=0, high=1_000)
-    init: str = preset_key("gram-schmidt", "how RAVAN's frozen bases B and A are made",
-        choices=("gram-schmidt", "normal", "constant", "shared-subspace", *BASES_OF_DATA))
-    init_scale: float = key(1.0, "norm of the columns of RAVAN's B and the rows of its A, and of "
-        "the rows of a LoRA's A", above=0, high=1_000)
-    calibration_steps: int = key(8, "batches from which each client helps to make data-aware bases",
-        low=1, high=1_000_000)
+    init: str = preset_key("gram-schmidt", "how RAVAN's frozen bases B and A are made; STEPS: from "
+        "how many batches each client helps to make data-aware ones, 8 unless given", forms={
+            "gram-schmidt": (), "normal": (), "constant": (), "shared-subspace": (),
+            "data-aware": (Key(AUTO, "steps", kind=int, low=1, high=1_000_000),), "first-round": (),
+        })
     calibration_learning_rate: float = auto_key("learning rate of the first round of Fed-SB and of "
         "init=first-round; auto: the preset's for method full, or learning-rate", above=0, high=10)
     scaling: str = key("trained", "train the scale of each head, or keep it at 1",
@@ -199,14 +195,13 @@ class Config:
         choices=("trained", "all"))
     classifier: str = preset_key("trained", "keep the classifier random and frozen, or train and "
         "average it", choices=("frozen", "trained"))
-    layer_form: str = auto_key("compute multi-head layers with the update merged into the weight, "
-        "or beside it; auto: what is less work, and exact", choices=(AUTO, "merged", "factored"))
 
     # messages and aggregation
     wire: str = key("float32", "numbers in which tensors travel, both ways",
         choices=("float32", "float16", "bfloat16", "int8"))
-    weighting: str = key("uniform", "how replies are weighted in the mean: alike, or by numbers of "
-        "examples", choices=("uniform", "examples"))
+    weighting: str = key("uniform", "how replies are combined: by a mean that weights them alike, "
+        "or by numbers of examples; or, against a few false ones, by a median or a trimmed mean",
+        choices=("uniform", "examples", *ROBUST))
     server_optimizer: str = key("none", "server's optimiser of the mean update: FedAvgM is "
         "momentum (1:0.9 unless given), FedAdam is adam (0.01:0.9)",
         forms={"none": (), "momentum": (_rate(1.0), _BETA), "adam": (_rate(0.01), _BETA)})
@@ -240,8 +235,6 @@ class Config:
         "clients-per-round replies", low=1, high=10)
     min_replies: int = key(1, "stop the run when a round has fewer good replies", low=1,
         high=1_000_000, may_change=True, is_limit=True)
-    robust: str = key("none", "combine replies by this in place of the mean, against a few false "
-        "ones", choices=("none", "median", "trimmed-mean"))
     max_update_norm: float | None = auto_key("refuse a reply whose change has a larger norm; auto: "
         "a limit from learning-rate and from what is usual", above=0, may_change=True,
         is_limit=True)
@@ -266,6 +259,33 @@ class Config:
     def parts(self, key: str) -> dict[str, Any]:
         """Return the parts of a setting such as `dirichlet:0.3` by name, its first word as ""."""
         return KEYS[key].parts(key, getattr(self, key.replace("-", "_")))
+
+    @property
+    def packing(self) -> bool:
+        """Return whether short texts lie side by side."""
+        return self.batching.startswith("packed")
+
+    @property
+    def micro_batch_tokens(self) -> int | None:
+        """Return how many tokens of a step are worked on at a time, None for all."""
+        tokens = self.parts("batching")["tokens"]
+        return None if tokens == AUTO else int(tokens)
+
+    @property
+    def quantize(self) -> str:
+        """Return the few bits in which the backbone is kept, or none."""
+        return self.backbone_dtype if self.backbone_dtype in FEW_BITS else "none"
+
+    @property
+    def robust(self) -> str:
+        """Return what combines replies in place of a mean, or none."""
+        return self.weighting if self.weighting in ROBUST else "none"
+
+    @property
+    def calibration_steps(self) -> int:
+        """Return from how many batches a client helps to make data-aware bases."""
+        steps = self.parts("init").get("steps", AUTO)
+        return 8 if steps == AUTO else int(steps)
 
     @property
     def division(self) -> str:
@@ -380,7 +400,7 @@ _ELSEWHERE = {
 }  # fmt: skip
 
 
-# Keys of earlier versions, and what a person writes now.
+# Keys of earlier versions, and what a person writes now; "": nothing.
 MOVED = {
     "partition-alpha": "partition=dirichlet:0.3", "partition-by": "partition=dirichlet:0.3:COLUMN",
     "classes-per-client": "partition=pathological:2", "shards-per-client": "partition=shards:2",
@@ -389,17 +409,19 @@ MOVED = {
     "server-learning-rate": "server-optimizer=adam:0.01",
     "server-momentum": "server-optimizer=momentum:1:0.9", "min-replies": "limits=min-replies=2",
     "max-update-norm": "limits=max-update-norm=1", "max-share": "limits=max-share=0.5",
-    "max-examples": "limits=max-examples=1000",
+    "max-examples": "limits=max-examples=1000", "packing": "batching=packed",
+    "micro-batch-tokens": "batching=random:2048", "quantize": "backbone-dtype=4bit",
+    "robust": "weighting=median", "calibration-steps": "init=data-aware:8", "init-scale": "",
+    "layer-form": "",
 }  # fmt: skip
 
 
 def check_key(name: str, value: Scalar) -> Scalar:
     """Return the value in the key's own type; ValueError for an unknown key or a wrong value."""
     if name in MOVED:
-        raise ValueError(
-            f"{name} = {value!r}: it is a part of another key, expected {MOVED[name]}, say; write "
-            "that"
-        )
+        now = f"it is a part of another key, expected {MOVED[name]}, say; write that"
+        gone = "it is no key any more, since one value is right; leave it out"
+        raise ValueError(f"{name} = {value!r}: {now if MOVED[name] else gone}")
     if name == "num-clients":
         raise ValueError(
             f"{name} = {value!r}: it is no key of the run config, since who starts a run has the "

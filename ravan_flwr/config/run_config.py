@@ -55,10 +55,9 @@ def _read(given: tuple[tuple[str, Scalar], ...], preset: "Preset") -> Config:
     values = {key: spec.default for key, spec in (KEYS | LIMITS).items()} | dict(given)
     values |= read_limits(str(values.pop("limits")))
     check_steps(values)
-    if values["quantize"] == AUTO and trains_backbone(values):
-        values["quantize"] = "none"
-    said = STEPS if any(values[key] != AUTO for key in STEPS) else ()
-    for key in preset.run.keys() - {"num-clients", *said}:
+    own = set(STEPS) if any(values[key] != AUTO for key in STEPS) else set()
+    own |= {"backbone-dtype"} if trains_backbone(values) else set()
+    for key in preset.run.keys() - {"num-clients"} - own:
         if values[key] == AUTO:
             values[key] = preset.run[key]
     _resolve(values, preset)
@@ -138,22 +137,22 @@ def _num_clients(values: Mapping[str, Scalar], preset: "Preset") -> int | None:
 
 def _check_texts(values: Mapping[str, Scalar], preset: "Preset") -> None:
     """Refuse ways to make batches of texts, or to write them, where that cannot be."""
-    for key, without in (("batching", "random"), ("micro-batch-tokens", AUTO)):
-        if values[key] != without and not preset.max_length:
-            raise ValueError(
-                f"{key} = {values[key]!r}: {preset.path} has no texts, expected {without!r}, since "
-                "all its examples are of one size; leave it out"
-            )
-    if values["packing"] and not TASKS[preset.task].packs:
+    batching = str(values["batching"])
+    if batching != "random" and not preset.max_length:
         raise ValueError(
-            f"packing = true: {preset.path} has task {preset.task!r}, expected 'causal', whose "
-            "texts can lie side by side; leave it out"
+            f"batching = {batching!r}: {preset.path} has no texts, expected 'random', since all "
+            "its examples are of one size; leave it out"
         )
-    tokens = values["micro-batch-tokens"]
-    if tokens != AUTO and int(tokens) < int(values["max-length"]):
+    parts = KEYS["batching"].parts("batching", batching)
+    if parts[""] == "packed" and not TASKS[preset.task].packs:
         raise ValueError(
-            f"micro-batch-tokens = {tokens}: got max-length = {values['max-length']}, expected at "
-            "least as many, since a text may have that many; raise the one or lower the other"
+            f"batching = {batching!r}: {preset.path} has task {preset.task!r}, expected 'causal', "
+            "whose texts can lie side by side; leave it out"
+        )
+    if parts["tokens"] != AUTO and int(parts["tokens"]) < int(values["max-length"]):
+        raise ValueError(
+            f"batching = {batching!r}: got max-length = {values['max-length']}, expected at least "
+            "as many tokens, since a text may have that many; raise the one or lower the other"
         )
     number = values["evaluate-samples"]
     writing = [name for name, kind in TASKS.items() if kind.target_length]

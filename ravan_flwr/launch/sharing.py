@@ -152,8 +152,9 @@ def _by_memory(
         raise ValueError(
             f"GPU {worst.index} ({worst.name}) is too small: a client needs {client} and "
             f"the server {server}, but 90 % of {_free(worst, runs) / 1e9:.1f} "
-            "GB free are less; lower batch-size, set gradient-checkpointing=true, quantize=4bit or "
-            f"device=cpu, name other GPUs in {VISIBLE}, or try --clients-per-gpu 1"
+            "GB free are less; lower batch-size, set gradient-checkpointing=true, "
+            f"backbone-dtype=4bit or device=cpu, name other GPUs in {VISIBLE}, or try "
+            "--clients-per-gpu 1"
         )
     number = min(*fitting, useful, MOST_A_GPU)
     reason = (

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from ravan_flwr.methods.base import Method
 
-_OF_LORA = ("layer-form", "rank", "lora-scale", "init-scale")
-_OF_HEADS = (
-    "heads", "init", "scaling", "scoring", "selection", "head-mean", "calibration-steps"
-)  # fmt: skip
+_OF_LORA = ("rank", "lora-scale")
+_OF_HEADS = ("heads", "init", "scaling", "scoring", "selection", "head-mean")
 
 
 @dataclass(frozen=True)
@@ -22,9 +20,10 @@ class MethodInfo:
 
     # Of the clients' Adam, where neither the run nor its preset says one; `tune` chooses better.
     learning_rate: float = 1e-3
-    # Is the next state the mean of the uploads? Then `server-optimizer` and `robust` may be set.
+    # Is the next state the mean of the uploads? Then `server-optimizer` may be set, and
+    # `weighting=median`.
     averages: bool = True
-    # Does it leave the pretrained weights alone? Then `quantize` may be set.
+    # Does it leave the pretrained weights alone? Then `backbone-dtype` may be set.
     frozen_backbone: bool = True
     # Is the next state the last one and the mean of what clients change in it, and does nothing
     # else depend on their data? Then `privacy=client` and `secure-aggregation` may be set, and its
@@ -43,7 +42,7 @@ class MethodInfo:
     # Does it share a layer's update out among `heads`?
     has_heads: bool = False
     # Other keys that change nothing under it, of which a user is warned.
-    ignores: tuple[str, ...] = ("layer-form",)
+    ignores: tuple[str, ...] = ()
     module: str = ""  # where its class is, if not in the file of its name here
 
     @property
@@ -61,13 +60,11 @@ METHODS = {
     "fedex-lora": MethodInfo(averages=False, frozen_backbone=False, by_example=True),
     "ffa-lora": MethodInfo(3e-3, sums_changes=True, by_example=True),
     # Its first round trains the pretrained weights.
-    "fed-sb": MethodInfo(3e-3, frozen_backbone=False, ignores=("lora-scale", "init-scale")),
+    "fed-sb": MethodInfo(3e-3, frozen_backbone=False, ignores=("lora-scale",)),
     "hetlora": MethodInfo(averages=False, by_example=True),
     "flexlora": MethodInfo(averages=False, by_example=True),
     # Its A has orthonormal rows from the first round on.
-    "fedsvd": MethodInfo(
-        3e-3, averages=False, by_example=True, ignores=("layer-form", "init-scale")
-    ),
+    "fedsvd": MethodInfo(3e-3, averages=False, by_example=True),
     "raflora": MethodInfo(averages=False, by_example=True),
     "flora": MethodInfo(averages=False, frozen_backbone=False, by_example=True),
     "fedrot-lora": MethodInfo(by_example=True),
@@ -81,11 +78,9 @@ METHODS = {
         averages=False,
         personalised=True,
         everyone=True,
-        ignores=("layer-form", "clients-per-round"),
+        ignores=("clients-per-round",),
     ),
-    "centralised": MethodInfo(
-        averages=False, pools=True, ignores=("layer-form", "clients-per-round")
-    ),
+    "centralised": MethodInfo(averages=False, pools=True, ignores=("clients-per-round",)),
 }
 
 

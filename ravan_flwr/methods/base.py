@@ -100,7 +100,6 @@ class Settings:
     lora_scale: float = 1.0
     heads: int = 4
     init: str = "gram-schmidt"
-    init_scale: float = 1.0
     calibration_steps: int = 8
     scaling: str = "trained"
     scoring: str = "random"

@@ -8,9 +8,9 @@ the summed gradients: half of the heads span them, the others their orthonormal 
 fine-tunes the adapted matrices themselves and sends how these changed. The mean change of each is
 decomposed, U S V^T, and head i of rank r gets the i-th block of r singular directions and values:
 
-    B_i = c U_i,    A_i = c V_i^T,    H_i(0) = S_i / c^2
+    B_i = U_i,    A_i = V_i^T,    H_i(0) = S_i
 
-with c = `init-scale`. So all heads together begin with the best approximation of the mean change
+So all heads together begin with the best approximation of the mean change
 of their whole rank. Where a matrix has no further directions, or has not changed, heads begin as
 orthonormal blocks in general position to these, with H = 0. If no matrix has changed, the round is
 refused: there is nothing to make bases of. The matrices are the pretrained ones again.
@@ -67,7 +67,7 @@ class CalibratedBases(Calibration[MultiHeadLinear]):
 
 
 class BasesOfMean:
-    """Sum up what clients send, and make bases of the mean, or with `robust` of the middle."""
+    """Sum up what clients send, and make bases of the mean or, as `weighting` says, the middle."""
 
     def __init__(self, calibration: CalibratedBases, sums: Sums) -> None:
         self.calibration, self.sums = calibration, sums
@@ -118,7 +118,7 @@ class DataAwareBases(CalibratedBases):
             U, V = sketcher.subspaces(flat)
             Bs.append(fill_heads(U, self.heads, self.rank, random).flatten())
             As.append(fill_heads(V, self.heads, self.rank, random).mT.flatten())
-        B, A = (self.settings.init_scale * torch.cat(parts) for parts in (Bs, As))
+        B, A = torch.cat(Bs), torch.cat(As)
         return {"B": B.float(), "A": A.float()}, {}
 
 
@@ -134,11 +134,11 @@ class FirstRound(CalibratedBases):
 
     def __init__(
         self, settings: Settings, layers: Sequence[Layer], heads: int, rank: int,
-        shape: Sequence[int], scale: float = 1.0,
+        shape: Sequence[int],
     ) -> None:  # fmt: skip
         sizes = [layer.out_features * layer.in_features for layer in layers]
         super().__init__(settings, layers, heads, rank, sizes)
-        self.shape, self.scale = tuple(shape), scale
+        self.shape = tuple(shape)
 
     def run(self, adapters: Sequence[MultiHeadLinear], work: LocalWork) -> Tensors:
         weights = [adapter.base.weight for adapter in adapters]
@@ -180,4 +180,4 @@ class FirstRound(CalibratedBases):
         A = fill_heads(Vh[:leading].T, heads, rank, random).mT
         H = torch.zeros(heads, rank, rank, dtype=S.dtype)
         H[: leading // rank] = S[:leading].view(-1, rank).diag_embed()
-        return self.scale * B, H / self.scale**2, self.scale * A
+        return B, H, A

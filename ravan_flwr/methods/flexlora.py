@@ -47,7 +47,7 @@ class FlexLora(NormLimits, RankedLora):
         return product_norm(B, A)
 
     def longest_row(self, factors: Mapping[str, Tensor]) -> float:
-        """Find the norm of the longest row of A: 1 after a round, `init_scale` or so before."""
+        """Find the norm of the longest row of A: 1 after a round, 1 or so before."""
         return max(1.0, *(float(A.norm(dim=1).max()) for A in self.split(factors)[1]))
 
 

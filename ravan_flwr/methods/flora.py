@@ -67,13 +67,10 @@ class Flora(NormLimits, ResidualLora):
         return Stacked(self, state)
 
     def norms_alone(self, upload: Mapping[str, Tensor], start: Tensors) -> dict[str, float]:
-        # By what A's first rows have, since the limit is that of B's own growth.
-        rows = max(1.0, self.settings.init_scale)
-        return {"B": math.hypot(*map(product_norm, *self.split(upload))) / rows}
+        return {"B": math.hypot(*map(product_norm, *self.split(upload)))}
 
     def norms_made(self, state: Tensors, alone: Mapping[str, float]) -> dict[str, float]:
-        rows = max(1.0, self.settings.init_scale)
-        added = self.settings.lora_scale * rows * alone.get("B", 0.0)
+        added = self.settings.lora_scale * alone.get("B", 0.0)
         return {"residual": float(state["residual"].double().norm()) + added}
 
 

@@ -65,7 +65,7 @@ class LoraMethod(Method[LoRALinear]):
         for layer in self.layers:
             random = generator(self.settings.seed, "lora", layer.name, *purpose)
             A = torch.randn(self.rank, layer.in_features, generator=random, dtype=torch.float64)
-            drawn.append((self.settings.init_scale / math.sqrt(layer.in_features) * A).float())
+            drawn.append((1 / math.sqrt(layer.in_features) * A).float())
         return drawn
 
     def adapt(self, layer: Layer, linear: nn.Linear) -> LoRALinear:

@@ -16,7 +16,6 @@ class MultiHeadMethod(Method[MultiHeadLinear]):
     rank: int
     heads = 1
     init = "normal"  # how the bases are made
-    init_scale = 1.0
     trains_scales = False
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
@@ -31,7 +30,7 @@ class MultiHeadMethod(Method[MultiHeadLinear]):
         else:
             B, A = make_bases(
                 self.init, heads=self.heads, rank=self.rank, out_features=out, in_features=inside,
-                seed=self.settings.seed, layer=layer.name, scale=self.init_scale,
+                seed=self.settings.seed, layer=layer.name,
             )  # fmt: skip
         return MultiHeadLinear(linear, B, A, self.settings.layer_form)
 

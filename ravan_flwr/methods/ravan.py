@@ -43,7 +43,6 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
         super().__init__(settings, layers, size)
         self.heads = self.parts = settings.heads
         self.init, self.trains_scales = settings.init, settings.scaling == "trained"
-        self.init_scale = settings.init_scale
         self.rank = settings.rank or self._largest_rank()
         self.mean_over_cohort = settings.head_mean == "all"
         check_rank(self.rank, self.side)
@@ -52,9 +51,7 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
             self.calibration = DataAwareBases(settings, self.layers, self.heads, self.rank)
         elif settings.init == "first-round":
             self.init = "gram-schmidt"
-            self.calibration = FirstRound(
-                settings, self.layers, self.heads, self.rank, self._shape, settings.init_scale
-            )
+            self.calibration = FirstRound(settings, self.layers, self.heads, self.rank, self._shape)
         if self.init == "gram-schmidt" and self.heads * self.rank > self.side:
             log.info(
                 "%s: %d heads of rank %d are more than %d dimensions hold; bases are orthonormal "

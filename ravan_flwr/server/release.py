@@ -126,7 +126,7 @@ class Release:
         robust, count = self.run.config.robust, self.sums.count
         if robust != "none" and count < FEWEST:
             log.warning(
-                "round %d: %d replies came, and robust = %r changes nothing with fewer than %d",
+                "round %d: %d replies came, and weighting = %r changes nothing with fewer than %d",
                 self.round.number, count, robust, FEWEST,
             )  # fmt: skip
         sums = self.sums

@@ -51,6 +51,6 @@ def get_task(name: str) -> "type[Task]":
         if not issubclass(found, Packs):
             raise TypeError(
                 f"task {name!r}: its row says packs=True, but {found.__name__} is no Packs, which "
-                "packing=true needs; derive it from Packs, or leave packs out of the row"
+                "batching=packed needs; derive it from Packs, or leave packs out of the row"
             )
     return found

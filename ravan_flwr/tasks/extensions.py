@@ -1,7 +1,7 @@
 """Define what a task may do beside what every task does (base.py), and what asks for it.
 
 Predicts     the command `predict`, and `evaluate-samples`
-Packs        `packing=true`: short texts side by side; its row says packs=True
+Packs        `batching=packed`: short texts side by side; its row says packs=True
 ByExample    `privacy=example`, and a plan of it
 """
 

@@ -86,8 +86,9 @@ def check_packing(network: Any) -> None:
     pieces = getattr(network.config.get_text_config(), "attention_chunk_size", None)
     if carries or pieces or not takes or not _apart(network):
         raise ValueError(
-            f"packing = true: in {type(network).__name__} texts side by side would not be as each "
-            "alone, expected attention over positions that begin anew with each; set packing=false"
+            f"batching = 'packed': in {type(network).__name__} texts side by side would not be as "
+            "each alone, expected attention over positions that begin anew with each; set "
+            "batching=random"
         )
 
 

@@ -196,8 +196,8 @@ def step_memory(config: Config, share: float) -> StepMemory:
 def examples_at_a_time(config: Config) -> int:
     """Count the longest examples that a step works on at a time.
 
-    Shorter ones may be more under `micro-batch-tokens`, but have no more tokens, and with packing
-    as many examples have no more rows.
+    Shorter ones may be more under `batching=random:TOKENS`, but have no more tokens, and with
+    packing as many examples have no more rows.
     """
     number = config.micro_batch_size or config.batch_size
     if config.micro_batch_tokens is None:

@@ -50,7 +50,7 @@ def evaluation_memory(config: Config) -> int:
     known = [*network.parameters(), *network.buffers()]
     # Answers that are generated keep keys and values; a forward pass over all of one is the most.
     keep = network.register_forward_pre_hook(_keep_keys_and_values, with_kwargs=True)
-    attention = attention_of(replace(config, packing=False), network, task)
+    attention = attention_of(replace(config, batching="random"), network, task)
     with torch.no_grad(), attention, _MostAlive(known) as memory:
         batch = meta_batch(network, task, task.evaluation_batch)
         task.loss(network, batch)

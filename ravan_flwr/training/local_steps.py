@@ -136,7 +136,7 @@ class Stepper:
     ) -> None:  # fmt: skip
         self.model, self.task, self.examples, self.steps = model, task, examples, steps
         self.device = model.device
-        by_length, cut = steps.batching == "length", None
+        by_length, cut = steps.batching.startswith("length"), None
         lengths = task.lengths(examples) if by_length or steps.micro_batch_tokens else None
         if lengths is not None and steps.micro_batch_tokens:
             cut = partial(
@@ -147,7 +147,9 @@ class Stepper:
             )
         order = self.order_of(len(examples), lengths if by_length else None, work)
         parts, self.parts = in_parts(order, steps.micro_batch_size or steps.batch_size, cut)
-        lay_out = task_with(Packs, task, "packing").packed if steps.packing else task.collate
+        lay_out = (
+            task_with(Packs, task, "batching=packed").packed if steps.packing else task.collate
+        )
         self.batches = self.read(parts, lay_out)
         self.dtype = PRECISIONS[steps.precision]
         check_precision(steps.precision, self.device)

@@ -49,24 +49,13 @@ from ravan_flwr.training.threads import suitable_threads
 
 def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
     """Make the configuration's method, over these layers of a network of that size."""
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(Settings)}
-    settings["layer_form"] = layer_form(config.layer_form, config.precision, config.quantize)
+    names = {field.name for field in dataclasses.fields(Settings)} - {"init", "layer_form"}
+    settings = {name: getattr(config, name) for name in names}
+    # A merged weight of few bits loses every small update (adapters/merged.py).
+    whole = config.precision == "float32" and config.quantize == "none"
+    settings["layer_form"] = "auto" if whole else "factored"
+    settings["init"] = config.parts("init")[""]
     return get_method(config.method)(Settings(**settings), layers, size)
-
-
-def layer_form(asked: str, precision: str, quantize: str) -> str:
-    """Choose merged or factored multi-head layers; ValueError if it would lose updates.
-
-    A merged weight of few bits loses every small update (adapters/merged.py). With "auto" each
-    layer takes the form that is less work.
-    """
-    for key, got, whole in (("precision", precision, "float32"), ("quantize", quantize, "none")):
-        if got != whole and asked == "merged":
-            raise ValueError(
-                f"layer-form = 'merged': got {key} = {got!r}, expected {whole!r}, since a weight "
-                "of few bits loses small updates; leave layer-form out"
-            )
-    return asked if (precision, quantize) == ("float32", "none") else "factored"
 
 
 def make_task(config: Config) -> Task:

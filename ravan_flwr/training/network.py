@@ -354,7 +354,7 @@ def backbone_dtype(config: Config, device: str) -> torch.dtype:
     Pretrained weights that are trained, be it in a round before the first, are in float32: in 16
     bits a weight of 0.02 does not move by steps of 1e-5.
     """
-    if config.backbone_dtype != AUTO:
+    if config.backbone_dtype in DTYPES:
         return DTYPES[config.backbone_dtype]
     if device != "cuda" or trains_backbone(vars(config)):
         return torch.float32

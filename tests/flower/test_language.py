@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(
 SECRET = "xylophonist"  # a word of one device alone
 SETTINGS = (
     "preset='talk' num-rounds=3 local-steps=8 clients-per-round=2 batch-size=8 lora-rank=4 "
-    "learning-rate=2e-2 targets='q_proj,v_proj,o_proj,down_proj' quantize='4bit' packing=true "
-    "deliver=true report=false tracking='none'"
+    "learning-rate=2e-2 targets='q_proj,v_proj,o_proj,down_proj' backbone-dtype='4bit' "
+    "batching='packed' deliver=true report=false tracking='none'"
 )
 
 

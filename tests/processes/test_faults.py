@@ -164,7 +164,7 @@ def test_a_disk_that_cannot_be_written_to_stops_the_run(tmp_path, monkeypatch):
     "change",
     [
         {"method": "fedit"}, {"seed": 1}, {"heads": 2}, {"partition": "dirichlet:1"},
-        {"learning-rate": 0.5}, {"weighting": "examples"}, {"quantize": "4bit"},
+        {"learning-rate": 0.5}, {"weighting": "examples"}, {"backbone-dtype": "4bit"},
     ],
 )  # fmt: skip
 def test_another_run_is_not_gone_on_with(change, whole, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from ravan_flwr.config.keys import KEYS
 
-HOW = KEYS["robust"].choices[1:]
+HOW = KEYS["weighting"].choices[2:]
 
 CLOSING = """
 import resource, sys, torch

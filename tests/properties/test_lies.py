@@ -172,10 +172,9 @@ def test_two_liars_whose_lies_meet_in_a_product_of_means_cost_no_round(name, ste
         game.play(*others, *liars)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 0.1, 30.0, 1e3])
 @pytest.mark.parametrize("step", [0.01, 1.0])
 @pytest.mark.parametrize("name", METHODS)
-def test_honest_replies_are_taken_at_any_scale_of_the_first_a(name, step, scale):
-    game = Game(name, step, init_scale=scale)
+def test_honest_replies_are_taken_from_the_first_a_on(name, step):
+    game = Game(name, step)
     for number in range(3):
         game.play(*(game.honest(10 * number + seed) for seed in range(3)))

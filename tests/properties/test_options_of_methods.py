@@ -15,14 +15,17 @@ from tests.hand_made import Nodes, run
 
 # key -> (values to try, what the row of a method says of it, the reason in a refusal)
 OPTIONS = {
-    "robust": (["median", "trimmed-mean"], "averages", "makes its next state otherwise"),
+    "weighting": (["median", "trimmed-mean"], "averages", "makes its next state otherwise"),
     "server-optimizer": (
         ["momentum:1:0.9", "adam:0.01:0.9"],
         "averages",
         "makes its next state otherwise",
     ),
-    "quantize": (["8bit", "4bit"], "frozen_backbone", "changes pretrained weights"),
-    "backbone-dtype": (["bfloat16"], "frozen_backbone", "changes pretrained weights"),
+    "backbone-dtype": (
+        ["bfloat16", "8bit", "4bit"],
+        "frozen_backbone",
+        "changes pretrained weights",
+    ),
 }
 CASES = [
     (name, key, value)
@@ -57,13 +60,13 @@ AVERAGED = [name for name, row in METHODS.items() if row.averages and name != "n
 
 
 @pytest.mark.parametrize("name", AVERAGED)
-@pytest.mark.parametrize("robust", ["none", *OPTIONS["robust"][0]])
+@pytest.mark.parametrize("weighting", ["uniform", *OPTIONS["weighting"][0]])
 @pytest.mark.parametrize("optimizer", ["none", *OPTIONS["server-optimizer"][0]])
-def test_what_may_be_set_together_makes_rounds_that_change_the_state(name, robust, optimizer):
+def test_what_may_be_set_together_makes_rounds_that_change_the_state(name, weighting, optimizer):
     nodes = Nodes(method=name)
     start = nodes.method.initial_state(nodes.adapters)
     notes, *_ = run(
-        nodes, rounds=3, clients_per_round=4, robust=robust, server_optimizer=optimizer,
+        nodes, rounds=3, clients_per_round=4, weighting=weighting, server_optimizer=optimizer,
         evaluate_fn=lambda *_: None,
     )  # fmt: skip
     records = [record for record in notes.records if record["round"]]

@@ -16,7 +16,7 @@ from ravan_flwr.server.update_norm_check import UpdateNormCheck
 from tests.methods import build, some_state, train_client
 
 NUMBERS = st.one_of(st.none(), st.integers(-50, 50))
-HOW = KEYS["robust"].choices[1:]
+HOW = KEYS["weighting"].choices[2:]
 ABLE = [name for name, listed in METHODS.items() if listed.averages]
 
 
@@ -106,20 +106,15 @@ def test_a_head_counts_over_those_that_trained_it(how):
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - set(ABLE)))
 def test_methods_that_are_no_mean_are_refused(name):
-    told = f"robust = 'median': got method '{name}', which makes its next state otherwise"
+    told = f"weighting = 'median': got method '{name}', which makes its next state otherwise"
     with pytest.raises(ValueError, match=told):
-        read_config({"method": name, "robust": "median"})
-
-
-def test_weights_that_clients_claim_are_refused():
-    with pytest.raises(ValueError, match="robust = 'median': got weighting = 'examples'"):
-        read_config({"robust": "median", "weighting": "examples"})
+        read_config({"method": name, "weighting": "median"})
 
 
 def test_heads_that_others_left_are_refused():
-    with pytest.raises(ValueError, match="robust = 'median': got head-mean = 'all', expected"):
-        read_config({"robust": "median", "head-mean": "all"})
-    read_config({"robust": "median", "head-mean": "all", "method": "fedit"})  # has no heads
+    with pytest.raises(ValueError, match="weighting = 'median': got head-mean = 'all', expected"):
+        read_config({"weighting": "median", "head-mean": "all"})
+    read_config({"weighting": "median", "head-mean": "all", "method": "fedit"})  # has no heads
 
 
 def test_of_two_replies_none_decides():
@@ -146,5 +141,7 @@ def test_of_two_replies_none_decides():
 
 
 def test_robust_wants_three_clients_a_round():
-    with pytest.raises(ValueError, match="robust = 'median': got clients-per-round = 2, expected"):
-        read_config({"robust": "median", "clients-per-round": 2})
+    with pytest.raises(
+        ValueError, match="weighting = 'median': got clients-per-round = 2, expected"
+    ):
+        read_config({"weighting": "median", "clients-per-round": 2})

@@ -102,13 +102,22 @@ def test_every_method_on_an_accelerator(method, accelerator):
     [
         {"scoring": "gradient"}, {"scoring": "weight", "selection": "global"},
         {"init": "constant", "scaling": "constant"},
-        {"layer-form": "merged"}, {"layer-form": "factored", "classifier": "frozen"},
         {"gradient-checkpointing": True},
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),
 )  # fmt: skip
 def test_every_kind_of_head_on_an_accelerator(settings, accelerator):
     compare(settings, 0.5, LocalSteps(2, 8, 0.01, "float32", proximal_mu=0.1))
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_both_forms_of_heads_on_an_accelerator(merged, accelerator, monkeypatch):
+    monkeypatch.setattr("ravan_flwr.adapters.multihead.merges", lambda *_: merged)
+    compare(
+        {"classifier": "trained" if merged else "frozen"},
+        0.5,
+        LocalSteps(2, 8, 0.01, "float32", proximal_mu=0.1),
+    )
 
 
 def test_bases_from_data_on_an_accelerator(accelerator):

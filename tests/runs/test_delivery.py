@@ -168,13 +168,11 @@ def test_a_small_device_gets_all_heads(devices):
 def test_what_is_made_once_for_the_run_is_there_as_well(devices):
     """Data-aware bases travel once; a device that never trained has them with the result."""
     devices.add(2)
-    run = devices.run(init="data-aware", clients_per_round=1, calibration_steps=2)
+    run = devices.run(init="data-aware:2", clients_per_round=1)
     assert run.summary["delivered"] == [{"partition-id": 2, "folder": "adapter"}]
     check_logits(run, [devices.result(2, run) / "adapter"])
     devices.add(1)
-    again = devices.run(
-        init="data-aware", clients_per_round=1, calibration_steps=2, resume=str(run.run_dir)
-    )
+    again = devices.run(init="data-aware:2", clients_per_round=1, resume=str(run.run_dir))
     assert [one["partition-id"] for one in again.summary["delivered"]] == [1, 2]
     check_logits(run, [devices.result(1, run) / "adapter"])
 

@@ -14,7 +14,7 @@ from ravan_flwr.training.plan import describe
 
 TINY: dict[str, Scalar] = {
     "num-rounds": 2, "clients-per-round": 4, "local-steps": 1, "batch-size": 8, "report": False,
-    "tracking": "none", "learning-rate": 1e-4, "init-scale": 0.1,
+    "tracking": "none", "learning-rate": 1e-4,
 }  # fmt: skip
 
 

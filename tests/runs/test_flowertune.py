@@ -80,9 +80,9 @@ def test_ravan_has_as_many_parameters_as_their_lora(model):
 
 def test_few_bits_are_for_methods_that_can_have_them():
     assert read_config({"preset": "code", "method": "full"}).quantize == "none"
-    with pytest.raises(ValueError, match="quantize = '4bit': got method 'full'"):
-        read_config({"preset": "code", "method": "full", "quantize": "4bit"})
-    assert read_config({"preset": "code", "quantize": "none"}).quantize == "none"
+    with pytest.raises(ValueError, match="backbone-dtype = '4bit': got method 'full'"):
+        read_config({"preset": "code", "method": "full", "backbone-dtype": "4bit"})
+    assert read_config({"preset": "code", "backbone-dtype": "float32"}).quantize == "none"
     assert read_config({"preset": "code", "max-bytes": 1e9}).max_bytes == 1e9
 
 
@@ -94,7 +94,7 @@ def test_a_plan_needs_no_hub_and_a_run_says_what_it_needs(model, capsys):
     assert "preset general-nlp, method ravan, classifier frozen" in told
     name = "mistralai/Mistral-7B-v0.3" if model == "auto" else "HuggingFaceTB/SmolLM2-135M-Instruct"
     with pytest.raises(ValueError, match=f"hf download {name}"):
-        simulate({"preset": "general-nlp", "model": model, "quantize": "none"}, 2)
+        simulate({"preset": "general-nlp", "model": model, "backbone-dtype": "float32"}, 2)
     with pytest.raises(ValueError, match="model = 'smal': did you mean 'small'"):
         read_config({"preset": "general-nlp", "model": "smal"})
 
@@ -103,7 +103,8 @@ def test_a_plan_needs_no_hub_and_a_run_says_what_it_needs(model, capsys):
 def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("flowertune")
     settings = {
-        "preset": "finance", "method": request.param, "learning-rate": 1e-2, "quantize": "none",
+        "preset": "finance", "method": request.param, "learning-rate": 1e-2,
+        "backbone-dtype": "float32",
         "model": str(save_speaker("mistral", folder / "model", initializer_range=0.3)),
         "data": str(save_data("finance", folder / "data")), "lora-rank": 2, "max-length": 128,
         "num-rounds": 1, "local-steps": 3, "eval-every": 1, "batch-size": 4, "report": False,

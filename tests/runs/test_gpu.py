@@ -91,7 +91,7 @@ def test_every_kind_of_head(init, selection, tmp_path):
 @pytest.mark.parametrize("how", ["8bit", "4bit"])
 def test_a_backbone_in_few_bits(how, method, precision, llama, tmp_path):
     pytest.importorskip("bitsandbytes")
-    few = run(tmp_path, **llama, quantize=how, method=method, precision=precision)
+    few = run(tmp_path, **llama, backbone_dtype=how, method=method, precision=precision)
     assert few.summary["rejected"] == 0
     assert (few.run_dir / "merged").is_dir() or (few.run_dir / "adapter").is_dir()
 
@@ -102,7 +102,7 @@ def test_few_bits_take_less_memory(how, llama):
     taken = []
     for quantized in ("none", how):
         before = torch.cuda.memory_allocated()
-        bench = ModelAndData(read_config(llama | {"quantize": quantized, "device": "cuda"}))
+        bench = ModelAndData(read_config(llama | {"backbone-dtype": quantized, "device": "cuda"}))
         assert bench.model.device.type == "cuda"
         taken.append(torch.cuda.memory_allocated() - before)
         del bench

@@ -132,15 +132,15 @@ def test_the_logits_of_a_step_are_counted(spoken, monkeypatch):
     assert whole - blocks > 0.8 * 8 * 95 * vocabulary * 4
 
 
-@pytest.mark.parametrize("options", [{}, {"packing": True}, {"micro-batch-tokens": 200}])
-def test_what_a_step_keeps_is_what_the_plan_counts(options, tmp_path):
+@pytest.mark.parametrize("batching", ["random", "packed", "random:200"])
+def test_what_a_step_keeps_is_what_the_plan_counts(batching, tmp_path):
     """Of texts that are all as long as they may be, every token of which is learned."""
     rows = [(name, " ".join([told] * 40)) for name, told in docstrings()]
-    settings = preset(tmp_path, data="  loss-on: all\n", **options)
+    settings = preset(tmp_path, data="  loss-on: all\n", batching=batching)
     (tmp_path / "data" / "train.jsonl").write_text(lines(as_completion(*row) for row in rows))
     bench = ModelAndData(read_config(own_preset(settings)))
     examples = bench.partition(0, 1).train
-    one, model, at_a_time = bench.task, bench.model, 3 if "micro-batch-tokens" in options else 8
+    one, model, at_a_time = bench.task, bench.model, 3 if "200" in batching else 8
     batch = one.collate(examples.take(np.arange(at_a_time)))
     assert batch["input_ids"].shape == (at_a_time, 96)
     with model.holding(model.initial_state()):
@@ -152,7 +152,7 @@ def test_what_a_step_keeps_is_what_the_plan_counts(options, tmp_path):
         del loss
     counted = step_memory(bench.config, 1.0).activations
     # The plan counts keys as often as queries; packing has a mask on top.
-    assert measured <= counted < (1.5 if "packing" in options else 1.1) * measured
+    assert measured <= counted < (1.5 if batching == "packed" else 1.1) * measured
 
 
 def noted(one, method):
@@ -173,8 +173,8 @@ def noted(one, method):
 
 @pytest.mark.parametrize(
     "options",
-    [{"packing": True}, {"micro-batch-tokens": 200},
-     {"packing": True, "micro-batch-tokens": 200, "micro-batch-size": 5}],
+    [{"batching": "packed"}, {"batching": "random:200"},
+     {"batching": "packed:200", "micro-batch-size": 5}],
 )  # fmt: skip
 def test_packing_and_parts_train_the_same_examples_to_the_same_end(options, tmp_path):
     """A step has as many examples as before; what a client sends differs by rounding alone."""
@@ -194,7 +194,7 @@ def test_packing_and_parts_train_the_same_examples_to_the_same_end(options, tmp_
     for name, tensor in first.upload.items():
         if tensor.is_floating_point():
             torch.testing.assert_close(second.upload[name], tensor, rtol=2e-2, atol=2e-4)
-    if "micro-batch-tokens" in options:
+    if "200" in options["batching"]:
         assert max(r * w for r, w in laid_out) <= 200
 
 
@@ -225,7 +225,7 @@ def test_gradients_of_single_texts_are_by_their_own_tokens(block, tmp_path, monk
 
 
 def test_a_private_client_trains_on_texts_in_parts_by_tokens(tmp_path):
-    settings = preset(tmp_path) | {"micro-batch-tokens": 200, "privacy": "example", "epsilon": 8.0}
+    settings = preset(tmp_path) | {"batching": "random:200", "privacy": "example", "epsilon": 8.0}
     config = read_config(own_preset(settings))
     bench = ModelAndData(config)
     seen, shapes = noted(bench.task, "collate")
@@ -275,12 +275,13 @@ def test_a_device_brings_its_own_conversations(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"batching": "length"}, {"quantize": "4bit"}, {"gradient-checkpointing": True},
-     {"precision": "bfloat16"}, {"init": "data-aware"}, {"packing": True, "init": "data-aware"},
-     {"packing": True, "gradient-checkpointing": True, "precision": "bfloat16"}],
+    [{"batching": "length"}, {"backbone-dtype": "4bit"}, {"gradient-checkpointing": True},
+     {"precision": "bfloat16"}, {"init": "data-aware"},
+     {"batching": "packed", "init": "data-aware"},
+     {"batching": "packed", "gradient-checkpointing": True, "precision": "bfloat16"}],
 )  # fmt: skip
 def test_it_goes_with_everything_there_is(options, tmp_path):
-    if "quantize" in options:
+    if "backbone-dtype" in options:
         rows = [told for _, told in docstrings()]
         save_speaker("llama", tmp_path / "model", rows, hidden_size=64, intermediate_size=128)
     run = simulate(preset(tmp_path, **options) | {"num-rounds": 1, "local-steps": 2}, 2)

@@ -37,7 +37,7 @@ OF_THE_PAPER = sorted(set(SMALLER) - {"fashion-vit", "packages-minilm"})
 
 # What a model this small cannot have; and enough of FlowerTune's prompt.
 FEW_BITS_LESS = {
-    "quantize": "none", "max-length": 96, "learning-rate": 1e-2,
+    "backbone-dtype": "float32", "max-length": 96, "learning-rate": 1e-2,
     "learning-rate-schedule": "constant",  # of two rounds a cosine has one
 }  # fmt: skip
 

@@ -38,7 +38,7 @@ METHODS: list[dict[str, Scalar]] = [
 ]
 MIXED = ("hetlora", "flexlora", "raflora", "flora", "fed-plora")  # as RAVAN
 SMALL_ONES: dict[str, Scalar] = {"budgets": "uniform"}
-AVERAGED: dict[str, Scalar] = {"robust": "median", "server-optimizer": "momentum"}
+AVERAGED: dict[str, Scalar] = {"weighting": "median", "server-optimizer": "momentum"}
 METHODS += [
     {
         "method": name,

@@ -78,12 +78,12 @@ def test_rows_that_mean_the_same_share_their_runs(tmp_path):
             "row 'base': server-optimizer = 'adam:0.01:0.9': got method 'hetlora', which makes",
         ),
         (
-            {"settings": {"method": "hetlora", "robust": "median"}},
-            "row 'base': robust = 'median': got method 'hetlora', which makes its next state",
+            {"settings": {"method": "hetlora", "weighting": "median"}},
+            "row 'base': weighting = 'median': got method 'hetlora', which makes its next state",
         ),
         (
-            {"settings": {"method": "full", "quantize": "4bit", "learning-rate": 1e-3}},
-            "row 'base': quantize = '4bit': got method 'full', which changes pretrained weights",
+            {"settings": {"method": "full", "backbone-dtype": "4bit", "learning-rate": 1e-3}},
+            "row 'base': backbone-dtype = '4bit': got method 'full', which changes pretrained",
         ),
         ({"seeds": []}, r"seeds: got \[\]: List should have at least 1 item"),
         ({"seeds": ["x"]}, r"seeds\.0: got 'x': Input should be a valid integer"),

@@ -18,7 +18,7 @@ REFUSED: dict[str, tuple[dict[str, Scalar], str]] = {
     "bases of data": ({"init": "data-aware"}, "got init = 'data-aware', expected another"),
     "a first round": ({"init": "first-round"}, "got init = 'first-round', expected another"),
     "weights": ({"weighting": "examples"}, "got weighting = 'examples', expected 'uniform'"),
-    "robust": ({"robust": "median"}, "got robust = 'median', expected 'none'"),
+    "robust": ({"weighting": "median"}, "got weighting = 'median', expected 'uniform'"),
     "a limit": ({"limits": "max-update-norm=1.0"}, "got max-update-norm = 1.0, expected 'auto'"),
     "reserves": ({"over-sample": 1.5}, "got over-sample = 1.5, expected 1.0"),
     "stragglers": ({"straggler-grace": 3.0}, "got straggler-grace = 3.0, expected 'auto'"),
@@ -70,7 +70,10 @@ REFUSED_OF_EXAMPLES: dict[str, tuple[dict[str, Scalar], str]] = {
         {"preset": "finance", "batching": "length"},
         "got batching = 'length', expected 'random'",
     ),
-    "packing": ({"preset": "finance", "packing": True}, "got packing = True, expected False"),
+    "packing": (
+        {"preset": "finance", "batching": "packed:2048"},
+        "got batching = 'packed:2048', expected 'random'",
+    ),
     "half": ({"precision": "float16"}, "got precision = 'float16', expected 'float32' or"),
     "a cohort": ({"noise-cohort": 500}, "got noise-cohort = 500, expected 'auto'"),
     "on clients": (
@@ -99,7 +102,7 @@ def test_methods_are_taken_whose_gradients_by_example_are_known(name):
 
 def test_what_works_on_noised_uploads_goes_with_private_examples():
     allowed: tuple[dict[str, Scalar], ...] = (
-        {"robust": "median", "clients-per-round": 3}, {"weighting": "examples"},
+        {"weighting": "median", "clients-per-round": 3}, {"weighting": "examples"},
         {"over-sample": 1.5}, {"straggler-grace": 3.0}, {"max-bytes": 1e12},
         {"limits": "min-replies=2"}, {"scoring": "weight", "selection": "global"},
         {"precision": "bfloat16"}, {"clip-norm": 0.2},

@@ -236,13 +236,6 @@ def test_a_preset_is_checked_too(change, message, tmp_path, monkeypatch):
         read_config({"preset": "mine"})
 
 
-@pytest.mark.parametrize("few_bits", [{"precision": "bfloat16"}, {"quantize": "4bit"}])
-def test_a_merged_weight_has_no_few_bits(few_bits):
-    assert read_config({"layer-form": "merged"}).layer_form == "merged"
-    with pytest.raises(ValueError, match="layer-form = 'merged': got (precision|quantize) = "):
-        read_config({"layer-form": "merged", **few_bits})
-
-
 def names(text):
     return set(text.split())
 
@@ -263,9 +256,9 @@ def test_what_makes_two_runs_the_same():
 
 def test_what_a_preset_says():
     assert RUN.keys() - {"num-clients"} == names(
-        "batch-size classifier clients-per-round eval-every gradient-checkpointing heads init "
-        "learning-rate-schedule local-epochs local-steps lora-scale max-bytes num-rounds partition "
-        "precision quantize"
+        "backbone-dtype batch-size classifier clients-per-round eval-every gradient-checkpointing "
+        "heads init learning-rate-schedule local-epochs local-steps lora-scale max-bytes "
+        "num-rounds partition precision"
     )
     assert all(KEYS[name].default == "auto" for name in RUN.keys() - {"num-clients"})
 
@@ -343,11 +336,29 @@ def test_a_wrong_part_is_named(given, told):
 
 @pytest.mark.parametrize("key", MOVED)
 def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_form(key):
-    with pytest.raises(ValueError, match=f"{key} = 1: it is a part of another key, expected "):
-        read_config({key: 1})
     new, _, value = MOVED[key].partition("=")
+    told = "it is a part of another key, expected " if new else "it is no key any more"
+    with pytest.raises(ValueError, match=f"{key} = 1: {told}"):
+        read_config({key: 1})
     assert key not in KEYS
-    assert read_config({new: value, "preset": "code", "learning-rate": 0.1})
+    if new:
+        assert read_config(
+            {"preset": "code", "learning-rate": 0.1, "clients-per-round": 3, new: value}
+        )
+
+
+def test_keys_of_several_parts_are_read_as_these():
+    config = read_config({"preset": "code", "batching": "packed:2048", "init": "data-aware:3"})
+    assert (config.packing, config.micro_batch_tokens, config.calibration_steps) == (True, 2048, 3)
+    plain = read_config({"preset": "digits-vit", "init": "data-aware"})
+    assert (plain.packing, plain.micro_batch_tokens, plain.calibration_steps) == (False, None, 8)
+    assert plain.init == "data-aware"  # as records of studies have it
+    assert (config.quantize, read_config({"backbone-dtype": "8bit"}).quantize) == ("4bit", "8bit")
+    robust = [read_config({"weighting": how}).robust for how in ("examples", "trimmed-mean")]
+    assert robust == ["none", "trimmed-mean"]
+    for wrong in ("random:4", "normal:4"):
+        with pytest.raises(ValueError, match=r"init .*"):
+            read_config({"init": wrong})
 
 
 def test_limits_of_an_operator_are_one_key():

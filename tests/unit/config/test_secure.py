@@ -25,7 +25,7 @@ REFUSED: dict[str, tuple[dict[str, Scalar], str]] = {
     "bases of data": ({"init": "data-aware"}, "got init = 'data-aware', expected another"),
     "a first round": ({"init": "first-round"}, "got init = 'first-round', expected another"),
     "weights": ({"weighting": "examples"}, "got weighting = 'examples', expected 'uniform'"),
-    "robust": ({"robust": "median"}, "got robust = 'median', expected 'none'"),
+    "robust": ({"weighting": "median"}, "got weighting = 'median', expected 'uniform'"),
     "a limit": ({"limits": "max-update-norm=1.0"}, "got max-update-norm = 1.0, expected 'auto'"),
     "reserves": ({"over-sample": 1.5}, "got over-sample = 1.5, expected 1.0"),
     "a wire": ({"wire": "int8"}, "got wire = 'int8', expected 'float32'"),

@@ -14,8 +14,8 @@ from tests.methods import build, some_state, train_client
 
 OTHER = {
     "heads": 5, "init": "gram-schmidt", "scaling": "constant", "scoring": "weight",
-    "selection": "global", "head-mean": "all", "calibration-steps": 7, "layer-form": "factored",
-    "rank": 1, "lora-scale": 3.0, "init-scale": 2.0,
+    "selection": "global", "head-mean": "all",
+    "rank": 1, "lora-scale": 3.0,
 }  # fmt: skip
 OF_SETTINGS = {field.name.replace("_", "-") for field in dataclasses.fields(Settings)}
 IGNORED = [
@@ -35,10 +35,8 @@ OTHERS = [
         ({"heads": 8, "scoring": "weight"}, []),
         ({"lora-scale": 2.0}, ["lora-scale=2.0"]),
         ({"method": "full", "rank": 3}, ["rank=3"]),
-        ({"packing": True, "micro-batch-size": 1}, ["packing=True"]),
-        ({"packing": True, "micro-batch-size": 2}, []),
-        ({"calibration-steps": 3}, ["calibration-steps=3"]),
-        ({"calibration-steps": 3, "init": "data-aware"}, []),
+        ({"batching": "packed", "micro-batch-size": 1}, ["batching=packed"]),
+        ({"batching": "packed", "micro-batch-size": 2}, []),
     ],
 )
 def test_keys_without_effect(given, idle):

@@ -601,16 +601,18 @@ def test_a_state_that_replies_cannot_have_made_is_not_sent_and_the_run_goes_on(m
 
 def test_fewer_than_three_replies_change_nothing_under_robust_and_it_says_so(caplog):
     given: dict[str, Any] = {"rounds": 1, "clients_per_round": 3, "evaluate_fn": lambda *_: None}
-    notes, _, _ = run(Nodes(2), robust="median", **given)
+    notes, _, _ = run(Nodes(2), weighting="median", **given)
     assert not notes.states[0]["H"].any()
-    assert "2 replies came, and robust = 'median' changes nothing with fewer than 3" in caplog.text
+    assert (
+        "2 replies came, and weighting = 'median' changes nothing with fewer than 3" in caplog.text
+    )
 
 
 def test_a_robust_calibration_wants_three_replies():
     given: dict[str, Any] = {"rounds": 1, "clients_per_round": 3, "evaluate_fn": lambda *_: None}
     told = "round 0: got 2 valid replies, expected at least min-replies = 3"
     with pytest.raises(RuntimeError, match=told):
-        run(Nodes(2, method="fed-sb"), method="fed-sb", robust="median", **given)
+        run(Nodes(2, method="fed-sb"), method="fed-sb", weighting="median", **given)
 
 
 def test_a_reason_is_given_once_with_those_who_gave_it():

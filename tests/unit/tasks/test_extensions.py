@@ -44,7 +44,7 @@ def test_a_task_itself_has_nothing_that_options_alone_ask_for():
 
 @pytest.mark.parametrize(
     ("kind", "asked"),
-    [(Predicts, "predict"), (Packs, "packing=true"), (ByExample, "privacy=example")],
+    [(Predicts, "predict"), (Packs, "batching=packed"), (ByExample, "privacy=example")],
 )
 def test_a_task_without_them_is_refused_with_what_was_asked_for(kind, asked):
     bare = Bare(DataSpec("hub"), 16, lambda: None)
@@ -67,5 +67,5 @@ def test_a_row_that_promises_texts_side_by_side_needs_their_function(monkeypatch
 
 
 def test_packing_is_refused_for_a_task_that_does_not_pack():
-    with pytest.raises(ValueError, match="packing = true: .* has task 'vision'"):
-        read_config({"preset": "digits-vit", "packing": True})
+    with pytest.raises(ValueError, match="batching = 'packed': .* has task 'text'"):
+        read_config({"preset": "glue-llama", "batching": "packed"})

@@ -210,7 +210,7 @@ CARRYING = {
 @pytest.mark.parametrize("kind", CARRYING)
 def test_a_network_that_carries_something_along_a_row_is_refused(kind):
     network = CARRYING[kind]().eval()
-    with pytest.raises(ValueError, match=f"packing = true: in {type(network).__name__} texts"):
+    with pytest.raises(ValueError, match=f"batching = 'packed': in {type(network).__name__} texts"):
         check_packing(network)
 
 
@@ -224,16 +224,18 @@ def test_what_only_its_numbers_betray_is_refused(folder):
         return out
 
     network.base_model.forward = leaking
-    with pytest.raises(ValueError, match="packing = true: in LlamaForCausalLM texts side by side"):
+    with pytest.raises(
+        ValueError, match="batching = 'packed': in LlamaForCausalLM texts side by side"
+    ):
         check_packing(network)
 
 
 def test_keys_that_do_not_go_with_the_preset_are_refused():
-    with pytest.raises(ValueError, match=r"packing = true: .*digits-vit.yaml has task 'vision'"):
-        read_config({"packing": True})
-    with pytest.raises(ValueError, match=r"packing = true: .*glue-llama.yaml has task 'text'"):
-        read_config({"preset": "glue-llama", "packing": True})
-    with pytest.raises(ValueError, match=r"micro-batch-tokens = 64: .*digits-vit.yaml has no text"):
-        read_config({"micro-batch-tokens": 64})
-    with pytest.raises(ValueError, match="micro-batch-tokens = 64: got max-length = 128"):
-        read_config({"preset": "glue-llama", "max-length": 128, "micro-batch-tokens": 64})
+    with pytest.raises(ValueError, match=r"batching = 'packed': .*digits-vit.yaml has no text"):
+        read_config({"batching": "packed"})
+    with pytest.raises(ValueError, match=r"batching = 'packed': .*glue-llama.yaml has task"):
+        read_config({"preset": "glue-llama", "batching": "packed"})
+    with pytest.raises(ValueError, match=r"batching = 'random:64': .*digits-vit.yaml has no text"):
+        read_config({"batching": "random:64"})
+    with pytest.raises(ValueError, match="batching = 'random:64': got max-length = 128"):
+        read_config({"preset": "glue-llama", "max-length": 128, "batching": "random:64"})
