@@ -140,7 +140,7 @@ class UpdateNormCheck:
         if norm > float(self.norm or 0):
             raise ValueError(
                 f"upload has a change of norm {norm:.4g}, expected at most {self.norm:g}; lower "
-                "learning-rate, or raise max-update-norm (in limits)"
+                "the learning rate, or raise the limit max-update-norm"
             )
 
     def _most(self, name: str, change: Change, step: float = 0.0) -> tuple[float, str]:

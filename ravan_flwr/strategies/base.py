@@ -12,6 +12,7 @@ last, and the moments of its server optimiser.
 """
 
 import math
+import numbers
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -69,7 +70,8 @@ class MethodStrategy(FedAvg):
 
     Subclasses name the method. All that `FedAvg` documents holds: fractions, minimum numbers of
     nodes, metrics functions, keys and `start`. A malformed reply is rejected with a warning, and
-    counts neither for the arrays nor for the metrics.
+    counts neither for the arrays nor for the metrics. Where all replies are rejected before any was
+    used, `start` ends with a ValueError: then the clients are not built as the server is.
 
     Args:
         server_optimizer: "none", "adam", "yogi", "adagrad" or "momentum", or a strategy of Flower
@@ -97,14 +99,16 @@ class MethodStrategy(FedAvg):
                 "mean of the replies, expected 'none'; leave it out, or use RavanStrategy, "
                 "FedSBStrategy, FFALoraStrategy or FedRotLoraStrategy"
             )
-        if not 0 < max_update_norm <= MOST_CHANGE:
+        is_number = isinstance(max_update_norm, numbers.Real)
+        if not is_number or not 0 < max_update_norm <= MOST_CHANGE:
             raise ValueError(
-                f"max_update_norm = {max_update_norm:g}: expected a number above 0 and at most "
+                f"max_update_norm = {max_update_norm!r}: expected a number above 0 and at most "
                 f"{MOST_CHANGE:g}; leave it out to accept every finite update"
             )
         self.max_update_norm, self.seed = max_update_norm, seed
         self.rejected: dict[int, dict[int, str]] = {}
         self._sent: tuple[ArrayRecord, Tensors, Arrays] | None = None
+        self._used = False  # whether any reply was
 
     @abstractmethod
     def translate(self, arrays: Tensors, server_round: int) -> Arrays:
@@ -151,8 +155,18 @@ class MethodStrategy(FedAvg):
                 log.warning("round %d: reply of node %d rejected: %s", server_round, node, error)
             else:
                 accepted.append(reply.content)
+        if answered and not accepted:
+            told = f"round {server_round}: all {len(answered)} replies were rejected"
+            if not self._used:
+                raise ValueError(
+                    f"{told}, expected at least one that can be used; the last of them: "
+                    f"{self.rejected[server_round][answered[-1].metadata.src_node_id]}; build the "
+                    "clients' models as the server does, and send what collect_arrays returns"
+                )
+            log.warning("%s, the arrays stay as they were", told)
         if not accepted:
             return None, None
+        self._used = True
         metrics = self.train_metrics_aggr_fn(accepted, self.weighted_by_key)
         try:
             new = sums.close()

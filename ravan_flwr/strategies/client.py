@@ -8,16 +8,20 @@
 
 What is not chosen stays in the forward pass as a constant: it has neither a gradient nor an
 optimiser's state, and no weight decay moves it. So make the optimiser after `choose`. For that a
-chosen parameter is parametrised (torch.nn.utils.parametrize), which `restore` undoes.
+chosen parameter is parametrised (torch.nn.utils.parametrize), which `restore` undoes. A state dict
+has it whole, so that the model is saved, and loaded, as ever.
 """
 
+import numbers
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from flwr.app import ArrayRecord
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
 from ravan_flwr.adapters.quantize import weight_norm
 from ravan_flwr.methods.budgets import affordable
@@ -98,7 +102,7 @@ def choose(
     Returns:
         By layer the chosen heads, or ranks.
     """
-    if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+    if not isinstance(fraction, numbers.Real) or not 0 < fraction <= 1:
         raise ValueError(
             f"fraction = {fraction!r}: expected a number above 0 and at most 1, the part of the "
             "adapter that this client trains; pass 0.5 for half of it, say"
@@ -168,6 +172,8 @@ def restore(model: nn.Module) -> None:
     The adapter keeps its values, and all of it is trained again that was before `choose`.
     """
     for module, name in list(_chosen(model)):
+        for hook in module.parametrizations[name][0].hooks:  # type: ignore[index,union-attr]
+            hook.remove()
         parametrize.remove_parametrizations(module, name)
         getattr(module, name).grad = None  # it had the shape of what was chosen
     for module in model.modules():
@@ -181,6 +187,7 @@ class _Rows(nn.Module):
 
     index: Tensor
     others: Tensor
+    hooks: tuple[RemovableHandle, ...]  # of the module whose tensor it is
 
     def __init__(self, whole: Tensor, rows: list[int], *, keep: bool, dim: int) -> None:
         super().__init__()
@@ -203,6 +210,26 @@ def _train_rows(module: nn.Module, name: str, rows: list[int], *, keep: bool, di
     if len(rows) < whole.shape[dim]:
         chosen = _Rows(whole, rows, keep=keep, dim=dim)
         parametrize.register_parametrization(module, name, chosen)
+        chosen.hooks = (
+            module.register_state_dict_post_hook(partial(_save_whole, name)),
+            module.register_load_state_dict_pre_hook(partial(_load_whole, name)),
+        )
+
+
+def _save_whole(name: str, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Put the whole tensor into a state dict, in the place of the rows that are trained."""
+    del state[f"{prefix}parametrizations.{name}.original"]
+    state[prefix + name] = getattr(module, name).detach()
+
+
+def _load_whole(
+    name: str, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:  # fmt: skip
+    """Load a whole tensor as the rows that are trained, and the others."""
+    if prefix + name in state:
+        rows: Any = module.parametrizations[name][0]  # type: ignore[index]
+        rows.others.copy_(whole := state.pop(prefix + name))
+        state[f"{prefix}parametrizations.{name}.original"] = rows.right_inverse(whole)
 
 
 def _chosen(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -248,14 +275,8 @@ def _adapter(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the active adapter, whole, which share their memory with the model."""
     from peft import get_peft_model_state_dict  # noqa: PLC0415 (only clients with PEFT need it)
 
-    state = {k: t for k, t in model.state_dict().items() if ".parametrizations." not in k}
-    paths = {module: path for path, module in model.named_modules()}
-    for module, name in _chosen(model):
-        state[f"{paths[module]}.{name}"] = getattr(module, name).detach()
     return dict(
-        get_peft_model_state_dict(
-            model, state_dict=state, adapter_name=_active(model), save_embedding_layers=False
-        )
+        get_peft_model_state_dict(model, adapter_name=_active(model), save_embedding_layers=False)
     )
 
 

@@ -58,6 +58,12 @@ def operations(clients, rounds, **settings):
     return counted.number
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imported():
+    """Do what the first round of a process does and no later one: imports, caches."""
+    run(Nodes(4), rounds=2, clients_per_round=4, evaluate_fn=lambda *_: None)
+
+
 @pytest.mark.parametrize("weighting", ["uniform", "examples"])
 def test_asking_the_nodes_costs_the_same_for_each(weighting):
     few, many = (operations(number, 1, weighting=weighting) for number in (40, 160))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord
-from peft import IA3Config, LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import nn
 
 from ravan_flwr import RavanConfig
@@ -268,6 +268,18 @@ def test_a_budget_fraction_out_of_range_is_an_error(fraction):
         choose(ravan(), fraction)
 
 
+@pytest.mark.parametrize("fraction", [np.float32(0.75), np.float64(0.75), np.float16(0.75)])
+def test_a_budget_fraction_may_be_any_number(fraction):
+    assert choose(ravan(), fraction, "weight") == choose(ravan(), 0.75, "weight")
+
+
+@pytest.mark.parametrize("fraction", [np.float32(0.7)])  # 0.699999988
+def test_a_budget_fraction_of_numpy_pays_for_what_it_says(fraction):
+    config = RavanConfig(r=1, num_heads=10, target_modules=["query", "value"])
+    heads = choose(get_peft_model(Small(), config), fraction)
+    assert [len(chosen) for chosen in heads.values()] == [7, 7]
+
+
 def test_other_mistakes_are_errors_that_say_what_to_do():
     with pytest.raises(ValueError, match="score = 'size': expected one of random, weight, grad"):
         choose(ravan(), 0.5, "size")
@@ -285,6 +297,50 @@ def test_other_mistakes_are_errors_that_say_what_to_do():
     empty = ArrayRecord({"a": Array(np.zeros(1))})
     with pytest.raises(ValueError, match="make it with get_peft_model"):
         load_arrays(Small(), empty)
+
+
+@pytest.mark.parametrize("make", [ravan, lora])
+def test_a_model_is_saved_whole_also_while_a_part_is_trained(make, tmp_path):
+    """As `Trainer` does, at each of its checkpoints."""
+    model = make().eval()
+    load_arrays(model, arrays_of(model))
+    choose(model, 0.5, "weight")
+    train(model)
+    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(5))
+    model.save_pretrained(tmp_path)
+    kept = copy.deepcopy(model.state_dict())
+    restore(model)
+    assert list(kept) == list(model.state_dict())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(kept[name], tensor), name
+    torch.manual_seed(0)
+    loaded = PeftModel.from_pretrained(Small(), tmp_path)
+    assert torch.equal(loaded.eval()(x), model(x))
+
+
+@pytest.mark.parametrize("make", [ravan, lora])
+def test_a_checkpoint_is_loaded_while_a_part_is_trained(make):
+    """As `Trainer` does with the best of them."""
+    model = make()
+    load_arrays(model, arrays_of(model))
+    choose(model, 0.5, "weight")
+    before = copy.deepcopy(model.state_dict())
+    train(model)
+    assert any(not torch.equal(t, before[k]) for k, t in model.state_dict().items())
+    model.load_state_dict(before)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    train(model)  # still those that were chosen
+    restore(model)
+    for name, layer in model.named_modules():
+        if hasattr(layer, "ravan_H"):
+            changed = [
+                not torch.equal(now, then)
+                for now, then in zip(
+                    layer.ravan_H["default"], before[f"{name}.ravan_H.default"], strict=True
+                )
+            ]
+            assert sum(changed) == HEADS // 2
 
 
 class WithLoss(Small):

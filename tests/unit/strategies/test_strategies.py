@@ -457,13 +457,30 @@ def test_a_spoilt_record_costs_only_itself(kind):
 
 
 def test_a_round_of_wrong_replies_alone_changes_nothing(caplog):
-    replies = whole_replies(2, nodes=2)
-    replies[1] = [without(f"{FIRST}.ravan_H")(one) for one in replies[1]]
+    replies = whole_replies(3, nodes=2)
+    expected = loop(FedAvg(), products_alone(), {1: replies[1], 2: replies[3]})
+    replies[2] = [without(f"{FIRST}.ravan_H")(one) for one in replies[2]]
     strategy = RavanStrategy()
     got = loop(strategy, start_with_classifier(), replies)
-    assert sorted(strategy.rejected) == [1]
-    expected = loop(FedAvg(), products_alone(), {1: replies[2]})
+    assert sorted(strategy.rejected) == [2]
+    assert "round 2: all 2 replies were rejected, the arrays stay as they were" in caplog.text
     assert_alike(got, expected)
+
+
+def test_replies_that_were_wrong_from_the_first_on_are_an_error():
+    """No array would come out, as Flower's own strategies refuse replies that do not agree."""
+    replies = whole_replies(1, nodes=2)
+    replies[1] = [without(f"{FIRST}.ravan_H")(one) for one in replies[1]]
+    told = rf"round 1: all 2 .* the last of them: array '{FIRST}.ravan_H' is missing; build the"
+    with pytest.raises(ValueError, match=told):
+        loop(RavanStrategy(), start_with_classifier(), replies)
+
+
+def test_the_advice_of_a_rejection_is_for_who_has_arguments_and_no_keys():
+    got, expected, strategy = round_with(having(H, of((2, 2, 2), 1e30)))
+    assert_costs_only_itself(got, expected, strategy, "lower the learning rate, or raise the limit")
+    assert "learning-rate" not in strategy.rejected[1][4]
+    assert "in limits" not in strategy.rejected[1][4]
 
 
 RANKED = {
@@ -495,7 +512,8 @@ def test_a_client_that_forgot_to_freeze_is_told_so():
     initial = named_factors(states[0] | {"A": flatten(app.drawn_A)})
     replies = [named_factors(one | {"A": flatten(app.drawn_A)}) for one in uploads[1]]
     strategy = FFALoraStrategy()
-    assert not loop(strategy, initial, {1: replies})  # no round had an effect
+    with pytest.raises(ValueError, match="all 4 replies were rejected"):
+        loop(strategy, initial, {1: replies})
     for reason in strategy.rejected[1].values():
         assert "lora_A" in reason
         assert "freeze it on the clients" in reason
@@ -528,6 +546,12 @@ def test_arrays_of_another_adapter_are_refused_by_name():
         (FlexLoraStrategy, {"server_optimizer": "adam"}, "no mean of .*, or use RavanStrategy"),
         (RavanStrategy, {"head_mean": "some"}, "expected 'trained' .* or 'all'"),
         (RavanStrategy, {"max_update_norm": 0}, "max_update_norm = 0: expected a number above 0"),
+        (RavanStrategy, {"max_update_norm": "x"}, "max_update_norm = 'x': expected a number above"),
+        (
+            RavanStrategy,
+            {"max_update_norm": None},
+            "None: expected a number above .*; leave it out",
+        ),
     ],
 )
 def test_a_wrong_argument_is_refused(strategy, how, told):
