@@ -3,6 +3,8 @@
 import argparse
 from typing import TypeAlias
 
+from ravan_flwr.config.keys import AUTO
+
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -33,3 +35,11 @@ def check_engine(parsed: argparse.Namespace) -> None:
             f"--clients-per-gpu {per_gpu}: got --engine {parsed.engine} beside it, expected "
             "flower, whose clients are processes of their own; add --engine flower"
         )
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError if this machine lacks the device, before anything else is imported."""
+    if device not in (AUTO, "cpu"):
+        from ravan_flwr.training.device import pick_device  # noqa: PLC0415 (PyTorch, half the wait)
+
+        pick_device(device)

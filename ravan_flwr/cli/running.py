@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ravan_flwr import training
-from ravan_flwr.cli.parts import Commands, add_engine, check_engine
+from ravan_flwr.cli.parts import Commands, add_engine, check_device, check_engine
 from ravan_flwr.config.key_values import key_table, read_settings
 from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.presets import own_preset
@@ -78,10 +78,7 @@ def _simulate(parsed: argparse.Namespace) -> None:
         run_in_flower(config, number, parsed.clients_per_gpu, parsed.runs_at_a_time)
         return
     say_loading()
-    if checked.device not in (AUTO, "cpu"):
-        from ravan_flwr.training.device import pick_device  # noqa: PLC0415 (PyTorch, half the wait)
-
-        pick_device(checked.device)
+    check_device(checked.device)
     with importing():
         from ravan_flwr.launch.in_process import simulate  # noqa: PLC0415
     simulate(config, num_clients)

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ravan_flwr.cli.parts import Commands, add_engine, check_engine
+from ravan_flwr.cli.parts import Commands, add_engine, check_device, check_engine
 from ravan_flwr.config.key_values import key_table, read_settings
+from ravan_flwr.config.keys import AUTO
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.importing import importing
 
@@ -79,6 +80,8 @@ def _study(parsed: argparse.Namespace) -> None:
         raise ValueError(
             f"study: got num-clients={num_clients}, expected it in the study's file; write it there"
         )
+    if not parsed.tables_only:
+        check_device(str(here.get("device", AUTO)))
     show()
     folder = (parsed.output or Path("studies") / parsed.file.stem).absolute()
     how = (parsed.jobs, parsed.engine, parsed.clients_per_gpu, parsed.page, parsed.tables_only)
@@ -111,6 +114,7 @@ def _tune(parsed: argparse.Namespace) -> None:
     if parsed.dry_run:
         log.info("%s", _time_of(tuning))
         return
+    check_device(config.device)
     log.info("held back: %s examples", f"{check_held_back(tuning):,}")
     options = RunOptions(parsed.engine, parsed.jobs, parsed.clients_per_gpu)
     try:

@@ -14,6 +14,7 @@ from ravan_flwr.data.hub_errors import telling
 from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.data.packed import check_examples
 from ravan_flwr.data.rows import IMAGES
+from ravan_flwr.files import check_file
 from ravan_flwr.specs import DataSpec
 
 
@@ -93,7 +94,10 @@ def cache_of(path: Path) -> Path:
     digest = hashlib.sha256(str(path.resolve()).encode())
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
+        files = sorted(file for file in path.rglob("*") if not file.is_dir())
+        for file in files:
+            if not file.is_file():
+                check_file(file)  # `datasets` would see no file there
     for file in files:
         stat = file.stat()
         digest.update(f"{file.relative_to(path)} {stat.st_size} {stat.st_mtime_ns}".encode())

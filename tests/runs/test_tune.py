@@ -139,6 +139,19 @@ def test_when_every_rate_fails_the_first_reason_is_told(tmp_path, forked, capsys
     assert not (tmp_path / "results.md").exists()
 
 
+@pytest.mark.parametrize("words", [["tune"], ["study", "conf/studies/scales.yaml"]])
+def test_a_device_that_is_not_there_is_told_once_before_any_run(
+    words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(conf_folder().parent)
+    monkeypatch.setattr(spec.PlannedRun, "command", lambda *_: pytest.fail("too late"))
+    with pytest.raises(SystemExit) as end:
+        main([*words, "device=cuda:99", "--output", str(tmp_path / "out")])
+    assert end.value.code == 2
+    assert "device = 'cuda:99' is not there: PyTorch sees" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_interrupted_tuning_says_where_it_goes_on(tmp_path, monkeypatch, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import pathlib
 import re
 import statistics
@@ -242,6 +243,8 @@ def test_damaged_files_are_named(refused, bert, images, tmp_path):
     assert "its files cannot be read (ArrowInvalid" in refused("x", tmp_path / "cut", bert)
     (tmp_path / "nothing").mkdir()
     assert "doesn't contain any data files" in refused("x", tmp_path / "nothing", bert)
+    os.mkfifo(tmp_path / "nothing" / "train.csv")
+    assert "train.csv is a pipe or a device, expected a" in refused("x", tmp_path / "nothing", bert)
 
 
 @pytest.mark.parametrize(
