@@ -7,7 +7,6 @@ The run is over then, and its own result is on disk: whatever a node does costs 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from logging import getLogger
 
 from flwr.app import ConfigRecord, Message, MessageType
@@ -23,7 +22,7 @@ from ravan_flwr.methods.tensors import Tensors, checksum
 from ravan_flwr.reports.card import measured
 from ravan_flwr.runs.callback import Callback
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.runs.record import Delivered, Metrics, Rejection, RoundRecord, Summary
+from ravan_flwr.runs.record import Delivered, Metrics, RoundRecord, Summary
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.replies import content_of, telling
 from ravan_flwr.server.reply_collector import MessageBuilder, ReplyCollector
@@ -35,61 +34,9 @@ log = getLogger(__name__)
 
 KIND = f"{MessageType.QUERY}.deliver"
 NO_PLACE = "its node config has no result-path"
+ALL = "all"  # in place of a client: nobody could have it
 AWAY = "it was not connected when the result was delivered"
 LATER = "It can be delivered later: ravan-flwr deliver RUN SUPERLINK"
-
-
-class DeliverAtEnd(Callback):
-    """Deliver the result of a run when it has ended; `state` is that without a further round."""
-
-    def __init__(
-        self,
-        grid: Grid,
-        config: Config,
-        registry: ClientRegistry,
-        mail: MessageBuilder,
-        status: Status,
-        directory: RunDirectory,
-        state: Tensors,
-    ) -> None:
-        self.grid, self.directory, self.state = grid, directory, state
-        self.delivery = Delivery(config, registry, mail, status)
-
-    def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:  # noqa: ARG002
-        self.state = dict(state)
-
-    def on_run_end(self) -> None:
-        summary = self.directory.read_summary()
-        shown = measured(summary, self.directory)
-        hand_out(self.grid, self.delivery, self.directory, self.state, summary, shown)
-
-
-def hand_out(
-    grid: Grid,
-    delivery: "Delivery",
-    directory: RunDirectory,
-    state: Tensors,
-    summary: Summary,
-    shown: Metrics | None = None,
-) -> None:
-    """Deliver the state, and add to `summary.json` who has it and who could not have it.
-
-    `shown` are the metrics for the devices' model cards, where they are not those of the summary.
-    """
-    earlier = Outcome(summary.get("delivered", []), summary.get("not-delivered", []))
-    try:
-        parcel = make_parcel(directory, state, summary, shown)
-        now = delivery.to_all(grid, state, parcel)
-    except Exception as error:  # noqa: BLE001 (the result is safe, and the run has not failed)
-        log.warning("the result was not delivered: %s. %s", error, LATER)
-        now = Outcome(missed=[{"client": "all", "reason": plain(str(error))}])
-    both = now.after(earlier)
-    summary["delivered"], summary["not-delivered"] = both.delivered, both.missed
-    now.tell()
-    try:
-        directory.write_json("summary.json", summary)
-    except OSError as error:
-        log.warning("who has the result is not in summary.json: %s", error)
 
 
 # What a device is told of a private run, which its model card says. Of the rest some tells who took
@@ -118,94 +65,79 @@ def make_parcel(
     )
 
 
-@dataclass
-class Outcome:
-    """Say who has the result, and why others have not."""
-
-    delivered: list[Delivered] = field(default_factory=list)
-    missed: list[Rejection] = field(default_factory=list)
-
-    def after(self, earlier: "Outcome") -> "Outcome":
-        """Add what was noted at an earlier delivery of the same result, where nothing is newer.
-
-        Who had the result then and is away now has it still.
-        """
-        now = {_name(one): one for one in self.delivered}
-        told = {one["client"]: one for one in self.missed if one["reason"] != AWAY}
-        had = {_name(one): one for one in earlier.delivered if _name(one) not in told}
-        have = had | now
-        missed = {one["client"]: one for one in (*earlier.missed, *self.missed)}
-        missed = {name: one for name, one in missed.items() if name not in have}
-        if "all" not in told:
-            missed.pop("all", None)
-        return Outcome(
-            sorted(have.values(), key=lambda one: one["partition-id"]),
-            sorted(missed.values(), key=_by_number),
-        )
-
-    def tell(self) -> None:
-        """Log it: who has it and how many want none in one line, in another who could not."""
-        if any(one["client"] == "all" for one in self.missed):
-            return  # told already
-        has = [str(one["partition-id"]) for one in self.delivered]
-        could_not = [one for one in self.missed if one["reason"] != NO_PLACE]
-        without = len(self.missed) - len(could_not)
-        log.info(
-            "result delivered to %s%s",
-            f"partition{'s' * (len(has) > 1)} {listed(has, 20, ', ')}" if has else "nobody",
-            f"; {without} without result-path in the node config" if without else "",
-        )
-        if could_not:
-            reasons = listed(f"{one['client']}: {one['reason']}" for one in could_not)
-            log.warning("not delivered to %d: %s. %s", len(could_not), reasons, LATER)
-
-
-class _Notes(RoundLog):
-    """Note who could not keep the result, and why."""
-
-    def reject(self, member: RegisteredClient, reason: object) -> None:
-        self.rejected.append(_missed(member, plain(str(reason))))
-
-
-def _missed(member: RegisteredClient, reason: str) -> Rejection:
-    return {"client": f"partition {member.partition_id}", "reason": reason}
-
-
-def _name(delivered: Delivered) -> str:
-    return f"partition {delivered['partition-id']}"
-
-
-def _by_number(missed: Rejection) -> tuple[bool, int]:
-    """Sort partitions by their numbers, and after them what has none."""
-    kind, _, number = missed["client"].partition(" ")
-    return kind != "partition", int(number or 0)
-
-
-class Delivery:
-    """Send a result to the registered clients, and collect their answers."""
+class DeliverAtEnd(Callback):
+    """Deliver the result of a run when it has ended; `state` is that without a further round."""
 
     def __init__(
-        self, config: Config, registry: ClientRegistry, mail: MessageBuilder, status: Status
+        self,
+        grid: Grid,
+        config: Config,
+        registry: ClientRegistry,
+        mail: MessageBuilder,
+        status: Status,
+        directory: RunDirectory,
+        state: Tensors,
     ) -> None:
-        self._config, self._registry, self._mail, self._status = config, registry, mail, status
+        self.grid, self.config, self.registry = grid, config, registry
+        self.mail, self.status, self.directory, self.state = mail, status, directory, state
 
-    def to_all(self, grid: Grid, state: Tensors, parcel: Parcel) -> Outcome:
-        """Send it to every client that is connected and has a place for it, whatever its budget."""
-        config, registry = self._config, self._registry
-        registry.catch_up(grid)
-        present, number = registry.present(grid), parcel.last_round
+    def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:  # noqa: ARG002
+        self.state = dict(state)
+
+    def on_run_end(self) -> None:
+        summary = self.directory.read_summary()
+        self.hand_out(summary, measured(summary, self.directory))
+
+    def hand_out(self, summary: Summary, shown: Metrics | None = None) -> None:
+        """Deliver the state, and add to `summary.json` who has it and who could not have it.
+
+        `shown` are the metrics for the devices' model cards, where they are not those of the
+        summary. Who had the result at an earlier delivery and is away now has it still.
+        """
+        have: dict[str, Delivered] = {}
+        try:
+            parcel = make_parcel(self.directory, self.state, summary, shown)
+            have, missed = self._to_all(parcel)
+            _tell(have, missed)
+        except Exception as error:  # noqa: BLE001 (the result is safe, and the run has not failed)
+            log.warning("the result was not delivered: %s. %s", error, LATER)
+            missed = {ALL: plain(str(error))}
+        told = {name for name, reason in missed.items() if reason != AWAY}
+        before = {f"partition {one['partition-id']}": one for one in summary.get("delivered", ())}
+        have = {name: one for name, one in before.items() if name not in told} | have
+        earlier = {one["client"]: one["reason"] for one in summary.get("not-delivered", ())}
+        missed = {name: why for name, why in (earlier | missed).items() if name not in have}
+        if ALL not in told:
+            missed.pop(ALL, None)
+        summary["delivered"] = sorted(have.values(), key=lambda one: one["partition-id"])
+        summary["not-delivered"] = [
+            {"client": name, "reason": missed[name]} for name in sorted(missed, key=_by_number)
+        ]
+        try:
+            self.directory.write_json("summary.json", summary)
+        except OSError as error:
+            log.warning("who has the result is not in summary.json: %s", error)
+
+    def _to_all(self, parcel: Parcel) -> tuple[dict[str, Delivered], dict[str, str]]:
+        """Send it to every client that is connected and has a place for it, whatever its budget.
+
+        Return what clients have it, and why others have not.
+        """
+        config, registry, number = self.config, self.registry, parcel.last_round
+        registry.catch_up(self.grid)
+        present = registry.present(self.grid)
         notes = _Notes(number, registry.partitions)
-        collector = ReplyCollector(self._mail, registry.nodes, notes, self._status)
-        arrays, settings = to_record(state), ConfigRecord(dict(parcel.as_config()))
+        collector = ReplyCollector(self.mail, registry.nodes, notes, self.status)
+        arrays, settings = to_record(self.state), ConfigRecord(dict(parcel.as_config()))
         messages = [
-            self._mail.message(member, KIND, number, arrays, settings)
+            self.mail.message(member, KIND, number, arrays, settings)
             for member in present
             if member.keeps_result
         ]
 
         def deadline(asked: int) -> RoundDeadline:
             """Wait as a round does: for stragglers, and no longer than its timeout."""
-            grace = math.inf if in_process(grid) else config.straggler_grace
+            grace = math.inf if in_process(self.grid) else config.straggler_grace
             return RoundDeadline(config.round_timeout, asked, config.min_replies, grace)
 
         def check(reply: Message, member: RegisteredClient) -> Delivered:
@@ -216,23 +148,44 @@ class Delivery:
                 folder = read_answer(records["kept"], parcel)
                 return {"partition-id": member.partition_id, "folder": folder}
 
-        delivered: list[Delivered] = []
-        collector.take(collector.replies(grid, messages, deadline), check, delivered.append)
-        without = [_missed(member, NO_PLACE) for member in present if not member.keeps_result]
-        missed = [*notes.rejected, *without, *self._absent(present)]
-        delivered.sort(key=lambda one: one["partition-id"])
-        return Outcome(delivered, sorted(missed, key=_by_number))
-
-    def _absent(self, present: list[RegisteredClient]) -> list[Rejection]:
-        """Name the nodes that were known and were not asked, and say why."""
+        have: list[Delivered] = []
+        collector.take(collector.replies(self.grid, messages, deadline), check, have.append)
+        missed = {one["client"]: one["reason"] for one in notes.rejected}
+        missed |= {f"partition {m.partition_id}": NO_PLACE for m in present if not m.keeps_result}
         there = {member.node_id for member in present}
-        missed: list[Rejection] = []
-        for node in self._registry.nodes.values():
-            if node.node_id in there:
-                continue
-            if node.member is not None:
-                missed.append(_missed(node.member, AWAY))
-            else:
+        for node in registry.nodes.values():
+            if node.node_id not in there and node.member is not None:
+                missed[f"partition {node.member.partition_id}"] = AWAY
+            elif node.member is None:
                 reason = f"refused: {node.refused}" if node.refused else "it answered no query"
-                missed.append({"client": f"node {node.node_id}", "reason": plain(reason)})
-        return missed
+                missed[f"node {node.node_id}"] = plain(reason)
+        return {f"partition {one['partition-id']}": one for one in have}, missed
+
+
+class _Notes(RoundLog):
+    """Note who could not keep the result, and why."""
+
+    def reject(self, member: RegisteredClient, reason: object) -> None:
+        name = f"partition {member.partition_id}"
+        self.rejected.append({"client": name, "reason": plain(str(reason))})
+
+
+def _tell(have: Mapping[str, Delivered], missed: Mapping[str, str]) -> None:
+    """Log who has it and how many want none in one line, in another who could not."""
+    has = [str(number) for number in sorted(one["partition-id"] for one in have.values())]
+    could_not = [name for name in sorted(missed, key=_by_number) if missed[name] != NO_PLACE]
+    without = len(missed) - len(could_not)
+    log.info(
+        "result delivered to %s%s",
+        f"partition{'s' * (len(has) > 1)} {listed(has, 20, ', ')}" if has else "nobody",
+        f"; {without} without result-path in the node config" if without else "",
+    )
+    if could_not:
+        reasons = listed(f"{name}: {missed[name]}" for name in could_not)
+        log.warning("not delivered to %d: %s. %s", len(could_not), reasons, LATER)
+
+
+def _by_number(name: str) -> tuple[bool, int]:
+    """Sort partitions by their numbers, and after them what has none."""
+    kind, _, number = name.partition(" ")
+    return kind != "partition", int(number or 0)

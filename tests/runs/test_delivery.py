@@ -230,7 +230,7 @@ def test_a_run_that_ended_before_its_result_was_delivered_delivers_it(devices, m
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("ravan_flwr.extras.delivery.hand_out", killed)
+        patch.setattr("ravan_flwr.extras.delivery.DeliverAtEnd.hand_out", killed)
         with pytest.raises(KeyboardInterrupt):
             devices.run()
     (directory,) = (devices.folder / "runs").iterdir()

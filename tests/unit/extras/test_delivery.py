@@ -8,7 +8,7 @@ from flwr.app import ConfigRecord, Error, Message, RecordDict
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras import delivery as delivering
-from ravan_flwr.extras.delivery import AWAY, KIND, NO_PLACE, Delivery, hand_out
+from ravan_flwr.extras.delivery import AWAY, KIND, NO_PLACE, DeliverAtEnd
 from ravan_flwr.messages.arrays import from_record
 from ravan_flwr.messages.parcel import kept, not_kept, read_parcel
 from ravan_flwr.methods.tensors import checksum
@@ -59,14 +59,18 @@ def delivery_of(nodes, **settings):
     config = read_config({"round-timeout": 5.0, **settings})
     client_registry = ClientRegistry(4, "b", DERIVED, partition_sizes=False)
     client_registry.gather(nodes, wait=True)
-    return Delivery(
-        config, client_registry, MessageBuilder(None), Status(client_registry, tell=None)
-    )
+    given = client_registry, MessageBuilder(None), Status(client_registry, tell=None)
+    return DeliverAtEnd(nodes, config, *given, RunDirectory("."), STATE)
+
+
+def hand_out(delivery, directory, summary):
+    delivery.directory = directory
+    delivery.hand_out(summary)
 
 
 def hand_to(nodes, directory, **settings):
     summary = directory.read_summary()
-    hand_out(nodes, delivery_of(nodes, **settings), directory, STATE, summary)
+    hand_out(delivery_of(nodes, **settings), directory, summary)
     written = directory.read_summary()
     assert written == summary
     assert written.keys() - {"delivered", "not-delivered", "run-id"} == {"rounds", "metrics"}
@@ -110,7 +114,7 @@ def test_who_wants_none_who_is_away_and_who_is_refused_is_named(directory, caplo
     delivery = delivery_of(nodes)
     away = nodes.members.pop(11)
     summary = directory.read_summary()
-    hand_out(nodes, delivery, directory, STATE, summary)
+    hand_out(delivery, directory, summary)
     assert summary["delivered"] == having(1)
     assert [one["client"] for one in summary["not-delivered"]] == [
         "partition 2", f"partition {away.partition_id}", "node 14",
@@ -153,13 +157,15 @@ def test_a_node_that_comes_back_just_then_is_waited_for(directory, monkeypatch):
     nodes.members[15] = late
     looks = []
 
-    class Slow(type(delivery._registry._inbox)):  # type: ignore[misc]
+    class Slow(type(delivery.registry._inbox)):  # type: ignore[misc]
         def look(self, grid, ids):
             looks.append(1)
             return super().look(grid, ids) if len(looks) > 3 else iter(())
 
-    delivery._registry._inbox = Slow()
-    assert delivery.to_all(nodes, STATE, parcel_of(directory)).delivered == having(0, 1, 2, 3, 7)
+    delivery.registry._inbox = Slow()
+    have, _ = delivery._to_all(parcel_of(directory))
+    assert [have[f"partition {n}"] for n in (0, 1, 2, 3, 7)] == having(0, 1, 2, 3, 7)
+    assert len(have) == 5
 
 
 def parcel_of(directory):
@@ -274,12 +280,12 @@ def test_a_delivery_that_fails_is_told_and_raises_nothing(directory, caplog, mon
     monkeypatch.setattr(nodes, "get_node_ids", broken)
     monkeypatch.setattr(nodes, "push_messages", broken)
     summary = directory.read_summary()
-    hand_out(nodes, delivery, directory, STATE, summary)
+    hand_out(delivery, directory, summary)
     assert directory.read_summary()["delivered"] == []
     assert summary["not-delivered"] == [{"client": "all", "reason": "nobody\\nthere"}]
     assert "the result was not delivered" in caplog.text
     monkeypatch.undo()
-    hand_out(nodes, delivery, directory, STATE, summary)
+    hand_out(delivery, directory, summary)
     assert (summary["delivered"], summary["not-delivered"]) == (having(0, 1, 2, 3), [])
 
 
@@ -297,7 +303,7 @@ def test_a_full_disk_after_the_delivery_does_not_make_the_run_fail(directory, ca
     nodes = Keepers()
     delivery = delivery_of(nodes)
     monkeypatch.setattr(RunDirectory, "write_json", full)
-    hand_out(nodes, delivery, directory, STATE, directory.read_summary())
+    hand_out(delivery, directory, directory.read_summary())
     assert len(nodes.shelves) == 4
     assert "who has the result is not in summary.json: [Errno 28]" in caplog.text
 
@@ -323,15 +329,15 @@ def test_who_had_it_and_is_away_has_it_still(directory):
     summary = directory.read_summary()
     nodes = Keepers()
     delivery = delivery_of(nodes)
-    hand_out(nodes, delivery, directory, STATE, summary)
+    hand_out(delivery, directory, summary)
     del nodes.members[11], nodes.members[14]
-    hand_out(nodes, delivery, directory, STATE, summary)
+    hand_out(delivery, directory, summary)
     assert (summary["delivered"], summary["not-delivered"]) == (having(0, 1, 2, 3), [])
 
 
 def hand_to_again(nodes, directory):
     summary = directory.read_summary()
-    hand_out(nodes, delivery_of(nodes), directory, STATE, summary)
+    hand_out(delivery_of(nodes), directory, summary)
     return summary["delivered"], summary["not-delivered"]
 
 
