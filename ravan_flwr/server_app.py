@@ -42,7 +42,7 @@ from ravan_flwr.server.resume import (
 )
 from ravan_flwr.server.run_recorder import RunRecorder, carry_over, summary_of
 from ravan_flwr.server.status import Status, StatusFile
-from ravan_flwr.server.stop_conditions import StopCondition, stop_conditions_of
+from ravan_flwr.server.stop_conditions import ByteBudget, MetricTarget, StopCondition
 from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.server.superlink import ask_again, guard
 from ravan_flwr.server.user_messages import (
@@ -108,7 +108,8 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
             start = ResumePoint(bench.model.initial_state())
         else:
             start = go_on(earlier, back_to, config, bench)
-        limits = stop_conditions_of(config, bench.task.metric, start)
+        target = MetricTarget.of(config, bench.task.metric, start.records)
+        limits = [target, ByteBudget(config, start.records)]
         if earlier is None:
             name = f"{config.preset}-{config.method}-seed{config.seed}"
             directory = RunDirectory.create(parent, name)

@@ -24,26 +24,16 @@ _OF = "of-run"
 
 def answer_once(kind: str, content: RecordDict, context: Context, partition: int) -> None:
     """Raise ValueError if a process of this node was asked this, or something later, before."""
-    step = _step_of(kind, content, context)
-    if step is None or not is_on_a_device():
+    if not is_on_a_device():
         return
-    name, number = step
-    _step_up(f"{context.run_id}-{partition}-{name}", number)
-
-
-def _step_of(kind: str, content: RecordDict, context: Context) -> tuple[str, int] | None:
-    """Number what is asked; None if it may be asked again."""
     if kind in PHASES:
-        return "secure", len(PHASES) * _whole(content, "round") + PHASES.index(kind)
-    if kind == "train" and context.run_config.get("privacy") == "example":
+        name, number = "secure", len(PHASES) * _whole(content, "round") + PHASES.index(kind)
+    elif kind == "train" and context.run_config.get("privacy") == "example":
         earlier = _whole(content, "earlier-rounds")
-        return "private", max(_whole(context.state, "rounds", _ACCOUNT), earlier) + 1
-    return None
-
-
-def _step_up(name: str, number: int) -> None:
-    """Note a number that is larger than all before it."""
-    with locked_file(name) as file:
+        name, number = "private", max(_whole(context.state, "rounds", _ACCOUNT), earlier) + 1
+    else:
+        return  # it may be asked again
+    with locked_file(f"{context.run_id}-{partition}-{name}") as file:
         file.seek(0)
         # One that was not written whole has no end, or a line of its own that is too small.
         last = max(map(int, filter(bytes.isdigit, file.read().splitlines())), default=-1)

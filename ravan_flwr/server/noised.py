@@ -33,35 +33,30 @@ if TYPE_CHECKING:
 log = getLogger(__name__)
 
 
-class PrivateSums:
+class PrivateSums(ClippedSum):
     """Check uploads, and keep the sum of their clipped changes; what closes has noise in it."""
 
     def __init__(
         self, method: Method, state: Tensors, norm: float, expected: Mapping[str, Tensor]
     ) -> None:
+        super().__init__(state, norm)
         self.method, self.expected = method, expected
-        self.clipped = ClippedSum(state, norm)
-
-    @property
-    def count(self) -> int:
-        """Return how many uploads were accepted."""
-        return self.clipped.count
 
     def offer(self, upload: Mapping[str, Tensor], share: float) -> None:
         """Add an upload of a client with that share; ValueError if it is not sound.
 
         Nothing is compared with other clients' uploads.
         """
-        state, classifier = split_classifier(self.clipped.state)
+        state, classifier = split_classifier(self.state)
         own = check_upload(self.method, upload, classifier, share)
         for name, tensor in upload.items():
             sum_of_squares(tensor, name)  # refuses what is not finite
         filled = self.method.expand_upload(own, state)
-        self.clipped.add(filled | {name: upload[name] for name in classifier})
+        self.add(filled | {name: upload[name] for name in classifier})
 
     def close(self, noise: Noise) -> Tensors:
         """Return the next state, noise included."""
-        return self.clipped.release(noise, self.expected)
+        return self.release(noise, self.expected)
 
 
 class Noised(Release):
@@ -131,7 +126,7 @@ class Noised(Release):
         del self.private_sums
         if not sums.count:
             log.warning("round %d: no change came, and noise alone is added", self.round.number)
-        self.next_norm = sums.clipped.next_norm(self.noise)
+        self.next_norm = sums.next_norm(self.noise)
         return sums.close(self.noise)
 
     def spend(self, asked: list[int], shown: float) -> None:

@@ -40,6 +40,7 @@ from ravan_flwr.runs.record import RoundRecord
 from ravan_flwr.secure.fixed_point import LEAST_NORM, MOST_NORM
 from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.resume import ResumePoint
+from ravan_flwr.server.stop_conditions import StopCondition
 
 log = getLogger(__name__)
 
@@ -52,7 +53,7 @@ MOST_SEEN = 1e12  # sum of a client in `to-server`
 Records = Sequence[RoundRecord]
 
 
-class PrivacyBudget(ABC):
+class PrivacyBudget(StopCondition, ABC):
     """Say what a run has spent, and whether a further round is within its epsilon.
 
     It is one of the run's stop conditions. `before` is what the file said when a run was resumed,
@@ -152,14 +153,7 @@ class PrivacyBudget(ABC):
         """Tell whether the round that begins is the last within the limit."""
         return self.ends_after(1)
 
-    @abstractmethod
-    def tell(self, number: int) -> None:
-        """Log why that round is not held."""
-
-    def add(self, record: RoundRecord) -> None:  # noqa: B027 (nothing is a choice)
-        """Count nothing: it was counted before it was spent."""
-
-    def restore(self, memory: Mapping[str, Tensor]) -> None:  # noqa: B027 (likewise)
+    def restore(self, memory: Mapping[str, Tensor]) -> None:
         """Take what a resumed run had in its checkpoint."""
 
     @property

@@ -5,7 +5,7 @@ Simulated node ids are random, so nothing may depend on them: a round's clients 
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from logging import getLogger
 
 import torch
@@ -77,7 +77,13 @@ class Sampler:
                 count(len(round_log.left_out), "client"), self.config.method,
                 listed(map(str, round_log.left_out), 20, ", ") or "none",
             )  # fmt: skip
-        self._check_budgets(self.registry.members.values())
+        shares = sorted({member.share for member in self.registry.members.values()})
+        if not any(map(self.method.can_train, shares)):  # of no member, connected or not
+            raise ValueError(
+                f"method {self.config.method!r} is trained whole or not at all, and no client "
+                f"can afford it: got budgets of {', '.join(f'{share:g}' for share in shares)}, "
+                "expected one of 1; use a method that can be trained in part, or budgets=full"
+            )
         return [member for member in members if self.method.can_train(member.share)]
 
     def wait(self, grid: Grid, round_log: RoundLog, timeout: float) -> None:
@@ -97,14 +103,3 @@ class Sampler:
     def _least(self) -> int:
         """Return how many clients a round needs: at least one."""
         return transport_of(self.config).cohort(self.config, self.registry.partitions)
-
-    def _check_budgets(self, members: Iterable[RegisteredClient]) -> None:
-        """Raise ValueError if no member, connected or not, can afford the method."""
-        shares = sorted({member.share for member in members})
-        if not any(map(self.method.can_train, shares)):
-            listed = ", ".join(f"{share:g}" for share in shares)
-            raise ValueError(
-                f"method {self.config.method!r} is trained whole or not at all, and no client "
-                f"can afford it: got budgets of {listed}, expected "
-                "one of 1; use a method that can be trained in part, or budgets=full"
-            )

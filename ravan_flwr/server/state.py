@@ -99,15 +99,11 @@ class ServerOptimizer:
         )
 
 
-def _momentum(values: list[Tensor], how: ServerOptimizer) -> torch.optim.Optimizer:
-    return torch.optim.SGD(values, lr=how.learning_rate, momentum=how.momentum)
-
-
-def _adam(values: list[Tensor], how: ServerOptimizer) -> torch.optim.Optimizer:
-    return torch.optim.Adam(values, lr=how.learning_rate, betas=(how.momentum, 0.99), eps=1e-3)
-
-
 OPTIMIZERS: dict[str, Callable[[list[Tensor], ServerOptimizer], torch.optim.Optimizer]] = {
-    "momentum": _momentum,
-    "adam": _adam,
+    "momentum": lambda values, how: torch.optim.SGD(
+        values, lr=how.learning_rate, momentum=how.momentum
+    ),
+    "adam": lambda values, how: torch.optim.Adam(
+        values, lr=how.learning_rate, betas=(how.momentum, 0.99), eps=1e-3
+    ),
 }

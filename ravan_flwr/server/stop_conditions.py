@@ -1,38 +1,38 @@
 """End a run in good order before its last round: at a value reached, bytes or epsilon spent."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from logging import getLogger
-from typing import Protocol
 
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.runs.collapse_detection import merit
 from ravan_flwr.runs.record import RoundRecord
-from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.specs import LOWER_IS_BETTER
 from ravan_flwr.training.plan import bytes_of_round
 
 log = getLogger(__name__)
 
 
-class StopCondition(Protocol):
+class StopCondition:
     """Say when a run ends, though it was to have more rounds."""
-
-    def add(self, record: RoundRecord) -> None:
-        """See a round that has ended, before it is recorded."""
 
     @property
     def is_spent(self) -> bool:
-        """Tell whether no further round is to be held."""
+        """Return whether no further round is to be held."""
+        raise NotImplementedError
 
     @property
     def is_last(self) -> bool:
-        """Tell whether the round that begins is known to be the last."""
+        """Return whether the round that begins is known to be the last."""
+        return False
+
+    def add(self, record: RoundRecord) -> None:
+        """See a round that has ended, before it is recorded."""
 
     def tell(self, number: int) -> None:
         """Log why that round is not held."""
 
 
-class ByteBudget:
+class ByteBudget(StopCondition):
     """Keep a run within its bytes (`max-bytes`): the round that no other fits after is the last.
 
     Counted is what a round's record counts: every message and every reply, of training and of
@@ -41,23 +41,17 @@ class ByteBudget:
     one, as the plan says.
     """
 
-    def __init__(self, most: float | None, a_round: int, records: Iterable[RoundRecord]) -> None:
-        self.most, self.spent, self._largest = most, 0, a_round
+    def __init__(self, config: Config, records: Sequence[RoundRecord]) -> None:
+        """Count the rounds so far; ValueError where not one round of a new run fits."""
+        self.most, self.spent = config.max_bytes, 0
+        self._largest = a_round = 0 if self.most is None else bytes_of_round(config)
         for record in records:
             self.add(record)
-
-    @classmethod
-    def of(cls, config: Config, records: Iterable[RoundRecord]) -> "ByteBudget":
-        """Make a run's; ValueError where not one round of a new run fits."""
-        most, records = config.max_bytes, list(records)
-        a_round = 0 if most is None else bytes_of_round(config)
-        allowance = cls(most, a_round, records)
-        if allowance.is_spent and not records:
+        if self.is_spent and not records:
             raise ValueError(
-                f"max-bytes = {most:g}: a round takes {a_round:,} bytes, expected room for one at "
-                "least; raise it, or lower clients-per-round or the rank"
+                f"max-bytes = {self.most:g}: a round takes {a_round:,} bytes, expected room for "
+                "one at least; raise it, or lower clients-per-round or the rank"
             )
-        return allowance
 
     def add(self, record: RoundRecord) -> None:
         """Count a round."""
@@ -81,7 +75,7 @@ class ByteBudget:
         log.info("max-bytes: no room for round %d; the run ends here", number)
 
 
-class MetricTarget:
+class MetricTarget(StopCondition):
     """End a run when its metric has reached a value (`until-metric`), and note in which round.
 
     Of perplexity, and of whatever is the better the lower, it is reached from above. Only rounds
@@ -125,26 +119,13 @@ class MetricTarget:
 
     @property
     def is_spent(self) -> bool:
-        """Tell whether the value is reached."""
+        """Return whether the value is reached."""
         return self.round is not None
 
-    @property
-    def is_last(self) -> bool:
-        """Tell that no round is known to reach the value before it is evaluated."""
-        return False
-
-    def tell(self, number: int) -> None:  # noqa: ARG002 (a Limit's)
+    def tell(self, number: int) -> None:  # noqa: ARG002
         """Log that the run ends."""
         log.info(
             "until-metric = %g: reached in round %d (%s %.4f); the run ends here; for more rounds "
             "set another value, or 0",
             *(self.value, self.round, self.metric, self._measured),
         )
-
-
-def stop_conditions_of(config: Config, metric: str, start: ResumePoint) -> list[StopCondition]:
-    """Make those of a run that begins there; ValueError for what no round can keep."""
-    return [
-        MetricTarget.of(config, metric, start.records),
-        ByteBudget.of(config, start.records),
-    ]

@@ -153,7 +153,8 @@ class FederatedTuning(Strategy):
             self.state.derived = self._load_fixed(from_record(cast(ArrayRecord, self.mail.fixed)))
             self._record()
         for number in range(self.first_round, num_rounds + 1):
-            if self._ends_before(number):
+            if spent := [limit for limit in self._limits if limit.is_spent]:
+                spent[0].tell(number)
                 break
             last = number == num_rounds or any(limit.is_last for limit in self._limits)
             # 3. Choose clients, send messages, take the replies, close: this is the next state.
@@ -224,14 +225,6 @@ class FederatedTuning(Strategy):
         for limit in self._limits:
             limit.add(record)
         self.callbacks.on_round_end(record, self.state.tensors)
-
-    def _ends_before(self, number: int) -> bool:
-        """Tell whether no further round is to be held, and log why."""
-        for limit in self._limits:
-            if limit.is_spent:
-                limit.tell(number)
-                return True
-        return False
 
     def _open_round(self, number: int) -> Round:
         if number == 0:

@@ -124,7 +124,12 @@ class UpdateNormCheck:
     def check(self, changes: Changes, step: float = 0.0) -> None:
         """Raise ValueError if a client, with that step, cannot have made these changes."""
         if self.norm is not None:
-            self._check_norm(changes)
+            norm = math.sqrt(sum(change.squares for change in changes.values()))
+            if norm > self.norm:
+                raise ValueError(
+                    f"upload has a change of norm {norm:.4g}, expected at most {self.norm:g}; "
+                    "lower the learning rate, or raise the limit max-update-norm"
+                )
             return
         for name, change in changes.items():
             most, why = self._most(name, change, step)
@@ -134,14 +139,6 @@ class UpdateNormCheck:
                     f"{change.numbers} numbers), expected at most {most:.4g}, {why}; if honest "
                     "clients send this, set limits=max-update-norm=NUMBER"
                 )
-
-    def _check_norm(self, changes: Changes) -> None:
-        norm = math.sqrt(sum(change.squares for change in changes.values()))
-        if norm > float(self.norm or 0):
-            raise ValueError(
-                f"upload has a change of norm {norm:.4g}, expected at most {self.norm:g}; lower "
-                "the learning rate, or raise the limit max-update-norm"
-            )
 
     def _most(self, name: str, change: Change, step: float = 0.0) -> tuple[float, str]:
         """Return the largest size that a change of that tensor may have, and the reason."""
@@ -189,20 +186,16 @@ class UpdateNormCheck:
     def check_growth(self, name: str, old: Tensor, norm: float, step: float = 0.0) -> None:
         """Raise ValueError if a tensor of the state may not have that norm next."""
         before = math.sqrt(sum_of_squares(old, name))
-        most = self._most_growth(before, old.numel(), self.step or step)
+        root = math.sqrt(max(1, old.numel()))
+        most = GROWTH * root * _reach(self.step or step, before / root)
+        if self.norm is not None:
+            most = self.norm * (1 + self.norm + before)  # a product of two factors that changed
         grown = norm - before
         if grown > most:
             raise ValueError(
                 f"the norm of {name} would grow by {grown:.4g} in this round, expected at most "
                 f"{most:.4g}"
             )
-
-    def _most_growth(self, before: float, numbers: int, step: float) -> float:
-        """Return by how much the norm of a tensor may grow in a round, from what it was before."""
-        if self.norm is not None:
-            return self.norm * (1 + self.norm + before)  # a product of two factors that changed
-        root = math.sqrt(max(1, numbers))
-        return GROWTH * root * _reach(step, before / root)
 
 
 def _reach(step: float, before: float) -> float:

@@ -1,6 +1,6 @@
 """Tell a person at the start what will not work or has no effect, and at the end what came out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from logging import getLogger
 from pathlib import Path
 
@@ -19,11 +19,6 @@ from ravan_flwr.training.local_steps import check_precision
 from ravan_flwr.training.model_and_data import ModelAndData
 
 log = getLogger(__name__)
-
-HOW_TO_HAVE_ONE = (
-    "deliver=true gives devices theirs; of a run in one process: "
-    "ravan-flwr export RUN FOLDER --as merged --client N"
-)
 
 
 def report_default_learning_rate(run_config: Mapping[str, Scalar], config: Config) -> None:
@@ -72,25 +67,17 @@ def check_simulation(grid: Grid, bench: ModelAndData, config: Config) -> None:
     if not number:
         return
     dealt = bench.partition_sizes(number)
-    _tell_who_has_nothing_to_train_on(dealt, config)
+    if without := sum(not count for count in dealt):
+        told = (
+            f"validation-share = {config.validation_share}: {without} of {number} clients would "
+            "have no example left to train on, since each holds back one at least"
+        )
+        more_even = "" if config.division == "iid" else ", or a partition that is more even, as iid"
+        if without == number or METHODS[config.method].pools:
+            raise ValueError(f"{told}; use fewer clients{more_even}")
+        log.warning("%s; they take no part; use fewer clients%s", told, more_even)
     if in_process(grid):  # whose examples these are as well
         _ = bench.partition(next(n for n, count in enumerate(dealt) if count), number)
-
-
-def _tell_who_has_nothing_to_train_on(dealt: Sequence[int], config: Config) -> None:
-    """Count the clients that hold back all they have; ValueError if nobody is left to train."""
-    number = sum(not count for count in dealt)
-    if not number:
-        return
-    told = (
-        f"validation-share = {config.validation_share}: {number} of {len(dealt)} clients would "
-        "have no example left to train on, since each holds back one at least"
-    )
-    more_even = "" if config.division == "iid" else ", or a partition that is more even, as iid"
-    advice = f"use fewer clients{more_even}"
-    if number == len(dealt) or METHODS[config.method].pools:
-        raise ValueError(f"{told}; {advice}")
-    log.warning("%s; they take no part; %s", told, advice)
 
 
 def report_result(
@@ -114,8 +101,9 @@ def report_result(
             log.warning("%s in rounds %s", what, ", ".join(map(str, numbers)))
     if METHODS[summary["method"]].personalised:
         log.info(
-            "each client has a model of its own, and no folder here holds them: %s",
-            HOW_TO_HAVE_ONE,
+            "each client has a model of its own, and no folder here holds them: deliver=true "
+            "gives devices theirs; of a run in one process: ravan-flwr export RUN FOLDER --as "
+            "merged --client N"
         )
     if page is not None:
         log.info("report: %s", page)

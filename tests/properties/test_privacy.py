@@ -57,9 +57,9 @@ def test_no_client_changes_the_sum_by_more_than_the_clip_norm(name, norm, change
     method, adapters = build(name, **changes if METHODS[name].has_heads else {})
     state = some_state(method, adapters) | {CLASSIFIER: torch.ones(7)}
     uploads = uploads_of(method, adapters, state)
-    whole = sums_of(method, state, uploads, norm).clipped.sum
+    whole = sums_of(method, state, uploads, norm).sum
     for one in range(len(uploads)):
-        without = sums_of(method, state, uploads[:one] + uploads[one + 1 :], norm).clipped.sum
+        without = sums_of(method, state, uploads[:one] + uploads[one + 1 :], norm).sum
         moved = math.hypot(*(float((whole[k] - without[k]).norm()) for k in whole))
         assert 0 < moved <= norm * (1 + 1e-9)
 
@@ -129,7 +129,7 @@ def test_a_change_that_is_not_finite_is_refused_and_leaves_no_trace():
         with pytest.raises(ValueError, match="not finite"):
             sums.offer(upload | {"H": torch.full_like(upload["H"], value)}, 1.0)
         assert sums.count == 0
-        assert not sums.clipped.sum["H"].any()
+        assert not sums.sum["H"].any()
 
 
 # Noise.
