@@ -27,8 +27,7 @@ from ravan_flwr.messages.pieces import DISTRUSTS, PIECES, SEEN, to_pieces
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import sums_changes
-from ravan_flwr.privacy.mechanism import adapted, moved_by
-from ravan_flwr.privacy.noise import gaussian
+from ravan_flwr.privacy.mechanism import adapted, gaussian, moved_by
 from ravan_flwr.runs.record import Masked as MaskedRecord
 from ravan_flwr.secure.agreement import Parts
 from ravan_flwr.secure.fixed_point import ROOM, NoiseShares

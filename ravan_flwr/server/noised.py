@@ -19,8 +19,7 @@ from torch import Tensor
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Method, Tensors, split_classifier
 from ravan_flwr.methods.tensors import sum_of_squares
-from ravan_flwr.privacy.mechanism import ClippedSum, Noise, expected_clients
-from ravan_flwr.privacy.noise import happens
+from ravan_flwr.privacy.mechanism import ClippedSum, Noise, expected_clients, happens
 from ravan_flwr.runs.record import Spent
 from ravan_flwr.server.aggregation import check_upload
 from ravan_flwr.server.privacy_budget import ClientBudget

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ravan_flwr.privacy.noise import drawn
+from ravan_flwr.privacy.mechanism import drawn
 from ravan_flwr.tasks.packing import Rows, longest_first
 
 POOL = 8  # batches: with more there is less padding, and less chance in who meets whom

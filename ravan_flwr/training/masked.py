@@ -18,8 +18,7 @@ from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifier
 from ravan_flwr.methods.extensions import sums_changes
 from ravan_flwr.methods.tensors import whole_checksum
-from ravan_flwr.privacy.mechanism import changes_from, clipping
-from ravan_flwr.privacy.noise import gaussian
+from ravan_flwr.privacy.mechanism import changes_from, clipping, gaussian
 from ravan_flwr.secure.fixed_point import NoiseShares, Numbers, Steps, bound_of, to_steps, within
 from ravan_flwr.secure.fixed_point import to_numbers as numbers_of
 from ravan_flwr.secure.schedule import Bits, Part, Schedule, threshold_of

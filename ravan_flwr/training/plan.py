@@ -21,8 +21,7 @@ from ravan_flwr.privacy.account import (
     multiplier_for,
     why_not_masked,
 )
-from ravan_flwr.privacy.example_gradients import check_trained
-from ravan_flwr.privacy.example_mechanism import step_noise_norm
+from ravan_flwr.privacy.example_gradients import check_trained, step_noise_norm
 from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise, expected_clients, noise_norm, reached
 from ravan_flwr.secure.fixed_point import NoiseShares
 from ravan_flwr.secure.schedule import threshold_of

@@ -1,6 +1,6 @@
 """Do a client's local steps with privacy of each of its examples: DP-SGD (`privacy=example`).
 
-A step differs from another one in its gradient alone (privacy/example_mechanism.py): its batch is
+A step differs from another one in its gradient alone (privacy/example_gradients.py): its batch is
 a Poisson draw, each example's gradient is clipped, and the sum has noise. A draw that is too large
 for the memory is worked on in parts, whose clipped sums are added up.
 
@@ -26,8 +26,12 @@ from torch import Tensor
 
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.privacy.account import StepNoise
-from ravan_flwr.privacy.example_gradients import ExampleGradients, check_apart, check_trained
-from ravan_flwr.privacy.example_mechanism import ClippedExamples
+from ravan_flwr.privacy.example_gradients import (
+    ClippedExamples,
+    ExampleGradients,
+    check_apart,
+    check_trained,
+)
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.tasks.base import Batch, Encoded, Task
 from ravan_flwr.tasks.extensions import ByExample, task_with

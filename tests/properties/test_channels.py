@@ -44,7 +44,7 @@ from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.privacy.account import StepNoise
 from ravan_flwr.privacy.example_gradients import check_apart
-from ravan_flwr.privacy.noise import happens
+from ravan_flwr.privacy.mechanism import happens
 from ravan_flwr.reports.card import fill_card
 from ravan_flwr.runs import tracking
 from ravan_flwr.runs.directory import RunDirectory

@@ -14,8 +14,13 @@ from torch.nn import functional as F
 
 from ravan_flwr.methods import METHODS
 from ravan_flwr.privacy.account import StepNoise
-from ravan_flwr.privacy.example_gradients import ExampleGradients, check_apart, check_trained
-from ravan_flwr.privacy.example_mechanism import ClippedExamples, joint_norms
+from ravan_flwr.privacy.example_gradients import (
+    ClippedExamples,
+    ExampleGradients,
+    check_apart,
+    check_trained,
+    joint_norms,
+)
 from ravan_flwr.seeding import generator
 from tests.methods import build_whole, some_state
 

@@ -19,8 +19,14 @@ from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.privacy import mechanism
 from ravan_flwr.privacy.account import epsilon_of, multiplier_for
-from ravan_flwr.privacy.mechanism import ClippedSum, Noise, expected_clients, noise_norm
-from ravan_flwr.privacy.noise import gaussian, happens
+from ravan_flwr.privacy.mechanism import (
+    ClippedSum,
+    Noise,
+    expected_clients,
+    gaussian,
+    happens,
+    noise_norm,
+)
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.noised import PrivateSums
 from tests.methods import aggregate, build, some_state, train_client

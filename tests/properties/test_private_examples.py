@@ -12,14 +12,14 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from ravan_flwr.privacy import example_mechanism
+from ravan_flwr.privacy import example_gradients
 from ravan_flwr.privacy.account import Releases, StepNoise, epsilon_of, epsilon_of_all
-from ravan_flwr.privacy.example_mechanism import (
+from ravan_flwr.privacy.example_gradients import (
     ClippedExamples,
     joint_norms,
     step_noise_norm,
 )
-from ravan_flwr.privacy.noise import drawn
+from ravan_flwr.privacy.mechanism import drawn
 from ravan_flwr.seeding import generator
 from tests.properties.test_privacy import lower_bound
 
@@ -178,7 +178,7 @@ def test_noise_from_the_seed_is_caught(monkeypatch):
     def seeded(shape, scale):
         return scale * torch.randn(shape, generator=generator(0, "noise"), dtype=torch.float64)
 
-    monkeypatch.setattr(example_mechanism, "gaussian", seeded)
+    monkeypatch.setattr(example_gradients, "gaussian", seeded)
     noise = step(OTHERS)
     found = lower_bound(step, lambda new: seen(new) - seen(noise), OTHERS, CANARY)
     assert found > CLAIMED

@@ -60,7 +60,7 @@ def delivery_of(nodes, **settings):
     client_registry = ClientRegistry(4, "b", DERIVED, partition_sizes=False)
     client_registry.gather(nodes, wait=True)
     given = client_registry, MessageBuilder(None), Status(client_registry, tell=None)
-    return DeliverAtEnd(nodes, config, *given, RunDirectory("."), STATE)
+    return DeliverAtEnd(nodes, config, *given, RunDirectory(Path()), STATE)
 
 
 def hand_out(delivery, directory, summary):

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from ravan_flwr.privacy.account import chance_to_decide, epsilon_of, epsilon_seen, most_rounds
-from ravan_flwr.privacy.noise import gaussian
+from ravan_flwr.privacy.mechanism import gaussian
 from ravan_flwr.secure.fixed_point import (
     MASK,
     MODULUS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.privacy import example_mechanism
+from ravan_flwr.privacy import example_gradients
 from ravan_flwr.privacy.account import StepNoise
 from ravan_flwr.seeding import ClientRound
 from ravan_flwr.specs import Scalar
@@ -213,7 +213,7 @@ def test_noise_comes_from_no_seed(bench, monkeypatch):
     monkeypatch.setattr(batching, "drawn", lambda number, _: np.arange(number))
     one, other = trained(bench, StepNoise(1.0, 1.0)), trained(bench, StepNoise(1.0, 1.0))
     assert not torch.equal(one["H"], other["H"])
-    monkeypatch.setattr(example_mechanism, "gaussian", lambda shape, _: torch.zeros(shape).double())
+    monkeypatch.setattr(example_gradients, "gaussian", lambda shape, _: torch.zeros(shape).double())
     one, other = trained(bench, StepNoise(1.0, 1.0)), trained(bench, StepNoise(1.0, 1.0))
     assert torch.equal(one["H"], other["H"])
 
