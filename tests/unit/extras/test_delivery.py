@@ -1,6 +1,7 @@
 """The result goes to every node that is there; one that lies, fails or is silent loses its own."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
