@@ -45,7 +45,15 @@ def locked_file(name: str) -> Iterator[BinaryIO]:
     """Lend a file of this user's to one process at a time; what is written comes at its end."""
     import fcntl  # noqa: PLC0415 (POSIX alone has it, and devices alone need it)
 
-    folder = _folder()
+    within = kept_folder()
+    if within is None:
+        log.warning(
+            "%s: it cannot be written to, is a link, or others can enter it, expected a folder of "
+            "user %d alone: what this device has spent is forgotten with its temporary files",
+            *(_in_flowers(), os.getuid()),
+        )
+        within = private_folder()
+    folder = within / "once"
     folder.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "a+b") as file:
@@ -58,19 +66,6 @@ def append(file: BinaryIO, content: bytes) -> None:
     file.write(content)
     file.flush()
     os.fsync(file.fileno())
-
-
-def _folder() -> Path:
-    """Find a folder of this user alone, which stays if there is one that does."""
-    folder = kept_folder()
-    if folder is None:
-        log.warning(
-            "%s: it cannot be written to, is a link, or others can enter it, expected a folder of "
-            "user %d alone: what this device has spent is forgotten with its temporary files",
-            *(_in_flowers(), os.getuid()),
-        )
-        folder = private_folder()
-    return folder / "once"
 
 
 def kept_folder() -> Path | None:

@@ -21,8 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,11 @@ _started: list[subprocess.Popen[bytes]] = []  # they outlive this process, and a
 def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
     """Ask the worker, which is started if there is none. Changes the context's state."""
     owner = os.getppid()  # starts the client processes, and ends with the SuperNode
-    with _connected(folder_of_sockets() / f"{owner}.sock", owner) as connection:
+    path = folder_of_sockets() / f"{owner}.sock"
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # so that one process alone starts it
+        connection = _greet(path) or _start(path, owner)
+    with connection:
         try:
             send_records(
                 connection,
@@ -78,16 +81,6 @@ def ask(kind: str, content: RecordDict, context: Context) -> RecordDict:
         raise (ValueError if header["bad-input"] else RuntimeError)(header["error"])
     reply, context.state = records
     return reply
-
-
-@contextmanager
-def _connected(path: Path, owner: int) -> Iterator[Connection]:
-    """Connect to a worker that has this app's code, and that is free."""
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # so that one process alone starts it
-        connection = _greet(path) or _start(path, owner)
-    with connection:
-        yield connection
 
 
 def _greet(path: Path) -> Connection | None:

@@ -142,10 +142,7 @@ class DeliverAtEnd(Callback):
 
         def check(reply: Message, member: RegisteredClient) -> Delivered:
             with telling():
-                records = content_of(reply).config_records
-                if "kept" not in records:
-                    raise ValueError("missing 'kept'")
-                folder = read_answer(records["kept"], parcel)
+                folder = read_answer(content_of(reply).config_records["kept"], parcel)
                 return {"partition-id": member.partition_id, "folder": folder}
 
         have: list[Delivered] = []

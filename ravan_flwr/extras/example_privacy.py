@@ -83,12 +83,7 @@ class ExampleBudget(PrivacyBudget):
             *(self._epsilon(TimesAsked(rate, rounds)), rounds, self.delta),
         )
         most = max(member.examples for member in members)
-        if self.delta * most >= 1:
-            log.warning(
-                "delta=%g with clients of %d examples: one of these may be given away whole; set "
-                "it below %.1g",
-                *(self.delta, most, 1 / most),
-            )
+        self.warn_of_delta(most, f"clients of {most} examples: one of these")
 
     def rate(self, member: RegisteredClient) -> float:
         """Return the rate with which a client draws its examples."""
@@ -183,7 +178,7 @@ def _is_asked(one: object) -> bool:
     """Tell whether it is a rate and a number of rounds."""
     if not isinstance(one, list) or len(one) != 2 or type(one[1]) is not int:
         return False
-    return isinstance(one[0], int | float) and 0 < one[0] <= 1 and 1 <= one[1] <= MOST_RELEASES
+    return isinstance(one[0], int | float) and 0 < one[0] <= 1 <= one[1] <= MOST_RELEASES
 
 
 class Counted(Release):

@@ -128,10 +128,13 @@ def _key(path: Path, kind: Any) -> Any:
     public = kind is Ed25519PublicKey
     why: object = "another kind of key"
     try:
-        data = _read(path)
+        with path.open("rb") as file:
+            data = file.read(_LARGEST)
         key = load_pem_public_key(data) if public else load_pem_private_key(data, None)
         if isinstance(key, kind):
             return key
+    except OSError as error:  # the folder is left out: the server hears the error
+        why = f"it cannot be read ({error.strerror})"
     except (TypeError, ValueError, UnsupportedAlgorithm) as error:
         why = error
     raise ValueError(
@@ -139,12 +142,3 @@ def _key(path: Path, kind: Any) -> Any:
         f"{'public' if public else 'private'} key in PEM, as `ravan-flwr secure-keys` makes it; "
         "put the file there"
     )
-
-
-def _read(path: Path) -> bytes:
-    """Read a file; ValueError that names it, without the folder, which the server is not told."""
-    try:
-        with path.open("rb") as file:
-            return file.read(_LARGEST)
-    except OSError as error:
-        raise ValueError(f"it cannot be read ({error.strerror})") from None

@@ -179,6 +179,14 @@ class PrivacyBudget(StopCondition, ABC):
             or multiplier_for(self._limit or 0.0, rate, self.delta, releases)
         )
 
+    def warn_of_delta(self, number: int, of_whom: str) -> None:
+        """Warn where delta allows what gives one of so many away whole."""
+        if self.delta * number >= 1:
+            log.warning(
+                "delta=%g with %s may be given away whole; set it below %.1g",
+                *(self.delta, of_whom, 1 / number),
+            )
+
     def no_room(self, takes: float, where: str) -> ValueError:
         """Make the error of a run in which not one round is within the limit."""
         return ValueError(
@@ -247,11 +255,7 @@ class ClientBudget(PrivacyBudget):
             *(self.multiplier, clients, self.rate, self.epsilon),
             *(self._epsilon(self.releases + to_come), to_come, self.delta),
         )
-        if self.delta * clients >= 1:
-            log.warning(
-                "delta=%g with %d clients: one of them may be given away whole; set it below %.1g",
-                *(self.delta, clients, 1 / clients),
-            )
+        self.warn_of_delta(clients, f"{clients} clients: one of them")
         if self.config.noise_cohort is not None:
             log.warning(
                 "noise-cohort=%d: a study; epsilon is what a federation with as many clients a "

@@ -6,12 +6,13 @@ more memory on top of the reply than four times its bytes.
 """
 
 import math
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 
 from ravan_flwr.messages.arrays import view_record
 from ravan_flwr.messages.pieces import DISTRUSTS, read_pieces
@@ -73,15 +74,14 @@ def read_trained(
     all the same is not read.
     """
     with telling():
-        content = content_of(reply)
-        metrics = _metrics_of(content, round_number)
+        metrics, content = _opened(reply, round_number)
         check_derived(metrics.get("derived"), derived, member.versions)
         loss = within(metrics, "train-loss", -MOST_LOSS, MOST_LOSS) if with_loss else None
         seconds = within(metrics, "seconds", 0, MOST_SECONDS) if with_seconds else None
         anew = personal and within(metrics, "began-anew", 0, 1) > 0
         skips = with_loss and "skipped-steps" in metrics
         skipped = int(within(metrics, "skipped-steps", 0, MOST_STEPS)) if skips else 0
-        tensors = decode(view_record(_arrays_of(content)), wire, most)
+        tensors = decode(view_record(content.array_records["arrays"]), wire, most)
         return Update(member, tensors, loss, seconds, anew, skipped)
 
 
@@ -99,9 +99,7 @@ def refusal_in(reply: Message, round_number: int) -> str:
 def read_phase(reply: Message, round_number: int, names: Collection[str]) -> Mapping[str, bytes]:
     """Read what a client answers in a phase of a secure round; or whom it does not trust."""
     with telling():
-        content = content_of(reply)
-        _metrics_of(content, round_number)
-        arrays = _arrays_of(content)
+        arrays = _opened(reply, round_number)[1].array_records["arrays"]
         return read_pieces(arrays, (DISTRUSTS,) if DISTRUSTS in arrays else names)
 
 
@@ -113,18 +111,17 @@ def read_masked(
     Its bases must be the server's.
     """
     with telling():
-        content = content_of(reply)
-        metrics = _metrics_of(content, round_number)
+        metrics, content = _opened(reply, round_number)
         check_derived(metrics.get("derived"), derived, member.versions)
         told = "seconds" in metrics
         seconds = within(metrics, "seconds", 0, MOST_SECONDS) if told else None
-        return read_pieces(_arrays_of(content), ("masked",))["masked"], seconds
+        return read_pieces(content.array_records["arrays"], ("masked",))["masked"], seconds
 
 
 def read_evaluated(reply: Message, round_number: int, asked: Measures, most: float) -> Evaluated:
     """Read a reply to an evaluation of that round, of at most so many examples."""
     with telling():
-        metrics = _metrics_of(content_of(reply), round_number)
+        metrics, _ = _opened(reply, round_number)
         number = finite(metrics, "num-examples")
         if not 0 < number <= most:
             raise ValueError(f"num-examples is {number:g}, expected above 0 and at most {most:g}")
@@ -133,13 +130,10 @@ def read_evaluated(reply: Message, round_number: int, asked: Measures, most: flo
             number = finite(metrics, key)
             if not 0 < number <= most:
                 raise ValueError(f"{key} is {number:g}, expected above 0 and at most {most:g}")
-        return Evaluated(number, {name: _measured(metrics, name) for name in asked.names})
-
-
-def _measured(metrics: Mapping[str, Any], name: str) -> float:
-    if name in SHARES:
-        return within(metrics, name, 0, 1)
-    return within(metrics, name, -MOST_LOSS, MOST_LOSS)
+        limits = {
+            name: (0, 1) if name in SHARES else (-MOST_LOSS, MOST_LOSS) for name in asked.names
+        }
+        return Evaluated(number, {name: within(metrics, name, *limits[name]) for name in limits})
 
 
 @contextmanager
@@ -149,6 +143,8 @@ def telling() -> Iterator[None]:
         yield
     except ValueError:
         raise
+    except KeyError as error:
+        raise ValueError(f"missing {plain(str(error))}") from error
     except Exception as error:
         what = f"{type(error).__name__}: {plain(str(error))}"
         raise ValueError(f"its reply cannot be used: {what}") from error
@@ -172,22 +168,14 @@ def content_of(reply: Message) -> RecordDict:
     return reply.content
 
 
-def _metrics_of(content: RecordDict, round_number: int) -> Mapping[str, Any]:
-    records = content.metric_records
-    if "metrics" not in records:
-        raise ValueError("missing 'metrics'")
-    metrics = records["metrics"]
+def _opened(reply: Message, round_number: int) -> tuple[Mapping[str, Any], RecordDict]:
+    """Return a reply's metrics, which are of that round, and its content."""
+    content = content_of(reply)
+    metrics = content.metric_records["metrics"]
     if metrics.get("round") != round_number:
         got = shown(metrics.get("round"))
         raise ValueError(f"reply is of round {got}, expected {round_number}")
-    return metrics
-
-
-def _arrays_of(content: RecordDict) -> ArrayRecord:
-    records = content.array_records
-    if "arrays" not in records:
-        raise ValueError("missing 'arrays'")
-    return records["arrays"]
+    return metrics, content
 
 
 def finite(metrics: Mapping[str, Any], key: str) -> float:
@@ -195,7 +183,7 @@ def finite(metrics: Mapping[str, Any], key: str) -> float:
     if key not in metrics:
         raise ValueError(f"missing {key!r}")
     value = metrics[key]
-    if not isinstance(value, int | float) or not abs(value) <= LARGEST:
+    if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"{key} is {shown(value)}, expected a finite number")
     return float(value)
 
@@ -206,6 +194,3 @@ def within(metrics: Mapping[str, Any], key: str, low: float, high: float) -> flo
     if not low <= value <= high:
         raise ValueError(f"{key} is {value:g}, expected from {low:g} to {high:g}")
     return value
-
-
-LARGEST = math.nextafter(math.inf, 0)
