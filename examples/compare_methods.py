@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from ravan_flwr import export_run, result_of, simulate, write_report, write_spectra
-from ravan_flwr.config.key_values import read_settings
+from ravan_flwr.config.keys import read_settings
 
 
 def main(folder: Path, words: list[str]) -> None:

@@ -7,8 +7,7 @@ python -m scripts.list_keys --write   put them into docs/settings.md
 import sys
 from pathlib import Path
 
-from ravan_flwr.config.key_values import as_typed
-from ravan_flwr.config.keys import KEYS, MOVED, TOPICS
+from ravan_flwr.config.keys import KEYS, MOVED, TOPICS, as_typed
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 BEGIN, END = "<!-- keys: made by scripts/list_keys.py -->\n", "<!-- end of keys -->\n"

@@ -4,15 +4,49 @@ import argparse
 import importlib.metadata
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
-from ravan_flwr.cli import deployment, preset_wizard, results, running, studying
+from ravan_flwr.cli import deployment, results, running, studying
 from ravan_flwr.cli.parts import Commands
 from ravan_flwr.config.key import nearest
 from ravan_flwr.config.keys import KEYS
-from ravan_flwr.launch.signals import Ended, ending_on_signals
 from ravan_flwr.runs.console import hush
+
+
+class Ended(KeyboardInterrupt):
+    """End the command on a signal: what cleans up after Ctrl-C cleans up after it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.signal = signal.Signals(number)
+
+
+@contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """Let SIGTERM, and SIGHUP of a terminal that closes, end a command once, as Ctrl-C does.
+
+    Under `nohup` SIGHUP is ignored, and stays so. Only a process's main thread may set this.
+    """
+    ended = False
+
+    def end(number: int, _: object) -> None:
+        nonlocal ended
+        if not ended:  # a second one does not stop the cleaning up
+            ended = True
+            raise Ended(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        wanted = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+        heard = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, end) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -68,6 +102,6 @@ def _parser() -> argparse.ArgumentParser:
     version = importlib.metadata.version("ravan-flwr")
     parser.add_argument("--version", action="version", version=f"ravan-flwr {version}")
     commands: Commands = parser.add_subparsers(metavar="COMMAND")
-    for group in (running, preset_wizard, studying, results, deployment):
+    for group in (running, studying, results, deployment):
         group.add(commands)
     return parser

@@ -4,97 +4,55 @@ import argparse
 import sys
 from pathlib import Path
 
-from ravan_flwr.cli.parts import Commands
+from ravan_flwr.cli.parts import RUN, Commands, offer, option
 
 
+# fmt: off
 def add(commands: Commands) -> None:
     """Offer `keys`, `doctor` and `deliver`."""
-    keys = commands.add_parser(
-        "keys",
-        help="make the certificates and keys of a deployment, or a device's for secure aggregation",
-        description="With --nodes, on the operator's machine: make a certificate authority, the "
-        "SuperLink's TLS certificate and the keys of SuperNodes, a folder for each machine. The "
-        "same command with a larger --nodes adds nodes, and a node's folder that was removed is "
-        "made anew. With --partition-id, on the device itself: make the key by which it signs in "
-        "secure rounds, and the public one that all other devices need. What exists is never "
-        "overwritten.",
-    )
-    keys.add_argument("folder", type=Path, metavar="FOLDER", help="where to make them")
+    keys = offer(commands, "keys", _keys,
+        "make the certificates and keys of a deployment, or a device's for secure aggregation",
+        "With --nodes, on the operator's machine: make a certificate authority, the SuperLink's "
+        "TLS certificate and the keys of SuperNodes, a folder for each machine. The same command "
+        "with a larger --nodes adds nodes, and a node's folder that was removed is made anew. With "
+        "--partition-id, on the device itself: make the key by which it signs in secure rounds, "
+        "and the public one that all other devices need. What exists is never overwritten.",
+        option("folder", type=Path, metavar="FOLDER", help="where to make them"),
+        option("--host", dest="hosts", action="append", default=[], metavar="NAME",
+            help="with --nodes: name or IP address at which SuperNodes reach the SuperLink, once "
+            "for each; localhost is always among them, and later calls need none"))
     kinds = keys.add_mutually_exclusive_group(required=True)
-    kinds.add_argument(
-        "--nodes",
-        type=int,
-        metavar="N",
-        help="how many SuperNodes there are, those that have keys already included",
-    )
-    kinds.add_argument(
-        "--partition-id",
-        type=int,
-        metavar="N",
+    kinds.add_argument("--nodes", type=int, metavar="N",
+        help="how many SuperNodes there are, those that have keys already included")
+    kinds.add_argument("--partition-id", type=int, metavar="N",
         help="for secure aggregation: the device's partition-id, as in its node config; FOLDER is "
-        "the one that secure-keys=FOLDER names",
-    )
-    keys.add_argument(
-        "--host",
-        dest="hosts",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="with --nodes: name or IP address at which SuperNodes reach the SuperLink, once for "
-        "each; localhost is always among them, and later calls need none",
-    )
-    keys.set_defaults(command=_keys)
-
-    doctor = commands.add_parser(
-        "doctor",
-        help="check a server or a device before a run: connection, keys, clock, folders, versions",
-        description="Check this machine before a run, a line for each check: ok, or what to do. "
-        "FOLDER says which machine it is: superlink/ the server, node-0/ a device. Ends with 1 if "
-        "there is something to do.",
-    )
-    doctor.add_argument(
-        "folder",
-        type=Path,
-        metavar="FOLDER",
-        help="this machine's keys, such as /etc/ravan-flwr/node-0; of a device, what no option "
-        "gives is read from the file node-0.env beside it, if there is one",
-    )
-    doctor.add_argument(
-        "--superlink",
-        metavar="HOST:PORT",
-        help="where a device reaches the server; on the server itself where its SuperLink is "
-        "(127.0.0.1:8001)",
-    )
-    doctor.add_argument("--node-config", metavar="TEXT", help="a device's, as its SuperNode has it")
-    doctor.add_argument("--port", type=int, help="a SuperNode's --port (9094)")
-    doctor.add_argument("--user", help="the service's user, for folders; only root can ask for it")
-    for option, verb in (("--read", "read"), ("--write", "write to")):
-        doctor.add_argument(
-            option,
-            action="append",
-            default=[],
-            type=Path,
-            metavar="FOLDER",
-            help=f"a further folder that this user must {verb}, such as "
-            f"{'a model' if verb == 'read' else 'output-dir'}; once for each",
-        )
-    doctor.set_defaults(command=_doctor)
-
-    deliver = commands.add_parser(
-        "deliver",
-        help="give the devices that are connected now the result of a run that has ended",
-        description="Give every connected device that has a result-path in its node config the "
-        "result of a run that has ended: those that were away when it ended, and new ones. Call it "
-        "in the app's folder, on the server's machine, where the run directory is. Who has the "
-        "result and who could not get it stands in RUN/summary.json.",
-    )
-    deliver.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    deliver.add_argument(
-        "superlink",
-        metavar="SUPERLINK",
-        help="name of the SuperLink in Flower's config.toml, as for flwr run . SUPERLINK",
-    )
-    deliver.set_defaults(command=_deliver)
+        "the one that secure-keys=FOLDER names")
+    offer(commands, "doctor", _doctor,
+        "check a server or a device before a run: connection, keys, clock, folders, versions",
+        "Check this machine before a run, a line for each check: ok, or what to do. FOLDER says "
+        "which machine it is: superlink/ the server, node-0/ a device. Ends with 1 if there is "
+        "something to do.",
+        option("folder", type=Path, metavar="FOLDER",
+            help="this machine's keys, such as /etc/ravan-flwr/node-0; of a device, what no option "
+            "gives is read from the file node-0.env beside it, if there is one"),
+        option("--superlink", metavar="HOST:PORT",
+            help="where a device reaches the server; on the server itself where its SuperLink is "
+            "(127.0.0.1:8001)"),
+        option("--node-config", metavar="TEXT", help="a device's, as its SuperNode has it"),
+        option("--port", type=int, help="a SuperNode's --port (9094)"),
+        option("--user", help="the service's user, for folders; only root can ask for it"),
+        *(option(f"--{verb}", action="append", default=[], type=Path, metavar="FOLDER",
+            help=f"a further folder that this user must {verb}{to}, such as {such}; once for each")
+          for verb, to, such in (("read", "", "a model"), ("write", " to", "output-dir"))))
+    offer(commands, "deliver", _deliver,
+        "give the devices that are connected now the result of a run that has ended",
+        "Give every connected device that has a result-path in its node config the result of a run "
+        "that has ended: those that were away when it ended, and new ones. Call it in the app's "
+        "folder, on the server's machine, where the run directory is. Who has the result and who "
+        "could not get it stands in RUN/summary.json.",
+        RUN, option("superlink", metavar="SUPERLINK",
+            help="name of the SuperLink in Flower's config.toml, as for flwr run . SUPERLINK"))
+# fmt: on
 
 
 def _keys(parsed: argparse.Namespace) -> None:
@@ -155,7 +113,7 @@ def _doctor(parsed: argparse.Namespace) -> None:
 
 
 def _deliver(parsed: argparse.Namespace) -> None:
-    from ravan_flwr.launch.delivering import deliver  # noqa: PLC0415
+    from ravan_flwr.launch.submit import deliver  # noqa: PLC0415
 
     summary = deliver(parsed.run, parsed.superlink)
     for one in summary["delivered"]:

@@ -1,30 +1,45 @@
-"""Hold what the commands share."""
+"""Hold what the commands share: how one is offered, and the options of a run's engine."""
 
 import argparse
-from typing import TypeAlias
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.key import AUTO
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Offer what a run's clients are, and how they share GPUs."""
-    parser.add_argument(
-        "--engine",
-        choices=("process", "flower"),
-        default="process",
+def option(*names: str, **how: Any) -> Option:
+    """Describe an argument as argparse takes it."""
+    return names, how
+
+
+def offer(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], None], about: str,
+    description: str, *options: Option, **more: Any,
+) -> argparse.ArgumentParser:  # fmt: skip
+    """Offer a command with its arguments."""
+    parser = commands.add_parser(name, help=about, description=description, **more)
+    for names, how in options:
+        parser.add_argument(*names, **how)
+    parser.set_defaults(command=run)
+    return parser
+
+
+# fmt: off
+RUN = option("run", type=Path, metavar="RUN", help="a run directory")
+ENGINE = (
+    option("--engine", choices=("process", "flower"), default="process",
         help="process: clients in this process, and in others of its own where these save time; "
         "flower: `flwr run` in Flower's simulation runtime, with a SuperLink that ends with it "
-        "(default: process)",
-    )
-    parser.add_argument(
-        "--clients-per-gpu",
-        type=int,
-        metavar="N",
+        "(default: process)"),
+    option("--clients-per-gpu", type=int, metavar="N",
         help="with --engine flower: clients at a time on each GPU, 0 for a run on the CPU "
-        "(default: as many as fit, by the plan's count of memory)",
-    )
+        "(default: as many as fit, by the plan's count of memory)"),
+)
+# fmt: on
 
 
 def check_engine(parsed: argparse.Namespace) -> None:

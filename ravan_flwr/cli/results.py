@@ -5,122 +5,59 @@ import json
 import sys
 from pathlib import Path
 
-from ravan_flwr.cli.parts import Commands
-from ravan_flwr.launch.signals import Ended
+from ravan_flwr.cli.parts import RUN, Commands, offer, option
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.reports import PORT
+
+# fmt: off
+_CLIENT = option("--client", type=int, metavar="N",
+    help="of a run in which each client has a model of its own (fedsa-lora, local): whose, by its "
+    "partition")
 
 
 def add(commands: Commands) -> None:
     """Offer `report`, `evaluate`, `predict` and `export`."""
-    _add_report(commands)
-    _add_evaluate(commands)
-    _add_predict(commands)
-    _add_export(commands)
-
-
-def _add_report(commands: Commands) -> None:
-    report = commands.add_parser(
-        "report",
-        help="write a page of one run, or of several; or show a run under way in a browser",
-        description="Write index.html and PNGs of runs; seeds of one thing become a band. With "
-        "--live serve the page of a run, which renews itself; only this machine can see it, from "
-        f"another one: ssh -L {PORT}:127.0.0.1:{PORT} SERVER.",
-    )
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
-    report.add_argument(
-        "--output", type=Path, help="folder (default: report/ in the run, or here for several)"
-    )
-    report.add_argument(
-        "--spectrum", action="store_true",
-        help="add the singular values and effective ranks of what the runs added to the weights",
-    )  # fmt: skip
-    report.add_argument(
-        "--live", action="store_true", help="serve the page of one run, under way or ended"
-    )
-    report.add_argument(
-        "--port", type=int, metavar="N",
-        help=f"with --live: port of 127.0.0.1; 0 takes any that is free (default: {PORT})",
-    )  # fmt: skip
-    report.set_defaults(command=_report)
-
-
-def _add_evaluate(commands: Commands) -> None:
-    evaluate = commands.add_parser(
-        "evaluate",
-        help="measure a run's result on other examples",
-        description="Measure a run's result on labelled examples that it has not seen, class by "
-        "class. Of data with splits: `test`, or those that the preset names as tests; else all.",
-    )
-    evaluate.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    evaluate.add_argument(
-        "--data",
-        required=True,
-        metavar="FOLDER",
-        help="a folder, a file (CSV, JSON lines, parquet) or an id of the hub, with the columns of "
-        "the run's preset",
-    )
-    _add_client(evaluate)
-    evaluate.add_argument("--json", action="store_true", help="print one JSON object, and no text")
-    evaluate.set_defaults(command=_evaluate)
-
-
-def _add_predict(commands: Commands) -> None:
-    predict = commands.add_parser(
-        "predict",
-        help="write a run's answers for texts or images without labels",
-        description="Write a row for each row of a table, or image of a folder: its label and "
-        "probability, or the text of a text-to-text model. A row that cannot be read has none, "
-        "and says why.",
-    )
-    predict.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    predict.add_argument(
-        "--data",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="CSV, JSON lines or parquet with the columns of the run's preset; an image, or a "
-        "folder of them",
-    )
-    predict.add_argument(
-        "--output",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="a new file: .csv, .jsonl or .parquet",
-    )
-    _add_client(predict)
-    predict.set_defaults(command=_predict)
-
-
-def _add_export(commands: Commands) -> None:
-    export = commands.add_parser(
-        "export",
-        help="write a run's result as a PEFT or transformers folder",
-        description="Write a run's result in a form that other software loads.",
-    )
-    export.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    export.add_argument(
-        "--as",
-        dest="form",
-        required=True,
-        choices=("peft", "ravan", "merged"),
-        help="peft: a LoRA for PeftModel.from_pretrained; ravan: the heads themselves for "
-        "PeftModel.from_pretrained, with ravan-flwr installed; merged: a whole transformers model",
-    )
-    export.add_argument("folder", type=Path, metavar="FOLDER", help="a folder that is new")
-    _add_client(export)
-    export.set_defaults(command=_export)
-
-
-def _add_client(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--client",
-        type=int,
-        metavar="N",
-        help="of a run in which each client has a model of its own (fedsa-lora, local): whose, by "
-        "its partition",
-    )
+    offer(commands, "report", _report,
+        "write a page of one run, or of several; or show a run under way in a browser",
+        "Write index.html and PNGs of runs; seeds of one thing become a band. With --live serve "
+        "the page of a run, which renews itself; only this machine can see it, from another one: "
+        f"ssh -L {PORT}:127.0.0.1:{PORT} SERVER.",
+        option("runs", nargs="+", type=Path, metavar="RUN", help="a run directory"),
+        option("--output", type=Path,
+            help="folder (default: report/ in the run, or here for several)"),
+        option("--spectrum", action="store_true",
+            help="add the singular values and effective ranks of what the runs added to the "
+            "weights"),
+        option("--live", action="store_true", help="serve the page of one run, under way or ended"),
+        option("--port", type=int, metavar="N",
+            help=f"with --live: port of 127.0.0.1; 0 takes any that is free (default: {PORT})"))
+    offer(commands, "evaluate", _evaluate,
+        "measure a run's result on other examples",
+        "Measure a run's result on labelled examples that it has not seen, class by class. Of data "
+        "with splits: `test`, or those that the preset names as tests; else all.",
+        RUN, option("--data", required=True, metavar="FOLDER",
+            help="a folder, a file (CSV, JSON lines, parquet) or an id of the hub, with the "
+            "columns of the run's preset"),
+        _CLIENT, option("--json", action="store_true", help="print one JSON object, and no text"))
+    offer(commands, "predict", _predict,
+        "write a run's answers for texts or images without labels",
+        "Write a row for each row of a table, or image of a folder: its label and probability, or "
+        "the text of a text-to-text model. A row that cannot be read has none, and says why.",
+        RUN, option("--data", required=True, type=Path, metavar="FILE",
+            help="CSV, JSON lines or parquet with the columns of the run's preset; an image, or a "
+            "folder of them"),
+        option("--output", required=True, type=Path, metavar="FILE",
+            help="a new file: .csv, .jsonl or .parquet"),
+        _CLIENT)
+    offer(commands, "export", _export,
+        "write a run's result as a PEFT or transformers folder",
+        "Write a run's result in a form that other software loads.",
+        RUN, option("--as", dest="form", required=True, choices=("peft", "ravan", "merged"),
+            help="peft: a LoRA for PeftModel.from_pretrained; ravan: the heads themselves for "
+            "PeftModel.from_pretrained, with ravan-flwr installed; merged: a whole transformers "
+            "model"),
+        option("folder", type=Path, metavar="FOLDER", help="a folder that is new"), _CLIENT)
+# fmt: on
 
 
 def _report(parsed: argparse.Namespace) -> None:
@@ -148,10 +85,10 @@ def _serve(parsed: argparse.Namespace) -> None:
         )
     try:
         watch_run(parsed.runs[0], PORT if parsed.port is None else parsed.port)
-    except Ended:
-        raise
-    except KeyboardInterrupt:  # the way to end it
-        sys.stdout.write("\n")
+    except KeyboardInterrupt as stopped:
+        if type(stopped) is not KeyboardInterrupt:  # a signal
+            raise
+        sys.stdout.write("\n")  # Ctrl-C is the way to end it
 
 
 def _evaluate(parsed: argparse.Namespace) -> None:

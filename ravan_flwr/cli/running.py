@@ -1,4 +1,4 @@
-"""Commands that run the app once, or say what a run would do."""
+"""Commands that run the app once, say what a run would do, or create a preset."""
 
 import argparse
 import json
@@ -11,57 +11,63 @@ from pathlib import Path
 from typing import Any
 
 from ravan_flwr import training
-from ravan_flwr.cli.parts import Commands, add_engine, check_device, check_engine
-from ravan_flwr.config.key_values import key_table, read_settings
-from ravan_flwr.config.keys import AUTO
-from ravan_flwr.config.presets import own_preset
+from ravan_flwr.cli.parts import ENGINE, Commands, check_device, check_engine, offer, option
+from ravan_flwr.config.key import AUTO
+from ravan_flwr.config.keys import key_table, read_settings
+from ravan_flwr.config.presets import chosen_model, new_file, own_preset, place_of_data
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.files import read_file
 from ravan_flwr.importing import importing
+from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.runs.console import minutes, say_loading
 from ravan_flwr.runs.directory import check_writable, with_those_of_the_run
 from ravan_flwr.specs import ModelSpec, Scalar
 from ravan_flwr.training.clients import number_of_clients
 
+_MOST = 2**20  # bytes of a chat template, which a preset has to hold
 
+
+# fmt: off
 def add(commands: Commands) -> None:
-    """Offer `simulate` and `plan`."""
-    for name, command, about in (
-        ("simulate", _simulate, "run the app on this machine, with simulated clients"),
-        ("plan", _plan, "say what a run will train, send and need, before anything runs"),
-    ):
-        sub = commands.add_parser(
-            name,
-            help=about,
-            description=about[0].upper() + about[1:] + ".",
-            epilog=key_table(),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        sub.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
-        sub.set_defaults(command=command)
-        if name == "plan":
-            sub.add_argument(
-                "--partition",
-                action="store_true",
-                help="show who has what in place of the costs: examples by client and class",
-            )
-            sub.add_argument(
-                "--picture",
-                type=Path,
-                metavar="FILE",
-                help="with --partition: write it as a picture, a new .png or .svg, without "
-                "names of clients",
-            )
-        if name == "simulate":
-            add_engine(sub)
-            sub.add_argument(
-                "--runs-at-a-time",
-                type=int,
-                default=1,
-                metavar="N",
-                help="with --engine flower: so many such runs share this machine's GPUs and CPUs, "
-                "as under study --jobs (default: 1)",
-            )
+    """Offer `simulate`, `plan` and `new`."""
+    keys = option("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
+    of_keys = {
+        "epilog": key_table(), "formatter_class": argparse.RawDescriptionHelpFormatter,
+    }
+    offer(commands, "simulate", _simulate, "run the app on this machine, with simulated clients",
+        "Run the app on this machine, with simulated clients.", keys, *ENGINE,
+        option("--runs-at-a-time", type=int, default=1, metavar="N",
+            help="with --engine flower: so many such runs share this machine's GPUs and CPUs, as "
+            "under study --jobs (default: 1)"), **of_keys)
+    offer(commands, "plan", _plan, "say what a run will train, send and need, before anything runs",
+        "Say what a run will train, send and need, before anything runs.", keys,
+        option("--partition", action="store_true",
+            help="show who has what in place of the costs: examples by client and class"),
+        option("--picture", type=Path, metavar="FILE",
+            help="with --partition: write it as a picture, a new .png or .svg, without names of "
+            "clients"), **of_keys)
+    offer(commands, "new", _new, "write a preset for your own data and model",
+        "Look at a data set and a model, and write conf/NAME.yaml, a preset for them. A folder of "
+        "data holds CSV, JSON lines or parquet (train.csv, test.csv), or images in a folder for "
+        "each class (train/CLASS/*.png, test/CLASS/*.png).",
+        option("name", metavar="NAME", help="the preset's name: conf/NAME.yaml, preset=NAME"),
+        option("--data", required=True, metavar="FOLDER",
+            help="a folder, or an id of the Hugging Face Hub"),
+        option("--model", required=True, metavar="FOLDER",
+            help="the same, of a pretrained model; or digits-vit, which comes with ravan-flwr"),
+        option("--clients", type=int, default=0, metavar="N",
+            help="number of devices; without it as many simulated clients as the data feed"),
+        *(option(name, default="", metavar=what, help=about) for name, what, about in (
+            ("--text", "COLUMN", "the column of texts, where the data leave it open"),
+            ("--text-pair", "COLUMN", "the column of second texts, where examples are pairs"),
+            ("--image", "COLUMN", "the column of images"),
+            ("--label", "COLUMN", "the column of classes"),
+            ("--subset", "NAME", "of a data set that has several"),
+            ("--targets", "ENDS", "ends of the names of the layers to adapt, with commas between "
+             "them, for architectures that ravan-flwr does not know"),
+            ("--chat-template", "FILE", "a Jinja template that writes conversations, in place of "
+             "the tokenizer's"))))
+# fmt: on
 
 
 def _simulate(parsed: argparse.Namespace) -> None:
@@ -184,3 +190,43 @@ def _show_partition(
 
         write_picture(dealt, picture)
         sys.stdout.write(f"wrote {picture.absolute()}\n")
+
+
+def _new(parsed: argparse.Namespace) -> None:
+    # What needs no library first: they take seconds to import.
+    new_file(parsed.name)
+    place_of_data(parsed.data)
+    if parsed.clients and parsed.clients < 2:
+        raise ValueError(f"--clients: got {parsed.clients}, expected 2 or more; correct it")
+    chosen_model(ModelSpec("hub", ""), parsed.model, parsed.targets or AUTO)
+    chat_template = _read(parsed.chat_template) if parsed.chat_template else ""
+
+    say_loading()
+    with importing():
+        from ravan_flwr.preset_wizard.columns import NamedColumns  # noqa: PLC0415
+        from ravan_flwr.preset_wizard.create import new_preset  # noqa: PLC0415
+
+    asked = NamedColumns(parsed.text, parsed.text_pair, parsed.image, parsed.label)
+    for line in new_preset(
+        parsed.name,
+        parsed.data,
+        parsed.model,
+        asked=asked,
+        subset=parsed.subset,
+        targets=parsed.targets,
+        chat_template=chat_template,
+        clients=parsed.clients,
+    ):
+        sys.stdout.write(plain(line) + "\n")
+        sys.stdout.flush()
+
+
+def _read(name: str) -> str:
+    """Read a chat template."""
+    try:
+        return read_file(Path(name).expanduser(), _MOST).decode()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--chat-template {name}: it cannot be read ({error}), expected a file with a Jinja "
+            "template; correct it"
+        ) from None

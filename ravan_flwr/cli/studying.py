@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ravan_flwr.cli.parts import Commands, add_engine, check_device, check_engine
-from ravan_flwr.config.key_values import key_table, read_settings
-from ravan_flwr.config.keys import AUTO
+from ravan_flwr.cli.parts import ENGINE, Commands, check_device, check_engine, offer, option
+from ravan_flwr.config.key import AUTO
+from ravan_flwr.config.keys import key_table, read_settings
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.importing import importing
 
@@ -17,49 +17,38 @@ if TYPE_CHECKING:
     from ravan_flwr.studies.tuning import Tuning
 
 
+# fmt: off
 def add(commands: Commands) -> None:
     """Offer `study` and `tune`."""
+    how = (option("--jobs", type=int, default=1, help="runs at a time (default: 1)"), *ENGINE)
     about = "run a grid of settings and seeds that is not done yet, and write a table"
-    study = commands.add_parser(
-        "study", help=about, description=f"{about}; docs/reports.md has more"
-    )
-    study.add_argument("file", type=Path, metavar="FILE", help="such as conf/studies/spectra.yaml")
-    of_machine = "data, model, device or processes of this machine, for every run"
-    study.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=of_machine)
-    study.add_argument("--output", type=Path, help="folder of the study (default: studies/NAME)")
-    page = "write the tables into this page as well, numbers and pictures into the folder beside it"
-    study.add_argument("--page", type=Path, metavar="PAGE.md", help=page)
-    only = "run nothing: write the tables of what is done"
-    study.add_argument("--tables-only", action="store_true", help=only)
-    _add_how(study)
-    study.set_defaults(command=_study)
-
-    tune = commands.add_parser(
-        "tune",
-        help="choose the learning rate of a method, and write it into the preset",
-        description="Try learning rates around the default by successive halving, each measured\n"
+    offer(commands, "study", _study, about, f"{about}; docs/reports.md has more",
+        option("file", type=Path, metavar="FILE", help="such as conf/studies/spectra.yaml"),
+        option("settings", nargs="*", metavar="KEY=VALUE",
+            help="data, model, device or processes of this machine, for every run"),
+        option("--output", type=Path, help="folder of the study (default: studies/NAME)"),
+        option("--page", type=Path, metavar="PAGE.md",
+            help="write the tables into this page as well, numbers and pictures into the folder "
+            "beside it"),
+        option("--tables-only", action="store_true",
+            help="run nothing: write the tables of what is done"), *how)
+    offer(commands, "tune", _tune,
+        "choose the learning rate of a method, and write it into the preset",
+        "Try learning rates around the default by successive halving, each measured\n"
         "on examples that clients hold back, and write the best one into the preset.\n"
         "Runs that are done already are not run again.",
-        epilog=key_table(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    tune.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
-    tune.add_argument("--output", type=Path, help="folder (default: studies/tune-PRESET-METHOD)")
-    rates = "try these rates alone (default: five around the preset's, more at an edge)"
-    tune.add_argument("--rates", metavar="RATE,RATE,...", help=rates)
-    seeds = "seeds of the last runs, the first of them that of all others (default: 100,101,102)"
-    tune.add_argument("--seeds", metavar="SEED,SEED,...", help=seeds)
-    no = "print the line rather than change the preset"
-    tune.add_argument("--no-write", action="store_true", help=no)
-    tune.add_argument("--dry-run", action="store_true", help="say what would be run, and run none")
-    _add_how(tune)
-    tune.set_defaults(command=_tune)
-
-
-def _add_how(parser: argparse.ArgumentParser) -> None:
-    """Offer how many runs go side by side, and in what."""
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
-    add_engine(parser)
+        option("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config"),
+        option("--output", type=Path, help="folder (default: studies/tune-PRESET-METHOD)"),
+        option("--rates", metavar="RATE,RATE,...",
+            help="try these rates alone (default: five around the preset's, more at an edge)"),
+        option("--seeds", metavar="SEED,SEED,...",
+            help="seeds of the last runs, the first of them that of all others (default: "
+            "100,101,102)"),
+        option("--no-write", action="store_true",
+            help="print the line rather than change the preset"),
+        option("--dry-run", action="store_true", help="say what would be run, and run none"), *how,
+        epilog=key_table(), formatter_class=argparse.RawDescriptionHelpFormatter)
+# fmt: on
 
 
 def _check_how(parsed: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ from flwr.app import ConfigRecord, RecordDict
 
 from ravan_flwr.client.on_device import append, is_on_a_device, kept_folder, locked_file
 from ravan_flwr.config.node_config import Node
-from ravan_flwr.messages.pieces import SEEN
+from ravan_flwr.messages.records import SEEN
 from ravan_flwr.privacy.account import LEAST, Releases, StepNoise, epsilon_of_all, epsilon_seen
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import Any, cast
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 
 from ravan_flwr.client.account import check_kept
-from ravan_flwr.config.keys import AUTO, FREE_ON_RESUME
+from ravan_flwr.config.key import AUTO
+from ravan_flwr.config.keys import FREE_ON_RESUME
 from ravan_flwr.config.node_config import check_node_requirements, read_node
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.messages.arrays import FIXED, from_record, to_record

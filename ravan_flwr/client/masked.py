@@ -9,8 +9,8 @@ from flwr.app import MetricRecord, RecordDict
 from ravan_flwr.client.account import NoiseAccount
 from ravan_flwr.client.client_request import ClientRequest
 from ravan_flwr.client.secure_part import pieces_in, secure_part
-from ravan_flwr.config.keys import AUTO
-from ravan_flwr.messages.pieces import read_pieces, to_pieces
+from ravan_flwr.config.key import AUTO
+from ravan_flwr.messages.records import read_pieces, to_pieces
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.secure.schedule import Schedule
 from ravan_flwr.seeding import generator

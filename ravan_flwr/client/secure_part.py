@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDic
 
 from ravan_flwr.client.account import NoiseAccount
 from ravan_flwr.config.node_config import Node
-from ravan_flwr.messages.pieces import DISTRUSTS, PIECES, SEEN, read_pieces, to_pieces
+from ravan_flwr.messages.records import DISTRUSTS, PIECES, SEEN, read_pieces, to_pieces
 from ravan_flwr.secure.agreement import Parts
 from ravan_flwr.secure.client import DistrustError, SecureClient, State
 from ravan_flwr.secure.node_keys import NodeKeys

@@ -5,7 +5,8 @@ docs/privacy.md and docs/secure-aggregation.md have the reasons of theirs in mor
 
 from collections.abc import Mapping
 
-from ravan_flwr.config.keys import AUTO, KEYS, ROBUST
+from ravan_flwr.config.key import AUTO
+from ravan_flwr.config.keys import KEYS, ROBUST
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import Scalar
 

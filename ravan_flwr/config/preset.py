@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ravan_flwr.config.checks import check_steps
-from ravan_flwr.config.keys import AUTO, KEYS, MOVED, RUN, check_choice, check_key
-from ravan_flwr.config.places import targets_of
+from ravan_flwr.config.key import AUTO, check_choice
+from ravan_flwr.config.keys import KEYS, MOVED, RUN, check_key
 from ravan_flwr.config.preset_data import place_beside, read_data
+from ravan_flwr.config.presets import targets_of
 from ravan_flwr.config.yaml_file import Part, check_fields, free_fields
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, Scalar

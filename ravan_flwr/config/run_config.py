@@ -10,18 +10,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from ravan_flwr.config.checks import STEPS, check_steps, check_together, trains_backbone
-from ravan_flwr.config.keys import (
-    AUTO,
-    FREE_ON_RESUME,
-    KEYS,
-    LIMITS,
-    RUN,
-    Config,
-    check_key,
-    read_limits,
-)
-from ravan_flwr.config.places import chosen_data, chosen_model
-from ravan_flwr.config.presets import read_preset
+from ravan_flwr.config.key import AUTO
+from ravan_flwr.config.keys import FREE_ON_RESUME, KEYS, LIMITS, RUN, Config, check_key, read_limits
+from ravan_flwr.config.presets import chosen_data, chosen_model, read_preset
 from ravan_flwr.methods import METHODS
 from ravan_flwr.specs import DataSpec, ModelSpec, QuestionSpec, Scalar
 from ravan_flwr.tasks import TASKS

@@ -23,7 +23,7 @@ import torch
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.messages.pieces import DISTRUSTS, PIECES, SEEN, to_pieces
+from ravan_flwr.messages.records import DISTRUSTS, PIECES, SEEN, to_pieces
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import sums_changes

@@ -23,9 +23,9 @@ from flwr.supercore.run import Run
 
 from ravan_flwr import server_app
 from ravan_flwr.client.client_request import keep_own, own_tensors, run_mark
-from ravan_flwr.config.keys import AUTO, KEYS
-from ravan_flwr.config.places import absolute_paths
-from ravan_flwr.config.presets import own_preset
+from ravan_flwr.config.key import AUTO
+from ravan_flwr.config.keys import KEYS
+from ravan_flwr.config.presets import absolute_paths, own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.parallel_clients import SideBySide
 from ravan_flwr.launch.worker_process import identify, reply_of

@@ -16,7 +16,7 @@ import psutil
 import torch
 from flwr.app import Message, MessageType
 
-from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.worker_process import reply_of
 from ravan_flwr.launch.workers import (

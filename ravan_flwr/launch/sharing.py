@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.launch.cluster import Cluster
 from ravan_flwr.runs.console import count

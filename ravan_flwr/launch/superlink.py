@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from ravan_flwr.config.places import absolute_paths
+from ravan_flwr.config.presets import absolute_paths
 from ravan_flwr.launch.cluster import ADDRESS, find_cluster
 from ravan_flwr.launch.sharing import share_gpus
 from ravan_flwr.launch.submit import COMPLETED, app_folder, in_toml, search_path, submit

@@ -1,15 +1,25 @@
-"""Send records over a connection to another process: what they are as JSON, then arrays' bytes."""
+"""Send records over a connection to another process; carry bytes with names in a record.
+
+No torch here: a device's process for a message of a secure round loads nothing heavy.
+"""
 
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from ravan_flwr.messages.plain_text import shown
+
 _Record = ArrayRecord | ConfigRecord | MetricRecord
 Header = dict[str, Any]
+
+STYPE = "ravan-flwr.bytes/1"
+PIECES = "secure"  # the record of a message
+SEEN = "seen"  # in the settings of a phase: what the server has seen of a client (noised.py)
+DISTRUSTS = "distrusts"  # the one piece of a reply that names clients whose keys are not theirs
 
 
 def send_records(connection: Connection, header: Header, records: Sequence[RecordDict]) -> None:
@@ -92,3 +102,20 @@ class KnownArrays:
             if known is record and all(map(operator.is_, known.values(), arrays)):
                 return number if len(known) == len(arrays) else None
         return None
+
+
+def to_pieces(parts: Mapping[str, bytes]) -> ArrayRecord:
+    """Make one Array of each."""
+    return ArrayRecord(
+        {name: Array("uint8", (len(data),), STYPE, data) for name, data in parts.items()}
+    )
+
+
+def read_pieces(record: ArrayRecord, names: Collection[str]) -> dict[str, bytes]:
+    """Read a record of unknown origin, which must have exactly these; ValueError if not."""
+    if sorted(record) != sorted(names):
+        raise ValueError(f"got pieces {shown(sorted(record))}, expected {sorted(names)}")
+    for name, array in record.items():
+        if (array.dtype, array.stype) != ("uint8", STYPE):
+            raise ValueError(f"{name} is {shown(array.dtype)} {shown(array.stype)}, expected bytes")
+    return {name: bytes(array.data) for name, array in record.items()}

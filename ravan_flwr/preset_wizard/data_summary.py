@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 from PIL import Image
 
-from ravan_flwr.config.places import place_of_data
+from ravan_flwr.config.presets import place_of_data
 from ravan_flwr.data.examples import held_back, labels_of, some_of
 from ravan_flwr.data.hub import check_encoding, every_split
 from ravan_flwr.data.idx import is_idx

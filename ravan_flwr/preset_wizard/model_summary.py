@@ -9,8 +9,8 @@ import numpy as np
 
 from ravan_flwr.adapters.attach import find_layers
 from ravan_flwr.config.keys import RUN
-from ravan_flwr.config.places import chosen_model
 from ravan_flwr.config.preset import LORA_RANK
+from ravan_flwr.config.presets import chosen_model
 from ravan_flwr.data.examples import by_role
 from ravan_flwr.data.model_folder import lacks, model_folder
 from ravan_flwr.data.rows import UnreadableError

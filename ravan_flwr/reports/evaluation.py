@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ravan_flwr.config.places import chosen_data
+from ravan_flwr.config.presets import chosen_data
 from ravan_flwr.data.other_examples import other_examples
 from ravan_flwr.messages.plain_text import plain
 from ravan_flwr.reports.classes import class_table, described

@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ravan_flwr.config.key_values import as_typed
+from ravan_flwr.config.keys import as_typed
 from ravan_flwr.reports.card import privacy_of
 from ravan_flwr.reports.chart import Chart
 from ravan_flwr.reports.classes import class_table, classes_of, without_classes

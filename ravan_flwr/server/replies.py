@@ -15,8 +15,8 @@ from typing import Any
 from flwr.app import Message, RecordDict
 
 from ravan_flwr.messages.arrays import view_record
-from ravan_flwr.messages.pieces import DISTRUSTS, read_pieces
 from ravan_flwr.messages.plain_text import plain, shown
+from ravan_flwr.messages.records import DISTRUSTS, read_pieces
 from ravan_flwr.messages.registered_client import RegisteredClient, check_derived
 from ravan_flwr.messages.wire import decode
 from ravan_flwr.methods.base import Tensors

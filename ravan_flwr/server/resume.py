@@ -4,7 +4,8 @@ import dataclasses
 from logging import getLogger
 from pathlib import Path
 
-from ravan_flwr.config.keys import AUTO, FREE_ON_RESUME
+from ravan_flwr.config.key import AUTO
+from ravan_flwr.config.keys import FREE_ON_RESUME
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.checkpoint import load_checkpoint, load_fixed, load_own_parts

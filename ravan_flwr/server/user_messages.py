@@ -7,7 +7,7 @@ from pathlib import Path
 from flwr.serverapp import Grid
 
 from ravan_flwr.config.checks import told_without_effect
-from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.run_config import Config, has_default_rate
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.console import megabytes, minutes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.key import AUTO
 from ravan_flwr.runs.console import minutes
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.choosing import candidates, planned, to_come

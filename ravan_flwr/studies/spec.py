@@ -53,8 +53,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ravan_flwr.config.key_values import as_key_values
-from ravan_flwr.config.keys import KEYS, NOT_OF_RESULT
+from ravan_flwr.config.keys import KEYS, NOT_OF_RESULT, as_key_values
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.runs.directory import RunDirectory

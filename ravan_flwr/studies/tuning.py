@@ -16,8 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import cast
 
-from ravan_flwr.config.key_values import as_key_values
-from ravan_flwr.config.keys import check_key
+from ravan_flwr.config.keys import as_key_values, check_key
 from ravan_flwr.config.presets import own_preset, preset_file
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.runs.directory import write_atomically

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import sums_changes

@@ -28,7 +28,7 @@ from transformers.models.auto import modeling_auto
 from ravan_flwr.adapters.attach import TARGETS
 from ravan_flwr.adapters.stored import keep_in
 from ravan_flwr.config.checks import trains_backbone
-from ravan_flwr.config.keys import AUTO
+from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.data.hub_errors import NotHereError, no_bars
 from ravan_flwr.data.model_folder import (

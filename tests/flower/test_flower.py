@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ravan_flwr import simulate
 from ravan_flwr.cli import main
-from ravan_flwr.config.key_values import read_settings
+from ravan_flwr.config.keys import read_settings
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.sharing import Sharing

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from ravan_flwr import simulate
-from ravan_flwr.config.key_values import as_key_values
+from ravan_flwr.config.keys import as_key_values
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
 
@@ -35,7 +35,7 @@ MOMENTS = {
 KILLER = """
 import importlib, json, os, signal, sys
 from ravan_flwr import simulate
-from ravan_flwr.config.key_values import as_key_values
+from ravan_flwr.config.keys import as_key_values
 import ravan_flwr.server_app, ravan_flwr.client.answers
 
 where, number, settings, clients = json.loads(sys.argv[1])

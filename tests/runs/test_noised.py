@@ -15,7 +15,7 @@ from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras import masked as masked_round
 from ravan_flwr.launch import parallel_clients, worker_process
-from ravan_flwr.messages.pieces import to_pieces
+from ravan_flwr.messages.records import to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.privacy import mechanism
 from ravan_flwr.privacy.account import epsilon_of, epsilon_seen

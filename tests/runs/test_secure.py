@@ -21,7 +21,7 @@ from ravan_flwr.config.run_config import read_config
 from ravan_flwr.extras import masked as masked_round
 from ravan_flwr.launch import in_process, parallel_clients, worker_process
 from ravan_flwr.messages.arrays import from_record, to_record
-from ravan_flwr.messages.pieces import DISTRUSTS, to_pieces
+from ravan_flwr.messages.records import DISTRUSTS, to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
 from ravan_flwr.reports.run_view import view_of
 from ravan_flwr.reports.snapshot import FollowedRun

@@ -8,7 +8,7 @@ import pytest
 from sklearn.datasets import load_sample_images
 
 from benchmarks.clients import Measured, crops, measured, our_command, pfl_command, ratio
-from ravan_flwr.config.key_values import read_settings
+from ravan_flwr.config.keys import read_settings
 
 
 def test_the_images_are_crops_of_two_photographs_in_ten_classes():

@@ -9,8 +9,15 @@ import pytest
 import yaml
 
 from ravan_flwr.config import presets as preset_module
-from ravan_flwr.config.key_values import read_settings
-from ravan_flwr.config.keys import FREE_ON_RESUME, KEYS, LIMITS, MOVED, NOT_OF_RESULT, RUN
+from ravan_flwr.config.keys import (
+    FREE_ON_RESUME,
+    KEYS,
+    LIMITS,
+    MOVED,
+    NOT_OF_RESULT,
+    RUN,
+    read_settings,
+)
 from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.config.run_config import read_config, recorded_config
 from ravan_flwr.methods import METHODS

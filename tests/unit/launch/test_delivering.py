@@ -10,7 +10,7 @@ from flwr.common.config import parse_config_args
 
 from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.launch import delivering
+from ravan_flwr.launch import submit as submitting
 from ravan_flwr.runs.directory import RunDirectory
 from tests import ROOT
 
@@ -42,7 +42,7 @@ def submitted(run, monkeypatch):
         (run / "summary.json").write_text(json.dumps(content))
         return found["status"]
 
-    monkeypatch.setattr(delivering, "submit", submit)
+    monkeypatch.setattr(submitting, "submit", submit)
     return found
 
 

@@ -355,7 +355,7 @@ def test_a_preset_has_as_many_heads_as_the_plan_says_that_help(new, texts, tmp_p
 def test_what_needs_no_library_is_told_before_one_is_imported(
     name, data, model, words, told, refused, monkeypatch
 ):
-    monkeypatch.setattr("ravan_flwr.cli.preset_wizard.importing", lambda: pytest.fail("too late"))
+    monkeypatch.setattr("ravan_flwr.cli.running.importing", lambda: pytest.fail("too late"))
     assert told in refused(name, data, model, *words)
 
 

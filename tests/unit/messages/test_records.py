@@ -3,7 +3,7 @@
 import pytest
 from flwr.app import Array, ArrayRecord
 
-from ravan_flwr.messages.pieces import STYPE, read_pieces, to_pieces
+from ravan_flwr.messages.records import STYPE, read_pieces, to_pieces
 
 
 def test_pieces_are_read_as_they_were_written():

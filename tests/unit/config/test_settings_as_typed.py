@@ -5,7 +5,7 @@ import pytest
 from ravan_flwr.cli import main
 from ravan_flwr.cli.running import _hidden_size
 from ravan_flwr.config.key import nearest
-from ravan_flwr.config.key_values import as_key_values, read_settings
+from ravan_flwr.config.keys import as_key_values, read_settings
 from ravan_flwr.specs import ModelSpec, Scalar
 
 
