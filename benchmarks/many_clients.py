@@ -36,7 +36,6 @@ began = time.time()
 from ravan_flwr.importing import importing
 with importing():
     from ravan_flwr.launch.in_process import simulate
-    import flwr_datasets
 from ravan_flwr.server.round import Round
 clients, settings = int(sys.argv[1]), json.loads(sys.argv[2])
 imported, used = time.time(), time.process_time()

@@ -21,8 +21,8 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from ravan_flwr.adapters import Layer, MultiHeadLinear, attach, find_layers, make_bases
 from ravan_flwr.methods.base import Settings
+from ravan_flwr.methods.multihead import score_heads
 from ravan_flwr.methods.ravan import Ravan
-from ravan_flwr.methods.selection import score_heads
 from ravan_flwr.seeding import generator
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.vision import Vision

@@ -36,8 +36,8 @@ from ravan_flwr.methods.fedit import FedIT
 from ravan_flwr.methods.flexlora import FlexLora
 from ravan_flwr.methods.hetlora import HetLora
 from ravan_flwr.methods.lora import LoraMethod
-from ravan_flwr.methods.means import pack_bits
 from ravan_flwr.methods.ravan import Ravan
+from ravan_flwr.methods.tensors import pack_bits
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.sampling import sample
 from ravan_flwr.server.update_norm_check import UpdateNormCheck

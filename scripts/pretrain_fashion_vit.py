@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import ViTForImageClassification
 
-from ravan_flwr.data.hub_errors import no_bars
+from ravan_flwr.data.hub import no_bars
 from ravan_flwr.data.model_folder import made_folder
 from scripts.abstract_images import IMAGE, PATTERNS, SHAPES, Drawing, outlines
 from scripts.pretraining import Checkpoint, evenly, log, normalise, small_vit, stacked, train

@@ -8,8 +8,7 @@ from typing import Any
 import datasets
 import numpy as np
 
-from ravan_flwr.data.hub import as_files, check_encoding, load_data
-from ravan_flwr.data.hub_errors import no_bars
+from ravan_flwr.data.hub import as_files, check_encoding, load_data, no_bars
 from ravan_flwr.specs import DataSpec
 
 log = logging.getLogger(__name__)

@@ -1,21 +1,134 @@
-"""Get data sets of the Hugging Face Hub: from its cache, from a folder, or downloaded."""
+"""Get data sets of the Hugging Face Hub: from its cache, from a folder, or downloaded.
+
+`telling` turns trouble with the hub into errors that say what to do.
+"""
 
 import hashlib
 import logging
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import datasets
+import httpx
 import pyarrow as pa
+import transformers
+from datasets.exceptions import DatasetsError
 from datasets.features.features import _visit
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
-from ravan_flwr.data.hub_errors import telling
 from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.data.packed import check_examples
 from ravan_flwr.data.rows import IMAGES
 from ravan_flwr.files import check_file
 from ravan_flwr.specs import DataSpec
+
+
+class NotHereError(ValueError):
+    """Say that something of the hub is not here, and what can be done about it."""
+
+    def __init__(self, problem: str, advice: str) -> None:
+        self.problem = problem
+        super().__init__(f"{problem}; {advice}")
+
+
+_UNREACHED = (
+    LocalEntryNotFoundError, EntryNotFoundError, HfHubHTTPError, ConnectionError, httpx.HTTPError,
+)  # fmt: skip
+
+
+@contextmanager
+def telling(what: str, name: str, revision: str = "") -> Iterator[None]:
+    """Turn errors of the hub into a ValueError that says what to do; hide progress bars."""
+    at = f"{what} {name}" + (f" at revision {revision}" if revision else "")
+    try:
+        with no_bars():
+            yield
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{at}: the hub gives it only to those who accepted its terms; accept them on its "
+            f"page, then log in with `hf auth login` or set HF_TOKEN ({_short(error)})"
+        ) from None
+    except RevisionNotFoundError as error:
+        raise ValueError(
+            f"{at}: the hub has no such revision any more; name another one, "
+            f"{what}={name}@REVISION ({_short(error)})"
+        ) from None
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"{at}: the hub has no such {what}, or it is private; correct the id, or log in with "
+            f"`hf auth login` ({_short(error)})"
+        ) from None
+    except _UNREACHED as error:
+        raise NotHereError(
+            f"{at}: it is not in the cache, and the hub cannot be reached ({_short(error)})",
+            _advice(what, name, revision),
+        ) from None
+    except StopIteration:  # of `datasets`, over JSON lines without a line
+        raise ValueError(
+            f"{at}: a file of it is empty, expected examples in each; fill it, or take it out"
+        ) from None
+    except (DatasetsError, FileNotFoundError, pa.ArrowInvalid, UnicodeDecodeError) as error:
+        cause = error.__cause__ or error
+        if Path(name).is_dir():
+            raise ValueError(
+                f"{at}: its files cannot be read ({_short(cause)}), expected CSV, JSON lines, "
+                "parquet or images, with the same columns and types in each; correct the files"
+            ) from None
+        raise NotHereError(
+            f"{at}: {_short(error)}",
+            f"{_advice(what, name, revision)}; or correct the id or the revision, or accept its "
+            "terms, if it has any, and log in with `hf auth login`",
+        ) from None
+
+
+def _advice(what: str, name: str, revision: str) -> str:
+    """Write the command that downloads a model into the cache, or data into a folder."""
+    kind = "" if what == "model" else " --repo-type dataset --local-dir /path"
+    at = f" --revision {revision}" if revision else ""
+    return (
+        f"run `hf download {name}{kind}{at}` where there is a connection, or name a folder, "
+        f"{what}=/path"
+    )
+
+
+def _short(error: BaseException, most: int = 300) -> str:
+    """Return an error's first line, as far as its whole sentences fit."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+    if len(text) <= most:
+        return text.rstrip(".")
+    end = max(text.rfind(". ", 0, most), text.rfind("! ", 0, most))
+    return text[:end] if end > 0 else textwrap.shorten(text, most, placeholder=" ...")
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Keep the libraries' progress bars and load reports out of a run's lines."""
+    logging_of = transformers.utils.logging
+    shown, level = logging_of.is_progress_bar_enabled(), logging_of.get_verbosity()
+    drawn = datasets.is_progress_bar_enabled()
+    logging_of.disable_progress_bar()
+    logging_of.set_verbosity_error()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logging_of.set_verbosity(level)
+        if shown:
+            logging_of.enable_progress_bar()
+        if drawn:
+            datasets.enable_progress_bars()
 
 
 def check_encoding(examples: datasets.Dataset, where: str) -> None:
@@ -37,8 +150,6 @@ log = logging.getLogger(__name__)
 
 def load_data(spec: DataSpec) -> datasets.DatasetDict:
     """Load `train` and the server's test splits, by the names that the preset gives them."""
-    from flwr_datasets import FederatedDataset  # noqa: PLC0415 (with matplotlib and seaborn)
-
     folder = Path(spec.name)
     if is_idx(folder):
         return idx_splits(folder)
@@ -50,29 +161,22 @@ def load_data(spec: DataSpec) -> datasets.DatasetDict:
             f"as {spec.subset}/train.parquet, say; for a task of your own write a preset, "
             f"`ravan-flwr new NAME --data {spec.name} --model MODEL`"
         )
-    federated = FederatedDataset(
-        dataset=str(folder / spec.subset) if plain else spec.name,
-        subset=None if plain else spec.subset or None,
-        shuffle=False,
-        trust_remote_code=False,
-        partitioners={},  # the clients' parts are rows of the whole (partition.py)
-        **({"revision": spec.revision} if spec.revision else {}),
-        **({"cache_dir": str(cache_of(folder))} if folder.is_dir() else {}),
-    )
-    splits = {"train": spec.train, **dict(spec.tests)}
-    with telling("data", spec.name, spec.revision):
-        found = {}
-        for name, split in splits.items():
-            try:
-                found[name] = as_files(federated.load_split(split))
-            except ValueError as error:
-                if split != "test" or "split" not in str(error):
-                    raise  # without a split `test`, some of `train` is held back
-        return datasets.DatasetDict(found)
+    there = (
+        every_split(str(folder / spec.subset), "", spec.revision) if plain
+        else every_split(spec.name, spec.subset, spec.revision)
+    )  # fmt: skip
+    wanted = {"train": spec.train, **dict(spec.tests)}
+    # Without a split `test`, some of `train` is held back.
+    if lacking := [split for split in wanted.values() if split not in {*there, "test"}]:
+        raise ValueError(
+            f"data {spec.name}: got the splits {', '.join(there)}, expected {', '.join(lacking)}; "
+            "correct data.splits in the preset"
+        )
+    return datasets.DatasetDict({n: there[split] for n, split in wanted.items() if split in there})
 
 
 def every_split(name: str, subset: str, revision: str) -> datasets.DatasetDict:
-    """Load all splits of a data set that nothing is known of yet."""
+    """Load all splits of a data set."""
     folder = Path(name)
     with telling("data", name, revision):
         splits = datasets.load_dataset(

@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 
-from ravan_flwr.data.hub_errors import telling
+from ravan_flwr.data.hub import telling
 from ravan_flwr.files import LARGE, check_file, read_file
 from ravan_flwr.specs import ModelSpec
 

@@ -9,8 +9,7 @@ from typing import Any
 import datasets
 
 from ravan_flwr.data.examples import by_role, with_roles_and_labels
-from ravan_flwr.data.hub import cache_of, check_encoding
-from ravan_flwr.data.hub_errors import telling
+from ravan_flwr.data.hub import cache_of, check_encoding, telling
 from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.specs import DataSpec, QuestionSpec
 

@@ -2,19 +2,23 @@
 
 CSV, JSON lines (an object a line) and parquet have the columns by name; a folder of images has a
 row for each image. A row that cannot be read says why; those after it are read all the same.
+A value of a row is checked as well: a text must be one, an image must open.
 """
 
 import csv
+import io
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, AnyStr, cast
 
 import pyarrow as pa
 import pyarrow.parquet
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ravan_flwr.data.packed import check_parquet
 from ravan_flwr.files import check_file
@@ -217,3 +221,71 @@ def _found(path: Path, there: Sequence[str], columns: Mapping[str, str]) -> dict
 def _listed(names: Sequence[str] | Mapping[str, str], most: int = 20) -> str:
     shown = [repr(str(name)[:60]) for name in [*names][:most]]
     return ", ".join(shown) + (", ..." if len(names) > most else "")
+
+
+# The others of Pillow are rarely used for examples; that of EPS starts the program `gs`.
+FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF", "GIF")
+MOST_PIXELS = 2**26  # 8192 x 8192
+MOST_STRETCHED = 256  # times that one side is the other: a processor may scale the shorter one up
+
+
+def check_bits(mode: str, what: str) -> None:
+    """Refuse an image of more than 8 bits a channel: Pillow would make it black and white."""
+    if mode.startswith(("I", "F")):
+        raise ValueError(
+            f"{what} has more than 8 bits a channel (mode {mode}), expected 8; convert it first"
+        )
+
+
+def text_of(role: str, value: Any) -> str:
+    """Return a text; raise UnreadableError for anything else, and for one without a letter."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise UnreadableError(f"its {role} is missing")
+    if not isinstance(value, str):
+        raise UnreadableError(f"its {role} is a {type(value).__name__}, expected a text")
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        raise UnreadableError(f"its {role} is no UTF-8")
+    return value
+
+
+def image_of(value: Any, folder: Path) -> Image.Image:
+    """Read an image whole, turned as its camera was held; `value` is as for `opened_image`."""
+    try:
+        with opened_image(value, folder) as image:
+            image.load()
+            check_bits(image.mode, "it")
+            return ImageOps.exif_transpose(image)
+    except (UnreadableError, MemoryError):
+        raise
+    except UnidentifiedImageError:
+        raise UnreadableError(f"it is no image of a kind that is read: {_KINDS}") from None
+    except Exception as error:  # noqa: BLE001 (Pillow's readers raise what they like)
+        raise UnreadableError(f"its image cannot be read: {error}") from None
+
+
+_KINDS = ", ".join(FORMATS)
+
+
+@contextmanager
+def opened_image(value: Any, folder: Path) -> Iterator[Image.Image]:
+    """Open an image, of which only the header is read: a path (a relative one starts at `folder`).
+
+    It may also be the bytes of a file, or have either, as `datasets` writes one to parquet.
+    """
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if not value:
+        raise UnreadableError("its image is missing")
+    if not isinstance(value, str | Path | bytes):
+        raise UnreadableError(f"its image is a {type(value).__name__}, expected a path or bytes")
+    if not isinstance(value, bytes) and not (folder / value).is_file():
+        raise UnreadableError(f"there is no file {str(value)!r}")
+    source = io.BytesIO(value) if isinstance(value, bytes) else folder / value
+    with Image.open(source, formats=FORMATS) as image:
+        width, height = image.size
+        if width * height > MOST_PIXELS or max(image.size) > MOST_STRETCHED * min(image.size):
+            raise UnreadableError(
+                f"its image has {width:,} x {height:,} pixels, expected {MOST_PIXELS:,} at most, "
+                f"and no side more than {MOST_STRETCHED} times the other"
+            )
+        yield image

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ravan_flwr.runs.console import count
-from ravan_flwr.training.gpus import Gpu
+from ravan_flwr.training.machine import Gpu
 
 ADDRESS = "RAY_ADDRESS"
 ANSWER_TIMEOUT = 5.0  # for a connection
@@ -211,7 +211,7 @@ def _seen_here() -> dict[str, Any]:
 
     try:
         from ravan_flwr.messages.fingerprint import code_fingerprint  # noqa: PLC0415
-        from ravan_flwr.training.gpus import VISIBLE, visible_gpus  # noqa: PLC0415
+        from ravan_flwr.training.machine import VISIBLE, visible_gpus  # noqa: PLC0415
     except ImportError as error:
         return {"problem": f"{type(error).__name__}: {error}"}
     # Ray hides GPUs from a task that asks for none.

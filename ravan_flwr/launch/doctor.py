@@ -377,7 +377,7 @@ def _as_user(command: list[str], user: str | None) -> str:
 
 
 def _gpu(device: str) -> str:
-    from ravan_flwr.training.gpus import gpus_of_machine, unused_gpus  # noqa: PLC0415
+    from ravan_flwr.training.machine import gpus_of_machine, unused_gpus  # noqa: PLC0415
 
     if device == "cpu":
         return "not asked for: device is cpu"

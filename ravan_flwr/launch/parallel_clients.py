@@ -29,10 +29,9 @@ from ravan_flwr.launch.workers import (
 )
 from ravan_flwr.runs.console import count
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.cores import usable_cores
-from ravan_flwr.training.gpus import Gpu, visible_gpus
+from ravan_flwr.training.device import most_workers
+from ravan_flwr.training.machine import Gpu, usable_cores, visible_gpus
 from ravan_flwr.training.model_and_data import get_model_and_data
-from ravan_flwr.training.threads import most_workers
 
 log = getLogger(__name__)
 

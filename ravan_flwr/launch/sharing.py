@@ -17,7 +17,7 @@ from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.launch.cluster import Cluster
 from ravan_flwr.runs.console import count
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.gpus import VISIBLE, Gpu, visible_gpus
+from ravan_flwr.training.machine import VISIBLE, Gpu, visible_gpus
 
 MOST_A_GPU = 24  # Ray counts shares in ten-thousandths: more would not come out even on 16 GPUs
 _TEN_THOUSANDTHS = 10_000

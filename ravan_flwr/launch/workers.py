@@ -40,7 +40,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from ravan_flwr.launch.worker_process import leave_signals_to_the_server, prepare, serve
 from ravan_flwr.messages.records import KnownArrays, receive_records, send_records
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.gpus import VISIBLE, Gpu
+from ravan_flwr.training.machine import VISIBLE, Gpu
 
 log = logging.getLogger(__name__)
 

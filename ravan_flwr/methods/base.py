@@ -67,8 +67,7 @@ from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, attach
 from ravan_flwr.methods.extensions import Adapter, Calibration, Personal
-from ravan_flwr.methods.means import Means, Sums
-from ravan_flwr.methods.tensors import Tensors, check_form, check_names
+from ravan_flwr.methods.tensors import Means, Sums, Tensors, check_form, check_names
 
 __all__ = [
     "CLASSIFIER",

@@ -25,12 +25,11 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.adapters import Layer, MultiHeadLinear
-from ravan_flwr.adapters.lowrank import svd
+from ravan_flwr.adapters.lora import svd
 from ravan_flwr.adapters.sketch import GradientSketch, Sketcher, fill_heads, watch_gradients
 from ravan_flwr.methods.base import Settings, Sums, Tensors
 from ravan_flwr.methods.extensions import Calibration, LocalWork
-from ravan_flwr.methods.means import Means
-from ravan_flwr.methods.tensors import check_names, check_tensor, flatten
+from ravan_flwr.methods.tensors import Means, check_names, check_tensor, flatten
 from ravan_flwr.seeding import generator
 
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from ravan_flwr.adapters import Layer
-from ravan_flwr.methods.means import Means, Sums
-from ravan_flwr.methods.tensors import Tensors
+from ravan_flwr.methods.tensors import Means, Sums, Tensors
 
 Adapter = TypeVar("Adapter", bound=nn.Module, default=Any)
 

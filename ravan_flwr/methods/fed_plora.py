@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ravan_flwr.adapters import Layer, LoRALinear
+from ravan_flwr.methods import affordable
 from ravan_flwr.methods.base import Settings, Tensors
-from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.extensions import NormLimits
 from ravan_flwr.methods.lora import LoraMethod
-from ravan_flwr.methods.means import pack_bits, unpack_bits
-from ravan_flwr.methods.tensors import check_form, check_names
+from ravan_flwr.methods.tensors import check_form, check_names, pack_bits, unpack_bits
 
 
 class FedPLora(NormLimits, LoraMethod):

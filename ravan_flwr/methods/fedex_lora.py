@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ravan_flwr.adapters import LoRALinear
-from ravan_flwr.adapters.lowrank import product_norm
+from ravan_flwr.adapters.lora import product_norm
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import NormLimits
-from ravan_flwr.methods.lora import CoMoments
-from ravan_flwr.methods.residual import ResidualLora
+from ravan_flwr.methods.lora import CoMoments, ResidualLora
 
 
 class FedExLora(NormLimits, ResidualLora):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.lora import LoraMethod
-from ravan_flwr.methods.means import Means
+from ravan_flwr.methods.tensors import Means
 
 LAMBDA = 0.5
 _NOTHING = 1e-6  # of a matrix's norm: directions below it are left unturned

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.adapters import LoRALinear
-from ravan_flwr.adapters.lowrank import ProductSum, complete_rows
+from ravan_flwr.adapters.lora import ProductSum, complete_rows
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import NormLimits
 from ravan_flwr.methods.lora import LoraMethod
-from ravan_flwr.methods.means import Mean
-from ravan_flwr.methods.tensors import flatten
+from ravan_flwr.methods.tensors import Mean, flatten
 from ravan_flwr.seeding import generator
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ravan_flwr.adapters.lowrank import complete_rows, product_norm
+from ravan_flwr.adapters.lora import complete_rows, product_norm
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import NormLimits
 from ravan_flwr.methods.lora import ProductSums, RankedLora

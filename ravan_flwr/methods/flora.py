@@ -6,7 +6,7 @@ The sum is one product: the B_c side by side times the A_c on top of each other.
 also where the clients' ranks differ: a client with a share of the budget trains
 r_c = floor(share * r) ranks. Every round begins anew, with B = 0 and another random A.
 
-What was added so far travels with every broadcast (residual.py). A is drawn on both sides, from
+What was added so far travels with every broadcast (`ResidualLora`). A is drawn on both sides, from
 (seed, layer, number of rounds that had an effect): the state has the number.
 """
 
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.adapters import Layer, LoRALinear
-from ravan_flwr.adapters.lowrank import product_norm
+from ravan_flwr.adapters.lora import product_norm
+from ravan_flwr.methods import affordable
 from ravan_flwr.methods.base import Settings, Tensors
-from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.extensions import NormLimits
-from ravan_flwr.methods.lora import ProductSums
-from ravan_flwr.methods.residual import ResidualLora
+from ravan_flwr.methods.lora import ProductSums, ResidualLora
 from ravan_flwr.methods.tensors import check_tensor
 
 

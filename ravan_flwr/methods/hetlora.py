@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ravan_flwr.adapters.lowrank import product_norm
+from ravan_flwr.adapters.lora import product_norm
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.lora import RankedLora
 

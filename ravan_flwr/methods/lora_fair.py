@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from ravan_flwr.adapters.lowrank import ProductSum, product_norm
+from ravan_flwr.adapters.lora import ProductSum, product_norm
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.lora import CoMoments, LoraMethod
 

@@ -1,11 +1,23 @@
-"""Share what methods whose adapters are multi-head layers have in common."""
+"""Share what methods whose adapters are multi-head layers have in common.
 
-from collections.abc import Sequence
+Heads that a client trains are chosen by scores first, then the best K (section 3.2). Scores are
+(layers, heads), the higher the better:
+
+- `random`: uniform draws.
+- `weight`: the Frobenius norm of s_i H_i. All are zero in round 1; ties break at random.
+- `gradient`: the Frobenius norm of the loss's gradient with respect to s_i H_i, on one
+  mini-batch, without an update.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ravan_flwr.adapters import Layer, MultiHeadLinear, make_bases
+from ravan_flwr.adapters.sketch import watch_gradients
+from ravan_flwr.adapters.stored import weight_norm
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.methods.tensors import probe
 
@@ -36,3 +48,69 @@ class MultiHeadMethod(Method[MultiHeadLinear]):
 
     def fingerprint(self, adapters: Sequence[MultiHeadLinear]) -> list[float]:
         return probe([(adapter.B, adapter.A) for adapter in adapters])
+
+
+Heads = list[list[int]]  # for each layer the heads, in ascending order
+
+
+SCORINGS = ("random", "weight", "gradient")
+
+
+def score_heads(
+    scoring: str,
+    layers: Sequence[MultiHeadLinear],
+    random: torch.Generator,
+    backward: Callable[..., object],
+) -> Tensor:
+    """Score the heads, (layers, heads); `backward` is that of `Method.choose`."""
+    if scoring == "random":
+        return torch.rand(len(layers), layers[0].heads, generator=random)
+    if scoring == "weight":  # relative to the norm of the layer's own weight
+        changes = [layer.products().norm(dim=(1, 2)) / weight_norm(layer.base) for layer in layers]
+        return torch.stack(changes).cpu()
+    # Each layer's gradient is reduced to its heads' norms as soon as it comes by: that with respect
+    # to s_i H_i is B_i^T (dL/dy)^T x A_i^T.
+    norms = layers[0].H.new_zeros(len(layers), layers[0].heads, requires_grad=False)
+    with ExitStack() as stack:
+        for position, layer in enumerate(layers):
+
+            def see(
+                x: Tensor, gy: Tensor, layer: MultiHeadLinear = layer, at: int = position
+            ) -> None:
+                full = gy.T @ x  # (out, in)
+                norms[at] = (layer.B.mT @ full @ layer.A.mT).norm(dim=(1, 2))
+
+            stack.enter_context(watch_gradients(layer, see))
+        backward([norms])
+    return norms.cpu()
+
+
+def best_heads(
+    scores: Tensor, number: int, selection: str, random: torch.Generator | None
+) -> Heads:
+    """Pick the `number` best heads of each layer, or `number` times the layers of all of them.
+
+    Scores of different layers compare as they are: bases have the same norms everywhere, so
+    a gradient norm says how fast the one loss falls per unit of movement of a head in any
+    layer, and a weight score is relative to its layer's own weight.
+    """
+    layers, heads = scores.shape
+    if selection == "layer":
+        return [_top(row, number, random) for row in scores]
+    chosen = _top(scores.flatten(), number * layers, random)
+    return [[i % heads for i in chosen if i // heads == layer] for layer in range(layers)]
+
+
+def chances(scores: Tensor, number: int) -> Tensor:
+    """Tell how likely each head is among the `number` best of its layer: ties break at random."""
+    least = scores.sort(dim=1, descending=True).values[:, number - 1, None]
+    above, tied = scores > least, scores == least
+    left = number - above.sum(1, keepdim=True)
+    return torch.where(above, 1.0, torch.where(tied, left / tied.sum(1, keepdim=True), 0.0))
+
+
+def _top(scores: Tensor, number: int, random: torch.Generator | None) -> list[int]:
+    """Find the positions of the highest scores, ascending; ties are broken by `random`."""
+    order = torch.randperm(len(scores), generator=random)
+    ranking = scores[order].argsort(descending=True, stable=True)
+    return sorted(order[ranking[:number]].tolist())

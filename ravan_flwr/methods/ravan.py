@@ -24,14 +24,19 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.adapters import Layer, MultiHeadLinear
+from ravan_flwr.methods import affordable
 from ravan_flwr.methods.base import Settings, Tensors, check_rank
-from ravan_flwr.methods.budgets import affordable
 from ravan_flwr.methods.calibrated_bases import DataAwareBases, FirstRound
 from ravan_flwr.methods.extensions import NormLimits, SumsChanges
-from ravan_flwr.methods.means import HeadMeans, pack_bits, unpack_bits
-from ravan_flwr.methods.multihead import MultiHeadMethod
-from ravan_flwr.methods.selection import best_heads, chances, score_heads
-from ravan_flwr.methods.tensors import check_form, check_names, check_tensor
+from ravan_flwr.methods.multihead import MultiHeadMethod, best_heads, chances, score_heads
+from ravan_flwr.methods.tensors import (
+    HeadMeans,
+    check_form,
+    check_names,
+    check_tensor,
+    pack_bits,
+    unpack_bits,
+)
 
 log = logging.getLogger(__name__)
 

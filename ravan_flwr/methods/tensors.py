@@ -1,14 +1,18 @@
-"""Flatten, probe, check and hash the tensors that travel.
+"""Flatten, probe, check, hash and sum up the tensors that travel.
 
 Whatever comes from outside is checked here before it is used: exactly the names, shapes and dtypes
 that are expected, and finite numbers.
+
+Weighted float32 tensors are summed in float64: their order hardly leaves a trace.
 """
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from typing import cast
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,3 +97,155 @@ def check_names(upload: Mapping[str, Tensor], expected: Sequence[str]) -> None:
     """Raise ValueError unless the upload has exactly these tensors."""
     if sorted(upload) != sorted(expected):
         raise ValueError(f"got tensors {sorted(upload)}, expected {sorted(expected)}")
+
+
+_BLOCK = 2**17
+
+
+class Sums(Protocol):
+    """Sum up one round's uploads on the server; their order does not matter."""
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add one checked upload to the sums."""
+
+    def close(self) -> Tensors:
+        """Make the next global state."""
+
+
+def add_to(total: Tensor, tensor: Tensor, weight: float) -> None:
+    """Add weight * tensor, in float32, to a total in float64; both are contiguous.
+
+    PyTorch makes a float64 copy of the tensor first: block by block, that stays in the processor.
+    """
+    parts = zip(total.view(-1).split(_BLOCK), tensor.view(-1).split(_BLOCK), strict=True)
+    for of_total, part in parts:
+        of_total.add_(part, alpha=weight)
+
+
+class Mean:
+    """Keep a running weighted mean of tensors of one shape."""
+
+    def __init__(self, old: Tensor) -> None:
+        self.old = old
+        self.sum = torch.zeros_like(old, dtype=torch.float64)
+        self.weight = 0.0
+
+    def add(self, tensor: Tensor, weight: float) -> None:
+        """Add one tensor."""
+        add_to(self.sum, tensor, weight)
+        self.weight += weight
+
+    def merge(self, other: "Mean") -> None:
+        """Add all that another mean has."""
+        self.sum.add_(other.sum)
+        self.weight += other.weight
+
+    def close(self) -> Tensor:
+        """Compute the mean, or what was there before if nothing came."""
+        return (self.sum / self.weight).float() if self.weight else self.old.clone()
+
+
+class Means:
+    """Keep the mean of every tensor of the state."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self.means = {name: Mean(tensor) for name, tensor in state.items()}
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add an upload's tensors; one of the state that no upload has stays as it was."""
+        for name, mean in self.means.items():
+            if name in upload:
+                mean.add(upload[name], weight)
+
+    def close(self) -> Tensors:
+        """Make the next state."""
+        return {name: mean.close() for name, mean in self.means.items()}
+
+
+FAR = 8.0  # times the median norm, and the next power of two
+
+
+class MeansBySize:
+    """Leave uploads whose norm is far above the median of all out of the means.
+
+    That is known when all have come. Until then there is one sum for each power of two that a
+    norm has: honest ones share a few, and one that is far away has its own, which is dropped.
+    """
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self.state = dict(state)
+        self.classes: dict[int, Means] = {}  # by the norms' exponents
+        self.norms: list[float] = []
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add an upload, with the names of the state."""
+        norm = math.hypot(*(float(upload[name].double().norm()) for name in self.state))
+        self.norms.append(norm)
+        means = self.classes.setdefault(math.frexp(norm)[1], Means(self.state))
+        means.add(upload, weight)
+
+    def close(self) -> Tensors:
+        """Make the next state."""
+        total = Means(self.state)
+        most = math.frexp(FAR * statistics.median(self.norms))[1] if self.norms else 0
+        for exponent in sorted(key for key in self.classes if key <= most):
+            for name, mean in self.classes[exponent].means.items():
+                total.means[name].merge(mean)
+        return total.close()
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Pack booleans into bytes, the first in the lowest bit."""
+    return torch.from_numpy(np.packbits(bits.bool().numpy(), bitorder="little"))
+
+
+def unpack_bits(packed: Tensor, number: int | None = None) -> Tensor:
+    """Unpack that many booleans, or all that the bytes have room for."""
+    bits = np.unpackbits(packed.numpy(), count=number, bitorder="little")
+    return torch.from_numpy(bits).bool()
+
+
+class HeadMeans:
+    """Keep a sum and a weight for each (layer, head): not every client uploads every head.
+
+    An upload is {"H": (selected, r, r), "heads": packed bits}: one bit for each (layer, head), the
+    first in the lowest bit of the first byte, says whether it is among the selected, which follow
+    in that order.
+
+    `mean_over_cohort`: a client that did not upload a head counts for it as well, with the old one.
+    """
+
+    def __init__(self, H: Tensor, *, mean_over_cohort: bool = False) -> None:
+        self.old, self.mean_over_cohort = H, mean_over_cohort
+        self.sum = torch.zeros_like(H, dtype=torch.float64).flatten(0, 1)
+        self.weight = torch.zeros(len(self.sum), dtype=torch.float64)
+        self.total = 0.0
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add products of some heads, where the bits say."""
+        chosen = unpack_bits(upload["heads"], len(self.weight))
+        at = 0
+        for start, number in _runs(chosen):
+            add_to(self.sum[start : start + number], upload["H"][at : at + number], weight)
+            at += number
+        self.weight[chosen] += weight
+        self.total += weight
+
+    def close(self) -> Tensors:
+        """Make H, with the mean of every head that a client trained."""
+        trained = self.weight > 0
+        H = self.old.flatten(0, 1).clone()
+        mean = self.sum[trained] / self.weight[trained, None, None]
+        if self.mean_over_cohort:
+            fractions = (self.weight[trained] / self.total)[:, None, None]
+            mean = torch.lerp(H[trained].double(), mean, fractions)
+        H[trained] = mean.float()
+        return {"H": H.view_as(self.old)}
+
+
+def _runs(chosen: Tensor) -> Iterator[tuple[int, int]]:
+    """Find where consecutive ones begin, and how many they are."""
+    padded = torch.nn.functional.pad(chosen.to(torch.int8), (1, 1))
+    edges = padded.diff().nonzero().flatten().tolist()
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        yield start, end - start

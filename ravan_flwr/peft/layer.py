@@ -16,8 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ravan_flwr.adapters.bases import make_bases
 from ravan_flwr.adapters.multihead import Heads, multihead_linear, side_by_side
-from ravan_flwr.adapters.quantize import dense_weight, requantize
-from ravan_flwr.adapters.stored import StoredLinear
+from ravan_flwr.adapters.stored import StoredLinear, dense_weight, requantize
 from ravan_flwr.peft.config import RavanConfig
 
 PLAIN = (nn.Linear, StoredLinear, Conv1D)  # these compute W x + b, and nothing else

@@ -16,7 +16,7 @@ from ravan_flwr.config.presets import (
     read_preset,
     refuse_if_there,
 )
-from ravan_flwr.data.hub_errors import NotHereError
+from ravan_flwr.data.hub import NotHereError
 from ravan_flwr.preset_wizard.columns import NamedColumns
 from ravan_flwr.preset_wizard.data_summary import DataSummary, look_at_data
 from ravan_flwr.preset_wizard.model_summary import COVERED, ModelSummary, look_at_model

@@ -13,8 +13,7 @@ from ravan_flwr.config.presets import place_of_data
 from ravan_flwr.data.examples import held_back, labels_of, some_of
 from ravan_flwr.data.hub import check_encoding, every_split
 from ravan_flwr.data.idx import is_idx
-from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.data.values import check_bits, opened_image
+from ravan_flwr.data.rows import UnreadableError, check_bits, opened_image
 from ravan_flwr.preset_wizard.columns import NamedColumns, find_columns, prompts_for
 from ravan_flwr.specs import DataSpec
 

@@ -30,7 +30,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ravan_flwr.adapters.bases import describe_bases, make_bases
-from ravan_flwr.data.hub_errors import no_bars
+from ravan_flwr.data.hub import no_bars
 from ravan_flwr.data.model_folder import read_json
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.multihead import MultiHeadMethod

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ravan_flwr.data.rows import IMAGES, Row, UnreadableError, rows_of
-from ravan_flwr.data.values import image_of
+from ravan_flwr.data.rows import IMAGES, Row, UnreadableError, image_of, rows_of
 from ravan_flwr.reports.load_run import result_of
 from ravan_flwr.reports.table_file import Cells, Rows, check_new, new_table
 from ravan_flwr.tasks.base import Columns

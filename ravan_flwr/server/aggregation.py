@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ravan_flwr.methods.base import Method, Sums, Tensors, split_classifier
 from ravan_flwr.methods.extensions import Calibration, CalibrationSums, norm_limits
-from ravan_flwr.methods.means import Means, MeansBySize
-from ravan_flwr.methods.tensors import check_form
+from ravan_flwr.methods.tensors import Means, MeansBySize, check_form
 from ravan_flwr.server.update_norm_check import Changes, UpdateNormCheck, changes_of
 
 SHARES = 4  # of the budget, whose broadcasts are kept during a round

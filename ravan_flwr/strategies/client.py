@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from ravan_flwr.adapters.quantize import weight_norm
-from ravan_flwr.methods.budgets import affordable
-from ravan_flwr.methods.selection import SCORINGS, best_heads
+from ravan_flwr.adapters.stored import weight_norm
+from ravan_flwr.methods import affordable
+from ravan_flwr.methods.multihead import SCORINGS, best_heads
 from ravan_flwr.strategies.lora import RESIDUAL, RESIDUAL_RANK
 from ravan_flwr.strategies.ravan import BASES, HEADS
 

@@ -16,8 +16,7 @@ from ravan_flwr.adapters import Layer
 from ravan_flwr.messages.plain_text import shown
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Settings, Tensors
-from ravan_flwr.methods.lora import LoraMethod
-from ravan_flwr.methods.residual import ResidualLora
+from ravan_flwr.methods.lora import LoraMethod, ResidualLora
 from ravan_flwr.methods.tensors import flatten
 from ravan_flwr.strategies.base import MethodStrategy
 

@@ -19,7 +19,7 @@ from ravan_flwr.adapters import Layer
 from ravan_flwr.messages.plain_text import shown
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Settings, Tensors
-from ravan_flwr.methods.means import pack_bits
+from ravan_flwr.methods.tensors import pack_bits
 from ravan_flwr.strategies.base import MethodStrategy
 
 HEADS = "ravan_heads"

@@ -21,8 +21,7 @@ from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import PlannedRun, Study
 from ravan_flwr.studies.tables import write_tables
-from ravan_flwr.training.cores import CORES, usable_cores
-from ravan_flwr.training.gpus import in_turn, visible_gpus
+from ravan_flwr.training.machine import CORES, in_turn, usable_cores, visible_gpus
 
 log = logging.getLogger(__name__)
 

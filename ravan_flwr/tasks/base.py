@@ -17,7 +17,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor, nn
 
-from ravan_flwr.data.hub_errors import no_bars
+from ravan_flwr.data.hub import no_bars
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.tally import Tally
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from ravan_flwr.data.columns import column_of
+from ravan_flwr.data.partition import column_of
 from ravan_flwr.data.rows import UnreadableError
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.base import (
@@ -37,10 +37,9 @@ from ravan_flwr.tasks.base import (
 )  # fmt: skip
 from ravan_flwr.tasks.extensions import ByExample, Packs, Predicts, Sample
 from ravan_flwr.tasks.forms import Form, form_of
-from ravan_flwr.tasks.packing import packed
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.tasks.text import check_positions, describe, fixed_length, load_tokenizer
-from ravan_flwr.tasks.token_loss import block_bytes, check_logits, summed_loss
+from ravan_flwr.tasks.token_loss import block_bytes, check_logits, packed, summed_loss
 from ravan_flwr.tasks.tokens import (
     fitted,
     question_tokens,

@@ -3,19 +3,23 @@
 Predicts     the command `predict`, and `evaluate-samples`
 Packs        `batching=packed`: short texts side by side; its row says packs=True
 ByExample    `privacy=example`, and a plan of it
+
+`Classification` is what every task with a classifier on top shares.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
 import datasets
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ravan_flwr.data.values import text_of
+from ravan_flwr.data.rows import text_of
 from ravan_flwr.tasks.base import Batch, Columns, Task
+from ravan_flwr.tasks.tally import Tally
 
 Wanted = TypeVar("Wanted", bound=Task)
 
@@ -94,3 +98,38 @@ def task_with(kind: Callable[..., Wanted], task: Task, asked: str) -> Wanted:
             "that is (tasks/extensions.py); choose another task, or leave it out"
         )
     return task
+
+
+class Classification(Predicts, ByExample):
+    """Predict one label of several, in the batch's `labels`."""
+
+    metric = "accuracy"
+    prediction_columns = ("label", "probability")
+
+    @abstractmethod
+    def logits(self, network: nn.Module, batch: Batch) -> Tensor:
+        """Compute the logits, (examples, labels)."""
+
+    def loss(self, network: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(self.logits(network, batch), batch["labels"])
+
+    def measure(
+        self, network: Any, batch: Batch, answers: Sequence[Sequence[str]],
+        tally: Tally | None = None,
+    ) -> dict[str, float]:  # fmt: skip
+        logits, labels = self.logits(network, batch), batch["labels"]
+        if tally is not None:
+            tally.add(labels.tolist(), logits.argmax(-1).tolist())
+        return right_and_loss(logits, labels)
+
+    def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
+        best = self.logits(network, batch).float().softmax(-1).max(-1)
+        numbers, names = best.indices.tolist(), self.data.labels
+        return [(names[n], p) for n, p in zip(numbers, best.values.tolist(), strict=True)]
+
+
+def right_and_loss(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """Sum loss and right answers over a batch."""
+    right = (logits.argmax(-1) == labels).sum()
+    loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+    return {"loss": float(loss), "accuracy": float(right)}

@@ -3,26 +3,197 @@
 - `messages`: a conversation, which the tokenizer's chat template writes;
 - a prompt, made of any columns, and the column `completion`. They stand side by side as they are,
   between the tokenizer's token for the beginning, if it has one, and that for the end.
+
+A chat template is a program of Jinja in a model's folder, or in the preset. transformers runs it in
+Jinja's sandbox: it computes a text, and reaches neither files nor Python; its steps are counted.
+How the text is built, turn by turn, shows where a turn begins and ends:
+
+    asked       the messages before the turn, with the opening of an answer: what a model is given
+    answered    the messages up to the turn and with it
+
+The turn is what `answered` has beyond `asked`. It is learned where `answered` begins the whole
+text. A template may write earlier turns otherwise than the last one (leave out what was thought
+aloud, move the system's message): such a turn is read by the model, but not learned.
 """
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from os.path import commonprefix
 from string import Formatter
+from types import FrameType
 from typing import Any
 
-from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.data.values import text_of
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from ravan_flwr.data.rows import UnreadableError, text_of
 from ravan_flwr.specs import DataSpec
-from ravan_flwr.tasks.conversation import (
-    ASSISTANT,
-    Written,
-    conversation,
-    end_of_turn,
-    messages_of,
-    question,
-    render,
-)
 from ravan_flwr.tasks.extensions import Sample
+
+ASSISTANT = "assistant"
+MOST_MESSAGES = 1_000  # the template writes a conversation anew for each of its turns
+Message = dict[str, str]
+MOST = 1_000_000  # lines of a template that run; ten messages take some hundred
+_FILE = "<template>"  # as Jinja names what it compiles
+
+
+@dataclass(frozen=True)
+class Written:
+    """Hold a text, and which parts of it are answers, as (start, end) by characters."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...] = ()
+    unlearned: int = 0  # answers whose place in the text is not certain
+    plain: bool = True  # no template has written it: the tokenizer adds its first token
+
+
+def messages_of(value: Any) -> list[Message]:
+    """Check a conversation: a list of messages, each with a role and a text as content.
+
+    An assistant's message may have no content, as one that calls a tool.
+    """
+    if not isinstance(value, list) or not value:
+        raise UnreadableError("its messages are no list of role and content")
+    if len(value) > MOST_MESSAGES:
+        raise UnreadableError(f"its conversation has more than {MOST_MESSAGES:,} messages")
+    checked = []
+    for message in value:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise UnreadableError("one of its messages is no role with a content")
+        role, content = message["role"], message.get("content")
+        if role == ASSISTANT and content in (None, ""):
+            checked.append({"role": role, "content": ""})
+            continue
+        checked.append({"role": role, "content": text_of(f"message of {role}", content)})
+    return checked
+
+
+def conversation(reader: Any, messages: Sequence[Message]) -> Written:
+    """Write a whole conversation; ValueError if it has no answer to learn."""
+    turns = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
+    if not turns:
+        raise UnreadableError("its conversation has no message of the assistant")
+    turns = [n for n in turns if messages[n]["content"].strip()]
+    if not turns:
+        raise UnreadableError("its answer is empty")
+    messages = messages[: turns[-1] + 1]  # what comes after the last answer teaches nothing
+    text = render(reader, messages)
+    found = [_answer(reader, messages, turn, text) for turn in turns]
+    answers = tuple(span for span in found if span is not None)
+    if any(end > start for (_, end), (start, _) in pairwise(answers)) or not answers:
+        raise UnreadableError("the chat template's text does not show where its answers are")
+    return Written(text, answers, len(found) - len(answers), plain=False)
+
+
+def _answer(
+    reader: Any, messages: Sequence[Message], turn: int, text: str
+) -> tuple[int, int] | None:
+    """Find one turn in the whole text; None if the text does not have it as the model writes it."""
+    if not turn:  # nobody has asked
+        return None
+    try:
+        before = render(reader, messages[:turn])
+        asked = render(reader, messages[:turn], opening=True)
+        answered = text if turn == len(messages) - 1 else render(reader, messages[: turn + 1])
+    except UnreadableError:  # a part alone is refused: roles that must alternate, say
+        return None
+    start = len(commonprefix([asked, answered]))  # noqa: RUF071 (it is to)
+    if start < len(before) or not text.startswith(answered) or start == len(answered):
+        return None
+    return start, len(answered)
+
+
+def question(reader: Any, messages: Sequence[Message]) -> Written:
+    """Write what a model is given to answer: the messages before a last one of the assistant."""
+    asked = [*messages]
+    while asked and asked[-1]["role"] == ASSISTANT:
+        asked.pop()
+    if not asked:
+        raise UnreadableError("its conversation asks for nothing")
+    return Written(render(reader, asked, opening=True), plain=False)
+
+
+def render(reader: Any, messages: Sequence[Message], *, opening: bool = False) -> str:
+    """Write messages by the template, with the opening of an answer if that comes next."""
+    if not messages:
+        return ""
+    try:
+        with counted():
+            text: str = reader.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=opening,
+            )
+    except EndlessError:
+        raise ValueError(
+            f"chat template: it takes more than {MOST:,} steps for a conversation of "
+            f"{len(messages)}, expected a template that ends; correct chat-template in the "
+            "preset's data, or choose another model"
+        ) from None
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"chat template: line {error.lineno}: {error.message}; expected a template of Jinja; "
+            "correct chat-template in the preset's data, or the model's"
+        ) from None
+    except TemplateError as error:
+        raise UnreadableError(f"the chat template refuses it: {error}") from None
+    except MemoryError as error:
+        raise ValueError(
+            f"chat template: memory ran out while it wrote a conversation of {len(messages)}; "
+            "correct chat-template in the preset's data, or choose another model; if it is as it "
+            "should be, end other programs"
+        ) from error
+    except Exception as error:  # noqa: BLE001 (a template computes what it likes)
+        reason = f"{type(error).__name__}: {error}"
+        raise UnreadableError(f"the chat template cannot write it: {reason}") from None
+    return text
+
+
+def end_of_turn(reader: Any) -> str:
+    """Find what the template writes after an answer; "" if that cannot be told."""
+    answer = "An answer."
+    try:
+        text = render(
+            reader, [{"role": "user", "content": "Hi"}, {"role": ASSISTANT, "content": answer}]
+        )
+    except UnreadableError:
+        return ""
+    return text.rpartition(answer)[2] if answer in text else ""
+
+
+class EndlessError(Exception):
+    """Say that a template has taken more steps than any conversation needs."""
+
+
+@contextmanager
+def counted() -> Iterator[None]:
+    """Raise `EndlessError` in a template that runs meanwhile, once it has taken too many steps.
+
+    Jinja's sandbox bounds a range, but not loops within loops. The count of lines is the same on
+    every machine, as a limit of seconds would not be. One line may still compute for long.
+    """
+    taken = 0
+
+    def line(_frame: FrameType, _event: str, _value: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken > MOST:
+            raise EndlessError
+        return line
+
+    def call(frame: FrameType, _event: str, _value: Any) -> Any:
+        return line if frame.f_code.co_filename == _FILE else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
 
 Row = Mapping[str, Any]  # an example's values by role
 

@@ -20,11 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ravan_flwr.data.other_examples import roles_of_choices
-from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.data.values import text_of
+from ravan_flwr.data.rows import UnreadableError, text_of
 from ravan_flwr.specs import QuestionSpec
-from ravan_flwr.tasks.conversation import Written
-from ravan_flwr.tasks.forms import roles_in
+from ravan_flwr.tasks.forms import Written, roles_in
 from ravan_flwr.tasks.token_loss import block_rows, hidden_states, logits_of
 from ravan_flwr.tasks.tokens import report_cut_examples, report_skipped_examples, tokens_of
 

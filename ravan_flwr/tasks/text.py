@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from ravan_flwr.data.examples import label_numbers
 from ravan_flwr.data.model_folder import reading
 from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, encoded_as_it_is, mapped
-from ravan_flwr.tasks.classification import Classification
+from ravan_flwr.tasks.extensions import Classification
 
 
 class Text(Classification):

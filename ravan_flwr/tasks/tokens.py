@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.tasks.conversation import Written
+from ravan_flwr.tasks.forms import Written
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from transformers import AutoImageProcessor
 
 from ravan_flwr.data.examples import label_numbers
 from ravan_flwr.data.model_folder import read_json, reading
-from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.data.values import check_bits, image_of
+from ravan_flwr.data.rows import UnreadableError, check_bits, image_of
 from ravan_flwr.tasks.base import (
     Batch,
     Columns,
@@ -31,7 +30,7 @@ from ravan_flwr.tasks.base import (
     mapped,
     tensors_of,
 )  # fmt: skip
-from ravan_flwr.tasks.classification import Classification
+from ravan_flwr.tasks.extensions import Classification
 
 PROCESSOR = "preprocessor_config.json"
 

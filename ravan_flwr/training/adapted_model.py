@@ -16,9 +16,8 @@ from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifier
 from ravan_flwr.methods.extensions import Calibration
 from ravan_flwr.methods.tensors import check_names, check_tensor, checksum
-from ravan_flwr.training.device import give_back_memory
+from ravan_flwr.training.device import computing_with, give_back_memory
 from ravan_flwr.training.network import Backbone, pretrained_parameters
-from ravan_flwr.training.threads import computing_with
 
 
 class AdaptedModel:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.privacy.mechanism import drawn
-from ravan_flwr.tasks.packing import Rows, longest_first
+from ravan_flwr.tasks.token_loss import Rows, longest_first
 
 POOL = 8  # batches: with more there is less padding, and less chance in who meets whom
 

@@ -14,9 +14,9 @@ def number_of_clients(config: Config, asked: int | None = None) -> int:
         assert said is not None  # the configuration has a number then
         return _enough(said, config)
 
-    from ravan_flwr.data.columns import check_column, column_of, values_of  # noqa: PLC0415 (slow)
     from ravan_flwr.data.examples import load_splits  # noqa: PLC0415
-    from ravan_flwr.data.other_partitions import check_natural  # noqa: PLC0415
+    from ravan_flwr.data.partition import check_column, column_of, values_of  # noqa: PLC0415 (slow)
+    from ravan_flwr.data.partitioning import check_natural  # noqa: PLC0415
 
     train, column = load_splits(config.data)["train"], column_of(config.data)
     check_column(config.data, train)

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ravan_flwr.adapters import Layer, find_layers
-from ravan_flwr.adapters.quantize import BITS, quantizable
+from ravan_flwr.adapters.stored import BITS, quantizable
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.wire import num_bytes
+from ravan_flwr.methods import budget_share
 from ravan_flwr.methods.base import CLASSIFIER, Method
-from ravan_flwr.methods.budgets import budget_share
 from ravan_flwr.privacy.example_gradients import ExampleGradients
 from ravan_flwr.secure.fixed_point import WIDTH, NoiseShares
 from ravan_flwr.secure.schedule import GIVEN, Bytes, Schedule, make_schedule, most_around

@@ -17,14 +17,12 @@ import numpy as np
 import torch
 
 from ravan_flwr.adapters import Layer
-from ravan_flwr.adapters.quantize import quantize
-from ravan_flwr.adapters.stored import keep_casts
+from ravan_flwr.adapters.stored import keep_casts, quantize
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.data.columns import check_column, column_of
 from ravan_flwr.data.examples import load_splits, settled
 from ravan_flwr.data.model_folder import model_folder
 from ravan_flwr.data.other_examples import load_questions, own_examples
-from ravan_flwr.data.partition import BY_COLUMN, Partition, deal_out
+from ravan_flwr.data.partition import BY_COLUMN, Partition, check_column, column_of, deal_out
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.seeding import derive
@@ -33,7 +31,7 @@ from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.tasks.multiple_choice import Questions, questions_of
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.adapted_model import AdaptedModel
-from ravan_flwr.training.device import further_gpus, give_back_memory, pick_device
+from ravan_flwr.training.device import further_gpus, give_back_memory, pick_device, suitable_threads
 from ravan_flwr.training.local_steps import PRECISIONS, accuracy, evaluate_all
 from ravan_flwr.training.network import (
     CONFIGS,
@@ -44,7 +42,6 @@ from ravan_flwr.training.network import (
     prepare_network,
 )
 from ravan_flwr.training.private_steps import encode_each
-from ravan_flwr.training.threads import suitable_threads
 
 
 def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:

@@ -30,7 +30,7 @@ from ravan_flwr.adapters.stored import keep_in
 from ravan_flwr.config.checks import trains_backbone
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.data.hub_errors import NotHereError, no_bars
+from ravan_flwr.data.hub import NotHereError, no_bars
 from ravan_flwr.data.model_folder import (
     check_weights,
     config_of,
@@ -42,7 +42,7 @@ from ravan_flwr.data.model_folder import (
 from ravan_flwr.seeding import generator
 from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks.base import Task
-from ravan_flwr.tasks.packing import check_packing
+from ravan_flwr.tasks.token_loss import check_packing
 from ravan_flwr.training.bundled import bundled_file, read_backbone, read_backbone_config
 
 LARGE = 64 * 2**20  # bytes; hashing less takes no longer than a glance

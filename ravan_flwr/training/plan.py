@@ -11,8 +11,8 @@ import torch
 from ravan_flwr.config.checks import told_without_effect
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.methods import BUDGETS, SHARES, affordable
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.methods.budgets import BUDGETS, SHARES, affordable
 from ravan_flwr.privacy.account import (
     StepNoise,
     epsilon_of,
@@ -28,11 +28,11 @@ from ravan_flwr.secure.schedule import threshold_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, step_memory
-from ravan_flwr.training.gpus import unused_gpus
+from ravan_flwr.training.device import most_workers, suitable_threads
+from ravan_flwr.training.machine import unused_gpus
 from ravan_flwr.training.model_and_data import get_model_and_data, make_task, settle
 from ravan_flwr.training.network import likely_device
 from ravan_flwr.training.private_steps import sampling_rate
-from ravan_flwr.training.threads import most_workers, suitable_threads
 
 
 def suggested_heads(budget_a_layer: float, side: int) -> int:

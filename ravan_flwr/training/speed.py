@@ -24,10 +24,10 @@ from ravan_flwr.tasks.base import Shapes
 from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, examples_at_a_time, meta_batch
+from ravan_flwr.training.device import computing_with, most_workers, suitable_threads
 from ravan_flwr.training.local_steps import PRECISIONS
 from ravan_flwr.training.model_and_data import make_task
 from ravan_flwr.training.network import likely_device
-from ravan_flwr.training.threads import computing_with, most_workers, suitable_threads
 
 _WHILE = 0.1  # seconds that each speed is timed
 _ROWS = 4_096  # of a product, at most

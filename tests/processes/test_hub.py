@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.data.hub_errors import NotHereError, telling
+from ravan_flwr.data.hub import NotHereError, telling
 from ravan_flwr.data.model_folder import model_folder, weight_files
 from ravan_flwr.tasks import get_task
 from ravan_flwr.tasks.text import load_tokenizer

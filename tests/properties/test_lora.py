@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ravan_flwr.adapters import LoRALinear
-from ravan_flwr.adapters.lowrank import ProductSum, complete_rows, svd
+from ravan_flwr.adapters.lora import ProductSum, complete_rows, svd
 from tests.methods import assert_close
 
 SIDES = st.integers(1, 8)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravan_flwr.adapters import Layer
-from ravan_flwr.adapters.lowrank import ProductSum
+from ravan_flwr.adapters.lora import ProductSum
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.methods.budgets import affordable
+from ravan_flwr.methods import affordable
 from ravan_flwr.methods.fedrot_lora import nearest, towards
 from ravan_flwr.methods.lora_fair import correction
 from ravan_flwr.server.aggregation import Aggregate

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravan_flwr.adapters import Layer
-from ravan_flwr.methods.budgets import affordable
-from ravan_flwr.methods.means import pack_bits, unpack_bits
+from ravan_flwr.methods import affordable
 from ravan_flwr.methods.ravan import Ravan
+from ravan_flwr.methods.tensors import pack_bits, unpack_bits
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import Aggregate
 from ravan_flwr.server.update_norm_check import UpdateNormCheck

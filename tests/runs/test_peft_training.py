@@ -15,7 +15,7 @@ from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch.nn import functional as F
 
 from ravan_flwr import RavanConfig
-from ravan_flwr.adapters.quantize import dense_weight
+from ravan_flwr.adapters.stored import dense_weight
 from ravan_flwr.peft import RavanLinear
 from testing.tiny import SIDES, WORDS, save_model, save_speaker
 

@@ -9,7 +9,7 @@ import torch
 
 from ravan_flwr import result_of, simulate
 from ravan_flwr.adapters import multihead
-from ravan_flwr.adapters.quantize import BITS, quantizable, quantize, weight_norm
+from ravan_flwr.adapters.stored import BITS, quantizable, quantize, weight_norm
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.reports.export import merged_network

@@ -17,8 +17,8 @@ from ravan_flwr.launch.workers import ForkStarter, SpawnStarter
 from ravan_flwr.methods import METHODS as LISTED
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.specs import Scalar
-from ravan_flwr.training.cores import CORES
-from ravan_flwr.training.threads import Workers
+from ravan_flwr.training.device import Workers
+from ravan_flwr.training.machine import CORES
 from testing import ROOT
 
 pytestmark = [

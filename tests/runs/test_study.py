@@ -18,7 +18,7 @@ from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.tables import markdown, rows_as_csv
-from ravan_flwr.training.cores import CORES, usable_cores
+from ravan_flwr.training.machine import CORES, usable_cores
 from tests.studies import chosen as chosen_of
 
 TABLES = [

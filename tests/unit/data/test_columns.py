@@ -7,8 +7,8 @@ import datasets
 import numpy as np
 import pytest
 
-from ravan_flwr.data.columns import column_of, numbered, rows_by_number, values_of
-from ravan_flwr.data.partition import Partition, deal_out
+from ravan_flwr.data.partition import Partition, column_of, deal_out, values_of
+from ravan_flwr.data.partitioning import numbered, rows_by_number
 from ravan_flwr.specs import DataSpec
 
 

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -121,3 +123,16 @@ def test_the_folder_of_a_preset_with_tasks_says_what_is_missing(folder):
     glue = DataSpec("hub", spec.name, subset="sst2", columns=TEXTS)
     with pytest.raises(ValueError, match=r"it has no folder sst2, .* `ravan-flwr new NAME --data"):
         load_splits(glue)
+
+
+def test_a_split_that_is_not_there_is_named_with_those_that_are(folder):
+    spec = replace(folder(wines()), train="training")
+    with pytest.raises(ValueError, match="got the splits train, expected training; correct"):
+        load_splits(spec)
+
+
+def test_no_plotting_library_is_imported_to_load_a_table(folder, monkeypatch):
+    """flwr-datasets imports two, which takes seconds; None in their place makes an import fail."""
+    for name in ("flwr_datasets", "seaborn"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert {*load_splits(folder(wines()))} == {"train", "test"}

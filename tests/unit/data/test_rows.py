@@ -12,8 +12,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from ravan_flwr.data.rows import UnreadableError, rows_of
-from ravan_flwr.data.values import image_of, text_of
+from ravan_flwr.data.rows import UnreadableError, image_of, rows_of, text_of
 
 TEXT = {"text": "sentence"}
 # Docstrings of the standard library: commas, quotes and lines of their own.

@@ -14,7 +14,7 @@ from ravan_flwr.launch import cluster as clusters
 from ravan_flwr.launch import superlink
 from ravan_flwr.launch.cluster import Cluster, Machine, find_cluster
 from ravan_flwr.launch.sharing import share_gpus
-from ravan_flwr.training.gpus import Gpu
+from ravan_flwr.training.machine import Gpu
 from tests import ROOT
 
 GB = 10**9

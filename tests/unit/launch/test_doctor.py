@@ -17,7 +17,7 @@ import pytest
 from ravan_flwr.cli import main
 from ravan_flwr.launch import credentials, doctor
 from ravan_flwr.launch.credentials import make_credentials
-from ravan_flwr.training import gpus
+from ravan_flwr.training import machine
 
 
 class Server:
@@ -63,7 +63,7 @@ class Server:
 def plenty(monkeypatch):
     monkeypatch.setattr(doctor, "DISK", 0)
     monkeypatch.setattr(doctor, "MEMORY", 0)
-    monkeypatch.setattr(gpus, "gpus_of_machine", lambda: 0)
+    monkeypatch.setattr(machine, "gpus_of_machine", lambda: 0)
 
 
 def told(capsys, *arguments):

@@ -8,8 +8,8 @@ from torch import nn
 
 from ravan_flwr.adapters import MultiHeadLinear, make_bases
 from ravan_flwr.config.keys import KEYS
-from ravan_flwr.methods.budgets import BUDGETS, SHARES, affordable, budget_share
-from ravan_flwr.methods.selection import SCORINGS, best_heads, score_heads
+from ravan_flwr.methods import BUDGETS, SHARES, affordable, budget_share
+from ravan_flwr.methods.multihead import SCORINGS, best_heads, score_heads
 from ravan_flwr.seeding import generator
 
 

@@ -13,7 +13,7 @@ from ravan_flwr.config.keys import KEYS
 from ravan_flwr.messages.wire import decode, encode
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.methods.means import MeansBySize
+from ravan_flwr.methods.tensors import MeansBySize
 from ravan_flwr.server.aggregation import Aggregate, open_calibration
 from ravan_flwr.server.update_norm_check import (
     ENOUGH,

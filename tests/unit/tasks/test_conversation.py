@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from ravan_flwr.data.rows import UnreadableError
-from ravan_flwr.tasks.conversation import Written, conversation, question
+from ravan_flwr.tasks.forms import Written, conversation, question
 from ravan_flwr.tasks.tokens import Tokens, fitted, question_tokens, tokens_of
 from testing.tiny import CHAT, WORDS, save_bytes_tokenizer
 

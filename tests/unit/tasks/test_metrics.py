@@ -14,7 +14,7 @@ from torchmetrics.functional.text import squad
 
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.base import Encoded
-from ravan_flwr.tasks.classification import right_and_loss
+from ravan_flwr.tasks.extensions import right_and_loss
 from ravan_flwr.tasks.question_answering import QuestionAnswering, f1, words
 from ravan_flwr.tasks.text_to_label import TextToLabel
 from ravan_flwr.tasks.vision import Vision

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.tasks.causal import Causal
-from ravan_flwr.tasks.packing import Rows, check_packing, longest_first
-from ravan_flwr.tasks.token_loss import hidden_states
+from ravan_flwr.tasks.token_loss import Rows, check_packing, hidden_states, longest_first
 from ravan_flwr.training.batching import parts_by_tokens
 from testing.tiny import SPEAKERS, save_speaker
 from tests.unit.tasks.test_causal import MESSAGES, TALKS, TEXTS, by_trl, gradients, talks

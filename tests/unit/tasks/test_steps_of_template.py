@@ -10,7 +10,7 @@ import transformers
 
 from ravan_flwr.specs import DataSpec
 from ravan_flwr.tasks.causal import Causal
-from ravan_flwr.tasks.conversation import MOST, MOST_MESSAGES, messages_of, render
+from ravan_flwr.tasks.forms import MOST, MOST_MESSAGES, messages_of, render
 from testing.tiny import CHAT, save_speaker
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

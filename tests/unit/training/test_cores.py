@@ -4,14 +4,14 @@ import os
 
 import pytest
 
-from ravan_flwr.training import cores
-from ravan_flwr.training.cores import CORES, usable_cores
+from ravan_flwr.training import machine
+from ravan_flwr.training.machine import CORES, usable_cores
 
 
 @pytest.fixture(autouse=True)
 def _sixteen(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
-    monkeypatch.setattr(cores, "_quotas", lambda _: [float("inf")])
+    monkeypatch.setattr(machine, "_quotas", lambda _: [float("inf")])
 
 
 def test_the_affinity_counts_and_what_a_study_leaves():
@@ -30,7 +30,7 @@ def test_what_is_no_number_of_cores_is_refused(share):
 
 @pytest.mark.parametrize(("quota", "number"), [(2.5, 2), (0.3, 1), (64.0, 16)])
 def test_a_quota_counts(monkeypatch, quota, number):
-    monkeypatch.setattr(cores, "_quotas", lambda _: [quota])
+    monkeypatch.setattr(machine, "_quotas", lambda _: [quota])
     assert usable_cores({}) == number
 
 
@@ -56,6 +56,6 @@ def test_quotas_are_read_of_both_versions(tmp_path, monkeypatch, groups, files, 
     for name, text in files.items():
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text(text)
-    quotas = list(cores._quotas(tmp_path / "groups", tmp_path / "root"))
+    quotas = list(machine._quotas(tmp_path / "groups", tmp_path / "root"))
     assert min(quotas) == (found or float("inf"))
-    assert list(cores._quotas(tmp_path / "absent")) == [float("inf")]
+    assert list(machine._quotas(tmp_path / "absent")) == [float("inf")]

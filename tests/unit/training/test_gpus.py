@@ -23,7 +23,7 @@ from ravan_flwr.studies.choosing import planned
 from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
 from ravan_flwr.tasks.tally import Tally
-from ravan_flwr.training import gpus
+from ravan_flwr.training import machine as found_gpus
 from ravan_flwr.training.cost import step_memory
 from ravan_flwr.training.device import free_memory, further_gpus, give_back_memory, pick_device
 from ravan_flwr.training.footprint import (
@@ -33,7 +33,7 @@ from ravan_flwr.training.footprint import (
     evaluation_memory,
     footprint,
 )
-from ravan_flwr.training.gpus import Gpu, in_turn, unused_gpus, visible_gpus
+from ravan_flwr.training.machine import Gpu, in_turn, unused_gpus, visible_gpus
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
 from ravan_flwr.training.plan import plan_of
 from tests import ROOT
@@ -394,7 +394,7 @@ def test_a_driver_that_is_too_old_for_pytorch_is_named(told, major, cuda, needed
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is used")
 def test_a_plan_and_a_device_that_is_not_there_say_what_is_in_the_way(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", machine(tmp_path, SMALL, driver="550.1")["PATH"])
-    monkeypatch.delenv(gpus.VISIBLE, raising=False)
+    monkeypatch.delenv(found_gpus.VISIBLE, raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     # Another test may have registered a pretended accelerator in this process.
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
@@ -420,7 +420,7 @@ def test_gpus_without_nvidia_smi_are_found_by_pytorch(tmp_path, monkeypatch):
     """On AMD's and on older Jetsons; that of a Jetson has the machine's memory."""
     (tmp_path / "torch.py").write_text(TORCH)
     environment = {"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path)}
-    monkeypatch.setattr(gpus, "OTHER_DRIVERS", (tmp_path / "nvmap",))
+    monkeypatch.setattr(found_gpus, "OTHER_DRIVERS", (tmp_path / "nvmap",))
     assert visible_gpus(environment) == []  # PyTorch is not asked in vain
     (tmp_path / "nvmap").touch()
     first, second = visible_gpus(environment)
@@ -606,15 +606,15 @@ def test_gpus_beside_the_first_are_those_that_nobody_ruled_out(kind, asked, expe
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compute on")
 def test_it_is_said_once_and_not_where_the_cpu_was_asked_for(tmp_path, monkeypatch, caplog):
-    if gpus.DRIVER.is_dir():
+    if found_gpus.DRIVER.is_dir():
         pytest.skip("the machine has GPUs of its own to tell of")
     monkeypatch.setenv("PATH", machine(tmp_path, SMALL)["PATH"])
-    gpus.tell_of_unused_gpus.cache_clear()
+    found_gpus.tell_of_unused_gpus.cache_clear()
     try:
         assert pick_device("cpu").type == "cpu"
         assert not caplog.messages
         assert {pick_device("auto").type for _ in range(2)} == {"cpu"}
     finally:
-        gpus.tell_of_unused_gpus.cache_clear()
+        found_gpus.tell_of_unused_gpus.cache_clear()
     (message,) = caplog.messages
     assert "the machine has 1 GPU: this PyTorch" in message

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.training import cores
-from ravan_flwr.training.cores import CORES
+from ravan_flwr.training import machine
+from ravan_flwr.training.device import SMALL, computing_with, suitable_threads
+from ravan_flwr.training.machine import CORES
 from ravan_flwr.training.model_and_data import ModelAndData
-from ravan_flwr.training.threads import SMALL, computing_with, suitable_threads
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_run_beside_others_has_a_thread_for_each_core_that_is_left_to_it(
     """As a study with --jobs leaves them, and a small network has one thread there, too."""
     monkeypatch.setenv(CORES, given)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(cores, "_quotas", lambda *_: [math.inf])
+    monkeypatch.setattr(machine, "_quotas", lambda *_: [math.inf])
     assert suitable_threads(86_000_000, 8) == threads
     assert suitable_threads(300_000, 32) == 1
 

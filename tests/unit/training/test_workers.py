@@ -6,16 +6,16 @@ import pytest
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.specs import THREAD_NUMBERS
-from ravan_flwr.training import cores
-from ravan_flwr.training.cores import CORES
+from ravan_flwr.training import machine
+from ravan_flwr.training.device import Workers, most_workers
+from ravan_flwr.training.machine import CORES
 from ravan_flwr.training.plan import describe
-from ravan_flwr.training.threads import Workers, most_workers
 
 
 @pytest.fixture(autouse=True)
 def _eight(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(cores, "_quotas", lambda _: [float("inf")])
+    monkeypatch.setattr(machine, "_quotas", lambda _: [float("inf")])
     for name in (*THREAD_NUMBERS, CORES):
         monkeypatch.delenv(name, raising=False)
 
