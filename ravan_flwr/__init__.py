@@ -54,20 +54,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "Callback",
-    "RavanConfig",
-    "Simulation",
-    "evaluate",
-    "export_run",
-    "plan_of",
-    "predict",
-    "result_of",
-    "run_study",
-    "simulate",
-    "watch_run",
-    "write_report",
-    "write_spectra",
-]
+    "Callback", "RavanConfig", "Simulation", "evaluate", "export_run", "plan_of", "predict",
+    "result_of", "run_study", "simulate", "watch_run", "write_report", "write_spectra",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

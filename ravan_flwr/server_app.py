@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from logging import getLogger
 from pathlib import Path
 from pkgutil import resolve_name
@@ -160,77 +160,35 @@ def _noting_failures(directory: RunDirectory) -> Iterator[None]:
 
 
 def _hold_rounds(
-    grid: Any,
-    bench: ModelAndData,
-    config: Config,
-    directory: RunDirectory,
-    start: ResumePoint,
-    limits: list[StopCondition],
-    watching: Callbacks,
-) -> None:
+    grid: Any, bench: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint,
+    limits: list[StopCondition], watching: Callbacks,
+) -> None:  # fmt: skip
     """Let the strategy hold the rounds; write summary, result and report."""
     if start.done is None:
         directory.write_json("config.json", config.as_dict())
-    model, metric = bench.model, bench.task.metric
-    budget = release_of(config).budget
-    privacy = None if budget is None else budget.of(config, directory, start)
-    strategy = FederatedTuning(
-        config,
-        model.method,
-        backbone=bench.backbone_fingerprint,
-        seed_fingerprint=model.seed_fingerprint,
-        derived=model.derived,
-        load_fixed=model.load_fixed,
-        first_round=start.first,
-        fixed=start.fixed,
-        memory=start.memory,
-        partitions=start.records[-1]["partitions"] if start.records else None,
-        trained=start.trained,
-        measured=bench.task.measures,
-        partition_sizes=bench.partition_sizes,
-        limits=limits,
-        privacy=privacy,
-    )
-    progress = Progress(start.first, config.num_rounds, metric, config.max_bytes, start.bytes)
-    trackers = Trackers(config.tracking, directory.path, config.as_dict())
-    own_parts = grid.own_parts if in_process(grid) and model.method.personal is not None else None
-    keeper = RunRecorder(directory, bench, progress, trackers, start, strategy, own_parts)
-    callbacks: list[Callback] = [keeper, StatusFile(directory.path)]
-    if config.evaluate_samples:  # before the round's line: a run that is resumed writes them again
-        anew = start.done is None and model.method.calibration is None
-        callbacks.insert(0, Samples(bench, directory, start.state if anew else None))
-    if config.deliver:
-        given = (config, strategy.registry, strategy.mail, strategy.status)
-        callbacks.append(resolve_name(DELIVERY)(grid, *given, directory, start.state))
-    strategy.callbacks = Callbacks([*callbacks, watching])
-    if config.evaluate_on == "server" and bench.questions is not None:  # read before training
-        log.info("%d multiple-choice questions are asked at each evaluation", len(bench.questions))
-
-    def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
-        tally = Tally() if bench.task.classifies else None
-        with model.holding(from_record(arrays)):
-            measured = MetricRecord(_finite(bench.evaluate(tally), number))
-        keeper.tally = tally
-        if tally is not None:
-            write_classes(directory, number, tally, bench.task.data.labels)
-        return measured
-
-    try:
+    strategy, metric = _strategy_of(bench, config, directory, start, limits), bench.task.metric
+    with (
+        closing(Progress(start.first, config.num_rounds, metric, config.max_bytes, start.bytes))
+        as progress,
+        closing(Trackers(config.tracking, directory.path, config.as_dict())) as trackers,
+    ):  # fmt: skip
+        personal = in_process(grid) and bench.model.method.personal is not None
+        own_parts = grid.own_parts if personal else None
+        recorder = RunRecorder(directory, bench, progress, trackers, start, strategy, own_parts)
+        callbacks = _callbacks_of(grid, bench, config, directory, start, strategy, recorder)
+        strategy.callbacks = Callbacks([*callbacks, watching])
         strategy.callbacks.on_run_begin()
         result = strategy.start(
             grid,
             to_record(start.state),
             num_rounds=config.num_rounds,
             timeout=config.round_timeout,
-            evaluate_fn=evaluate_state if config.evaluate_on == "server" else None,
+            evaluate_fn=_evaluation_of(bench, config, directory, recorder),
         )
-    finally:
-        progress.close()
-        trackers.close()
-    keeper.go_on()  # where there was no further round
-    summary = summary_of(bench, config, keeper.records, len(strategy.registry.members))
-    if privacy is not None:
-        summary.update(cast(Summary, privacy.told()))
+    recorder.go_on()  # where there was no further round
+    summary = summary_of(bench, config, recorder.records, len(strategy.registry.members))
+    if strategy.privacy is not None:
+        summary.update(cast(Summary, strategy.privacy.told()))
     if (processes := processes_of(grid)) is not None:
         summary["processes"] = processes
     carry_over(directory, start, summary)
@@ -238,6 +196,59 @@ def _hold_rounds(
     _save_result(final, bench, directory, summary)
     strategy.callbacks.on_run_end()
     report_result(summary, metric, directory, _report(config, directory))
+
+
+def _strategy_of(
+    bench: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint,
+    limits: list[StopCondition],
+) -> FederatedTuning:  # fmt: skip
+    """Make the strategy that begins, or goes on, with the round after `start`."""
+    model, budget = bench.model, release_of(config).budget
+    return FederatedTuning(
+        config, model.method, backbone=bench.backbone_fingerprint,
+        seed_fingerprint=model.seed_fingerprint, derived=model.derived,
+        load_fixed=model.load_fixed, first_round=start.first, fixed=start.fixed,
+        memory=start.memory, trained=start.trained,
+        partitions=start.records[-1]["partitions"] if start.records else None,
+        measured=bench.task.measures, partition_sizes=bench.partition_sizes, limits=limits,
+        privacy=None if budget is None else budget.of(config, directory, start),
+    )  # fmt: skip
+
+
+def _callbacks_of(
+    grid: Any, bench: ModelAndData, config: Config, directory: RunDirectory, start: ResumePoint,
+    strategy: FederatedTuning, recorder: RunRecorder,
+) -> list[Callback]:  # fmt: skip
+    """List the app's own callbacks, in the order in which they hear of a round."""
+    callbacks: list[Callback] = [recorder, StatusFile(directory.path)]
+    if config.evaluate_samples:  # before the round's line: a run that is resumed writes them again
+        anew = start.done is None and bench.model.method.calibration is None
+        callbacks.insert(0, Samples(bench, directory, start.state if anew else None))
+    if config.deliver:
+        given = (config, strategy.registry, strategy.mail, strategy.status)
+        callbacks.append(resolve_name(DELIVERY)(grid, *given, directory, start.state))
+    return callbacks
+
+
+def _evaluation_of(
+    bench: ModelAndData, config: Config, directory: RunDirectory, recorder: RunRecorder
+) -> Callable[[int, ArrayRecord], MetricRecord] | None:
+    """Return what measures a state on the server's test examples; None if clients evaluate."""
+    if config.evaluate_on != "server":
+        return None
+    if bench.questions is not None:  # read before training
+        log.info("%d multiple-choice questions are asked at each evaluation", len(bench.questions))
+
+    def evaluate_state(number: int, arrays: ArrayRecord) -> MetricRecord:
+        tally = Tally() if bench.task.classifies else None
+        with bench.model.holding(from_record(arrays)):
+            measured = MetricRecord(_finite(bench.evaluate(tally), number))
+        recorder.tally = tally
+        if tally is not None:
+            write_classes(directory, number, tally, bench.task.data.labels)
+        return measured
+
+    return evaluate_state
 
 
 def _save_result(
@@ -279,18 +290,17 @@ def _deliver_again(
 
 def _report(config: Config, directory: RunDirectory) -> Path | None:
     """Write the page of the run, if it is wanted and can be."""
-    page = None
-    if config.report:
-        try:
-            from ravan_flwr.reports.report import write_report  # noqa: PLC0415 (it draws)
+    if not config.report:
+        return None
+    folder = directory.path / "report"
+    try:
+        from ravan_flwr.reports.report import write_report  # noqa: PLC0415 (it draws)
 
-            page = write_report([directory.path], directory.path / "report")
-        except Exception as error:  # noqa: BLE001 (the result is safe already)
-            log.warning(
-                "no report in %s: %s; the result is whole; try again with ravan-flwr report %s",
-                *(directory.path / "report", error, directory.path),
-            )
-    return page
+        return write_report([directory.path], folder)
+    except Exception as error:  # noqa: BLE001 (the result is safe already)
+        told = "no report in %s: %s; the result is whole; try again with ravan-flwr report %s"
+        log.warning(told, folder, error, directory.path)
+        return None
 
 
 def _finite(measured: Mapping[str, float], number: int) -> dict[str, Any]:

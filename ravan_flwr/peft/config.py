@@ -1,4 +1,5 @@
 """Configure RAVAN's adapter for PEFT."""
+# ruff: noqa: RUF009 (`_option` makes a field)
 
 import re
 from dataclasses import asdict, dataclass, field, fields
@@ -12,6 +13,10 @@ from ravan_flwr.adapters.bases import SCHEMES
 BIASES = ("none", "all", "ravan_only")
 
 
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass
 class RavanConfig(PeftConfig):
     """Configure heads y = W x + b + sum_i s_i B_i H_i A_i x on linear layers, for `get_peft_model`.
@@ -19,68 +24,34 @@ class RavanConfig(PeftConfig):
     H_i (r, r) and s_i are trained; W, b, B_i (out, r) and A_i (r, in) are frozen.
     """
 
-    r: int = field(default=32, metadata={"help": "rank of each head: H_i is (r, r)"})
-    num_heads: int = field(default=4, metadata={"help": "heads in each layer"})
-    init: Literal["gram-schmidt", "normal", "constant", "shared-subspace"] = field(
-        default="gram-schmidt", metadata={"help": "how the bases B and A are made"}
-    )
-    base_seed: int = field(
-        default=0,
-        metadata={
-            "help": "seed of the bases: the same seed, layer name and `init` give the same B and A"
-        },
-    )
-    trainable_scales: bool = field(
-        default=True, metadata={"help": "train the scales s_i; otherwise they stay 1"}
-    )
-    target_modules: list[str] | str | None = field(
-        default=None,
-        metadata={
-            "help": "layers to adapt: a list of names or of their ends, a regular expression of "
-            'whole names, or "all-linear"; None takes the usual ones of the architecture'
-        },
-    )
-    exclude_modules: list[str] | str | None = field(
-        default=None, metadata={"help": "layers to leave out, as a list or a regular expression"}
-    )
-    layers_to_transform: list[int] | int | None = field(
-        default=None,
-        metadata={"help": "numbers of the blocks to adapt; needs `target_modules` as a list"},
-    )
-    layers_pattern: list[str] | str | None = field(
-        default=None,
-        metadata={
-            "help": 'name of the list of blocks, such as "layer", where PEFT does not know it'
-        },
-    )
-    modules_to_save: list[str] | None = field(
-        default=None,
-        metadata={"help": "other modules to train and save whole, such as a new classifier"},
-    )
-    bias: Literal["none", "all", "ravan_only"] = field(
-        default="none",
-        metadata={"help": "biases to train: none, all, or ravan_only, those of the adapted layers"},
-    )
-    fan_in_fan_out: bool = field(
-        default=False,
-        metadata={
-            "help": "all targets keep their weight as (in, out), as GPT-2's Conv1D; a Conv1D is "
-            "recognised without it"
-        },
-    )
-    save_bases: bool = field(
-        default=False,
-        metadata={
-            "help": "save B and A in the adapter's folder, instead of making them when it is loaded"
-        },
-    )
-    base_layers: dict[str, Any] | None = field(
-        default=None,
-        metadata={
-            "help": "what the adapter was made for; written when it is saved, checked when it is "
-            "loaded"
-        },
-    )
+    # fmt: off
+    r: int = _option(32, "rank of each head: H_i is (r, r)")
+    num_heads: int = _option(4, "heads in each layer")
+    init: Literal["gram-schmidt", "normal", "constant", "shared-subspace"] = _option(
+        "gram-schmidt", "how the bases B and A are made")
+    base_seed: int = _option(0, "seed of the bases: the same seed, layer name and `init` give the "
+        "same B and A")
+    trainable_scales: bool = _option(True, "train the scales s_i; otherwise they stay 1")
+    target_modules: list[str] | str | None = _option(None, "layers to adapt: a list of names or of "
+        'their ends, a regular expression of whole names, or "all-linear"; None takes the usual '
+        "ones of the architecture")
+    exclude_modules: list[str] | str | None = _option(None, "layers to leave out, as a list or a "
+        "regular expression")
+    layers_to_transform: list[int] | int | None = _option(None, "numbers of the blocks to adapt; "
+        "needs `target_modules` as a list")
+    layers_pattern: list[str] | str | None = _option(None, "name of the list of blocks, such as "
+        '"layer", where PEFT does not know it')
+    modules_to_save: list[str] | None = _option(None, "other modules to train and save whole, such "
+        "as a new classifier")
+    bias: Literal["none", "all", "ravan_only"] = _option("none", "biases to train: none, all, or "
+        "ravan_only, those of the adapted layers")
+    fan_in_fan_out: bool = _option(False, "all targets keep their weight as (in, out), as GPT-2's "
+        "Conv1D; a Conv1D is recognised without it")
+    save_bases: bool = _option(False, "save B and A in the adapter's folder, instead of making "
+        "them when it is loaded")
+    base_layers: dict[str, Any] | None = _option(None, "what the adapter was made for; written "
+        "when it is saved, checked when it is loaded")
+    # fmt: on
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[no-untyped-call]

@@ -75,7 +75,7 @@ class FederatedTuning(Strategy):
     ) -> None:
         self.config, self.method = config, method
         self.callbacks, self.first_round = Callbacks(callbacks), first_round
-        self._load_fixed, self._privacy = load_fixed, privacy
+        self._load_fixed, self.privacy = load_fixed, privacy
         self.measured = measured or Measures()
         self.trained = set(trained)  # they have what stays with a client
         self._limits = [*limits, *([] if privacy is None else [privacy])]
@@ -145,8 +145,8 @@ class FederatedTuning(Strategy):
         self.status.begin("recruiting", self.first_round - 1, num_rounds)
         self.registry.recruit(grid, wait=True)
         self.summary()
-        if self._privacy is not None:
-            self._privacy.begin(self.registry, num_rounds)
+        if self.privacy is not None:
+            self.privacy.begin(self.registry, num_rounds)
         # 2. Calibrate, if the method does so and the run is new. This is round 0.
         if self.method.calibration is not None and self.mail.fixed is None:
             arrays, _ = self._train(0, arrays, train_config, grid, timeout)
@@ -230,7 +230,7 @@ class FederatedTuning(Strategy):
         if number == 0:
             return Round(number, self, Calibrated)
         release, transport = release_of(self.config), transport_of(self.config)
-        return Round(number, self, release, transport, self._privacy)
+        return Round(number, self, release, transport, self.privacy)
 
     def _on_status(self, status: Callable[[], RunStatus]) -> None:
         """Call the callbacks of today: some of them need the strategy, and are made after it."""
@@ -240,4 +240,4 @@ class FederatedTuning(Strategy):
     @property
     def memory(self) -> Tensors:
         """Collect what a run that goes on needs beside the tensors."""
-        return self.state.memory | (self._privacy.memory if self._privacy else {})
+        return self.state.memory | (self.privacy.memory if self.privacy else {})

@@ -21,18 +21,7 @@ from ravan_flwr.strategies.lora import (
 from ravan_flwr.strategies.ravan import FedSBStrategy, RavanStrategy
 
 __all__ = [
-    "FFALoraStrategy",
-    "FedExLoraStrategy",
-    "FedRotLoraStrategy",
-    "FedSBStrategy",
-    "FedSVDStrategy",
-    "FlexLoraStrategy",
-    "HetLoraStrategy",
-    "LoraFairStrategy",
-    "RaFLoraStrategy",
-    "RavanStrategy",
-    "choose",
-    "collect_arrays",
-    "load_arrays",
-    "restore",
-]
+    "FFALoraStrategy", "FedExLoraStrategy", "FedRotLoraStrategy", "FedSBStrategy",
+    "FedSVDStrategy", "FlexLoraStrategy", "HetLoraStrategy", "LoraFairStrategy", "RaFLoraStrategy",
+    "RavanStrategy", "choose", "collect_arrays", "load_arrays", "restore",
+]  # fmt: skip
