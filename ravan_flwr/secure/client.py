@@ -15,8 +15,7 @@ import numpy as np
 from ravan_flwr.secure import agreement, shamir
 from ravan_flwr.secure.agreement import ENTRY, KEY, MARK, SIGNATURE, TAG, Parts
 from ravan_flwr.secure.fixed_point import Numbers, to_bytes
-from ravan_flwr.secure.masks import Vector
-from ravan_flwr.secure.schedule import Bits, Schedule, cut, read_schedule, unpack
+from ravan_flwr.secure.schedule import Bits, Schedule, Vector, cut, read_schedule, unpack
 
 State = dict[str, Any]
 

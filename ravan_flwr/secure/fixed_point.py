@@ -73,11 +73,6 @@ def from_bytes(data: bytes) -> Numbers:
     return wide.view("<u4").reshape(-1).astype(np.uint32)
 
 
-def step_of(bound: float) -> float:
-    """Return the size of a step: a client's number is wrong by less."""
-    return bound / (LEVELS // 2)
-
-
 def bound_of(steps: float, largest: float) -> float:
     """Choose a bound for changes of numbers as large as that, after so many steps of that rate.
 
@@ -156,10 +151,10 @@ def within(values: NDArray[np.float64], most: float, random: np.random.Generator
         smaller = values * min(1.0, aim / norm) if norm else values
         for _ in range(_TRIES):
             steps = np.floor(smaller + random.random(size)).astype(np.int64)
-            if _is_within(steps, most):
+            if int(np.dot(steps, steps)) <= most * most:
                 return steps
     steps = np.trunc(values).astype(np.int64)
-    return steps if _is_within(steps, most) else np.zeros_like(steps)
+    return steps if int(np.dot(steps, steps)) <= most * most else np.zeros_like(steps)
 
 
 def to_numbers(steps: Steps) -> Numbers:
@@ -170,7 +165,3 @@ def to_numbers(steps: Steps) -> Numbers:
 def signed(total: Numbers) -> NDArray[np.float64]:
     """Read a sum modulo 2^24 as the number of either sign that is nearest to zero."""
     return ((total.astype(np.int64) + _HALF) & int(MASK)).astype(np.float64) - _HALF
-
-
-def _is_within(steps: Steps, most: float) -> bool:
-    return int(np.dot(steps, steps)) <= int(most * most)

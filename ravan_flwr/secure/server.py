@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from ravan_flwr.secure import agreement, shamir
 from ravan_flwr.secure.agreement import ENTRY, KEY, MARK, SIGNATURE, Parts
 from ravan_flwr.secure.fixed_point import WIDTH, from_bytes, mean_of, signed
-from ravan_flwr.secure.masks import Vector
 from ravan_flwr.secure.node_keys import is_signed
-from ravan_flwr.secure.schedule import Bits, Schedule, cut, pack
+from ravan_flwr.secure.schedule import Bits, Schedule, Vector, cut, pack
 
 
 @dataclass(frozen=True)

@@ -55,59 +55,42 @@ class RunRecorder(Callback):
             self.directory.write_rounds(self.records)
             self.after = None
 
-    def _append(self, record: RoundRecord) -> None:
-        self.go_on()
-        self.directory.append_round(record)
-        self.directory.note_clients(record["partitions"])
-
     def on_round_end(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:
         """Save a round and its state; warn where evaluations begin to be collapsed."""
-        if record["round"] == 0:
-            self._save_calibration(record, state)
-            return
-        if told := self._collapse(record):
+        self.go_on()
+        told, number = None, record["round"]
+        if number and self.bench.model.trainable_parameters():
+            labels = self.bench.task.data.labels if self.bench.task.classifies else ()
+            last = number == self.progress.last
+            told = collapse(self.records, record, self.metric, labels, self.tally, last=last)
+        if told:
             record["collapsed"] = told
         measured = [earlier for earlier in self.records if earlier["metrics"]]
         begins = told and not (measured and "collapsed" in measured[-1])
-        self._append(record)
+        self.directory.append_round(record)
+        self.directory.note_clients(record["partitions"])
         self.records.append(record)
-        best = best_round(self.records, self.metric)
-        if self._own_parts is not None:
-            save_own_parts(self.directory.checkpoints, record["round"], self._own_parts())
-        memory = self.strategy.memory
-        save_checkpoint(self.directory.checkpoints, record["round"], dict(state), memory, best)
-        self.progress.round(record)
+        folder, best = self.directory.checkpoints, None
+        if number:
+            best = best_round(self.records, self.metric)
+            if self._own_parts is not None:
+                save_own_parts(folder, number, self._own_parts())
+            save_checkpoint(folder, number, dict(state), self.strategy.memory, best)
+            self.progress.round(record)
+        else:  # what a calibration made
+            assert self.strategy.mail.fixed is not None
+            save_fixed(folder, from_record(self.strategy.mail.fixed))
+            save_checkpoint(folder, 0, dict(state))
+            self.progress.calibrated(record)
         self.trackers.round(record)
         if begins:
-            log.warning("round %d COLLAPSED: %s. %s", record["round"], told, self._advice(best))
-
-    def _save_calibration(self, record: RoundRecord, state: Mapping[str, Tensor]) -> None:
-        """Save what a calibration round made."""
-        self._append(record)
-        assert self.strategy.mail.fixed is not None  # the round has made it
-        save_fixed(self.directory.checkpoints, from_record(self.strategy.mail.fixed))
-        save_checkpoint(self.directory.checkpoints, 0, dict(state))
-        self.records.append(record)
-        self.progress.calibrated(record)
-        self.trackers.round(record)
-
-    def _collapse(self, record: RoundRecord) -> str | None:
-        """Say how the evaluation of a round has collapsed; None if it has not."""
-        if not self.bench.model.trainable_parameters():
-            return None
-        labels = self.bench.task.data.labels if self.bench.task.classifies else ()
-        last = record["round"] == self.progress.last
-        return collapse(self.records, record, self.metric, labels, self.tally, last=last)
-
-    def _advice(self, best: int | None) -> str:
-        """Give the likely cause of a collapse, and what to do."""
-        rate = self.bench.config.learning_rate
-        back = [r["round"] for r in self.records if r["round"] == best and "collapsed" not in r]
-        return (
-            f"The likely cause is a learning rate that is too high (here {rate:g}), another is a "
-            "false reply. Start again with a lower learning-rate"
-            + (f", or go back: resume={self.directory.path}@{best}" if back else "")
-        )
+            back = any(r["round"] == best and "collapsed" not in r for r in self.records)
+            log.warning(
+                "round %d COLLAPSED: %s. The likely cause is a learning rate that is too high "
+                "(here %g), another is a false reply. Start again with a lower learning-rate%s",
+                *(number, told, self.bench.config.learning_rate),
+                f", or go back: resume={self.directory.path}@{best}" if back else "",
+            )
 
 
 def summary_of(

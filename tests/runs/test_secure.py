@@ -27,7 +27,6 @@ from ravan_flwr.reports.run_view import view_of
 from ravan_flwr.reports.snapshot import FollowedRun
 from ravan_flwr.secure import agreement, shamir
 from ravan_flwr.secure.agreement import signed_keys
-from ravan_flwr.secure.fixed_point import step_of
 from ravan_flwr.secure.node_keys import NodeKeys, make_keys
 from ravan_flwr.secure.server import DealerError
 from ravan_flwr.server.client_registry import Node
@@ -36,6 +35,7 @@ from ravan_flwr.specs import Scalar
 from ravan_flwr.training import masked
 from ravan_flwr.training.local_steps import train_locally
 from ravan_flwr.training.plan import plan_of
+from tests.unit.secure.rounds import step_of
 
 QUICK: dict[str, Scalar] = {
     "lora-rank": 2, "local-steps": 1, "batch-size": 8, "num-rounds": 1, "eval-every": 1,

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ravan_flwr.secure.client import SecureClient
-from ravan_flwr.secure.fixed_point import to_steps
+from ravan_flwr.secure.fixed_point import LEVELS, to_steps
 from ravan_flwr.secure.node_keys import NodeKeys
 from ravan_flwr.secure.schedule import Part, make_schedule
 from ravan_flwr.secure.server import SecureServer, read_greeting
@@ -13,6 +13,11 @@ from ravan_flwr.secure.server import SecureServer, read_greeting
 RUN, ROUND = 7, 3
 PHASES = ("keys", "shares", "masked", "agree", "unmask")
 PARTS = (Part("H", 6, 40, 0.5), Part("classifier", 1, 30, 0.1))
+
+
+def step_of(bound):
+    """The size of a step: a client's number is wrong by less."""
+    return bound / (LEVELS // 2)
 
 
 class Held:

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ravan_flwr.secure import masks, shamir
+from ravan_flwr.secure import schedule as rows_and_masks
+from ravan_flwr.secure import shamir
 from ravan_flwr.secure.agreement import SIGNATURE, pair_key, signed_keys
 from ravan_flwr.secure.client import DistrustError, SecureClient
-from ravan_flwr.secure.fixed_point import LEVELS, from_bytes, step_of, to_steps
+from ravan_flwr.secure.fixed_point import LEVELS, from_bytes, to_steps
 from ravan_flwr.secure.node_keys import NodeKeys, make_keys
-from ravan_flwr.secure.schedule import make_schedule, pack, threshold_of
+from ravan_flwr.secure.schedule import Vector, make_schedule, pack, stream_of, threshold_of
 from ravan_flwr.secure.server import DealerError, SecureServer, read_greeting
-from tests.unit.secure.rounds import PARTS, PHASES, ROUND, RUN, Held
+from tests.unit.secure.rounds import PARTS, PHASES, ROUND, RUN, Held, step_of
 
 N = 7
 
@@ -166,12 +167,12 @@ def test_masked_uploads_are_uniform_and_cancel(folder, monkeypatch):
 def test_no_stream_is_used_twice(folder, monkeypatch):
     seen, streams = [], []
 
-    def noted(key, place, size, make=masks.stream_of):
+    def noted(key, place, size, make=stream_of):
         streams.append(make(key, place, size).tobytes())
         seen.append((key, place))
         return make(key, place, size)
 
-    monkeypatch.setattr(masks, "stream_of", noted)
+    monkeypatch.setattr(rows_and_masks, "stream_of", noted)
     held = Held(folder, 4)
     held.meet()
     held.share()
@@ -183,10 +184,10 @@ def test_no_stream_is_used_twice(folder, monkeypatch):
 
 
 def test_a_long_stream_is_made_in_pieces(monkeypatch):
-    whole = masks.stream_of(bytes(32), (1, 2), 1000)
-    monkeypatch.setattr(masks, "_BLOCK", 64)
-    assert masks.stream_of(bytes(32), (1, 2), 1000).tolist() == whole.tolist()
-    assert (masks.stream_of(bytes(32), (2, 1), 1000) != whole).any()
+    whole = stream_of(bytes(32), (1, 2), 1000)
+    monkeypatch.setattr(rows_and_masks, "_BLOCK", 64)
+    assert stream_of(bytes(32), (1, 2), 1000).tolist() == whole.tolist()
+    assert (stream_of(bytes(32), (2, 1), 1000) != whole).any()
 
 
 def test_two_rounds_with_the_same_changes_have_other_masks(folder):
@@ -585,7 +586,7 @@ def test_a_late_upload_stays_masked(folder):
     check_sums(held, opened)
     late = from_bytes(held.sent[3])
     rows = np.ones(7, bool)
-    vector = masks.Vector(held.server.schedule, rows, late.copy())
+    vector = Vector(held.server.schedule, rows, late.copy())
     private = shamir.join(held.server._shares[3, 0], held.server.schedule.threshold)
     for other in range(N):
         if other != 3:
