@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.supercore.utils import get_flwr_home
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +76,8 @@ def kept_folder() -> Path | None:
 
 
 def _in_flowers() -> Path:
+    from flwr.supercore.utils import get_flwr_home  # noqa: PLC0415 (a quarter of a second)
+
     return get_flwr_home() / "ravan-flwr"
 
 
