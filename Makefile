@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 WORKERS ?= 4
 
-.PHONY: help run simulate test quick e2e bench gpu gpu-first lint types check release clean
+.PHONY: help run simulate test quick e2e bench gpu gpu-first lint types docs check release clean
 
 help:
 	@echo "make run       a federated run in Flower's simulation runtime, 20 clients, digits"
@@ -17,7 +17,8 @@ help:
 	@echo "make bench     speed and memory against peers, about a quarter of an hour; CHECK=--check fails on a missed bar"
 	@echo "make gpu       the tests that need a GPU, and what a client's round takes on it"
 	@echo "make gpu-first what only a GPU can tell, in ten minutes, as a table in docs/gpu.md"
-	@echo "make check     lint, types and tests: what CI runs"
+	@echo "make docs      the documents as a site, build/site/index.html"
+	@echo "make check     lint, types and tests, which build the site: what CI runs"
 	@echo "make release   sdist, wheel and app bundle into dist/, each tried in a new environment"
 	@echo "make clean     remove the environment and caches, keep the runs"
 	@echo 'Settings go into ARGS: make run ARGS="seed=1 heads=8"; all of them: $(BIN)/ravan-flwr simulate --help'
@@ -75,6 +76,10 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
+# Material's notice on its successor is no warning of ours.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 check: lint types test
 
 release: $(INSTALLED)
@@ -86,7 +91,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Making the environment $(VENV) (some minutes; later runs skip this)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "Installing the packages of constraints.txt"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs]"
 	@touch $@
 	@echo "Installed"
 

@@ -1,0 +1,102 @@
+"""Add to the site of mkdocs.yml what is no page of docs/: README, commands, the Python API.
+
+    make docs        build/site/, offline; a warning is an error
+
+A link from a page to another file of the repository leads to a copy of that file.
+"""
+
+import contextlib
+import io
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import ravan_flwr
+from ravan_flwr import cli, strategies
+
+ROOT = Path(__file__).resolve().parent.parent
+# Page of the site -> file of the repository.
+BESIDE = {"index.md": "README.md"} | {
+    name: name
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md",
+                 "examples/own_app/README.md")
+}  # fmt: skip
+PAGES = {file: page for page, file in BESIDE.items()}
+LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def help_of(*words: str) -> str:
+    """Return what a command prints with `--help`, in 80 columns."""
+    printed = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, {"COLUMNS": "80"}),
+        contextlib.redirect_stdout(printed),
+        contextlib.suppress(SystemExit),
+    ):
+        cli.main([*words, "--help"])
+    return printed.getvalue()
+
+
+def commands() -> str:
+    """Write the page of commands from their own help."""
+    names = re.findall(r"^    ([a-z]+)  ", help_of(), re.MULTILINE)
+    text = ["# Commands\nWhat each command prints with `--help`. [Keys](settings.md) have a page."]
+    for name in names:
+        about = help_of(name).split("\nKeys and their defaults")[0].rstrip()
+        text.append(f"## ravan-flwr {name}\n```text\n{about}\n```")
+    return "\n\n".join(text) + "\n"
+
+
+def api() -> str:
+    """Write the page of public names, which mkdocstrings fills from docstrings."""
+    text = ["# Python API\nEverything else is internal, and may change."]
+    for package in (ravan_flwr, strategies):
+        text.append(f"## {package.__name__}")
+        for name in package.__all__:
+            thing = getattr(package, name)
+            text.append(f"::: {thing.__module__}.{thing.__qualname__}")
+    return "\n\n".join(text) + "\n"
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages, and the files that pages link to."""
+    from mkdocs.structure.files import File  # the extra `docs` has it
+
+    made = {"commands.md": commands(), "api.md": api()}
+    made |= {page: (ROOT / file).read_text(encoding="utf-8") for page, file in BESIDE.items()}
+    for page, text in made.items():
+        files.append(File.generated(config, page, content=text))
+    linked = set()
+    for page in [file.src_uri for file in files if file.src_uri.endswith(".md")]:
+        text = made.get(page) or (ROOT / "docs" / page).read_text(encoding="utf-8")
+        linked |= {target for target, _ in map(place, LINK.findall(text), [page] * len(text))}
+    for target in linked:
+        inside = (ROOT / "docs" / target).exists() or target in PAGES or target in made
+        if not inside and (ROOT / target).is_file():
+            source = str(ROOT / target)
+            files.append(File.generated(config, f"files/{target}", abs_src_path=source))
+    return files
+
+
+def place(link: tuple[str, str], page: str) -> tuple[str, str]:
+    """Return the file of the repository or page of docs/ that a link on a page means."""
+    source = BESIDE.get(page, f"docs/{page}")
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[0]))
+    return target.removeprefix("docs/"), link[1]
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Let links lead to where the site has their files."""
+    here = page.file.src_uri
+
+    def moved(match: re.Match[str]) -> str:
+        target, anchor = place((match[1], match[2] or ""), here)
+        target = PAGES.get(target, target)
+        if not (ROOT / "docs" / target).exists() and target not in BESIDE:
+            target = f"files/{target}" if (ROOT / target).is_file() else "index.md"
+        return f"]({posixpath.relpath(target, posixpath.dirname(here) or '.')}{anchor})"
+
+    return LINK.sub(moved, markdown)

@@ -1,0 +1,45 @@
+"""The site builds offline without a warning, and its pages load nothing from other hosts."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests import ROOT
+
+LOADED = r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"(.*?)\"|<link\b[^>]*\bhref=\"(.*?)\"[^>]*>"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_pages_load_nothing_from_other_hosts(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        for source in re.findall(LOADED, page.read_text(encoding="utf-8")):
+            assert "//" not in "".join(source), f"{page.name} loads {source}"
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\([\"']?https?:", style.read_text(encoding="utf-8")), style
+
+
+def test_the_site_has_what_programs_write(site):
+    """Each command with its help, each public name with its docstring, README as the first page."""
+    commands = (site / "commands.html").read_text(encoding="utf-8")
+    assert re.findall(r"usage: ravan-flwr ([a-z]+)", commands)[:3] == ["simulate", "plan", "new"]
+    api = (site / "api.html").read_text(encoding="utf-8")
+    for name in ("simulate", "RavanConfig", "RavanStrategy", "collect_arrays"):
+        assert re.search(rf"id=\"ravan_flwr\.[\w.]+\.{name}\"", api), name
+    assert "make run" in (site / "index.html").read_text(encoding="utf-8")
+    assert (site / "files" / "examples" / "peft_script.py").is_file()

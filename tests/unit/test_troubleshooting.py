@@ -1,0 +1,64 @@
+"""The mistakes of docs/troubleshooting.md print what the page says."""
+
+import csv
+import re
+import shlex
+
+import pytest
+
+from ravan_flwr.cli import main
+from tests import ROOT
+from tests.own_models import make_bert
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+CASES = re.findall(r"^```bash\n(.*)\n```\n```text\n(.*)\n```$", PAGE, re.MULTILINE)
+TEXTS = range(60)
+QUICK = ["num-rounds=1", "local-steps=1", "report=false", "tracking=none", "output-dir=runs"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a model, texts, a preset for them, and two runs."""
+    path = tmp_path_factory.mktemp("mistakes")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        make_bert(path / "model")
+        for name, rows in {
+            "texts/train.csv": [
+                ("text", "label"),
+                *((f"text {n}", "ab"[n % 2]) for n in range(60)),
+            ],
+            "other.csv": [("text", "label"), ("hello", "c")],
+            "new.csv": [("body",), ("hello",)],
+        }.items():
+            (path / name).parent.mkdir(exist_ok=True)
+            with (path / name).open("w", newline="") as file:
+                csv.writer(file).writerows(rows)
+        (path / "notes").mkdir()
+        (path / "notes" / "a.txt").write_text("hello")
+        main(["new", "mine", "--data", "texts", "--model", "model"])
+        for method in ("ravan", "full"):
+            main(["simulate", "preset=conf/mine.yaml", f"method={method}", *QUICK])
+    return path
+
+
+def test_the_page_has_at_least_thirty_mistakes_that_are_tried():
+    symptoms = [line for line in PAGE.split("## On devices")[1].splitlines() if line[:2] == "| "]
+    assert len(CASES) + len(symptoms) >= 30
+    assert len(CASES) >= 25
+
+
+# `datasets` leaves a CSV that it has read open.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("command", "printed"), CASES, ids=[command for command, _ in CASES])
+def test_a_mistake_prints_what_the_page_says(command, printed, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    for name, method in (("RUN", "ravan"), ("FULL", "full")):
+        (run,) = folder.glob(f"runs/*-{method}-*")
+        command = re.sub(rf"\b{name}\b", str(run.relative_to(folder)), command)
+    with pytest.raises(SystemExit) as end:
+        main(shlex.split(command)[1:])
+    assert end.value.code == 2
+    told = " ".join(capsys.readouterr().err.split())
+    pattern = ".*".join(re.escape(part.strip()) for part in printed.split("..."))
+    assert re.search(pattern, told), told
