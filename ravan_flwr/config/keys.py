@@ -95,8 +95,8 @@ class Config:
         "local), or the server's", choices=(AUTO, "server", "clients"))
     evaluate_samples: int = key(0, "answers that the model writes at each evaluation, to the same "
         "few test examples, for a person to read", low=0, high=50, of_result=False)
-    validation_share: float = auto_key("share of its examples that each client holds back; auto: "
-        "0.2 where each client has a model of its own, or 0", low=0, high=0.9)
+    validation_share: float = auto_key("share of its examples that is each client's validation "
+        "split; auto: 0.2 where clients evaluate, or 0", low=0, high=0.9)
 
     # how simulated clients share the data
     partition: str = preset_key("dirichlet-by-client:0.3", "how simulated clients divide the data: "

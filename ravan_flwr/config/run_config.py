@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Config", "has_default_rate", "read_config", "recorded_config", "settings_of"]
 
 CLIP_OF_GRADIENTS = 1.0  # under privacy=example, where none is set
-HELD_BACK = 0.2  # of a client's examples, where each has a model of its own
+HELD_BACK = 0.2  # of a client's examples, where clients evaluate
 # What is known later, or has no limit, is None where it is auto.
 _NONE_IF_AUTO = [
     one.name.replace("_", "-") for one in dataclasses.fields(Config)
@@ -88,11 +88,12 @@ def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
     # The preset's ranks are those of its own heads, model and targets, within its own budget.
     own = values["heads"] == preset.run["heads"] or "heads" in method.ignored
     own = own and all(values[key] == AUTO for key in ("model", "targets", "lora-rank"))
+    on_clients = method.personalised or values["evaluate-on"] == "clients"
     found: dict[str, Scalar] = {
         "rank": preset.ranks[budget].get(name, AUTO) if own else AUTO,
         "lora-rank": preset.lora_rank[budget],
         "evaluate-on": "clients" if method.personalised else "server",
-        "validation-share": HELD_BACK if method.personalised else 0.0,
+        "validation-share": HELD_BACK if on_clients else 0.0,
         "max-length": preset.max_length,
     }
     if values["learning-rate"] == AUTO:

@@ -190,7 +190,10 @@ def test_a_resolved_configuration_is_written_in_kebab_case():
         ({"device": "cuda:x"}, "device = 'cuda:x': expected auto"),
         ({"report": "maybe"}, "report = 'maybe': expected true or false; got a text"),
         ({"report": 1}, "report = 1: expected true or false; got a whole number"),
-        ({"evaluate-on": "clients"}, "evaluate-on = 'clients' needs examples .* validation-share"),
+        (
+            {"evaluate-on": "clients", "validation-share": 0},
+            "'clients' needs examples .* validation-share",
+        ),
     ],
 )
 def test_errors_name_the_key_the_value_and_what_is_allowed(settings, message):
@@ -380,3 +383,9 @@ def test_limits_of_an_operator_are_one_key():
     ):
         with pytest.raises(ValueError, match=told):
             read_config({"limits": wrong})
+
+
+def test_clients_that_evaluate_have_a_validation_split():
+    assert read_config({"evaluate-on": "clients"}).validation_share == 0.2
+    assert read_config({}).validation_share == 0.0
+    assert read_config({"evaluate-on": "clients", "validation-share": 0.1}).validation_share == 0.1
