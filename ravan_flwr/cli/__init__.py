@@ -14,6 +14,29 @@ from ravan_flwr.config.key import nearest
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.runs.console import hush
 
+# One for each command, shown by its --help.
+EXAMPLES = {
+    "simulate": "preset=conf/mine.yaml num-clients=5 method=fedit",
+    "plan": "preset=glue-llama device=cuda",
+    "new": "mine --data texts --model model --clients 5",
+    "study": "conf/studies/methods-digits.yaml --jobs 2",
+    "tune": "preset=conf/mine.yaml method=ravan",
+    "report": "runs/* --output comparison",
+    "evaluate": "runs/RUN --data test.csv",
+    "predict": "runs/RUN --data new.csv --output answers.csv",
+    "export": "runs/RUN --as merged model",
+    "keys": "keys --host server.example.org --nodes 3",
+    "doctor": "/etc/ravan-flwr/node-0 --superlink server.example.org:8000",
+    "deliver": "runs/RUN edge",
+}
+
+
+class _Help(argparse.HelpFormatter):
+    """Keep the lines of a text that has several."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
 
 class Ended(KeyboardInterrupt):
     """End the command on a signal: what cleans up after Ctrl-C cleans up after it."""
@@ -104,4 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     commands: Commands = parser.add_subparsers(metavar="COMMAND")
     for group in (running, studying, results, deployment):
         group.add(commands)
+    for name, sub in commands.choices.items():
+        sub.formatter_class = _Help
+        example = f"example:\n  ravan-flwr {name} {EXAMPLES[name]}"
+        sub.epilog = f"{example}\n\n{sub.epilog}" if sub.epilog else example
     return parser

@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
     """Offer `simulate`, `plan` and `new`."""
     keys = option("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config")
     of_keys = {
-        "epilog": key_table(), "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "epilog": key_table(),
     }
     offer(commands, "simulate", _simulate, "run the app on this machine, with simulated clients",
         "Run the app on this machine, with simulated clients.", keys, *ENGINE,
@@ -42,7 +42,7 @@ def add(commands: Commands) -> None:
     offer(commands, "plan", _plan, "say what a run will train, send and need, before anything runs",
         "Say what a run will train, send and need, before anything runs.", keys,
         option("--partition", action="store_true",
-            help="show who has what in place of the costs: examples by client and class"),
+            help="show the partition in place of the costs: examples by client and class"),
         option("--picture", type=Path, metavar="FILE",
             help="with --partition: write it as a picture, a new .png or .svg, without names of "
             "clients"), **of_keys)
@@ -135,7 +135,7 @@ def _plan(parsed: argparse.Namespace) -> None:
     if parsed.picture is not None and not parsed.partition:
         raise ValueError(
             f"--picture {parsed.picture}: got no --partition beside it, expected both, since the "
-            "picture shows who has what; add --partition, or leave --picture out to see the costs"
+            "picture shows the partition; add --partition, or leave --picture out to see the costs"
         )
     if parsed.partition:
         _show_partition(config, num_clients, parsed.picture)

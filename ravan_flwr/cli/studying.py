@@ -47,7 +47,7 @@ def add(commands: Commands) -> None:
         option("--no-write", action="store_true",
             help="print the line rather than change the preset"),
         option("--dry-run", action="store_true", help="say what would be run, and run none"), *how,
-        epilog=key_table(), formatter_class=argparse.RawDescriptionHelpFormatter)
+        epilog=key_table())
 # fmt: on
 
 

@@ -138,7 +138,7 @@ def _name_of(
 
 
 def as_text(dealt: Assignment, width: int = 100, *, ascii_only: bool = False) -> str:
-    """Write who has what for people, within so many characters a line."""
+    """Write the partition for people, within so many characters a line."""
     shades = SHADES[ascii_only]
     rows = _table(dealt, width, shades) if dealt.classes else _bars(dealt, width, shades[-1])
     return "\n".join([*_numbers(dealt), "", *rows])
@@ -148,7 +148,7 @@ def _numbers(dealt: Assignment) -> list[str]:
     found, config = dealt.report, dealt.config
     by = "" if not dealt.classes else f", counted by {plain(dealt.classes, NAME)!r}"
     lines = [
-        f"who has what    {len(found.sizes):,} clients, {found.sizes.sum():,} examples, "
+        f"partition       {len(found.sizes):,} clients, {found.sizes.sum():,} examples, "
         f"partition {config.partition}{by}",
         f"examples each   {_span(found.sizes)}",
     ]

@@ -1,4 +1,4 @@
-"""Draw who has what: classes by client as a map, and beside it how many examples each has."""
+"""Draw the partition: classes by client as a map, and beside it how many examples each has."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def write_picture(dealt: Assignment, path: Path) -> None:
 
 
 def draw(dealt: Assignment) -> Chart:
-    """Draw who has what. No name of a client is in the picture: it may be sent to others.
+    """Draw the partition. No name of a client is in the picture: it may be sent to others.
 
     Nor is any value of a column that is not the task's label, since these may be users.
     """

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from ravan_flwr.cli import main
+from ravan_flwr.cli import EXAMPLES, _parser, main
 from tests import ROOT
 from tests.own_models import make_bert
 
@@ -23,14 +23,15 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
         make_bert(path / "model")
-        for name, rows in {
+        tables: dict[str, list[tuple[str, ...]]] = {
             "texts/train.csv": [
                 ("text", "label"),
                 *((f"text {n}", "ab"[n % 2]) for n in range(60)),
             ],
             "other.csv": [("text", "label"), ("hello", "c")],
             "new.csv": [("body",), ("hello",)],
-        }.items():
+        }
+        for name, rows in tables.items():
             (path / name).parent.mkdir(exist_ok=True)
             with (path / name).open("w", newline="") as file:
                 csv.writer(file).writerows(rows)
@@ -62,3 +63,12 @@ def test_a_mistake_prints_what_the_page_says(command, printed, folder, monkeypat
     told = " ".join(capsys.readouterr().err.split())
     pattern = ".*".join(re.escape(part.strip()) for part in printed.split("..."))
     assert re.search(pattern, told), told
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_a_commands_help_has_an_example_that_it_takes(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    (line,) = re.findall(r"^example:\n  ravan-flwr (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert line == f"{command} {EXAMPLES[command]}"
+    assert _parser().parse_args(shlex.split(line)).command
