@@ -49,7 +49,7 @@ def train_masked(client: ClientRequest) -> RecordDict:
         numbers = to_noised(method, sent, _trained(client), schedule, random)
     else:
         _check_schedule(client, sent, schedule)
-        chosen = by_tensor(schedule, rows)
+        chosen = by_tensor(schedule.parts, rows)
         result = train_locally(*client.work, client.granted, client.steps, client.turn, rows=chosen)
         numbers = to_numbers(method, sent, result.upload, schedule, rows, random)
     with secure_part(client.context, client.node) as secure:

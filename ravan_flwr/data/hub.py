@@ -47,6 +47,18 @@ _UNREACHED = (
 )  # fmt: skip
 
 
+# The first that fits: one that is gated is a kind of one that is not found.
+_ANSWERS: dict[type[Exception], str] = {
+    GatedRepoError: "the hub gives it only to those who accepted its terms; accept them on its "
+    "page, then log in with `hf auth login` or set HF_TOKEN",
+    RevisionNotFoundError: "the hub has no such revision any more; name another one, "
+    "{what}={name}@REVISION",
+    RepositoryNotFoundError: "the hub has no such {what}, or it is private; correct the id, or log "
+    "in with `hf auth login`",
+}
+_ANSWERED = tuple(_ANSWERS)
+
+
 @contextmanager
 def telling(what: str, name: str, revision: str = "") -> Iterator[None]:
     """Turn errors of the hub into a ValueError that says what to do; hide progress bars."""
@@ -54,20 +66,10 @@ def telling(what: str, name: str, revision: str = "") -> Iterator[None]:
     try:
         with no_bars():
             yield
-    except GatedRepoError as error:
+    except _ANSWERED as error:  # the hub answers, but gives nothing
+        problem = next(text for kind, text in _ANSWERS.items() if isinstance(error, kind))
         raise ValueError(
-            f"{at}: the hub gives it only to those who accepted its terms; accept them on its "
-            f"page, then log in with `hf auth login` or set HF_TOKEN ({_short(error)})"
-        ) from None
-    except RevisionNotFoundError as error:
-        raise ValueError(
-            f"{at}: the hub has no such revision any more; name another one, "
-            f"{what}={name}@REVISION ({_short(error)})"
-        ) from None
-    except RepositoryNotFoundError as error:
-        raise ValueError(
-            f"{at}: the hub has no such {what}, or it is private; correct the id, or log in with "
-            f"`hf auth login` ({_short(error)})"
+            f"{at}: {problem.format(what=what, name=name)} ({_short(error)})"
         ) from None
     except _UNREACHED as error:
         raise NotHereError(

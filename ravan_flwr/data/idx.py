@@ -11,8 +11,6 @@ import gzip
 import math
 import struct
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -29,18 +27,26 @@ _GZIPPED = b"\x1f\x8b"
 
 def is_idx(folder: Path) -> bool:
     """Tell whether a folder has any of the files."""
-    return folder.is_dir() and any(
-        _found(folder, split, what) is not None for split in SPLITS for what in DIMENSIONS
-    )
+    return any(_found(folder, split, what) for split in SPLITS for what in DIMENSIONS)
 
 
 def idx_splits(folder: Path) -> datasets.DatasetDict:
     """Read `train` and `test` with the columns `image` and `label`."""
-    files = {
-        (split, what): _file(folder, split, what) for split in SPLITS for what in DIMENSIONS
-    }  # all of them, before any is read
+    # All of them are found before any is read.
+    files = {(split, what): _file(folder, split, what) for split in SPLITS for what in DIMENSIONS}
     return datasets.DatasetDict(
         {split: _examples(files[split, "images"], files[split, "labels"]) for split in SPLITS}
+    )
+
+
+def _file(folder: Path, split: str, what: str) -> Path:
+    if path := _found(folder, split, what):
+        return path
+    name = f"{SPLITS[split]}-{what}-idx{DIMENSIONS[what]}-ubyte"
+    raise ValueError(
+        f"data {folder}: it has IDX files, but neither {name} nor {name}.gz, expected images and "
+        "labels of train and t10k; add it (those of Fashion-MNIST: `apt-get install "
+        "dataset-fashion-mnist`, then data=/usr/share/datasets/fashion-mnist)"
     )
 
 
@@ -51,55 +57,38 @@ def _found(folder: Path, split: str, what: str) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def _file(folder: Path, split: str, what: str) -> Path:
-    path = _found(folder, split, what)
-    if path is None:
-        name = f"{SPLITS[split]}-{what}-idx{DIMENSIONS[what]}-ubyte"
-        raise ValueError(
-            f"data {folder}: it has IDX files, but neither {name} nor {name}.gz, expected images "
-            "and labels of train and t10k; add it (those of Fashion-MNIST: `apt-get install "
-            "dataset-fashion-mnist`, then data=/usr/share/datasets/fashion-mnist)"
-        )
-    return path
-
-
 def _examples(images_file: Path, labels_file: Path) -> datasets.Dataset:
-    with _opened(labels_file) as file:
-        (number,) = _sizes(labels_file, file, "labels")
-        labels = _content(labels_file, file, number)
-    with _opened(images_file) as file:
-        count, height, width = _sizes(images_file, file, "images")
-        if count != number:
-            raise ValueError(
-                f"data {images_file}: got {count:,} images, but {number:,} labels in "
-                f"{labels_file.name}, expected one for each; restore both files"
-            )
-        images = _content(images_file, file, count * height * width)
-    feature = datasets.Array2D((height, width), "uint8")
+    labels, images = _read(labels_file, "labels"), _read(images_file, "images")
+    if len(images) != len(labels):
+        raise ValueError(
+            f"data {images_file}: got {len(images):,} images, but {len(labels):,} labels in "
+            f"{labels_file.name}, expected one for each; restore both files"
+        )
+    feature = datasets.Array2D(images.shape[1:], "uint8")
     features = datasets.Features({"image": feature, "label": datasets.Value("int64")})
-    column = pa.ExtensionArray.from_storage(feature(), _nested(images, count, height, width))
+    column = pa.ExtensionArray.from_storage(feature(), _nested(images))
     return datasets.Dataset.from_dict(
         {"image": column, "label": labels.astype(np.int64)}, features=features
     )
 
 
-def _nested(values: np.ndarray, count: int, height: int, width: int) -> pa.ListArray:
+def _nested(images: np.ndarray) -> pa.ListArray:
     """Make lists of rows of all images at once; `datasets` makes one list after another."""
+    count, height, width = images.shape
     rows = pa.ListArray.from_arrays(
-        np.arange(count * height + 1, dtype=np.int32) * width, pa.array(values)
+        np.arange(count * height + 1, dtype=np.int32) * width, pa.array(images.ravel())
     )
     return pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * height, rows)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file, unpacked if it is packed, whatever its name says; tell what is wrong with it."""
+def _read(path: Path, what: str) -> np.ndarray:
+    """Read a file, unpacked if it is packed, whatever its name says; tell what is wrong with it."""
     try:
         with path.open("rb") as file:
             packed = file.read(2) == _GZIPPED
             file.seek(0)
             with gzip.open(file) if packed else file as content:
-                yield cast(BinaryIO, content)
+                return _array(path, cast(BinaryIO, content), what)
     except (OSError, EOFError, zlib.error) as error:  # of the disk, or of what was packed
         raise ValueError(
             f"data {path}: it cannot be read ({type(error).__name__}: {error}), expected an IDX "
@@ -107,8 +96,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         ) from None
 
 
-def _sizes(path: Path, file: BinaryIO, what: str) -> tuple[int, ...]:
-    """Read the header: the sizes of the dimensions."""
+def _array(path: Path, file: BinaryIO, what: str) -> np.ndarray:
+    """Read the header, check it, and read what it promises."""
     dimensions = DIMENSIONS[what]
     begin, magic = file.read(4), bytes([0, 0, _BYTES, dimensions])
     if begin != magic:
@@ -120,17 +109,13 @@ def _sizes(path: Path, file: BinaryIO, what: str) -> tuple[int, ...]:
     if len(header) < 4 * dimensions:
         raise ValueError(f"data {path}: it ends within its header; restore it")
     sizes = struct.unpack(f">{dimensions}I", header)
-    if not all(sizes) or sizes[0] > MOST_EXAMPLES or math.prod(sizes) > MOST_BYTES:
-        shape = " x ".join(f"{size:,}" for size in sizes)
+    size = math.prod(sizes)
+    if not all(sizes) or sizes[0] > MOST_EXAMPLES or size > MOST_BYTES:
+        shape = " x ".join(f"{side:,}" for side in sizes)
         raise ValueError(
             f"data {path}: its header says {shape}, expected 1 to {MOST_EXAMPLES:,} {what}, of "
             f"{MOST_BYTES:,} bytes at most; restore it"
         )
-    return sizes
-
-
-def _content(path: Path, file: BinaryIO, size: int) -> np.ndarray:
-    """Read what the header promised, and look whether it is all."""
     content = file.read(size + 1)
     if len(content) != size:
         got = f"{len(content):,} bytes" if len(content) < size else "more"
@@ -138,4 +123,4 @@ def _content(path: Path, file: BinaryIO, size: int) -> np.ndarray:
             f"data {path}: got {got} after its header, expected {size:,} by what that says; "
             "restore it"
         )
-    return np.frombuffer(content, np.uint8)
+    return np.frombuffer(content, np.uint8).reshape(sizes)

@@ -56,7 +56,6 @@ from ravan_flwr.training.masked import (
     moved,
     noised_parts,
     parts_of,
-    rows_by_tensor,
     rows_wanted,
 )
 
@@ -278,7 +277,7 @@ class Rounded:
     def rows_of(self, member: RegisteredClient) -> Tensors:
         """Tell which rows of each tensor a client has trained."""
         secure = self.masked.secure
-        return by_tensor(secure.schedule, secure.rows_of(member.partition_id))
+        return by_tensor(secure.schedule.parts, secure.rows_of(member.partition_id))
 
     def state_of(self, opened: UnmaskedSum) -> Tensors:
         """Return the state that the mean changes make."""
@@ -321,7 +320,7 @@ class NoisedSum(Rounded):
 
     def rows_of(self, member: RegisteredClient) -> Tensors:
         parts = parts_of(self.round.method, self.run.state.tensors, 1.0)
-        return rows_by_tensor(parts, self.masked.wanted(member))
+        return by_tensor(parts, self.masked.wanted(member))
 
     def state_of(self, opened: UnmaskedSum) -> Tensors:
         """Return the state that the noised sums make, with the rest of the noise."""

@@ -70,15 +70,9 @@ from ravan_flwr.methods.extensions import Adapter, Calibration, Personal
 from ravan_flwr.methods.tensors import Means, Sums, Tensors, check_form, check_names
 
 __all__ = [
-    "CLASSIFIER",
-    "Adapter",
-    "Method",
-    "Settings",
-    "Sums",
-    "Tensors",
-    "check_rank",
+    "CLASSIFIER", "Adapter", "Method", "Settings", "Sums", "Tensors", "check_rank",
     "split_classifier",
-]
+]  # fmt: skip
 
 CLASSIFIER = "classifier"  # the classifier's one flat tensor, beside a method's own
 

@@ -19,21 +19,14 @@ from torch.nn import functional as F
 
 from ravan_flwr.adapters import Layer, LoRALinear
 from ravan_flwr.methods import affordable
-from ravan_flwr.methods.base import Settings, Tensors
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import NormLimits
-from ravan_flwr.methods.lora import LoraMethod
+from ravan_flwr.methods.lora import PartOfRanks
 from ravan_flwr.methods.tensors import check_form, check_names, pack_bits, unpack_bits
 
 
-class FedPLora(NormLimits, LoraMethod):
+class FedPLora(NormLimits, PartOfRanks):
     """Keep the state {"B", "A"}."""
-
-    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
-        super().__init__(settings, layers, size)
-        self.parts = self.rank
-
-    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
-        return self.shapes(affordable(share, self.rank))
 
     def upload_bytes(self, share: float) -> int:
         return super().upload_bytes(share) + math.ceil(self.rank / 8)

@@ -16,24 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ravan_flwr.adapters import Layer, LoRALinear
+from ravan_flwr.adapters import LoRALinear
 from ravan_flwr.adapters.lora import product_norm
 from ravan_flwr.methods import affordable
-from ravan_flwr.methods.base import Settings, Tensors
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.extensions import NormLimits
-from ravan_flwr.methods.lora import ProductSums, ResidualLora
+from ravan_flwr.methods.lora import PartOfRanks, ProductSums, ResidualLora
 from ravan_flwr.methods.tensors import check_tensor
 
 
-class Flora(NormLimits, ResidualLora):
+class Flora(NormLimits, PartOfRanks, ResidualLora):
     """Keep the state {"residual", "residual-rank", "rounds"}; an upload is {"B", "A"}."""
-
-    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
-        super().__init__(settings, layers, size)
-        self.parts = self.rank
-
-    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
-        return self.shapes(affordable(share, self.rank))
 
     def initial_state(self, adapters: Sequence[LoRALinear]) -> Tensors:
         return self.no_residual() | {"rounds": torch.zeros(1, dtype=torch.int32)}

@@ -113,20 +113,24 @@ class LoraMethod(Method[LoRALinear]):
         return probe([(adapter.A,) for adapter in adapters])
 
 
-class RankedLora(LoraMethod):
-    """Let a client train the first r_c = floor(share * r) ranks, at least one."""
+class PartOfRanks(LoraMethod):
+    """Let a client train r_c = floor(share * r) ranks, at least one."""
 
     def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
         super().__init__(settings, layers, size)
         self.parts = self.rank
 
+    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
+        return self.shapes(affordable(share, self.rank))
+
+
+class RankedLora(PartOfRanks):
+    """Let a client train the first ranks, and send it no others."""
+
     def broadcast(self, state: Tensors, share: float) -> Tensors:
         rank = affordable(share, self.rank)
         Bs, As = self.split(state)
         return self.pack([B[:, :rank] for B in Bs], [A[:rank] for A in As])
-
-    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
-        return self.shapes(affordable(share, self.rank))
 
 
 class PersonalLora(LoraMethod):

@@ -17,7 +17,6 @@ aloud, move the system's message): such a turn is read by the model, but not lea
 """
 
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -198,36 +197,14 @@ def counted() -> Iterator[None]:
 Row = Mapping[str, Any]  # an example's values by role
 
 
-class Form(ABC):
-    """Write an example as a text; UnreadableError for one that cannot be written."""
+class Conversations:
+    """Read the column `messages`.
 
-    @abstractmethod
-    def check(self) -> None:
-        """Refuse a tokenizer that cannot write this form."""
-
-    @abstractmethod
-    def whole(self, row: Row) -> Written:
-        """Write an example with its answers."""
-
-    @abstractmethod
-    def question(self, row: Row) -> Written:
-        """Write what is before the answer."""
-
-    @abstractmethod
-    def sample(self, row: Row) -> Sample:
-        """Say what is asked last, what is right, and what the model is given of it."""
-
-    @abstractmethod
-    def checked(self, role: str, value: Any) -> Any:
-        """Check one value of an example that is to be answered."""
-
-    def end(self) -> str:
-        """Say what stands after an answer, beside the token for the end; "" if nothing does."""
-        return ""
-
-
-class Conversations(Form):
-    """Read the column `messages`."""
+    Like `Completions` it writes an example as a text; UnreadableError for one that it cannot write.
+    `whole` is the example with its answers, `question` what is before the answer, `sample` what is
+    asked last, what is right and what the model is given; `check` refuses a tokenizer that cannot
+    write this form, `checked` a value of an example, and `end` is what stands after an answer.
+    """
 
     def __init__(self, reader: Any) -> None:
         self.reader = reader
@@ -267,7 +244,7 @@ class Conversations(Form):
         return end_of_turn(self.reader)
 
 
-class Completions(Form):
+class Completions:
     """Fill a prompt: the first all of whose columns have some text."""
 
     def __init__(self, prompts: Sequence[str]) -> None:
@@ -275,6 +252,9 @@ class Completions(Form):
 
     def check(self) -> None:
         """Any tokenizer will do."""
+
+    def end(self) -> str:
+        return ""  # but for the token for the end
 
     def whole(self, row: Row) -> Written:
         prompt = self._filled(row)
@@ -299,6 +279,9 @@ class Completions(Form):
     def checked(self, role: str, value: Any) -> Any:
         sometimes = any(role not in roles for _, roles in self.prompts)
         return "" if sometimes and value in (None, "") else text_of(role, value)
+
+
+Form = Conversations | Completions
 
 
 def form_of(data: DataSpec, reader: Any) -> Form:

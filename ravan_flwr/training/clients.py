@@ -10,28 +10,21 @@ def number_of_clients(config: Config, asked: int | None = None) -> int:
     number is refused.
     """
     said = config.num_clients if asked is None else asked
-    if config.division != "natural":
-        assert said is not None  # the configuration has a number then
-        return _enough(said, config)
+    if config.division == "natural":
+        from ravan_flwr.data.examples import load_splits  # noqa: PLC0415 (slow)
+        from ravan_flwr.data.partition import check_column, column_of, values_of  # noqa: PLC0415
+        from ravan_flwr.data.partitioning import check_natural  # noqa: PLC0415
 
-    from ravan_flwr.data.examples import load_splits  # noqa: PLC0415
-    from ravan_flwr.data.partition import check_column, column_of, values_of  # noqa: PLC0415 (slow)
-    from ravan_flwr.data.partitioning import check_natural  # noqa: PLC0415
-
-    train, column = load_splits(config.data)["train"], column_of(config.data)
-    check_column(config.data, train)
-    found = len(set(values_of(train, column)))
-    if said is not None:
-        check_natural(found, said, column)
-    return _enough(found, config)
-
-
-def _enough(number: int, config: Config) -> int:
-    """Return the number of clients; ValueError if they cannot send the replies of a round."""
-    if 0 < number < config.min_replies:
+        train, column = load_splits(config.data)["train"], column_of(config.data)
+        check_column(config.data, train)
+        found = len(set(values_of(train, column)))
+        check_natural(found, found if said is None else said, column)
+        said = found
+    assert said is not None  # the configuration has a number then
+    if 0 < said < config.min_replies:
         raise ValueError(
-            f"min-replies = {config.min_replies}: got num-clients = {number}, and a round gets no "
+            f"min-replies = {config.min_replies}: got num-clients = {said}, and a round gets no "
             "more replies than that; start more clients, or lower min-replies (with "
             "secure-aggregation=true it is secure-minimum at least)"
         )
-    return number
+    return said

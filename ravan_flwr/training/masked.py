@@ -49,13 +49,8 @@ def rows_wanted(
     return np.concatenate([*bits, [True]])
 
 
-def by_tensor(schedule: Schedule, rows: Bits) -> Tensors:
+def by_tensor(parts: Sequence[Part], rows: Bits) -> Tensors:
     """Cut the rows of all parts into those of each tensor."""
-    return rows_by_tensor(schedule.parts, rows)
-
-
-def rows_by_tensor(parts: Sequence[Part], rows: Bits) -> Tensors:
-    """Cut rows, which follow each other, by these parts."""
     ends = np.cumsum([part.rows for part in parts])
     cut = np.split(rows, ends[:-1])
     return {part.name: torch.from_numpy(mine.copy()) for part, mine in zip(parts, cut, strict=True)}
