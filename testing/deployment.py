@@ -335,7 +335,8 @@ class Deployment(AbstractContextManager["Deployment"]):
             "FLWR_TELEMETRY_ENABLED": "0",
             "OMP_NUM_THREADS": "1",  # many processes share few cores
             "PATH": os.pathsep.join([str(self._scripts), os.environ["PATH"]]),
-            "PYTHONPATH": str(ROOT),
+            # Another Flower comes first on this path (make compat).
+            "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", str(ROOT)), str(ROOT)]),
             "PYTHONUNBUFFERED": "1",
         }
 

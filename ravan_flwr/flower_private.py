@@ -1,0 +1,56 @@
+"""All that is used of Flower beyond flwr.app, flwr.clientapp and flwr.serverapp.
+
+Flower may move or change each of these in any release. tests/unit/test_flower_private.py has a test
+for each, which says what broke, and `make compat` runs it with the oldest and the newest Flower.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from flwr.app import Message
+from flwr.supercore.constant import TaskType
+from flwr.supercore.inflatable.inflatable_object import InflatableObject
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError, inflate_object_from_contents
+from flwr.supercore.run import Run, RunNotRunningException
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.supercore.utils import get_flwr_home
+
+__all__ = [
+    "ObjectPushError", "Run", "RunNotRunningException", "TaskIdentity", "TaskType",
+    "check_before_inflating", "get_flwr_home", "parse_node_config", "retry_invoker_of",
+    "set_message_id",
+]  # fmt: skip
+
+
+def check_before_inflating(check: Callable[[dict[str, bytes]], None]) -> None:
+    """Let Flower's grid check every reply's objects before it puts them together.
+
+    The module of the grid takes half a second to import, which a run in process does without.
+    """
+    from flwr.superlink.grid import http_grid  # noqa: PLC0415
+
+    def checked(object_id: str, contents: dict[str, bytes], **more: Any) -> InflatableObject:
+        check(contents)
+        return inflate_object_from_contents(object_id, contents, **more)
+
+    http_grid.inflate_object_from_contents = checked  # type: ignore[assignment, attr-defined]
+
+
+def retry_invoker_of(grid: object) -> Any:
+    """Return what repeats the calls of Flower's grid over HTTP; None of another grid."""
+    return getattr(grid, "_retry_invoker", None)
+
+
+def set_message_id(message: Message, message_id: str) -> None:
+    """Give a message its id, as Flower's own grids do."""
+    message.metadata.__dict__["_message_id"] = message_id
+
+
+def parse_node_config(text: str) -> dict[str, Any]:
+    """Read a node config as `flower-supernode --node-config` does; {} if it cannot be read."""
+    from flwr.common.config import parse_config_args  # noqa: PLC0415
+
+    try:
+        return dict(parse_config_args([text]))
+    except SystemExit:
+        return {}

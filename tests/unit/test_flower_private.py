@@ -1,0 +1,117 @@
+"""Each use of Flower's private parts, by itself: what fails here says which one Flower changed."""
+
+import re
+import subprocess
+import sys
+
+import httpx
+import pytest
+from flwr.app import ArrayRecord, Message, RecordDict
+
+from ravan_flwr import flower_private as private
+from tests import ROOT
+
+PUBLIC = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.serverapp.strategy", "flwr"}
+
+
+def test_nothing_else_is_private_in_the_package():
+    for path in (ROOT / "ravan_flwr").rglob("*.py"):
+        if path.name == "flower_private.py":
+            continue
+        used = set(re.findall(r"^\s*(?:from|import) (flwr(?:\.\w+)*)", path.read_text(), re.M))
+        assert used <= PUBLIC, f"{path}: {used - PUBLIC} belongs into flower_private.py"
+
+
+def test_task_identity_has_the_numbers_of_a_process():
+    """client/on_device.py, launch/worker_process.py: which process works for which message."""
+    private.TaskIdentity.task_id = 8
+    assert private.TaskIdentity.task_id == 8
+
+
+def test_a_task_identity_that_nobody_has_set_raises():
+    """client/on_device.py takes this for: no SuperNode has started the process."""
+    code = (
+        "from flwr.supercore.task_identity import TaskIdentity\n"
+        "try: print(TaskIdentity.task_id)\nexcept RuntimeError: print('none')"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert told.stdout == "none\n", told.stderr
+
+
+def test_kinds_of_tasks():
+    """server/reply_fetcher.py, launch/in_process.py: is this a simulation?"""
+    assert len({private.TaskType.SIMULATION, private.TaskType.SERVER_APP}) == 2
+
+
+def test_a_run_can_be_made_by_hand():
+    """launch/in_process.py gives its grid one."""
+    run = private.Run.create_empty(3)
+    assert run.run_id == 3
+    assert hasattr(run, "primary_task_type")
+
+
+def test_errors_that_are_caught():
+    """server_app.py, server/superlink.py."""
+    assert issubclass(private.RunNotRunningException, BaseException)
+    assert issubclass(private.ObjectPushError, Exception)
+    assert private.ObjectPushError.__init__.__code__.co_argcount >= 1
+
+
+def test_flowers_home(monkeypatch, tmp_path):
+    """client/on_device.py keeps what a device has spent there."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    assert private.get_flwr_home() == tmp_path
+
+
+def test_the_grid_puts_replies_together_by_the_function_that_is_replaced(monkeypatch):
+    """server/superlink.py checks sizes first."""
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+    from flwr.superlink.grid import http_grid
+
+    source = http_grid.__loader__.get_source(http_grid.__name__)  # type: ignore[union-attr]
+    assert source is not None
+    assert "inflate_object_from_contents(" in source
+    name = "inflate_object_from_contents"
+    monkeypatch.setattr(http_grid, name, getattr(http_grid, name))
+    seen = []
+    private.check_before_inflating(lambda contents: seen.append(dict(contents)))
+    record = RecordDict({"a": ArrayRecord()})
+    contents = {key: one.deflate() for key, one in get_all_nested_objects(record).items()}
+    inflate = http_grid.inflate_object_from_contents  # type: ignore[attr-defined]
+    made = inflate(record.object_id, dict(contents))
+    assert made.object_id == record.object_id
+    assert seen == [contents]
+
+
+def test_the_grid_repeats_calls_by_an_invoker():
+    """server/superlink.py lets it repeat more of them, and for so long."""
+    from flwr.superlink.grid import HttpGrid
+
+    grid = HttpGrid("http://127.0.0.1:9", token="a")
+    invoker = private.retry_invoker_of(grid)
+    assert {"should_giveup", "on_backoff", "max_time"} <= set(vars(invoker))
+    assert private.retry_invoker_of(object()) is None
+    refused = httpx.HTTPStatusError(
+        "", request=httpx.Request("POST", "http://a"), response=httpx.Response(500)
+    )
+    assert invoker.should_giveup(refused) is True
+
+
+def test_a_node_config_is_read_as_the_supernode_reads_it():
+    """launch/doctor.py."""
+    given = 'partition-id=0 data-path="/a b" budget=0.5 warm-worker=true'
+    assert private.parse_node_config(given) == {
+        "partition-id": 0, "data-path": "/a b", "budget": 0.5, "warm-worker": True,
+    }  # fmt: skip
+    assert private.parse_node_config("no sense") == {}
+
+
+def test_a_message_is_made_outside_of_a_run():
+    """Everything: `Message` wants the run's numbers to be set."""
+    private.TaskIdentity.run_id = private.TaskIdentity.node_id = private.TaskIdentity.task_id = 1
+    message = Message(RecordDict(), 5, "train")
+    assert message.metadata.dst_node_id == 5
+    private.set_message_id(message, "an id")
+    assert message.metadata.message_id == "an id"
+    with pytest.raises(ValueError, match="Invalid message type"):
+        Message(RecordDict(), 5, "nonsense")
