@@ -5,6 +5,7 @@ for each, which says what broke, and `make compat` runs it with the oldest and t
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from flwr.app import Message
@@ -13,11 +14,10 @@ from flwr.supercore.inflatable.inflatable_object import InflatableObject
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError, inflate_object_from_contents
 from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.supercore.utils import get_flwr_home
 
 __all__ = [
     "ObjectPushError", "Run", "RunNotRunningException", "TaskIdentity", "TaskType",
-    "check_before_inflating", "get_flwr_home", "parse_node_config", "retry_invoker_of",
+    "check_before_inflating", "flower_home", "parse_node_config", "retry_invoker_of",
     "set_message_id",
 ]  # fmt: skip
 
@@ -34,6 +34,13 @@ def check_before_inflating(check: Callable[[dict[str, bytes]], None]) -> None:
         return inflate_object_from_contents(object_id, contents, **more)
 
     http_grid.inflate_object_from_contents = checked  # type: ignore[assignment, attr-defined]
+
+
+def flower_home() -> Path:
+    """Return Flower's folder; what knows it takes a quarter of a second to import."""
+    from flwr.supercore.utils import get_flwr_home  # noqa: PLC0415
+
+    return get_flwr_home()
 
 
 def retry_invoker_of(grid: object) -> Any:

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
-from flwr.supercore.run import RunNotRunningException
 
 from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.flower_private import RunNotRunningException
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.reports.card import write_card
@@ -167,6 +167,7 @@ def _hold_rounds(
     if start.done is None:
         directory.write_json("config.json", config.as_dict())
     strategy, metric = _strategy_of(bench, config, directory, start, limits), bench.task.metric
+    strategy.registry.owners.update({} if start.done is None else directory.read_owners())
     with (
         closing(Progress(start.first, config.num_rounds, metric, config.max_bytes, start.bytes))
         as progress,

@@ -113,7 +113,7 @@ def settings_from(named):
     return found
 
 
-def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, **settings):
+def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, owners=None, **settings):
     notes = Notes()
     # What these nodes send moves further than a few steps of Adam could.
     settings = {"max_update_norm": 1e6} | settings
@@ -122,6 +122,7 @@ def run(nodes, rounds=2, evaluate_fn=None, timeout=5.0, **settings):
         config, nodes.method, backbone="b", seed_fingerprint=DERIVED, derived=DERIVED,
         load_fixed=lambda _: DERIVED, callbacks=[notes],
     )  # fmt: skip
+    strategy.registry.owners.update(owners or {})
     state = to_record(nodes.method.initial_state(nodes.adapters))
     result = strategy.start(
         nodes, state, num_rounds=rounds, timeout=timeout, evaluate_fn=evaluate_fn

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from flwr.supercore.task_identity import TaskIdentity
+from ravan_flwr.flower_private import TaskIdentity, flower_home
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +76,7 @@ def kept_folder() -> Path | None:
 
 
 def _in_flowers() -> Path:
-    from flwr.supercore.utils import get_flwr_home  # noqa: PLC0415 (a quarter of a second)
-
-    return get_flwr_home() / "ravan-flwr"
+    return flower_home() / "ravan-flwr"
 
 
 def private_folder() -> Path:

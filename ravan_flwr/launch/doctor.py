@@ -31,6 +31,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_private_key,
 )
 
+from ravan_flwr.flower_private import parse_node_config
 from ravan_flwr.launch.credentials import certificate_of, hosts_of
 
 AHEAD, BEHIND = 5, 305  # seconds of a device's clock that Flower's SuperLink allows
@@ -106,7 +107,7 @@ def _device(folder: Path, options: Options) -> Iterator[Check]:
         yield Check("node config", False, "it is not known; give --node-config 'partition-id=...'")
         return
     yield _check("node config", _node_config, text)
-    settings = _settings(text)
+    settings = parse_node_config(text)
     for name in ("data-path", "cache-dir"):
         if name in settings:
             path = Path(str(settings[name]))
@@ -324,19 +325,10 @@ def _port_of_supernode(port: int) -> str:
     return f"127.0.0.1:{port} is free"
 
 
-def _settings(text: str) -> dict[str, Any]:
-    from flwr.common.config import parse_config_args  # noqa: PLC0415
-
-    try:
-        return dict(parse_config_args([text]))
-    except SystemExit:
-        return {}
-
-
 def _node_config(text: str) -> str:
     from ravan_flwr.config.node_config import read_node  # noqa: PLC0415
 
-    node = read_node(_settings(text))
+    node = read_node(parse_node_config(text))
     return f"partition {node.partition_id} of {node.num_partitions}"
 
 

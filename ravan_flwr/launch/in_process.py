@@ -18,8 +18,6 @@ from typing import Any
 
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore.constant import TaskType
-from flwr.supercore.run import Run
 
 from ravan_flwr import server_app
 from ravan_flwr.client.client_request import keep_own, own_tensors, run_mark
@@ -27,6 +25,7 @@ from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.presets import absolute_paths, own_preset
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.flower_private import Run, TaskType, set_message_id
 from ravan_flwr.launch.parallel_clients import SideBySide
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.launch.workers import Job
@@ -175,7 +174,7 @@ class InProcessGrid(Grid):
             message_id = str(uuid.uuid4())
             # One of the same kind to the same client that nobody asked for is dropped.
             self._waiting.pop(self._last.pop(_about(message), ""), None)
-            message.metadata.__dict__["_message_id"] = message_id
+            set_message_id(message, message_id)
             self._waiting[message_id] = message
             self._last[_about(message)] = message_id
             ids.append(message_id)
@@ -210,7 +209,7 @@ class InProcessGrid(Grid):
             raise TimeoutError
         else:
             reply = found
-        reply.metadata.__dict__["_message_id"] = str(uuid.uuid4())
+        set_message_id(reply, str(uuid.uuid4()))
         return reply
 
     def _job(self, message: Message) -> Job:

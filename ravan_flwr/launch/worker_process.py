@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flwr.app import Context, Error, Message, RecordDict
-from flwr.supercore.task_identity import TaskIdentity
 
 from ravan_flwr import client_app
 from ravan_flwr.config.presets import own_preset
+from ravan_flwr.flower_private import TaskIdentity
 from ravan_flwr.messages.records import Header, KnownArrays, receive_records, send_records
 from ravan_flwr.specs import Scalar
 

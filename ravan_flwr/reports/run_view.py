@@ -83,6 +83,7 @@ def facts_of(seen: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[str, 
     spent: Mapping[str, Any] = (run.rounds[-1].get("privacy") if run.rounds else None) or {}
     left, until = seen.seconds_left(), run.config.get("until-metric")
     reached = summary.get("reached")
+    link = sum(record.get("link-bytes-estimate", 0) for record in run.rounds)
     facts = {
         f"{metric}, last": f"{values[-1]:.4f}" if values else "not evaluated",
         f"{metric}, {extreme}": f"{values[best]:.4f}, round {rounds[best]}" if values else "-",
@@ -94,6 +95,7 @@ def facts_of(seen: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[str, 
         "time left, about": "" if left is None else minutes(left),
         "sent by clients": megabytes(sum(record["bytes-up"] for record in run.rounds)),
         "sent to clients": megabytes(sum(record["bytes-down"] for record in run.rounds)),
+        "on the links, about": megabytes(link) if link else "",
         "rejected replies": str(sum(len(record["rejected"]) for record in run.rounds)),
         "until-metric": f"{until:g}, "
         + ("not reached" if reached is None else f"reached in round {reached}")

@@ -106,6 +106,23 @@ class RunDirectory:
         if config.get("num-clients") not in (None, number):  # None: the data says it
             self.write_json("config.json", config | {"num-clients": number})
 
+    def note_owners(self, owners: Mapping[int, str]) -> None:
+        """Write which key each partition is bound to; a resumed run goes on with them."""
+        if owners and self.read_owners() != owners:
+            self.write_json("node-keys.json", {str(number): owners[number] for number in owners})
+
+    def read_owners(self) -> dict[int, str]:
+        """Read which key each partition is bound to; none where no node keeps its key."""
+        if not (self.path / "node-keys.json").exists():
+            return {}
+        content = self.read_json("node-keys.json")
+        if not all(n.isdecimal() and isinstance(key, str) for n, key in content.items()):
+            raise ValueError(
+                f"{self.path / 'node-keys.json'}: expected a key as text for each partition; "
+                "restore it, or remove the file"
+            )
+        return {int(number): key for number, key in content.items()}
+
     def read_summary(self) -> Summary:
         """Read `summary.json`."""
         return cast(Summary, self.read_json("summary.json"))

@@ -82,6 +82,7 @@ RoundRecord = TypedDict(
         "partitions": int,  # in how many the data is shared
         "bytes-up": int,
         "bytes-down": int,
+        "link-bytes-estimate": NotRequired[int],  # on the devices' links, the app bundle included
         "seconds": float,
         "phases": dict[str, float],  # seconds
         "refused": NotRequired[str],  # why the round has no effect
@@ -130,6 +131,7 @@ Summary = TypedDict(
         "metrics": FinalAndBest,
         "bytes-up": int,
         "bytes-down": int,
+        "link-bytes-estimate": NotRequired[int],  # of all rounds, where there are links
         "rejected": int,
         "steps": NotRequired[int],  # of all clients in all rounds; an older run has not noted them
         "collapsed": list[int],  # rounds

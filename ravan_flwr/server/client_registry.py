@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from logging import getLogger
 from statistics import median_low
 
@@ -68,6 +69,7 @@ class Partitions:
         self._settled: int | None = None  # once nodes that share the data have come
         self._holders: dict[int, int] = {}  # partition id -> the node that had it first
         self._held: dict[int, int] = {}  # and the other way round
+        self.owners: dict[int, str] = {}  # partition id -> the key of that node, as a run keeps it
         self._sizes: Sequence[int] | None = None
         self._checked: set[int] = set()  # nodes whose number of examples the server knows
 
@@ -123,8 +125,21 @@ class Partitions:
             if sizes is not None and member.examples != sizes[member.partition_id]
         }
 
-    def claim(self, member: RegisteredClient) -> str:
-        """Give a member its part; say why not, if another node holds it."""
+    def forget_strangers(self, keys: Collection[str]) -> None:
+        """Forget the owners where the keys of as many nodes are all new, as without their keys."""
+        most = 2 * len(keys) >= len(self.owners)
+        if self.owners and most and not set(keys) & set(self.owners.values()):
+            log.warning("no node has its key of before: partitions are bound to the new keys")
+            self.owners.clear()
+
+    def claim(self, member: RegisteredClient, key: str = "") -> str:
+        """Give a member its part, by the key of its node; say why not, if another node holds it."""
+        if key and self.owners.get(member.partition_id, key) != key:
+            return (
+                f"partition-id {member.partition_id} belongs to a node with another key since the "
+                "run began; give every SuperNode its own. If that one's key was replaced, remove "
+                f"{member.partition_id} from node-keys.json in the run directory, and resume"
+            )
         holder = self._holders.setdefault(member.partition_id, member.node_id)
         if holder != member.node_id:
             return (
@@ -134,7 +149,10 @@ class Partitions:
         before = self._held.get(holder, member.partition_id)
         if before != member.partition_id:  # it moved
             del self._holders[before]
+            self.owners.pop(before, None)
         self._held[holder] = member.partition_id
+        if key:
+            self.owners[member.partition_id] = key
         return ""
 
     def check(self, members: Members, least: int) -> None:
@@ -246,6 +264,7 @@ class ClientRegistry:
         self.code, self.backbone, self.derived = code_fingerprint(), backbone, derived
         self.nodes: dict[int, Node] = {}
         self._parts = Partitions(parts, sizes, most)
+        self._keys: dict[int, str] = {}  # node id -> fingerprint of its key, where it keeps one
         self._dealt_out = partition_sizes
         self._inbox = ReplyFetcher()
         self._members: Mapping[int, RegisteredClient] | None = None  # None: to be listed anew
@@ -267,6 +286,11 @@ class ClientRegistry:
     def refused(self) -> dict[int, str]:
         """Return why each of the others cannot take part."""
         return {node.node_id: node.refused for node in self.nodes.values() if node.refused}
+
+    @property
+    def owners(self) -> dict[int, str]:
+        """Return the keys of the nodes that hold the partitions, as far as they keep a key."""
+        return self._parts.owners
 
     @property
     def partitions(self) -> int:
@@ -349,7 +373,11 @@ class ClientRegistry:
 
     def _ask(self, grid: Grid) -> None:
         """Query the nodes that are new, and those that were away: they may have changed."""
-        since = {node.node_id: node.last_activated_at for node in grid.get_nodes()}
+        nodes = list(grid.get_nodes())
+        since = {node.node_id: node.last_activated_at for node in nodes}
+        if not simulating(grid):
+            known = [node for node in nodes if node.public_key]
+            self._keys |= {n.node_id: sha256(n.public_key).hexdigest()[:32] for n in known}
         for node_id in since:
             self.nodes.setdefault(node_id, Node(node_id))
         for node in self.nodes.values():
@@ -420,7 +448,10 @@ class ClientRegistry:
             self._refuse_all(self._parts.misfits(self.members.values()))
             self._refuse_all(self._parts.miscounts(self.members.values()))
         # At last: a node that was refused before this holds no part of the data.
-        self._refuse_all({k: self._parts.claim(m) for k, m in self.members.items()})
+        keys = self._keys
+        self._parts.forget_strangers([keys[k] for k in self.members if k in keys])
+        claims = {k: self._parts.claim(m, keys.get(k, "")) for k, m in self.members.items()}
+        self._refuse_all(claims)
         self._checked = members
 
     def _refuse_all(self, reasons: Mapping[int, str]) -> None:

@@ -9,8 +9,8 @@ from queue import Empty, Queue
 
 from flwr.app import Message
 from flwr.serverapp import Grid
-from flwr.supercore.constant import TaskType
 
+from ravan_flwr.flower_private import TaskType
 from ravan_flwr.server.superlink import failures_of, fetch
 
 STUCK = 2.0  # seconds that others wait for one reply that is being fetched

@@ -24,6 +24,7 @@ from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.wire import encode, wire_of_round
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.client_statistics import spreads_of
+from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.release import Release
@@ -54,6 +55,7 @@ class Round:
         self.method = run.method.in_round(number)
         self.round_log = RoundLog(number, run.registry.partitions)
         self.least = run.config.min_replies  # replies that it needs
+        self.asked: set[int] = set()  # nodes
         self.without_effect = ""  # why its sums will not be closed, as far as is known
         self.collector = self._open_collector()
         self.release = release(self)
@@ -63,9 +65,34 @@ class Round:
     def messages(self, grid: Grid) -> list[Message]:
         """Choose the clients that train, and write each a message with what the method sends it."""
         self.grid = grid
+        return self._messages_to(self.release.draw(grid))
+
+    def more_messages(self) -> list[Message]:
+        """Choose further clients, where too few of the first have replied; none if all were asked.
+
+        Not in a private or secure round, whose account or masks are of those that were drawn.
+        """
+        if self.release.has_enough or not self.number or self.release.budget or self.transport.kind:
+            return []
+        resting = self.round_log.resting
+        drawn = self.run.sampler.sample(
+            self.grid,
+            self.round_log,
+            lambda able: [member for member in able if member.node_id not in self.asked],
+        )
+        self.round_log.resting = resting
+        if drawn:
+            log.warning(
+                "round %d has %d valid replies, expected %d at least: it asks %s more",
+                self.number, len(self.round_log.clients), self.least, count(len(drawn), "client"),
+            )  # fmt: skip
+        return self._messages_to(drawn)
+
+    def _messages_to(self, drawn: list[RegisteredClient]) -> list[Message]:
+        self.asked |= {member.node_id for member in drawn}
         broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
         messages = []
-        for member in self.transport.prepare(self.release.draw(self.grid)):
+        for member in self.transport.prepare(drawn):
             share = member.share if self.method.parts else 1.0
             if share not in broadcasts:
                 broadcasts[share] = self.encoded(self.release.broadcast(share))

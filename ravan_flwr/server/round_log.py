@@ -2,10 +2,13 @@
 
 import math
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from logging import getLogger
+from pathlib import Path
 from typing import Any, cast
 
 from ravan_flwr.messages.plain_text import listed, plain
@@ -19,6 +22,22 @@ log = getLogger(__name__)
 LISTED = 1000  # clients that are not in a round, at most; the others are counted
 NAMED = 8  # clients with one reason, in an error
 REJECTIONS_TOLD = 20  # of a round, by a line of the log each; the record has all
+
+# By which bytes on a device's link are estimated, both ways: TLS, HTTP and signatures of the calls
+# by which a message and its reply travel; and per second what a SuperNode asks while it waits.
+# `make networks` compares the estimate with what the interfaces counted.
+MESSAGE_BYTES = 20_000
+IDLE_BYTES = 520
+
+
+@cache
+def bundle_bytes() -> int:
+    """Estimate the bytes of the app bundle as the reverse proxy sends it; 0 outside of one."""
+    root = Path(__file__).resolve().parents[2]
+    if root.parent.name != "apps":  # where Flower unpacks it
+        return 0
+    files = (path for path in root.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return sum(len(zlib.compress(path.read_bytes())) for path in files)
 
 
 @dataclass
@@ -42,6 +61,8 @@ class RoundLog:
     refused: str = ""  # why the round has no effect, if it has none
     bytes_up: int = 0  # of all replies, also those that were rejected, and of evaluations
     bytes_down: int = 0  # of all messages
+    messages: int = 0  # that were sent
+    link_bytes: int | None = None  # an estimate of what was on the devices' links, if they have any
     started: float = field(default_factory=time.perf_counter)
 
     @contextmanager
@@ -55,6 +76,15 @@ class RoundLog:
         """Add the bytes that travelled between the server and one client, used or not."""
         self.bytes_up += bytes_up
         self.bytes_down += bytes_down
+        self.messages += bytes_down > 0
+
+    def estimate_link(self, nodes: int, newcomers: int) -> None:
+        """Estimate the bytes on the links of so many devices, of which some fetched the bundle."""
+        self.link_bytes = (
+            self.bytes_up + self.bytes_down
+            + MESSAGE_BYTES * (self.messages + newcomers) + newcomers * bundle_bytes()
+            + round(IDLE_BYTES * nodes * (time.perf_counter() - self.started))
+        )  # fmt: skip
 
     def use(self, update: Update, heads: list[list[int]], bytes_down: int) -> None:
         """Note that an update was used, the heads in it, by layer, and what its client was sent."""
@@ -118,6 +148,7 @@ class RoundLog:
             "phases": {phase: round(seconds, 4) for phase, seconds in self.phases.items()},
         }
         optional = {
+            "link-bytes-estimate": self.link_bytes,
             "train-loss": self.train_loss,
             "privacy": self.private,
             "secure": self.secure,

@@ -69,6 +69,7 @@ class RunRecorder(Callback):
         begins = told and not (measured and "collapsed" in measured[-1])
         self.directory.append_round(record)
         self.directory.note_clients(record["partitions"])
+        self.directory.note_owners(self.strategy.registry.owners)
         self.records.append(record)
         folder, best = self.directory.checkpoints, None
         if number:
@@ -128,6 +129,9 @@ def summary_of(
     trained = [client for record in records if record["round"] for client in record["clients"]]
     if all("steps" in client for client in trained):
         summary["steps"] = sum(client["steps"] for client in trained)
+    links = [record["link-bytes-estimate"] for record in records if "link-bytes-estimate" in record]
+    if links:
+        summary["link-bytes-estimate"] = sum(links)
     if spreads := [record["spread"] for record in records if record.get("spread")]:
         summary["spread"] = spreads[-1]
     if config.until_metric:

@@ -25,7 +25,7 @@ from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.release import Calibrated, release_of
 from ravan_flwr.server.reply_collector import MessageBuilder
-from ravan_flwr.server.reply_fetcher import in_process
+from ravan_flwr.server.reply_fetcher import in_process, simulating
 from ravan_flwr.server.round import Round
 from ravan_flwr.server.sampling import Sampler
 from ravan_flwr.server.state import ServerState
@@ -77,6 +77,7 @@ class FederatedTuning(Strategy):
         self.callbacks, self.first_round = Callbacks(callbacks), first_round
         self._load_fixed, self.privacy = load_fixed, privacy
         self.measured = measured or Measures()
+        self._fetched: set[int] = set()  # nodes that have the app bundle
         self.trained = set(trained)  # they have what stays with a client
         self._limits = [*limits, *([] if privacy is None else [privacy])]
         if privacy is not None:
@@ -185,7 +186,11 @@ class FederatedTuning(Strategy):
         self.sampler.wait(grid, self.round.round_log, timeout)
         with self.round.round_log.timed("train"):
             messages = self.configure_train(number, arrays, config, grid)
-            return self.aggregate_train(number, self.round.send(messages, timeout, training=True))
+            self.round.take(self.round.send(messages, timeout, training=True))
+            # A node that fails costs its reply, and never the run while others can be asked.
+            while more := self.round.more_messages():
+                self.round.take(self.round.send(more, timeout, training=True))
+            return self.aggregate_train(number, ())
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -221,6 +226,10 @@ class FederatedTuning(Strategy):
 
     def _record(self, metrics: MetricRecord | None = None) -> None:
         """Make the round's record, and show it to limits and callbacks."""
+        if not simulating(self.round.grid):
+            nodes = self.registry.members.keys()
+            self.round.round_log.estimate_link(len(nodes), len(nodes - self._fetched))
+            self._fetched |= nodes
         record = self.round.round_log.record(cast(Metrics, dict(metrics or {})))
         for limit in self._limits:
             limit.add(record)

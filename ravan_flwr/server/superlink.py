@@ -21,9 +21,13 @@ from typing import Any
 import httpx
 from flwr.app import Array, Error, Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import InflatableObject
-from flwr.supercore.inflatable.inflatable_utils import ObjectPushError, inflate_object_from_contents
 
+from ravan_flwr.flower_private import (
+    ObjectPushError,
+    check_before_inflating,
+    retry_invoker_of,
+    set_message_id,
+)
 from ravan_flwr.messages.plain_text import plain
 
 log = getLogger(__name__)
@@ -73,7 +77,7 @@ def ask_again(grid: Grid, timeout: float) -> None:
     failures = failures_of(grid)
     for name in ("push_messages", "get_nodes", "get_node_ids"):
         setattr(grid, name, partial(_answer, getattr(grid, name), failures, timeout))
-    invoker = getattr(grid, "_retry_invoker", None)  # of Flower's grid over HTTP
+    invoker = retry_invoker_of(grid)
     if invoker is None:
         return
     gives_up, backs_off = invoker.should_giveup, invoker.on_backoff
@@ -142,7 +146,7 @@ def fetch(grid: Grid, message_id: str) -> Message | None:
 def unreadable(message_id: str, why: str) -> Message:
     """Make the error message that replaces a reply that cannot be read."""
     question = Message(RecordDict(), 0, "query")
-    question.metadata.__dict__["_message_id"] = message_id  # as Flower's own grids do
+    set_message_id(question, message_id)
     return Message(Error(UNREADABLE, f"its reply cannot be read: {why}"), reply_to=question)
 
 
@@ -179,17 +183,8 @@ def weight_of(reply: Message) -> int:
 
 
 def guard() -> None:
-    """Check every reply's objects before Flower puts them together, in this process.
-
-    What it has to change takes half a second to import, which a run in process does without.
-    """
-    from flwr.superlink.grid import http_grid  # noqa: PLC0415
-
-    def checked(object_id: str, contents: dict[str, bytes], **more: Any) -> InflatableObject:
-        check_objects(contents)
-        return inflate_object_from_contents(object_id, contents, **more)
-
-    http_grid.inflate_object_from_contents = checked  # type: ignore[assignment, attr-defined]
+    """Check every reply's objects before Flower puts them together, in this process."""
+    check_before_inflating(check_objects)
 
 
 def check_objects(contents: Mapping[str, bytes]) -> None:

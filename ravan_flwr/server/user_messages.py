@@ -90,6 +90,8 @@ def report_result(
     took = f"{rounds} round{'s' * (rounds != 1)} in {minutes(summary['seconds'])}"
     up, down = megabytes(summary["bytes-up"]), megabytes(summary["bytes-down"])
     sent = f"{trained} trainable parameters; up {up}, down {down}"
+    if "link-bytes-estimate" in summary:
+        sent += f"; about {megabytes(summary['link-bytes-estimate'])} on the devices' links"
     log.info("done: %s after %s; %s", score, took, sent)
     if "until-metric" in summary and "reached" not in summary:
         log.warning("until-metric = %g was not reached", summary["until-metric"])

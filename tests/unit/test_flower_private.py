@@ -60,7 +60,7 @@ def test_errors_that_are_caught():
 def test_flowers_home(monkeypatch, tmp_path):
     """client/on_device.py keeps what a device has spent there."""
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    assert private.get_flwr_home() == tmp_path
+    assert private.flower_home() == tmp_path
 
 
 def test_the_grid_puts_replies_together_by_the_function_that_is_replaced(monkeypatch):

@@ -177,9 +177,9 @@ def test_members_are_compared_again_only_when_one_has_come_or_gone(monkeypatch):
     checked: Counter[str] = Counter()
     claim = Partitions.claim
 
-    def counted(self, one):
+    def counted(self, one, key):
         checked["claims"] += 1
-        return claim(self, one)
+        return claim(self, one, key)
 
     monkeypatch.setattr(Partitions, "claim", counted)
     run(Nodes(50), rounds=6, clients_per_round=4, evaluate_fn=lambda *_: None)

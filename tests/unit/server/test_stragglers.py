@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -16,7 +16,9 @@ from torch.overrides import TorchFunctionMode
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.messages.registered_client import MOST_PARTITIONS, read_registered_client
 from ravan_flwr.messages.wire import decode, encode
+from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server import client_registry as recruiting
+from ravan_flwr.server import round_log
 from ravan_flwr.server.client_registry import Node
 from ravan_flwr.server.reply_collector import MOST_LATE
 from ravan_flwr.server.reply_fetcher import RoundDeadline
@@ -244,6 +246,49 @@ def test_who_comes_back_with_anothers_part_does_not_evict_its_holder():
     assert "partition-id 0 is taken by node 14" in strategy.registry.refused[11]
 
 
+class Keyed(Comes):
+    """Each node has a key: node 1x that of the number x, unless `keys` says another."""
+
+    in_process = False
+    keys: ClassVar[dict[int, bytes]] = {}
+    run: Any = SimpleNamespace(primary_task_type="")  # no simulation
+
+    def get_nodes(self):
+        for info in super().get_nodes():
+            info.public_key = self.keys.get(info.node_id, b"key %d" % info.node_id)
+            yield info
+
+
+def test_a_partition_belongs_to_the_key_that_had_it_when_a_run_is_resumed(caplog, tmp_path):
+    nodes = Keyed()
+    _, first, _ = run(nodes, rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None)
+    directory = RunDirectory(tmp_path)
+    directory.note_owners(first.registry.owners)
+    owners = directory.read_owners()
+    assert set(owners) == {0, 1, 2, 3}
+    assert len(set(owners.values())) == 4
+
+    class Stolen(Keyed):  # before its holder, node 14, is there: it is away
+        keys: ClassVar[dict[int, bytes]] = {14: b"of somebody else"}
+
+    _, again, _ = run(
+        Stolen(), rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None, owners=owners
+    )
+    assert "partition-id 0 belongs to a node with another key" in again.registry.refused[14]
+    assert "node-keys.json" in again.registry.refused[14]
+    assert again.registry.members.keys() == {11, 12, 13}
+    assert again.registry.owners == owners
+
+    class AllNew(Keyed):  # SuperNodes without keys of their own have new ones after a restart
+        keys: ClassVar[dict[int, bytes]] = {n: b"new %d" % n for n in (11, 12, 13, 14)}
+
+    _, new, _ = run(
+        AllNew(), rounds=1, clients_per_round=4, evaluate_fn=lambda *_: None, owners=owners
+    )
+    assert not new.registry.refused
+    assert "no node has its key of before" in caplog.text
+
+
 def test_who_moves_to_a_free_part_leaves_the_old_one():
     nodes = Comes()
     del nodes.members[14]  # partition 0
@@ -257,6 +302,46 @@ def test_who_moves_to_a_free_part_leaves_the_old_one():
     notes, strategy, _ = run(nodes, rounds=4, clients_per_round=4, evaluate_fn=evaluate)
     assert [c["partition-id"] for c in notes.records[-1]["clients"]] == [0, 1, 2, 3]
     assert not strategy.registry.refused
+
+
+def test_bytes_on_the_links_are_estimated_where_there_are_links(monkeypatch):
+    """Beside the payload: calls, what waits, and the app bundle, once for each node."""
+    monkeypatch.setattr(round_log, "bundle_bytes", lambda: 10**9)
+    notes, _, _ = run(Keyed(), clients_per_round=2, evaluate_fn=lambda *_: None)
+    first, second = (record["link-bytes-estimate"] for record in notes.records)
+    payload = [record["bytes-up"] + record["bytes-down"] for record in notes.records]
+    assert first - 4 * 10**9 >= payload[0] + 6 * round_log.MESSAGE_BYTES  # four are queried
+    assert 0 < second - payload[1] - 2 * round_log.MESSAGE_BYTES < 10**6
+    notes, _, _ = run(Comes(), clients_per_round=2, evaluate_fn=lambda *_: None)
+    assert "link-bytes-estimate" not in notes.records[0]
+
+
+def test_the_bundle_is_measured_where_an_app_runs_from_one(monkeypatch, tmp_path):
+    module = tmp_path / "apps" / "x" / "a" / "b" / "round_log.py"
+    module.parent.mkdir(parents=True)
+    monkeypatch.setattr(round_log, "__file__", str(module))
+    module.write_bytes(b"x" * 100_000)
+    measured = round_log.bundle_bytes.__wrapped__
+    assert 0 < measured() < 1000
+    (tmp_path / "apps").rename(tmp_path / "checkouts")
+    monkeypatch.setattr(round_log, "__file__", str(module).replace("apps", "checkouts"))
+    assert measured() == 0
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_one_node_that_is_silent_does_not_end_a_run(number, caplog):
+    """As many are asked as replies are needed: in its rounds others are asked in its place."""
+    notes, _, _ = run(
+        Silent(1), rounds=6, timeout=0.2, clients_per_round=number, min_replies=number,
+        evaluate_fn=lambda *_: None,
+    )  # fmt: skip
+    assert [len(record["clients"]) >= number for record in notes.records] == [True] * 6
+    silent = [record for record in notes.records if record["rejected"]]
+    assert silent
+    assert caplog.text.count("it asks") == len(silent)
+    for record in silent:
+        trained = {f"partition {c['partition-id']}" for c in record["clients"]}
+        assert not trained & {one["client"] for one in record["rejected"]}
 
 
 @pytest.mark.parametrize(
