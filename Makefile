@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 WORKERS ?= 4
 
-.PHONY: help run simulate test quick e2e bench gpu gpu-first lint types docs check release clean
+.PHONY: help run simulate test quick e2e networks compat bench gpu gpu-first lint types docs check release clean
 
 help:
 	@echo "make run       a federated run in Flower's simulation runtime, 20 clients, digits"
@@ -14,6 +14,8 @@ help:
 	@echo "make test      all tests; WORKERS=0 in one process"
 	@echo "make quick     the tests of single parts and of the properties"
 	@echo "make e2e       only the tests of a deployment: SuperLink, fence (needs nginx), SuperNodes, signals"
+	@echo "make networks  docs/deploy.md on hosts in network namespaces, with faults (root, Linux, nginx; ten minutes)"
+	@echo "make compat    the oldest and the newest Flower that install: what is used of its private parts, a run, a deployment"
 	@echo "make bench     speed and memory against peers, about a quarter of an hour; CHECK=--check fails on a missed bar"
 	@echo "make gpu       the tests that need a GPU, and what a client's round takes on it"
 	@echo "make gpu-first what only a GPU can tell, in ten minutes, as a table in docs/gpu.md"
@@ -44,6 +46,21 @@ quick: $(INSTALLED)
 e2e: $(INSTALLED)
 	$(BIN)/python -m pytest -v tests/flower/test_deployment.py tests/flower/test_deployment_faults.py \
 		tests/flower/test_fence.py tests/flower/test_secure.py tests/processes/test_signals.py $(ARGS)
+
+networks: $(INSTALLED)
+	$(BIN)/python -m pytest -n 0 -v -rs -m networks tests/networks $(ARGS)
+
+# --no-deps: Flower 1.42 asks for a certifi that is newer than some indexes have.
+FLOWERS ?= 1.41.0 1.42.0
+compat: $(INSTALLED)
+	@failed=0; for version in $(FLOWERS); do \
+	  echo "Flower $$version"; \
+	  test -d .compat/$$version || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    --target .compat/$$version flwr==$$version || { failed=1; continue; }; \
+	  PYTHONPATH=$(CURDIR)/.compat/$$version:$(CURDIR) $(BIN)/python -m pytest -n 0 $(COMPAT) $(ARGS) || failed=1; \
+	done; exit $$failed
+COMPAT = tests/unit/test_flower_private.py tests/unit/server/test_superlink.py tests/processes/test_deploy_files.py \
+	tests/flower/test_flower.py tests/flower/test_deployment.py
 
 bench: $(INSTALLED)
 	@mkdir -p bench; failed=0; \

@@ -1,0 +1,344 @@
+"""Hosts that are separate, on one machine: each in namespaces of its own, joined by a switch.
+
+    with Network(tmp_path, ["server", "operator"]) as network:
+        network.hosts["operator"].type("ping -c 1 server.example.org")
+
+A host has its own addresses, processes and view of the file system: what it writes below /etc,
+/var, /opt, /root and /run is its own, the rest is this machine's. So commands run as docs/deploy.md
+prints them. `ssh` and `scp` need no server here: `type` carries them out. With the process of a
+host all that it started ends, and with the process that made the network all hosts end.
+"""
+
+import asyncio
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+from testing import ROOT
+from testing.deployment import copy_app
+
+DOMAIN = "example.org"
+NET = "192.0.2"  # addresses for documents (RFC 5737)
+OWN = ("/etc", "/var", "/opt", "/root")
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <time.h>
+int clock_gettime(clockid_t id, struct timespec *t) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int result = real(id, t);
+    if (id == CLOCK_REALTIME && getenv("AHEAD")) t->tv_sec += atoi(getenv("AHEAD"));
+    return result;
+}
+"""
+
+
+def why_not() -> str:
+    """Say why there can be no network here; "" if there can."""
+    for program in ("unshare", "nsenter", "ip", "tc"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed"
+    tried = ["unshare", "--mount", "--net", "--pid", "--fork", "ip", "link", "add", "br0"]
+    done = subprocess.run([*tried, "type", "bridge"], capture_output=True, text=True)
+    return f"no namespaces: {done.stderr.strip()} (only root can)" if done.returncode else ""
+
+
+def clock_library(folder: Path) -> Path | None:
+    """Make a library that moves the clock of who loads it by $AHEAD seconds; None without cc."""
+    if (compiler := shutil.which("cc")) is None:
+        return None
+    source, library = folder / "clock.c", folder / "clock.so"
+    source.write_text(CLOCK)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+class Host:
+    """One machine of the network."""
+
+    def __init__(self, network: "Network", name: str, number: int) -> None:
+        self.network, self.name, self.number = network, name, number
+        self.address = f"{NET}.{number}"
+        # Its first process ends when its input closes, and with it all others.
+        self._process = subprocess.Popen(
+            ["unshare", "--mount", "--net", "--uts", "--pid", "--fork", "--kill-child", "cat"],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        self.pid = _child_of(self._process.pid)
+        self._folder = network.folder / name
+        self._programs: list[Program] = []
+        link = f"v{network.mark}{number}"
+        network.switch("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0",
+                       "netns", str(self.pid))  # fmt: skip
+        network.switch("ip", "link", "set", link, "master", "br0", "up")
+        self._link = link
+        script = ["mount -t proc proc /proc", f"hostname {name}"]
+        for path in OWN:
+            upper, work = (self._folder / f"{kind}{path}" for kind in ("files", "work"))
+            upper.mkdir(parents=True)
+            work.mkdir(parents=True)
+            layers = f"lowerdir={path},upperdir={upper},workdir={work}"
+            script.append(f"mount -t overlay overlay -o {layers} {path}")
+        names = "".join(f"{NET}.{n} {h}.{DOMAIN}\n" for n, h in enumerate(network.names, 1))
+        script += [
+            "mount -t tmpfs tmpfs /run",
+            "mkdir -p /opt/ravan-flwr",
+            f"mount --bind {network.app} /opt/ravan-flwr",
+            f"printf %s {shlex.quote('127.0.0.1 localhost' + chr(10) + names)} > /etc/hosts",
+            "ip link set lo up",
+        ]
+        self.run("\n".join(["set -e", *script]))
+        self.connect(self.address)
+
+    def connect(self, address: str) -> None:
+        """Take this address and no other."""
+        self.address = address
+        self.run(f"ip addr flush dev eth0; ip addr add {address}/24 dev eth0; ip link set eth0 up")
+
+    def cut(self) -> None:
+        """Pull the cable."""
+        self.network.switch("ip", "link", "set", self._link, "down")
+
+    def mend(self) -> None:
+        """Put the cable back."""
+        self.network.switch("ip", "link", "set", self._link, "up")
+
+    def limit(self, bits: int | None) -> None:
+        """Let the host send and receive so many bits a second; None: as many as it can."""
+        for where in (self.run, self._at_switch):
+            device = "eth0" if where == self.run else self._link
+            where(f"tc qdisc del dev {device} root 2>/dev/null || true")
+            if bits:
+                shaped = f"tbf rate {bits}bit burst 16kb latency 400ms"
+                where(f"tc qdisc add dev {device} root {shaped}")
+
+    def _at_switch(self, script: str) -> str:
+        return self.network.switch("sh", "-c", script)
+
+    def bytes_on_link(self) -> tuple[int, int]:
+        """Count the bytes that it has sent and received."""
+        up, down = self.run("awk '/eth0/ {print $10, $2}' /proc/net/dev").split()
+        return int(up), int(down)
+
+    def run(self, script: str) -> str:
+        """Run a script to its end, in the home directory; return what it prints."""
+        done = subprocess.run(self._inside(script), capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            raise RuntimeError(f"{self.name}: {script}\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    def start(self, script: str) -> "Program":
+        """Start what goes on, with its output in a file."""
+        log = self._folder / f"log-{len(self._programs)}"
+        self._programs.append(Program(self._inside(script), log))
+        return self._programs[-1]
+
+    def type(self, text: str) -> str:
+        """Run commands as a page prints them; `ssh` and `scp` are carried out here."""
+        told = ""
+        for line in re.sub(r"\\\n\s*", "", text).splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["scp"]:
+                *sources, target = [word for word in words[1:] if not word.startswith("-")]
+                name, _, folder = target.partition(":")
+                self._copy(sources, self.network.called(name), folder)
+            elif words[:3] == ["ssh", "-N", "-L"]:
+                self.network.tunnel(self, words[3], self.network.called(words[4]))
+            elif words[:1] == ["ssh"]:
+                told += self.network.called(words[1]).run(" ".join(words[2:]))
+        if "scp " in text or "ssh " in text:
+            return told
+        return self.run(text)
+
+    def _copy(self, sources: list[str], other: "Host", folder: str) -> None:
+        for source in sources:
+            path = Path(source)
+            pack = self._inside(f"tar -C {path.parent} -c {path.name}")
+            packed = subprocess.run(pack, capture_output=True, check=True).stdout
+            subprocess.run(other._inside(f"tar -C {folder} -xp"), input=packed, check=True)
+
+    def _inside(self, script: str) -> list[str]:
+        scripts = Path(sys.executable).parent
+        setting = (
+            f"export HOME=/root PATH={scripts}:/usr/sbin:/usr/bin:/sbin:/bin OMP_NUM_THREADS=1 "
+            f"PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TERM=dumb COLUMNS=200; {self.network.exports}\ncd"
+        )
+        return ["nsenter", "-a", "-t", str(self.pid), "bash", "-c", f"{setting}\n{script}"]
+
+    def end(self) -> None:
+        """End it, at once, with all that runs on it."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        self._process.wait()
+        for program in self._programs:
+            program.process.wait()
+
+
+class Program:
+    """What was started on a host."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self._log = log
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        """Read what it has said so far."""
+        return self._log.read_text(errors="replace")
+
+    def end(self) -> None:
+        """Let it and all of its processes vanish, by their session: no last word is heard."""
+        session = self.process.pid
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError, IndexError):
+                if int(path.read_text().rpartition(")")[2].split()[3]) == session:
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+        self.process.wait()
+
+
+class Network(AbstractContextManager["Network"]):
+    """Hosts with names, each reached by the others at NAME.example.org."""
+
+    def __init__(self, folder: Path, names: list[str]) -> None:
+        self.folder, self.names = folder, names
+        self.app = copy_app(folder / "app")  # the checkout may change meanwhile
+        shutil.copytree(ROOT / "deploy", self.app / "deploy")
+        (self.app / ".venv").symlink_to(sys.prefix)
+        self.exports = ""  # what the page lets every machine export
+        self.mark = f"{random.randrange(16**5):05x}"
+        self.hosts: dict[str, Host] = {}
+        self._tunnels: list[subprocess.Popen[bytes]] = []
+        self._switch = subprocess.Popen(
+            ["unshare", "--net", "--fork", "--kill-child", "cat"],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def __enter__(self) -> "Network":
+        try:
+            self._switch_pid = _child_of(self._switch.pid)
+            self.switch("ip", "link", "add", "br0", "type", "bridge")
+            self.switch("ip", "link", "set", "br0", "up")
+            for number, name in enumerate(self.names, 1):
+                self.hosts[name] = Host(self, name, number)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for tunnel in self._tunnels:
+            tunnel.kill()
+            tunnel.wait()
+        for host in self.hosts.values():
+            host.end()
+        assert self._switch.stdin
+        self._switch.stdin.close()
+        self._switch.kill()
+        self._switch.wait()
+
+    def switch(self, *command: str) -> str:
+        """Run a command where the bridge is."""
+        inside = ["nsenter", "-n", "-t", str(self._switch_pid), *command]
+        return subprocess.run(inside, check=True, capture_output=True, text=True).stdout
+
+    def called(self, name: str) -> Host:
+        """Find a host by its full name."""
+        return self.hosts[name.removesuffix(f".{DOMAIN}")]
+
+    def tunnel(self, near: Host, ports: str, far: Host) -> None:
+        """Carry connections to a port of `near` to an address of `far`, as ssh -L does."""
+        port, target = ports.split(":", 1)
+        path = str(self.folder / "tunnel")
+        self.relay(far, path, target)
+        self.relay(near, f"127.0.0.1:{port}", path)
+
+    def relay(
+        self, host: Host, listen: str, target: str, delay: float = 0, loss: float = 0
+    ) -> None:
+        """Pass connections on from a host, each piece after `delay` s, and lost ones after 1 s."""
+        command = [sys.executable, "-m", "testing.network", listen, target, str(delay), str(loss)]
+        inside = ["nsenter", "-n", "-t", str(host.pid), *command]
+        self._tunnels.append(subprocess.Popen(inside, cwd=ROOT))
+        check = f"ss -Hltx | grep -q {shlex.quote(listen)}"
+        deadline = time.monotonic() + 60
+        while subprocess.run(["nsenter", "-n", "-t", str(host.pid), "sh", "-c", check]).returncode:
+            assert time.monotonic() < deadline, f"no relay at {listen}"
+            time.sleep(0.2)
+
+
+def _child_of(pid: int) -> int:
+    """Find the process that `unshare` has started, once its namespaces are there."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        if text and Path(f"/proc/{text[0]}/comm").read_text() == "cat\n":
+            return int(text[0])
+        time.sleep(0.05)
+    raise TimeoutError("unshare started nothing")
+
+
+async def _relay(listen: str, target: str, delay: float, loss: float) -> None:
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A piece leaves `delay` after it came, in order: pieces wait in a queue, not each other.
+        waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+
+        async def send() -> None:
+            while True:
+                due, piece = await waiting.get()
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                if not piece:
+                    break
+                writer.write(piece)
+                await writer.drain()
+            writer.close()
+
+        sending = asyncio.create_task(send())
+        with suppress(ConnectionError):
+            while piece := await reader.read(1400):
+                lost = 1.0 if random.random() < loss else 0.0  # sent again by TCP, after a second
+                await waiting.put((time.monotonic() + delay + lost, piece))
+        await waiting.put((time.monotonic() + delay, b""))
+        with suppress(ConnectionError):
+            await sending
+
+    async def both(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there = await _connect(target)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(carry(reader, there[1]), carry(there[0], writer))
+
+    if ":" in listen:
+        host, port = listen.rsplit(":", 1)
+        server = await asyncio.start_server(both, host, int(port))
+    else:
+        server = await asyncio.start_unix_server(both, listen)
+    await server.serve_forever()
+
+
+async def _connect(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if ":" not in target:
+        return await asyncio.open_unix_connection(target)
+    host, port = target.rsplit(":", 1)
+    return await asyncio.open_connection(host, int(port))
+
+
+if __name__ == "__main__":
+    asyncio.run(_relay(sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])))
