@@ -40,6 +40,7 @@ ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1
 USER $UID
 WORKDIR /var/lib/ravan-flwr
-# HEALTH_URL and HEALTH_CA say where; without them it is a SuperNode's own address.
-HEALTHCHECK --interval=30s --timeout=10s --start-period=60s CMD ["python", "/app/deploy/health.py"]
+# HEALTH_URL and HEALTH_CA say where; without them it is a SuperNode's own address. A SuperNode's check waits for its
+# connection to HEALTH_SUPERLINK.
+HEALTHCHECK --interval=30s --timeout=90s --start-period=60s CMD ["python", "/app/deploy/health.py"]
 CMD ["ravan-flwr", "--help"]

@@ -295,8 +295,33 @@ def test_the_supernodes_unit():
     assert {Path(file).name for file in files} == given
 
 
+def test_a_supernode_that_gave_up_is_ended_and_started_again():
+    """By its check, with the addresses of its unit; and in its container."""
+    command = unit("ravan-supernode-check@.service")["ExecStart"].split()
+    given = dict(word.split("=", 1) for word in command if "=" in word)
+    assert given == {
+        "HEALTH_URL": "http://127.0.0.1:${RUNTIME_PORT}/health",
+        "HEALTH_SUPERLINK": "${SUPERLINK}",
+        "HEALTH_CA": "${CREDENTIALS_DIRECTORY}/ca.crt",
+    }
+    assert command[-1] == "/opt/ravan-flwr/deploy/health.py"
+    for number in range(3):
+        node = compose("compose.yaml")["services"][f"supernode-{number}"]
+        assert f"--superlink={node['environment']['HEALTH_SUPERLINK']}" in node["command"]
+        assert f"--root-certificates={node['environment']['HEALTH_CA']}" in node["command"]
+
+
+@pytest.mark.parametrize("name", ["superlink", "serverapp", "supernode@"])
+def test_no_unit_and_no_container_installs_what_an_app_asks_for(name):
+    """From Flower 1.42 on that is the default."""
+    setting = "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1"
+    assert setting in unit(f"ravan-{name}.service")["Environment"].split("\n")
+    assert setting in dockerfile()
+
+
 UNITS = {
-    "ravan-superlink.service": ("ravan", "on-failure"),
+    "ravan-superlink.service": ("ravan", "always"),
+    "ravan-supernode-check@.service": ("ravan", "always"),
     "ravan-supernode@.service": ("ravan", "always"),
     "ravan-serverapp.service": ("ravan-app", "always"),
     "ravan-fence.service": ("ravan-fence", "always"),
