@@ -24,7 +24,7 @@ from typing import Any
 
 from ravan_flwr import simulate
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.methods import METHODS
+from ravan_flwr.methods import METHODS, get_method
 from ravan_flwr.methods.base import Method
 from ravan_flwr.server.run_recorder import RunRecorder
 from ravan_flwr.specs import Scalar
@@ -61,7 +61,8 @@ class Shapes:
         return sum(min(k * (out + side), out * side) for out, side in self.sides)
 
 
-# name -> numbers up and down of a client in round 1, 2, .., as the table of docs/methods.md says
+# name -> numbers up and down of a client in round 1, 2, .., as the table of docs/methods.md says. A
+# method that is not here sends what the one sends that it derives from.
 Formula = Callable[[Shapes, int], tuple[float, float]]
 FORMULAS: dict[str, Formula] = {
     "ravan": lambda s, _: (s.n * s.h * s.r**2 + s.h * s.n / 32, s.n * s.h * s.r**2),
@@ -80,6 +81,13 @@ FORMULAS: dict[str, Formula] = {
     "fed-plora": lambda s, _: (s.both + s.r / 32, s.both),
     "flora": lambda s, t: (s.both, s.residual(t, s.replies * s.r)),
 }
+
+
+def formula_of(name: str) -> Formula:
+    """Find how much a client sends and gets under that method."""
+    known = {get_method(one): FORMULAS[one] for one in FORMULAS if one != name}
+    own = [FORMULAS[name]] if name in FORMULAS else []
+    return (own + [known[kind] for kind in get_method(name).__mro__ if kind in known])[0]
 
 
 @contextmanager
@@ -130,7 +138,7 @@ def formula(name: str, rounds: int) -> tuple[list[float], list[float]]:
     """Compute bytes up and down of a client in each round, as docs/methods.md says."""
     method = get_model_and_data(read_config({**SETTINGS, "method": name})).model.method
     shapes = Shapes(method, int(SETTINGS["clients-per-round"]))
-    each = [FORMULAS[name](shapes, number) for number in range(1, rounds + 1)]
+    each = [formula_of(name)(shapes, number) for number in range(1, rounds + 1)]
     return [4 * up for up, _ in each], [4 * down for _, down in each]
 
 

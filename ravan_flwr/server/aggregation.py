@@ -3,8 +3,8 @@
 The method knows nothing of the classifier, which is the same for all of them: it is put beside
 what the method sends, and averaged beside the method's sums.
 
-Memory does not grow with the number of clients, but for a robust round and a round of raFLoRA,
-which keep every reply until they close. What is rejected never reaches a sum.
+Memory does not grow with the number of clients, but for a robust round, and under methods whose
+sums keep every reply until they close. What is rejected never reaches a sum.
 """
 
 import math

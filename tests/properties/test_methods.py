@@ -218,7 +218,7 @@ def test_the_rank_is_the_largest_within_the_budget(name, lora_rank, layers):
         method.load(adapters, {})
         assert (method.parameters(adapters), method.trainable_parameters()) == ([], 0)
         return
-    heads = {"heads": 1} if name == "ravan" else {}
+    heads = {"heads": 1} if METHODS[name].has_heads else {}
     method, adapters = build(name, rank=None, lora_rank=lora_rank, layers=layers, **heads)
     method.load(adapters, method.initial_state(adapters))
     trained = sum(p.numel() for p in method.parameters(adapters))

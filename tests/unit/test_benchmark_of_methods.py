@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.methods import FORMULAS, Shapes
+from benchmarks.methods import FORMULAS, Shapes, formula_of
 from ravan_flwr.methods import METHODS
 from tests.methods import aggregate, build, train_client
 
@@ -13,8 +13,8 @@ def bytes_of(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def test_every_method_has_a_formula():
-    assert FORMULAS.keys() == METHODS.keys()
+def test_formulas_are_those_of_methods():
+    assert FORMULAS.keys() <= METHODS.keys()
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -24,7 +24,7 @@ def test_what_is_sent_is_what_the_formulas_say(name):
     state = method.initial_state(adapters)
     for number in range(1, 5):
         turn = method.in_round(number)
-        up, down = FORMULAS[name](shapes, number)
+        up, down = formula_of(name)(shapes, number)
         once = shapes.both if (name, number) == ("fed-sb", 1) else 0  # beside the state
         counters = 4 * len(state.keys() & {"residual-rank", "rounds"})
         assert bytes_of(turn.broadcast(state, 1.0)) - counters == 4 * (down - once)
