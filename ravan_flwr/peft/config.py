@@ -1,6 +1,7 @@
 """Configure RAVAN's adapter for PEFT."""
 # ruff: noqa: RUF009 (`_option` makes a field)
 
+import math
 import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -65,10 +66,13 @@ class RavanConfig(PeftConfig):
             raise ValueError(
                 f"base_seed = {self.base_seed!r}: expected a whole number; set base_seed=0, say"
             )
-        for name, choices in (("init", tuple(SCHEMES)), ("bias", BIASES)):
-            if (choice := getattr(self, name)) not in choices:
+        flags = dict.fromkeys(("trainable_scales", "fan_in_fan_out", "save_bases"), (True, False))
+        for name, choices in {"init": tuple(SCHEMES), "bias": BIASES, **flags}.items():
+            choice = getattr(self, name)
+            if not isinstance(choice, type(choices[0])) or choice not in choices:
                 raise ValueError(
-                    f"{name} = {choice!r}: expected one of {', '.join(choices)}; choose one"
+                    f"{name} = {choice!r}: expected one of {', '.join(map(str, choices))}; choose "
+                    "one"
                 )
         for name in ("layers_to_transform", "layers_pattern"):
             if isinstance(self.target_modules, str) and getattr(self, name) is not None:
@@ -82,6 +86,12 @@ class RavanConfig(PeftConfig):
                 setattr(self, name, set(names))  # as PEFT has it
             elif isinstance(names, str):
                 _check_expression(name, names)
+            elif not isinstance(names, set | tuple | None):
+                raise ValueError(
+                    f"{name} = {names!r}: expected a list of names of layers, or a regular "
+                    "expression; set it to ['query'], say"
+                )
+        _check_base_layers(self.base_layers)
         self.adapted: dict[str, Any] | None = None  # what it has been put onto
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,6 +110,22 @@ def _check_expression(name: str, expression: str) -> None:
             f"{name} = {expression!r}: got no regular expression ({error}), expected one of whole "
             f"names; set {name}=r'.*\\.query', say, or a list of names"
         ) from error
+
+
+def _check_base_layers(told: Any) -> None:
+    """Raise ValueError unless this is what `describe_bases` writes into an adapter's folder."""
+    if told is None:
+        return
+    try:
+        first, sizes, (B, A) = told["first"], told["sizes"], told["sums"]
+        sound = isinstance(first, str) and isinstance(sizes, dict) and math.isfinite(B + A)
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise ValueError(
+            f"base_layers = {told!r}: got no description of layers, expected 'first', 'sizes' and "
+            "'sums' as an adapter is saved with; restore adapter_config.json, or leave it out"
+        )
 
 
 def _is_int(value: object) -> bool:
