@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from ravan_flwr.launch.in_process import Simulation, simulate
     from ravan_flwr.peft import RavanConfig
     from ravan_flwr.reports.dashboard import watch_run
-    from ravan_flwr.reports.evaluation import evaluate
+    from ravan_flwr.reports.evaluation import evaluate, result_of
     from ravan_flwr.reports.export import export_run
-    from ravan_flwr.reports.load_run import result_of
     from ravan_flwr.reports.prediction import predict
     from ravan_flwr.reports.report import write_report
     from ravan_flwr.reports.spectrum import write_spectra
@@ -45,7 +44,7 @@ _HOMES = {
     "export_run": "ravan_flwr.reports.export",
     "plan_of": "ravan_flwr.training.plan",
     "predict": "ravan_flwr.reports.prediction",
-    "result_of": "ravan_flwr.reports.load_run",
+    "result_of": "ravan_flwr.reports.evaluation",
     "run_study": "ravan_flwr.studies.running",
     "simulate": "ravan_flwr.launch.in_process",
     "watch_run": "ravan_flwr.reports.dashboard",

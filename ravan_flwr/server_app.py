@@ -21,10 +21,9 @@ from ravan_flwr.reports.classes import write_classes
 from ravan_flwr.reports.export import natural_form, write_result
 from ravan_flwr.reports.samples import Samples
 from ravan_flwr.runs.callback import Callback, Callbacks
-from ravan_flwr.runs.console import Progress, show, show_in_one_line
+from ravan_flwr.runs.console import Progress, logging_to, show, show_in_one_line
 from ravan_flwr.runs.directory import RunDirectory, how_to_go_on, is_of_writing, not_written
 from ravan_flwr.runs.lock import locked
-from ravan_flwr.runs.log_file import logging_to
 from ravan_flwr.runs.record import Summary
 from ravan_flwr.runs.status import drop_status
 from ravan_flwr.runs.tracking import Trackers, check_tracking

@@ -1,12 +1,13 @@
 """Fill templates of files that are no HTML, such as Markdown and YAML."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
 
-def filled(template: str, filters: dict[str, Callable[[Any], str]], **values: Any) -> str:
+def filled(template: Path, filters: dict[str, Callable[[Any], str]], **values: Any) -> str:
     """Fill a template; what comes from outside must go through one of the filters."""
     environment = Environment(
         autoescape=False,  # noqa: S701 (that would escape for HTML)
@@ -16,4 +17,4 @@ def filled(template: str, filters: dict[str, Callable[[Any], str]], **values: An
         keep_trailing_newline=True,
     )
     environment.filters |= filters
-    return environment.from_string(template).render(**values)
+    return environment.from_string(template.read_text(encoding="utf-8")).render(**values)

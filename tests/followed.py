@@ -13,7 +13,7 @@ NOW = 1_795_000_000.0
 def client(partition: int, **changes: Any) -> dict[str, Any]:
     return {
         "partition-id": partition, "share": 0.5, "heads": 2, "selected": [[0, 2], [1, 3]],
-        "examples": 72, "train-loss": 1.0, "seconds": 3.25, "bytes-up": 25_000,
+        "examples": 72, "steps": 5, "train-loss": 1.0, "seconds": 3.25, "bytes-up": 25_000,
         "bytes-down": 51_000,
     } | changes  # fmt: skip
 

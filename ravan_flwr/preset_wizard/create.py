@@ -26,82 +26,6 @@ from ravan_flwr.templates import filled
 _WIDTH = 110  # columns of a line of labels
 _EXAMPLES_A_CLIENT = 20  # fewer of them teach a client nothing
 
-PRESET = """\
-# {{ name }}: made by `ravan-flwr new` from the data and the model; change what you like.
-# What is not here has a default: docs/presets.md lists all fields.
-task: {{ model.task }}  # what is learned, and how it is measured
-
-model:
-{% if model.spec.source == "bundled" %}
-  source: bundled  # it comes with ravan-flwr
-  name: {{ model.spec.name | text }}  # of the app's own
-{% else %}
-  name: {{ model.spec.name | text }}  # an id of the hub, or a folder (on every machine)
-{% endif %}
-{% if model.spec.revision %}
-  revision: {{ model.spec.revision | text }}  # of the hub
-{% endif %}
-{% if model.spec.targets %}
-  targets: {{ model.spec.targets | join(",") | text }}  # ends of the names of the layers to adapt
-{% endif %}
-
-data:
-  name: {{ spec.name | text }}  # an id of the hub, or a folder on every machine that reads it
-{% if spec.subset %}
-  subset: {{ spec.subset | text }}  # of the data set
-{% endif %}
-{% if spec.revision %}
-  revision: {{ spec.revision | text }}  # of the hub
-{% endif %}
-  columns: {{ columns }}  # what for: which column
-{% if prompts %}
-  prompt:  # before the answer; the first of which an example has all columns
-{% for prompt in prompts %}
-    - {{ prompt | text }}
-{% endfor %}
-{% endif %}
-{% if spec.chat_template %}
-  chat-template: {{ spec.chat_template | text }}  # in place of the tokenizer's
-{% endif %}
-{% if splits %}
-  splits: {{ splits }}  # of the clients: of the server
-{% endif %}
-{% if data.held_back %}
-  test-share: {{ spec.test_share }}  # {{ of_what }}that the server tests on
-{% endif %}
-{% if model.lengths %}
-  max-length: {{ model.max_length }}  # tokens that are read of a text; {{ covered }}
-{% endif %}
-{% if model.target_length %}
-  target-length: {{ model.target_length }}  # tokens of the longest label
-{% endif %}
-{% if spec.labels %}
-  labels:  # in the order of their numbers, the same on every device
-{{ labels }}
-{% endif %}
-
-run:
-  num-clients: {{ run["num-clients"] }}  # simulated clients, which share the training examples
-  clients-per-round: {{ run["clients-per-round"] }}  # of them train in each round
-  num-rounds: {{ run["num-rounds"] }}
-  local-steps: {{ run["local-steps"] }}  # optimiser steps of a client in each round
-  batch-size: {{ run["batch-size"] }}  # examples in each step
-{% if spec.labels %}
-  partition: {{ run["partition"] }}  # the smaller, the more clients differ; or iid
-{% endif %}
-  heads: {{ model.heads }}  # of the method ravan, in each adapted layer
-{% if not writes %}
-  classifier: {{ run["classifier"] }}  # trained along with the adapters; or frozen
-{% endif %}
-
-parameter-budgets:  # as many trainable parameters as a LoRA of this rank
-{% for budget, rank in budgets.items() %}
-  {{ budget }}: {lora-rank: {{ rank }}}
-{% endfor %}
-
-learning-rate: {}  # by method; empty: the default. Better: ravan-flwr tune preset={{ preset }}
-"""
-
 
 def preset_text(
     name: str, data: DataSummary, model: ModelSummary, preset: str, clients: int = 0
@@ -116,7 +40,7 @@ def preset_text(
         if model.lengths.covered > model.max_length:
             covered += ", the model reads no more"
     return filled(
-        PRESET,
+        Path(__file__).with_name("preset.yaml.jinja"),
         {"text": _text},
         name=name,
         preset=preset,

@@ -1,5 +1,6 @@
 """Write a model card: what a folder holds, where it comes from, how good it is, how to load it."""
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +8,6 @@ from typing import Any
 
 from ravan_flwr.data.model_folder import read_json
 from ravan_flwr.methods import METHODS
-from ravan_flwr.reports.card_code import about, code_of
 from ravan_flwr.reports.classes import classes_of
 from ravan_flwr.runs.console import uploads_seen
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
@@ -32,16 +32,16 @@ def fill_card(
     """Write a card of these settings, this summary and these metrics of the result."""
     one_channel = _channels(folder) == 1
     text = filled(
-        CARD,
-        {"cell": _cell},
+        Path(__file__).with_name("card.md"),
+        {"cell": _cell, "literal": _literal},
         library=LIBRARIES[form],
         task=config["task"],
         origin=_origin(config["method"]),
         rows=_rows(config, summary, final),
         examples=EXAMPLES[config["evaluate-on"]],
-        about=about(config, form, one_channel=one_channel),
-        code=code_of(config, form, one_channel=one_channel),
+        about=_about(config, form, one_channel=one_channel),
         network=get_task(config["task"]).auto_class if form == "merged" else "",
+        **_code(config, form, one_channel=one_channel),
     )
     write_atomically(folder / "README.md", text.encode(errors="backslashreplace"))
 
@@ -128,31 +128,65 @@ def _cell(value: object) -> str:
     return re.sub(r"([\\`*\[\]<>|])", r"\\\1", " ".join(str(value).split()))
 
 
-CARD = """\
----
-library_name: {{ library }}
-tags: [federated-learning, flower, ravan-flwr, {{ task }}]
----
-# A federated fine-tuning, by ravan-flwr
+def _code(config: Mapping[str, Any], form: str, *, one_channel: bool) -> dict[str, Any]:
+    """Collect what the template writes code from: the lines of transformers that use a result."""
+    task, data, spec = get_task(config["task"]), config["data"], config["model"]
+    adapter, bundled = form != "merged", spec["source"] == "bundled"
+    labelled = adapter and bool(task.pipeline) and task.classifies  # a PEFT folder has no names
+    names = {"pipeline" if task.pipeline else "AutoTokenizer"}
+    if (adapter and not bundled) or not (adapter or task.pipeline):
+        names.add(task.auto_class)
+    prompt = data["prompts"][0] if data.get("prompts") else data.get("prompt", "")
+    columns = dict(data.get("columns", ()))
+    return {
+        "form": form,
+        "adapter": adapter,
+        "bundled": bundled,
+        "labelled": labelled,
+        "names": ", ".join(sorted(names)),
+        "pipeline": task.pipeline,
+        "auto_class": task.auto_class,
+        "spec": spec,
+        "classes": len(data["labels"]) if labelled else 0,
+        "conversation": not data.get("prompts"),
+        "prompt": prompt,
+        "values": ", ".join(f'{role}="a {role}"' for role in columns if f"{{{role}}}" in prompt),
+        "target_length": data.get("target-length"),
+        "pairs": "text-pair" in columns,
+        "one_channel": one_channel and bool(task.pipeline),
+    }
 
-{{ origin }}
 
-| | |
-| --- | --- |
-{% for name, value in rows.items() %}
-| {{ name }} | {{ value | cell }} |
-{% endfor %}
+def _about(config: Mapping[str, Any], form: str, *, one_channel: bool) -> str:
+    """Say in a sentence or two what the code does with an example."""
+    pipeline = get_task(config["task"]).pipeline
+    onto = "An adapter goes onto the backbone that it was trained on. " if form != "merged" else ""
+    if one_channel:
+        return onto + (
+            "The model takes images of one channel, but a pipeline makes every image file one of "
+            "three. So give it arrays of bytes, (height, width, 1), as here; "
+            "`preprocessor_config.json` has the size, and how bytes become numbers."
+        )
+    if pipeline == "image-classification":
+        return onto + (
+            "The pipeline brings an image to the model's size, and scales it as the run did "
+            "(`preprocessor_config.json`)."
+        )
+    if pipeline == "text-generation":
+        return onto + (
+            "The pipeline continues a conversation, by the tokenizer's chat template, or a text, "
+            "which is to be written as the run's examples were."
+        )
+    if pipeline:
+        return onto + (
+            "The pipeline cuts a text off where the run did (`model_max_length` in "
+            "`tokenizer_config.json`)."
+        )
+    if config["data"]["prompt"]:
+        return onto + "The model writes a text; transformers 5 has no pipeline for that."
+    return onto + "transformers 5 has no pipeline for what the model reads."
 
-The result is that after the last round, on {{ examples }}.
 
-## Use it
-{{ about }}
-
-```python
-{{ code }}
-```
-{% if network %}
-
-The folder is one for `{{ network }}.from_pretrained` as well.
-{% endif %}
-"""
+def _literal(value: object) -> str:
+    """Write a text as one of Python, which a JSON text is."""
+    return json.dumps(value, ensure_ascii=False)

@@ -13,14 +13,30 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, get_type_hints
+
+from typing_extensions import TypedDict
 
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.runs.record import RoundRecord
+from ravan_flwr.runs.record import RoundRecord, check
 from ravan_flwr.tasks.tally import ClassScores, Tally, macro_f1
 
 CLASSES = "classes.json"
 MOST_IN_MATRIX = 100
+
+_OfClass = TypedDict("_OfClass", get_type_hints(ClassScores))  # type: ignore[misc]
+_ClassesFile = TypedDict(
+    "_ClassesFile",
+    {
+        "round": int,
+        "examples": int,
+        "accuracy": float,
+        "macro-f1": float,
+        "classes": list[_OfClass],
+        "confusion": NotRequired[list[list[int]]],
+        "no-label": NotRequired[list[int]],
+    },
+)
 
 
 def described(tally: Tally, labels: Sequence[str]) -> dict[str, Any]:
@@ -57,8 +73,14 @@ def classes_of(run: Path, rounds: Sequence[RoundRecord]) -> dict[str, Any] | Non
     if not path.is_file():
         return None
     content = RunDirectory(run).read_json(CLASSES)
-    if problem := _wrong_in(content):
-        raise ValueError(f"{path} is damaged: {problem}; restore it, or take it away")
+    try:
+        check(content, _ClassesFile)
+        number = len(content["classes"])
+        rows = [*content.get("confusion", []), *filter(None, [content.get("no-label")])]
+        if len(content.get("confusion", [])) not in (0, number) or {*map(len, rows)} - {number}:
+            raise ValueError(f"its confusion or no-label is not one of {number} classes")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; restore it, or take it away") from None
     evaluated = [record["round"] for record in rounds if record["metrics"]]
     return content if evaluated and content["round"] == evaluated[-1] else None
 
@@ -108,38 +130,3 @@ def without_classes(config: Mapping[str, Any]) -> str:
             "(evaluate-on=clients). ravan-flwr evaluate measures the result on other examples."
         )
     return ""
-
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(ClassScores))
-
-
-def _wrong_in(content: Mapping[str, Any]) -> str:
-    """Say what is not as `write_classes` writes it; empty if nothing."""
-    for key in ("round", "examples", "accuracy", "macro-f1"):
-        if not _is_number(content.get(key)):
-            return f"{key} = {content.get(key)!r}, expected a number"
-    classes = content.get("classes")
-    if not isinstance(classes, list) or not all(map(_is_class, classes)):
-        return f"its classes are no list of objects with {', '.join(_FIELDS)}"
-    matrix = content.get("confusion", [])
-    others = content.get("no-label", [])
-    square = isinstance(matrix, list) and len(matrix) in (0, len(classes))
-    if not square or not all(_is_row(row, len(classes)) for row in matrix):
-        return f"its confusion is no table of {len(classes)} by {len(classes)} numbers"
-    if others != [] and not _is_row(others, len(classes)):
-        return f"its no-label is no list of {len(classes)} numbers"
-    return ""
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_class(one: object) -> bool:
-    if not isinstance(one, dict) or not one.keys() >= set(_FIELDS):
-        return False
-    return all(isinstance(one[n], str) if n == "label" else _is_number(one[n]) for n in _FIELDS)
-
-
-def _is_row(row: object, length: int) -> bool:
-    return isinstance(row, list) and len(row) == length and all(map(_is_number, row))

@@ -6,15 +6,22 @@ and tells browsers to show the page nowhere else.
 """
 
 import errno
+import hashlib
 import re
+import threading
+import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ravan_flwr.reports import PORT
-from ravan_flwr.reports.page import POLICY, LivePage
+from ravan_flwr.reports.report import POLICY, render
+from ravan_flwr.reports.run_charts import comparison_charts, run_charts
+from ravan_flwr.reports.run_view import FollowedRun, picture_of, view_of
 from ravan_flwr.runs.console import say
+from ravan_flwr.runs.history import RecordedRun, group_runs
 
 HOST = "127.0.0.1"
 SLOWEST = 10.0  # seconds for a request to come
@@ -29,6 +36,67 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
+
+
+class LivePage:
+    """Keep the page of a run as it is now; it is made anew when something has changed.
+
+    Pictures cost more than all else: they are drawn during a tenth of the time at most, so that a
+    training beside them keeps its cores.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._run = FollowedRun(path)
+        self._one_at_a_time = threading.Lock()
+        self._version, self._made, self._page = "", 0.0, b""
+        self._pictures: list[dict[str, Any]] = []
+        self._drawn: object = None  # what is in the pictures
+        self._stale, self._rest_until = False, 0.0
+
+    def version(self) -> str:
+        """Return a text that is another one as soon as the page would be."""
+        due = self._stale and time.time() >= self._rest_until
+        return self._version_of(self._run.version() + " due" * due)
+
+    @staticmethod
+    def _version_of(text: str) -> str:
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def get(self) -> bytes:
+        """Return the page as it is now."""
+        with self._one_at_a_time:
+            files, now = self._run.version(), time.time()
+            # Without the script, times on the page are those of the moment at which it was made.
+            if self.version() != self._version or now - self._made > 1:
+                self._version, self._made = self._version_of(files), now
+                self._page = self._write(now)
+            return self._page
+
+    def _write(self, now: float) -> bytes:
+        try:
+            seen = self._run.read()
+            self._draw(seen.run, now)
+            view = view_of(seen, self._pictures)
+        except Exception as error:  # noqa: BLE001 (a damaged file ends no page: it may be mended)
+            told = f"{type(error).__name__}: {error}"
+            told = str(error) if isinstance(error, ValueError) else told
+            name = self._run.path.name
+            problem = told or "its files are damaged"
+            return render([], name, version=self._version, problem=problem)
+        return render([view], view["title"], version=self._version, now=now)
+
+    def _draw(self, run: RecordedRun, now: float) -> None:
+        """Draw the pictures anew, if there is something new in them and it is time."""
+        content = (run.rounds[-1:], run.summary)
+        self._stale = content != self._drawn
+        if not self._stale or now < self._rest_until:
+            return
+        began, charts = time.monotonic(), []
+        if run.rounds and run.config:
+            charts = [*comparison_charts(group_runs([run])), *run_charts(run)]
+        self._pictures = [picture_of(chart) for chart in charts]
+        self._drawn, self._stale = content, False
+        self._rest_until = now + 10 * (time.monotonic() - began)
 
 
 class _Server(ThreadingHTTPServer):

@@ -35,7 +35,7 @@ from ravan_flwr.data.model_folder import read_json
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.multihead import MultiHeadMethod
 from ravan_flwr.reports.card import PROCESSOR, write_card
-from ravan_flwr.reports.load_run import result_of
+from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
 from ravan_flwr.training.model_and_data import ModelAndData
 from ravan_flwr.training.network import build_network, stored_dtype

@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ravan_flwr.messages import plain_text
-from ravan_flwr.reports.chart import COLOURS, STYLE, Chart, plain
-from ravan_flwr.reports.charts import draw_map
+from ravan_flwr.reports.charts import COLOURS, STYLE, Chart, draw_map, plain
 from ravan_flwr.reports.partition import Assignment, PartitionReport
 from ravan_flwr.runs.directory import write_atomically
 

@@ -1,13 +1,23 @@
-"""Write the page of one run, or of several laid over each other, with a PNG of each picture."""
+"""Write the page of one run, or of several laid over each other, with a PNG of each picture.
 
+It is one file that needs no other, light or dark like its reader. The page of a run under way
+(dashboard.py) is the same, with one script of its own.
+"""
+
+import base64
+import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from ravan_flwr.reports.page import render
+import yaml
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
 from ravan_flwr.reports.run_charts import comparison_charts, run_charts
-from ravan_flwr.reports.run_view import comparison_of, picture_of, title_of, view_of
-from ravan_flwr.reports.snapshot import RunSnapshot
+from ravan_flwr.reports.run_view import RunSnapshot, comparison_of, picture_of, title_of, view_of
+from ravan_flwr.runs.console import megabytes, minutes
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.runs.history import NoRoundError, RecordedRun, group_runs
 from ravan_flwr.runs.lock import NAME as LOCK
@@ -15,6 +25,42 @@ from ravan_flwr.runs.lock import NAME as LOCK
 log = logging.getLogger(__name__)
 
 _MOST_ORIGINS = 4  # named below a picture
+
+# Reasons, devices and versions come from clients, who may lie: all is escaped that is not marked as
+# HTML here.
+_ENVIRONMENT = Environment(
+    autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+_ENVIRONMENT.globals |= {"minutes": minutes, "megabytes": megabytes}
+_STYLE, _SCRIPT, _PAGE = (
+    yaml.safe_load(Path(__file__).with_name("page.yaml").read_text(encoding="utf-8"))[part]
+    for part in ("style", "script", "page")
+)
+_TEMPLATE = _ENVIRONMENT.from_string(_PAGE)
+
+
+def _hash_of(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# Nothing from elsewhere, and of what is here the one script and the one style.
+POLICY = (
+    f"default-src 'none'; script-src {_hash_of(_SCRIPT)}; style-src {_hash_of(_STYLE)}; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def render(
+    runs: Sequence[Mapping[str, Any]], title: str, *, comparison: Mapping[str, Any] | None = None,
+    version: str = "", problem: str = "", now: float = 0.0,
+) -> bytes:  # fmt: skip
+    """Fill the page; with a `version` it is one that renews itself."""
+    page = _TEMPLATE.render(
+        runs=runs, title=title, comparison=comparison, version=version, problem=problem, now=now,
+        style=Markup(_STYLE), script=Markup(_SCRIPT),  # noqa: S704 (constants)
+    )  # fmt: skip
+    # JSON can hold halves of characters, which are no text in UTF-8.
+    return page.lstrip().encode(errors="backslashreplace")
 
 
 def write_report(

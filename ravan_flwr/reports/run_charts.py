@@ -6,18 +6,25 @@ Runs that differ in nothing but the seed are one line with a band.
 import csv
 import io
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, takewhile
-from typing import Any
 
 from ravan_flwr.config.keys import KEYS
-from ravan_flwr.reports.chart import Caption, Chart
-from ravan_flwr.reports.charts import Series, bands, bars, confusion, heat, lines, stacks
+from ravan_flwr.reports.charts import (
+    Caption,
+    Chart,
+    Series,
+    bands,
+    bars,
+    confusion,
+    heat,
+    lines,
+    stacks,
+)
 from ravan_flwr.reports.classes import classes_of
-from ravan_flwr.reports.table_file import no_formula
-from ravan_flwr.runs.client_statistics import KEYS as SPREAD_KEYS
-from ravan_flwr.runs.client_statistics import QUARTILES, Spread
+from ravan_flwr.reports.prediction import no_formula
 from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
+from ravan_flwr.runs.record import Spread
 from ravan_flwr.specs import LOWER_IS_BETTER
 
 _MOST_BARS = 100  # of clients, or of numbers of rounds
@@ -97,13 +104,10 @@ def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
 
 
 def _has_heads(run: RecordedRun) -> bool:
-    """Tell whether all replies list heads by layer, as a run writes them."""
-    chosen = [client.get("selected") for record in run.rounds for client in record["clients"]]
-    return len({len(one) if isinstance(one, list) else -1 for one in chosen}) == 1 and all(
-        isinstance(layer, list) and all(type(h) is int and 0 <= h < _MOST_HEADS for h in layer)
-        for one in chosen
-        if isinstance(one, list)
-        for layer in one
+    """Tell whether all replies list as many layers, and heads that there may be."""
+    chosen = [client["selected"] for record in run.rounds for client in record["clients"]]
+    return len({*map(len, chosen)}) == 1 and all(
+        0 <= head < _MOST_HEADS for layers in chosen for layer in layers for head in layer
     )
 
 
@@ -123,7 +127,6 @@ def _participation(run: RecordedRun, prefix: str) -> Chart:
         (record["round"], client["partition-id"])
         for record in run.rounds
         for client in record["clients"]
-        if type(client["partition-id"]) is int
     ]
     rounds = Counter(partition for number, partition in took_part if number)
     known = {partition for _, partition in took_part}
@@ -198,24 +201,10 @@ def confusion_csv(counts: Sequence[Sequence[int]], labels: Sequence[str]) -> byt
 
 
 def spreads(run: RecordedRun) -> tuple[str, dict[int, Spread]]:
-    """Collect the spread of the run's metric over the clients, by round; a damaged one is none."""
+    """Collect the spread of the run's metric over the clients, by round."""
     name = common_metric([run])
-    found: dict[int, Mapping[str, Any] | Any] = {
-        record["round"]: record.get("spread", {}) for record in run.rounds
-    }
-    return name, {
-        number: spread[name]
-        for number, spread in found.items()
-        if isinstance(spread, dict) and _is_whole(spread.get(name))
-    }
-
-
-def _is_whole(spread: object) -> bool:
-    """Tell whether it has a number under every key."""
-    return isinstance(spread, dict) and all(
-        isinstance(spread.get(key), int | float) and not isinstance(spread[key], bool)
-        for key in SPREAD_KEYS
-    )
+    found = {record["round"]: record["spread"] for record in run.rounds if "spread" in record}
+    return name, {number: spread[name] for number, spread in found.items() if name in spread}
 
 
 def _spread_over_clients(run: RecordedRun, prefix: str) -> list[Chart]:
@@ -223,7 +212,6 @@ def _spread_over_clients(run: RecordedRun, prefix: str) -> list[Chart]:
     name, found = spreads(run)
     if not found:
         return []
-    low, middle, high = QUARTILES
     caption = Caption(
         f"{prefix}clients",
         "How the clients differ",
@@ -232,9 +220,11 @@ def _spread_over_clients(run: RecordedRun, prefix: str) -> list[Chart]:
     )
     ranges = {
         "all clients": [(one["min"], one["max"]) for one in found.values()],
-        "the middle half": [(one[low], one[high]) for one in found.values()],
+        "the middle half": [
+            (one["lower-quartile"], one["upper-quartile"]) for one in found.values()
+        ],
     }
-    medians = [one[middle] for one in found.values()]
+    medians = [one["median"] for one in found.values()]
     return [bands(caption, list(found), medians, ranges, "round", name)]
 
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ravan_flwr.methods import METHODS
-from ravan_flwr.reports.chart import Caption, Chart
-from ravan_flwr.reports.charts import Series, boxes, lines
-from ravan_flwr.reports.load_run import result_of
+from ravan_flwr.reports.charts import Caption, Chart, Series, boxes, lines
+from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.runs.history import RecordedRun, group_runs
 
 

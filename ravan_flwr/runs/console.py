@@ -7,11 +7,14 @@ keeps them out of the way of a progress bar where there is one.
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from ravan_flwr.files import LARGE, check_file, opened
 from ravan_flwr.runs.record import ClientRecord, RoundRecord
 
 log = logging.getLogger("ravan_flwr")
@@ -204,3 +207,48 @@ def uploads_seen(config: Mapping[str, Any]) -> str:
     least, noised = config["secure-minimum"], config.get("privacy") == "client"
     how = "with noise that they have added" if noised else "head by head"
     return f"masked: the server sees sums over at least {least} clients, {how}"
+
+
+LOG_FILE = "log.txt"
+_LOG_FORM = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S")
+
+
+class _Appending(logging.FileHandler):
+    """Append lines; a full disk loses some, and stops nothing."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        del record
+
+
+@contextmanager
+def logging_to(folder: Path) -> Iterator[None]:
+    """Append what the package logs meanwhile to the folder's log."""
+    try:
+        if (folder / LOG_FILE).exists():
+            check_file(folder / LOG_FILE)
+        # Text can hold halves of characters, which are no text in UTF-8.
+        handler = _Appending(folder / LOG_FILE, encoding="utf-8", errors="backslashreplace")
+    except (OSError, ValueError) as error:
+        log.warning("no log file: %s", error)
+        yield
+        return
+    handler.setFormatter(_LOG_FORM)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+def last_lines(folder: Path, most: int = 200, most_bytes: int = 65536) -> list[str]:
+    """Read the last lines of the folder's log; none if there is no log."""
+    try:
+        with opened(folder / LOG_FILE, LARGE) as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - most_bytes))
+            text = file.read().decode(errors="replace")
+    except (OSError, ValueError):  # there is none, or it is none
+        return []
+    lines = text.splitlines()
+    return lines[1 if size > most_bytes else 0 :][-most:]  # the first may have been cut

@@ -12,7 +12,7 @@ tensorboard/       each round's numbers (tracking.py)
 failure.json       why it failed, if it did
 privacy.json       what a private run has spent (server/privacy_budget.py)
 status.json        what it does now, and who takes part (status.py)
-log.txt            what it printed, with times (log_file.py)
+log.txt            what it printed, with times (console.py)
 lock               who writes to it, while somebody does (lock.py)
 """
 
@@ -28,8 +28,8 @@ from typing import Any, cast
 
 from ravan_flwr.config.presets import own_preset, preset_names, read_preset
 from ravan_flwr.config.run_config import settings_of
-from ravan_flwr.files import LARGE, read_file
-from ravan_flwr.runs.record import RoundRecord, Summary, check_line, parsed, wrong_in
+from ravan_flwr.files import LARGE, opened, read_file
+from ravan_flwr.runs.record import RoundRecord, Summary, check_line, parsed
 from ravan_flwr.specs import Scalar
 
 
@@ -142,29 +142,11 @@ class RunDirectory:
 
     def read_rounds(self) -> list[RoundRecord]:
         """Read the rounds so far; a last line that was cut off does not count."""
-        path = self.path / "rounds.jsonl"
-        if not path.exists():
-            return []
-        records: list[RoundRecord] = []
-        for number, line in enumerate(read_file(path, LARGE).split(b"\n")[:-1], start=1):
-            try:
-                records.append(check_line(line, records[-1]["round"] if records else None))
-            except ValueError as error:
-                raise ValueError(
-                    f"{path}: line {number} is damaged ({error}), expected a round's record; "
-                    "restore it"
-                ) from None
-        return records
+        return RoundsFile(self.path).read()
 
     def rounds_until(self, last: int) -> list[RoundRecord]:
-        """Read the rounds up to `last`, which must be there; check each as a run writes it."""
+        """Read the rounds up to `last`, which must be there."""
         records = [record for record in self.read_rounds() if record["round"] <= last]
-        for record in records:
-            if wrong := wrong_in(record):
-                raise ValueError(
-                    f"{self.path / 'rounds.jsonl'}: round {record['round']} has {wrong}; restore "
-                    "the file, or start a new run"
-                )
         if not records or records[-1]["round"] != last:
             there = records[-1]["round"] if records else "none"
             raise ValueError(
@@ -177,6 +159,37 @@ class RunDirectory:
         """Write `rounds.jsonl` anew, with these rounds alone."""
         lines = (json.dumps(record, allow_nan=False) + "\n" for record in records)
         self.write("rounds.jsonl", "".join(lines))
+
+
+class RoundsFile:
+    """Read a run's `rounds.jsonl` again and again, and only what is new in it."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / "rounds.jsonl"
+        self._inode = self._bytes = 0  # of the lines that were read
+        self._records: list[RoundRecord] = []
+
+    def read(self) -> list[RoundRecord]:
+        """Return all rounds so far; a last line that is still being written does not count."""
+        found = self._path.stat() if self._path.exists() else None
+        inode, size = (found.st_ino, found.st_size) if found else (0, 0)
+        if inode != self._inode or size < self._bytes:  # a run that went back writes it anew
+            self._inode, self._bytes, self._records = inode, 0, []
+        if not found:
+            return []
+        with opened(self._path, LARGE) as file:
+            file.seek(self._bytes)
+            for line in file.read().split(b"\n")[:-1]:
+                try:
+                    before = self._records[-1]["round"] if self._records else None
+                    self._records.append(check_line(line, before))
+                except ValueError as error:
+                    raise ValueError(
+                        f"{self._path}: line {len(self._records) + 1} is damaged ({error}), "
+                        "expected a round's record of this version; restore it"
+                    ) from None
+                self._bytes += len(line) + 1
+        return list(self._records)
 
 
 def check_writable(parent: Path) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 from ravan_flwr.config.keys import NOT_OF_RESULT
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.directory import RunDirectory
-from ravan_flwr.runs.record import NEEDED_BY_A_REPORT, RoundRecord, Summary, needed_in, wrong_in
+from ravan_flwr.runs.record import RoundRecord, Summary
 
 # Runs that differ in these alone are seeds of one thing.
 _NOT_A_DIFFERENCE = NOT_OF_RESULT | {"seed"}
-NEEDED_SETTINGS = {"method", "preset", "seed", "num-rounds"}  # all versions have written them
+NEEDED_SETTINGS = {"method", "preset", "seed", "num-rounds"}
 
 
 class NoRoundError(ValueError):
@@ -37,17 +37,6 @@ class RecordedRun:
         """Read a run directory; ValueError if it is none, or no round has ended."""
         directory = RunDirectory.open(path, asked)
         rounds = directory.read_rounds()
-        for record in rounds:
-            if lacking := sorted(set(needed_in(record, NEEDED_BY_A_REPORT)) - record.keys()):
-                raise ValueError(
-                    f"{asked}: {path} lacks {lacking} in round {record['round']}, expected the "
-                    "records of this version; use the one that made the run"
-                )
-            if problem := wrong_in(record, NEEDED_BY_A_REPORT):
-                raise ValueError(
-                    f"{asked}: {path} has in round {record['round']} {problem}; restore "
-                    "rounds.jsonl, or use the version that made the run"
-                )
         if not any(record["round"] for record in rounds):
             raise NoRoundError(
                 f"{asked}: {path} has no finished round, expected at least one; run it longer"

@@ -1,18 +1,34 @@
 """Define a round's record and a run's summary: every key of `rounds.jsonl` and `summary.json`.
 
 The records are plain dictionaries with typed keys, so that what is written is what was read: keys
-of a later version are kept when a run goes on. `check_line` and `wrong_in` check what a file says.
+of a later version are kept when a run goes on. `check` refuses what no run writes.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import chain
-from typing import Any, NotRequired, TypedDict, cast, get_origin, get_type_hints
+from typing import Any, NotRequired, TypeVar, cast
 
-from ravan_flwr.runs.client_statistics import Spread
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # Pydantic asks for this one before Python 3.12
 
 Metrics = dict[str, float]
+
+Spread = TypedDict(  # of a metric over the clients, each counted once
+    "Spread",
+    {
+        "clients": float,
+        "mean": float,
+        "std": float,
+        "min": float,
+        "lower-quartile": float,
+        "median": float,
+        "upper-quartile": float,
+        "max": float,
+    },
+)
 
 ClientRecord = TypedDict(
     "ClientRecord",
@@ -87,7 +103,7 @@ RoundRecord = TypedDict(
         "phases": dict[str, float],  # seconds
         "refused": NotRequired[str],  # why the round has no effect
         "collapsed": NotRequired[str],  # why its evaluation counts as a collapse
-        "spread": NotRequired[dict[str, Spread]],  # by metric (client_statistics.py)
+        "spread": NotRequired[dict[str, Spread]],  # by metric
         "privacy": NotRequired[Spent],  # of a private run
         "spent": NotRequired[list[int]],  # partitions that have nothing left of their epsilon
         "recounted": NotRequired[list[int]],  # partitions whose own account lacked rounds
@@ -159,16 +175,6 @@ Summary = TypedDict(
     },
 )
 
-# Older runs lack some keys: these are the ones that a report needs, and a run that goes on.
-NEEDED_BY_A_REPORT = (
-    "round", "metrics", "clients", "rejected", "partitions", "bytes-up", "bytes-down", "phases",
-    "train-loss", "seconds",
-)  # fmt: skip
-NEEDED_TO_GO_ON = (*NEEDED_BY_A_REPORT, "left-out")
-_SPENT = ("epsilon", "delta", "noise-multiplier")
-_OF_EACH = {"clients": {"partition-id"}, "rejected": {"client", "reason"}}
-
-
 MOST_LEVELS = 20  # of nesting in a run's files
 LARGEST = 10**18  # whole number in them
 
@@ -194,56 +200,56 @@ def parsed(text: bytes, *, finite: bool = False) -> Any:
     raise ValueError("it is nested too deeply")
 
 
+_Content = TypeVar("_Content")
+_adapter = cache(TypeAdapter)
+
+
+def check(content: object, kind: type[_Content]) -> _Content:
+    """Return what JSON has as it is; ValueError if a run does not write it so."""
+    try:
+        _adapter(cast(Any, kind)).validate_python(content, strict=True)
+    except ValidationError as error:
+        raise ValueError(f"it has {first_wrong(error)}") from None
+    return cast(_Content, content)
+
+
+def first_wrong(error: ValidationError) -> str:
+    """Return the first thing that is wrong, in one line."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"])) or "its content"
+    got = "nothing" if first["type"] == "missing" else repr(first["input"])[:80]
+    return f"{place}: got {got}: {first['msg']}"
+
+
 def check_line(line: bytes, before: int | None) -> RoundRecord:
     """Read one line, which must be of the round after `before`; ValueError if it is not."""
-    record = parsed(line, finite=True)
-    if not isinstance(record, dict) or type(record.get("round")) is not int:
-        raise ValueError(f"it is {line.decode()[:60]!r}, expected an object with a whole 'round'")
+    record = check(parsed(line, finite=True), RoundRecord)
     expected = (0, 1) if before is None else (before + 1,)
     if record["round"] not in expected:
         raise ValueError(
             f"it is of round {record['round']}, expected {' or '.join(map(str, expected))}"
         )
-    return cast(RoundRecord, record)
+    return record
 
 
-def needed_in(record: RoundRecord, needed: Sequence[str]) -> list[str]:
-    """List what is needed of a record: private and secure runs tell no loss."""
-    without = "privacy" in record or "secure" in record
-    return [key for key in needed if key != "train-loss" or not without]
+def spread_of(values: Sequence[float]) -> Spread:
+    """Describe the values of one metric, one a client."""
+    import numpy as np  # noqa: PLC0415 (`--help` needs none)
+
+    numbers = np.asarray(values, float)
+    low, middle, high = map(float, np.quantile(numbers, (0.25, 0.5, 0.75)))
+    return {
+        "clients": len(numbers),
+        "mean": float(numbers.mean()),
+        "std": float(numbers.std()),
+        "min": float(numbers.min()),
+        "lower-quartile": low,
+        "median": middle,
+        "upper-quartile": high,
+        "max": float(numbers.max()),
+    }
 
 
-def wrong_in(record: RoundRecord, needed: Sequence[str] = NEEDED_TO_GO_ON) -> str:
-    """Say which of the needed values is not as a run writes it; empty if all are."""
-    kinds = get_type_hints(RoundRecord)
-    for key in needed_in(record, needed):
-        value = record.get(key)
-        allowed = _allowed(kinds[key])
-        if not isinstance(value, allowed) or isinstance(value, bool):
-            names = " or ".join(kind.__name__ for kind in allowed)
-            return f"{key} = {value!r}, expected {names}"
-    for name, value in record["metrics"].items():
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            return f"{name} = {value!r} among its metrics, expected a number"
-    if "privacy" in record and not _is_spent(record["privacy"]):
-        return f"privacy = {record['privacy']!r}, expected an object with {sorted(_SPENT)}, numbers"
-    for key, fields in _OF_EACH.items():
-        for one in cast(Sequence[object], record[key]):  # type: ignore[literal-required]
-            if not isinstance(one, dict) or not one.keys() >= fields:
-                return f"{one!r} among its {key}, expected an object with {sorted(fields)}"
-    return ""
-
-
-def _is_spent(value: object) -> bool:
-    if not isinstance(value, dict):
-        return False
-    numbers = [
-        value.get(key) for key in (*_SPENT, *(value.keys() & {"noise-cohort", "epsilon-to-server"}))
-    ]
-    return all(isinstance(one, int | float) and not isinstance(one, bool) for one in numbers)
-
-
-def _allowed(annotation: Any) -> tuple[type, ...]:
-    """List the types of JSON values that an annotation allows: a float may be a whole number."""
-    kind: type = get_origin(annotation) or annotation
-    return (int, float) if kind is float else (kind,)
+def spreads_of(answers: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+    """Describe every metric of the clients' answers."""
+    return {name: spread_of([one[name] for one in answers]) for name in answers[0]}

@@ -9,10 +9,12 @@ back to an earlier round drops what lies behind it with its next evaluation.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from ravan_flwr.files import LARGE, opened
-from ravan_flwr.runs.record import RoundRecord, parsed
+from ravan_flwr.runs.record import RoundRecord, check, parsed
 
 SAMPLES = "samples.jsonl"
 MOST = 1000  # characters of a text
@@ -60,33 +62,13 @@ def sample_lines(run: Path, tail: int | None = None) -> list[SampleLine]:
     found = []
     for number, line in enumerate(lines[1:] if start else lines, start=1):
         try:
-            found.append(_checked(parsed(line)))
+            found.append(check(parsed(line), SampleLine))
         except ValueError as error:
             raise ValueError(
                 f"{path} is damaged: line {number}{' of its end' * bool(start)}: {error}; restore "
                 "it, or take it away"
             ) from None
     return found
-
-
-def _checked(line: Any) -> SampleLine:
-    """Check a line; ValueError if it is not as `Samples` writes it."""
-    numbers, texts = ("round", "example"), ("instruction", "expected", "answer")
-    if not isinstance(line, dict) or not line.keys() >= {*numbers, *texts}:
-        raise ValueError(f"it is no object with {', '.join((*numbers, *texts))}")
-    for key in numbers:
-        if type(line[key]) is not int:
-            raise ValueError(f"{key} = {line[key]!r}, expected a whole number")
-    for key in texts:
-        if not isinstance(line[key], str):
-            raise ValueError(f"{key} = {line[key]!r}, expected a text")
-    return {
-        "round": line["round"],
-        "example": line["example"],
-        "instruction": cut(line["instruction"]),
-        "expected": cut(line["expected"]),
-        "answer": cut(line["answer"]),
-    }
 
 
 # For a page.

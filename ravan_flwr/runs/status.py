@@ -5,27 +5,17 @@ it may be some moments old, and runs of earlier versions have none.
 """
 
 import json
-import math
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
-from typing import (
-    Any,
-    NotRequired,
-    TypedDict,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import NotRequired
+
+from typing_extensions import TypedDict
 
 from ravan_flwr.files import read_file
 from ravan_flwr.runs.directory import check_there, write_atomically
+from ravan_flwr.runs.record import check, parsed
 
 NAME = "status.json"
-LARGEST = 1e18  # of a number in it
 
 NodeStatus = TypedDict(
     "NodeStatus",
@@ -80,34 +70,6 @@ def drop_status(folder: Path) -> None:
 def read_status(folder: Path) -> RunStatus | None:
     """Read the file; None if there is none, or it is not as a run writes it."""
     try:
-        content: object = json.loads(read_file(folder / NAME))
-    except (OSError, ValueError, RecursionError):
+        return check(parsed(read_file(folder / NAME), finite=True), RunStatus)
+    except (OSError, ValueError):
         return None
-    return cast(RunStatus, content) if fits(content, RunStatus) else None
-
-
-def fits(value: object, kind: Any) -> bool:
-    """Tell whether a JSON value has a type: a TypedDict, a list of one type, or a plain one."""
-    if is_typeddict(kind):
-        return isinstance(value, dict) and all(
-            fits(value[key], field) if key in value else key in kind.__optional_keys__
-            for key, field in _fields(kind).items()
-        )
-    if get_origin(kind) is list:
-        (each,) = get_args(kind)
-        return isinstance(value, list) and all(
-            fits(one, each) for one in cast(Sequence[Any], value)
-        )
-    if kind in (int, float):
-        return type(value) in ((int,) if kind is int else (int, float)) and _is_sane(value)
-    return type(value) is kind
-
-
-@lru_cache
-def _fields(kind: Any) -> Mapping[str, Any]:
-    """Return the types of a TypedDict's values, which Python works out anew each time."""
-    return get_type_hints(kind)
-
-
-def _is_sane(value: Any) -> bool:
-    return bool(-LARGEST < value < LARGEST) and math.isfinite(value)

@@ -23,9 +23,8 @@ from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.wire import encode, wire_of_round
 from ravan_flwr.methods.base import Tensors
-from ravan_flwr.runs.client_statistics import spreads_of
 from ravan_flwr.runs.console import count
-from ravan_flwr.runs.record import Metrics
+from ravan_flwr.runs.record import Metrics, spreads_of
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.release import Release
 from ravan_flwr.server.replies import Evaluated, Update, most_held_back, read_evaluated

@@ -13,8 +13,15 @@ from typing import Any, cast
 
 from ravan_flwr.messages.plain_text import listed, plain
 from ravan_flwr.messages.registered_client import RegisteredClient
-from ravan_flwr.runs.client_statistics import Spread
-from ravan_flwr.runs.record import ClientRecord, Masked, Metrics, Rejection, RoundRecord, Spent
+from ravan_flwr.runs.record import (
+    ClientRecord,
+    Masked,
+    Metrics,
+    Rejection,
+    RoundRecord,
+    Spent,
+    Spread,
+)
 from ravan_flwr.server.replies import Update
 
 log = getLogger(__name__)

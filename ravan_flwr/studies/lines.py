@@ -7,8 +7,7 @@ from itertools import product
 
 from ravan_flwr.specs import sign_of
 from ravan_flwr.studies.choosing import RateChoice, choose, runs_as_good, runs_of
-from ravan_flwr.studies.intervals import Interval, difference, holm, interval
-from ravan_flwr.studies.results import Result, Results
+from ravan_flwr.studies.results import Interval, Result, Results, difference, holm, interval
 from ravan_flwr.studies.spec import PlannedRun, Table
 
 

@@ -9,14 +9,22 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 
-from ravan_flwr.reports.chart import COLOURS, STYLE, Caption, Chart
-from ravan_flwr.reports.charts import Series, least_and_greatest, lines, panels, points
+from ravan_flwr.reports.charts import (
+    COLOURS,
+    STYLE,
+    Caption,
+    Chart,
+    Series,
+    least_and_greatest,
+    lines,
+    panels,
+    points,
+)
 from ravan_flwr.reports.spectrum import Spectra
 from ravan_flwr.reports.spectrum import charts as spectrum_charts
 from ravan_flwr.studies.choosing import RateChoice, choices_of, runs_of
-from ravan_flwr.studies.intervals import LEAST, interval
 from ravan_flwr.studies.lines import Line, lines_of
-from ravan_flwr.studies.results import Results
+from ravan_flwr.studies.results import LEAST, Results, interval
 from ravan_flwr.studies.spec import OVERVIEW, RATE, Study, Table
 
 _MOST_TOGETHER = 6  # lines that can be told apart in one picture
@@ -26,8 +34,8 @@ def charts(table: Table, results: Results) -> list[Chart]:
     """Draw a table's pictures, and its rows' spectra where it asks for them."""
     rows = lines_of(table, results)
     drawn = [*(_courses(table, rows) if rows else ()), *_sensitivity(table, results)]
-    if table.spectra and rows:
-        drawn += spectrum_charts(_spectra(table, results), top=64)
+    if table.spectra and (spectra := _spectra(table, results)):
+        drawn += spectrum_charts(spectra, top=64)
     return [replace(chart, name=f"{slug(table.title)}-{chart.name}") for chart in drawn]
 
 

@@ -15,12 +15,9 @@ from ravan_flwr.config.key import AUTO
 from ravan_flwr.runs.console import minutes
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.choosing import candidates, planned, to_come
-from ravan_flwr.studies.intervals import LEAST
-from ravan_flwr.studies.page import Page
-from ravan_flwr.studies.reading import read_study
-from ravan_flwr.studies.results import Results
-from ravan_flwr.studies.spec import PlannedRun, Study
-from ravan_flwr.studies.tables import write_tables
+from ravan_flwr.studies.results import LEAST, Results
+from ravan_flwr.studies.spec import PlannedRun, Study, read_study
+from ravan_flwr.studies.tables import Page, write_tables
 from ravan_flwr.training.machine import CORES, in_turn, usable_cores, visible_gpus
 
 log = logging.getLogger(__name__)

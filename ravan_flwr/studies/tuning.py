@@ -9,20 +9,23 @@ next is tried, too.
 import importlib.metadata
 import logging
 import math
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+
+import yaml
 
 from ravan_flwr.config.keys import as_key_values, check_key
 from ravan_flwr.config.presets import own_preset, preset_file
 from ravan_flwr.config.run_config import Config, read_config
+from ravan_flwr.runs.console import count
 from ravan_flwr.runs.directory import write_atomically
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.choosing import RateChoice, candidates, choose, grid_around
-from ravan_flwr.studies.preset_text import FIELD, as_written, with_rate
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.running import RunOptions, run_missing
 from ravan_flwr.studies.spec import EXTENSIONS, HELD_BACK, Grid, Row, Rung, Study, Table
@@ -74,14 +77,14 @@ class Tuning:
         return "\n".join(
             [
                 f"learning rate of {config.method} in preset {config.preset}, "
-                f"{_many(self.row.num_clients, 'client')}, on the "
+                f"{count(self.row.num_clients, 'client')}, on the "
                 f"{100 * config.validation_share:g} % of their examples that clients hold back",
                 f"rates: {' '.join(f'{rate:g}' for rate in grid.values)}{more}",
                 *(
-                    f"  {_many(rung.rates or len(grid.values), 'rate')}, {_length(rung)}"
+                    f"  {count(rung.rates or len(grid.values), 'rate')}, {_length(rung)}"
                     for rung in grid.rungs
                 ),
-                f"{_many(runs, 'run')}, {_many(rounds, 'round')} in all",
+                f"{count(runs, 'run')}, {count(rounds, 'round')} in all",
             ]
         )
 
@@ -247,8 +250,8 @@ def notes(tuning: Tuning, choice: RateChoice) -> list[str]:
     today = datetime.now().astimezone().date().isoformat()
     seeds = " ".join(map(str, choice.rungs[-1].rung.seeds))
     told = [
-        f"{score.metric} {score} on examples that {_many(tuning.row.num_clients, 'client')} held "
-        f"back, seeds {seeds}, {_many(choice.rungs[-1].rung.rounds or 0, 'round')}{given}",
+        f"{score.metric} {score} on examples that {count(tuning.row.num_clients, 'client')} held "
+        f"back, seeds {seeds}, {count(choice.rungs[-1].rung.rounds or 0, 'round')}{given}",
         f"tried {' '.join(f'{rate:g}' for rate in choice.tried)}; ravan-flwr {version}, {today}",
     ]
     return [" ".join(line.split()) for line in told]
@@ -256,8 +259,73 @@ def notes(tuning: Tuning, choice: RateChoice) -> list[str]:
 
 def _length(rung: Rung) -> str:
     """Write how long its runs are, and with which seeds."""
-    return f"{_many(rung.rounds or 0, 'round')}, seed {' '.join(map(str, rung.seeds))}"
+    return f"{count(rung.rounds or 0, 'round')}, seed {' '.join(map(str, rung.seeds))}"
 
 
-def _many(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
+FIELD = "learning-rate"
+
+
+def with_rate(text: str, method: str, rate: float, notes: Sequence[str]) -> str:
+    """Return the text with a method's rate, and notes above it in place of earlier ones.
+
+    ValueError, which says why, where that cannot be done in this file.
+    """
+    expected = _loaded(text)
+    found = expected.get(FIELD) or {}
+    if not isinstance(found, dict) or "by" in found or isinstance(found.get(method), dict):
+        raise ValueError(f"it has a {FIELD} by other keys (`by:`), and keeps its numbers")
+    expected[FIELD] = found | {method: rate}
+    edited = _edited(text, method, as_written(rate), notes)
+    try:
+        if _loaded(edited) == expected:
+            return edited
+    except ValueError:  # it is not read as it looks
+        pass
+    raise ValueError(f"it writes its {FIELD} in a way that no edit of one line can change")
+
+
+def as_written(rate: float) -> str:
+    """Write a rate so that YAML reads the same number: 3.0e-3, since 3e-3 would be a text."""
+    digits = next(n for n in range(1, 18) if float(f"{rate:.{n}e}") == rate)
+    mantissa, exponent = f"{rate:.{digits}e}".split("e")
+    return f"{mantissa}e{int(exponent):+d}"
+
+
+def _loaded(text: str) -> dict[str, Any]:
+    """Read the text as a preset is read; ValueError if it is no mapping."""
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is no YAML any more ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError("it is no mapping any more")
+    return content
+
+
+def _edited(text: str, method: str, rate: str, notes: Sequence[str]) -> str:
+    """Change the method's line of the block, or add one at the block's end."""
+    end = "\r\n" if "\r\n" in text else "\n"
+    lines = text.split(end)
+    lines = lines if lines[-1] == "" else [*lines, ""]
+    head = re.compile(rf"\ufeff?(['\"]?){FIELD}\1\s*:")
+    start = next((number for number, line in enumerate(lines) if head.match(line)), None)
+    if start is None:
+        start = len(lines) - 1
+        lines.insert(start, f"{FIELD}:")
+    own = [f"# tune of {method}: {note}" for note in notes]
+    of_method = re.compile(rf"(\s+(['\"]?){re.escape(method)}\2\s*:\s*)[^\s#]+(.*)")
+    last, indent = start, "  "
+    for number in range(start + 1, len(lines)):
+        if lines[number].strip() and not lines[number][0].isspace():
+            break
+        if not lines[number].strip() or lines[number].lstrip().startswith("#"):
+            continue
+        last, indent = number, re.match(r"\s*", lines[number])[0]  # type: ignore[index]
+        if there := of_method.fullmatch(lines[number]):
+            lines[number] = f"{there[1]}{rate}{there[3]}"
+            before = lines[:number]
+            while before[-1].lstrip().startswith(f"# tune of {method}: "):
+                before.pop()
+            return end.join([*before, *(indent + note for note in own), *lines[number:]])
+    new = [indent + line for line in (*own, f"{method}: {rate}")]
+    return end.join([*lines[: last + 1], *new, *lines[last + 1 :]])

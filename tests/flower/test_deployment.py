@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from ravan_flwr.reports.load_run import result_of
+from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.training.network import build_network
 from testing.deployment import Deployment, wait_for
 

@@ -8,7 +8,7 @@ from sklearn.linear_model import LogisticRegression
 
 from ravan_flwr import simulate
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.reports.load_run import result_of
+from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.specs import Scalar
 from tests.methods import build, build_whole
 

@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.data import examples
-from ravan_flwr.reports.chart import Chart
+from ravan_flwr.reports.charts import Chart
 from ravan_flwr.training import network
 from ravan_flwr.training.cost import step_memory
 

@@ -17,8 +17,8 @@ from ravan_flwr.client import answers
 from ravan_flwr.launch import in_process
 from ravan_flwr.methods import METHODS
 from ravan_flwr.reports import device_result
+from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.reports.export import export_run
-from ravan_flwr.reports.load_run import result_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.network import build_network
 from testing.tiny import save_data, save_model

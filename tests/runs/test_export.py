@@ -17,7 +17,7 @@ from ravan_flwr.cli import main
 from ravan_flwr.config.run_config import recorded_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.peft import RavanLinear
-from ravan_flwr.reports.load_run import result_of
+from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.network import build_network
 

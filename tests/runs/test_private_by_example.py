@@ -7,7 +7,7 @@ import pytest
 
 from ravan_flwr import simulate
 from ravan_flwr.privacy.account import epsilon_of
-from ravan_flwr.reports.page import LivePage
+from ravan_flwr.reports.dashboard import LivePage
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.plan import plan_of
 

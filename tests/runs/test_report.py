@@ -16,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 from ravan_flwr import simulate, write_spectra
 from ravan_flwr.adapters import MultiHeadLinear
 from ravan_flwr.cli import main
-from ravan_flwr.reports.load_run import result_of
+from ravan_flwr.reports.evaluation import result_of
 from ravan_flwr.reports.report import write_report
 from ravan_flwr.reports.run_charts import run_charts
 from ravan_flwr.reports.spectrum import effective_rank

@@ -9,8 +9,7 @@ import pytest
 from ravan_flwr import predict, simulate
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.reports.dashboard import make_server
-from ravan_flwr.reports.page import LivePage
+from ravan_flwr.reports.dashboard import LivePage, make_server
 from ravan_flwr.reports.report import write_report
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.samples import MOST, compared, last_samples, samples_of

@@ -23,8 +23,7 @@ from ravan_flwr.launch import in_process, parallel_clients, worker_process
 from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.records import DISTRUSTS, to_pieces
 from ravan_flwr.methods.base import CLASSIFIER
-from ravan_flwr.reports.run_view import view_of
-from ravan_flwr.reports.snapshot import FollowedRun
+from ravan_flwr.reports.run_view import FollowedRun, view_of
 from ravan_flwr.secure import agreement, shamir
 from ravan_flwr.secure.agreement import signed_keys
 from ravan_flwr.secure.node_keys import NodeKeys, make_keys

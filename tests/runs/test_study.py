@@ -14,9 +14,9 @@ from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.studies import spec
 from ravan_flwr.studies.choosing import candidates, planned, runs_of
-from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.running import run_study
+from ravan_flwr.studies.spec import read_study
 from ravan_flwr.studies.tables import markdown, rows_as_csv
 from ravan_flwr.training.machine import CORES, usable_cores
 from tests.studies import chosen as chosen_of

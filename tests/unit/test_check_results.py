@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import yaml
 
-from ravan_flwr.studies.page import Page
-from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
+from ravan_flwr.studies.spec import read_study
+from ravan_flwr.studies.tables import Page
 from scripts import check_results
 from testing import ROOT
 from tests.studies import fill

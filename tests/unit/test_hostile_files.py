@@ -31,9 +31,9 @@ from ravan_flwr.data.rows import UnreadableError, image_of, rows_of
 from ravan_flwr.files import LARGE, check_unpacked, read_file
 from ravan_flwr.preset_wizard.columns import NamedColumns
 from ravan_flwr.preset_wizard.data_summary import look_at_data
+from ravan_flwr.reports.prediction import new_table
 from ravan_flwr.reports.run_charts import confusion_csv
-from ravan_flwr.reports.snapshot import FollowedRun
-from ravan_flwr.reports.table_file import new_table
+from ravan_flwr.reports.run_view import FollowedRun
 from ravan_flwr.runs.checkpoint import load_checkpoint
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.specs import DataSpec

@@ -9,8 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from ravan_flwr.reports.chart import Caption
-from ravan_flwr.reports.charts import Series, lines, stacks
+from ravan_flwr.reports.charts import Caption, Series, lines, stacks
 from ravan_flwr.reports.run_charts import comparison_charts, run_charts
 from ravan_flwr.runs.history import RecordedRun, group_runs
 from tests.followed import record

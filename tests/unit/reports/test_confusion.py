@@ -10,8 +10,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from sklearn.metrics import confusion_matrix
 
-from ravan_flwr.reports.chart import Caption
-from ravan_flwr.reports.charts import confusion, lines
+from ravan_flwr.reports.charts import Caption, confusion, lines
 from ravan_flwr.reports.run_charts import confusion_csv
 
 CAPTION = Caption("c", "t", "about")

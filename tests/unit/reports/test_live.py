@@ -9,10 +9,9 @@ import time
 
 import pytest
 
-from ravan_flwr.reports.page import LivePage
+from ravan_flwr.reports.dashboard import LivePage
 from ravan_flwr.reports.run_charts import comparison_charts, run_charts
-from ravan_flwr.reports.run_view import MOST, MOST_REJECTED, view_of
-from ravan_flwr.reports.snapshot import FollowedRun
+from ravan_flwr.reports.run_view import MOST, MOST_REJECTED, FollowedRun, view_of
 from ravan_flwr.runs.history import group_runs
 from ravan_flwr.runs.lock import holder_of, locked
 from tests.followed import NOW, client, lines, node, record, run_in, status
@@ -22,7 +21,7 @@ from tests.tags import Tags
 
 @pytest.fixture(autouse=True)
 def _at_that_moment(monkeypatch):
-    monkeypatch.setattr("ravan_flwr.reports.page.time.time", lambda: NOW)
+    monkeypatch.setattr("ravan_flwr.reports.dashboard.time.time", lambda: NOW)
 
 
 class Read(Tags):
@@ -175,7 +174,7 @@ def test_a_damaged_file_is_named_and_the_page_goes_on(tmp_path, name, content):
     (folder / name).write_text(content, encoding="latin-1")
     page.get()
     if name == "rounds.jsonl" and content.endswith("\n"):
-        assert "rounds.jsonl: line 1 cannot be used" in Read(page.get()).words
+        assert "rounds.jsonl: line 1 is damaged" in Read(page.get()).words
     if content == "{\n":
         assert f"{name}" in Read(page.get()).words
     sections = [one["id"] for tag, one in Read(good).tags if tag == "section"]
@@ -185,18 +184,22 @@ def test_a_damaged_file_is_named_and_the_page_goes_on(tmp_path, name, content):
     assert "running Round 4 of 10" in Read(page.get()).words
 
 
-def test_odd_values_in_a_sound_file_make_no_error(tmp_path):
-    odd = [
-        client(0, **{"bytes-up": "x", "heads": None, "selected": 7, "seconds": 1e300}),
-        {"partition-id": "x"},
-    ]
-    lines(run_in(tmp_path), [record(1, clients=odd, phases={"train": 1}), record(2)])
+@pytest.mark.parametrize(
+    "odd", [{"bytes-up": "x"}, {"heads": None}, {"selected": 7}, {"partition-id": "x"}], ids=str
+)
+def test_values_that_no_run_writes_are_named(tmp_path, odd):
+    lines(run_in(tmp_path), [record(1, clients=[client(0, **odd)]), record(2)])
+    words = page_of(tmp_path).words
+    assert f"rounds.jsonl: line 1 is damaged (it has clients.0.{next(iter(odd))}: got" in words
+
+
+def test_large_numbers_make_no_error(tmp_path):
+    people = [client(0, seconds=1e300, heads=1e300)]
+    lines(run_in(tmp_path), [record(1, clients=people, phases={"train": 1}), record(2)])
     assert "running Round 4 of 10" in page_of(tmp_path).words
 
 
-@pytest.mark.parametrize(
-    "selected", [[[10**9]], [[-1]], [["x"]], [[True]], [7], [], [[0], [1], [2]], None]
-)
+@pytest.mark.parametrize("selected", [[[10**9]], [[-1]], [], [[0], [1], [2]]])
 def test_heads_that_no_run_writes_are_not_drawn(tmp_path, selected):
     clients = [client(0), client(1, selected=selected)]
     lines(run_in(tmp_path), [record(1, clients=clients)])
@@ -285,7 +288,7 @@ def test_pictures_come_later_than_numbers_where_drawing_would_take_the_trainings
     tmp_path, monkeypatch
 ):
     now = [NOW]
-    monkeypatch.setattr("ravan_flwr.reports.page.time.time", lambda: now[0])
+    monkeypatch.setattr("ravan_flwr.reports.dashboard.time.time", lambda: now[0])
     page = LivePage(run_in(tmp_path))
 
     def pictures():

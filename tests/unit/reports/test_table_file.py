@@ -5,7 +5,7 @@ from contextlib import suppress
 import pandas as pd  # its types are a package of their own
 import pytest
 
-from ravan_flwr.reports.table_file import new_table
+from ravan_flwr.reports.prediction import new_table
 
 KINDS = {"row": int, "label": str, "probability": float}
 ROWS = [(1, 'a "quoted", label', 0.25), (2, None, None), (3, "two\nlines ☃", 1.0)]

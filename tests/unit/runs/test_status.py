@@ -5,8 +5,7 @@ import logging
 
 import pytest
 
-from ravan_flwr.runs import log_file
-from ravan_flwr.runs.log_file import last_lines, logging_to
+from ravan_flwr.runs.console import LOG_FILE, last_lines, logging_to
 from ravan_flwr.runs.status import read_status, write_status
 from tests.followed import node, status
 
@@ -69,7 +68,7 @@ def test_log_lines_are_appended_while_the_run_goes_on(tmp_path, monkeypatch):
 
 
 def test_a_log_that_cannot_be_written_stops_nothing(tmp_path):
-    (tmp_path / log_file.NAME).mkdir()
+    (tmp_path / LOG_FILE).mkdir()
     with logging_to(tmp_path):
         logging.getLogger("ravan_flwr").warning("said")
     assert last_lines(tmp_path) == []

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from ravan_flwr.studies.choosing import Measured, RateChoice, Score, candidates, planned
 from ravan_flwr.studies.lines import lines_of
-from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.running import run_study
-from ravan_flwr.studies.spec import Grid, Rung
+from ravan_flwr.studies.spec import Grid, Rung, read_study
 from ravan_flwr.studies.tables import markdown, rates_as_csv
 from tests.studies import chosen, fill
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from ravan_flwr.studies.intervals import Interval, difference, holm, interval
+from ravan_flwr.studies.results import Interval, difference, holm, interval
 
 # Student's t, two-sided 95 %, by degrees of freedom: the table of NIST's handbook, 1.3.6.7.2.
 PRINTED = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 30: 2.042}

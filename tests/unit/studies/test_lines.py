@@ -9,8 +9,8 @@ import yaml
 from scipy import stats
 
 from ravan_flwr.studies.lines import lines_of, sentence
-from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
+from ravan_flwr.studies.spec import read_study
 from ravan_flwr.studies.tables import markdown, rows_as_csv
 from tests.studies import ends, fill, found
 

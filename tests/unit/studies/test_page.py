@@ -8,9 +8,9 @@ from scipy import stats
 
 from ravan_flwr.cli import main
 from ravan_flwr.studies import spec
-from ravan_flwr.studies.page import Page
-from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
+from ravan_flwr.studies.spec import read_study
+from ravan_flwr.studies.tables import Page
 from testing import ROOT
 from tests.studies import fill
 

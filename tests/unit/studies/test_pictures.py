@@ -7,8 +7,8 @@ from scipy import stats
 
 from ravan_flwr.studies.choosing import planned
 from ravan_flwr.studies.pictures import band_ends, charts
-from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
+from ravan_flwr.studies.spec import read_study
 from tests.studies import fill, result
 
 MANY = ("ravan", "fedit", "ffa-lora", "hetlora", "flexlora", "rolora", "flora", "fedsvd", "full")

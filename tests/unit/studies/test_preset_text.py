@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from ravan_flwr.config.presets import conf_folder
-from ravan_flwr.studies.preset_text import as_written, with_rate
+from ravan_flwr.studies.tuning import as_written, with_rate
 from testing.tiny import FLOWERTUNE
 
 NOTES = ["accuracy 0.9", "tried 0.001 0.003"]

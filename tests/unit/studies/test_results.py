@@ -12,9 +12,9 @@ import yaml
 from ravan_flwr.messages.fingerprint import code_fingerprint, code_version
 from ravan_flwr.studies import running, spec
 from ravan_flwr.studies.choosing import planned
-from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import NAME, Results
 from ravan_flwr.studies.running import run_study
+from ravan_flwr.studies.spec import read_study
 from testing import ROOT
 from tests.studies import fill, found
 from tests.studies import result as result_of

@@ -4,10 +4,9 @@ import pytest
 import yaml
 
 from ravan_flwr.studies.choosing import candidates, planned
-from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.running import rounds_left, run_study
-from ravan_flwr.studies.spec import PlannedRun
+from ravan_flwr.studies.spec import PlannedRun, read_study
 from tests.studies import fill, result
 
 

@@ -20,8 +20,8 @@ from ravan_flwr.launch.workers import SpawnStarter
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies import running
 from ravan_flwr.studies.choosing import planned
-from ravan_flwr.studies.reading import read_study
 from ravan_flwr.studies.results import Results
+from ravan_flwr.studies.spec import read_study
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training import machine as found_gpus
 from ravan_flwr.training.cost import step_memory
