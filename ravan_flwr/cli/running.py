@@ -19,7 +19,7 @@ from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.files import read_file
 from ravan_flwr.importing import importing
 from ravan_flwr.messages.plain_text import plain
-from ravan_flwr.runs.console import minutes, say_loading
+from ravan_flwr.runs.console import minutes, say, say_loading
 from ravan_flwr.runs.directory import check_writable, with_those_of_the_run
 from ravan_flwr.specs import ModelSpec, Scalar
 from ravan_flwr.training.clients import number_of_clients
@@ -174,21 +174,14 @@ def _show_partition(
         check_picture(picture)
     say_loading()
     with importing():
-        from ravan_flwr.reports.partition import (  # noqa: PLC0415
-            SHADES,
-            as_text,
-            deal,
-        )
+        from ravan_flwr.reports.partition import as_text, assign  # noqa: PLC0415
 
-    dealt, coding = deal(config, num_clients), sys.stdout.encoding or "ascii"
-    letters = SHADES[0].encode(coding, "replace").decode(coding) == SHADES[0]
-    width = shutil.get_terminal_size((100, 24)).columns
-    text = as_text(dealt, width, ascii_only=not letters)
-    sys.stdout.write(text.encode(coding, "backslashreplace").decode(coding) + "\n")
+    assigned = assign(config, num_clients)
+    say(as_text(assigned, shutil.get_terminal_size((100, 24)).columns) + "\n")
     if picture is not None:
         from ravan_flwr.reports.partition_picture import write_picture  # noqa: PLC0415
 
-        write_picture(dealt, picture)
+        write_picture(assigned, picture)
         sys.stdout.write(f"wrote {picture.absolute()}\n")
 
 

@@ -17,7 +17,6 @@ from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.model_and_data import column_for, held_back, partition_of, settle
 
 ROWS = 40  # clients that have a line of their own
-SHADES = ("·░▒▓█", ".:+*#")  # from little to much; the second where a terminal has letters alone
 NAME = 24  # characters of a name
 
 
@@ -28,7 +27,7 @@ class PartitionReport:
     counts: np.ndarray  # (clients, classes); one column where there are no classes
     classes: tuple[str, ...]  # their names; none where there are none
     names: tuple[str, ...]  # of the clients, where the data has names for them
-    nobodys: int  # examples that were left over
+    unassigned: int  # examples that were left over
 
     @property
     def sizes(self) -> np.ndarray:
@@ -43,8 +42,8 @@ class PartitionReport:
         return shares
 
     @property
-    def unlike(self) -> float:
-        """Compute how unlike the whole the clients are: 0 alike, towards 1 nothing in common.
+    def skew(self) -> float:
+        """Compute how far clients are from the whole: 0 alike, towards 1 nothing in common.
 
         It is the share of a client's examples that would have to be of other classes, in the mean.
         """
@@ -74,17 +73,17 @@ class Assignment:
         return self.classes == "label" and bool(self.config.data.labels)
 
 
-def deal(settings: Mapping[str, Scalar], num_clients: int | None = None) -> Assignment:
-    """Deal out the examples as in a run with these settings."""
+def assign(settings: Mapping[str, Scalar], num_clients: int | None = None) -> Assignment:
+    """Partition the examples as in a run with these settings."""
     config = settle(read_config(own_preset(settings)))
     number = number_of_clients(config, num_clients)
     config = replace(config, num_clients=number)
     train = load_splits(config.data)["train"]
     column = column_for(config, train)
-    dealt = deal_out(train, partition_of(config, number, config.seed), column)
+    parts = deal_out(train, partition_of(config, number, config.seed), column)
     natural = config.division == "natural"
     classes = _classes(config, train, column)
-    found = report_of(train, dealt, classes, config.data.labels, column if natural else "")
+    found = report_of(train, parts, classes, config.data.labels, column if natural else "")
     trained = [size - held_back(config, size) for size in found.sizes.tolist()]
     return Assignment(config, found, classes, np.array([config.steps_of(size) for size in trained]))
 
@@ -99,28 +98,28 @@ def _classes(config: Config, train: datasets.Dataset, column: str) -> str:
 
 def report_of(
     train: datasets.Dataset,
-    dealt: Sequence[np.ndarray],
+    parts: Sequence[np.ndarray],
     classes: str,
     labels: Sequence[str],
     names: str = "",
 ) -> PartitionReport:
-    """Count what was dealt out, by the column `classes` if there is one.
+    """Count what was parts out, by the column `classes` if there is one.
 
     `labels` are the names of labels that are numbers. The column `names` has the clients' names.
     """
-    number = sum(map(len, dealt))
-    owners = np.repeat(np.arange(len(dealt)), [len(rows) for rows in dealt])
+    number = sum(map(len, parts))
+    owners = np.repeat(np.arange(len(parts)), [len(rows) for rows in parts])
     of_class, called = np.zeros(number, np.int64), [""]
     if classes:
         different, places = numbered(values_of(train, classes))
         called = [_name_of(train, classes, value, labels) for value in different]
-        of_class = places[np.concatenate(dealt)]
-    counts = np.bincount(owners * len(called) + of_class, minlength=len(dealt) * len(called))
+        of_class = places[np.concatenate(parts)]
+    counts = np.bincount(owners * len(called) + of_class, minlength=len(parts) * len(called))
     who = train[names][:] if names else []
     return PartitionReport(
-        counts.reshape(len(dealt), len(called)),
+        counts.reshape(len(parts), len(called)),
         tuple(called) if classes else (),
-        tuple(_name_of(train, names, who[rows[0]], labels) for rows in dealt if who),
+        tuple(_name_of(train, names, who[rows[0]], labels) for rows in parts if who),
         len(train) - number,
     )
 
@@ -137,34 +136,28 @@ def _name_of(
     return str(value)
 
 
-def as_text(dealt: Assignment, width: int = 100, *, ascii_only: bool = False) -> str:
-    """Write the partition for people, within so many characters a line."""
-    shades = SHADES[ascii_only]
-    rows = _table(dealt, width, shades) if dealt.classes else _bars(dealt, width, shades[-1])
-    return "\n".join([*_numbers(dealt), "", *rows])
-
-
-def _numbers(dealt: Assignment) -> list[str]:
-    found, config = dealt.report, dealt.config
-    by = "" if not dealt.classes else f", counted by {plain(dealt.classes, NAME)!r}"
+def as_text(assigned: Assignment, width: int = 100) -> str:
+    """Write the partition for people; classes that have no room within `width` are left out."""
+    found, config = assigned.report, assigned.config
+    by = f", counted by {plain(assigned.classes, NAME)!r}" if found.classes else ""
     lines = [
-        f"partition       {len(found.sizes):,} clients, {found.sizes.sum():,} examples, "
-        f"partition {config.partition}{by}",
+        f"partition       {config.partition}: {len(found.sizes):,} clients, "
+        f"{found.sizes.sum():,} examples{by}",
         f"examples each   {_span(found.sizes)}",
     ]
-    if found.nobodys:
-        lines.append(f"nobody's        {found.nobodys:,} examples, which were left over")
+    if found.unassigned:
+        lines.append(f"unassigned      {found.unassigned:,} examples, which were left over")
     if found.classes:
         each = np.count_nonzero(found.counts, axis=1)
         lines += [
             f"classes each    {_span(each)}, of {len(found.classes):,}",
-            f"unlike          {found.unlike:.2f} (0: each client is like the whole, towards 1: it "
+            f"label skew      {found.skew:.2f} (0: each client is like the whole, towards 1: it "
             "has nothing in common)",
         ]
-    lines.append(f"steps a round   {_span(dealt.steps)}")
+    lines.append(f"steps a round   {_span(assigned.steps)}")
     if config.validation_share:
-        lines.append(f"held back       {config.validation_share:g} of them, to evaluate on")
-    return lines
+        lines.append(f"validation      {config.validation_share:g} of them, to evaluate on")
+    return "\n".join([*lines, "", *_table(assigned, width)])
 
 
 def _span(numbers: np.ndarray) -> str:
@@ -174,80 +167,27 @@ def _span(numbers: np.ndarray) -> str:
     return f"{low:,} to {high:,}, median {middle:,.10g}"
 
 
-def _table(dealt: Assignment, width: int, shades: str) -> list[str]:
-    """Write a line a client: numbers where there is room, else shades."""
-    found = dealt.report
-    shown, told = _shown(dealt)
-    digits = max(3, len(str(found.counts[shown].max())) + 1)
-    room = width - 16 - (NAME + 2 if found.names else 0)
-    if digits * len(found.classes) <= room:
-        heads = [plain(name, digits - 1) if len(name) < digits else "" for name in found.classes]
-        if not all(heads):
+def _table(assigned: Assignment, width: int) -> list[str]:
+    """Write a line for each client, or for some of many, with its examples of each class."""
+    found = assigned.report
+    clients, told = np.arange(len(found.sizes)), list[str]()
+    if len(clients) > ROWS:
+        way = "their largest class" if found.classes else "size"
+        told = [f"{ROWS} of {len(clients):,} clients, in the order of {way}:"]
+        clients = found.in_order()[np.linspace(0, len(clients) - 1, ROWS).round().astype(int)]
+    digits = max(3, len(str(found.counts[clients].max())) + 1)
+    heads, named = list[str](), ""
+    if found.classes and digits * len(found.classes) <= width - 16 - (NAME + 2) * bool(found.names):
+        heads = [plain(name, digits - 1) for name in found.classes]
+        if any(len(name) >= digits for name in found.classes):
             heads = [str(number) for number in range(len(found.classes))]
-        cells = [
-            "".join(f"{count or '.':>{digits}}" for count in found.counts[client])
-            for client in shown
-        ]
-        header = "".join(f"{head:>{digits}}" for head in heads)
-        legend = _legend(found.classes, heads)
-    else:
-        together = -(-len(found.classes) // max(1, room))
-        cells, most = _shaded(dealt, shown, together, shades)
-        header = "classes in their order" + (f", {together} a place" * (together > 1))
-        legend = [f"{shades[-1]} is {100 * most:.0f} % of a client's examples, {shades[0]} any"]
-    lines = [
-        f"{client:>7}{found.sizes[client]:>8}  {row}{_called(dealt, client)}"
-        for client, row in zip(shown, cells, strict=True)
-    ]
-    return [*told, f" client     all  {header}", *lines, *legend]
-
-
-def _shown(dealt: Assignment) -> tuple[np.ndarray, list[str]]:
-    """Choose the clients that have a line, and say so if these are not all."""
-    found = dealt.report
-    number = len(found.sizes)
-    if number <= ROWS:
-        return np.arange(number), []
-    order = found.in_order()
-    way = "their largest class" if found.classes else "size"
-    chosen = order[np.linspace(0, number - 1, ROWS).round().astype(int)]
-    return chosen, [f"{ROWS} of {number:,} clients, in the order of {way}:"]
-
-
-def _shaded(
-    dealt: Assignment, shown: np.ndarray, together: int, shades: str
-) -> tuple[list[str], float]:
-    """Draw shares as shades, so many classes a place; return the largest share, too."""
-    shares = dealt.report.shares[shown]
-    starts = np.arange(0, shares.shape[1], together)
-    sums = np.add.reduceat(shares, starts, axis=1)
-    most = float(sums.max())
-    levels = np.ceil(sums / most * len(shades) - 1e-9).astype(int)
-    return ["".join((" " + shades)[level] for level in row) for row in levels], most
-
-
-def _legend(classes: tuple[str, ...], heads: list[str]) -> list[str]:
-    """Name the classes whose names have no room above their numbers."""
-    if list(classes) == heads:
-        return []
-    named = (f"{head} {plain(name, NAME)}" for head, name in zip(heads, classes, strict=True))
-    return ["classes: " + ", ".join(named)]
-
-
-def _bars(dealt: Assignment, width: int, block: str) -> list[str]:
-    """Draw the numbers of examples of clients that have no classes."""
-    sizes = dealt.report.sizes
-    shown, told = _shown(dealt)
-    room = max(10, width - 16 - (NAME + 2 if dealt.report.names else 0))
-    bars = [block * max(1, round(room * sizes[client] / sizes.max())) for client in shown]
-    lines = [
-        f"{client:>7}{sizes[client]:>8}  {bar}{_called(dealt, client)}"
-        for client, bar in zip(shown, bars, strict=True)
-    ]
-    return [*told, " client     all", *lines]
-
-
-def _called(dealt: Assignment, client: int) -> str:
-    """Name a client at the end of its line, where letters of any width do no harm."""
-    names = dealt.report.names
-    return f"  {plain(names[client], NAME)}" if names else ""
+            pairs = zip(heads, found.classes, strict=True)
+            named = "classes: " + ", ".join(f"{head} {plain(name, NAME)}" for head, name in pairs)
+    elif found.classes:
+        named = f"{len(found.classes)} classes have no room here; --picture FILE draws them"
+    lines = [" client     all  " + "".join(f"{head:>{digits}}" for head in heads)]
+    for client in clients:
+        cells = "".join(f"{count or '.':>{digits}}" for count in found.counts[client][: len(heads)])
+        name = f"  {plain(found.names[client], NAME)}" if found.names else ""
+        lines.append(f"{client:>7}{found.sizes[client]:>8}  {cells}{name}".rstrip())
+    return [*told, *lines, *filter(None, [named])]

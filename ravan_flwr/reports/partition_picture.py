@@ -32,19 +32,19 @@ def check_picture(path: Path) -> None:
         raise ValueError(f"--picture {path} is there already, expected a new file; name one")
 
 
-def write_picture(dealt: Assignment, path: Path) -> None:
+def write_picture(assigned: Assignment, path: Path) -> None:
     """Write the picture as PNG or SVG, as the name of the file ends."""
-    chart = draw(dealt)
+    chart = draw(assigned)
     svg = path.suffix.lower() == ".svg"
     write_atomically(path, chart.svg().encode() if svg else chart.png())
 
 
-def draw(dealt: Assignment) -> Chart:
+def draw(assigned: Assignment) -> Chart:
     """Draw the partition. No name of a client is in the picture: it may be sent to others.
 
     Nor is any value of a column that is not the task's label, since these may be users.
     """
-    found, config = dealt.report, dealt.config
+    found, config = assigned.report, assigned.config
     number = len(found.sizes)
     order = np.arange(number) if number <= NUMBERED else found.in_order()
     title = plain_text.plain(f"{config.preset}: {number:,} clients, {config.partition}")
@@ -54,27 +54,27 @@ def draw(dealt: Assignment) -> Chart:
         figure = Figure(figsize=(9.0 if found.classes else 5.2, height))
         figure.suptitle(plain(title), fontsize=11)
         if found.classes:
-            about += ", and of which " + ("classes" if dealt.by_label else _counted(dealt))
+            about += ", and of which " + ("classes" if assigned.by_label else _counted(assigned))
             left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
-            _map(figure, left, found, order, named=dealt.by_label)
-            left.set_xlabel("class" if dealt.by_label else plain(_counted(dealt)))
+            _map(figure, left, found, order, named=assigned.by_label)
+            left.set_xlabel("class" if assigned.by_label else plain(_counted(assigned)))
         else:
             left = right = figure.subplots()
         _sizes(right, found.sizes[order])
-        left.set_ylabel("client" if number <= NUMBERED else _sorted(dealt))
+        left.set_ylabel("client" if number <= NUMBERED else _sorted(assigned))
         left.yaxis.set_major_locator(MaxNLocator(integer=True))
         left.set_ylim(number - 0.5, -0.5)
     return Chart("partition", title, about, figure, broad=True)
 
 
-def _counted(dealt: Assignment) -> str:
-    return f"values of {dealt.classes!r}"
+def _counted(assigned: Assignment) -> str:
+    return f"values of {assigned.classes!r}"
 
 
-def _sorted(dealt: Assignment) -> str:
-    if not dealt.report.classes:
+def _sorted(assigned: Assignment) -> str:
+    if not assigned.report.classes:
         return "clients, by size"
-    return f"clients, by their largest {'class' if dealt.by_label else 'value'}"
+    return f"clients, by their largest {'class' if assigned.by_label else 'value'}"
 
 
 def _map(

@@ -7,8 +7,8 @@ MLFLOW_TRACKING_URI, ...).
 
 import importlib.util
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,77 +20,48 @@ Numbers = Mapping[str, float]
 Settings = Mapping[str, Any]
 
 
-class Tracker(ABC):
-    """Report the numbers of each round to one tracker."""
-
-    @abstractmethod
-    def log(self, numbers: Numbers, step: int) -> None:
-        """Report the numbers of one round."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Finish: no more rounds will come."""
+Tracker = tuple[Callable[[Numbers, int], object], Callable[[], object]]  # log a step, close
 
 
-class TensorBoard(Tracker):
+def tensorboard(run: Path, _: str, settings: Settings) -> Tracker:
     """Write TensorBoard's event files."""
+    from tensorboardX import SummaryWriter  # noqa: PLC0415 (needed by servers alone)
 
-    def __init__(self, run: Path, name: str, settings: Settings) -> None:
-        from tensorboardX import SummaryWriter  # noqa: PLC0415 (needed by servers alone)
+    writer = SummaryWriter(str(run / "tensorboard"), flush_secs=10)
+    writer.add_text("settings", "\n".join(f"    {k}: {v}" for k, v in settings.items()))
 
-        del name
-        self._writer = SummaryWriter(str(run / "tensorboard"), flush_secs=10)
-        self._writer.add_text("settings", "\n".join(f"    {k}: {v}" for k, v in settings.items()))
-
-    def log(self, numbers: Numbers, step: int) -> None:
+    def log_numbers(numbers: Numbers, step: int) -> None:
         for key, value in numbers.items():
-            self._writer.add_scalar(key, value, step)
+            writer.add_scalar(key, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return log_numbers, writer.close
 
 
-class WandB(Tracker):
+def wandb(run: Path, name: str, settings: Settings) -> Tracker:
     """Report to a run of Weights & Biases, in the project `ravan-flwr`."""
+    import wandb  # noqa: PLC0415 (optional)
 
-    def __init__(self, run: Path, name: str, settings: Settings) -> None:
-        import wandb  # noqa: PLC0415 (optional)
-
-        # By default it sends what the process prints, and the bytes that it sends: both tell who
-        # takes part, or how many.
-        private = settings.get("privacy", "none") != "none"
-        silent = {"console": "off", "x_disable_stats": True} if private else None
-        self._run = wandb.init(
-            project="ravan-flwr", name=name, config=settings, dir=str(run), settings=silent
-        )
-
-    def log(self, numbers: Numbers, step: int) -> None:
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    # By default it sends what the process prints, and the bytes that it sends: both tell who
+    # takes part, or how many.
+    private = settings.get("privacy", "none") != "none"
+    silent = {"console": "off", "x_disable_stats": True} if private else None
+    there = wandb.init(
+        project="ravan-flwr", name=name, config=settings, dir=str(run), settings=silent
+    )
+    return lambda numbers, step: there.log(dict(numbers), step=step), lambda: there.finish()  # noqa: PLW0108 (it is looked up late)
 
 
-class MLflow(Tracker):
+def mlflow(_: Path, name: str, settings: Settings) -> Tracker:
     """Report to a run of MLflow, in the experiment `ravan-flwr`."""
+    import mlflow  # noqa: PLC0415 (optional)
 
-    def __init__(self, run: Path, name: str, settings: Settings) -> None:
-        import mlflow  # noqa: PLC0415 (optional)
-
-        del run
-        self._mlflow = mlflow
-        mlflow.set_experiment("ravan-flwr")
-        mlflow.start_run(run_name=name)
-        mlflow.log_params({key: str(value)[:500] for key, value in settings.items()})
-
-    def log(self, numbers: Numbers, step: int) -> None:
-        self._mlflow.log_metrics(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
+    mlflow.set_experiment("ravan-flwr")
+    mlflow.start_run(run_name=name)
+    mlflow.log_params({key: str(value)[:500] for key, value in settings.items()})
+    return lambda numbers, step: mlflow.log_metrics(dict(numbers), step=step), mlflow.end_run
 
 
-TRACKERS: dict[str, Callable[[Path, str, Settings], Tracker]] = {"wandb": WandB, "mlflow": MLflow}
+TRACKERS = {"wandb": WandB, "mlflow": MLflow}
 
 
 def check_tracking(tracking: str) -> None:
@@ -111,35 +82,35 @@ class Trackers:
 
     def __init__(self, tracking: str, run: Path, settings: Settings) -> None:
         kinds = [] if tracking == "none" else [TensorBoard]
-        chosen = [TRACKERS[tracking]] if tracking in TRACKERS else []
-        self._all: list[Tracker] = []
-        for kind in [*kinds, *chosen]:
-            try:
-                self._all.append(kind(run, run.name, settings))
-            except Exception as error:  # noqa: BLE001 (a run must not be lost to its tracking)
-                log.warning("no tracking with %s: %s", tracking, error)
+        self._all: dict[str, Tracker] = {}
+        for kind in [*kinds, *([TRACKERS[tracking]] if tracking in TRACKERS else [])]:
+            with self._warning(f"no tracking with {tracking}"):
+                self._all[kind.__name__] = kind(run, run.name, settings)
+
+    @contextmanager
+    def _warning(self, what: str) -> Iterator[None]:
+        """Turn an error into a warning: a run must not be lost to its tracking."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (whatever the package raises)
+            log.warning("%s: %s", what, error)
 
     def round(self, record: RoundRecord) -> None:
         """Report a round that has ended."""
-        for tracker in list(self._all):
-            try:
-                tracker.log(numbers_of(record), record["round"])
-            except Exception as error:  # noqa: BLE001 (as above)
-                log.warning("tracking with %s stops: %s", type(tracker).__name__, error)
-                self._all.remove(tracker)
-                _close(tracker)
+        for name, (log_numbers, close) in [*self._all.items()]:
+            del self._all[name]
+            with self._warning(f"tracking with {name} stops"):
+                log_numbers(numbers_of(record), record["round"])
+                self._all[name] = (log_numbers, close)
+            if name not in self._all:
+                with self._warning(f"tracking with {name}"):
+                    close()
 
     def close(self) -> None:
         """Close all trackers: the run has ended, or failed."""
-        for tracker in self._all:
-            _close(tracker)
-
-
-def _close(tracker: Tracker) -> None:
-    try:
-        tracker.close()
-    except Exception as error:  # noqa: BLE001 (as above)
-        log.warning("tracking with %s: %s", type(tracker).__name__, error)
+        for name, (_, close) in self._all.items():
+            with self._warning(f"tracking with {name}"):
+                close()
 
 
 def numbers_of(record: RoundRecord) -> dict[str, float]:

@@ -24,8 +24,8 @@ from ravan_flwr.reports.spectrum import Spectra
 from ravan_flwr.reports.spectrum import charts as spectrum_charts
 from ravan_flwr.studies.choosing import RateChoice, choices_of, runs_of
 from ravan_flwr.studies.lines import Line, lines_of
-from ravan_flwr.studies.results import LEAST, Results, interval
-from ravan_flwr.studies.spec import OVERVIEW, RATE, Study, Table
+from ravan_flwr.studies.results import Results, interval
+from ravan_flwr.studies.spec import LEAST, OVERVIEW, RATE, Study, Table
 
 _MOST_TOGETHER = 6  # lines that can be told apart in one picture
 

@@ -25,7 +25,7 @@ from scipy import stats
 
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
 from ravan_flwr.runs.record import RoundRecord, Summary, first_wrong
-from ravan_flwr.studies.spec import PlannedRun
+from ravan_flwr.studies.spec import LEAST, PlannedRun
 
 NAME = "runs.jsonl"  # of the record, in the folder of a study
 _DIGITS = 6  # of the numbers of a curve, which are drawn
@@ -193,7 +193,6 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-LEAST = 3  # values of which an interval is told: that of two is 13 times as wide as their spread
 CONFIDENCE = 0.95
 
 

@@ -15,8 +15,8 @@ from ravan_flwr.config.key import AUTO
 from ravan_flwr.runs.console import minutes
 from ravan_flwr.specs import Scalar
 from ravan_flwr.studies.choosing import candidates, planned, to_come
-from ravan_flwr.studies.results import LEAST, Results
-from ravan_flwr.studies.spec import PlannedRun, Study, read_study
+from ravan_flwr.studies.results import Results
+from ravan_flwr.studies.spec import LEAST, PlannedRun, Study, read_study
 from ravan_flwr.studies.tables import Page, write_tables
 from ravan_flwr.training.machine import CORES, in_turn, usable_cores, visible_gpus
 
@@ -127,7 +127,7 @@ def _run(study: Study, todo: Sequence[PlannedRun], results: Results, options: Ru
     for place in in_turn(visible_gpus() if options.divides_gpus(todo) else [], options.jobs):
         places.put(place)
 
-    def execute(run: PlannedRun) -> tuple[bool, str]:
+    def execute(run: PlannedRun) -> str:
         place = places.get()
         try:
             return children.run(options.command(run, results.folder), environment | place)
@@ -139,7 +139,7 @@ def _run(study: Study, todo: Sequence[PlannedRun], results: Results, options: Ru
     try:
         waiting = {pool.submit(execute, run): run for run in todo}
         for number, future in enumerate(as_completed(waiting), start=1):
-            run, last = waiting[future], future.result()[1]
+            run, last = waiting[future], future.result()
             done += run.num_rounds
             text = f"{run}: {last}"
             left = minutes((time.monotonic() - started) / done * rounds_left(study, results, run))
@@ -168,28 +168,25 @@ class _Children:
     """Starts the processes of runs, each in a thread that waits for it, and can end all."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._ended = threading.Lock(), False
         self._started: list[subprocess.Popen[str]] = []
-        self._ended = False
 
-    def run(self, command: list[str], environment: dict[str, str]) -> tuple[bool, str]:
-        """Run a command; return whether it succeeded, and the last line that it wrote."""
+    def run(self, command: list[str], environment: dict[str, str]) -> str:
+        """Run a command; return the last line that it wrote."""
         nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
-        try:
-            with self._lock:
-                if self._ended:
-                    return False, "the study was ended"
+        with self._lock:
+            if self._ended:
+                return "the study was ended"
+            try:
                 child = subprocess.Popen(
                     command, env=environment, text=True, stdin=nothing, stdout=pipe, stderr=pipe
                 )
-                self._started.append(child)
-        except OSError as error:
-            return False, str(error)
-        said = child.communicate()
-        well = child.returncode == 0
-        told = said[0 if well else 1].strip().splitlines()
+            except OSError as error:
+                return str(error)
+            self._started.append(child)
+        told = child.communicate()[child.returncode != 0].strip().splitlines()
         told = told or [f"it ended with status {child.returncode} and said nothing"]
-        return well, next((line for line in reversed(told) if line.startswith("done")), told[-1])
+        return next((line for line in reversed(told) if line.startswith("done")), told[-1])
 
     def end(self) -> None:
         """Ask all processes to end; their threads return when they have."""

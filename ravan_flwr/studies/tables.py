@@ -28,8 +28,8 @@ from ravan_flwr.specs import LOWER_IS_BETTER
 from ravan_flwr.studies.choosing import Measured, RateChoice, alike, choices_of, ranked
 from ravan_flwr.studies.lines import Line, lines_of, sentence
 from ravan_flwr.studies.pictures import charts, overview_charts
-from ravan_flwr.studies.results import LEAST, Interval, Results, interval
-from ravan_flwr.studies.spec import OVERVIEW, RATE, Study, Table
+from ravan_flwr.studies.results import Interval, Results, interval
+from ravan_flwr.studies.spec import LEAST, OVERVIEW, RATE, Study, Table
 
 COLUMNS = [
     *("table", "row", "metric", "mean", "spread", "finals", "learning-rate", "chosen", "rank"),

@@ -564,6 +564,6 @@ def test_a_tracker_is_given_no_log_lines_and_no_traffic_of_a_private_run(
         "wandb",
         SimpleNamespace(init=lambda **named: given.update(named)),
     )
-    tracking.WandB(tmp_path, "run", {"privacy": privacy})
+    tracking.wandb(tmp_path, "run", {"privacy": privacy})
     expected = {"console": "off", "x_disable_stats": True} if off else None
     assert given.get("settings") == expected

@@ -451,7 +451,7 @@ def test_a_run_is_not_lost_to_its_tracking(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     simulation = simulate(SHORT | {"tracking": "wandb", "output-dir": str(tmp_path)}, 3)
     assert simulation.summary["rounds"] == 3
-    assert len(re.findall("tracking with WandB stops: no network", caplog.text)) == 1
+    assert len(re.findall("tracking with wandb stops: no network", caplog.text)) == 1
     assert wandb.finished
 
 

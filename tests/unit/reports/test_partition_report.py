@@ -13,7 +13,7 @@ from ravan_flwr.cli import main
 from ravan_flwr.cli.running import _plan
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import read_config
-from ravan_flwr.reports.partition import ROWS, as_text, deal
+from ravan_flwr.reports.partition import ROWS, as_text, assign
 from ravan_flwr.reports.partition_picture import check_picture, draw, write_picture
 from ravan_flwr.training.model_and_data import ModelAndData, column_for
 
@@ -53,47 +53,49 @@ def preset(tmp_path):
 @pytest.mark.parametrize("partition", ["dirichlet", "pathological", "shards", "exponential"])
 def test_the_table_counts_what_clients_have(partition):
     settings = {"partition": partition, "local-epochs": 1.0, "validation-share": 0.2}
-    dealt = deal(settings, 6)
+    assigned = assign(settings, 6)
     bench = ModelAndData(read_config(settings))
     labels = np.array(bench.splits["train"]["label"][:])
-    lines = as_text(dealt).splitlines()
+    lines = as_text(assigned).splitlines()
     cells = [line.split() for line in lines[-6:]]
     for client, line in enumerate(cells):
         mine = labels[bench.rows(6)[client]]
         counts = [np.count_nonzero(mine == label) for label in range(10)]
         assert line == [str(client), str(len(mine)), *(str(count or ".") for count in counts)]
-        assert dealt.steps[client] == -(-len(bench.partition(client, 6).train) // 32)
-    shares = dealt.report.shares
-    whole = dealt.report.counts.sum(0) / dealt.report.sizes.sum()
+        assert assigned.steps[client] == -(-len(bench.partition(client, 6).train) // 32)
+    shares = assigned.report.shares
+    whole = assigned.report.counts.sum(0) / assigned.report.sizes.sum()
     slow = np.mean([sum(abs(a - b) for a, b in zip(row, whole, strict=True)) / 2 for row in shares])
-    assert dealt.report.unlike == pytest.approx(slow)
-    assert f"unlike          {slow:.2f}" in as_text(dealt)
-    left = f"nobody's        {len(labels) - dealt.report.sizes.sum()} "
-    assert any(left in line for line in lines) == (dealt.report.nobodys > 0)
+    assert assigned.report.skew == pytest.approx(slow)
+    assert f"label skew      {slow:.2f}" in as_text(assigned)
+    left = f"unassigned      {len(labels) - assigned.report.sizes.sum()} "
+    assert any(left in line for line in lines) == (assigned.report.unassigned > 0)
 
 
 @pytest.mark.parametrize("number", [41, 1000])
 def test_of_many_clients_forty_have_a_line(number):
-    dealt = deal({}, number)
-    lines = as_text(dealt, 80).splitlines()
+    assigned = assign({}, number)
+    lines = as_text(assigned, 80).splitlines()
     assert f"{ROWS} of {number:,} clients, in the order of their largest class:" in lines
     assert max(map(len, lines)) <= 110
     shown = [int(line.split()[0]) for line in lines[-ROWS:]]
     assert len(set(shown)) == ROWS
-    largest = dealt.report.counts[shown].argmax(1)
+    largest = assigned.report.counts[shown].argmax(1)
     assert largest.tolist() == sorted(largest)
 
 
 def test_names_of_clients_are_for_this_terminal_alone(preset, tmp_path):
-    dealt = deal({"preset": str(preset)})
-    assert len(dealt.report.names) == len(set(dealt.report.names)) == dealt.config.num_clients
-    text = as_text(dealt)
+    assigned = assign({"preset": str(preset)})
+    assert (
+        len(assigned.report.names) == len(set(assigned.report.names)) == assigned.config.num_clients
+    )
+    text = as_text(assigned)
     assert "日本語" in text
     assert "\x1b" not in text
     assert "\u202e" not in text
-    assert as_text(dealt, 40, ascii_only=True)
+    assert "have no room here" in as_text(assigned, 40)
     for form in ("svg", "png"):
-        write_picture(dealt, tmp_path / f"a.{form}")
+        write_picture(assigned, tmp_path / f"a.{form}")
     svg = (tmp_path / "a.svg").read_text()
     ET.fromstring(svg)
     assert "class 2" in svg
@@ -108,10 +110,10 @@ def test_a_picture_numbers_the_values_of_what_is_no_label(preset, tmp_path, part
         write_rows(tmp_path / "texts", [row | {"user": user} for user in USERS * 12])
         data = "{name: ./texts, partition-by: user}"
         preset.write_text(f"task: question-answering\nmodel: some/t5\ndata: {data}\n")
-    dealt = deal({"preset": str(preset), "partition": partition}, 3)
-    assert dealt.classes == "user"
-    assert {"日本語", "ann $x$"} < set(dealt.report.classes)
-    svg = str(draw(dealt).svg())
+    assigned = assign({"preset": str(preset), "partition": partition}, 3)
+    assert assigned.classes == "user"
+    assert {"日本語", "ann $x$"} < set(assigned.report.classes)
+    svg = str(draw(assigned).svg())
     texts = [element.text for element in ET.fromstring(svg).iter() if element.tag.endswith("text")]
     assert {"values of 'user'", "0", "3"} <= set(texts)
     assert not any(name in svg for name in ("ann", "zoe", "日本語", "evil"))
@@ -122,7 +124,7 @@ def test_names_of_labels_are_drawn_as_text_without_effect(preset, tmp_path):
     rows = [{"text": f"{i}", "topic": labels[i % 5], "user": USERS[i % 5]} for i in range(50)]
     write_rows(tmp_path / "texts", rows)
     settings = {"preset": str(preset), "partition": "pathological::label"}
-    svg = draw(deal(settings, 3)).svg()
+    svg = draw(assign(settings, 3)).svg()
     ET.fromstring(svg)
     assert all(name in svg for name in ("a\\u202eb", "c\\nd", "e\\x1b[2J", "f $x$", "ggg ..."))
     assert "\u202e" not in svg
@@ -137,22 +139,22 @@ def test_a_task_without_labels_names_the_columns_that_do(preset, tmp_path, parti
     settings = {"preset": str(preset), "partition": partition}
     told = "got the column 'label': the task has no label, .*each example: 'user', 'w'; name one"
     with pytest.raises(ValueError, match=told):
-        deal(settings, None if partition == "natural" else 5)
+        assign(settings, None if partition == "natural" else 5)
     encoded = datasets.Dataset.from_dict({"input_ids": [[1]], "learned": [[1]], "length": [1]})
     with pytest.raises(ValueError, match=told):
         column_for(read_config(own_preset(settings)), encoded)
-    assert deal(settings | {"partition": "pathological::w"}, 3).config.num_clients == 3
+    assert assign(settings | {"partition": "pathological::w"}, 3).config.num_clients == 3
 
 
 def test_another_number_of_clients_than_names_is_refused(preset):
-    number = deal({"preset": str(preset)}).config.num_clients
-    assert deal({"preset": str(preset)}, number).config.num_clients == number
+    number = assign({"preset": str(preset)}).config.num_clients
+    assert assign({"preset": str(preset)}, number).config.num_clients == number
     told = f"num-clients = 3: .* each of the {number} different values of 'user'"
     with pytest.raises(ValueError, match=told):
-        deal({"preset": str(preset)}, 3)
+        assign({"preset": str(preset)}, 3)
     with pytest.raises(ValueError, match="got the column 'usr': .* 'text', 'topic', 'user';"):
-        deal({"preset": str(preset), "partition": "natural:usr"})
-    assert deal({"preset": str(preset), "partition": "iid"}).config.num_clients == 10
+        assign({"preset": str(preset), "partition": "natural:usr"})
+    assert assign({"preset": str(preset), "partition": "iid"}).config.num_clients == 10
 
 
 @pytest.mark.parametrize("number", [6, 50])
@@ -164,22 +166,22 @@ def test_without_classes_sizes_are_shown_alone(tmp_path, number):
     write_rows(
         folder, [{"question": f"{i}", "context": "x", "answers": ["y"]} for i in range(3000)]
     )
-    dealt = deal({"preset": str(path), "partition": "linear"}, number)
-    lines = as_text(dealt).splitlines()
-    assert dealt.report.classes == ()
+    assigned = assign({"preset": str(path), "partition": "linear"}, number)
+    lines = as_text(assigned).splitlines()
+    assert assigned.report.classes == ()
     assert not any("classes each" in line for line in lines)
-    bars = [len(line.split()[2]) for line in lines[-min(number, ROWS) :]]
-    assert bars == sorted(bars, reverse=number > ROWS)
-    assert bars[0] != bars[-1]
-    assert draw(dealt).png().startswith(b"\x89PNG")
-    assert draw(deal({"preset": str(path)}, number)).svg()
+    sizes = [int(line.split()[1]) for line in lines[-min(number, ROWS) :]]
+    assert sizes == sorted(sizes, reverse=number > ROWS)
+    assert sizes[0] != sizes[-1]
+    assert draw(assigned).png().startswith(b"\x89PNG")
+    assert draw(assign({"preset": str(path)}, number)).svg()
 
 
 def test_a_picture_of_ten_thousand_clients_is_small():
     counts = np.random.default_rng(0).integers(0, 5, (10_000, 10)) + 1
-    dealt = deal({}, 2)
-    many = type(dealt.report)(counts, dealt.report.classes, (), 0)
-    chart = draw(type(dealt)(dealt.config, many, "label", np.ones(10_000)))
+    assigned = assign({}, 2)
+    many = type(assigned.report)(counts, assigned.report.classes, (), 0)
+    chart = draw(type(assigned)(assigned.config, many, "label", np.ones(10_000)))
     assert len(chart.png()) < 1_000_000
     assert len(chart.svg()) < 2_000_000
 

@@ -513,7 +513,7 @@ def test_the_runs_of_a_study_have_gpus_of_their_own(tmp_path, monkeypatch):
     def run(_, command, environment):
         seen.append(environment.get("CUDA_VISIBLE_DEVICES"))
         both.wait(60)
-        return False, "stopped"
+        return "stopped"
 
     monkeypatch.setattr(running._Children, "run", run)
     running.run_study(file, tmp_path / "runs", jobs=2)
