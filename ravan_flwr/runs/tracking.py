@@ -61,7 +61,7 @@ def mlflow(_: Path, name: str, settings: Settings) -> Tracker:
     return lambda numbers, step: mlflow.log_metrics(dict(numbers), step=step), mlflow.end_run
 
 
-TRACKERS = {"wandb": WandB, "mlflow": MLflow}
+TRACKERS = {"wandb": wandb, "mlflow": mlflow}
 
 
 def check_tracking(tracking: str) -> None:
@@ -81,7 +81,7 @@ class Trackers:
     """Report to all trackers of a run; go on without one that fails."""
 
     def __init__(self, tracking: str, run: Path, settings: Settings) -> None:
-        kinds = [] if tracking == "none" else [TensorBoard]
+        kinds = [] if tracking == "none" else [tensorboard]
         self._all: dict[str, Tracker] = {}
         for kind in [*kinds, *([TRACKERS[tracking]] if tracking in TRACKERS else [])]:
             with self._warning(f"no tracking with {tracking}"):
