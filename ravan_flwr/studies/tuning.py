@@ -9,7 +9,6 @@ next is tried, too.
 import importlib.metadata
 import logging
 import math
-import re
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -305,27 +304,25 @@ def _loaded(text: str) -> dict[str, Any]:
 def _edited(text: str, method: str, rate: str, notes: Sequence[str]) -> str:
     """Change the method's line of the block, or add one at the block's end."""
     end = "\r\n" if "\r\n" in text else "\n"
-    lines = text.split(end)
-    lines = lines if lines[-1] == "" else [*lines, ""]
-    head = re.compile(rf"\ufeff?(['\"]?){FIELD}\1\s*:")
-    start = next((number for number, line in enumerate(lines) if head.match(line)), None)
-    if start is None:
-        start = len(lines) - 1
-        lines.insert(start, f"{FIELD}:")
+    lines = text.removesuffix(end).split(end)
+    at, indent, line = len(lines) + 1, "  ", f"{method}: {rate}"
+    found = {key.value: (key, value) for key, value in yaml.compose(text).value}
+    if FIELD not in found:
+        lines.append(f"{FIELD}:")
+    else:
+        key, block = found[FIELD]
+        at = key.start_mark.line + 1
+        if isinstance(block, yaml.MappingNode):
+            rates = {one.value: (one, value) for one, value in block.value}
+            one, value = rates.get(method) or block.value[-1]
+            at, indent = value.end_mark.line + 1, " " * one.start_mark.column
+            if method in rates:
+                at -= 1
+                before = lines.pop(at)
+                line = before[len(indent) : value.start_mark.column] + rate
+                line += before[value.end_mark.column :]
+                while lines[at - 1].lstrip().startswith(f"# tune of {method}: "):
+                    at -= 1
+                    del lines[at]
     own = [f"# tune of {method}: {note}" for note in notes]
-    of_method = re.compile(rf"(\s+(['\"]?){re.escape(method)}\2\s*:\s*)[^\s#]+(.*)")
-    last, indent = start, "  "
-    for number in range(start + 1, len(lines)):
-        if lines[number].strip() and not lines[number][0].isspace():
-            break
-        if not lines[number].strip() or lines[number].lstrip().startswith("#"):
-            continue
-        last, indent = number, re.match(r"\s*", lines[number])[0]  # type: ignore[index]
-        if there := of_method.fullmatch(lines[number]):
-            lines[number] = f"{there[1]}{rate}{there[3]}"
-            before = lines[:number]
-            while before[-1].lstrip().startswith(f"# tune of {method}: "):
-                before.pop()
-            return end.join([*before, *(indent + note for note in own), *lines[number:]])
-    new = [indent + line for line in (*own, f"{method}: {rate}")]
-    return end.join([*lines[: last + 1], *new, *lines[last + 1 :]])
+    return end.join([*lines[:at], *(indent + one for one in (*own, line)), *lines[at:], ""])
