@@ -58,7 +58,8 @@ def keep_result(
     }
     if own is not None:
         mark["own-part"] = checksum(own)
-    _check_place(place)
+    if not place.is_dir():
+        place.mkdir()  # with more that is missing the path is a mistake
     if _is_there(target, mark):
         return RESULT_FOLDERS[form]
     beside = place / f".{parcel.run}.{writer}.tmp"
@@ -82,12 +83,6 @@ def _form_of(folder: str | None, bench: ModelAndData) -> str:
             "weights, which no adapter holds; expected 'merged'; set that, or leave it out"
         )
     return form
-
-
-def _check_place(place: Path) -> None:
-    """Make the folder if it alone is missing: a path with more that is missing is a mistake."""
-    if not place.is_dir():
-        place.mkdir()
 
 
 def _is_there(target: Path, mark: Mapping[str, Any]) -> bool:

@@ -87,7 +87,10 @@ def new_table(path: Path, kinds: Kinds) -> Iterator[Rows]:
     try:
         with temporary.open("wb") as file:
             with closing(_WRITERS[kind](file, schema)) as writer:
-                rows = Rows(writer, schema, _for_spreadsheets if kind == ".csv" else _utf8)
+                for_sheets = kind == ".csv"
+                rows = Rows(
+                    writer, schema, lambda x: no_formula(_utf8(x)) if for_sheets else _utf8(x)
+                )
                 yield rows
                 rows.flush()
             file.flush()
@@ -118,10 +121,6 @@ def no_formula(cell: Any) -> Any:
     if not isinstance(cell, str) or not cell.startswith(_FORMULA) or _NUMBER.fullmatch(cell):
         return cell
     return f"'{cell}"
-
-
-def _for_spreadsheets(cell: Any) -> Any:
-    return no_formula(_utf8(cell))
 
 
 def _utf8(cell: Any) -> Any:

@@ -47,11 +47,10 @@ def comparison_charts(groups: Groups) -> list[Chart]:
         return charts  # of private runs, whose clients tell none
     about = "The mean loss of the clients' own training steps in each round."
     caption = Caption("train-loss", "Training loss by round", about)
-    return [*charts, lines(caption, _series(groups, _train_loss), "round", "training loss")]
-
-
-def _train_loss(run: RecordedRun) -> Points:
-    return run.train_loss()
+    return [
+        *charts,
+        lines(caption, _series(groups, RecordedRun.train_loss), "round", "training loss"),
+    ]
 
 
 def _measured(name: str, groups: Groups, *, by_bytes: bool) -> list[Chart]:

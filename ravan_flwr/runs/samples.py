@@ -82,29 +82,21 @@ def compared(lines: Sequence[SampleLine]) -> list[dict[str, Any]]:
 
     Each is (what stands on the left, the text).
     """
-    shown = _spread(sorted({line["round"] for line in lines}))
+    rounds = sorted({line["round"] for line in lines})
+    places = {round(n * (len(rounds) - 1) / (_ROUNDS - 1)) for n in range(_ROUNDS)}
+    shown = {rounds[place] for place in places if rounds}
     by_example: dict[int, list[SampleLine]] = {}
-    for line in lines:
+    for line in sorted(lines, key=lambda line: (line["example"], line["round"])):
         if line["round"] in shown:
             by_example.setdefault(line["example"], []).append(line)
-    return [_one(by_example[example]) for example in sorted(by_example)[:MOST_SHOWN]]
-
-
-def _spread(rounds: Sequence[int]) -> set[int]:
-    """Choose the first round, the last, and a few between."""
-    places = (round(n * (len(rounds) - 1) / (_ROUNDS - 1)) for n in range(_ROUNDS))
-    return {rounds[place] for place in places} if rounds else set()
-
-
-def _one(lines: Sequence[SampleLine]) -> dict[str, Any]:
-    """Describe one example, and its answers in the order of the rounds."""
-    ordered = sorted(lines, key=lambda line: line["round"])
-    last = ordered[-1]
-    answers = [(_when(line["round"]), line["answer"]) for line in ordered]
-    return {
-        "instruction": last["instruction"], "rows": [("right answer", last["expected"]), *answers]
-    }  # fmt: skip
-
-
-def _when(number: int) -> str:
-    return f"after round {number}" if number else "before training"
+    return [
+        {
+            "instruction": answers[-1]["instruction"],
+            "rows": [
+                ("right answer", answers[-1]["expected"]),
+                *((f"after round {x['round']}" if x["round"] else "before training", x["answer"])
+                  for x in answers),
+            ],
+        }
+        for answers in [*by_example.values()][:MOST_SHOWN]
+    ]  # fmt: skip

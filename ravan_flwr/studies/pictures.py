@@ -106,7 +106,8 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
         unknown = along.key == "client-seconds" and any(row.client_seconds is None for row in rows)
         if unknown or not all(any(x for x, _ in one.runs) for one in series):
             continue  # a run has not noted it
-        moving = [one for one in series if _moves(one)]
+        # One point is no course.
+        moving = [one for one in series if any(len(x) > 1 for x, _ in one.runs)]
         if along.key == "round" and not moving:
             continue  # all were evaluated once: the table has it
         told = f"The {metric} on examples that nobody trains on, {along.about}. "
@@ -121,11 +122,6 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
         else:
             drawn.append(lines(caption, shown, x, metric, whole=x == "round", ends=band_ends))
     return drawn
-
-
-def _moves(one: Series) -> bool:
-    """Tell whether a row was evaluated more than once; one point is no course."""
-    return any(len(x) > 1 for x, _ in one.runs)
 
 
 def _course(row: Line, metric: str, along: _Along) -> Series:
