@@ -58,13 +58,14 @@ _WRITERS: dict[str, Callable[[IO[bytes], Any], Any]] = {
 class Rows:
     """Take rows, and hand many at once to a writer."""
 
-    def __init__(self, writer: Any, schema: Any, clean: Callable[[Any], Any]) -> None:
-        self._writer, self._schema, self._clean = writer, schema, clean
+    def __init__(self, writer: Any, schema: Any, *, spreadsheets: bool) -> None:
+        self._writer, self._schema, self._spreadsheets = writer, schema, spreadsheets
         self._rows: list[Cells] = []
 
     def write(self, cells: Cells) -> None:
         """Take a row."""
-        self._rows.append([self._clean(cell) for cell in cells])
+        cells = [_utf8(cell) for cell in cells]
+        self._rows.append([no_formula(cell) for cell in cells] if self._spreadsheets else cells)
         if len(self._rows) >= _ROWS_AT_ONCE:
             self.flush()
 
