@@ -88,10 +88,7 @@ def new_table(path: Path, kinds: Kinds) -> Iterator[Rows]:
     try:
         with temporary.open("wb") as file:
             with closing(_WRITERS[kind](file, schema)) as writer:
-                for_sheets = kind == ".csv"
-                rows = Rows(
-                    writer, schema, lambda x: no_formula(_utf8(x)) if for_sheets else _utf8(x)
-                )
+                rows = Rows(writer, schema, spreadsheets=kind == ".csv")
                 yield rows
                 rows.flush()
             file.flush()

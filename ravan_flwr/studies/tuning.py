@@ -306,7 +306,8 @@ def _edited(text: str, method: str, rate: str, notes: Sequence[str]) -> str:
     end = "\r\n" if "\r\n" in text else "\n"
     lines = text.removesuffix(end).split(end)
     at, indent, line = len(lines) + 1, "  ", f"{method}: {rate}"
-    found = {key.value: (key, value) for key, value in yaml.compose(text).value}
+    root: Any = yaml.compose(text)
+    found = {key.value: (key, value) for key, value in root.value}
     if FIELD not in found:
         lines.append(f"{FIELD}:")
     else:
