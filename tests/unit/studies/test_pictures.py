@@ -14,11 +14,13 @@ from tests.studies import fill, result
 MANY = ("ravan", "fedit", "ffa-lora", "hetlora", "flexlora", "rolora", "flora", "fedsvd", "full")
 
 
-def drawn(tmp_path, rows, value_of=lambda s: 0.5 + s["seed"] % 10 / 100):
+def drawn(tmp_path, rows, value_of=lambda s: 0.5 + s["seed"] % 10 / 100, **table):
     content = {
         "title": "A study", "num-clients": 3, "seeds": [0, 1, 2], "settings": {"num-rounds": 2},
         "choose": {"learning-rate": [1e-3, 3e-3], "seeds": [100, 101, 102], "extensions": 0},
-        "tables": [{"title": "All, at once!", "rows": {name: {"method": name} for name in rows}}],
+        "tables": [
+            {"title": "All, at once!", "rows": {name: {"method": name} for name in rows}} | table
+        ],
     }  # fmt: skip
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
@@ -41,6 +43,12 @@ def test_a_table_has_four_pictures_with_every_row(tmp_path, rows):
             legend = shown[0].get_legend().get_texts()
             assert [text.get_text() for text in legend] == list(rows)
         assert "95 % intervals" in chart.about or "3 seeds" in chart.about
+
+
+def test_spectra_are_left_out_where_no_run_directory_is_there(tmp_path):
+    names = drawn(tmp_path, MANY[:2], spectra=True)
+    assert len(names) == 4
+    assert not any("spectrum" in name for name in names)
 
 
 def test_rows_that_are_evaluated_once_have_no_course_by_round(tmp_path):
