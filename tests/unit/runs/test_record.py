@@ -19,7 +19,7 @@ from tests.hand_made import member
 
 OPTIONAL = {
     "refused", "collapsed", "spread", "began-anew", "more-left-out", "more-resting", "privacy",
-    "reached", "spent", "recounted", "secure",
+    "reached", "spent", "recounted", "secure", "link-bytes-estimate",
 }  # fmt: skip
 SPENT: Spent = {"epsilon": 2.5, "delta": 1e-5, "noise-multiplier": 1.0, "clip-norm": 0.1}
 
