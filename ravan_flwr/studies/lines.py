@@ -28,7 +28,7 @@ class Line:
     change: Interval | None = None  # from the same row of another table
     p_holm: float | None = None  # of a planned difference, corrected for their number
     steady: bool = False  # does it stand so to that row with any of the rates that are as good?
-    best: bool = False  # or not to be told apart from it
+    best: bool = False  # or not significantly different from it
 
     @classmethod
     def of(cls, table: Table, name: str, results: Results) -> "Line | None":
@@ -100,7 +100,7 @@ class Line:
             self,
             apart=difference(self.values, other.values),
             late=difference(self._late(last), other._late(last)) if last else None,
-            steady=found in ({"ahead"}, {"behind"}),
+            steady=found in ({"better"}, {"worse"}),
         )
 
     def _late(self, last: int) -> dict[int, float]:
@@ -121,7 +121,7 @@ class Line:
             return ""
         if apart.holds_zero:
             return "alike"
-        return "ahead" if sign_of(self.metric) * apart.mean > 0 else "behind"
+        return "better" if sign_of(self.metric) * apart.mean > 0 else "worse"
 
     def moved(self, rate: float) -> Interval | None:
         """Find how far it ends from where it is with one of the other rates that are as good."""
@@ -155,7 +155,7 @@ def lines_of(table: Table, results: Results) -> list[Line]:
 
 
 def _is_as_good(line: Line, best: Line) -> bool:
-    """Tell whether the best is not told apart from it; without an interval, only from its equal."""
+    """Return whether the best is not significantly different, or without an interval equal."""
     apart = difference(line.values, best.values)
     if apart is None or apart.holds_zero is None:
         return line.merit == best.merit
@@ -163,14 +163,14 @@ def _is_as_good(line: Line, best: Line) -> bool:
 
 
 _STANDINGS = {
-    "ahead": "Ahead of {}: {}.",
-    "behind": "Behind {}: {}.",
-    "alike": "Not to be told apart from {}: {}.",
+    "better": "Significantly better than {}: {}.",
+    "worse": "Significantly worse than {}: {}.",
+    "alike": "Not significantly different from {}: {}.",
 }
 
 
 def sentence(table: Table, lines: Sequence[Line]) -> str:
-    """Say which rows are ahead and behind, by intervals that do not hold zero."""
+    """Name the rows that are significantly better and worse, by intervals that do not hold zero."""
     named = {kind: [x.row for x in lines if x.standing == kind] for kind in _STANDINGS}
     told = [_STANDINGS[kind].format(table.against, ", ".join(x)) for kind, x in named.items() if x]
     # Were the rows run with all rates that are as good, and have some such?
@@ -178,8 +178,8 @@ def sentence(table: Table, lines: Sequence[Line]) -> str:
     if not told and len(lines) > 1:
         least = min(len(line.values) for line in lines)
         seeds = "one seed" if least == 1 else f"{least} seeds"
-        told = [f"With {seeds} there is no interval: no row is said to be ahead of another."]
-    elif (named["ahead"] or named["behind"]) and run and all(run):
+        told = [f"With {seeds} there is no interval, so no row is called better than another."]
+    elif (named["better"] or named["worse"]) and run and all(run):
         steady = ", ".join(line.row for line in lines if line.steady) or "none"
         told.append(
             f"With any of the rates that are as good, of both rows, this holds for: {steady}."

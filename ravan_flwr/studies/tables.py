@@ -43,10 +43,11 @@ OF_RATES = ["table", "row", "key", "rate", "seed", "metric", "value"]
 
 LEGEND = """\
 Numbers are means over the seeds with 95 % intervals (Student's t), differences are paired by seed.
-Bold: the best row that competes, and those not told apart from it. *Edge*: the smallest or largest
-rate tried; *open*: some are to be run; *3×*: three seeds took it. *As good* are rates that noise
-does not tell apart from it, in italics below; *runs* those of the choice. *p, Holm*: of a paired
-t-test, corrected for the number of planned contrasts. *Up*, *down*, *client s*: all clients, a run.
+Bold: the best row that competes, and those not significantly different from it. *Edge*: the
+smallest or largest rate tried; *open*: some are to be run; *3×*: three seeds took it. *As good* are
+rates not significantly different from it, in italics below; *runs* those of the choice. *p, Holm*:
+of a paired t-test, corrected for the number of planned contrasts. *Up*, *down*, *client s*: all
+clients, a run.
 """
 
 
@@ -91,7 +92,7 @@ def markdown(
 
 
 def table_lines(table: Table, results: Results) -> list[str]:
-    """Write one table, and the sentence on who is ahead."""
+    """Write one table, and the sentence on significant differences."""
     lines = lines_of(table, results)
     if not lines:
         return ["No run of this table is done yet."]

@@ -64,14 +64,15 @@ def test_intervals_and_differences_are_scipys(tmp_path, random_values):
         to_ravan = stats.ttest_rel(mine, random_values["ravan"])
         low, high = to_ravan.confidence_interval(0.95)
         assert ends(line.apart) == pytest.approx((low, high))
-        assert line.standing == ("ahead" if low > 0 else "behind" if high < 0 else "alike")
+        assert line.standing == ("better" if low > 0 else "worse" if high < 0 else "alike")
 
 
 def test_ahead_and_behind_are_words_for_intervals_without_zero(tmp_path, random_values):
     study, results = filled(tmp_path, random_values)
     assert sentence(study.tables[0], lines_of(study.tables[0], results)) == (
-        "Ahead of ravan: fedit, flexlora. Behind ravan: ffa-lora. "
-        "Not to be told apart from ravan: hetlora."
+        "Significantly better than ravan: fedit, flexlora. "
+        "Significantly worse than ravan: ffa-lora. "
+        "Not significantly different from ravan: hetlora."
     )
     text = markdown(study, results)
     assert "|  | accuracy, % | to ravan | learning rate |" in text
@@ -119,7 +120,7 @@ def test_whether_the_choice_of_a_rate_made_a_result_is_told(tmp_path, metric):
     fill(study, results, value_of, metric)
     lines = lines_of(study.tables[0], results)
     assert sentence(study.tables[0], lines) == (
-        "Ahead of ravan: fedit, ffa-lora. Behind ravan: full. "
+        "Significantly better than ravan: fedit, ffa-lora. Significantly worse than ravan: full. "
         "With any of the rates that are as good, of both rows, this holds for: fedit, full."
     )
     line = lines[1]
@@ -169,7 +170,10 @@ def test_of_a_loss_less_is_ahead(tmp_path):
     values = {"ravan": [1.0, 1.1, 1.2], "fedit": [2.0, 2.1, 2.21], "full": [0.5, 0.6, 0.71]}
     study, results = filled(tmp_path, values, "perplexity")
     table = study.tables[0]
-    assert sentence(table, lines_of(table, results)) == "Ahead of ravan: full. Behind ravan: fedit."
+    assert (
+        sentence(table, lines_of(table, results))
+        == "Significantly better than ravan: full. Significantly worse than ravan: fedit."
+    )
     assert [line.row for line in lines_of(table, results) if line.best] == ["full"]
 
 
@@ -177,7 +181,7 @@ def test_of_a_loss_less_is_ahead(tmp_path):
 def test_with_a_seed_or_two_nobody_is_said_to_be_ahead(tmp_path, seeds, told):
     study, results = filled(tmp_path, {"ravan": [0.9, 0.8][:seeds], "fedit": [0.5, 0.4][:seeds]})
     text = markdown(study, results).partition("How to read")[0]
-    assert f"{told} there is no interval: no row is said to be ahead of another." in text
+    assert f"{told} there is no interval, so no row is called better than another." in text
     assert "±" not in text
     assert "Ahead" not in text
     assert "| by seed |" in text
@@ -187,7 +191,7 @@ def test_a_reference_is_compared_and_does_not_compete(tmp_path, random_values):
     study, results = filled(tmp_path, random_values, references=["flexlora"])
     lines = {line.row: line for line in lines_of(study.tables[0], results)}
     assert not lines["flexlora"].best
-    assert lines["flexlora"].standing == "ahead"
+    assert lines["flexlora"].standing == "better"
     assert lines["fedit"].best
 
 

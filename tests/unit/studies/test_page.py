@@ -54,7 +54,8 @@ def test_a_study_writes_its_page_and_the_numbers_beside_it(tmp_path, study, monk
     assert "what was here before" not in text
     assert "0 runs of 27 are not done; nothing is run" in capsys.readouterr().out
     assert f"{BEGIN}\n\n|  | accuracy, % | to ravan |" in text
-    assert f"Behind ravan: fedit.\n\n{END}\nbetween\n<!-- study mine: Two, and more -->\n" in text
+    below = f"{END}\nbetween\n<!-- study mine: Two, and more -->\n"
+    assert f"Significantly worse than ravan: fedit.\n\n{below}" in text
     assert f"<!-- study other: X -->\nkept\n{END}\n" in text
     assert "|  | 0.001 | 0.01 | runs |" in text.partition("rates of Two, and more")[2]
     assert {file.name for file in (tmp_path / "results").iterdir()} >= {
