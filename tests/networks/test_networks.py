@@ -202,7 +202,7 @@ def test_the_page_leads_to_a_run_in_which_all_take_part(site):
 
 
 def test_a_slow_link_a_cut_one_and_a_superlink_that_is_away_for_seconds_cost_rounds_only(site):
-    run = site.run(60, "straggler-grace=30")
+    run = site.run(60)
     run.wait_for_rounds(1)
     site.devices[1].limit(1_000_000)
     there = len(run.rounds)
@@ -261,7 +261,7 @@ def test_a_clock_that_is_ahead_ends_a_supernode_with_status_0_and_it_is_started_
     site.programs["check-0"].end()
     ahead = f"LD_PRELOAD={library} AHEAD="
     doctor = for_node(0, site.config(site.doctor)).replace("ravan-flwr", f"{ahead}60 ravan-flwr", 1)
-    with pytest.raises(RuntimeError, match=r"TO DO clock +this machine's clock is 60 s ahead"):
+    with pytest.raises(RuntimeError, match=r"TO DO clock +this machine's clock is 6\d s ahead"):
         site.devices[0].run(doctor)
     # The clock is mended after a while.
     site.start_device(0, f"test -e /root/mended || {ahead}60", after="echo ended with $?;")
