@@ -41,7 +41,7 @@ from ravan_flwr.server.resume import (
 )
 from ravan_flwr.server.run_recorder import RunRecorder, carry_over, summary_of
 from ravan_flwr.server.status import Status, StatusFile
-from ravan_flwr.server.stop_conditions import ByteBudget, MetricTarget, StopCondition
+from ravan_flwr.server.stop_conditions import ByteBudget, MetricTarget, StopCondition, TimeLimit
 from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.server.superlink import ask_again, guard
 from ravan_flwr.server.user_messages import (
@@ -50,6 +50,7 @@ from ravan_flwr.server.user_messages import (
     report_result,
     report_settings_without_effect,
 )
+from ravan_flwr.simulated_time.clock import SimulatedClock, clock_of
 from ravan_flwr.specs import RESULT_FOLDERS
 from ravan_flwr.tasks.tally import Tally
 from ravan_flwr.training.model_and_data import ModelAndData, get_model_and_data
@@ -108,7 +109,8 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
         else:
             start = go_on(earlier, back_to, config, bench)
         target = MetricTarget.of(config, bench.task.metric, start.records)
-        limits = [target, ByteBudget(config, start.records)]
+        time_limit = TimeLimit(config.until_time, start.time)
+        limits = [target, ByteBudget(config, start.records), time_limit]
         if earlier is None:
             name = f"{config.preset}-{config.method}-seed{config.seed}"
             directory = RunDirectory.create(parent, name)
@@ -118,6 +120,8 @@ def _run(grid: Any, context: Context, watching: Callbacks) -> None:
             directory = earlier
         context.state[RESULT] = ConfigRecord({"run-dir": str(directory.path)})
         if earlier is not None:
+            if isinstance(clock := clock_of(grid), SimulatedClock):
+                clock.resume(start.time, start.memory)
             if in_process(grid) and start.own_parts is not None:
                 grid.give_own_parts(start.own_parts)
             if back_to is None and is_to_be_delivered(directory, config, start):
@@ -208,7 +212,7 @@ def _strategy_of(
         config, model.method, backbone=bench.backbone_fingerprint,
         seed_fingerprint=model.seed_fingerprint, derived=model.derived,
         load_fixed=model.load_fixed, first_round=start.first, fixed=start.fixed,
-        memory=start.memory, trained=start.trained,
+        memory=start.memory, trained=start.trained, time=start.time,
         partitions=start.records[-1]["partitions"] if start.records else None,
         measured=bench.task.measures, partition_sizes=bench.partition_sizes, limits=limits,
         privacy=None if budget is None else budget.of(config, directory, start),

@@ -73,6 +73,7 @@ def check_together(values: Values) -> None:
     """Raise ValueError if values that are right by themselves contradict each other."""
     _check_method(values)
     _check_replies(values)
+    _check_asynchronous(values)
     _check_steps(values)
     if values["secure-aggregation"]:
         _check_sums("secure-aggregation = true", "secure-aggregation=false", "secure", values)
@@ -110,6 +111,8 @@ def without_effect(run_config: Values) -> list[str]:
         idle |= set(OF_PRIVACY)
     if not values["secure-aggregation"]:
         idle.add("secure-minimum")
+    if values["aggregation"] == "sync":
+        idle |= {"buffer-size", "concurrency", "max-staleness"}
     return [f"{key}={values[key]}" for key in sorted(idle) if values[key] != KEYS[key].default]
 
 
@@ -178,6 +181,44 @@ def _check_replies(values: Values) -> None:
         raise _refused(
             values, "weighting", "head-mean = 'all'", f"'trained', since {why}",
             "leave one of them out",
+        )  # fmt: skip
+
+
+def _check_asynchronous(values: Values) -> None:
+    if values["aggregation"] == "sync":
+        if str(values["server-optimizer"]).startswith("fadas"):
+            raise _refused(
+                values, "server-optimizer", "aggregation = 'sync'", "'async', since updates of one "
+                "round are of one age", "set that, or server-optimizer=adam",
+            )  # fmt: skip
+        return
+    able = [name for name, method in METHODS.items() if method.asynchronous]
+    name, whole = str(values["method"]), "sums over a buffer need another account"
+    for key, good, expected in (
+        ("method", name in able, f"one of {', '.join(able)}, where changes against an older state "
+         "add up"),
+        ("privacy", values["privacy"] == "none", f"'none', since {whole}"),
+        ("secure-aggregation", not values["secure-aggregation"], f"false, since {whole}"),
+        ("over-sample", values["over-sample"] == 1, "1, since `concurrency` says who trains"),
+    ):  # fmt: skip
+        if not good:
+            got, do = f"{key} = {values[key]!r}", "set that, or aggregation=sync"
+            raise _refused(values, "aggregation", got, expected, do)
+    usual = int(values["clients-per-round"])
+    buffer, out = (
+        usual if values[key] == AUTO else int(values[key]) for key in ("buffer-size", "concurrency")
+    )
+    if buffer > out:
+        raise ValueError(
+            f"buffer-size = {buffer}: got concurrency = {out}, expected at least as many, since no "
+            "more updates are under way; raise the one or lower the other"
+        )
+    least, most = -(-out // buffer) - 1, values["max-staleness"]
+    if most != AUTO and int(most) < least:
+        raise _refused(
+            values, "max-staleness", f"concurrency = {out} and buffer-size = {buffer}, with which "
+            "an update of a client as fast as all others is so old", f"at least {least}",
+            "raise it or buffer-size, or lower concurrency",
         )  # fmt: skip
 
 

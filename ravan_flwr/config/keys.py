@@ -46,6 +46,7 @@ def _rate(default: float) -> Key:
 
 _ALPHA = Key(0.3, "alpha", kind=float, above=0, high=1_000_000)
 _COLUMN = Key("", "column")
+_SECONDS = Key(AUTO, "seconds", kind=float, above=0)
 _TOKENS = Key(AUTO, "tokens", kind=int, low=1, high=2**31 - 1)
 _WARM_UP = Key(0, "warm-up", kind=int, low=0, high=1_000_000)
 _BETA = Key(0.9, "beta", kind=float, low=0, high=0.9999)
@@ -86,8 +87,22 @@ class Config:
     until_metric: float = key(0.0, "end the run with the round whose evaluation reaches this value "
         "of the task's metric, from below, or of a perplexity from above; 0: hold all rounds",
         low=0, may_change=True)
+    until_time: float = key(0.0, "end the run with the round that ends so many seconds after its "
+        "beginning, or later; 0: hold all rounds", low=0, may_change=True)
+    devices: str | None = auto_key("simulate the time that clients take, in a run in process: on "
+        "devices of a profile (uniform, phones, edge-gpus), or of a YAML file; auto: real time")
     budgets: str = key("full", "distribution of the clients' budgets, the shares of the adapters "
-        "that each can train", choices=tuple(BUDGETS))
+        "that each can train; by-speed: as much as a simulated device can do in SECONDS, or in the "
+        "median time of all", forms=dict.fromkeys(BUDGETS, ()) | {"by-speed": (_SECONDS,)})
+    aggregation: str = key("sync", "when the state moves: when the clients of a round have "
+        "answered, or when buffer-size updates are there, of concurrency clients at work",
+        choices=("sync", "async"))
+    buffer_size: int | None = auto_key("updates with which an asynchronous round closes; auto: "
+        "clients-per-round", low=1, high=1_000_000)
+    concurrency: int | None = auto_key("clients that train at a time in an asynchronous run; auto: "
+        "clients-per-round", low=1, high=1_000_000)
+    max_staleness: int | None = auto_key("reject an update that is more versions old; auto: none",
+        low=0, high=1_000_000)
     eval_every: int = preset_key(1, "number of rounds from one evaluation to the next", low=1,
         high=1_000_000, may_change=True)
     evaluate_on: str = auto_key("examples to evaluate on: the server's test examples, or those "
@@ -188,7 +203,8 @@ class Config:
         choices=("uniform", "examples", *ROBUST))
     server_optimizer: str = key("none", "server's optimiser of the mean update: FedAvgM is "
         "momentum (1:0.9 unless given), FedAdam is adam (0.01:0.9)",
-        forms={"none": (), "momentum": (_rate(1.0), _BETA), "adam": (_rate(0.01), _BETA)})
+        forms={"none": (), "momentum": (_rate(1.0), _BETA), "adam": (_rate(0.01), _BETA),
+        "fadas": (_rate(0.01), _BETA, Key(1, "delay", kind=int, low=0, high=1_000_000))})
 
     # privacy
     privacy: str = key("none", "client: differential privacy for each client, against all who see "
@@ -301,6 +317,8 @@ class Config:
 
     def at_work_of(self, there: int) -> int:
         """Count the clients of so many that can be at work at the same time."""
+        if self.aggregation == "async":
+            return min(self.concurrency or self.clients_per_round, there)
         return there if self.evaluate_on == "clients" else self.asked_of(there)
 
     def as_dict(self) -> dict[str, Any]:

@@ -131,6 +131,9 @@ def absolute_paths(run_config: Mapping[str, Scalar]) -> dict[str, Scalar]:
             path = Path(value).expanduser()
             if key in ("resume", "output-dir") or path.is_dir():  # not an id of the hub
                 values[key] = str(path.absolute())
+    devices = Path(str(values.get("devices", "")))
+    if devices.is_file():
+        values["devices"] = str(devices.absolute())
     return values
 
 

@@ -34,6 +34,9 @@ class MethodInfo:
     # else depend on their data? Then `privacy=client` and `secure-aggregation` may be set, and its
     # class has the functions of `SumsChanges` (extensions.py).
     sums_changes: bool = False
+    # Does its state move by the clients' changes, so that one against an older state adds up with
+    # others? Then `aggregation=async` may be set; None: as sums_changes says.
+    adds_changes: bool | None = None
     # Is all that a client trains made of layers whose gradients are known by example
     # (adapters/by_example.py), and does nothing else that it sends depend on its examples? Then
     # `privacy=example` may be set.
@@ -51,6 +54,11 @@ class MethodInfo:
     module: str = ""  # where its class is, if not in the file of its name here
 
     @property
+    def asynchronous(self) -> bool:
+        """Return whether changes against an older state count."""
+        return self.sums_changes if self.adds_changes is None else self.adds_changes
+
+    @property
     def ignored(self) -> tuple[str, ...]:
         """List all keys that change nothing under it."""
         return (*self.ignores, *(() if self.has_heads else _OF_HEADS))
@@ -65,7 +73,7 @@ METHODS = {
     "fedex-lora": MethodInfo(averages=False, frozen_backbone=False, by_example=True),
     "ffa-lora": MethodInfo(3e-3, sums_changes=True, by_example=True),
     # Its first round trains the pretrained weights.
-    "fed-sb": MethodInfo(3e-3, frozen_backbone=False, ignores=("lora-scale",)),
+    "fed-sb": MethodInfo(3e-3, adds_changes=True, frozen_backbone=False, ignores=("lora-scale",)),
     "hetlora": MethodInfo(averages=False, by_example=True),
     "flexlora": MethodInfo(averages=False, by_example=True),
     # Its A has orthonormal rows from the first round on.
@@ -115,6 +123,8 @@ BUDGETS: dict[str, tuple[float, float, float, float]] = {
     "uniform": (0.25, 0.25, 0.25, 0.25),
     "bell": (0.1, 0.4, 0.4, 0.1),
     "skewed-right": (0.5, 0.25, 0.15, 0.1),
+    # Simulated devices have their shares by training/work.py.
+    "by-speed": (0.0, 0.0, 0.0, 1.0),
 }
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -130,7 +140,7 @@ def budget_share(distribution: str, seed: int, partition_id: int) -> float:
     start = int.from_bytes(digest[:8], "big") / 2**64
     position = (start + partition_id * _GOLDEN) % 1.0
     reached = 0.0
-    for share, fraction in zip(SHARES, BUDGETS[distribution], strict=True):
+    for share, fraction in zip(SHARES, BUDGETS[distribution.partition(":")[0]], strict=True):
         reached += fraction
         if position < reached:
             return share

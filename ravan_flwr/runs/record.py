@@ -44,6 +44,9 @@ ClientRecord = TypedDict(
         "seconds": NotRequired[float],  # not told where devices add the noise
         "bytes-up": int,
         "bytes-down": int,
+        "span": NotRequired[list[float]],  # when it was sent its message, and when it had answered
+        "staleness": NotRequired[int],  # versions that its update was old by
+        "device": NotRequired[str],  # the kind of a simulated device
     },
 )
 
@@ -99,6 +102,7 @@ RoundRecord = TypedDict(
         "bytes-up": int,
         "bytes-down": int,
         "link-bytes-estimate": NotRequired[int],  # on the devices' links, the app bundle included
+        "time": NotRequired[float],  # seconds of the run so far, simulated with `devices`
         "seconds": float,
         "phases": dict[str, float],  # seconds
         "refused": NotRequired[str],  # why the round has no effect

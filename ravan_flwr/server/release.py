@@ -92,7 +92,8 @@ class Release:
 
     def check(self, message: Message, member: RegisteredClient) -> Update:
         """Read a training reply of this round, of a node with the server's bases."""
-        run, number = self.run, self.round.number
+        run, sent = self.run, self.round.collector.answered
+        number = self.round.number if sent is None else sent.number
         classifier = run.state.tensors.get(CLASSIFIER)
         shapes = self.round.method.upload_shapes(member.share).values()
         most = sum(map(math.prod, shapes)) + (0 if classifier is None else classifier.numel())

@@ -43,6 +43,7 @@ class Update:
     skipped: int = 0  # steps in which float16 overflowed
     masked: bytes = b""  # in place of an upload
     bytes_up: int = 0
+    staleness: int = 0  # versions that the state has moved since it was sent
     steps: int = 0  # that its examples and the settings make
 
 

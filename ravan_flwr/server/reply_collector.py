@@ -6,6 +6,7 @@ round, refused there, and recorded, so that nothing waits for it and nothing is 
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
@@ -25,6 +26,7 @@ from ravan_flwr.server.reply_fetcher import (
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.status import Status
 from ravan_flwr.server.superlink import failures_of, weight_of
+from ravan_flwr.simulated_time.clock import clock_of
 
 MOST_LATE = 2  # replies of one node that are looked for after their round has closed
 
@@ -96,6 +98,16 @@ class MessageBuilder:
         return found
 
 
+@dataclass(frozen=True)
+class Sent:
+    """Hold what is known of a message whose reply is waited for."""
+
+    member: RegisteredClient
+    number: int  # of the round
+    size: int  # bytes
+    time: float  # when it was sent
+
+
 class ReplyCollector:
     """Track outstanding messages, collect replies, reject late ones."""
 
@@ -104,9 +116,9 @@ class ReplyCollector:
     ) -> None:
         self._mail, self._nodes, self._round_log, self._status = mail, nodes, round_log, status
         self._kind = MessageType.TRAIN
-        self._outstanding: dict[str, RegisteredClient] = {}  # by message id
-        self.sizes: dict[int, int] = {}  # bytes of the message to each node
-        self._deadline = RoundDeadline(0, 0)
+        self.outstanding: dict[str, Sent] = {}  # by message id
+        self.answered: Sent | None = None  # the message whose reply is taken now
+        self.deadline = RoundDeadline(0, 0)
 
     def replies(
         self, grid: Grid, messages: list[Message], deadline: Callable[[int], RoundDeadline]
@@ -118,17 +130,18 @@ class ReplyCollector:
         """
         if messages:  # a calibration is training, too
             self._kind = messages[0].metadata.message_type.partition(".")[0]
-        self._send(grid, messages)
-        asked, number = self._outstanding.values(), self._round_log.number
+        self.send(grid, messages)
+        asked = [sent.member for sent in self.outstanding.values()]
+        number = self._round_log.number
         training = "training" if number else "calibrating"
         doing = {MessageType.TRAIN: training, MessageType.EVALUATE: "evaluating"}
         self._status.begin(doing.get(self._kind, "delivering"), number, asked=asked)
-        self._deadline = deadline(len(self._outstanding))
+        self.deadline = deadline(len(self.outstanding))
         failed = failures_of(grid).count
         for reply in pull_replies(
-            grid, self._mail.inbox, self._in_order(), self._deadline, self._mail.late
+            grid, self._mail.inbox, self._in_order(), self.deadline, self._mail.late
         ):
-            if reply.metadata.reply_to_message_id in self._outstanding:
+            if reply.metadata.reply_to_message_id in self.outstanding:
                 yield reply
             else:
                 self._refuse_late(reply)
@@ -146,23 +159,25 @@ class ReplyCollector:
     ) -> None:
         """Check and accumulate replies one by one; a ValueError of either rejects the reply."""
         for message in replies:
-            member = self._outstanding.pop(message.metadata.reply_to_message_id)
+            sent = self.answered = self.outstanding.pop(message.metadata.reply_to_message_id)
+            member = sent.member
             node = self._nodes[member.node_id]
-            self._round_log.count(weight_of(message), self.sizes[member.node_id])
+            self._round_log.count(weight_of(message), sent.size)
             self._status.answered(node, member)
             try:
                 accumulate(check(message, member))
             except ValueError as error:
                 self.reject(member, error)
             else:  # its node is there, and has the fixed tensors
-                self._deadline.use()
+                self.deadline.use()
                 node.answered(self._kind)
                 self._mail.has_answered(member.node_id)
 
-    def expect(self, message: Message, member: RegisteredClient) -> None:
+    def expect(self, message: Message, member: RegisteredClient, now: float) -> None:
         """Wait for the reply to a message that was sent."""
-        self._outstanding[message.metadata.message_id] = member
-        self.sizes[member.node_id] = sum(map(num_bytes, message.content.array_records.values()))
+        size = sum(map(num_bytes, message.content.array_records.values()))
+        sent = Sent(member, self._round_log.number, size, now)
+        self.outstanding[message.metadata.message_id] = sent
 
     def reject(self, member: RegisteredClient, reason: object) -> None:
         """Note that a reply is not used, and why."""
@@ -170,7 +185,7 @@ class ReplyCollector:
         self._nodes[member.node_id].faults += 1
         self._round_log.reject(member, reason)
 
-    def _send(self, grid: Grid, messages: list[Message]) -> None:
+    def send(self, grid: Grid, messages: list[Message]) -> None:
         """Push the messages; a member whose message is not taken is rejected."""
         asked = (self._nodes[message.metadata.dst_node_id] for message in messages)
         members = {node.node_id: node.member for node in asked if node.member}
@@ -178,15 +193,15 @@ class ReplyCollector:
         for message in messages:
             member = members[message.metadata.dst_node_id]
             if id(message) in pushed:
-                self.expect(message, member)
+                self.expect(message, member, clock_of(grid).now)
             else:
                 self.reject(member, "the message could not be sent")
 
     def _in_order(self) -> list[str]:
         """Sort the outstanding messages: nodes that were silent or refused before come last."""
         doubts = {
-            message_id: self._nodes[member.node_id].doubt
-            for message_id, member in self._outstanding.items()
+            message_id: self._nodes[sent.member.node_id].doubt
+            for message_id, sent in self.outstanding.items()
         }
         return sorted(doubts, key=lambda message_id: doubts[message_id])
 
@@ -195,10 +210,11 @@ class ReplyCollector:
 
         Or the SuperLink failed: then they are rejected, and their nodes are asked as before.
         """
-        seconds, number = f"{self._deadline.seconds:.4g}", self._round_log.number
-        for message_id, member in self._outstanding.items():
-            self._round_log.count(0, self.sizes[member.node_id])
-            if self._deadline.satisfied:
+        seconds, number = f"{self.deadline.seconds:.4g}", self._round_log.number
+        for message_id, sent in self.outstanding.items():
+            member = sent.member
+            self._round_log.count(0, sent.size)
+            if self.deadline.satisfied:
                 why = ""
                 self._round_log.spare.append(member.partition_id)
             elif failure:

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 
 from ravan_flwr.flower_private import TaskType
 from ravan_flwr.server.superlink import failures_of, fetch
+from ravan_flwr.simulated_time.clock import REAL, Clock
 
 STUCK = 2.0  # seconds that others wait for one reply that is being fetched
 LEAST_GRACE = 60.0  # seconds for stragglers, unless the run config sets them
@@ -33,8 +34,9 @@ class RoundDeadline:
         least: int = 1,
         grace: float | None = math.inf,
         enough: float = math.inf,
+        clock: Clock = REAL,
     ) -> None:
-        self._began = time.monotonic()
+        self.clock, self._began = clock, clock.now
         self._until = self._began + timeout
         self._grace, self._enough = grace, enough
         self._quorum = min(asked, max(least, math.ceil(asked / 2)) if grace is None else least)
@@ -44,7 +46,7 @@ class RoundDeadline:
         """Count one more reply that was used."""
         self.used += 1
         if self.used == self._quorum:
-            now = time.monotonic()
+            now = self.clock.now
             grace = self._grace
             if grace is None:
                 grace = max(LEAST_GRACE, GRACE * (now - self._began))
@@ -58,7 +60,7 @@ class RoundDeadline:
     @property
     def left(self) -> float:
         """Return the seconds that are left to wait."""
-        return self._until - time.monotonic()
+        return self._until - self.clock.now
 
     @property
     def seconds(self) -> float:
@@ -87,8 +89,7 @@ class ReplyFetcher:
     def look(self, grid: Grid, ids: Iterable[str]) -> Iterator[Message]:
         """Yield the replies to these messages that are there now."""
         if in_process(grid):
-            ids = list(ids)
-            grid.expect(ids)  # type: ignore[attr-defined]
+            ids = grid.expect(list(ids))  # type: ignore[attr-defined]
             yield from filter(None, (fetch(grid, message_id) for message_id in ids))
             return
         todo = deque(message_id for message_id in ids if message_id not in self._fetching)
@@ -177,12 +178,12 @@ def pull_replies(
     not lost because another took long to read. Replies to the messages `also` are yielded as
     well, but not waited for.
     """
-    left = dict.fromkeys(waiting)
+    left, clock = dict.fromkeys(waiting), patience.clock
     longest = 0.2 if simulating(grid) else 0.5  # for each reply there is a call of the SuperLink
     pause, last = 0.005, False
     while left and not last:
         last = patience.left <= 0
-        if last and in_process(grid):
+        if last and in_process(grid) and clock is REAL:
             return
         began, came = time.monotonic(), False
         for reply in inbox.look(grid, [*left, *also]):
@@ -194,4 +195,5 @@ def pull_replies(
         took = time.monotonic() - began
         pause = 0.005 if came else min(pause * 1.5, max(longest, took))
         if left and not came and not last:
-            time.sleep(max(0.0, min(pause, patience.left)))
+            # Simulated time passes by itself to the next reply.
+            clock.wait(max(0.0, min(pause if clock is REAL else math.inf, patience.left)))

@@ -39,6 +39,11 @@ class ResumePoint:
         return sum(record["bytes-up"] + record["bytes-down"] for record in self.records)
 
     @property
+    def time(self) -> float:
+        """Return the seconds that earlier rounds took, by the clock of the run."""
+        return self.records[-1].get("time", 0.0) if self.records else 0.0
+
+    @property
     def first(self) -> int:
         """Number the next round."""
         return (self.done or 0) + 1

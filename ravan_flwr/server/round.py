@@ -7,8 +7,8 @@ A reply takes four steps, each a function of this name:
     accumulate                  update into sums
     close                       sums to the next state
 
-`TRANSPORTS` (transport.py) and `RELEASES` (release.py) list the choices. When a round closes is
-decided by its deadline alone (`RoundDeadline`).
+`TRANSPORTS` (transport.py) and `RELEASES` (release.py) list the choices. `CLOSINGS` (closing.py)
+says when a round closes: by its deadline (`RoundDeadline`), or when a buffer is full.
 """
 
 import math
@@ -26,12 +26,14 @@ from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics, spreads_of
 from ravan_flwr.seeding import generator
+from ravan_flwr.server.closing import Synchronous
 from ravan_flwr.server.release import Release
 from ravan_flwr.server.replies import Evaluated, Update, most_held_back, read_evaluated
 from ravan_flwr.server.reply_collector import ReplyCollector
 from ravan_flwr.server.reply_fetcher import RoundDeadline, in_process
 from ravan_flwr.server.round_log import RoundLog, mean_of
 from ravan_flwr.server.transport import Plain
+from ravan_flwr.simulated_time.clock import REAL
 
 if TYPE_CHECKING:
     from ravan_flwr.server.strategy import FederatedTuning
@@ -48,6 +50,7 @@ class Round:
         run: "FederatedTuning",
         release: type[Release] = Release,
         transport: type[Plain] = Plain,
+        closing: type[Synchronous] = Synchronous,
         budget: Any = None,
     ) -> None:
         self.number, self.run, self.budget = number, run, budget
@@ -57,21 +60,25 @@ class Round:
         self.asked: set[int] = set()  # nodes
         self.without_effect = ""  # why its sums will not be closed, as far as is known
         self.collector = self._open_collector()
+        self._broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
         self.release = release(self)
         self.transport = transport(self)
+        self.closing = closing(self)
         self.kind = self.transport.kind or self.release.kind  # of the messages to those who train
 
     def messages(self, grid: Grid) -> list[Message]:
         """Choose the clients that train, and write each a message with what the method sends it."""
         self.grid = grid
-        return self._messages_to(self.release.draw(grid))
+        return self.write(self.transport.prepare(self.closing.draw(grid)))
 
     def more_messages(self) -> list[Message]:
         """Choose further clients, where too few of the first have replied; none if all were asked.
 
         Not in a private or secure round, whose account or masks are of those that were drawn.
         """
-        if self.release.has_enough or not self.number or self.release.budget or self.transport.kind:
+        if self.release.has_enough or not (self.number and self.closing.asks_more):
+            return []
+        if self.release.budget or self.transport.kind:
             return []
         resting = self.round_log.resting
         drawn = self.run.sampler.sample(
@@ -85,13 +92,13 @@ class Round:
                 "round %d has %d valid replies, expected %d at least: it asks %s more",
                 self.number, len(self.round_log.clients), self.least, count(len(drawn), "client"),
             )  # fmt: skip
-        return self._messages_to(drawn)
+        return self.write(self.transport.prepare(drawn))
 
-    def _messages_to(self, drawn: list[RegisteredClient]) -> list[Message]:
-        self.asked |= {member.node_id for member in drawn}
-        broadcasts: dict[float, ArrayRecord] = {}  # by share: most methods have one for all
-        messages = []
-        for member in self.transport.prepare(drawn):
+    def write(self, members: Iterable[RegisteredClient]) -> list[Message]:
+        """Write each of these clients a message with what the method sends it."""
+        broadcasts, messages = self._broadcasts, []
+        for member in members:
+            self.asked.add(member.node_id)
             share = member.share if self.method.parts else 1.0
             if share not in broadcasts:
                 broadcasts[share] = self.encoded(self.release.broadcast(share))
@@ -106,24 +113,29 @@ class Round:
         """Send the messages and yield the replies; training ends with as many as it waits for."""
         enough = max(self.release.enough, self.transport.enough) if training else math.inf
         grace: float | None = math.inf
+        clock = self.run.clock
         # Clients that share this machine are none slower than the others.
-        if self.release.gives_grace and not in_process(self.grid):
+        if self.release.gives_grace and not (in_process(self.grid) and clock is REAL):
             grace = self.run.config.straggler_grace
         self.collector = self._open_collector()
 
         def deadline(asked: int) -> RoundDeadline:
-            return RoundDeadline(timeout, asked, self.transport.quorum(asked), grace, enough)
+            return RoundDeadline(timeout, asked, self.transport.quorum(asked), grace, enough, clock)
 
         return self.collector.replies(self.grid, messages, deadline)
 
     def take(self, replies: Iterable[Message]) -> None:
         """Check and accumulate the replies of those who train, as they arrive."""
-        self.collector.take(replies, self.transport.check, self.accumulate)
+        self.collector.take(replies, self.closing.check, self.accumulate)
 
     def accumulate(self, update: Update) -> None:
         """Add an update to the sums, and note that it was used."""
-        member, bytes_down = update.member, self.collector.sizes[update.member.node_id]
-        self.round_log.use(update, self.transport.accumulate(update), bytes_down)
+        member, sent, run = update.member, self.collector.answered, self.run
+        assert sent is not None
+        self.round_log.use(
+            update, self.transport.accumulate(update), sent.size,
+            (run.since(sent.time), run.time), run.clock.device_of(member.partition_id),
+        )  # fmt: skip
         if update.anew and member.partition_id in self.run.trained:
             self.round_log.lost(member)
         self.run.trained.add(member.partition_id)

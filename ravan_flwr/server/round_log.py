@@ -93,8 +93,14 @@ class RoundLog:
             + round(IDLE_BYTES * nodes * (time.perf_counter() - self.started))
         )  # fmt: skip
 
-    def use(self, update: Update, heads: list[list[int]], bytes_down: int) -> None:
-        """Note that an update was used, the heads in it, by layer, and what its client was sent."""
+    def use(
+        self, update: Update, heads: list[list[int]], bytes_down: int,
+        span: tuple[float, float] = (0.0, 0.0), device: str | None = None,
+    ) -> None:  # fmt: skip
+        """Note that an update was used, the heads in it, by layer, and what its client was sent.
+
+        The client has worked on it during this span of the run's time.
+        """
         member, mean = update.member, sum(map(len, heads)) / max(1, len(heads))
         client: ClientRecord = {
             "partition-id": member.partition_id,
@@ -105,7 +111,12 @@ class RoundLog:
             "steps": update.steps,
             "bytes-up": update.bytes_up,
             "bytes-down": bytes_down,
+            "span": list(span),
         }
+        if update.staleness:
+            client["staleness"] = update.staleness
+        if device is not None:
+            client["device"] = device
         if update.loss is not None:
             client["train-loss"] = update.loss
         if update.seconds is not None:
@@ -138,8 +149,8 @@ class RoundLog:
         losses = [client["train-loss"] for client in self._sorted() if "train-loss" in client]
         return mean_of(losses, [1.0] * len(losses)) if losses else None
 
-    def record(self, metrics: Metrics) -> RoundRecord:
-        """Make the round's line of `rounds.jsonl`."""
+    def record(self, metrics: Metrics, now: float = 0.0) -> RoundRecord:
+        """Make the round's line of `rounds.jsonl`; it ends at that second of the run."""
         record: dict[str, Any] = {
             "round": self.number,
             "metrics": dict(metrics),
@@ -151,6 +162,7 @@ class RoundLog:
             "partitions": self.partitions,
             "bytes-up": self.bytes_up,
             "bytes-down": self.bytes_down,
+            "time": now,
             "seconds": round(time.perf_counter() - self.started, 4),
             "phases": {phase: round(seconds, 4) for phase, seconds in self.phases.items()},
         }

@@ -4,7 +4,6 @@ Simulated node ids are random, so nothing may depend on them: a round's clients 
 (seed, round) and the members, sorted by partition id.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from logging import getLogger
 
@@ -22,6 +21,7 @@ from ravan_flwr.server.client_registry import ClientRegistry
 from ravan_flwr.server.reply_fetcher import in_process
 from ravan_flwr.server.round_log import RoundLog
 from ravan_flwr.server.transport import transport_of
+from ravan_flwr.simulated_time.clock import clock_of
 
 log = getLogger(__name__)
 
@@ -88,15 +88,16 @@ class Sampler:
 
     def wait(self, grid: Grid, round_log: RoundLog, timeout: float) -> None:
         """Wait until as many members can train as a round needs, or the time is up."""
-        deadline = time.monotonic() + timeout
+        clock = clock_of(grid)
+        deadline = clock.now + timeout
         while len(self.able(grid, round_log)) < self._least:
             members = len(self.registry.members)
             # Nobody comes later who is not away, in one process or where each part has its node.
             complete = in_process(grid) or members >= self.registry.partitions
             all_here = complete and len(self.registry.present(grid)) == members
-            if all_here or time.monotonic() >= deadline:
+            if all_here or clock.now >= deadline:
                 break
-            time.sleep(0.2)
+            clock.wait_for_node()
             self.registry.recruit(grid)
 
     @property

@@ -129,3 +129,27 @@ class MetricTarget(StopCondition):
             "set another value, or 0",
             *(self.value, self.round, self.metric, self._measured),
         )
+
+
+class TimeLimit(StopCondition):
+    """End a run with the round that ends at a second of its time, or later (`until-time`)."""
+
+    def __init__(self, seconds: float, time: float) -> None:
+        self.seconds, self.time = seconds, time  # 0: there is none
+
+    def add(self, record: RoundRecord) -> None:
+        """See when a round has ended."""
+        self.time = record.get("time", 0.0)
+
+    @property
+    def is_spent(self) -> bool:
+        """Tell whether the time is up."""
+        return 0 < self.seconds <= self.time
+
+    def tell(self, number: int) -> None:
+        """Log that the run ends."""
+        log.info(
+            "until-time = %g: round %d ended after %.4g s; the run ends here; for more rounds set "
+            "another value, or 0",
+            *(self.seconds, number - 1, self.time),
+        )

@@ -21,7 +21,9 @@ from ravan_flwr.runs.callback import Callbacks
 from ravan_flwr.runs.console import count
 from ravan_flwr.runs.record import Metrics
 from ravan_flwr.runs.status import RunStatus
+from ravan_flwr.server.buffered import Flight
 from ravan_flwr.server.client_registry import ClientRegistry
+from ravan_flwr.server.closing import closing_of
 from ravan_flwr.server.privacy_budget import PrivacyBudget
 from ravan_flwr.server.release import Calibrated, release_of
 from ravan_flwr.server.reply_collector import MessageBuilder
@@ -33,6 +35,7 @@ from ravan_flwr.server.status import Status
 from ravan_flwr.server.stop_conditions import StopCondition
 from ravan_flwr.server.superlink import ask_again, guard
 from ravan_flwr.server.transport import transport_of
+from ravan_flwr.simulated_time.clock import REAL, Clock, clock_of
 from ravan_flwr.tasks.base import Measures
 
 log = getLogger(__name__)
@@ -67,6 +70,7 @@ class FederatedTuning(Strategy):
         memory: Tensors | None = None,
         partitions: int | None = None,
         trained: Iterable[int] = (),
+        time: float = 0.0,
         measured: Measures | None = None,
         partition_sizes: Callable[[int], Sequence[int]] | None = None,
         callbacks: Iterable[object] = (),
@@ -78,6 +82,8 @@ class FederatedTuning(Strategy):
         self._load_fixed, self.privacy = load_fixed, privacy
         self.measured = measured or Measures()
         self._fetched: set[int] = set()  # nodes that have the app bundle
+        self.clock: Clock = REAL
+        self._time_before = time  # seconds that the run has taken, of one that is resumed
         self.trained = set(trained)  # they have what stays with a client
         self._limits = [*limits, *([] if privacy is None else [privacy])]
         if privacy is not None:
@@ -91,6 +97,7 @@ class FederatedTuning(Strategy):
         self.state = ServerState(config, derived, memory)
         self.mail = MessageBuilder(None if fixed is None else to_record(fixed))
         self.status = Status(self.registry, self._on_status)
+        self.flight = Flight(memory or {})
         self.sampler = Sampler(config, method, self.registry)
 
     def steps(self, member: RegisteredClient) -> int:
@@ -138,6 +145,8 @@ class FederatedTuning(Strategy):
         if not in_process(grid):
             guard()
             ask_again(grid, timeout)
+        self.clock = clock_of(grid)
+        self._began = self.clock.now - self._time_before
         train_config = train_config or ConfigRecord()
         evaluate_config = evaluate_config or ConfigRecord()
         result, arrays = Result(), initial_arrays
@@ -160,6 +169,7 @@ class FederatedTuning(Strategy):
             last = number == num_rounds or any(limit.is_last for limit in self._limits)
             # 3. Choose clients, send messages, take the replies, close: this is the next state.
             arrays, told = self._train(number, arrays, train_config, grid, timeout)
+            last = last or 0 < self.config.until_time <= self.time
             result.arrays, result.train_metrics_clientapp[number] = arrays, told
             # 4. Evaluate, every few rounds and at the end.
             metrics: MetricRecord | None = None
@@ -182,11 +192,11 @@ class FederatedTuning(Strategy):
         self, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, timeout: float
     ) -> tuple[ArrayRecord, MetricRecord]:
         """Hold a round: choose clients, send, take the replies, close."""
-        self.round = self._open_round(number)
+        self.round = self.open_round(number)
         self.sampler.wait(grid, self.round.round_log, timeout)
         with self.round.round_log.timed("train"):
             messages = self.configure_train(number, arrays, config, grid)
-            self.round.take(self.round.send(messages, timeout, training=True))
+            self.round.take(self.round.closing.replies(messages, timeout))
             # A node that fails costs its reply, and never the run while others can be asked.
             while more := self.round.more_messages():
                 self.round.take(self.round.send(more, timeout, training=True))
@@ -230,23 +240,37 @@ class FederatedTuning(Strategy):
             nodes = self.registry.members.keys()
             self.round.round_log.estimate_link(len(nodes), len(nodes - self._fetched))
             self._fetched |= nodes
-        record = self.round.round_log.record(cast(Metrics, dict(metrics or {})))
+        record = self.round.round_log.record(cast(Metrics, dict(metrics or {})), self.time)
         for limit in self._limits:
             limit.add(record)
         self.callbacks.on_round_end(record, self.state.tensors)
 
-    def _open_round(self, number: int) -> Round:
+    def open_round(self, number: int) -> Round:
         if number == 0:
             return Round(number, self, Calibrated)
         release, transport = release_of(self.config), transport_of(self.config)
-        return Round(number, self, release, transport, self.privacy)
+        return Round(number, self, release, transport, closing_of(self.config), self.privacy)
 
     def _on_status(self, status: Callable[[], RunStatus]) -> None:
         """Call the callbacks of today: some of them need the strategy, and are made after it."""
         if self.callbacks.look_at_status:
             self.callbacks.on_status(status())
 
+    def since(self, time: float) -> float:
+        """Return the seconds from the run's beginning to that time of the clock."""
+        return time - self._began
+
+    @property
+    def time(self) -> float:
+        """Return the seconds that the run has taken so far."""
+        return self.since(self.clock.now)
+
     @property
     def memory(self) -> Tensors:
         """Collect what a run that goes on needs beside the tensors."""
-        return self.state.memory | (self.privacy.memory if self.privacy else {})
+        return (
+            self.state.memory
+            | self.clock.memory
+            | self.flight.memory(self.clock)
+            | (self.privacy.memory if self.privacy else {})
+        )

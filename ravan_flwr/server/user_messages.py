@@ -46,7 +46,7 @@ def report_settings_without_effect(
         )
     given = run_config.get("clients-per-round", AUTO) != AUTO
     given = given and not METHODS[config.method].everyone
-    number = len(list(grid.get_node_ids())) if simulating(grid) else 0
+    number = len(list(grid.get_nodes())) if simulating(grid) else 0
     if given and number and config.clients_per_round > number:
         log.warning(
             "clients-per-round=%d: there %s, and every round asks all of them",
@@ -63,7 +63,12 @@ def check_simulation(grid: Grid, bench: ModelAndData, config: Config) -> None:
             "secure-aggregation = true: got Flower's simulation, whose nodes have no secure-keys, "
             "expected devices that have some, or `ravan-flwr simulate`, which makes them"
         )
-    number = len(list(grid.get_node_ids()))
+    if config.devices is not None and not in_process(grid):
+        raise ValueError(
+            f"devices = {config.devices!r}: got Flower's simulation, whose clients take real time, "
+            "expected a run in process; use `ravan-flwr simulate`, or leave devices out"
+        )
+    number = len(list(grid.get_nodes()))
     if not number:
         return
     dealt = bench.partition_sizes(number)

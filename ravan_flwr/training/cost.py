@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -191,6 +192,31 @@ def step_memory(config: Config, share: float) -> StepMemory:
     kept += cast_weights(config, network) + task.transient(network.config, at_a_time)
     own = _bytes(trained)
     return StepMemory(weights - (own - copies) - built.saved, ADAM * own, kept)
+
+
+@lru_cache(maxsize=64)
+def step_operations(config: Config, share: float) -> tuple[float, float]:
+    """Count the floating-point operations of a step of a client with that share of the budget.
+
+    The first number is that of the forward pass alone. A pass runs on the meta device, where
+    products of matrices are counted and nothing is computed. The optimiser is left out.
+    """
+    built = Skeleton.build(config)
+    network, method, task = built.network, built.largest_round(), make_task(config)
+    share = share if method.can_train(share) else 1.0
+    method.load(built.adapters, method.broadcast(method.initial_state(built.adapters), share))
+    method.choose(built.adapters, share, generator(0), lambda: None)
+    number = examples_at_a_time(config)
+    batch = meta_batch(network, task, number)
+    network.train()
+    passes = config.batch_size / number
+    counted = FlopCounterMode(display=False)
+    with counted:
+        loss = task.loss(network, batch)
+        forward = counted.get_total_flops()
+        if loss.requires_grad:
+            loss.backward()
+    return passes * forward, passes * counted.get_total_flops()
 
 
 def examples_at_a_time(config: Config) -> int:

@@ -236,7 +236,7 @@ def _private_clients(config: Config, built: Skeleton, there: int) -> list[str]:
     state = dict(built.method.initial_state(built.adapters))
     if built.classifier_size:
         state[CLASSIFIER] = torch.empty(built.classifier_size, device="meta")
-    parts = zip(SHARES, BUDGETS[config.budgets], strict=True)
+    parts = zip(SHARES, BUDGETS[config.parts("budgets")[""]], strict=True)
     clients = {share: part * there for share, part in parts if built.method.can_train(share)}
     expected = expected_clients(built.method, state, clients, rate)
     norm = config.clip_norm or FIRST_NORM

@@ -169,7 +169,7 @@ class Server:
 
     def close(self, *what):
         """The state after a round of these replies, and the ledger."""
-        self.round = self.strategy._open_round(1)
+        self.round = self.strategy.open_round(1)
         self.strategy.state.tensors = self.state
         members = self.nodes.members.values()
         replies = [self.reply(node, one) for node, one in zip(members, what, strict=False)]

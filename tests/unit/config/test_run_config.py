@@ -258,7 +258,7 @@ def test_what_makes_two_runs_the_same():
     assert set(NOT_OF_RESULT) == elsewhere
     assert set(FREE_ON_RESUME) == elsewhere | names(
         "eval-every limits max-bytes max-share max-update-norm min-replies num-rounds "
-        "straggler-grace until-metric"
+        "straggler-grace until-metric until-time"
     )
     assert set(history._NOT_A_DIFFERENCE) == elsewhere | {"seed"}
     assert set(spec._NO_MATTER) == elsewhere | {"rank"}

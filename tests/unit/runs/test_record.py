@@ -27,8 +27,8 @@ SPENT: Spent = {"epsilon": 2.5, "delta": 1e-5, "noise-multiplier": 1.0, "clip-no
 @pytest.fixture
 def round_log():
     round_log = RoundLog(1, 4)
-    update = Update(member(), {}, 1.0, 0.5, skipped=2, bytes_up=7, steps=3)
-    round_log.use(update, [[0, 1], [0, 2]], 8)
+    update = Update(member(), {}, 1.0, 0.5, skipped=2, bytes_up=7, steps=3, staleness=1)
+    round_log.use(update, [[0, 1], [0, 2]], 8, (0.0, 2.5), "phone-entry")
     round_log.reject(member(2, 1), "late")
     return round_log
 

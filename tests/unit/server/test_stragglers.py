@@ -445,7 +445,7 @@ def strategy_of(nodes, partition_sizes=None, **settings):
 
 
 def weight(strategy, one):
-    return strategy._open_round(1).release.weight(one)
+    return strategy.open_round(1).release.weight(one)
 
 
 @pytest.mark.parametrize("setting", [{"weighting": "examples"}, {"evaluate_on": "clients"}])

@@ -1,0 +1,244 @@
+"""Close a round as soon as a buffer is full of updates (`aggregation=async`).
+
+FedBuff (Nguyen et al., arXiv 2106.06639): `concurrency` clients train at all times. Whoever has
+answered is replaced by another client, which is sent the state of today, version v. When
+`buffer-size` updates are there, the state moves, and v is one more: each version is a round. An
+update against version v that arrives s versions later counts with its change, less the older it is:
+
+    upload - state_v  ->  state_now + (1 + s)^(-1/2) (upload - state_v)
+
+The round takes these as it takes any upload. Over frozen bases changes add up exactly. An update
+that is not stale is taken as it is, so that a buffer of all clients makes a synchronous round.
+FADAS (arXiv 2407.18365, `server-optimizer=fadas`) takes all changes whole, and a smaller step where
+the oldest is old (state.py).
+
+A client trains a version once: a second time it would do the same.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from flwr.app import Message, MessageType
+from flwr.serverapp import Grid
+
+from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.methods.base import Method, Tensors, split_classifier
+from ravan_flwr.methods.extensions import norm_limits
+from ravan_flwr.seeding import generator
+from ravan_flwr.server.aggregation import check_upload, outgoing
+from ravan_flwr.server.closing import Synchronous
+from ravan_flwr.server.replies import Update
+from ravan_flwr.server.reply_collector import Sent
+from ravan_flwr.server.reply_fetcher import RoundDeadline, pull_replies
+from ravan_flwr.server.sampling import sample
+from ravan_flwr.simulated_time.clock import SimulatedClock
+
+if TYPE_CHECKING:
+    from ravan_flwr.server.round import Round
+
+OUT, TIMES, VERSION = "flight/out", "flight/times", "version-"  # names in a checkpoint
+TRIES = 32  # to draw a client that is free, before the free ones are listed
+
+
+def weight_of_staleness(staleness: int) -> float:
+    """Return by how much an update counts that is so many versions old."""
+    return float((1 + staleness) ** -0.5)
+
+
+def rebased(
+    method: Method, upload: Tensors, share: float, then: Tensors, now: Tensors, weight: float
+) -> Tensors:
+    """Make the upload that changes `now` by so much of what an upload has changed in `then`.
+
+    ValueError if the upload's form is not sound.
+    """
+    classifier = split_classifier(then)[1]
+    own = check_upload(method, upload, classifier, share)
+    before, after = (
+        norm_limits(method).start_of(own, outgoing(method, state, share))
+        | split_classifier(state)[1]
+        for state in (then, now)
+    )
+    return {
+        name: (after[name].double() + weight * (tensor.double() - before[name].double())).float()
+        if name in before
+        else tensor
+        for name, tensor in upload.items()
+    }
+
+
+class Flight:
+    """Keep who is out with which version, and those versions, from one round to the next."""
+
+    def __init__(self, memory: Mapping[str, torch.Tensor]) -> None:
+        self.sent: dict[str, Sent] = {}  # by message id
+        self.versions: dict[int, Tensors] = {}
+        self._memory = memory  # of a simulated run that goes on
+
+    def keep(self, number: int, state: Tensors, most: int | None) -> None:
+        """Keep this version, and those that somebody is out with whose update may still count."""
+        oldest = -math.inf if most is None else number - most
+        needed = {sent.number for sent in self.sent.values() if sent.number >= oldest}
+        self.versions = {n: kept for n, kept in self.versions.items() if n in needed}
+        self.versions[number] = state
+
+    def memory(self, clock: object) -> Tensors:
+        """Return what a simulated run needs to go on; devices that are real start anew."""
+        if not isinstance(clock, SimulatedClock) or not self.sent:
+            return {}
+        out = [(sent.member.partition_id, sent.number) for sent in self.sent.values()]
+        times = [(sent.time, clock.times[key]) for key, sent in self.sent.items()]
+        needed = {sent.number for sent in self.sent.values()} & self.versions.keys()
+        return {
+            OUT: torch.tensor(out),
+            TIMES: torch.tensor(times, dtype=torch.float64),
+        } | {
+            f"{VERSION}{number}/{name}": tensor
+            for number in sorted(needed)
+            for name, tensor in self.versions[number].items()
+        }
+
+    def restore(self, round_: "Round", grid: Grid) -> None:
+        """Send clients once more what they were out with when the run was stopped."""
+        memory, self._memory = self._memory, {}
+        clock, run = round_.run.clock, round_.run
+        if OUT not in memory or not isinstance(clock, SimulatedClock):
+            return
+        for name, tensor in memory.items():
+            if name.startswith(VERSION):
+                number, _, key = name.removeprefix(VERSION).partition("/")
+                self.versions.setdefault(int(number), {})[key] = tensor
+        members = {one.partition_id: one for one in run.registry.members.values()}
+        free, now = list(clock.free), run.state.tensors
+        arrivals: dict[str, float] = {}
+        rows = zip(memory[OUT].tolist(), memory[TIMES].tolist(), strict=True)
+        for (partition, number), (time, arrives) in rows:
+            run.state.tensors = self.versions[number]
+            messages = run.open_round(number).write([members[partition]])
+            (message,) = messages
+            round_.collector.send(grid, messages)
+            key = message.metadata.message_id
+            self.sent[key] = replace(round_.collector.outstanding[key], number=number, time=time)
+            arrivals[key] = arrives
+        run.state.tensors = now
+        clock.restore(arrivals, free)
+
+
+class Buffered(Synchronous):
+    """Close when the buffer is full; the clients that are still out stay out."""
+
+    asks_more = False  # whoever has answered, well or not, is replaced at once
+
+    def __init__(self, round_: "Round") -> None:
+        super().__init__(round_)
+        config = self.run.config
+        self.flight, self.config = self.run.flight, config
+        self.buffer = config.buffer_size or config.clients_per_round
+        self.concurrency = config.concurrency or config.clients_per_round
+        self._pool: list[RegisteredClient] = []
+        self._drawn: set[int] = set()  # nodes that were sent this version
+        self._draws = 0
+        self._stalest = 0
+
+    def draw(self, grid: Grid) -> list[RegisteredClient]:
+        """Fill the places of the clients that are not out any more."""
+        round_, run, number = self.round, self.run, self.round.number
+        round_.collector.outstanding = self.flight.sent
+        self.flight.restore(round_, grid)
+        self._give_up()
+        self.flight.keep(number, run.state.tensors, self.config.max_staleness)
+        able = run.sampler.able(grid, round_.round_log)
+        self._pool = run.registry.rested(able, MessageType.TRAIN, number)
+        busy = {sent.member.node_id for sent in self.flight.sent.values()}
+        free = [member for member in self._pool if member.node_id not in busy]
+        wanted = min(max(0, self.concurrency - len(busy)), len(free))
+        drawn = sample(free, wanted, self.config.seed, number)
+        self._drawn = {member.node_id for member in drawn}
+        return drawn
+
+    def replies(self, messages: list[Message], timeout: float) -> Iterator[Message]:
+        """Send the messages, and yield replies to these and earlier ones until the buffer is full.
+
+        Also if as many replies as are out at a time were rejected.
+        """
+        round_, run = self.round, self.run
+        collector, grid = round_.collector, round_.grid
+        collector.send(grid, messages)
+        out = [sent.member for sent in self.flight.sent.values()]
+        run.status.begin("training", round_.number, asked=out)
+        deadline = RoundDeadline(timeout, len(out), 1, math.inf, self.buffer, run.clock)
+        collector.deadline = deadline
+        refused, inbox = len(round_.round_log.rejected), run.mail.inbox
+        while self.flight.sent and not deadline.satisfied:
+            if len(round_.round_log.rejected) - refused >= self.concurrency:
+                break
+            ids = list(self.flight.sent)
+            reply = next(pull_replies(grid, inbox, ids, deadline), None)
+            if reply is None:
+                self._give_up()
+                break
+            yield reply
+            if not deadline.satisfied:
+                collector.send(grid, round_.write(self._another()))
+        run.state.delay = self._stalest
+        self.flight.keep(round_.number, run.state.tensors, self.config.max_staleness)
+
+    def check(self, message: Message, member: RegisteredClient) -> Update:
+        """Read the reply to the version that its client was sent, and bring it to this one."""
+        sent, most, number = (
+            self.round.collector.answered,
+            self.config.max_staleness,
+            self.round.number,
+        )
+        assert sent is not None
+        staleness = number - sent.number
+        if most is not None and staleness > most:
+            raise ValueError(
+                f"its update is {staleness} versions old, expected at most max-staleness = {most}"
+            )
+        update = super().check(message, member)
+        if not staleness:
+            return update
+        whole = self.config.parts("server-optimizer")[""] == "fadas"
+        upload = rebased(
+            self.round.method, update.upload, member.share, self.flight.versions[sent.number],
+            self.run.state.tensors, 1.0 if whole else weight_of_staleness(staleness),
+        )  # fmt: skip
+        self._stalest = max(self._stalest, staleness)
+        return replace(update, upload=upload, staleness=staleness)
+
+    def _another(self) -> list[RegisteredClient]:
+        """Draw a client that is not out, and has not trained this version; none if none is left."""
+        busy = self._drawn | {sent.member.node_id for sent in self.flight.sent.values()}
+        self._draws += 1
+        random = generator(self.config.seed, "another", self.round.number, self._draws)
+
+        def pick(members: list[RegisteredClient]) -> RegisteredClient:
+            return members[int(torch.randint(len(members), (), generator=random))]
+
+        if not self._pool or len(self.flight.sent) >= self.concurrency:
+            return []
+        found = next(
+            (one for one in (pick(self._pool) for _ in range(TRIES)) if one.node_id not in busy),
+            None,
+        )
+        if found is None:
+            free = [member for member in self._pool if member.node_id not in busy]
+            if not free:
+                return []
+            found = pick(free)
+        self._drawn.add(found.node_id)
+        return [found]
+
+    def _give_up(self) -> None:
+        """Stop waiting for replies that have not come within the timeout."""
+        timeout, now = self.config.round_timeout, self.run.clock.now
+        for key, sent in list(self.flight.sent.items()):
+            if now - sent.time >= timeout:
+                del self.flight.sent[key]
+                self.round.collector.reject(sent.member, f"no reply within {timeout:g} s")
+                node = self.run.registry.nodes[sent.member.node_id]
+                node.was_silent(MessageType.TRAIN, self.round.number)

@@ -1,0 +1,168 @@
+"""Draw a device for each simulated client: its speed, its links, its memory, its hours online.
+
+A profile is drawn from the run's seed. Published figures of it:
+
+- `edge-gpus`: NVIDIA's Jetson modules, each equally likely, with the peak in float32 and the
+  memory of their data sheets. Downloads have the first and the last decile of fixed broadband in
+  the United States (Ookla, May 2025: 30 and 699 Mbit/s).
+- `phones`: three classes of Qualcomm's GPUs by their peak in float32. Downloads and uploads have
+  the worldwide medians of 5G (Ookla, third quarter of 2021: 166 and 21 Mbit/s).
+
+Assumed, since nothing published says it: training reaches 0.3 of the peak, a fixed upload is a
+fifth of the download, links of phones spread as much as fixed ones, and a phone trains in the
+eight hours of a night, which begins at another hour for each.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from ravan_flwr.seeding import generator
+
+REACHED = 0.3
+MBIT = 1e6 / 8  # bytes a second
+GB = 1e9
+DAY = 24.0
+DECILES = (30.49, 698.62)  # Mbit/s
+SPREAD = math.log(DECILES[1] / DECILES[0]) / (2 * 1.2815515655446004)  # of a lognormal
+MIDDLE = math.sqrt(DECILES[0] * DECILES[1])
+# Teraflops in float32, gigabytes.
+JETSONS = {
+    "jetson-nano": (0.236, 4), "jetson-tx2": (0.665, 8), "jetson-xavier-nx": (0.844, 8),
+    "jetson-agx-xavier": (1.41, 32), "jetson-orin-nano": (1.28, 8), "jetson-orin-nx": (1.88, 16),
+    "jetson-agx-orin": (5.33, 64),
+}  # fmt: skip
+PHONES = {"phone-entry": (0.4, 4), "phone-middle": (1.2, 8), "phone-high": (3.4, 12)}
+NIGHT = 8.0
+
+_FIELDS = {"clients", "teraflops", "downlink", "uplink", "memory", "online", "name"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """Describe a client's device."""
+
+    kind: str
+    operations: float  # floating-point operations a second, in training
+    downlink: float  # bytes a second
+    uplink: float
+    memory: float = math.inf  # bytes
+    online: tuple[float, float] = (0.0, DAY)  # hours of each day; the end may lie in the next one
+
+
+def uniform(random: torch.Generator) -> Device:  # noqa: ARG001
+    """Return the device that all clients have."""
+    return Device("uniform", REACHED * 1e12, 100 * MBIT, 20 * MBIT)
+
+
+def edge_gpus(random: torch.Generator) -> Device:
+    """Draw an edge GPU on a fixed link."""
+    kind, (teraflops, memory) = _pick(JETSONS, random)
+    down = MIDDLE * _spread(random) * MBIT
+    return Device(kind, REACHED * teraflops * 1e12, down, down / 5, memory * GB)
+
+
+def phones(random: torch.Generator) -> Device:
+    """Draw a phone on a mobile link."""
+    kind, (teraflops, memory) = _pick(PHONES, random)
+    link = _spread(random)
+    begins = DAY * float(torch.rand((), generator=random))
+    return Device(
+        kind, REACHED * teraflops * 1e12, 166.13 * link * MBIT, 21.08 * link * MBIT, memory * GB,
+        (begins, begins + NIGHT),
+    )  # fmt: skip
+
+
+PROFILES = {"uniform": uniform, "edge-gpus": edge_gpus, "phones": phones}
+
+
+def devices_of(profile: str, seed: int, clients: int) -> list[Device]:
+    """Return a device for each client: of a profile, or of a YAML file."""
+    if profile in PROFILES:
+        draw = PROFILES[profile]
+        return [draw(generator(seed, "device", client)) for client in range(clients)]
+    path = Path(profile)
+    if not path.is_file():
+        raise ValueError(
+            f"devices = {profile!r}: got no file, expected one of {', '.join(PROFILES)} or a YAML "
+            "file; docs/simulation.md has an example"
+        )
+    return read_devices(path, clients)
+
+
+def read_devices(path: Path, clients: int) -> list[Device]:
+    """Read a file of devices, and give them to the clients in its order."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: got no YAML ({error}); write a list of devices") from error
+    if not isinstance(content, list) or not content:
+        raise ValueError(f"{path}: got {type(content).__name__}, expected a list of devices")
+    found: list[Device] = []
+    for number, entry in enumerate(content):
+        found += _read(f"{path}, device {number}", entry)
+    if len(found) < clients:
+        raise ValueError(
+            f"{path}: got devices of {len(found)} clients, expected {clients}; raise `clients` of "
+            "one of them, or lower num-clients"
+        )
+    return found[:clients]
+
+
+def _read(where: str, entry: Any) -> list[Device]:
+    if not isinstance(entry, Mapping) or not set(entry) <= _FIELDS:
+        raise ValueError(
+            f"{where}: got {entry!r}, expected the fields {', '.join(sorted(_FIELDS))}"
+        )
+
+    def number(name: str, default: float | None = None) -> float:
+        value = entry.get(name, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or (not 0 < value < math.inf and value != default):
+            raise ValueError(
+                f"{where}: {name} = {value!r}, expected a number above 0; change it in the file"
+            )
+        return float(value)
+
+    device = Device(
+        str(entry.get("name", "device")), number("teraflops") * 1e12, number("downlink") * MBIT,
+        number("uplink") * MBIT, number("memory", math.inf) * GB,
+        _hours(where, entry.get("online", "0-24")),
+    )  # fmt: skip
+    clients = entry.get("clients", 1)
+    if not isinstance(clients, int) or isinstance(clients, bool) or clients < 1:
+        raise ValueError(
+            f"{where}: clients = {clients!r}, expected a whole number at least 1; change it in the "
+            "file"
+        )
+    return [device] * clients
+
+
+def _hours(where: str, text: Any) -> tuple[float, float]:
+    """Read "22-6" as (22, 30)."""
+    try:
+        begin, end = (float(part) for part in str(text).split("-"))
+    except ValueError:
+        begin = end = math.nan
+    if not (0 <= begin < DAY and 0 <= end <= DAY and begin != end):
+        raise ValueError(
+            f"{where}: online = {text!r}, expected hours of a day such as 22-6; change it in the "
+            "file"
+        )
+    return begin, end if end > begin else end + DAY
+
+
+def _pick(
+    kinds: Mapping[str, tuple[float, float]], random: torch.Generator
+) -> tuple[str, tuple[float, float]]:
+    return list(kinds.items())[int(torch.randint(len(kinds), (), generator=random))]
+
+
+def _spread(random: torch.Generator) -> float:
+    """Draw a factor of a lognormal whose deciles lie as far apart as those of fixed links."""
+    return math.exp(SPREAD * float(torch.randn((), generator=random, dtype=torch.float64)))

@@ -1,0 +1,92 @@
+"""Count what a client's device does for a message, from shapes alone: operations and bytes."""
+
+from functools import lru_cache
+from statistics import median
+
+from ravan_flwr.config.key import AUTO
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.methods import SHARES
+from ravan_flwr.simulated_time.clock import seconds_of
+from ravan_flwr.simulated_time.devices import Device
+from ravan_flwr.training.cost import Skeleton, step_memory, step_operations
+from ravan_flwr.training.model_and_data import get_model_and_data
+
+
+class Workload:
+    """Tell how much work each of a run's clients has, and what its device can do of it."""
+
+    def __init__(self, config: Config, clients: int, devices: list[Device]) -> None:
+        self.config, self.clients, self.devices = config, clients, devices
+        self._sizes: list[int] | None = None  # examples that each trains on
+        self._built: Skeleton | None = None
+        self.bytes_up, self.bytes_down = lru_cache(self._up), lru_cache(self._down)
+
+    @property
+    def built(self) -> Skeleton:
+        if self._built is None:
+            self._built = Skeleton.build(self.config)
+        return self._built
+
+    def _up(self, share: float) -> int:
+        return self.built.bytes_up(share)
+
+    def _down(self, share: float) -> int:
+        return self.built.bytes_down(share)
+
+    def examples(self, client: int) -> int:
+        """Return how many examples a client trains on."""
+        if self._sizes is None:
+            self._sizes = get_model_and_data(self.config).partition_sizes(self.clients)
+        return self._sizes[client]
+
+    def operations(self, kind: str, share: float, client: int) -> float:
+        """Count the floating-point operations with which a client answers a message."""
+        config = self.config
+        forward, step = step_operations(config, share)
+        if kind == "evaluate":
+            # Of n examples it holds back ceil(part n), and n - ceil(part n) are trained on.
+            part = config.validation_share
+            held_back = self.examples(client) * part / (1 - part)
+            return forward * held_back / config.batch_size
+        if kind == "train.calibrate":
+            return step * config.calibration_steps
+        steps = config.local_steps or config.steps_of(self.examples(client))
+        return step * steps
+
+    def seconds(self, share: float, client: int) -> float:
+        """Return how long a client trains with that share of the budget, while it is online."""
+        operations = self.operations("train", share, client)
+        bytes_down, bytes_up = self.bytes_down(share), self.bytes_up(share)
+        return seconds_of(self.devices[client], bytes_down, operations, bytes_up)
+
+    def lacks(self, share: float, client: int) -> str:
+        """Say why a device has no memory for a step; empty if it has."""
+        need, there = step_memory(self.config, share).total, self.devices[client].memory
+        if need <= there:
+            return ""
+        kind = self.devices[client].kind
+        return (
+            f"out of memory: a step needs {need / 1e9:.2f} GB with a budget of {share:g}, and a "
+            f"device {kind} has {there / 1e9:g} GB; lower batch-size or budgets"
+        )
+
+    def shares_by_speed(self) -> list[float]:
+        """Give each client the largest quarter of the budget whose round ends within the target.
+
+        The target is that of `budgets=by-speed:SECONDS`, or the median of all devices with the
+        whole budget. A client that is too slow for it has a quarter.
+        """
+        told = self.config.parts("budgets")["seconds"]
+        everyone = range(self.clients)
+        target = median(self.seconds(1.0, c) for c in everyone) if told == AUTO else float(told)
+        return [
+            max(
+                (
+                    share
+                    for share in SHARES
+                    if self.seconds(share, c) <= target and not self.lacks(share, c)
+                ),
+                default=SHARES[0],
+            )
+            for c in everyone
+        ]

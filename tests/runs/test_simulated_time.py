@@ -1,0 +1,70 @@
+"""Runs in simulated time: who is waited for, when they end; resumed to the same bits."""
+
+import json
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from ravan_flwr import simulate
+
+SHORT: dict[str, Any] = {
+    "num-rounds": 3, "local-steps": 1, "batch-size": 4, "report": False, "tracking": "none",
+    "eval-every": 10, "processes": 1,
+}  # fmt: skip
+
+
+def records(run):
+    return [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
+
+
+def last_state(run):
+    return load_file(sorted(run.run_dir.glob("checkpoints/round-*.safetensors"))[-1])
+
+
+def test_a_round_ends_with_its_slowest_client(tmp_path):
+    (tmp_path / "devices.yaml").write_text(
+        "- {name: fast, clients: 3, teraflops: 1, downlink: 80, uplink: 8}\n"
+        "- {name: slow, teraflops: 1, downlink: 0.8, uplink: 0.08}\n"
+    )
+    settings = SHORT | {
+        "devices": str(tmp_path / "devices.yaml"), "clients-per-round": 4,
+        "output-dir": str(tmp_path), "until-time": 1.0,
+    }  # fmt: skip
+    done = records(simulate(settings, num_clients=4))
+    first = {client["partition-id"]: client for client in done[0]["clients"]}
+    assert {c["device"] for c in first.values()} == {"fast", "slow"}
+    slow = first[3]
+    by_hand = slow["bytes-down"] / 1e5 + slow["bytes-up"] / 1e4  # and less than 1 ms of training
+    assert slow["span"] == pytest.approx([0.0, by_hand], abs=1e-3)
+    assert done[0]["time"] == slow["span"][1] > first[0]["span"][1]
+    assert [r["time"] >= 1.0 for r in done] == [False] * (len(done) - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    "aggregation",
+    [{"over-sample": 2.0}, {"aggregation": "async", "buffer-size": 2, "concurrency": 4}],
+)
+def test_a_resumed_run_has_the_same_bits(tmp_path, aggregation):
+    settings = SHORT | aggregation | {"devices": "edge-gpus", "output-dir": str(tmp_path)}
+    whole = simulate(settings, num_clients=8)
+    begun = simulate(settings | {"num-rounds": 1}, num_clients=8)
+    rest = simulate(settings | {"resume": str(begun.run_dir), "num-rounds": 3}, num_clients=8)
+    assert rest.run_dir == begun.run_dir
+    one, other = records(whole), records(rest)
+    assert [r["time"] for r in one] == [r["time"] for r in other]
+    states = last_state(whole), last_state(rest)
+    assert states[0].keys() == states[1].keys()
+    assert all(tensor.equal(states[1][name]) for name, tensor in states[0].items())
+
+
+def test_by_speed_gives_a_slow_device_less(tmp_path):
+    run = simulate(
+        SHORT | {
+            "devices": "edge-gpus", "budgets": "by-speed", "num-rounds": 1,
+            "clients-per-round": 8, "output-dir": str(tmp_path),
+        },
+        num_clients=8,
+    )  # fmt: skip
+    shares = {c["partition-id"]: c["share"] for c in records(run)[0]["clients"]}
+    assert 0.25 <= min(shares.values()) < max(shares.values()) == 1.0

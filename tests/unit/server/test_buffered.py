@@ -1,0 +1,174 @@
+"""Asynchronous rounds: exact where nothing is stale, FedBuff's weights where something is."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from flwr.serverapp import Grid
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.methods import METHODS
+from ravan_flwr.server.buffered import rebased, weight_of_staleness
+from ravan_flwr.server.state import ServerOptimizer
+from ravan_flwr.simulated_time.clock import SimulatedClock
+from ravan_flwr.simulated_time.devices import Device
+from tests.hand_made import Nodes, impatient, run  # noqa: F401 (a fixture)
+from tests.methods import aggregate, build, some_state, train_client
+
+ABLE = [name for name, method in METHODS.items() if method.asynchronous and name != "none"]
+
+
+@pytest.mark.parametrize("method", ABLE)
+def test_a_buffer_of_all_clients_is_a_synchronous_round(method):
+    settings = {"method": method, "clients_per_round": 4}
+    one, _, _ = run(Nodes(method=method), 3, **settings)
+    other, _, _ = run(Nodes(method=method), 3, aggregation="async", **settings)
+    for state, same in zip(one.states, other.states, strict=True):
+        assert all(tensor.equal(same[name]) for name, tensor in state.items())
+    assert not any("staleness" in c for r in other.records for c in r["clients"])
+
+
+@pytest.mark.parametrize("method", ABLE)
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_rebased_upload_changes_the_state_of_now(method, share):
+    """A slow oracle: the state of an upload alone, minus then, weighted, plus now."""
+    made, adapters = build(method)
+    share = share if made.can_train(share) else 1.0
+    then, now = some_state(made, adapters, 1), some_state(made, adapters, 9)
+    upload = train_client(made, adapters, then, share, 5)
+    got = aggregate(made, now, [(rebased(made, upload, share, then, now, 0.5), share)])
+    alone = aggregate(made, then, [(upload, share)])
+    for name, tensor in now.items():
+        expected = tensor.double() + 0.5 * (alone[name].double() - then[name].double())
+        torch.testing.assert_close(got[name].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_weights_are_those_of_the_paper():
+    assert [weight_of_staleness(s) for s in (0, 3, 8)] == pytest.approx([1.0, 0.5, 1 / 3])
+
+
+class Timed(Nodes):
+    """Hand-made nodes whose devices take so many seconds for whatever they are sent."""
+
+    def __init__(self, seconds, behave=None):
+        super().__init__(len(seconds), behave)
+        self.clock = SimulatedClock([Device("d", 1 / s, math.inf, math.inf) for s in seconds])
+
+    def get_node_ids(self):
+        return list(self.members)
+
+    def get_nodes(self):
+        return Grid.get_nodes(self)
+
+    def push_messages(self, messages):
+        clock, self.clock = self.clock, None
+        messages = list(messages)
+        ids = super().push_messages(messages)
+        self.clock = clock
+        for message_id, message in zip(ids, messages, strict=True):
+            if message.metadata.message_type == "train":
+                partition = self.members[message.metadata.dst_node_id].partition_id
+                assert clock is not None
+                clock.send(message_id, partition, 0, 1.0, 0)
+        return ids
+
+
+ASYNC: dict[str, Any] = {
+    "aggregation": "async",
+    "buffer_size": 1,
+    "concurrency": 3,
+    "clients_per_round": 3,
+    "evaluate_fn": lambda *_: None,
+}
+
+
+def test_three_clients_by_hand():
+    """They take 1, 2.5 and 4 s, and whoever has answered is sent the next version.
+
+    0 ends at 1, 2 and 3 s, 1 at 2.5 s and 2 at 4 s. At 4 s 0 answers first: it was sent earlier.
+    """
+    notes, strategy, _ = run(Timed([1.0, 2.5, 4.0]), 5, timeout=100.0, **ASYNC)
+    used = [(r["time"], c["partition-id"], c.get("staleness", 0)) for r in notes.records
+            for c in r["clients"]]  # fmt: skip
+    assert used == [(1.0, 0, 0), (2.0, 0, 0), (2.5, 1, 2), (3.0, 0, 1), (4.0, 2, 4)]
+    assert sorted(strategy.flight.versions) == [4, 5]  # what somebody is out with
+
+
+def test_an_update_that_is_too_old_is_rejected():
+    notes, strategy, _ = run(Timed([1.0, 2.5, 9.0]), 12, timeout=100.0, max_staleness=3, **ASYNC)
+    told = [one for record in notes.records for one in record["rejected"]]
+    assert len(told) >= 1
+    assert "expected at most max-staleness = 3" in told[0]["reason"]
+    assert min(strategy.flight.versions) >= 12 - 3
+
+
+def test_a_lying_version_costs_its_own_reply():
+    class Liar(Timed):
+        def reply(self, message, upload, number):
+            lies = self.members[message.metadata.dst_node_id].partition_id == 1
+            return super().reply(message, upload, number + lies)
+
+    nodes = Liar([1.0, 1.5, 2.0])
+    notes, _, _ = run(nodes, 6, timeout=100.0, **ASYNC)
+    rejected = [one for record in notes.records for one in record["rejected"]]
+    assert {one["client"] for one in rejected} == {"partition 1"}
+    assert "reply is of round" in rejected[0]["reason"]
+    assert {c["partition-id"] for r in notes.records for c in r["clients"]} == {0, 2}
+
+
+def test_a_silent_client_costs_its_place_until_the_timeout():
+    notes, _, _ = run(Timed([1.0, 1.5, 1e6]), 12, round_timeout=5.0, timeout=5.0, **ASYNC)
+    rejected = [one for record in notes.records for one in record["rejected"]]
+    assert rejected[0] == {"client": "partition 2", "reason": "no reply within 5 s"}
+    assert len(notes.records) == 12
+
+
+def test_when_every_reply_is_bad_the_run_stops():
+    with pytest.raises(RuntimeError, match="round 1: got no valid reply"):
+        run(Timed([1.0, 1.5, 2.0], Broken()), 3, timeout=100.0, **ASYNC)
+
+
+class Broken:
+    """Answer with numbers that are none."""
+
+    def __call__(self, partition, message):
+        del partition
+        if message.metadata.message_type != "train":
+            return None
+        nodes = Nodes()
+        reply = nodes.answer(nodes.members[11], message)
+        del reply.content["arrays"]
+        return reply
+
+
+def test_fadas_by_a_slow_loop():
+    how = ServerOptimizer("fadas", 0.5, 0.9, 1)
+    moments: dict[str, torch.Tensor] = {}
+    state = {"x": torch.tensor([1.0, -2.0])}
+    m, v, most, x = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, -2.0]
+    for change, stale in (([0.3, -0.1], 0), ([0.2, 0.4], 4), ([-0.1, 0.0], 1)):
+        mean = {"x": state["x"] + torch.tensor(change)}
+        state, moments = how.delayed(stale).step(state, mean, moments)
+        rate = 0.5 if stale <= 1 else min(0.5, 1 / stale)
+        for i, d in enumerate(change):
+            m[i] = 0.9 * m[i] + 0.1 * d
+            v[i] = 0.99 * v[i] + 0.01 * d * d
+            most[i] = max(most[i], v[i])
+            x[i] += rate * m[i] / (math.sqrt(most[i]) + 1e-3)
+        torch.testing.assert_close(state["x"], torch.tensor(x))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"method": "hetlora"}, "got method = 'hetlora', expected one of ravan, full, fedit, ffa-"),
+        ({"privacy": "client", "epsilon": 8.0}, "got privacy = 'client', expected 'none', since"),
+        ({"buffer-size": 4, "concurrency": 3}, "buffer-size = 4: got concurrency = 3, expected at"),
+        ({"concurrency": 20, "max-staleness": 3}, "max-staleness = 3: .* expected at least 6"),
+        ({"aggregation": "sync", "server-optimizer": "fadas"}, "expected 'async'"),
+    ],
+)
+def test_what_cannot_be_asynchronous_is_said(settings, told):
+    with pytest.raises(ValueError, match=told):
+        read_config({"aggregation": "async", **settings})
