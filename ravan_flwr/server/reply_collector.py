@@ -173,7 +173,7 @@ class ReplyCollector:
                 node.answered(self._kind)
                 self._mail.has_answered(member.node_id)
 
-    def expect(self, message: Message, member: RegisteredClient, now: float) -> None:
+    def expect(self, message: Message, member: RegisteredClient, now: float = 0.0) -> None:
         """Wait for the reply to a message that was sent."""
         size = sum(map(num_bytes, message.content.array_records.values()))
         sent = Sent(member, self._round_log.number, size, now)

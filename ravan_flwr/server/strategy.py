@@ -83,6 +83,7 @@ class FederatedTuning(Strategy):
         self.measured = measured or Measures()
         self._fetched: set[int] = set()  # nodes that have the app bundle
         self.clock: Clock = REAL
+        self._began = 0.0
         self._time_before = time  # seconds that the run has taken, of one that is resumed
         self.trained = set(trained)  # they have what stays with a client
         self._limits = [*limits, *([] if privacy is None else [privacy])]
