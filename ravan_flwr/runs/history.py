@@ -66,6 +66,18 @@ class RecordedRun:
             so_far.append(total / 1e6)
         return so_far
 
+    @property
+    def in_simulated_time(self) -> bool:
+        """Return whether its clients took the time of simulated devices."""
+        return self.config.get("devices") is not None and all("time" in r for r in self.rounds)
+
+    def by_hour(self, name: str) -> tuple[list[float], list[float]]:
+        """Return the simulated hours at which a metric was measured, and its values."""
+        points = [
+            (r["time"] / 3600, r["metrics"][name]) for r in self.rounds if name in r["metrics"]
+        ]
+        return [x for x, _ in points], [y for _, y in points]
+
     def measured(self, name: str, *, by_bytes: bool = False) -> tuple[list[float], list[float]]:
         """Return the rounds, or megabytes, at which a metric was measured, and its values."""
         at = self.bytes_so_far() if by_bytes else [record["round"] for record in self.rounds]

@@ -25,6 +25,7 @@ from ravan_flwr.privacy.example_gradients import check_trained, step_noise_norm
 from ravan_flwr.privacy.mechanism import FIRST_NORM, Noise, expected_clients, noise_norm, reached
 from ravan_flwr.secure.fixed_point import NoiseShares
 from ravan_flwr.secure.schedule import threshold_of
+from ravan_flwr.simulated_time.devices import devices_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.cost import Skeleton, step_memory
@@ -33,6 +34,7 @@ from ravan_flwr.training.machine import unused_gpus
 from ravan_flwr.training.model_and_data import get_model_and_data, make_task, settle
 from ravan_flwr.training.network import likely_device
 from ravan_flwr.training.private_steps import sampling_rate
+from ravan_flwr.training.work import Workload
 
 
 def suggested_heads(budget_a_layer: float, side: int) -> int:
@@ -132,6 +134,18 @@ def bytes_of_round(config: Config, built: Skeleton | None = None) -> int:
     return config.asked_of(there) * (built.bytes_up(1.0) + down) + evaluating * down
 
 
+def _time(config: Config, there: int) -> list[str]:
+    """Say how long simulated devices take for a round, with the whole budget."""
+    if config.devices is None:
+        return []
+    work = Workload(config, there, devices_of(config.devices, config.seed, there))
+    seconds = sorted(work.seconds(1.0, client) for client in range(there))
+    return [
+        f"                {seconds[there // 2]:,.3g} s on the device in the middle, "
+        f"{seconds[-1]:,.3g} s on the slowest",
+    ]
+
+
 def _side_by_side(config: Config, built: Skeleton, there: int) -> str:
     """Say how many clients of a run in process work at a time on this machine."""
     alone = suitable_threads(built.size, config.batch_size)
@@ -179,6 +193,7 @@ def _run(config: Config, built: Skeleton) -> list[str]:
         lines += [f"                {reserve} of them are in reserve"]
     lines += [
         f"                {_work(config, built)}",
+        *_time(config, there),
         f"the run         {rounds} rounds: at most {all_up:,} bytes up,",
         f"                {all_down:,} down",
         _side_by_side(config, built, there),
