@@ -7,6 +7,9 @@ import pytest
 from safetensors.torch import load_file
 
 from ravan_flwr import simulate
+from ravan_flwr.reports.report import write_report
+from ravan_flwr.runs.history import RecordedRun
+from ravan_flwr.training.plan import plan_of
 
 SHORT: dict[str, Any] = {
     "num-rounds": 3, "local-steps": 1, "batch-size": 4, "report": False, "tracking": "none",
@@ -68,3 +71,19 @@ def test_by_speed_gives_a_slow_device_less(tmp_path):
     )  # fmt: skip
     shares = {c["partition-id"]: c["share"] for c in records(run)[0]["clients"]}
     assert 0.25 <= min(shares.values()) < max(shares.values()) == 1.0
+
+
+def test_report_and_plan_tell_the_time(tmp_path):
+    settings = SHORT | {"devices": "edge-gpus", "eval-every": 1, "output-dir": str(tmp_path)}
+    runs = [
+        simulate(settings | {"num-rounds": 2} | more, num_clients=8)
+        for more in ({}, {"aggregation": "async"})
+    ]
+    write_report([run.run_dir for run in runs], tmp_path / "report")
+    assert "Accuracy by simulated hour" in (tmp_path / "report" / "index.html").read_text()
+    assert (tmp_path / "report" / "run2-devices.png").is_file()
+    read = RecordedRun.read(runs[0].run_dir)
+    hours = [record["time"] / 3600 for record in records(runs[0])]
+    assert read.by_hour("accuracy")[0] == hours
+    assert "s on the slowest" in plan_of(settings, 8)
+    assert "s on the slowest" not in plan_of(settings | {"devices": "auto"}, 8)
