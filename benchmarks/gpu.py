@@ -389,7 +389,7 @@ RUNS: dict[str, dict[str, Scalar]] = {
     "the same, `gradient-checkpointing=true`, `backbone-dtype=4bit` on top": {
         "preset": "glue-llama", **IN_16_BITS, **SAVING
     },
-    "`general-nlp`, a 7B model in 4 bits": {"preset": "general-nlp", **IN_16_BITS},
+    "`general-nlp`, a 7B model in 4 bits": {"preset": "general-nlp"},
 }  # fmt: skip
 
 

@@ -22,6 +22,18 @@ from tests.methods import build, train_client
 DERIVED = [1.0, 2.0]
 
 
+# A round's record and that of one of its clients, with every key that each run writes.
+CLIENT = {
+    "partition-id": 0, "share": 1.0, "heads": 4.0, "selected": [[0]], "examples": 10, "steps": 1,
+    "bytes-up": 1, "bytes-down": 1,
+}  # fmt: skip
+ROUND = {
+    "round": 1, "train-loss": 1.0, "metrics": {"accuracy": 0.5}, "clients": [], "rejected": [],
+    "left-out": [], "resting": [], "spare": [], "partitions": 4, "bytes-up": 1,
+    "bytes-down": 1, "seconds": 0.1, "phases": {},
+}  # fmt: skip
+
+
 def member(node_id=1, partition_id=0, **changes):
     settings: dict[str, Any] = {
         "num_partitions": 4, "own_data": False, "examples": 10, "share": 1.0,

@@ -9,10 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import chain
-from typing import Any, NotRequired, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NotRequired, TypeVar, cast
 
-from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # Pydantic asks for this one before Python 3.12
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
 
 Metrics = dict[str, float]
 
@@ -205,19 +207,25 @@ def parsed(text: bytes, *, finite: bool = False) -> Any:
 
 
 _Content = TypeVar("_Content")
-_adapter = cache(TypeAdapter)
+
+
+@cache
+def _adapter(kind: Any) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter  # noqa: PLC0415 (`--help` does without)
+
+    return TypeAdapter(kind)
 
 
 def check(content: object, kind: type[_Content]) -> _Content:
     """Return what JSON has as it is; ValueError if a run does not write it so."""
     try:
         _adapter(cast(Any, kind)).validate_python(content, strict=True)
-    except ValidationError as error:
-        raise ValueError(f"it has {first_wrong(error)}") from None
+    except ValueError as error:
+        raise ValueError(f"it has {first_wrong(cast('ValidationError', error))}") from None
     return cast(_Content, content)
 
 
-def first_wrong(error: ValidationError) -> str:
+def first_wrong(error: "ValidationError") -> str:
     """Return the first thing that is wrong, in one line."""
     first = error.errors(include_url=False)[0]
     place = ".".join(map(str, first["loc"])) or "its content"

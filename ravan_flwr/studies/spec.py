@@ -122,13 +122,13 @@ class PlannedRun:
 
     @cached_property
     def digest(self) -> str:
-        """Hash the settings as they resolve; a key that has its default counts as a new one."""
+        """Hash the settings that are set, as they resolve: later versions have further keys."""
         return _digest(
             {
                 # Of a part such as `data`, where later versions add fields, what is filled counts.
                 key: {k: v for k, v in value.items() if v} if isinstance(value, dict) else value
                 for key, value in self.resolved.items()
-                if key not in KEYS or value != KEYS[key].default
+                if value is not None and (key not in KEYS or value != KEYS[key].default)
             }
         )
 

@@ -315,8 +315,11 @@ def _edited(text: str, method: str, rate: str, notes: Sequence[str]) -> str:
         at = key.start_mark.line + 1
         if isinstance(block, yaml.MappingNode):
             rates = {one.value: (one, value) for one, value in block.value}
-            one, value = rates.get(method) or block.value[-1]
-            at, indent = value.end_mark.line + 1, " " * one.start_mark.column
+            if not rates:  # an empty {}
+                lines[at - 1] = lines[at - 1].replace("{}", "", 1)
+            else:
+                one, value = rates.get(method) or block.value[-1]
+                at, indent = value.end_mark.line + 1, " " * one.start_mark.column
             if method in rates:
                 at -= 1
                 before = lines.pop(at)

@@ -360,8 +360,8 @@ def backbone_dtype(config: Config, device: str) -> torch.dtype:
         return torch.float32
     try:
         own = stored_dtype(config.model)
-    except NotHereError:  # a plan of a model that is not here yet
-        return torch.float32
+    except NotHereError:  # a plan of a model that is not here yet; one for few bits comes in 16
+        return torch.float32 if config.quantize == "none" else torch.bfloat16
     return own if own in DTYPES.values() else torch.float32
 
 

@@ -350,7 +350,8 @@ def test_a_device_with_a_wrong_clock_is_refused(deployment, ahead, let_in):
 def test_the_health_check_compares_the_clocks(deployment, ahead, told):
     program = (
         "import runpy, time; now = time.time; "
-        f"time.time = lambda: now() + {ahead}; runpy.run_path('deploy/health.py')"
+        f"time.time = lambda: now() + {ahead}; "
+        "runpy.run_path('deploy/health.py', run_name='__main__')"
     )
     asked_for = {
         "HEALTH_URL": f"https://{deployment.address}/health",

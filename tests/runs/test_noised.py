@@ -26,6 +26,7 @@ from ravan_flwr.server.privacy_budget import ClientBudget
 from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.training import masked
 from ravan_flwr.training.plan import plan_of
+from tests.hand_made import CLIENT, ROUND
 from tests.methods import build, some_state
 from tests.runs.test_secure import QUICK, failing, misbehave, records_of, state_of
 from tests.unit.secure.rounds import PARTS
@@ -223,8 +224,8 @@ def test_what_the_server_has_seen_is_not_forgotten(tmp_path, seen):
         "noise-multiplier": Z, "sampling-rate": 1.0, "delta": 1e-5, "releases": 1,
         "epsilon": epsilon_of(Z, 1.0, 1e-5, 1), "epsilon-to-server": epsilon_seen(0.5, 1e-5),
     }  # fmt: skip
-    spent = {key: account[key] for key in ("noise-multiplier", "epsilon", "epsilon-to-server")}
-    record = {"round": 1, "privacy": spent, "clients": [{"partition-id": 3}]}
+    spent = {key: account[key] for key in account if key not in ("sampling-rate", "releases")}
+    record = ROUND | {"privacy": spent, "clients": [CLIENT | {"partition-id": 3}]}
     (tmp_path / "rounds.jsonl").write_text(json.dumps(record) + "\n")
     directory, start = RunDirectory(tmp_path), ResumePoint({}, done=1)
     (tmp_path / "privacy.json").write_text(json.dumps(account | {"to-server": seen}))

@@ -17,7 +17,7 @@ from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.server.privacy_budget import NAME
 from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.strategy import FederatedTuning
-from tests.hand_made import DERIVED, Nodes, Notes, impatient, settings_from
+from tests.hand_made import CLIENT, DERIVED, ROUND, Nodes, Notes, impatient, settings_from
 
 __all__ = ["impatient"]
 
@@ -258,8 +258,9 @@ ACCOUNT = {
 
 def record_of(number):
     """A round's record, in which partition 3 trained with ten examples."""
-    told = {"noise-multiplier": 2.0, "epsilon": epsilon_of(2.0, 0.5, 1e-5, number * STEPS)}
-    return {"round": number, "privacy": told, "clients": [{"partition-id": 3, "examples": 10}]}
+    epsilon = epsilon_of(2.0, 0.5, 1e-5, number * STEPS)
+    told = {"noise-multiplier": 2.0, "delta": 1e-5, "epsilon": epsilon}
+    return ROUND | {"round": number, "privacy": told, "clients": [CLIENT | {"partition-id": 3}]}
 
 
 def spending(rate, rounds, z=2.0):

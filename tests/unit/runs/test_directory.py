@@ -25,6 +25,7 @@ from ravan_flwr.runs.directory import (
 )
 from ravan_flwr.runs.samples import sample_lines
 from ravan_flwr.runs.status import write_status
+from tests.hand_made import ROUND
 
 
 def test_two_runs_of_one_second_have_two_folders(tmp_path):
@@ -132,13 +133,6 @@ def test_no_usable_checkpoint_is_told(tmp_path):
         load_checkpoint(tmp_path)
 
 
-RECORD = {
-    "round": 1, "train-loss": 1.0, "metrics": {"accuracy": 0.5}, "clients": [], "rejected": [],
-    "left-out": [], "resting": [], "spare": [], "partitions": 4, "bytes-up": 1,
-    "bytes-down": 1, "seconds": 0.1, "phases": {},
-}  # fmt: skip
-
-
 def test_the_best_round_is_kept_beside_the_last(tmp_path):
     for number in range(1, 8):
         save_checkpoint(tmp_path, number, state(number), best=min(number, 2))
@@ -180,7 +174,7 @@ def write_lines(folder, *lines):
 
 
 def of(number, **changes):
-    return {**RECORD, "round": number, **{k.replace("_", "-"): v for k, v in changes.items()}}
+    return {**ROUND, "round": number, **{k.replace("_", "-"): v for k, v in changes.items()}}
 
 
 @pytest.mark.parametrize(
@@ -258,7 +252,7 @@ def test_what_a_run_directory_holds_is_written_into_no_other(tmp_path):
     directory = RunDirectory.create(tmp_path, "run")
     directory.path.rename(tmp_path / "elsewhere")
     status: Any = {}
-    record: Any = RECORD
+    record: Any = ROUND
     write_status(directory.path, status)
     for write in (
         lambda: directory.write_json("summary.json", {}),

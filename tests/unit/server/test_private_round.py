@@ -17,7 +17,7 @@ from ravan_flwr.server import noised
 from ravan_flwr.server.privacy_budget import CLIP_NORM, NAME, ClientBudget
 from ravan_flwr.server.resume import ResumePoint
 from ravan_flwr.server.strategy import FederatedTuning
-from tests.hand_made import DERIVED, Nodes, Notes, Silent, impatient
+from tests.hand_made import DERIVED, ROUND, Nodes, Notes, Silent, impatient
 
 __all__ = ["impatient"]
 
@@ -185,7 +185,8 @@ def record_of(number, spent=None, **changes):
     """A round's record; the run went back once, so that each has released one more."""
     releases = number + (number > 1)
     told = {"noise-multiplier": 1.0, "epsilon": epsilon_of(1.0, 0.5, 1e-5, releases)}
-    return {"round": number, "privacy": told | (spent or {}), "clients": []} | changes
+    privacy = {"delta": 1e-5} | told | (spent or {})
+    return ROUND | {"round": number, "privacy": privacy} | changes
 
 
 def write_rounds(folder, records):

@@ -16,6 +16,7 @@ TEXTS = [
     "a: 1\nlearning-rate:\n  ravan: 1.0e-2  # mine\n  fedit: 1.0e-3\nz: 2  # last\n",
     "a: 1\nlearning-rate:\n    fedit: 1.0e-3\n    # about nothing\n\n# the end\n",
     "learning-rate:  # none yet\nb: 1\n",
+    "a: 1\nlearning-rate: {}  # none yet\nb: 1\n",
     "a: é\r\nlearning-rate:\r\n  fedit: 1.0e-3\r\nb: ü\r\n",
     "\ufeff'learning-rate':\n  \"ravan\": 0.1\n  fedit: 1\n",
 ]
