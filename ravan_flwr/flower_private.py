@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import Message
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.constant import TaskType
 from flwr.supercore.inflatable.inflatable_object import InflatableObject
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError, inflate_object_from_contents
@@ -16,7 +17,7 @@ from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 
 __all__ = [
-    "ObjectPushError", "Run", "RunNotRunningException", "TaskIdentity", "TaskType",
+    "NodeInfo", "ObjectPushError", "Run", "RunNotRunningException", "TaskIdentity", "TaskType",
     "check_before_inflating", "flower_home", "parse_node_config", "retry_invoker_of",
     "set_message_id",
 ]  # fmt: skip

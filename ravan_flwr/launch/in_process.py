@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from flwr.app import Context, Error, Message, MessageType, RecordDict
-from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from ravan_flwr import server_app
@@ -26,7 +25,7 @@ from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.presets import absolute_paths, own_preset
 from ravan_flwr.config.run_config import Config, read_config
-from ravan_flwr.flower_private import Run, TaskType, set_message_id
+from ravan_flwr.flower_private import NodeInfo, Run, TaskType, set_message_id
 from ravan_flwr.launch.parallel_clients import SideBySide
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.launch.workers import Job

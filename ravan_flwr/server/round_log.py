@@ -111,8 +111,9 @@ class RoundLog:
             "steps": update.steps,
             "bytes-up": update.bytes_up,
             "bytes-down": bytes_down,
-            "span": list(span),
         }
+        if update.seconds is not None or device is not None:  # else how long it took is private
+            client["span"] = list(span)
         if update.staleness:
             client["staleness"] = update.staleness
         if device is not None:

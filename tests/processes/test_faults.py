@@ -77,9 +77,9 @@ def without_times(run_dir):
     lines = (run_dir / "rounds.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     for record in records:
-        del record["seconds"], record["phases"]
+        del record["seconds"], record["phases"], record["time"]
         for client in record["clients"]:
-            del client["seconds"]
+            del client["seconds"], client["span"]
     return records
 
 

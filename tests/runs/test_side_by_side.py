@@ -69,9 +69,9 @@ def timeless(simulation):
     """A run's records without the times in them."""
     found = records(simulation)
     for record in found:
-        del record["seconds"], record["phases"]
+        del record["seconds"], record["phases"], record["time"]
         for client in record["clients"]:
-            del client["seconds"]
+            del client["seconds"], client["span"]
     return found
 
 

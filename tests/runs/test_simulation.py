@@ -78,14 +78,14 @@ def test_a_run_directory_has_everything(tmp_path):
         record = json.loads(line)
         assert set(record) == {
             "round", "train-loss", "metrics", "clients", "rejected", "left-out", "resting", "spare",
-            "partitions", "bytes-up", "bytes-down", "seconds", "phases",
+            "partitions", "bytes-up", "bytes-down", "time", "seconds", "phases",
         }  # fmt: skip
         assert set(record["metrics"]) == {"loss", "accuracy"}
         assert len(record["clients"]) == 3
         for client in record["clients"]:
             assert set(client) == {
                 "partition-id", "share", "heads", "selected", "examples", "steps", "train-loss",
-                "seconds", "bytes-up", "bytes-down",
+                "seconds", "span", "bytes-up", "bytes-down",
             }  # fmt: skip
     summary = simulation.summary
     assert summary == json.loads((directory / "summary.json").read_text())

@@ -50,6 +50,12 @@ def test_a_run_can_be_made_by_hand():
     assert hasattr(run, "primary_task_type")
 
 
+def test_a_node_is_listed_by_its_number():
+    """launch/in_process.py lists the clients of its grid."""
+    assert private.NodeInfo(node_id=7).node_id == 7
+    assert private.NodeInfo(node_id=7).last_activated_at == ""
+
+
 def test_errors_that_are_caught():
     """server_app.py, server/superlink.py."""
     assert issubclass(private.RunNotRunningException, BaseException)
