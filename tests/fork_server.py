@@ -45,6 +45,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 import warnings
 from collections.abc import Mapping, Sequence
@@ -173,8 +174,12 @@ class ForkServer(Python):
 
 
 def fork_of(pid: int) -> int:
-    """Find the process that another one stands for."""
-    return int(Path(f"/proc/{pid}/comm").read_text().removeprefix("fork "))
+    """Find the process that another one stands for, which may speak before it is named there."""
+    ends = time.monotonic() + 30
+    while not (name := Path(f"/proc/{pid}/comm").read_text()).startswith("fork "):
+        assert time.monotonic() < ends, name
+        time.sleep(0.01)
+    return int(name.removeprefix("fork "))
 
 
 class Forked(subprocess.Popen[bytes]):
