@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from flwr.app import Context, Error, Message, MessageType, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 
 from ravan_flwr import server_app
@@ -24,24 +24,17 @@ from ravan_flwr.client.client_request import keep_own, own_tensors, run_mark
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.presets import absolute_paths, own_preset
-from ravan_flwr.config.run_config import Config, read_config
-from ravan_flwr.flower_private import NodeInfo, Run, TaskType, set_message_id
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.flower_private import Run, TaskType, set_message_id
 from ravan_flwr.launch.parallel_clients import SideBySide
 from ravan_flwr.launch.worker_process import identify, reply_of
 from ravan_flwr.launch.workers import Job
-from ravan_flwr.messages.arrays import num_bytes
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.directory import RunDirectory, with_those_of_the_run
 from ravan_flwr.secure.node_keys import make_keys
-from ravan_flwr.simulated_time.clock import SimulatedClock
-from ravan_flwr.simulated_time.devices import devices_of
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.clients import number_of_clients
 from ravan_flwr.training.model_and_data import get_model_and_data
-from ravan_flwr.training.work import Workload
-
-# Kinds of message that take simulated time.
-TIMED = (MessageType.TRAIN, f"{MessageType.TRAIN}.calibrate", MessageType.EVALUATE)
 
 
 @dataclass(frozen=True)
@@ -99,9 +92,12 @@ def _simulate(
 
     context = Context(1, 0, {}, RecordDict(), run_config)
     with keys_of_clients(run_config, num_clients) as keys:
-        grid = InProcessGrid(run_config, num_clients)
-        if checked.devices is not None:
-            grid.simulate_time(checked)
+        if checked.devices is None:
+            grid = InProcessGrid(run_config, num_clients)
+        else:
+            from ravan_flwr.launch.timed_grid import TimedGrid  # noqa: PLC0415 (few runs have one)
+
+            grid = TimedGrid(run_config, num_clients, checked)
         if keys is not None:
             grid.give_keys(keys)
         with closing(SideBySide(run_config, num_clients)) as grid.clients:
@@ -122,23 +118,11 @@ class InProcessGrid(Grid):
         self._last: dict[tuple[int, str], str] = {}  # by client and kind: the message that waits
         self.clients: SideBySide | None = None  # None: one after the other
         self._timeout = float(run_config.get("round-timeout", KEYS["round-timeout"].default))
-        self.clock: SimulatedClock | None = None  # None: real time
         self._until = math.inf  # when the messages that were pushed last are of no use any more
         self._contexts = {}
         for node_id in range(1, num_clients + 1):
             node: dict[str, Scalar] = {"partition-id": node_id - 1, "num-partitions": num_clients}
             self._contexts[node_id] = Context(1, node_id, node, RecordDict(), dict(run_config))
-
-    def simulate_time(self, config: Config) -> None:
-        """Let the clients take as long as they would on devices of their own."""
-        devices = devices_of(str(config.devices), config.seed, len(self._contexts))
-        self.clock = SimulatedClock(devices)
-        self._work = Workload(config, len(devices), devices)
-        if config.parts("budgets")[""] == "by-speed":
-            for context, share in zip(
-                self._contexts.values(), self._work.shares_by_speed(), strict=True
-            ):
-                context.node_config["budget"] = share
 
     @property
     def processes(self) -> int:
@@ -182,56 +166,33 @@ class InProcessGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
-        """List the clients that are online: all, unless time is simulated."""
-        if self.clock is None:
-            return list(self._contexts)
-        return [node for node in self._contexts if self.clock.online(node - 1)]
-
-    def get_nodes(self) -> Iterable[NodeInfo]:
-        """List all clients: what a device has answered holds while it is offline."""
-        nodes = self.get_node_ids() if self.clock is None else self._contexts
-        return [NodeInfo(node_id=node) for node in nodes]
+        """List all clients, always."""
+        return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Take messages; their clients run when the replies are pulled."""
         if self.clients is not None:
             self.clients.get_ready()
         self._until = time.monotonic() + self._timeout
-        ids = []
-        for message in messages:
-            message_id = str(uuid.uuid4())
-            # One of the same kind to the same client that nobody asked for is dropped.
-            before = self._last.pop(_about(message), "")
-            self._waiting.pop(before, None)
-            if self.clock is not None:
-                self.clock.take(before)
-            set_message_id(message, message_id)
-            self._waiting[message_id] = message
-            self._last[_about(message)] = message_id
-            ids.append(message_id)
-            if self.clock is not None and (kind := _about(message)[1]) in TIMED:
-                client = message.metadata.dst_node_id - 1
-                share = cast(float, message.content.config_records["config"]["share"])
-                self.clock.send(
-                    message_id, client,
-                    sum(map(num_bytes, message.content.array_records.values())),
-                    self._work.operations(kind, share, client),
-                    0 if kind == MessageType.EVALUATE else self._work.bytes_up(share),
-                )  # fmt: skip
-        return ids
+        return [self._push(message) for message in messages]
+
+    def _push(self, message: Message) -> str:
+        message_id = str(uuid.uuid4())
+        # One of the same kind to the same client that nobody asked for is dropped.
+        self._waiting.pop(self._last.pop(about(message), ""), None)
+        set_message_id(message, message_id)
+        self._waiting[message_id] = message
+        self._last[about(message)] = message_id
+        return message_id
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Run the next client whose turn it is and return its reply; one at a time."""
         wanted = {message_id for message_id in message_ids if message_id in self._waiting}
-        if self.clock is not None:
-            wanted = {message_id for message_id in wanted if self.clock.has(message_id)}
         # Of one there is nothing to choose, and the others that wait are not looked at.
         for message_id in list(wanted) if len(wanted) == 1 else self._waiting:
             if message_id in wanted:
                 message = self._waiting.pop(message_id)
-                if self.clock is not None:
-                    self.clock.take(message_id)
-                self._last.pop(_about(message), None)
+                self._last.pop(about(message), None)
                 try:
                     return [self._deliver(message)]
                 except TimeoutError:
@@ -239,29 +200,15 @@ class InProcessGrid(Grid):
         return []
 
     def expect(self, message_ids: Sequence[str]) -> Sequence[str]:
-        """Let clients go ahead whose replies will be pulled one by one; return those there are.
-
-        In simulated time they come in the order of their arrival, and those that have arrived are
-        there.
-        """
-        there = message_ids
-        if self.clock is not None:
-            there = self.clock.arrived(set(message_ids))
-            there = [*there, *(one for one in message_ids if one not in self.clock.times)]
-            times = self.clock.times
-            message_ids = sorted(message_ids, key=lambda one: times.get(one, 0.0))
+        """Let clients go ahead whose replies will be pulled one by one; return those there are."""
         if self.clients is not None:
             waiting = filter(None, map(self._waiting.get, message_ids))
             self.clients.expect(map(self._job, waiting))
-        return there
+        return message_ids
 
     def _deliver(self, message: Message) -> Message:
         """Return a client's reply; TimeoutError if it does not come in time."""
         job = self._job(message)
-        if self.clock is not None and _about(message)[1] in TIMED[:2]:
-            share = cast(float, message.content.config_records["config"]["share"])
-            if why := self._work.lacks(share, message.metadata.dst_node_id - 1):
-                return Message(Error(2, why), reply_to=message)
         if self.clients is None:
             reply = reply_of(message, job.context)
         elif (found := self.clients.answer(job)) is None:
@@ -272,8 +219,7 @@ class InProcessGrid(Grid):
         return reply
 
     def _job(self, message: Message) -> Job:
-        until = self._until if self.clock is None else math.inf
-        return Job(message, self._contexts[message.metadata.dst_node_id], until)
+        return Job(message, self._contexts[message.metadata.dst_node_id], self._until)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -297,6 +243,6 @@ def keys_of_clients(run_config: Mapping[str, Scalar], number: int) -> Iterator[P
         yield Path(folder)
 
 
-def _about(message: Message) -> tuple[int, str]:
+def about(message: Message) -> tuple[int, str]:
     """Tell to whom a message goes, and of what kind it is."""
     return message.metadata.dst_node_id, message.metadata.message_type

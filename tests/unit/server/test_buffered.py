@@ -8,6 +8,7 @@ import torch
 from flwr.serverapp import Grid
 
 from ravan_flwr.config.run_config import read_config
+from ravan_flwr.launch.timed_grid import TimedGrid
 from ravan_flwr.methods import METHODS
 from ravan_flwr.server.buffered import rebased, weight_of_staleness
 from ravan_flwr.server.state import ServerOptimizer
@@ -48,12 +49,20 @@ def test_the_weights_are_those_of_the_paper():
     assert [weight_of_staleness(s) for s in (0, 3, 8)] == pytest.approx([1.0, 0.5, 1 / 3])
 
 
-class Timed(Nodes):
+class Plenty:
+    """Work that fits each device."""
+
+    def lacks(self, share, client):
+        return ""
+
+
+class Timed(TimedGrid, Nodes):
     """Hand-made nodes whose devices take so many seconds for whatever they are sent."""
 
     def __init__(self, seconds, behave=None):
-        super().__init__(len(seconds), behave)
+        Nodes.__init__(self, len(seconds), behave)
         self.clock = SimulatedClock([Device("d", 1 / s, math.inf, math.inf) for s in seconds])
+        self._work: Any = Plenty()
 
     def get_node_ids(self):
         return list(self.members)
@@ -61,17 +70,10 @@ class Timed(Nodes):
     def get_nodes(self):
         return Grid.get_nodes(self)
 
-    def push_messages(self, messages):
-        clock, self.clock = self.clock, None
-        messages = list(messages)
-        ids = super().push_messages(messages)
-        self.clock = clock
-        for message_id, message in zip(ids, messages, strict=True):
-            if message.metadata.message_type == "train":
-                partition = self.members[message.metadata.dst_node_id].partition_id
-                assert clock is not None
-                clock.send(message_id, partition, 0, 1.0, 0)
-        return ids
+    def _begin(self, message_id, message):
+        if message.metadata.message_type == "train":
+            partition = self.members[message.metadata.dst_node_id].partition_id
+            self.clock.send(message_id, partition, 0, 1.0, 0)
 
 
 ASYNC: dict[str, Any] = {

@@ -1,0 +1,85 @@
+"""Let the clients of a run in process take as long as they would on devices of their own."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
+
+from flwr.app import Error, Message, MessageType
+
+from ravan_flwr.config.run_config import Config
+from ravan_flwr.flower_private import NodeInfo
+from ravan_flwr.launch.in_process import InProcessGrid, about
+from ravan_flwr.messages.arrays import num_bytes
+from ravan_flwr.simulated_time.clock import SimulatedClock
+from ravan_flwr.simulated_time.devices import devices_of
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training.work import Workload
+
+TRAINING = (MessageType.TRAIN, f"{MessageType.TRAIN}.calibrate")
+TIMED = (*TRAINING, MessageType.EVALUATE)  # kinds of message that take simulated time
+
+
+class TimedGrid(InProcessGrid):
+    """Yield replies in the order of their simulated arrival, from devices that are online."""
+
+    def __init__(self, run_config: Mapping[str, Scalar], num_clients: int, config: Config) -> None:
+        super().__init__(run_config, num_clients)
+        self._timeout = math.inf  # in real time
+        devices = devices_of(str(config.devices), config.seed, num_clients)
+        self.clock = SimulatedClock(devices)
+        self._work = Workload(config, num_clients, devices)
+        if config.parts("budgets")[""] == "by-speed":
+            shares = self._work.shares_by_speed()
+            for context, share in zip(self._contexts.values(), shares, strict=True):
+                context.node_config["budget"] = share
+
+    def get_node_ids(self) -> Iterable[int]:
+        """List the clients that are online."""
+        return [node for node in super().get_node_ids() if self.clock.online(node - 1)]
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        """List all clients: what a device has answered holds while it is offline."""
+        return [NodeInfo(node_id=node) for node in super().get_node_ids()]
+
+    def _push(self, message: Message) -> str:
+        self.clock.take(self._last.get(about(message), ""))  # it is dropped
+        message_id = super()._push(message)
+        if about(message)[1] in TIMED:
+            self._begin(message_id, message)
+        return message_id
+
+    def _begin(self, message_id: str, message: Message) -> None:
+        """Let the client's device work on a message."""
+        node, kind = about(message)
+        share = _share(message)
+        self.clock.send(
+            message_id, node - 1,
+            sum(map(num_bytes, message.content.array_records.values())),
+            self._work.operations(kind, share, node - 1),
+            0 if kind == MessageType.EVALUATE else self._work.bytes_up(share),
+        )  # fmt: skip
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Run the next client whose reply has arrived; messages that take no time count as such."""
+        return super().pull_messages(filter(self.clock.has, message_ids))
+
+    def expect(self, message_ids: Sequence[str]) -> Sequence[str]:
+        """Let clients go ahead in the order of their arrival; return those that have arrived."""
+        times = self.clock.times
+        there = self.clock.arrived(set(message_ids))
+        there += [message_id for message_id in message_ids if message_id not in times]
+        super().expect(sorted(message_ids, key=lambda message_id: times.get(message_id, 0.0)))
+        return there
+
+    def _deliver(self, message: Message) -> Message:
+        """Return a client's reply, or that its device lacks memory."""
+        self.clock.take(message.metadata.message_id)
+        node, kind = about(message)
+        if kind in TRAINING and (why := self._work.lacks(_share(message), node - 1)):
+            return Message(Error(2, why), reply_to=message)
+        return super()._deliver(message)
+
+
+def _share(message: Message) -> float:
+    """Return the part of the adapters that its client is to train."""
+    return cast(float, message.content.config_records["config"]["share"])
