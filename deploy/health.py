@@ -6,7 +6,7 @@ and 305 s in its past for genuine, and refuses everything else as it refuses a w
 With HEALTH_SUPERLINK=HOST:PORT it asks for more: that the SuperNode has a connection to the server.
 A SuperNode of Flower 1.41 gives up for good when the server's certificate has expired, and still
 answers. It is ended here, so that what started it starts it again; but only while the server
-answers with a certificate that is valid. With HEALTH_EVERY=SECONDS the check goes on.
+answers with a certificate that is valid. With HEALTH_EVERY=SECONDS it is repeated.
 """
 
 import http.client

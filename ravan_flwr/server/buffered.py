@@ -188,13 +188,9 @@ class Buffered(Synchronous):
 
     def check(self, message: Message, member: RegisteredClient) -> Update:
         """Read the reply to the version that its client was sent, and bring it to this one."""
-        sent, most, number = (
-            self.round.collector.answered,
-            self.config.max_staleness,
-            self.round.number,
-        )
+        sent, most = self.round.collector.answered, self.config.max_staleness
         assert sent is not None
-        staleness = number - sent.number
+        staleness = self.round.number - sent.number
         if most is not None and staleness > most:
             raise ValueError(
                 f"its update is {staleness} versions old, expected at most max-staleness = {most}"

@@ -1,6 +1,7 @@
 """Count what a client's device does for a message, from shapes alone: operations and bytes."""
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cached_property, lru_cache
 from statistics import median
 
 from ravan_flwr.config.key import AUTO
@@ -17,27 +18,25 @@ class Workload:
 
     def __init__(self, config: Config, clients: int, devices: list[Device]) -> None:
         self.config, self.clients, self.devices = config, clients, devices
-        self._sizes: list[int] | None = None  # examples that each trains on
-        self._built: Skeleton | None = None
-        self.bytes_up, self.bytes_down = lru_cache(self._up), lru_cache(self._down)
 
-    @property
-    def built(self) -> Skeleton:
-        if self._built is None:
-            self._built = Skeleton.build(self.config)
-        return self._built
+    @cached_property
+    def _built(self) -> Skeleton:
+        return Skeleton.build(self.config)
 
-    def _up(self, share: float) -> int:
-        return self.built.bytes_up(share)
+    @cached_property
+    def bytes_up(self) -> Callable[[float], int]:
+        """Count the bytes of an upload, by share."""
+        return lru_cache(self._built.bytes_up)
 
-    def _down(self, share: float) -> int:
-        return self.built.bytes_down(share)
+    @cached_property
+    def bytes_down(self) -> Callable[[float], int]:
+        """Count the bytes of a broadcast, by share."""
+        return lru_cache(self._built.bytes_down)
 
-    def examples(self, client: int) -> int:
-        """Return how many examples a client trains on."""
-        if self._sizes is None:
-            self._sizes = get_model_and_data(self.config).partition_sizes(self.clients)
-        return self._sizes[client]
+    @cached_property
+    def examples(self) -> list[int]:
+        """Return how many examples each client trains on."""
+        return get_model_and_data(self.config).partition_sizes(self.clients)
 
     def operations(self, kind: str, share: float, client: int) -> float:
         """Count the floating-point operations with which a client answers a message."""
@@ -46,11 +45,11 @@ class Workload:
         if kind == "evaluate":
             # Of n examples it holds back ceil(part n), and n - ceil(part n) are trained on.
             part = config.validation_share
-            held_back = self.examples(client) * part / (1 - part)
+            held_back = self.examples[client] * part / (1 - part)
             return forward * held_back / config.batch_size
         if kind == "train.calibrate":
             return step * config.calibration_steps
-        steps = config.local_steps or config.steps_of(self.examples(client))
+        steps = config.local_steps or config.steps_of(self.examples[client])
         return step * steps
 
     def seconds(self, share: float, client: int) -> float:

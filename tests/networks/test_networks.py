@@ -264,11 +264,11 @@ def test_a_clock_that_is_ahead_ends_a_supernode_with_status_0_and_it_is_started_
     with pytest.raises(RuntimeError, match=r"TO DO clock +this machine's clock is 6\d s ahead"):
         site.devices[0].run(doctor)
     # The clock is mended after a while.
-    clock = f"env $(test -e /root/mended || echo {ahead}60)"
+    clock = f"env $(test -e /var/mended || echo {ahead}60)"
     site.start_device(0, clock, after="echo ended with $?;")
     node = site.programs["node-0"]
     wait_for(lambda: "ended with 0" in node.log, "its end", SOON)
-    site.devices[0].run("touch /root/mended")
+    site.devices[0].run("touch /var/mended")
     wait_for(lambda: "SuperNode ID" in node.log, "its admission", SOON)
     site.wait_for_nodes(NODES)
 
