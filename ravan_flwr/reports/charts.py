@@ -374,6 +374,39 @@ def points(
     return Chart(*caption, figure, broad=figure.get_figwidth() > _WIDTH)
 
 
+def differences(
+    caption: Caption, apart: Mapping[str, tuple[float, float]],
+    ends: Mapping[str, tuple[float, float, float]], x: str, cost: str, y: str,
+) -> Chart:  # fmt: skip
+    """Draw how far rows are from another one, and beside it where each ends, by what it costs.
+
+    `apart` has a difference and half its interval; `ends` a cost, a value and half its interval.
+    """
+    looks = {
+        name: {"color": COLOURS[number % len(COLOURS)], "fmt": MARKERS[number % len(MARKERS)]}
+        for number, name in enumerate(ends)
+    }
+    with mpl.rc_context(STYLE | {"font.size": 9}):
+        figure = Figure(figsize=(8.4, max(2.6, 0.3 * len(apart) + 1.2)))
+        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+        left.axvline(0, color=_GREY, ls=":", lw=1.5)
+        for place, (name, (middle, half)) in enumerate(apart.items()):
+            left.errorbar(middle, place, xerr=half, capsize=3, **looks[name])
+        left.set_yticks(range(len(apart)), [plain(name) for name in apart])
+        left.set_ylim(len(apart) - 0.5, -0.5)
+        left.grid(visible=False, axis="y")
+        for name, (at, middle, half) in ends.items():
+            right.errorbar(at, middle, half, label=plain(name), **looks[name])
+        right.set_xscale("log")
+        right.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        right.xaxis.set_major_formatter("{x:g}")
+        right.xaxis.set_minor_locator(NullLocator())
+        _name(left, x, "")
+        _name(right, cost, y)
+        figure.legend(ncols=4, loc="outside upper center")
+    return Chart(*caption, figure, broad=True)
+
+
 def heat(
     caption: Caption, values: Sequence[Sequence[float]], rows: Sequence[str], label: str
 ) -> Chart:

@@ -1,6 +1,7 @@
 """Draw what came of a study: a metric by round, by bytes and by seconds, and by learning rate."""
 
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from ravan_flwr.reports.charts import (
     Caption,
     Chart,
     Series,
+    differences,
     least_and_greatest,
     lines,
     panels,
@@ -33,7 +35,8 @@ _MOST_TOGETHER = 6  # lines that can be told apart in one picture
 def charts(table: Table, results: Results) -> list[Chart]:
     """Draw a table's pictures, and its rows' spectra where it asks for them."""
     rows = lines_of(table, results)
-    drawn = [*(_courses(table, rows) if rows else ()), *_sensitivity(table, results)]
+    drawn = [*_planned(table, rows), *(_courses(table, rows) if rows else ())]
+    drawn += _sensitivity(table, results)
     if table.spectra and (spectra := _spectra(table, results)):
         drawn += spectrum_charts(spectra, top=64)
     return [replace(chart, name=f"{slug(table.title)}-{chart.name}") for chart in drawn]
@@ -72,6 +75,34 @@ def band_ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     found = [interval(list(map(float, column))) for column in values.T]
     means, halves = values.mean(0), np.asarray([one.half for one in found], float)
     return means - halves, means + halves
+
+
+def _planned(table: Table, rows: Sequence[Line]) -> list[Chart]:
+    """Draw the differences of a table with planned contrasts, and where its rows end by bytes."""
+    apart = {
+        row.row: (100 * row.apart.mean, 100 * row.apart.half)
+        for row in rows
+        if row.apart and row.apart.half is not None
+    }
+    if not table.contrasts or not apart:
+        return []
+    ends = {
+        row.row: (_megabytes(row), 100 * row.interval.mean, 100 * (row.interval.half or 0))
+        for row in rows
+    }
+    metric, against = rows[0].metric, table.against
+    caption = Caption(
+        f"{metric}-differences",
+        f"Differences to {against}",
+        f"Left: {metric} minus that of {against}, paired by seed. Right: {metric} by the "
+        "megabytes that all clients sent and got. Bars: 95 % intervals.",
+    )
+    return [differences(caption, apart, ends, f"minus {against}, points", "MB, up and down", "%")]
+
+
+def _megabytes(row: Line) -> float:
+    results = row.results.values()
+    return statistics.mean((x.bytes_up + x.bytes_down) / 1e6 for x in results)
 
 
 class _Along(NamedTuple):

@@ -22,6 +22,7 @@ def drawn(tmp_path, rows, value_of=lambda s: 0.5 + s["seed"] % 10 / 100, **table
             {"title": "All, at once!", "rows": {name: {"method": name} for name in rows}} | table
         ],
     }  # fmt: skip
+    tmp_path.mkdir(exist_ok=True)
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     study, results = read_study(path), Results(tmp_path)
@@ -43,6 +44,21 @@ def test_a_table_has_four_pictures_with_every_row(tmp_path, rows):
             legend = shown[0].get_legend().get_texts()
             assert [text.get_text() for text in legend] == list(rows)
         assert "95 % intervals" in chart.about or "3 seeds" in chart.about
+
+
+def test_planned_differences_are_drawn_with_their_intervals_beside_the_bytes(tmp_path):
+    def value(settings):
+        better = settings["method"] == "ravan"
+        return 0.5 + (settings["seed"] % 10) ** 2 / 100 + better * (1 + settings["seed"] % 10) / 100
+
+    found = drawn(tmp_path, MANY[:3], value, contrasts=["fedit"])
+    left, right = found["all-at-once-accuracy-differences"].figure.axes
+    assert [label.get_text() for label in left.get_yticklabels()] == ["fedit", "ffa-lora"]
+    assert right.get_xscale() == "log"
+    (low, high), *_ = left.collections[0].get_segments()
+    theirs = stats.ttest_1samp([-1.0, -2.0, -3.0], 0).confidence_interval()
+    assert (low[0], high[0]) == pytest.approx(tuple(theirs))
+    assert "all-at-once-accuracy-differences" not in drawn(tmp_path / "b", MANY[:3])
 
 
 def test_spectra_are_left_out_where_no_run_directory_is_there(tmp_path):
@@ -73,6 +89,7 @@ def test_what_is_not_trained_hides_no_course_of_the_others(tmp_path):
         "title": "A study", "num-clients": 3, "seeds": [0, 1, 2],
         "settings": {"learning-rate": 1e-3}, "tables": [{"title": "All", "rows": rows}],
     }  # fmt: skip
+    tmp_path.mkdir(exist_ok=True)
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     study, results = read_study(path), Results(tmp_path)
