@@ -21,7 +21,7 @@ SETTINGS = Settings(
 # (Of these the last two have one model for each client, and of `centralised` one client trains.)
 INEXACT = (
     "fedit", "hetlora", "flexlora", "lora-fair", "raflora", "fedrot-lora", "fed-plora",
-    "centralised", "fedsa-lora", "local",
+    "centralised", "fedrpca", "fedsa-lora", "local",
 )  # fmt: skip
 
 

@@ -85,6 +85,9 @@ METHODS = {
     "rolora": MethodInfo(by_example=True),
     "lora-fair": MethodInfo(averages=False, by_example=True),
     "fedsa-lora": MethodInfo(personalised=True),
+    "fedrpca": MethodInfo(
+        3e-3, averages=False, has_heads=True, by_example=True, ignores=("lora-scale", "head-mean")
+    ),
     # The references: no adapter, each client alone, and one that has all examples.
     "none": MethodInfo(sums_changes=True, by_example=True, ignores=_OF_LORA),
     "local": MethodInfo(

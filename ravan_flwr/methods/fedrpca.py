@@ -1,0 +1,88 @@
+"""Train FedRPCA: RAVAN that amplifies what clients do not share (Jhunjhunwala et al., 2025).
+
+What the clients of a round change in a head are the columns of a matrix M (r^2, clients). Robust
+PCA splits it into a part of low rank, which they share, and a sparse one, which few of them have:
+
+    minimise |L|_* + lambda |S|_1,    L + S = M,    lambda = 1 / sqrt(max(r^2, clients))
+    H <- H + mean_c(L_c) + beta mean_c(S_c)
+
+With beta = 1 this is RAVAN. A larger beta keeps what one client has learned from being averaged
+away. The paper splits the factors of a LoRA; here the products s H are split, head by head, over
+the clients that trained the head. Clients that all have the same change, or one alone, have
+nothing that is sparse. A reply of weight w counts as w clients with the same change.
+
+The minimum need not be unique (two clients). So S is what STEPS steps of the usual solver make,
+alternating directions from S = 0 (Candès et al., 2011, algorithm 1), and L = M - S. The replies of
+a round are kept until it closes.
+
+Of the paper only summaries were at hand: beta = 2 and the number of steps are ours.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.methods.ravan import Ravan
+from ravan_flwr.methods.tensors import unpack_bits
+
+BETA, STEPS = 2.0, 100
+
+
+class FedRPCA(Ravan):
+    """Keep the state {"H"}; an upload is {"H": products, "heads": packed bits}."""
+
+    def open_round(self, state: Tensors) -> "AmplifiedHeads":  # type: ignore[override]
+        return AmplifiedHeads(state["H"])
+
+
+class AmplifiedHeads:
+    """Keep what clients changed in each head, and split it when all have come."""
+
+    def __init__(self, H: Tensor) -> None:
+        self.old = H
+        self.changes: list[list[Tensor]] = [[] for _ in range(H.shape[0] * H.shape[1])]
+        self.weights: list[list[float]] = [[] for _ in self.changes]
+
+    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+        """Add products of some heads, where the bits say."""
+        heads = unpack_bits(upload["heads"], len(self.changes)).nonzero().flatten().tolist()
+        old = self.old.flatten(0, 1)
+        for head, product in zip(heads, upload["H"], strict=True):
+            self.changes[head].append((product.double() - old[head]).flatten())
+            self.weights[head].append(weight)
+
+    def close(self) -> Tensors:
+        """Make H, with the amplified mean of every head that a client trained."""
+        H = self.old.flatten(0, 1).clone()
+        for head, (changes, weights) in enumerate(zip(self.changes, self.weights, strict=True)):
+            if changes:
+                M, w = torch.stack(changes, 1), torch.tensor(weights, dtype=torch.float64)
+                moved = (M + (BETA - 1) * sparse_part(M, w)) @ w / w.sum()
+                H[head] = (H[head] + moved.view_as(H[head])).float()
+        return {"H": H.view_as(self.old)}
+
+
+def sparse_part(M: Tensor, weights: Tensor) -> Tensor:
+    """Find S. A column of weight w has the singular values of one that is sqrt(w) times as long."""
+    if torch.equal(M, M[:, :1].expand_as(M)):
+        return torch.zeros_like(M)
+    total, scale = weights.sum(), weights.sqrt()
+    step = 4 * M.abs().sum(0) @ weights / (len(M) * total)
+    cost = step * scale / math.sqrt(max(len(M), float(total)))
+    M = M * scale
+    S, dual = torch.zeros_like(M), torch.zeros_like(M)
+    for _ in range(STEPS):
+        X = M - S + dual
+        squares, V = torch.linalg.eigh(X.mT @ X)  # as many columns as clients: far less than an SVD
+        sizes = squares.clamp(min=0).sqrt()
+        kept = (1 - step / sizes.clamp(min=torch.finfo(sizes.dtype).tiny)).clamp(min=0)
+        rest = M - X @ (V * kept) @ V.mT + dual
+        S = rest.sign() * (rest.abs() - cost).clamp(min=0)
+        dual = rest - S
+    return S / scale
+
+
+METHOD = FedRPCA

@@ -1,0 +1,121 @@
+"""FedRPCA against a slow solver of robust PCA, and against what its minimum has to be."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ravan_flwr import simulate
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.methods import affordable
+from ravan_flwr.methods.fedrpca import sparse_part
+from ravan_flwr.specs import Scalar
+from tests.methods import aggregate, build, some_state, train_client
+
+CLIENTS = st.lists(
+    st.tuples(st.sampled_from([0.34, 0.67, 1.0]), st.integers(0, 99)), min_size=1, max_size=5
+)
+SKEWED: dict[str, Scalar] = {
+    "method": "fedrpca", "budgets": "skewed-right", "num-rounds": 2, "clients-per-round": 4,
+    "local-steps": 2, "report": False, "tracking": "none",
+}  # fmt: skip
+
+
+def shrunk(value, by):
+    return math.copysign(max(abs(value) - by, 0.0), value)
+
+
+def pursued(M):
+    """Principal component pursuit by alternating directions (Candès et al., 2011, algorithm 1)."""
+    n1, n2 = M.shape
+    weight = 1 / math.sqrt(max(n1, n2))
+    mu = n1 * n2 / (4 * sum(abs(float(x)) for x in M.flatten()))
+    S, Y = torch.zeros_like(M), torch.zeros_like(M)
+    for _ in range(100):
+        U, sizes, Vh = torch.linalg.svd(M - S + Y / mu, full_matrices=False)
+        L = U @ torch.tensor([shrunk(float(x), 1 / mu) for x in sizes], dtype=M.dtype).diag() @ Vh
+        rest = M - L + Y / mu
+        rows = [[shrunk(float(x), weight / mu) for x in row] for row in rest]
+        S = torch.tensor(rows, dtype=M.dtype)
+        Y = Y + mu * (M - L - S)
+    return S
+
+
+def heads_in(upload, method):
+    """Which heads a reply has, by plain loops over the bits, and their products."""
+    bits = [int(byte) >> place & 1 for byte in upload["heads"] for place in range(8)]
+    marked = [i for i in range(len(method.layers) * method.heads) if bits[i]]
+    return dict(zip(marked, upload["H"].double(), strict=True))
+
+
+@given(CLIENTS)
+def test_a_round_adds_what_clients_share_and_more_of_what_they_do_not(clients):
+    method, adapters = build("fedrpca")
+    state = some_state(method, adapters)
+    replies = [(train_client(method, adapters, state, *c), c[0]) for c in clients]
+    new = aggregate(method, state, replies)["H"].flatten(0, 1).double()
+    sent = [heads_in(upload, method) for upload, _ in replies]
+    for head, old in enumerate(state["H"].flatten(0, 1).double()):
+        changes = [(products[head] - old).flatten() for products in sent if head in products]
+        if not changes:
+            assert torch.equal(new[head], old)
+            continue
+        M = torch.stack(changes, 1)
+        alike = all(torch.equal(change, changes[0]) for change in changes)
+        S = torch.zeros_like(M) if alike else pursued(M)
+        expected = old.flatten()
+        for client in range(M.shape[1]):
+            L = M[:, client] - S[:, client]
+            expected = expected + (L + 2 * S[:, client]) / M.shape[1]
+        torch.testing.assert_close(new[head].flatten(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_what_one_client_alone_has_learned_is_found_and_amplified():
+    """A common direction, and a few numbers of one client: each is put where it belongs."""
+    random = torch.Generator().manual_seed(0)
+    common = torch.randn(169, 1, generator=random) @ (0.5 + torch.rand(1, 10, generator=random))
+    own = 5 * torch.randn(169, 10, generator=random)
+    own *= torch.rand(169, 10, generator=random) < 0.05
+    found = sparse_part((common + own).double(), torch.ones(10).double())
+    assert float((found - own).norm()) < 0.1 * float(own.norm())
+
+
+@given(st.integers(0, 99), st.integers(2, 5))
+def test_what_is_found_is_all_but_optimal(seed, clients):
+    random = torch.Generator().manual_seed(seed)
+    M = torch.randn(9, clients, generator=random).double()
+    S = sparse_part(M, torch.ones(clients).double())
+
+    def cost(S):
+        return float(torch.linalg.svdvals(M - S).sum() + S.abs().sum() / 3.0)
+
+    for size in (1e-3, 1e-2, 1e-1):
+        for _ in range(10):
+            step = size * torch.randn(M.shape, generator=random).double()
+            assert cost(S + step) >= cost(S) - 1e-3
+
+
+def test_two_rounds_under_skewed_budgets(tmp_path):
+    run = simulate(SKEWED | {"output-dir": str(tmp_path)}, 8)
+    assert run.summary["rejected"] == 0
+    assert run.summary["without-effect"] == []
+    assert (run.run_dir / "adapter" / "adapter_model.safetensors").is_file()
+    config = read_config(SKEWED)
+    assert affordable(0.25, config.heads) < config.heads  # some train a part
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"secure-aggregation": True},
+        {"privacy": "client", "epsilon": 8.0},
+        {"aggregation": "async"},
+        {"server-optimizer": "adam:0.01:0.9"},
+        {"weighting": "median"},
+    ],
+)
+def test_what_needs_a_plain_mean_is_refused_by_name(option):
+    with pytest.raises(ValueError, match="fedrpca"):
+        read_config({"method": "fedrpca", **option})
