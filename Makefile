@@ -21,7 +21,7 @@ help:
 	@echo "make gpu-first what only a GPU can tell, in ten minutes, as a table in docs/gpu.md"
 	@echo "make docs      the documents as a site, build/site/index.html"
 	@echo "make check     lint, types and tests, which build the site: what CI runs"
-	@echo "make release   sdist, wheel and app bundle into dist/, each tried in a new environment"
+	@echo "make release   sdist, wheel and app bundle into dist/, each run in an empty environment; Flower Hub's limits"
 	@echo "make clean     remove the environment and caches, keep the runs"
 	@echo 'Settings go into ARGS: make run ARGS="seed=1 heads=8"; all of them: $(BIN)/ravan-flwr simulate --help'
 

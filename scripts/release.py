@@ -3,10 +3,13 @@
     python -m scripts.release        (make release; some minutes, most of them pip's)
 
 Everything is built of the last commit, so that nothing else that lies in the checkout can get in.
-The wheel is installed into a new environment, the sdist is built into the same wheel, and the app
-bundle runs in that environment from the folder that it was unpacked to.
+Each package is installed into an empty environment and runs there: wheel and sdist by the command
+`ravan-flwr`, the app bundle by `flwr run` from the folder that it was unpacked to. What
+`flwr app publish` would upload is checked by Flower's own limits for its Hub.
 """
 
+import contextlib
+import importlib
 import io
 import logging
 import os
@@ -21,6 +24,10 @@ import venv
 import zipfile
 from pathlib import Path
 
+import click
+
+from ravan_flwr.launch.submit import COMPLETED
+from ravan_flwr.launch.superlink import LocalSuperLink
 from ravan_flwr.messages.fingerprint import BESIDE_THE_APPS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +35,8 @@ DIST = ROOT / "dist"
 PACKAGE = "ravan_flwr"
 TYPED = f"{PACKAGE}/py.typed"  # of no use to a run, and Flower's bundles admit no such file
 # A short run of the app: data, backbone, preset, training, records and report.
-RUN = ["simulate", "num-clients=2", "clients-per-round=2", "num-rounds=1", "local-steps=2"]
+SETTINGS = ["clients-per-round=2", "num-rounds=1", "local-steps=2"]
+RUN = ["simulate", "num-clients=2", *SETTINGS]
 TYPES = """\
 from typing import assert_type
 
@@ -36,16 +44,6 @@ from ravan_flwr import Simulation, simulate
 
 assert_type(simulate({"seed": 1}), Simulation)
 """
-APPS = """\
-from pathlib import Path
-
-from ravan_flwr import client_app, server_app
-
-for module in (client_app, server_app):
-    assert Path(module.__file__).is_relative_to(Path.cwd()), module.__file__
-    assert module.app
-"""
-
 log = logging.getLogger("release")
 
 
@@ -111,8 +109,8 @@ def package_files(root: Path) -> set[str]:
 
 
 def of_apps(files: set[str]) -> set[str]:
-    """Keep what server and clients need: neither the rooms of commands, nor files of studies."""
-    commands = (*(f"{PACKAGE}/{room}/" for room in BESIDE_THE_APPS), "conf/studies/")
+    """Keep what server and clients need: neither subpackages of commands, nor studies."""
+    commands = (*(f"{PACKAGE}/{name}/" for name in BESIDE_THE_APPS), "conf/studies/")
     return {name for name in files - {TYPED} if not name.startswith(commands)}
 
 
@@ -174,35 +172,52 @@ def check_sdist(sdist: Path, wheel: Path, folder: Path) -> None:
         )
 
 
-def install(wheel: Path, folder: Path) -> Path:
-    """Install a wheel into a new environment, with the pinned versions; give its Python."""
+def check_hub(app: Path) -> str:
+    """Check what `flwr app publish` would upload of a folder; ValueError names what is refused.
+
+    Flower 1.41 takes files that end in .py, .toml, .md, .yaml, .yml, .json or .jsonl, and LICENSE:
+    1,000 files of 1 MiB each, 10 MiB in all, in UTF-8. It checks them after the login alone.
+    """
+    hub = importlib.import_module("flwr.cli.app_cmd.publish")
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            hub._validate_files(hub._collect_file_paths(app))
+    except click.ClickException as error:
+        raise ValueError(
+            f"release: Flower Hub would refuse {app}: {error.message} Shorten or remove the file"
+        ) from error
+    return printed.getvalue().splitlines()[-1]
+
+
+def install(folder: Path, *packages: str | Path) -> Path:
+    """Install packages into an empty environment, with the pinned versions; give its Python."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     run(
         python,
         *"-m pip install --quiet --disable-pip-version-check --constraint".split(),
         ROOT / "constraints.txt",
-        wheel,
+        *packages,
         cwd=folder,
     )
     return python
 
 
-def check_run(command: list[str | Path], folder: Path) -> None:
-    """Run the app in a folder; RuntimeError where it leaves no result."""
-    folder.mkdir(exist_ok=True)
-    said = run(*command, *RUN, cwd=folder)
+def check_results(folder: Path, said: str) -> None:
+    """Look for a run's results below a folder; RuntimeError where one is missing."""
     for name in ("summary.json", "adapter/adapter_config.json", "report/index.html"):
         if len(list(folder.glob(f"runs/*/{name}"))) != 1:
             raise RuntimeError(f"release: a run left no {name}, expected one; it said:\n{said}")
 
 
-def check_wheel(python: Path, folder: Path) -> None:
-    """Use the installed command and its types from an empty folder."""
+def check_installed(package: Path, folder: Path) -> None:
+    """Install a wheel or an sdist; use the command and the types from an empty folder."""
     folder.mkdir()
+    python = install(folder / "environment", package)
     command = python.with_name("ravan-flwr")
     run(command, "--help", cwd=folder)
-    check_run([command], folder)
+    check_results(folder, run(command, *RUN, cwd=folder))
     (folder / "uses_types.py").write_text(TYPES, encoding="utf-8")
     run(
         sys.executable,
@@ -213,12 +228,21 @@ def check_wheel(python: Path, folder: Path) -> None:
     )
 
 
-def check_bundle(python: Path, bundle: Path, folder: Path) -> None:
-    """Unpack the app bundle, import both apps from there, and run them without the wheel."""
-    run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "ravan-flwr", cwd=folder.parent)
-    shutil.unpack_archive(bundle, folder, format="zip")
-    run(python, "-c", APPS, cwd=folder)
-    check_run([python, "-m", PACKAGE], folder)
+def check_bundle(bundle: Path, folder: Path) -> None:
+    """Unpack the app bundle, install what it depends on alone, and call `flwr run` for it."""
+    app = folder / "app"
+    shutil.unpack_archive(bundle, app, format="zip")
+    project = tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    python = install(folder / "environment", *project["dependencies"])
+    superlink = LocalSuperLink()
+    # Its scripts, and no others: neither the package nor the command is installed there.
+    superlink.environment["PATH"] = os.pathsep.join([str(python.parent), os.environ["PATH"]])
+    settings = " ".join([*SETTINGS, f"output-dir='{folder / 'runs'}'"])
+    with superlink:
+        status = superlink.run(app, settings, "num-supernodes=2")
+    if status != COMPLETED:
+        raise RuntimeError(f"release: the bundle's run ended as {status!r}, expected {COMPLETED!r}")
+    check_results(folder, "see above")
 
 
 def release(folder: Path) -> list[Path]:
@@ -232,15 +256,16 @@ def release(folder: Path) -> list[Path]:
     sdist, wheel, bundle = build(source, built)
     check_contents(source, sdist, wheel, bundle)
     log.info("built; each has what it must have and nothing else")
+    log.info("Flower Hub's limits: %s", check_hub(source))
     (folder / "again").mkdir()
     check_sdist(sdist, wheel, folder / "again")
     log.info("the sdist builds the same wheel")
-    python = install(wheel, folder / "environment")
-    log.info("the wheel is installed into a new environment")
-    check_wheel(python, folder / "elsewhere")
-    log.info("the wheel's command runs, mypy sees its types")
-    check_bundle(python, bundle, folder / "unpacked")
-    log.info("the app bundle runs where it was unpacked")
+    for package in (wheel, sdist):
+        check_installed(package, folder / "installed")
+        shutil.rmtree(folder / "installed")  # gigabytes
+        log.info("%s runs in an empty environment, mypy sees its types", package.name)
+    check_bundle(bundle, folder / "bundle")
+    log.info("%s runs in an empty environment, from where it was unpacked", bundle.name)
     DIST.mkdir(exist_ok=True)
     return [Path(shutil.copy2(package, DIST)) for package in (sdist, wheel, bundle)]
 

@@ -13,6 +13,8 @@ from scripts import release
 from testing.checkout import copy_checkout
 
 ROOT = Path(__file__).resolve().parents[2]
+# Flower asks pathspec for a pattern by its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,44 @@ def test_a_file_that_is_missing_or_too_much_is_named(packages, tmp_path):
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match=r"whl has .*server_app.* too much and lacks .*new\.yaml"):
         release.check_contents(tmp_path, *packages)
+
+
+@pytest.fixture
+def app(tmp_path):
+    """A folder that Flower Hub accepts."""
+    folder = tmp_path / "app"
+    folder.mkdir()
+    for name in ("pyproject.toml", "LICENSE"):
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+    return folder
+
+
+def test_flower_hub_would_accept_the_checkout(tmp_path):
+    told = release.check_hub(copy_checkout(tmp_path / "checkout"))
+    files, size = (int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", told))
+    assert 400 < files < 1000
+    assert 2e6 < size < 10e6
+
+
+@pytest.mark.parametrize(
+    ("number", "size", "content", "complaint"),
+    [
+        (1, 2**20 + 1, b"a", "File too large: .*0.md"),
+        (999, 1, b"a", "Too many files: 1001"),
+        (11, 2**20, b"a", "Total size of all files is too large"),
+        (1, 1, b"\xff", "0.md' is not UTF-8"),
+    ],
+)
+def test_what_flower_hub_refuses_is_named(app, number, size, content, complaint):
+    for index in range(number):
+        (app / f"{index}.md").write_bytes(content * size)
+    with pytest.raises(ValueError, match=f"Flower Hub would refuse .*{complaint}"):
+        release.check_hub(app)
+
+
+def test_a_kind_of_file_that_flower_hub_leaves_out_is_not_counted(app):
+    (app / "picture.png").write_bytes(b"\xff" * 2**21)
+    assert release.check_hub(app).startswith("2 files")
 
 
 def test_a_version_stands_in_all_files_that_name_it():
