@@ -1,10 +1,12 @@
 """A script that shares nothing with the studies recomputes their tables, and finds errors."""
 
+import json
 import shutil
 
 import numpy as np
 import pytest
 import yaml
+from scipy import stats
 
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import read_study
@@ -46,6 +48,29 @@ def test_a_wrong_number_is_named(docs, capsys):
     record.write_text(record.read_text().replace('"bytes-up": 1244280', '"bytes-up": 2244280'))
     page.write_text(text)
     assert len([*check_results.wrong(page)]) >= 1
+
+
+def test_a_number_that_readers_see_first_stands_in_a_table_or_between_two_rows(docs, capsys):
+    text = (docs / "results-digits.md").read_text()
+    lines = (docs / "results-digits" / "methods-digits.jsonl").read_text().splitlines()
+    ends, rates = {}, {"fedit": "0.003", "ffa-lora": "0.01"}
+    of_table = tuple(f"client:0.3 method={x} learning-rate={rate}" for x, rate in rates.items())
+    for run in map(json.loads, lines):
+        first, _, seed = run["settings"].rpartition(" seed=")
+        if first.endswith(of_table):
+            ends[first.split()[-2], seed] = run["final"]["accuracy"]
+    seeds = [seed for method, seed in ends if method == "method=fedit"]
+    apart = [ends["method=fedit", seed] - ends["method=ffa-lora", seed] for seed in seeds]
+    middle, reach = np.mean(apart), stats.sem(apart) * stats.t.ppf(0.975, len(apart) - 1)
+    told = f"FedIT is {abs(100 * middle):.1f} ± {100 * reach:.1f} away, and 74.4 ± 5.4"
+    assert len(seeds) == 5
+    assert "74.4 ± 5.4" in text
+    for says, ends_with in ((told, 0), (told + ", or 9.9 ± 9.8", 1)):
+        (docs.parent / "README.md").write_text(says)
+        with pytest.raises(SystemExit) as end:
+            check_results.main()
+        assert end.value.code == ends_with
+    assert "README.md: says 9.9 ± 9.8, which no table says or implies" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("seed", range(3))
