@@ -68,7 +68,10 @@ FORMULAS: dict[str, Formula] = {
     "ravan": lambda s, _: (s.n * s.h * s.r**2 + s.h * s.n / 32, s.n * s.h * s.r**2),
     "full": lambda s, _: (s.size, s.size),
     **dict.fromkeys(
-        ("fedit", "lora-fair", "fedrot-lora", "centralised", "hetlora", "flexlora", "raflora"),
+        (
+            *("fedit", "slora", "lora-fair", "fedrot-lora", "centralised"),
+            *("hetlora", "flexlora", "raflora"),
+        ),
         lambda s, _: (s.both, s.both),
     ),
     "fedsa-lora": lambda s, _: (s.r * s.ins, s.r * s.ins),

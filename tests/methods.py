@@ -20,7 +20,7 @@ SETTINGS = Settings(
 # Of all others the aggregate's delta-weight is the mean of the clients'.
 # (Of these the last two have one model for each client, and of `centralised` one client trains.)
 INEXACT = (
-    "fedit", "hetlora", "flexlora", "lora-fair", "raflora", "fedrot-lora", "fed-plora",
+    "fedit", "slora", "hetlora", "flexlora", "lora-fair", "raflora", "fedrot-lora", "fed-plora",
     "centralised", "fedrpca", "fedsa-lora", "local",
 )  # fmt: skip
 

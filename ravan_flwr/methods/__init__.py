@@ -72,8 +72,9 @@ METHODS = {
     "fedit": MethodInfo(sums_changes=True, by_example=True),
     "fedex-lora": MethodInfo(averages=False, frozen_backbone=False, by_example=True),
     "ffa-lora": MethodInfo(3e-3, sums_changes=True, by_example=True),
-    # Its first round trains the pretrained weights.
+    # Their first round trains the pretrained weights.
     "fed-sb": MethodInfo(3e-3, adds_changes=True, frozen_backbone=False, ignores=("lora-scale",)),
+    "slora": MethodInfo(adds_changes=True, frozen_backbone=False),
     "hetlora": MethodInfo(averages=False, by_example=True),
     "flexlora": MethodInfo(averages=False, by_example=True),
     # Its A has orthonormal rows from the first round on.

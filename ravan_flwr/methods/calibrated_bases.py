@@ -19,7 +19,7 @@ refused: there is nothing to make bases of. The matrices are the pretrained ones
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from ravan_flwr.methods.tensors import Means, check_names, check_tensor, flatten
 from ravan_flwr.seeding import generator
 
 
-class CalibratedBases(Calibration[MultiHeadLinear]):
+class CalibratedBases(Calibration):
     """Make bases of the mean of one flat tensor, which has one layer after the other."""
 
     name: ClassVar[str]  # of the tensor
@@ -121,6 +121,15 @@ class DataAwareBases(CalibratedBases):
         return {"B": B.float(), "A": A.float()}, {}
 
 
+def check_moved(changes: Sequence[Tensor]) -> None:
+    """Raise ValueError if no adapted matrix has changed."""
+    if not any(change.any() for change in changes):
+        raise ValueError(
+            "first round: got a mean change of zero in every adapted matrix, expected clients "
+            "that move the pretrained weights; raise calibration-learning-rate or local-steps"
+        )
+
+
 class FirstRound(CalibratedBases):
     """Fine-tune the adapted matrices themselves, on a sample of the clients.
 
@@ -139,13 +148,12 @@ class FirstRound(CalibratedBases):
         super().__init__(settings, layers, heads, rank, sizes)
         self.shape = tuple(shape)
 
-    def run(self, adapters: Sequence[MultiHeadLinear], work: LocalWork) -> Tensors:
+    def run(self, adapters: Sequence[Any], work: LocalWork) -> Tensors:
         weights = [adapter.base.weight for adapter in adapters]
         before = [weight.detach().clone() for weight in weights]
         try:
             for adapter, weight in zip(adapters, weights, strict=True):
-                adapter.H.requires_grad_(False)
-                adapter.s.requires_grad_(False)
+                adapter.requires_grad_(False)
                 weight.requires_grad_(True)
             work.train(weights)
             changes = [
@@ -159,11 +167,7 @@ class FirstRound(CalibratedBases):
         return {"change": flatten(changes)}
 
     def make(self, means: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
-        if not any(change.any() for change in means):
-            raise ValueError(
-                "first round: got a mean change of zero in every adapted matrix, expected clients "
-                "that move the pretrained weights; raise calibration-learning-rate or local-steps"
-            )
+        check_moved(means)
         made = [self._decompose(*pair) for pair in zip(self.layers, means, strict=True)]
         Bs, Hs, As = zip(*made, strict=True)
         H = torch.stack(Hs).float().view(self.shape)

@@ -233,7 +233,12 @@ def test_what_is_honest_is_used(method):
 
 @pytest.mark.parametrize(
     ("method", "changes"),
-    [("ravan", {"init": "data-aware"}), ("ravan", {"init": "first-round"}), ("fed-sb", {})],
+    [
+        ("ravan", {"init": "data-aware"}),
+        ("ravan", {"init": "first-round"}),
+        ("fed-sb", {}),
+        ("slora", {}),
+    ],
 )
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(REPLIES)

@@ -25,7 +25,7 @@ SHORT: dict[str, Scalar] = {
     "num-rounds": 2, "local-steps": 2, "batch-size": 8, "report": False, "tracking": "none",
     "lora-scale": 0.5,
 }  # fmt: skip
-METHODS_OF_HEADS = {"ravan", "fed-sb"}  # whose heads themselves are exported as well
+METHODS_OF_HEADS = {"ravan", "fed-sb", "fedrpca"}  # whose heads themselves are exported as well
 METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora"}  # no adapter holds what they change
 
 
@@ -156,7 +156,7 @@ def test_a_card_says_what_it_is(run, exported):
     card = (exported["merged"] / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert f"| method | {run.summary['method']}" in card
-    assert (", 4 heads |" in card) == (run.summary["method"] == "ravan")
+    assert (", 4 heads |" in card) == METHODS[run.summary["method"]].has_heads
     assert f"{run.summary['trainable-parameters']:,}" in card
     assert f"accuracy {run.summary['metrics']['final']['accuracy']:.4f}" in card
     pools = METHODS[run.summary["method"]].pools

@@ -1,0 +1,167 @@
+"""SLoRA's sparse first round, with numpy's decomposition as the oracle, and FedIT after it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ravan_flwr import simulate
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.runs.checkpoint import load_checkpoint
+from ravan_flwr.specs import Scalar
+from ravan_flwr.training.model_and_data import ModelAndData
+from tests.methods import (
+    LAYERS,
+    FakeTraining,
+    aggregate,
+    build,
+    build_whole,
+    deltas,
+    train_client,
+)
+
+SMALL: dict[str, Scalar] = {
+    "method": "slora", "num-rounds": 2, "clients-per-round": 4, "local-steps": 2,
+    "report": False, "tracking": "none",
+}  # fmt: skip
+
+
+def change_of(seed, layer):
+    return np.random.default_rng(seed).normal(size=(layer.out_features, layer.in_features))
+
+
+def first_round(seeds, **changes):
+    """The method after its first round, and the places of each matrix that were trained."""
+    method, adapters = build("slora", **changes)
+    sums = method.calibration.open()
+    for seed in seeds:
+        work = FakeTraining([torch.tensor(change_of(seed, layer)).float() for layer in LAYERS])
+        upload = method.calibration.run(adapters, work)
+        assert sum(tensor.nbytes for tensor in upload.values()) == method.calibration.bytes_up
+        sums.add(upload, 1.0)
+    fixed, changed = sums.close()
+    method.calibration.load(adapters, fixed)
+    assert fixed == {}
+    places = [set(chosen.tolist()) for chosen in method.calibration.places()]
+    return method, adapters, method.initial_state(adapters) | changed, places
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=3), st.sampled_from([1.0, 0.5]))
+def test_the_lora_begins_as_the_best_approximation_of_the_mean_sparse_change(seeds, scale):
+    method, adapters, state, places = first_round(seeds, lora_scale=scale)
+    for layer, chosen, delta in zip(LAYERS, places, deltas(method, adapters, state), strict=True):
+        dense = np.zeros((layer.out_features, layer.in_features))
+        for row in range(layer.out_features):
+            for column in range(layer.in_features):
+                if row * layer.in_features + column in chosen:
+                    dense[row, column] = np.mean([change_of(s, layer)[row, column] for s in seeds])
+        U, S, Vt = np.linalg.svd(dense)
+        np.testing.assert_allclose(delta, U[:, :2] * S[:2] @ Vt[:2], atol=1e-6)
+    for adapter in adapters:
+        torch.testing.assert_close(adapter.A @ adapter.A.T, torch.eye(2), atol=1e-6, rtol=0)
+
+
+def test_as_many_numbers_are_trained_as_the_lora_has():
+    method, _, _, places = first_round([0], rank=1)
+    for layer, chosen in zip(LAYERS, places, strict=True):
+        assert len(chosen) == layer.out_features + layer.in_features
+    assert method.calibration.bytes_up == 4 * method.trainable_parameters()
+    other = [set(p.tolist()) for p in build("slora", rank=1, seed=1)[0].calibration.places()]
+    assert other != places
+    whole = build("slora", rank=4)[0].calibration  # more than a matrix of 4 x 7 has
+    assert whole.bytes_up == 4 * (6 * 5 + 4 * 7)
+
+
+def test_afterwards_it_is_fedit():
+    method, adapters, state, _ = first_round([0, 1])
+    fedit, others = build("fedit")
+    found = []
+    for one, held in ((method, adapters), (fedit, others)):
+        uploads = [(train_client(one, held, state, 1.0, seed), 1.0) for seed in range(3)]
+        found.append(aggregate(one, state, uploads))
+    assert all(torch.equal(found[0][key], found[1][key]) for key in ("B", "A"))
+
+
+def test_a_change_of_nothing_begins_nothing():
+    method, _ = build("slora")
+    sums = method.calibration.open()
+    sums.add({"change": torch.zeros(sum(method.calibration.sizes))}, 1.0)
+    with pytest.raises(ValueError, match=r"mean change of zero .* raise calibration-learning-rate"):
+        sums.close()
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        ({"change": torch.zeros(3)}, "change is .* expected"),
+        ({"change": torch.full((44,), torch.nan)}, "not finite"),
+        ({"B": torch.zeros(1)}, "got tensors .*expected"),
+    ],
+)
+def test_a_bad_first_upload_is_refused(bad, told):
+    method, _ = build("slora", rank=2)
+    assert sum(method.calibration.sizes) == 44
+    with pytest.raises(ValueError, match=told):
+        method.calibration.open().add(bad, 1.0)
+
+
+def test_training_moves_the_drawn_places_alone_and_the_weights_come_back():
+    """With real gradients of a real loss: Adam moves nothing else."""
+    method, adapters, network = build_whole("slora", rank=1)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    moved: list[torch.Tensor] = []
+
+    class Training:
+        def train(self, parameters):
+            optimizer = torch.optim.Adam(parameters, lr=0.1)
+            starts = [parameter.detach().clone() for parameter in parameters]
+            for _ in range(3):
+                optimizer.zero_grad()
+                for adapter, layer in zip(adapters, LAYERS, strict=True):
+                    adapter(torch.ones(2, layer.in_features)).square().sum().backward()
+                optimizer.step()
+            pairs = zip(parameters, starts, strict=True)
+            moved.extend((end.detach() - start).flatten() for end, start in pairs)
+
+    upload = method.calibration.run(adapters, Training())["change"]
+    for change, chosen in zip(moved, method.calibration.places(), strict=True):
+        assert change.nonzero().flatten().tolist() == chosen.tolist()
+    assert upload.tolist() == torch.cat([c[c.nonzero().flatten()] for c in moved]).tolist()
+    after = network.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not any(p.requires_grad for name, p in network.named_parameters() if "base" in name)
+
+
+def test_runs_begin_with_a_sparse_round_and_go_on_from_it(tmp_path):
+    skewed = SMALL | {"budgets": "skewed-right"}
+    run = simulate(skewed | {"output-dir": str(tmp_path / "whole")}, 20)
+    assert (run.summary["rejected"], run.summary["without-effect"]) == (0, [])
+    records = map(json.loads, (run.run_dir / "rounds.jsonl").read_text().splitlines())
+    ups = [[client["bytes-up"] for client in record["clients"]] for record in records]
+    method = ModelAndData(read_config(skewed)).model.method
+    assert method.calibration is not None
+    assert ups[0] == [method.calibration.bytes_up] * len(ups[1])
+    assert method.calibration.bytes_up == method.upload_bytes(1.0)
+    assert (run.run_dir / "adapter" / "adapter_model.safetensors").is_file()
+    part = skewed | {"output-dir": str(tmp_path / "part")}
+    first = simulate(part | {"num-rounds": 1}, 20)
+    again = simulate(part | {"resume": str(first.run_dir)}, 20)
+    one, two = (load_checkpoint(r.run_dir / "checkpoints", 2).state for r in (run, again))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"secure-aggregation": True},
+        {"privacy": "client", "epsilon": 8.0},
+        {"privacy": "example", "epsilon": 8.0},
+        {"backbone-dtype": "4bit"},
+    ],
+)
+def test_what_cannot_hold_the_first_round_is_refused_by_name(option):
+    with pytest.raises(ValueError, match="slora"):
+        read_config({"method": "slora", **option})
