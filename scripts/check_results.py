@@ -260,7 +260,8 @@ def unknown(pages: Iterable[Path], first: Iterable[Path]) -> Iterator[str]:
 
 def main() -> None:
     """Check all pages."""
-    pages = sorted((ROOT / "docs").glob("results-*.md"))
+    docs = ROOT / "docs"
+    pages = sorted([*docs.glob("results-*.md"), *docs.glob("results/*.md")])
     found = [line for page in pages for line in wrong(page)]
     found += unknown(pages, [path for name in FIRST if (path := ROOT / name).is_file()])
     print("\n".join(found) or "every number of the tables is what the records say")  # noqa: T201

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ravan_flwr"
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = (
-    "<!-- floors: made by scripts/draw_house.py -->\n```text\n",
-    "```\n<!-- end of floors -->",
+    "<!-- layers: made by scripts/draw_house.py -->\n```text\n",
+    "```\n<!-- end of layers -->",
 )
 FACES = {"__init__", "__main__"}  # they hand on what others define
 WIDTH = 100

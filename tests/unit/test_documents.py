@@ -7,7 +7,7 @@ import pytest
 from scripts import check_words
 from tests import ROOT
 
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 
 
 def headings(page):
@@ -34,7 +34,7 @@ def test_links_lead_somewhere(page):
 
 def test_every_page_and_picture_is_linked():
     linked = {path for page in PAGES for path, _ in links(page)}
-    there = {*ROOT.glob("docs/*.md"), *ROOT.glob("docs/**/*.png"), *ROOT.glob("docs/**/*.svg")}
+    there = {*ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/**/*.png"), *ROOT.glob("docs/**/*.svg")}
     assert not there - linked
 
 
@@ -79,10 +79,13 @@ def test_words_to_replace_and_long_pages_are_found(tmp_path):
     (tmp_path / "docs").mkdir()
     page = tmp_path / "docs" / "page.md"
     page.write_text("RAVAN is ahead.\n\n```\nIt is behind.\n```\nA `room` and a roster.\n")
+    made = "<!-- study -->\n| classifier only | 1 |\n<!-- end of study -->\n"
+    (tmp_path / "docs" / "tables.md").write_text(made + "word " * 1500)
     (tmp_path / "README.md").write_text("word " * 701)
     found = check_words.wrong(tmp_path)
     assert [line.split(", write")[0] for line in found] == [
         "docs/page.md:1: 'is ahead'",
         "docs/page.md:6: 'roster'",
+        "docs/tables.md:2: 'classifier only'",
         "README.md: 701 words, at most 700",
     ]

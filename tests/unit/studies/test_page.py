@@ -132,10 +132,10 @@ def test_a_page_that_is_not_there_is_refused(tmp_path, study, capsys):
     assert not (tmp_path / "studies").exists()
 
 
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").glob("**/*.md"))
 SHOWN = sorted(
     {
-        (page.name, name)
+        (str(page.relative_to(ROOT / "docs")), name)
         for page in PAGES
         for name in re.findall(r"^<!-- study ([^:]+): ", page.read_text(), re.MULTILINE)
     }
