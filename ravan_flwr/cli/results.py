@@ -11,8 +11,8 @@ from ravan_flwr.reports import PORT
 
 # fmt: off
 _CLIENT = option("--client", type=int, metavar="N",
-    help="of a run in which each client has a model of its own (fedsa-lora, local): whose, by its "
-    "partition")
+    help="the client whose model is meant, by its partition, in a run with personal parameters "
+    "(such as method=local)")
 
 
 def add(commands: Commands) -> None:

@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
     """Offer `study` and `tune`."""
     how = (option("--jobs", type=int, default=1, help="runs at a time (default: 1)"), *ENGINE)
     about = "run a grid of settings and seeds that is not done yet, and write a table"
-    offer(commands, "study", _study, about, f"{about}; docs/reports.md has more",
+    offer(commands, "study", _study, about, f"{about.capitalize()}; docs/reports.md has more.",
         option("file", type=Path, metavar="FILE", help="such as conf/studies/spectra.yaml"),
         option("settings", nargs="*", metavar="KEY=VALUE",
             help="data, model, device or processes of this machine, for every run"),
@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
     offer(commands, "tune", _tune,
         "choose the learning rate of a method, and write it into the preset",
         "Try learning rates around the default by successive halving, each measured\n"
-        "on examples that clients hold back, and write the best one into the preset.\n"
+        "on the clients' validation splits, and write the best one into the preset.\n"
         "Runs that are done already are not run again.",
         option("settings", nargs="*", metavar="KEY=VALUE", help="a key of the run config"),
         option("--output", type=Path, help="folder (default: studies/tune-PRESET-METHOD)"),
@@ -46,7 +46,7 @@ def add(commands: Commands) -> None:
             "100,101,102)"),
         option("--no-write", action="store_true",
             help="print the line rather than change the preset"),
-        option("--dry-run", action="store_true", help="say what would be run, and run none"), *how,
+        option("--dry-run", action="store_true", help="print what would be run, and run none"), *how,
         epilog=key_table())
 # fmt: on
 

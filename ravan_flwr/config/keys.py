@@ -85,15 +85,15 @@ class Config:
         "the last round that fits ends it; what deliver=true sends afterwards comes on top; auto: "
         "the preset's, or any", above=0, may_change=True)
     until_metric: float = key(0.0, "end the run with the round whose evaluation reaches this value "
-        "of the task's metric, from below, or of a perplexity from above; 0: hold all rounds",
+        "of the task's metric, from below, or of a perplexity from above; 0: never",
         low=0, may_change=True)
     until_time: float = key(0.0, "end the run with the round that ends so many seconds after its "
-        "beginning, or later; 0: hold all rounds", low=0, may_change=True)
+        "beginning, or later; 0: never", low=0, may_change=True)
     devices: str | None = auto_key("simulate the time that clients take, in a run in process: on "
         "devices of a profile (uniform, phones, edge-gpus), or of a YAML file; auto: real time")
-    budgets: str = key("full", "distribution of the clients' budgets, the shares of the adapters "
-        "that each can train; by-speed: as much as a simulated device can do in SECONDS, or in the "
-        "median time of all", forms=dict.fromkeys(BUDGETS, ()) | {"by-speed": (_SECONDS,)})
+    budgets: str = key("full", "distribution of the clients' budget fractions: how much of the "
+        "adapters each can train; by-speed: as much as a simulated device can do in SECONDS, or in "
+        "the median time of all", forms=dict.fromkeys(BUDGETS, ()) | {"by-speed": (_SECONDS,)})
     aggregation: str = key("sync", "when the state moves: when the clients of a round have "
         "answered, or when buffer-size updates are there, of concurrency clients at work",
         choices=("sync", "async"))
@@ -105,17 +105,17 @@ class Config:
         low=0, high=1_000_000)
     eval_every: int = preset_key(1, "number of rounds from one evaluation to the next", low=1,
         high=1_000_000, may_change=True)
-    evaluate_on: str = auto_key("examples to evaluate on: the server's test examples, or those "
-        "that clients hold back; auto: the clients' where each has a model of its own (fedsa-lora, "
+    evaluate_on: str = auto_key("examples to evaluate on: the server's test examples, or the "
+        "clients' validation splits; auto: the clients' where each has a model of its own (such as "
         "local), or the server's", choices=(AUTO, "server", "clients"))
     evaluate_samples: int = key(0, "answers that the model writes at each evaluation, to the same "
         "few test examples, for a person to read", low=0, high=50, of_result=False)
-    validation_share: float = auto_key("share of its examples that is each client's validation "
+    validation_share: float = auto_key("fraction of its examples that is each client's validation "
         "split; auto: 0.2 where clients evaluate, or 0", low=0, high=0.9)
 
-    # how simulated clients share the data
-    partition: str = preset_key("dirichlet-by-client:0.3", "how simulated clients divide the data: "
-        "alike, with different shares of the classes (the smaller ALPHA, the more they differ), "
+    # how simulated clients partition the data
+    partition: str = preset_key("dirichlet-by-client:0.3", "how clients partition the data: "
+        "alike, with different class proportions (the smaller ALPHA, the more they differ), "
         "one client for each value of a column, with few classes or shards of sorted examples "
         "each, or in different sizes; COLUMN: by which they differ, in place of the preset's",
         forms={
@@ -128,7 +128,7 @@ class Config:
     local_steps: int | None = preset_key(50, "optimiser steps of a client in each round", low=1,
         high=1_000_000)
     local_epochs: float | None = preset_key(AUTO, "in place of local-steps: passes of a client "
-        "over its examples in each round, so that who has more takes more steps", above=0,
+        "over its examples in each round, so that more examples mean more steps", above=0,
         high=10_000)
     batch_size: int = preset_key(32, "examples in each step", low=1, high=65_536)
     micro_batch_size: int | None = auto_key("examples of a step at a time, whose gradients are "
@@ -186,12 +186,12 @@ class Config:
         above=0, high=10)
     scaling: str = key("trained", "train the scale of each head, or keep it at 1",
         choices=("trained", "constant"))
-    scoring: str = key("random", "how a client with a small budget ranks the heads",
+    scoring: str = key("random", "how a client with a small budget fraction ranks the heads",
         choices=("random", "weight", "gradient"))
     selection: str = key("layer", "train the best heads of each layer, or the best of all layers "
         "together", choices=("layer", "global"))
     head_mean: str = key("trained", "average a head over the clients that trained it, or over all "
-        "of the round, where who did not train it has left it as it was",
+        "of the round, where the others have left it as it was",
         choices=("trained", "all"))
     classifier: str = preset_key("trained", "keep the classifier random and frozen, or train and "
         "average it", choices=("frozen", "trained"))
@@ -211,11 +211,11 @@ class Config:
     privacy: str = key("none", "client: differential privacy for each client, against all who see "
         "the model; example: for each example of a client, against the server as well",
         choices=("none", "client", "example"))
-    epsilon: float | None = auto_key("privacy that a run may spend, after which it ends; without "
+    epsilon: float | None = auto_key("privacy budget of a run, after which it ends; without "
         "noise-multiplier the noise follows from it; auto: any", above=0, high=10_000)
     noise_multiplier: float | None = auto_key("noise on the sum of clipped changes, or of clipped "
         "gradients, by clip-norm; auto: by epsilon", low=0.1, high=1_000)
-    delta: float = key(1e-5, "delta that goes with epsilon", above=0, high=0.1)
+    delta: float = key(1e-5, "delta that belongs to epsilon", above=0, high=0.1)
     clip_norm: float | None = auto_key("norm to which a client's change, or an example's gradient, "
         "is clipped; auto: of changes 0.1 at first, then half of them are within it, and of "
         "gradients 1", above=0, high=1_000_000)
@@ -226,34 +226,34 @@ class Config:
     secure_minimum: int = key(4, "clients that a head needs in a round, and whose numbers a sum "
         "has at least; with fewer it is not trained", low=3, high=256)
 
-    # slow, silent and faulty clients
+    # slow, unresponsive and faulty clients
     round_timeout: float = key(3600.0, "seconds to wait for the replies of a round", above=0,
         of_result=False)
     straggler_grace: float | None = auto_key("seconds that a round stays open after min-replies "
-        "good replies; auto: after half of the replies, ten times as long as they took, at least "
+        "valid replies; auto: after half of the replies, ten times as long as they took, at least "
         "60", low=0, may_change=True)
     over_sample: float = key(1.0, "ask this many times clients-per-round, and use the first "
         "clients-per-round replies", low=1, high=10)
-    min_replies: int = key(1, "stop the run when a round has fewer good replies", low=1,
+    min_replies: int = key(1, "stop the run when a round has fewer valid replies", low=1,
         high=1_000_000, may_change=True, is_limit=True)
     max_update_norm: float | None = auto_key("refuse a reply whose change has a larger norm; auto: "
         "a limit from learning-rate and from what is usual", above=0, may_change=True,
         is_limit=True)
-    max_share: float = key(1.0, "largest budget that a client is granted, whatever it claims",
+    max_share: float = key(1.0, "largest budget fraction that a client is granted",
         above=0, high=1, may_change=True, is_limit=True)
-    max_examples: int | None = auto_key("as how many examples a device's own data counts at most; "
-        "auto: ten times the median", low=1, high=2**48, is_limit=True)
+    max_examples: int | None = auto_key("limit on what a device's own data counts as; auto: ten "
+        "times the median", low=1, high=2**48, is_limit=True)
 
     # what a run writes
     output_dir: str = auto_key("folder of the run directories; auto: runs/, and ~/ravan-flwr/runs "
         "with flwr run, which takes absolute paths only", of_result=False)
-    resume: str = key("", "run directory to go on with; RUN@N goes back to the state after round N",
+    resume: str = key("", "run directory to continue; RUN@N goes back to the state after round N",
         of_result=False)
     deliver: bool = key(False, "at the end give every connected device the result, which it writes "
         "to the result-path of its node config", of_result=False)
     report: bool = key(True, "write a page with pictures at the end of the run", of_result=False)
     tracking: str = key("tensorboard", "where each round is logged; wandb and mlflow log to "
-        "tensorboard as well", choices=("tensorboard", "wandb", "mlflow", "none"), of_result=False)
+        "tensorboard too", choices=("tensorboard", "wandb", "mlflow", "none"), of_result=False)
 
     # fmt: on
 
@@ -379,9 +379,9 @@ FREE_ON_RESUME = NOT_OF_RESULT | {
 # By the first key of each.
 TOPICS = {
     "preset": "model, data and method", "num-rounds": "rounds and clients",
-    "partition": "how simulated clients share the data", "local-steps": "training on a client",
+    "partition": "how simulated clients partition the data", "local-steps": "training on a client",
     "targets": "adapters", "wire": "messages and aggregation", "privacy": "privacy",
-    "round-timeout": "slow, silent and faulty clients", "output-dir": "what a run writes",
+    "round-timeout": "slow, unresponsive and faulty clients", "output-dir": "what a run writes",
 }  # fmt: skip
 
 # What other programs call a key, where its spelling does not lead to it; of dropout there is none.
@@ -484,14 +484,13 @@ def key_table() -> str:
 
 
 def _row(name: str, default: str, about: str) -> list[str]:
-    head = f"  {name}={default}"
-    return textwrap.wrap(
-        about,
-        96,
-        initial_indent=f"{head:<30} ",
-        subsequent_indent=" " * 31,
+    """Write a key as argparse writes an option, in 80 columns."""
+    head, indent = f"  {name}={default}", " " * 24
+    lines = textwrap.wrap(
+        about, 80, initial_indent=indent, subsequent_indent=indent,
         break_on_hyphens=False,  # names of keys and of choices stay whole
-    )
+    )  # fmt: skip
+    return [head, *lines] if len(head) > 22 else [head + lines[0][len(head) :], *lines[1:]]
 
 
 def read_settings(settings: Sequence[str]) -> tuple[dict[str, Scalar], int | None]:

@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from ravan_flwr.cli import EXAMPLES, _parser, main
+from scripts import check_words
 from tests import ROOT
 from tests.own_models import make_bert
 
@@ -66,9 +67,13 @@ def test_a_mistake_prints_what_the_page_says(command, printed, folder, monkeypat
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
-def test_a_commands_help_has_an_example_that_it_takes(command, capsys):
+def test_a_commands_help_has_an_example_and_fits_a_terminal(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    (line,) = re.findall(r"^example:\n  ravan-flwr (.*)$", capsys.readouterr().out, re.MULTILINE)
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert not list(check_words.replaced(text))
+    (line,) = re.findall(r"^example:\n  ravan-flwr (.*)$", text, re.MULTILINE)
     assert line == f"{command} {EXAMPLES[command]}"
     assert _parser().parse_args(shlex.split(line)).command
