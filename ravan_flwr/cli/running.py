@@ -39,8 +39,8 @@ def add(commands: Commands) -> None:
         option("--runs-at-a-time", type=int, default=1, metavar="N",
             help="with --engine flower: so many such runs share this machine's GPUs and CPUs, as "
             "under study --jobs (default: 1)"), **of_keys)
-    offer(commands, "plan", _plan, "report what a run will train, send and need, before anything runs",
-        "Say what a run will train, send and need, before anything runs.", keys,
+    offer(commands, "plan", _plan, "report what a run will train, send and need",
+        "Report what a run will train, send and need. Nothing is run.", keys,
         option("--partition", action="store_true",
             help="show the partition in place of the costs: examples by client and class"),
         option("--picture", type=Path, metavar="FILE",

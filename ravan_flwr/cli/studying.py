@@ -46,7 +46,7 @@ def add(commands: Commands) -> None:
             "100,101,102)"),
         option("--no-write", action="store_true",
             help="print the line rather than change the preset"),
-        option("--dry-run", action="store_true", help="print what would be run, and run none"), *how,
+        option("--dry-run", action="store_true", help="print what would be run, run none"), *how,
         epilog=key_table())
 # fmt: on
 

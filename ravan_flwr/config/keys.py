@@ -471,7 +471,7 @@ def as_typed(value: object) -> object:
 def key_table() -> str:
     """List all keys by topic, with their defaults and what they take."""
     lines = [
-        "Keys and their defaults. auto: what the preset says, unless the key says otherwise.",
+        "Keys and their defaults. auto: the preset's, unless the key says otherwise.",
         "",
         *_row("num-clients", AUTO, "clients of the simulation (a whole number at least 1)"),
     ]
