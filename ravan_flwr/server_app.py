@@ -45,6 +45,7 @@ from ravan_flwr.server.stop_conditions import ByteBudget, MetricTarget, StopCond
 from ravan_flwr.server.strategy import FederatedTuning
 from ravan_flwr.server.superlink import ask_again, guard
 from ravan_flwr.server.user_messages import (
+    check_devices,
     check_simulation,
     report_default_learning_rate,
     report_result,
@@ -91,6 +92,7 @@ def run(grid: Grid, context: Context, callbacks: Iterable[object] = ()) -> None:
 def _run(grid: Any, context: Context, watching: Callbacks) -> None:
     """Read, build, open or create the run directory; hold the rounds; save what comes out."""
     config = read_config(context.run_config)
+    check_devices(grid, config)
     parent = output_folder(config)  # refused, if at all, before anything is loaded
     check_tracking(config.tracking)
     earlier, back_to = resumed(config)

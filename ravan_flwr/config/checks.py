@@ -74,6 +74,12 @@ def check_together(values: Values) -> None:
     _check_method(values)
     _check_replies(values)
     _check_asynchronous(values)
+    if str(values["budgets"]).startswith("by-speed") and values["devices"] == AUTO:
+        raise _refused(
+            values, "budgets", "devices = 'auto', whose speeds are not known",
+            "devices of a profile or a file", "set devices=edge-gpus, say, or on each device of a "
+            "deployment its own budget",
+        )  # fmt: skip
     _check_steps(values)
     if values["secure-aggregation"]:
         _check_sums("secure-aggregation = true", "secure-aggregation=false", "secure", values)

@@ -55,6 +55,16 @@ def report_settings_without_effect(
         )
 
 
+def check_devices(grid: Grid, config: Config) -> None:
+    """Refuse to simulate the time of clients that take real time."""
+    if config.devices is not None and not in_process(grid):
+        where = "Flower's simulation" if simulating(grid) else "SuperNodes of a deployment"
+        raise ValueError(
+            f"devices = {config.devices!r}: got {where}, whose clients take real time, "
+            "expected a run in process; use `ravan-flwr simulate`, or leave devices out"
+        )
+
+
 def check_simulation(grid: Grid, bench: ModelAndData, config: Config) -> None:
     """Refuse at once, and once, what every simulated client would refuse by itself."""
     check_precision(config.precision, bench.model.device)
@@ -62,11 +72,6 @@ def check_simulation(grid: Grid, bench: ModelAndData, config: Config) -> None:
         raise ValueError(
             "secure-aggregation = true: got Flower's simulation, whose nodes have no secure-keys, "
             "expected devices that have some, or `ravan-flwr simulate`, which makes them"
-        )
-    if config.devices is not None and not in_process(grid):
-        raise ValueError(
-            f"devices = {config.devices!r}: got Flower's simulation, whose clients take real time, "
-            "expected a run in process; use `ravan-flwr simulate`, or leave devices out"
         )
     number = len(list(grid.get_nodes()))
     if not number:

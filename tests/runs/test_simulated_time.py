@@ -1,15 +1,19 @@
 """Runs in simulated time: who is waited for, when they end; resumed to the same bits."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flwr.app import Context, RecordDict
 from safetensors.torch import load_file
 
-from ravan_flwr import simulate
+from ravan_flwr import server_app, simulate
+from ravan_flwr.flower_private import TaskType
 from ravan_flwr.reports.report import write_report
 from ravan_flwr.runs.history import RecordedRun
 from ravan_flwr.training.plan import plan_of
+from tests.hand_made import settings_from
 
 SHORT: dict[str, Any] = {
     "num-rounds": 3, "local-steps": 1, "batch-size": 4, "report": False, "tracking": "none",
@@ -71,6 +75,20 @@ def test_by_speed_gives_a_slow_device_less(tmp_path):
     )  # fmt: skip
     shares = {c["partition-id"]: c["share"] for c in records(run)[0]["clients"]}
     assert 0.25 <= min(shares.values()) < max(shares.values()) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (TaskType.SERVER_APP, "got SuperNodes of a deployment, whose clients take real time"),
+        (TaskType.SIMULATION, "got Flower's simulation, whose clients take real time"),
+    ],
+)
+def test_real_clients_have_no_simulated_devices(kind, told):
+    grid: Any = SimpleNamespace(run=SimpleNamespace(primary_task_type=kind))
+    context = Context(1, 0, {}, RecordDict(), settings_from({"devices": "phones"}))
+    with pytest.raises(ValueError, match=f"devices = 'phones': {told}, expected a run in process"):
+        server_app.run(grid, context)
 
 
 def test_report_and_plan_tell_the_time(tmp_path):

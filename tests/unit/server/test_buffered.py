@@ -169,6 +169,7 @@ def test_fadas_by_a_slow_loop():
         ({"buffer-size": 4, "concurrency": 3}, "buffer-size = 4: got concurrency = 3, expected at"),
         ({"concurrency": 20, "max-staleness": 3}, "max-staleness = 3: .* expected at least 6"),
         ({"aggregation": "sync", "server-optimizer": "fadas"}, "expected 'async'"),
+        ({"budgets": "by-speed:9"}, "budgets = 'by-speed:9': got devices = 'auto'"),
     ],
 )
 def test_what_cannot_be_asynchronous_is_said(settings, told):
