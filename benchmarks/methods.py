@@ -74,6 +74,7 @@ FORMULAS: dict[str, Formula] = {
         ),
         lambda s, _: (s.both, s.both),
     ),
+    "feddpa": lambda s, t: (s.both if t % 2 else 0, s.both),
     "fedsa-lora": lambda s, _: (s.r * s.ins, s.r * s.ins),
     **dict.fromkeys(("local", "none"), lambda *_: (0, 0)),
     "fedex-lora": lambda s, t: (s.both, s.both + s.residual(t, (s.replies - 1) * s.r)),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import KEYS, ROBUST
-from ravan_flwr.methods import METHODS
+from ravan_flwr.methods import METHODS, MIXES
 from ravan_flwr.specs import Scalar
 
 Values = Mapping[str, Scalar]
@@ -163,6 +163,8 @@ def _check_method(values: Values) -> None:
         if able is frozen and trains_backbone(values):
             got = f"init = {values['init']!r}, whose first round {changes}"
             raise _refused(values, key, got, "another init", do)
+    if METHODS[name].mixes and values["deliver"]:
+        raise _refused(values, "deliver", f"method {name!r}", "false", f"{MIXES}; leave it out")
     if METHODS[name].pools and values["local-epochs"] != AUTO:
         got = f"method {name!r}, with which one client trains on the examples of all"
         raise _refused(values, "local-epochs", got, "local-steps", "set that")
@@ -246,7 +248,7 @@ def _check_steps(values: Values) -> None:
 
 def _check_evaluation(values: Values) -> None:
     method = str(values["method"])
-    if values["evaluate-on"] == "server" and METHODS[method].personalised:
+    if values["evaluate-on"] == "server" and not METHODS[method].serves:
         got = (
             f"method {method!r}, with which each client has a model of its own and the server none"
         )

@@ -43,6 +43,11 @@ class MethodInfo:
     by_example: bool = False
     # Does a part of the model stay with each client (`Personal`)? Then clients evaluate it.
     personalised: bool = False
+    # Has the server a model, too, with which a client without such a part begins? Then
+    # `evaluate-on=server` may be set.
+    serves: bool = True
+    # Do its layers mix two adapters by their input? No adapter and no weight does that: no export.
+    mixes: bool = False
     # Does every client train in every round?
     everyone: bool = False
     # Does one client train in a round, on the examples of all?
@@ -85,7 +90,8 @@ METHODS = {
     "fed-plora": MethodInfo(by_example=True),
     "rolora": MethodInfo(by_example=True),
     "lora-fair": MethodInfo(averages=False, by_example=True),
-    "fedsa-lora": MethodInfo(personalised=True),
+    "fedsa-lora": MethodInfo(personalised=True, serves=False),
+    "feddpa": MethodInfo(personalised=True, mixes=True),
     "fedrpca": MethodInfo(
         3e-3, averages=False, has_heads=True, by_example=True, ignores=("lora-scale", "head-mean")
     ),
@@ -94,6 +100,7 @@ METHODS = {
     "local": MethodInfo(
         averages=False,
         personalised=True,
+        serves=False,
         everyone=True,
         ignores=("clients-per-round",),
     ),
@@ -118,6 +125,8 @@ def get_method(name: str) -> "type[Method]":
             )
     return found
 
+
+MIXES = "its layers mix two adapters by what they are given, which no file of other software does"
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
 

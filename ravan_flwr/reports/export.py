@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from ravan_flwr.adapters.bases import describe_bases, make_bases
 from ravan_flwr.data.hub import no_bars
 from ravan_flwr.data.model_folder import read_json
+from ravan_flwr.methods import METHODS, MIXES
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.methods.multihead import MultiHeadMethod
 from ravan_flwr.reports.card import PROCESSOR, write_card
@@ -63,6 +64,11 @@ def natural_form(bench: ModelAndData) -> str:
 
 def write_result(form: str, folder: Path, bench: ModelAndData) -> None:
     """Write the model as it is now in one of the forms; ValueError if it has no such form."""
+    if METHODS[bench.config.method].mixes:
+        raise ValueError(
+            f"export: method {bench.config.method!r} has no such form, since {MIXES}; expected "
+            "another method; use `evaluate` and `predict` with --client N"
+        )
     if form == "peft" and natural_form(bench) != "peft":
         raise ValueError(
             f"export --as peft: method {bench.config.method!r} changes pretrained weights, which "

@@ -91,7 +91,7 @@ class ServerOptimizer:
 
     def step(self, old: Tensors, mean: Tensors, moments: Tensors) -> tuple[Tensors, Tensors]:
         """Return the next state and moments; `moments` are those of the step before, first none."""
-        if self.kind == "none":
+        if self.kind == "none" or not old:  # a round in which the state is frozen
             return mean, {}
         values = {name: tensor.clone().requires_grad_() for name, tensor in old.items()}
         optimizer = OPTIMIZERS[self.kind](list(values.values()), self)

@@ -111,7 +111,12 @@ def report_result(
     ):
         if numbers:
             log.warning("%s in rounds %s", what, ", ".join(map(str, numbers)))
-    if METHODS[summary["method"]].personalised:
+    if METHODS[summary["method"]].mixes:
+        log.info(
+            "each client has a model of its own: of a run in one process, ravan-flwr evaluate RUN "
+            "--client N measures one"
+        )
+    elif METHODS[summary["method"]].personalised:
         log.info(
             "each client has a model of its own, and no folder here holds them: deliver=true "
             "gives devices theirs; of a run in one process: ravan-flwr export RUN FOLDER --as "

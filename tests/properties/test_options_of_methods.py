@@ -41,6 +41,7 @@ def test_a_row_says_nothing_else_that_an_option_could_hang_on():
     of_options = {mark for _, mark, _ in OPTIONS.values()}
     # Evaluation, sampling, heads and privacy: test_personal.py, test_ravan.py, test_private.py.
     others = {"personalised", "everyone", "pools", "has_heads", "sums_changes", "by_example"}
+    others |= {"serves", "mixes"}  # evaluation and export: test_feddpa.py
     assert marks - of_options == others
 
 
@@ -72,6 +73,9 @@ def test_what_may_be_set_together_makes_rounds_that_change_the_state(name, weigh
     records = [record for record in notes.records if record["round"]]
     assert [len(record["clients"]) for record in records] == [4, 4, 4]
     assert not any(record["rejected"] or "refused" in record for record in records)
-    for before, after in zip([start, *notes.states], notes.states, strict=False):
+    for place, (before, after) in enumerate(
+        zip([start, *notes.states], notes.states, strict=False)
+    ):
         assert before.keys() == after.keys()
-        assert any(not torch.equal(before[key], after[key]) for key in after)
+        sends = bool(nodes.method.in_round(place + 1).upload_shapes(1.0))  # FedDPA: every other
+        assert any(not torch.equal(before[key], after[key]) for key in after) == sends

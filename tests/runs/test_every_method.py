@@ -46,7 +46,8 @@ def test_its_plan_is_what_it_does(run):
         assert f"{client['bytes-up']:,}" in told
         # At most: what these send grows to this.
         assert f"{client['bytes-down']:,}" in told or method in ("fedex-lora", "flora")
-        at_rest = run.summary["adapter-parameters"] // 2 if method == "rolora" else 0
+        in_turn = method in ("rolora", "feddpa")
+        at_rest = run.summary["adapter-parameters"] // 2 if in_turn else 0
         assert step_memory(read_config(settings), 1.0).trained == 16 * (
             run.summary["trainable-parameters"] - at_rest
         )

@@ -29,7 +29,7 @@ METHODS_OF_HEADS = {"ravan", "fed-sb", "fedrpca"}  # whose heads themselves are 
 METHODS_OF_WEIGHTS = {"full", "fedex-lora", "flora"}  # no adapter holds what they change
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=[n for n, m in METHODS.items() if not m.mixes])
 def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     return simulate(SHORT | {"method": request.param, "output-dir": str(folder)}, 3)

@@ -1,0 +1,162 @@
+"""Train FedDPA: a LoRA for all beside one of each client, mixed by input (Yang et al., 2024).
+
+    y = W x + b + (1 - a) scale B A x + a scale B_c A_c x
+
+Odd rounds train B and A, without the client's own (a = 0), and the server averages them as FedIT
+does. Even rounds train a client's own B_c and A_c beside those, frozen, with a = 1/2, and send
+nothing. So a round takes as many steps as any other method's. Afterwards an input is mixed by how
+like it is to what the client has trained on: with m the mean input of its last own round,
+
+    a = LAMBDA max(0, cos(mean over tokens of x, m))
+
+layer by layer. A client that has not trained its own has m = 0, and computes with B and A alone.
+
+The authors (their code is public) train both in each round, one after the other, and compare the
+network's last hidden state of an input with that of five of the client's examples, once for all
+layers. Here no example is kept, and nothing is computed twice.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ravan_flwr.adapters import Layer, LoRALinear
+from ravan_flwr.methods.base import Settings, Tensors
+from ravan_flwr.methods.extensions import Personal
+from ravan_flwr.methods.lora import LoraMethod
+from ravan_flwr.methods.tensors import flatten
+
+LAMBDA = 0.5
+
+
+class FedDPA(LoraMethod):
+    """Keep the state {"B", "A"}; {"own-B", "own-A", "mean-input"} stay with a client."""
+
+    frozen_tensors: tuple[str, ...] = ()
+    period = 2
+
+    def __init__(self, settings: Settings, layers: Sequence[Layer], size: int) -> None:
+        super().__init__(settings, layers, size)
+        if self.rank < 1:
+            raise ValueError(
+                f"lora-rank = {settings.lora_rank}: got a budget without room for two LoRAs, "
+                "expected 2 at least; raise lora-rank or set rank"
+            )
+        own = {f"own-{name}": shape for name, shape in self.shapes(self.rank).items()}
+        shapes = own | {"mean-input": (sum(self.ins),)}
+        self.personal = Personal(shapes, self.collect, self.put)
+
+    def in_round(self, number: int) -> "FedDPA":
+        method = copy.copy(self)
+        method.frozen_tensors = () if number % 2 else ("B", "A")
+        return method
+
+    def parameters_a_rank(self) -> int:
+        return 2 * super().parameters_a_rank()
+
+    def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
+        return {} if self.frozen_tensors else super().upload_shapes(share)
+
+    def adapt(self, layer: Layer, linear: nn.Linear) -> "DualLoRALinear":
+        lora = super().adapt(layer, linear)
+        adapter = DualLoRALinear(linear, lora.B, lora.A, lora.scale)
+        adapter.set_own(lora.B, lora.A, torch.zeros(layer.in_features))
+        return adapter
+
+    def load(self, adapters: Sequence[LoRALinear], tensors: Mapping[str, Tensor]) -> None:
+        super().load(adapters, tensors)
+        drawn = [torch.zeros(out, self.rank) for out in self.outs], self.drawn_A
+        means = [torch.zeros(side) for side in self.ins]
+        for adapter, B, A, mean in zip(dual(adapters), *drawn, means, strict=True):
+            adapter.set_own(B, A, mean)
+
+    def choose(
+        self, adapters: Sequence[LoRALinear], share: float, random: torch.Generator,
+        backward: Callable[..., object],
+    ) -> None:  # fmt: skip
+        for adapter in dual(adapters):
+            adapter.train_own(own=bool(self.frozen_tensors))
+
+    def upload(self, adapters: Sequence[LoRALinear]) -> Tensors:
+        return {} if self.frozen_tensors else super().upload(adapters)
+
+    def collect(self, adapters: Sequence[LoRALinear]) -> Tensors:
+        """Copy a client's own factors, and the mean of what it trained them on."""
+        found = dual(adapters)
+        own = self.pack([a.own_B for a in found], [a.own_A for a in found])
+        means = flatten([adapter.mean_input() for adapter in found])
+        return {f"own-{name}": tensor for name, tensor in own.items()} | {"mean-input": means}
+
+    def put(self, adapters: Sequence[LoRALinear], own: Mapping[str, Tensor]) -> None:
+        """Put a client's own factors beside those of all."""
+        factors = self.split({"B": own["own-B"], "A": own["own-A"]})
+        means = own["mean-input"].split(self.ins)
+        for adapter, B, A, mean in zip(dual(adapters), *factors, means, strict=True):
+            adapter.set_own(B, A, mean)
+
+    def lora_factors(self, adapter: LoRALinear) -> None:
+        return None  # no product of two factors mixes by input
+
+
+class DualLoRALinear(LoRALinear):
+    """Add two LoRAs to a frozen linear layer, of which the second is the client's own."""
+
+    own_share: float | None = None  # a while one of the two is trained; by input if None
+    mean: Tensor
+    total: Tensor
+
+    def set_own(self, B: Tensor, A: Tensor, mean: Tensor) -> None:
+        """Take copies of a client's own factors, and the mean input that they were trained on."""
+        device = self.base.weight.device
+        self.own_B = nn.Parameter(B.detach().to(device, copy=True))
+        self.own_A = nn.Parameter(A.detach().to(device, copy=True))
+        self.register_buffer("mean", mean.to(device, copy=True), persistent=False)
+        self.register_buffer("total", torch.zeros_like(self.mean), persistent=False)
+        self.own_share, self.count = None, 0
+
+    def train_own(self, *, own: bool) -> None:
+        """Train the own factors beside the others, or the others alone."""
+        self.own_share = 0.5 if own else 0.0
+        for factor in (self.B, self.A):
+            factor.requires_grad_(not own)
+        for factor in (self.own_B, self.own_A):
+            factor.requires_grad_(own)
+
+    def mean_input(self) -> Tensor:
+        """Compute the mean input of the own factors' last training."""
+        return self.total / self.count if self.count else self.mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.own_share == 0:
+            return super().forward(x)
+        inputs = x.detach().float().flatten(1, -2).mean(1) if x.ndim > 2 else x.detach().float()
+        if self.own_share is None:
+            alike = F.cosine_similarity(inputs, self.mean[None]).clamp(min=0)
+            share = (LAMBDA * alike).to(x.dtype).view(-1, *[1] * (x.ndim - 1))
+        else:
+            self.total += inputs.sum(0)
+            self.count += len(inputs)
+            share = torch.full((1,), self.own_share, dtype=x.dtype, device=x.device)
+        of_all = F.linear(F.linear(x, self.A), self.B)
+        own = F.linear(F.linear(x, self.own_A), self.own_B)
+        y: Tensor = self.base(x)
+        return y + (self.scale * ((1 - share) * of_all + share * own)).to(y.dtype)
+
+    def delta_weight(self) -> Tensor:
+        """Compute what is added, (out, in), to an input as the client's own are."""
+        share = self.own_share
+        if share is None:
+            share = LAMBDA if self.mean.any() else 0.0
+        own = self.scale * self.own_B @ self.own_A
+        return (1 - share) * super().delta_weight() + share * own
+
+
+def dual(adapters: Sequence[LoRALinear]) -> list[DualLoRALinear]:
+    """Return adapters as what `adapt` made."""
+    return [adapter for adapter in adapters if isinstance(adapter, DualLoRALinear)]
+
+
+METHOD = FedDPA

@@ -1,0 +1,199 @@
+"""FedDPA against a slow loop of its two rounds, and of how it mixes an input."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ravan_flwr import result_of, simulate
+from ravan_flwr.cli import main
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.runs.checkpoint import load_own_parts
+from ravan_flwr.seeding import generator
+from ravan_flwr.specs import Scalar
+from tests.methods import LAYERS, aggregate, assert_close, build, own_part, train_client
+
+SMALL: dict[str, Scalar] = {
+    "method": "feddpa", "num-rounds": 2, "clients-per-round": 3, "local-steps": 2,
+    "report": False, "tracking": "none",
+}  # fmt: skip
+
+
+def inputs_of(seed, layer):
+    """Some examples of three tokens each."""
+    return np.random.default_rng(seed).normal(size=(4, 3, layer.in_features))
+
+
+def own_round(method, adapters, state, seed, own=None):
+    """A client's own part after a round in which it alone is trained, moved at random."""
+    turn = method.in_round(2)
+    turn.load(adapters, state)
+    if own is not None:
+        turn.personal.put(adapters, own)
+    turn.choose(adapters, 1.0, generator(0), lambda: None)
+    for adapter, layer in zip(adapters, LAYERS, strict=True):
+        adapter(torch.tensor(inputs_of(seed, layer)).float())
+    random = generator(seed, "own")
+    with torch.no_grad():
+        for parameter in turn.parameters(adapters):
+            parameter.add_(torch.randn(parameter.shape, generator=random))
+    assert turn.upload(adapters) == {}
+    return own_part(turn, adapters)
+
+
+def cut(flat, sides, rank=2):
+    """A flat tensor's factors, in numpy, each with `rank` times a side."""
+    pieces, at = [], 0
+    for side in sides:
+        pieces.append(flat[at : at + rank * side].double().numpy())
+        at += rank * side
+    return pieces
+
+
+def mixed_slowly(x, network, of_all, own, scale):
+    """What a layer computes of one example, (tokens, in), token by token."""
+    (W, b), (B, A), (own_B, own_A, mean) = network, of_all, own
+    average = sum(x) / len(x)
+    norms = np.linalg.norm(average) * np.linalg.norm(mean)
+    a = 0.5 * max(0.0, float(average @ mean / norms)) if norms else 0.0
+    return np.array([
+        W @ token + b + scale * ((1 - a) * B @ (A @ token) + a * own_B @ (own_A @ token))
+        for token in x
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@given(st.integers(0, 99), st.sampled_from([1.0, 0.5]))
+def test_an_input_is_mixed_by_how_like_the_clients_own_it_is(trained, seed, scale):
+    method, adapters = build("feddpa", lora_scale=scale)
+    state = method.initial_state(adapters)
+    state = aggregate(method, state, [(train_client(method, adapters, state, 1.0, seed), 1.0)])
+    own = own_round(method, adapters, state, seed) if trained else None
+    method.load(adapters, state)
+    if own is not None:
+        method.personal.put(adapters, own)
+    kept = own_part(method, adapters)
+    outs, ins = [layer.out_features for layer in LAYERS], [layer.in_features for layer in LAYERS]
+    factors = [cut(state["B"], outs), cut(state["A"], ins)]
+    factors += [cut(kept["own-B"], outs), cut(kept["own-A"], ins), cut(kept["mean-input"], ins, 1)]
+    for place, (adapter, layer) in enumerate(zip(adapters, LAYERS, strict=True)):
+        B, A, own_B, own_A, mean = (one[place] for one in factors)
+        if trained:
+            seen = inputs_of(seed, layer)
+            np.testing.assert_allclose(mean, seen.reshape(-1, layer.in_features).mean(0), atol=1e-6)
+        else:
+            assert not mean.any()
+        B, own_B = B.reshape(-1, 2), own_B.reshape(-1, 2)
+        A, own_A = A.reshape(2, -1), own_A.reshape(2, -1)
+        base = adapter.base.weight.double().numpy(), adapter.base.bias.double().numpy()
+        x = inputs_of(seed + 1, layer)
+        with torch.no_grad():
+            got = adapter(torch.tensor(x).float())
+        for example, found in zip(x, got, strict=True):
+            slow = mixed_slowly(example, base, (B, A), (own_B, own_A, mean), scale)
+            np.testing.assert_allclose(found, slow, atol=1e-5, rtol=1e-5)
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=3, unique=True))
+def test_odd_rounds_are_fedits_and_even_ones_each_clients_own(seeds):
+    method, adapters = build("feddpa")
+    fedit, others = build("fedit")
+    state, same = method.initial_state(adapters), fedit.initial_state(others)
+    assert all(torch.equal(state[key], same[key]) for key in state)
+    for number in (1, 3):
+        owns = {seed: own_round(method, adapters, state, seed) for seed in seeds}
+        turn = method.in_round(number)
+        uploads = []
+        for seed in seeds:
+            upload = train_client(turn, adapters, state, 1.0, seed, owns[seed])
+            kept = own_part(turn, adapters)
+            assert all(torch.equal(kept[key], owns[seed][key]) for key in kept)
+            uploads.append((upload, 1.0))
+        state = aggregate(turn, state, uploads)
+        replies = [(train_client(fedit, others, same, 1.0, seed), 1.0) for seed in seeds]
+        same = aggregate(fedit, same, replies)
+        assert all(torch.equal(state[key], same[key]) for key in state)
+    even = method.in_round(2)
+    after = aggregate(even, state, [({}, 1.0), ({}, 1.0)])
+    assert all(torch.equal(after[key], state[key]) for key in state)
+    with pytest.raises(ValueError, match="got tensors .*expected"):
+        aggregate(even, state, [(state, 1.0)])
+
+
+def test_an_own_round_trains_the_own_factors_beside_the_frozen_ones():
+    method, adapters = build("feddpa")
+    state = method.initial_state(adapters)
+    state = aggregate(method, state, [(train_client(method, adapters, state, 1.0, 3), 1.0)])
+    own = own_round(method, adapters, state, 1)
+    turn = method.in_round(2)
+    turn.load(adapters, state)
+    turn.personal.put(adapters, own)
+    turn.choose(adapters, 1.0, generator(0), lambda: None)
+    for adapter, layer in zip(adapters, LAYERS, strict=True):
+        x = torch.tensor(inputs_of(5, layer)).float()
+        expected = adapter.base(x)
+        expected = expected + 0.5 * (x @ adapter.A.T @ adapter.B.T)
+        expected = expected + 0.5 * (x @ adapter.own_A.T @ adapter.own_B.T)
+        assert_close([adapter(x).detach()], [expected.detach()])
+        adapter(x).square().sum().backward()
+        assert adapter.B.grad is None
+        assert adapter.A.grad is None
+        assert adapter.own_B.grad.abs().sum() > 0
+        assert adapter.own_A.grad.abs().sum() > 0
+
+
+def test_its_two_loras_are_within_the_budget_of_one():
+    method, _ = build("feddpa", rank=None, lora_rank=4)
+    fedit, _ = build("fedit", rank=None, lora_rank=4)
+    assert (method.rank, fedit.rank) == (2, 4)
+    assert method.trainable_parameters() == fedit.trainable_parameters()
+    with pytest.raises(ValueError, match=r"lora-rank = 1: .*two LoRAs.*raise lora-rank"):
+        build("feddpa", rank=None, lora_rank=1)
+
+
+def test_two_rounds_under_skewed_budgets_and_what_its_result_is(tmp_path, capsys):
+    run = simulate(SMALL | {"budgets": "skewed-right", "output-dir": str(tmp_path)}, 20)
+    assert (run.summary["rejected"], run.summary["without-effect"]) == (0, [])
+    assert read_config(SMALL).evaluate_on == "clients"
+    with result_of(run.run_dir, client_with_a_part(run)) as bench:
+        assert any(adapter.mean.any() for adapter in bench.model.adapters)
+    told = "mix two adapters by what they are given"
+    with pytest.raises(SystemExit):
+        main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "x"), "--client",
+              str(client_with_a_part(run))])  # fmt: skip
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def client_with_a_part(run):
+    return next(iter(load_own_parts(run.run_dir / "checkpoints", 2) or {}))
+
+
+def test_the_servers_model_is_measured_without_own_parts(tmp_path):
+    both = SMALL | {"classifier": "frozen", "output-dir": str(tmp_path)}
+    run = simulate(both | {"evaluate-on": "server"}, 4)
+    fedit: dict[str, Scalar] = {"method": "fedit", "rank": 2, "validation-share": 0.2}
+    other = simulate(both | fedit | {"learning-rate": 1e-3, "num-rounds": 1}, 4)
+    first, second = (
+        [json.loads(x)["metrics"] for x in (r.run_dir / "rounds.jsonl").read_text().splitlines()]
+        for r in (run, other)
+    )
+    assert first == [second[0], second[0]]  # the second round is the clients' own
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"secure-aggregation": True}, "feddpa"),
+        ({"privacy": "client", "epsilon": 8.0}, "feddpa"),
+        ({"privacy": "example", "epsilon": 8.0}, "feddpa"),
+        ({"aggregation": "async"}, "feddpa"),
+        ({"deliver": True}, "mix two adapters by what they are given"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_by_name(option, told):
+    with pytest.raises(ValueError, match=told):
+        read_config({"method": "feddpa", **option})
