@@ -74,6 +74,7 @@ FORMULAS: dict[str, Formula] = {
         ),
         lambda s, _: (s.both, s.both),
     ),
+    "fedalt": lambda s, _: (s.n * s.h * s.r**2 + s.h * s.n / 32, s.n * s.h * s.r**2),
     "feddpa": lambda s, t: (s.both if t % 2 else 0, s.both),
     "fedsa-lora": lambda s, _: (s.r * s.ins, s.r * s.ins),
     **dict.fromkeys(("local", "none"), lambda *_: (0, 0)),

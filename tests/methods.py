@@ -18,10 +18,10 @@ SETTINGS = Settings(
     calibration_steps=2, scaling="trained", scoring="random", selection="layer",
 )  # fmt: skip
 # Of all others the aggregate's delta-weight is the mean of the clients'.
-# (Of these the last three have one model for each client, and of `centralised` one client trains.)
+# (Of these the last four have one model for each client, and of `centralised` one client trains.)
 INEXACT = (
     "fedit", "slora", "hetlora", "flexlora", "lora-fair", "raflora", "fedrot-lora", "fed-plora",
-    "centralised", "fedrpca", "feddpa", "fedsa-lora", "local",
+    "centralised", "fedrpca", "fedalt", "feddpa", "fedsa-lora", "local",
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
 from ravan_flwr.client.account import NoiseAccount
-from ravan_flwr.client.client_request import ClientRequest
+from ravan_flwr.client.client_request import ClientRequest, keep_own
 from ravan_flwr.client.secure_part import pieces_in, secure_part
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.messages.records import read_pieces, to_pieces
@@ -49,8 +49,12 @@ def train_masked(client: ClientRequest) -> RecordDict:
         numbers = to_noised(method, sent, _trained(client), schedule, random)
     else:
         _check_schedule(client, sent, schedule)
-        chosen = by_tensor(schedule.parts, rows)
-        result = train_locally(*client.work, client.granted, client.steps, client.turn, rows=chosen)
+        chosen, own = by_tensor(schedule.parts, rows), client.find_own()
+        result = train_locally(
+            *client.work, client.granted, client.steps, client.turn, own, rows=chosen
+        )
+        if result.own:
+            keep_own(client.context.state, result.own, client.mark)
         numbers = to_numbers(method, sent, result.upload, schedule, rows, random)
     with secure_part(client.context, client.node) as secure:
         masked = secure.mask(client.round, numbers)

@@ -57,7 +57,7 @@ _ONLY: dict[str, tuple[Only, ...]] = {
 }
 _METHOD_SAYS = {
     "client": "its next state, or a round before the first, uses more of the clients than the sum "
-    "of their changes",
+    "of their changes, or all clients train in every round",
     "example": "it trains what has no known gradients of single examples, or uses a client's data "
     "for more than these",
     "secure": "its next state, or a round before the first, is not made of the sum of changes",
@@ -86,8 +86,8 @@ def check_together(values: Values) -> None:
     _check_evaluation(values)
     if values["privacy"] != "none":
         kind = str(values["privacy"])
-        _check_noise(values)
         _check_sums(f"privacy = {kind!r}", "privacy=none", kind, values)
+        _check_noise(values)
 
 
 def check_steps(values: Values, where: str = "") -> None:
@@ -285,8 +285,11 @@ def _check_sums(what: str, without: str, kind: str, values: Values) -> None:
             )
 
     method = METHODS[str(values["method"])]
+    drawn = kind == "client"  # a cohort, by chance
     able = [
-        n for n, m in METHODS.items() if (m.by_example if kind == "example" else m.sums_changes)
+        n
+        for n, m in METHODS.items()
+        if (m.by_example if kind == "example" else m.sums_changes and not (drawn and m.everyone))
     ]
     check("method", values["method"] in able, f"one of {', '.join(able)}", _METHOD_SAYS[kind])
     if method.has_heads:

@@ -9,7 +9,13 @@ from collections.abc import Mapping, Set
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from ravan_flwr.config.checks import STEPS, check_steps, check_together, trains_backbone
+from ravan_flwr.config.checks import (
+    MOST_CLIENTS,
+    STEPS,
+    check_steps,
+    check_together,
+    trains_backbone,
+)
 from ravan_flwr.config.key import AUTO
 from ravan_flwr.config.keys import FREE_ON_RESUME, KEYS, LIMITS, RUN, Config, check_key, read_limits
 from ravan_flwr.config.presets import chosen_data, chosen_model, read_preset
@@ -88,11 +94,15 @@ def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
     # The preset's ranks are those of its own heads, model and targets, within its own budget.
     own = values["heads"] == preset.run["heads"] or "heads" in method.ignored
     own = own and all(values[key] == AUTO for key in ("model", "targets", "lora-rank"))
-    on_clients = method.personalised or values["evaluate-on"] == "clients"
+    # Under masks what clients measure would be told as it is.
+    on_server = method.serves and (not method.personalised or bool(values["secure-aggregation"]))
+    on_clients = (
+        not on_server if values["evaluate-on"] == AUTO else (values["evaluate-on"] == "clients")
+    )
     found: dict[str, Scalar] = {
         "rank": preset.ranks[budget].get(name, AUTO) if own else AUTO,
         "lora-rank": preset.lora_rank[budget],
-        "evaluate-on": "clients" if method.personalised else "server",
+        "evaluate-on": "clients" if on_clients else "server",
         "validation-share": HELD_BACK if on_clients else 0.0,
         "max-length": preset.max_length,
     }
@@ -109,7 +119,11 @@ def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
         )
     values.update({key: value for key, value in found.items() if values[key] == AUTO})
     if method.everyone:
-        values["clients-per-round"] = int(KEYS["clients-per-round"].high)  # as many as there are
+        # As many as there are.
+        most = MOST_CLIENTS if values["secure-aggregation"] else KEYS["clients-per-round"].high
+        values["clients-per-round"] = int(most)
+    if "weighting" in method.ignores and values["weighting"] == "examples":
+        values["weighting"] = "uniform"
     if method.pools:
         values["clients-per-round"] = 1
 

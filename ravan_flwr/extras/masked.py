@@ -289,11 +289,11 @@ class Rounded:
                 "round %d: %.2g %% of the numbers were beyond their bounds and cut off; lower "
                 "learning-rate", self.round.number, 100 * cut_off,
             )  # fmt: skip
-        means = opened.means
-        if sums_changes(self.round.method).mean_over_cohort:  # those too that did not train a row
-            counts, clients = opened.counts, int(self.masked.secure.alive.sum())
+        means, method = opened.means, sums_changes(self.round.method)
+        counts, clients = opened.counts, int(self.masked.secure.alive.sum())
+        if method.mean_over_cohort:  # those too that did not train a row
             means = {n: mean * (counts[n] / clients)[:, None] for n, mean in means.items()}
-        return moved(self.run.state.tensors, means)
+        return method.counted(moved(self.run.state.tensors, means), clients)
 
 
 class NoisedSum(Rounded):

@@ -90,6 +90,18 @@ METHODS = {
     "fed-plora": MethodInfo(by_example=True),
     "rolora": MethodInfo(by_example=True),
     "lora-fair": MethodInfo(averages=False, by_example=True),
+    # Its server has the mean of all clients' own heads.
+    "fedalt": MethodInfo(
+        3e-3,
+        averages=False,
+        sums_changes=True,
+        adds_changes=False,
+        personalised=True,
+        mixes=True,
+        everyone=True,
+        has_heads=True,
+        ignores=("lora-scale", "head-mean", "clients-per-round", "weighting"),
+    ),
     "fedsa-lora": MethodInfo(personalised=True, serves=False),
     "feddpa": MethodInfo(personalised=True, mixes=True),
     "fedrpca": MethodInfo(

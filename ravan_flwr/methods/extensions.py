@@ -51,6 +51,10 @@ class SumsChanges:
     def train_rows(self, adapters: Sequence[Any], rows: Mapping[str, Tensor], share: float) -> None:
         """Make these rows trainable, in place of `choose`; ValueError if the share cannot pay."""
 
+    def counted(self, state: Tensors, clients: int) -> Tensors:
+        """Note in the next state of how many clients it has the changes, where it has a place."""
+        return state
+
     def heads_of(self, rows: Mapping[str, Tensor]) -> list[list[int]]:
         """List the heads of each layer that these rows are; a LoRA has the one head 0."""
         return [[0] for _ in self.layers]

@@ -66,7 +66,7 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
 
     def _largest_rank(self) -> int:
         """Find the largest r with layers * heads * (r^2 + 1) parameters within the budget."""
-        per_head = self.budget / (len(self.layers) * self.heads)
+        per_head = (self.budget - self._beside_heads()) / (len(self.layers) * self.heads)
         rank = math.isqrt(max(0, math.floor(per_head) - self._scales_per_head()))
         if rank < 1:
             raise ValueError(
@@ -82,8 +82,13 @@ class Ravan(SumsChanges, NormLimits, MultiHeadMethod):
     def _scales_per_head(self) -> int:
         return 1 if self.trains_scales else 0
 
+    def _beside_heads(self) -> int:
+        """Count what is trained beside the heads."""
+        return 0
+
     def trainable_parameters(self) -> int:
-        return len(self.layers) * self.heads * (self.rank**2 + self._scales_per_head())
+        a_head = self.rank**2 + self._scales_per_head()
+        return len(self.layers) * self.heads * a_head + self._beside_heads()
 
     def upload_shapes(self, share: float) -> dict[str, tuple[int, ...]]:
         return {"H": (len(self.layers) * affordable(share, self.heads), self.rank, self.rank)}

@@ -29,7 +29,7 @@ CUT_OFF = "/cut-off"  # no tensor has this name
 def parts_of(method: Method, state: Mapping[str, Tensor], steps: float) -> tuple[Part, ...]:
     """List what is summed up; `steps` is the learning rate times the most steps of a client."""
     rows, parts = _rows(method, state), []
-    for name in sorted(state):
+    for name in _summed(state):
         size = state[name].numel() // rows[name]
         if size:
             # A plan has shapes only, and no bound.
@@ -45,7 +45,7 @@ def rows_wanted(
     trained = sums_changes(method).rows_trained(split_classifier(state)[0], share, random) | {
         CLASSIFIER: torch.ones(1).bool()
     }
-    bits = [trained[name].numpy() for name in sorted(state) if state[name].numel()]
+    bits = [trained[name].numpy() for name in _summed(state) if state[name].numel()]
     return np.concatenate([*bits, [True]])
 
 
@@ -171,6 +171,11 @@ def moved(state: Mapping[str, Tensor], means: Mapping[str, NDArray[np.float64]])
         else old
         for name, old in state.items()
     }
+
+
+def _summed(state: Mapping[str, Tensor]) -> list[str]:
+    """List the tensors that clients change, in order: what is counted is no such."""
+    return sorted(name for name, tensor in state.items() if tensor.is_floating_point())
 
 
 def _rows(method: Method, state: Mapping[str, Tensor]) -> dict[str, int]:

@@ -96,7 +96,7 @@ def test_the_page_lists_the_defaults_that_are_used():
     for budget, rank in LORA_RANK.items():
         assert f"`{budget}: {{lora-rank: {rank}}}`" in table
     row = next(line for line in table.splitlines() if line.startswith("| `learning-rate`"))
-    by_rate = {3e-3: ["ravan", "ffa-lora", "fed-sb", "fedsvd", "fedrpca"], 1e-4: ["full"]}
+    by_rate = {3e-3: ["ravan", "ffa-lora", "fed-sb", "fedsvd", "fedrpca", "fedalt"], 1e-4: ["full"]}
     for name, method in METHODS.items():
         assert name in by_rate.get(method.learning_rate, [name])
-    assert "ravan, ffa-lora, fed-sb, fedsvd, fedrpca 3e-3; full 1e-4; others 1e-3" in row
+    assert "ravan, ffa-lora, fed-sb, fedsvd, fedrpca, fedalt 3e-3; full 1e-4; others 1e-3" in row

@@ -175,7 +175,7 @@ def client_with_a_part(run):
 def test_the_servers_model_is_measured_without_own_parts(tmp_path):
     both = SMALL | {"classifier": "frozen", "output-dir": str(tmp_path)}
     run = simulate(both | {"evaluate-on": "server"}, 4)
-    fedit: dict[str, Scalar] = {"method": "fedit", "rank": 2, "validation-share": 0.2}
+    fedit: dict[str, Scalar] = {"method": "fedit", "rank": 2}
     other = simulate(both | fedit | {"learning-rate": 1e-3, "num-rounds": 1}, 4)
     first, second = (
         [json.loads(x)["metrics"] for x in (r.run_dir / "rounds.jsonl").read_text().splitlines()]

@@ -41,7 +41,7 @@ def test_a_row_says_nothing_else_that_an_option_could_hang_on():
     of_options = {mark for _, mark, _ in OPTIONS.values()}
     # Evaluation, sampling, heads and privacy: test_personal.py, test_ravan.py, test_private.py.
     others = {"personalised", "everyone", "pools", "has_heads", "sums_changes", "by_example"}
-    others |= {"serves", "mixes"}  # evaluation and export: test_feddpa.py
+    others |= {"serves", "mixes"}  # evaluation and export: test_feddpa.py, test_fedalt.py
     assert marks - of_options == others
 
 

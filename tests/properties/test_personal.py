@@ -37,6 +37,8 @@ def test_what_stays_and_what_travels_are_all_that_is_trained(name):
     own = own_part(method, adapters)
     assert not upload.keys() & own.keys()
     assert {k: tuple(v.shape) for k, v in own.items()} == method.personal.shapes
+    if METHODS[name].has_heads:
+        return  # FedALT's products travel and stay: test_fedalt.py
     measured = {"mean-input"}  # what no gradient trains
     sizes = [t.numel() for k, t in (upload | own).items() if k not in measured]
     assert sum(sizes) == method.trainable_parameters()
@@ -55,7 +57,10 @@ def test_a_part_comes_back_to_the_bit_and_shares_nothing(name):
             parameter.fill_(7.0)
     assert all(torch.equal(own[key], kept[key]) for key in own)
     assert all(map(torch.equal, deltas(method, adapters, state, own), before))
-    assert all(torch.equal(own_part(method, adapters)[key], kept[key]) for key in own)
+    again = own_part(method, adapters)
+    if name != "fedalt":  # which has settled by then what the server's mean has of it
+        assert all(torch.equal(again[key], kept[key]) for key in own)
+    assert all(map(torch.equal, deltas(method, adapters, state, again), before))
 
 
 @every_personal

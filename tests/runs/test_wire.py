@@ -34,4 +34,4 @@ def test_a_runs_bytes_are_those_of_the_plan(method, wire, tmp_path):
     assert all(bytes_down <= built.bytes_down(1.0) for bytes_down in down)
     whole = Skeleton.build(read_config(settings | {"wire": "float32"}))
     ratio = {"int8": 1 / 4, "float16": 1 / 2, "bfloat16": 1 / 2}[wire]
-    assert built.bytes_up(1.0) == pytest.approx(ratio * whole.bytes_up(1.0), rel=0.03)
+    assert built.bytes_up(1.0) == pytest.approx(ratio * whole.bytes_up(1.0), rel=0.04)

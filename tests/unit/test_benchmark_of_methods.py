@@ -26,7 +26,7 @@ def test_what_is_sent_is_what_the_formulas_say(name):
         turn = method.in_round(number)
         up, down = formula_of(name)(shapes, number)
         once = shapes.both if (name, number) == ("fed-sb", 1) else 0  # beside the state
-        counters = 4 * len(state.keys() & {"residual-rank", "rounds"})
+        counters = 4 * len(state.keys() & {"residual-rank", "rounds", "clients"})
         assert bytes_of(turn.broadcast(state, 1.0)) - counters == 4 * (down - once)
         uploads = [train_client(turn, adapters, state, 1.0, seed) for seed in range(CLIENTS)]
         for upload in uploads:

@@ -10,6 +10,7 @@ from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import Settings
+from ravan_flwr.specs import Scalar
 from tests.methods import build, some_state, train_client
 
 OTHER = {
@@ -58,7 +59,7 @@ def test_what_a_method_ignores_changes_nothing(method, key):
 
 @pytest.mark.parametrize(("method", "key"), OTHERS)
 def test_what_a_method_says_itself_is_taken_from_nobody(method, key):
-    given = {"clients-per-round": 7}
+    given: dict[str, Scalar] = {"clients-per-round": 7, "weighting": "examples"}
     assert read_config({"method": method, key: given[key]}) == read_config({"method": method})
 
 

@@ -1,0 +1,188 @@
+"""FedALT against a slow loop over all clients' own heads, with and without masks."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ravan_flwr import result_of, simulate
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.methods.base import Tensors
+from ravan_flwr.runs.checkpoint import load_checkpoint, load_own_parts
+from ravan_flwr.seeding import generator
+from ravan_flwr.specs import Scalar
+from tests.methods import LAYERS, aggregate, build, own_part
+
+SMALL: dict[str, Scalar] = {
+    "method": "fedalt", "num-rounds": 2, "local-steps": 2, "report": False, "tracking": "none",
+}  # fmt: skip
+
+
+def train(method, adapters, state, seed, own, share=1.0):
+    """What a client sends and keeps after it has moved what it may at random."""
+    method.load(adapters, state)
+    if own is not None:
+        method.personal.put(adapters, own)
+    random = generator(seed, "client")
+    method.choose(adapters, share, random, lambda: None)
+    with torch.no_grad():
+        for parameter in method.parameters(adapters):
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=random))
+    return method.upload(adapters), own_part(method, adapters)
+
+
+def products(own):
+    """A client's own heads, in float64: what stays with it."""
+    return own["own"].double()
+
+
+def others_of(client, owns):
+    """The mean of all others' own heads, head by head."""
+    rest = [products(own) for number, own in owns.items() if number != client]
+    return sum(rest) / len(rest)
+
+
+@given(st.integers(2, 4), st.lists(st.sampled_from([0.34, 0.67, 1.0]), min_size=4, max_size=4))
+def test_each_client_has_its_own_heads_beside_the_mean_of_the_others(clients, shares):
+    """Over three rounds, also where clients train some heads: those of the others stay."""
+    method, adapters = build("fedalt")
+    state, owns = method.initial_state(adapters), dict[int, Tensors]()
+    for number in range(3):
+        before = {c: products(own) for c, own in owns.items()}
+        made = {
+            c: train(method, adapters, state, 10 * number + c, owns.get(c), shares[c])
+            for c in range(clients)
+        }
+        owns = {c: own for c, (_, own) in made.items()}
+        state = aggregate(method, state, [(up, shares[c]) for c, (up, _) in made.items()])
+        mean = sum(map(products, owns.values())) / clients
+        torch.testing.assert_close(state["H"].double(), mean, atol=1e-6, rtol=0)
+        assert int(state["clients"]) == clients
+        for c, (upload, own) in made.items():
+            bits = np.unpackbits(upload["heads"].numpy(), bitorder="little")[: 2 * 3].astype(bool)
+            moved = products(own) - before.get(c, torch.zeros_like(mean))
+            untrained = moved.flatten(0, 1)[~bits]
+            assert untrained.abs().sum() < 1e-6
+            method.load(adapters, state)
+            method.personal.put(adapters, own)
+            for place, adapter in enumerate(adapters):
+                expected = others_of(c, owns)[place]
+                torch.testing.assert_close(adapter.others.double(), expected, atol=1e-6, rtol=0)
+                torch.testing.assert_close(
+                    adapter.H.detach().double(), products(own)[place], atol=1e-6, rtol=0
+                )
+
+
+@given(st.integers(0, 99))
+def test_a_layer_mixes_each_input_by_its_gate(seed):
+    method, adapters = build("fedalt")
+    state, owns = method.initial_state(adapters), dict[int, Tensors]()
+    for _ in range(2):
+        made = {c: train(method, adapters, state, seed + c, owns.get(c)) for c in range(2)}
+        owns = {c: own for c, (_, own) in made.items()}
+        state = aggregate(method, state, [(upload, 1.0) for upload, _ in made.values()])
+    method.load(adapters, state)
+    method.personal.put(adapters, owns[0])
+    gates = owns[0]["gate"].double().numpy()
+    for place, (adapter, layer) in enumerate(zip(adapters, LAYERS, strict=True)):
+        G, gates = gates[: 2 * layer.in_features].reshape(2, -1), gates[2 * layer.in_features :]
+        B, A = adapter.B.double().numpy(), adapter.A.double().numpy()
+        own, rest = products(owns[0])[place].numpy(), others_of(0, owns)[place].numpy()
+        W = adapter.base.weight.double().numpy()
+        b = adapter.base.bias.double().numpy()
+        x = np.random.default_rng(seed).normal(size=(2, 3, layer.in_features))
+        with torch.no_grad():
+            got = adapter(torch.tensor(x).float()).double().numpy()
+        for example in range(2):
+            for token in range(3):
+                v = x[example, token]
+                first, second = np.exp(G @ v) / np.exp(G @ v).sum()
+                slow = W @ v + b
+                for i in range(3):
+                    slow = slow + first * (B[i] @ (own[i] @ (A[i] @ v)))
+                    slow = slow + second * (B[i] @ (rest[i] @ (A[i] @ v)))
+                np.testing.assert_allclose(got[example, token], slow, atol=1e-5, rtol=1e-5)
+
+
+def test_own_heads_and_gates_are_trained_and_those_of_the_others_are_not():
+    method, adapters = build("fedalt")
+    state = method.initial_state(adapters) | {"H": torch.randn(2, 3, 2, 2)}
+    method.load(adapters, state)
+    method.choose(adapters, 1.0, generator(0), lambda: None)
+    for adapter, layer in zip(adapters, LAYERS, strict=True):
+        adapter(torch.randn(2, 3, layer.in_features)).square().sum().backward()
+        assert adapter.H.grad.abs().sum() > 0
+        assert adapter.gate.grad.abs().sum() > 0
+        assert not adapter.others.requires_grad
+
+
+def test_a_round_without_effect_is_none_for_the_clients_own_heads_either():
+    method, adapters = build("fedalt")
+    state = method.initial_state(adapters)
+    _, first = train(method, adapters, state, 1, None)
+    upload, _ = train(method, adapters, state, 2, None)
+    state = aggregate(method, state, [(train(method, adapters, state, 1, None)[0], 1.0),
+                                      (upload, 1.0)])  # fmt: skip
+    _, second = train(method, adapters, state, 3, first)
+    _, again = train(method, adapters, state, 3, second)  # the same state once more
+    torch.testing.assert_close(again["own"], second["own"], atol=1e-6, rtol=0)
+
+
+def test_every_client_counts_the_same():
+    method, adapters = build("fedalt")
+    state = method.initial_state(adapters)
+    made = [train(method, adapters, state, seed, None)[0] for seed in range(2)]
+    one = aggregate(method, state, [(made[0], 1.0, 1.0), (made[1], 1.0, 7.0)])
+    two = aggregate(method, state, [(upload, 1.0) for upload in made])
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_in_runs_each_client_has_the_mean_of_the_others(masked, tmp_path):
+    """Under skewed budgets; under masks to the steps of their whole numbers."""
+    settings = SMALL | {"budgets": "skewed-right", "output-dir": str(tmp_path)}
+    settings |= {"secure-aggregation": True, "secure-minimum": 3} if masked else {}
+    clients = 5
+    run = simulate(settings, clients)
+    assert (run.summary["rejected"], run.summary["without-effect"]) == (0, [])
+    lines = (run.run_dir / "rounds.jsonl").read_text().splitlines()
+    rounds = [record for record in map(json.loads, lines) if record["round"]]
+    assert [len(record["clients"]) for record in rounds] == [clients, clients]
+    state = load_checkpoint(run.run_dir / "checkpoints", 2).state
+    parts = load_own_parts(run.run_dir / "checkpoints", 2)
+    assert parts is not None
+    assert int(state["clients"]) == len(parts) == clients
+    step = 1e-4 if masked else 1e-6
+    mean = torch.stack([own["own"] for own in parts.values()]).mean(0)
+    torch.testing.assert_close(state["H"], mean, atol=step, rtol=0)
+    assert float(mean.abs().max()) > 20 * step
+    with result_of(run.run_dir, 1) as bench:
+        for place, adapter in enumerate(bench.model.adapters):
+            rest = sum(own["own"][place] for c, own in parts.items() if c != 1) / (clients - 1)
+            torch.testing.assert_close(adapter.others, rest, atol=2 * step, rtol=0)
+    assert read_config(settings).evaluate_on == ("server" if masked else "clients")
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"privacy": "client", "epsilon": 8.0}, "all clients train in every round"),
+        ({"privacy": "example", "epsilon": 8.0}, "fedalt"),
+        ({"aggregation": "async"}, "fedalt"),
+        ({"weighting": "median"}, "fedalt"),
+        ({"server-optimizer": "adam:0.01:0.9"}, "fedalt"),
+        ({"deliver": True}, "mix two adapters by what they are given"),
+        ({"secure-aggregation": True, "evaluate-on": "clients"}, "would be told as it is"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_by_name(option, told):
+    with pytest.raises(ValueError, match=told):
+        read_config({"method": "fedalt", **option})
+
+
+def test_heads_that_begin_elsewhere_than_at_zero_are_refused():
+    with pytest.raises(ValueError, match="init = 'first-round': got method 'fedalt'"):
+        build("fedalt", init="first-round")
