@@ -51,7 +51,7 @@ def train_masked(client: ClientRequest) -> RecordDict:
         _check_schedule(client, sent, schedule)
         chosen, own = by_tensor(schedule.parts, rows), client.find_own()
         result = train_locally(
-            *client.work, client.granted, client.steps, client.turn, own, rows=chosen
+            *client.work, client.granted, client.steps, client.turn, own=own, rows=chosen
         )
         if result.own:
             keep_own(client.context.state, result.own, client.mark)

@@ -419,8 +419,8 @@ def test_a_round_for_which_too_few_are_ready_is_not_held(tmp_path, monkeypatch):
 def test_numbers_that_are_none_do_not_single_out_their_client(tmp_path, monkeypatch, uploads):
     """A client that failed for them would tell the server about its examples."""
 
-    def trained(*given, rows, train=train_locally):
-        result = train(*given, rows=rows)
+    def trained(*given, train=train_locally, **more):
+        result = train(*given, **more)
         if given[-1].partition_id == 3:
             result.upload["H"][0] = torch.nan
             result.upload["H"][1, 0, 0] = torch.inf
