@@ -73,14 +73,5 @@ class DataSpec:
         return dict(self.columns).get(role, "")
 
 
-# Metrics of which less is more. All others: the higher, the better.
-LOWER_IS_BETTER = frozenset({"loss", "perplexity"})
-
-
-def sign_of(metric: str) -> int:
-    """Return -1 for a metric of which less is more, else 1."""
-    return -1 if metric in LOWER_IS_BETTER else 1
-
-
 # By the form of an export, the folder of a run's directory, or of a device, that holds it.
 RESULT_FOLDERS = {"peft": "adapter", "merged": "merged"}

@@ -25,7 +25,7 @@ from ravan_flwr.reports.classes import classes_of
 from ravan_flwr.reports.prediction import no_formula
 from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
 from ravan_flwr.runs.record import Spread
-from ravan_flwr.specs import LOWER_IS_BETTER
+from ravan_flwr.tasks import LOWER_IS_BETTER
 
 _MOST_BARS = 100  # of clients, or of numbers of rounds
 _MOST_HEADS = int(KEYS["heads"].high)

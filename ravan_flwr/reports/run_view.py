@@ -32,7 +32,7 @@ from ravan_flwr.runs.lock import Holder, holder_of
 from ravan_flwr.runs.record import ClientRecord
 from ravan_flwr.runs.samples import compared, last_samples, samples_of
 from ravan_flwr.runs.status import RunStatus, read_status
-from ravan_flwr.specs import LOWER_IS_BETTER
+from ravan_flwr.tasks import LOWER_IS_BETTER
 
 _SIGNS_OF_LIFE = ("config.json", "rounds.jsonl", status.NAME, LOG_FILE, LOCK)
 _WATCHED = (*_SIGNS_OF_LIFE, "summary.json", "failure.json", "classes.json", "samples.jsonl")

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 
 from ravan_flwr.runs.record import Metrics, RoundRecord
-from ravan_flwr.specs import LOWER_IS_BETTER, sign_of
+from ravan_flwr.tasks import LOWER_IS_BETTER, sign_of
 from ravan_flwr.tasks.tally import OTHER, Tally
 
 FALL, LEAST_FALL, RISE = 0.5, 0.1, 2.0

@@ -6,7 +6,7 @@ from logging import getLogger
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.runs.collapse_detection import merit
 from ravan_flwr.runs.record import RoundRecord
-from ravan_flwr.specs import LOWER_IS_BETTER
+from ravan_flwr.tasks import LOWER_IS_BETTER
 from ravan_flwr.training.plan import bytes_of_round
 
 log = getLogger(__name__)
@@ -93,7 +93,8 @@ class MetricTarget(StopCondition):
     def of(cls, config: Config, metric: str, records: Iterable[RoundRecord]) -> "MetricTarget":
         """Make a run's; ValueError for a value that its metric cannot reach."""
         value, lower = config.until_metric, metric in LOWER_IS_BETTER
-        if value and (value < 1 if lower else value > 1):
+        beyond = metric == "perplexity" and value < 1 if lower else value > 1
+        if value and beyond:
             expected = "1 or more, since none is lower" if lower else "a share, 1 at most"
             hint = f"; write {value / 100:g}?" if not lower and value <= 100 else ""
             raise ValueError(

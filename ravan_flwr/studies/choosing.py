@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ravan_flwr.config.keys import KEYS
-from ravan_flwr.specs import sign_of
 from ravan_flwr.studies.results import Result, Results, interval
 from ravan_flwr.studies.spec import RATE, Grid, PlannedRun, Row, Rung, Study, Table
+from ravan_flwr.tasks import sign_of
 
 _IN_HALVES = (2.9, 3.5)  # steps of a grid with two rates a decade: 3 and 10 / 3
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ravan_flwr.specs import sign_of
 from ravan_flwr.studies.choosing import RateChoice, choose, runs_as_good, runs_of
 from ravan_flwr.studies.results import Interval, Result, Results, difference, holm, interval
 from ravan_flwr.studies.spec import PlannedRun, Table
+from ravan_flwr.tasks import sign_of
 
 
 @dataclass(frozen=True)

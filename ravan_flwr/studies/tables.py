@@ -24,12 +24,12 @@ import pandas as pd
 from ravan_flwr.reports.charts import Chart
 from ravan_flwr.runs.console import megabytes
 from ravan_flwr.runs.directory import write_atomically
-from ravan_flwr.specs import LOWER_IS_BETTER
 from ravan_flwr.studies.choosing import Measured, RateChoice, alike, choices_of, ranked
 from ravan_flwr.studies.lines import Line, lines_of, sentence
 from ravan_flwr.studies.pictures import charts, overview_charts
 from ravan_flwr.studies.results import Interval, Results, interval
 from ravan_flwr.studies.spec import LEAST, OVERVIEW, RATE, Study, Table
+from ravan_flwr.tasks import LOWER_IS_BETTER
 
 COLUMNS = [
     *("table", "row", "metric", "mean", "spread", "finals", "learning-rate", "chosen", "rank"),

@@ -22,6 +22,7 @@ class TaskInfo:
     prompt: str = ""
     target_length: int = 0  # tokens of an answer
     is_causal_lm: bool = False  # writes as a language model does: its columns are free
+    lower_is_better: tuple[str, ...] = ()  # metrics, beside the loss
     packs: bool = False  # short texts side by side: its class is a `Packs` (extensions.py)
 
 
@@ -31,7 +32,12 @@ TASKS = {
     "text-to-label": TaskInfo(("text", "label"), prompt="{text}", target_length=32),
     # In place of messages `prompt` and `completion`, or any columns (config/preset_data.py).
     "causal": TaskInfo(
-        ("messages",), max_length=512, target_length=128, is_causal_lm=True, packs=True
+        ("messages",),
+        max_length=512,
+        target_length=128,
+        is_causal_lm=True,
+        packs=True,
+        lower_is_better=("perplexity",),
     ),
     "question-answering": TaskInfo(
         ("question", "context", "answers"),
@@ -41,9 +47,20 @@ TASKS = {
 }
 
 
+# Metrics of which less is more. All others are shares: the higher, the better.
+LOWER_IS_BETTER = {"loss", *(name for info in TASKS.values() for name in info.lower_is_better)}
+
+
+def sign_of(metric: str) -> int:
+    """Return -1 for a metric of which less is more, else 1."""
+    return -1 if metric in LOWER_IS_BETTER else 1
+
+
 def get_task(name: str) -> "type[Task]":
     """Load the task of that name: `TASK` in its module."""
     module = importlib.import_module(f"ravan_flwr.tasks.{name.replace('-', '_')}")
+    if not hasattr(module, "TASK"):
+        raise TypeError(f"task {name!r}: {module.__file__} has no TASK; write TASK = your class")
     found = cast("type[Task]", module.TASK)
     if TASKS[name].packs:
         from ravan_flwr.tasks.extensions import Packs  # noqa: PLC0415 (torch)

@@ -138,6 +138,11 @@ class Task(ABC):
     def adjust(self, network: nn.Module) -> None:  # noqa: B027 (most networks are ready)
         """Tell the network what it has to know of the reader."""
 
+    @property
+    def outputs(self) -> int:
+        """Return how many numbers the network puts out: one for each label."""
+        return len(self.data.labels)
+
     @abstractmethod
     def shapes(self, config: Any, batch_size: int) -> Shapes:
         """Give shape and dtype of every tensor of a batch, for a model of that configuration."""

@@ -212,7 +212,12 @@ def _config(settings: Mapping[str, Any], task: Task, model: str) -> Any:
     with reading(model, "config.json"):
         config = AutoConfig.for_model(**settings)
     if not task.data.target_length:
-        config.num_labels = len(task.data.labels)
+        config.num_labels = task.outputs
+        if not config.num_labels and task.data.settled:
+            raise ValueError(
+                f"model {model}: got a task without labels, expected at least one output; name "
+                "data.labels, or let the task override `outputs`"
+            )
     return config
 
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from transformers import ASTConfig, ASTForAudioClassification
 
+from testing.tiny import save_model
 from tests import ROOT
 
 
@@ -94,3 +95,89 @@ def test_the_task_is_a_file_and_a_row(run, tmp_path):
     table = pyarrow.csv.read_csv(tmp_path / "predicted.csv").to_pydict()
     right = sum(a == b for a, b in zip(table["label"], columns["label"][80:], strict=True))
     assert right / 40 == pytest.approx(summary["metrics"]["final"]["accuracy"])
+
+
+REGRESSION = """
+import datasets
+import numpy as np
+import torch
+
+from ravan_flwr.tasks import text
+from ravan_flwr.tasks.base import Task, encoded_as_it_is, mapped
+
+
+class Regression(Task):
+    metric, classifies, outputs = "mean-absolute-error", False, 1
+    classes = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
+    auto_class, pipeline = "AutoModelForSequenceClassification", ""
+
+    def load_reader(self, folder):
+        return text.load_tokenizer(folder)
+
+    def encode(self, examples):
+        features = text.fixed_length(self.reader.model_input_names, self.max_length)
+        features |= {"numbers": datasets.Value("float32")}
+
+        def encoded(columns):
+            inputs = text.tokenize(self.reader, self.max_length, columns["text"])
+            return inputs | {"numbers": np.asarray(columns["number"], np.float32)}
+
+        return encoded_as_it_is(mapped(examples, encoded, features, {"length": self.max_length}))
+
+    def shapes(self, config, batch_size):
+        length = self.max_length
+        return {
+            "input_ids": ((batch_size, length), torch.int64),
+            "attention_mask": ((batch_size, 1, length, length), torch.bool),
+            "numbers": ((batch_size,), torch.float32),
+        }
+
+    def apart(self, network, batch):
+        inputs = {name: tensor for name, tensor in batch.items() if name != "numbers"}
+        return network(**inputs).logits.float()[:, 0] - batch["numbers"]
+
+    def loss(self, network, batch):
+        return (self.apart(network, batch) ** 2).mean()
+
+    def measure(self, network, batch, answers, tally=None):
+        apart = self.apart(network, batch)
+        return {"loss": float((apart**2).sum()), self.metric: float(apart.abs().sum())}
+
+
+TASK = Regression
+"""
+
+
+def test_a_metric_of_a_new_task_may_be_the_better_the_lower(run, tmp_path):
+    (tmp_path / "ravan_flwr/tasks/regression.py").write_text(REGRESSION)
+    listing = tmp_path / "ravan_flwr/tasks/__init__.py"
+    row = '"regression": TaskInfo(("text", "number"), lower_is_better=("mean-absolute-error",)),'
+    listing.write_text(listing.read_text().replace("TASKS = {\n", "TASKS = {\n    " + row + "\n"))
+    save_model("bert", tmp_path / "model")
+    random = np.random.default_rng(0)
+    numbers = random.integers(0, 2, 90)
+    words = [("good " * 5 if number else "bad " * 5) + str(n) for n, number in enumerate(numbers)]
+    (tmp_path / "data").mkdir()
+    examples = datasets.Dataset.from_dict({"text": words, "number": numbers.astype(float).tolist()})
+    examples.select(range(60)).to_parquet(tmp_path / "data" / "train.parquet")
+    examples.select(range(60, 90)).to_parquet(tmp_path / "data" / "test.parquet")
+    content = {
+        "task": "regression",
+        "model": str(tmp_path / "model"),
+        "data": {"name": str(tmp_path / "data"), "columns": {"text": "text", "number": "number"}},
+        "run": {"partition": "iid"},
+    }
+    (tmp_path / "numbers.yaml").write_text(yaml.safe_dump(content))
+    settings = ["preset=numbers.yaml", "num-clients=3", "learning-rate=1e-3", "method=full"]
+    assert "a round         3 of 3 clients" in run("ravan_flwr", "plan", *settings).stdout
+    short = ["num-rounds=4", "local-steps=20", "output-dir=out", "until-metric=0.3"]
+    run("ravan_flwr", "simulate", *settings, *short)
+    (directory,) = (tmp_path / "out").iterdir()
+    errors = [
+        json.loads(line)["metrics"]["mean-absolute-error"]
+        for line in (directory / "rounds.jsonl").read_text().splitlines()
+    ]
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["metrics"]["best"]["mean-absolute-error"] == min(errors)
+    assert errors[-1] <= 0.3 < min(errors[:-1], default=1)  # it stopped when it came down to that
+    assert summary["reached"] == len(errors)

@@ -254,7 +254,8 @@ def test_fingerprints_tell_seeds_apart_and_ignore_what_is_trained(name):
     other, others = build(name, seed=1)
     pairs = zip(tensors_of(adapters), tensors_of(others), strict=True)
     same = all(torch.equal(one, two) for one, two in pairs)  # nothing is made from the seed
-    assert (other.fingerprint(others) == pytest.approx(before, rel=1e-3)) == same
+    told = "override fingerprint: it tells apart what seeds make, and nothing else"
+    assert (other.fingerprint(others) == pytest.approx(before, rel=1e-3)) == same, told
 
 
 def tensors_of(adapters):
