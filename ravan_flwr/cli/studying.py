@@ -104,12 +104,12 @@ def _tune(parsed: argparse.Namespace) -> None:
         log.info("%s", _time_of(tuning))
         return
     check_device(config.device)
-    log.info("held back: %s examples", f"{check_held_back(tuning):,}")
+    log.info("validation splits: %s examples", f"{check_held_back(tuning):,}")
     options = RunOptions(parsed.engine, parsed.jobs, parsed.clients_per_gpu)
     try:
         choice = tune(tuning, folder.absolute(), options)
     except KeyboardInterrupt:
-        log.info("what is done is kept in %s; the same command goes on there", folder)
+        log.info("what is done is kept in %s; the same command continues there", folder)
         raise
     log.info("%s\nresults: %s", summary(choice), folder / "results.md")
     log.info("%s", adopt(tuning, choice, write=not parsed.no_write))

@@ -149,7 +149,9 @@ class NoiseAccount:
             )
         with self._opened() as (book, seen, last):
             if told > seen * (1 + _CLOSE):
-                log.info("this client's account is behind the server's, as after a restart")
+                log.info(
+                    "this client's account has fewer rounds than the server's, as after a restart"
+                )
                 book.enter(seen=told, last=last)
 
 
@@ -235,7 +237,7 @@ def take_part(
             log.log(
                 INFO if is_on_a_device() else DEBUG,
                 "this client's account has %d rounds, and the server has asked it in %d: it counts "
-                "all of these, as after a restart or in a run that goes on",
+                "all of these, as after a restart or in a resumed run",
                 *(account.rounds, told),
             )
         account = account.after(missing, each)

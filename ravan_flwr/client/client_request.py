@@ -33,8 +33,8 @@ log = getLogger(__name__)
 OWN = "own-part"  # the record with the tensors
 OWN_OF = "own-part-of"  # the record that says which run's they are
 KEPT = (
-    "this device could not work on its examples; its own log says why, which the server is not "
-    "told, since it could learn of an example by that"
+    "this device could not work on its examples; its own log has the reason, which is not sent "
+    "to the server, since it could reveal an example"
 )
 
 
@@ -85,7 +85,7 @@ class ClientRequest:
         except Exception:
             if not self.config.noised_on_devices:
                 raise
-            log.exception("the server is told that this device failed, and not why")
+            log.exception("the server learns that this device failed, and not why")
             raise RuntimeError(KEPT) from None
 
     @property
@@ -211,6 +211,6 @@ def find_own(state: RecordDict, model: AdaptedModel, mark: str) -> Tensors | Non
             raise ValueError(f"it is of run {found!r}, expected {mark!r}")
         model.check_own(own)
     except ValueError as error:
-        log.warning("this client's own part of the model is of no use, it begins anew: %s", error)
+        log.warning("this client's personal parameters are of no use, it begins anew: %s", error)
         return None
     return own

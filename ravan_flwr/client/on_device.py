@@ -94,7 +94,7 @@ def private_folder() -> Path:
         if _is_ours(folder):
             return folder
     log.warning(
-        "%s: somebody else made it, or others can enter it, expected a folder of user %d alone; "
+        "%s: another user made it, or others can enter it, expected a folder of user %d alone; "
         "the warm worker's socket gets another one. Remove it, or set XDG_RUNTIME_DIR",
         shared,
         os.getuid(),

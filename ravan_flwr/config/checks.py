@@ -21,7 +21,7 @@ MOST_CLIENTS = 256  # in a secure round: the sum of so many numbers of 16 bits h
 Only = tuple[str, Scalar, str]
 _NO_LIMIT = ("max-update-norm", AUTO, "clip-norm already bounds what a client changes")
 _ON_SERVER = (
-    "evaluate-on", "server", "what clients measure on their examples would be told as it is",
+    "evaluate-on", "server", "clients would report what they measure on their examples",
 )  # fmt: skip
 _ONLY: dict[str, tuple[Only, ...]] = {
     "client": (
@@ -131,8 +131,8 @@ def told_without_effect(run_config: Values, method: str) -> list[str]:
     ):
         if alone := [one for one in others if one.partition("=")[0] in keys]:
             told.append(
-                f"no effect, and nobody is protected: {', '.join(alone)}; expected {protected_by} "
-                "beside it"
+                f"no effect, and no client is protected: {', '.join(alone)}; expected "
+                f"{protected_by} beside it"
             )
             others = [one for one in others if one not in alone]
     return told + ([f"no effect with method={method}: {', '.join(others)}"] if others else [])
@@ -318,6 +318,6 @@ def _check_sums(what: str, without: str, kind: str, values: Values) -> None:
         own = values["privacy"] != "client" or values["noise-cohort"] == AUTO
         check("noise-cohort", own, repr(AUTO), cohort)
         least, clients = int(values["secure-minimum"]), int(values["clients-per-round"])
-        room = "a sum of fewer tells too much of each, and of more has no room in 3 bytes"
+        room = "a sum of fewer reveals too much of each, and one of more does not fit into 3 bytes"
         some = f"{least} (secure-minimum) to {MOST_CLIENTS}"
         check("clients-per-round", least <= clients <= MOST_CLIENTS, some, room)

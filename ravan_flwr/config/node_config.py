@@ -39,8 +39,8 @@ class Node:
     num_partitions: int = _key("how many nodes there are", low=1)
     data_path: str | None = _key("folder of its own examples; none: a part of the preset's", None,
         in_words="the path of a folder as text")
-    budget: float | str | None = _key("its share of the adapters, or auto; none: drawn from the "
-        "run's distribution", None, above=0, high=1)
+    budget: float | str | None = _key("its budget fraction, or auto; none: drawn from the run's "
+        "distribution", None, above=0, high=1)
     device: str | None = _key("where it computes; none: the run's", None,
         pattern=KEYS["device"].pattern, in_words=KEYS["device"].in_words)
     cache_dir: str | None = _folder("cache of the hub; none: the user's")
@@ -48,11 +48,11 @@ class Node:
     result_path: str | None = _folder("where it keeps delivered results; none: it does not")
     result_form: str | None = _key("the folder that it keeps; none: the one that the server writes",
         None, choices=tuple(RESULT_FOLDERS.values()))
-    secure_keys: str | None = _folder("its key and everybody's public ones, for secure-aggregation")
+    secure_keys: str | None = _folder("its key and all public ones, for secure-aggregation")
     require_secure_aggregation: bool = _key("take part in runs with masked uploads alone", False)
     max_epsilon: float | None = _key("take part in private runs alone, and up to this epsilon",
         None, above=0)
-    max_delta: float = _key("delta that goes with max-epsilon", MAX_DELTA, above=0, below=1)
+    max_delta: float = _key("delta that belongs to max-epsilon", MAX_DELTA, above=0, below=1)
 # fmt: on
 
 

@@ -77,7 +77,7 @@ def _hold_back(splits: datasets.DatasetDict, spec: DataSpec, data: str) -> datas
     classes = np.zeros(len(train)) if column is None else np.asarray(list(map(str, train[column])))
     test = held_back(classes, spec.test_share, data)
     log.info(
-        "%s: it has no split `test`: %d of its %d examples are held back for the server's test",
+        "%s: it has no split `test`: %d of its %d examples become the server's test split",
         data,
         test.sum(),
         len(test),
@@ -100,8 +100,8 @@ def held_back(classes: np.ndarray, share: float, data: str) -> np.ndarray:
         test = _share_of_each_class(np.zeros(len(classes)), share)
     if test.all() or not test.any():
         raise ValueError(
-            f"{data}: it has no split `test`, and of its {len(test)} examples none can be held "
-            f"back for it (test-share = {share:g}), expected several of a class; add examples, or "
+            f"{data}: it has no split `test`, and of its {len(test)} examples none can be "
+            f"taken for it (test-share = {share:g}), expected several of a class; add examples, or "
             "a split test"
         )
     return test
@@ -183,7 +183,7 @@ def _tell_of_names(differing: Mapping[int, str], labels: Sequence[str], data: st
     if pairs:
         listed = "; ".join(pairs[:20]) + ("; ..." if len(pairs) > 20 else "")
         log.warning(
-            "%s: classes are told by their numbers, since some have other names than in the "
+            "%s: classes are identified by their numbers, since some have other names than in the "
             "preset: %s",
             data,
             listed,

@@ -114,7 +114,9 @@ def deal_out(train: datasets.Dataset, partition: Partition, column: str) -> list
     random = np.random.default_rng(_seed(partition))
     dealt = PARTITIONERS[partition.kind](values, partition, random, column)
     if left := len(train) - sum(map(len, dealt)):
-        log.info("partition=%s: %d of %d examples are nobody's", partition.kind, left, len(train))
+        log.info(
+            "partition=%s: %d of %d examples belong to no client", partition.kind, left, len(train)
+        )
     return dealt
 
 

@@ -116,7 +116,7 @@ class DeliverAtEnd(Callback):
         try:
             self.directory.write_json("summary.json", summary)
         except OSError as error:
-            log.warning("who has the result is not in summary.json: %s", error)
+            log.warning("the devices that have the result are not in summary.json: %s", error)
 
     def _to_all(self, parcel: Parcel) -> tuple[dict[str, Delivered], dict[str, str]]:
         """Send it to every client that is connected and has a place for it, whatever its budget.

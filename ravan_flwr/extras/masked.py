@@ -338,7 +338,7 @@ class NoisedSum(Rounded):
         most = self.norm * (secure.number + noise.of_changes * (math.sqrt(numbers) + ROOM))
         if norm > most:
             raise ValueError(
-                f"the noised sum has a norm of {norm:.3g}, expected {most:.3g} at most: somebody "
+                f"the noised sum has a norm of {norm:.3g}, expected {most:.3g} at most: a client "
                 "sent what is not masked or clipped as agreed"
             )
         if noise.adaptive:

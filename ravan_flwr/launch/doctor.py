@@ -291,7 +291,7 @@ def clock(host: str, port: int) -> str:
     """Compare this machine's clock with the server's; ValueError where Flower refuses it."""
     date = _asked(host, port).headers["Date"]
     if not date:
-        raise ValueError(f"{host}:{port} tells no time; compare the clocks by hand")
+        raise ValueError(f"{host}:{port} sends no time; compare the clocks by hand")
     return compared(time.time() - parsedate_to_datetime(date).timestamp())
 
 

@@ -163,7 +163,7 @@ def _test_split(splits: datasets.DatasetDict, train: str, label: str, where: str
     if label and "test" in splits and train != "test":
         raise ValueError(
             f"{where}: the examples of its split test have no labels, and it has no split "
-            "validation, expected one with labels; take test away, and some of train is held back"
+            "validation, expected one with labels; take test away, and a part of train is the test"
         )
     return ""
 

@@ -115,7 +115,7 @@ def _library() -> Any:
     except ImportError:
         raise ValueError(
             "privacy: the library dp-accounting is not installed, which accounts for "
-            "what a run tells; pip install 'ravan-flwr[privacy]'"
+            "what a run reveals; pip install 'ravan-flwr[privacy]'"
         ) from None
     return dp_accounting
 

@@ -149,7 +149,7 @@ def check_apart(alone: Sequence[Tensor], together: Sequence[Tensor]) -> None:
     if not any(all(bool(one.isfinite().all()) for one in side) for side in (mine, others)):
         raise ValueError(
             "privacy = 'example': got gradients that are not numbers from the untrained model, so "
-            "that nobody can see whether examples depend on each other, expected finite ones; "
+            "that it cannot be seen whether examples depend on each other, expected finite ones; "
             "choose another model"
         )
     size = math.hypot(*(float(a.norm()) for a in mine))

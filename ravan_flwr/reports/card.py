@@ -16,7 +16,7 @@ from ravan_flwr.tasks import get_task
 from ravan_flwr.templates import filled
 
 PROCESSOR = "preprocessor_config.json"
-EXAMPLES = {"server": "the server's test examples", "clients": "examples that clients held back"}
+EXAMPLES = {"server": "the server's test examples", "clients": "the clients' validation splits"}
 LIBRARIES = {"peft": "peft", "ravan": "peft", "merged": "transformers"}
 
 

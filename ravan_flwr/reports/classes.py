@@ -103,7 +103,7 @@ def class_table(content: Mapping[str, Any]) -> dict[str, Any]:
         for number, one in enumerate(content["classes"])
     ]
     about = (
-        f"Of {content['examples']} examples that nobody trains on: accuracy "
+        f"Of {content['examples']} examples that no client trains on: accuracy "
         f"{content['accuracy']:.4f}, macro-F1 {content['macro-f1']:.4f} (the mean of F1 over the "
         "classes that occur). Precision: of what was taken for the class, the share that is of "
         "it. Recall: of the class, the share that was found."
@@ -126,7 +126,7 @@ def without_classes(config: Mapping[str, Any]) -> str:
     """Say why a run that knows classes has no table of them; empty where nothing is to be said."""
     if config.get("evaluate-on") == "clients" and config["data"]["labels"]:
         return (
-            "Not known: clients evaluated on examples that they hold back, and sent sums alone "
+            "Not known: clients evaluated on their validation splits, and sent sums alone "
             "(evaluate-on=clients). ravan-flwr evaluate measures the result on other examples."
         )
     return ""

@@ -184,7 +184,7 @@ def _table(assigned: Assignment, width: int) -> list[str]:
             pairs = zip(heads, found.classes, strict=True)
             named = "classes: " + ", ".join(f"{head} {plain(name, NAME)}" for head, name in pairs)
     elif found.classes:
-        named = f"{len(found.classes)} classes have no room here; --picture FILE draws them"
+        named = f"{len(found.classes)} classes do not fit here; --picture FILE draws them"
     lines = [" client     all  " + "".join(f"{head:>{digits}}" for head in heads)]
     for client in clients:
         cells = "".join(f"{count or '.':>{digits}}" for count in found.counts[client][: len(heads)])

@@ -56,7 +56,7 @@ def comparison_charts(groups: Groups) -> list[Chart]:
 def _measured(name: str, groups: Groups, *, by_bytes: bool) -> list[Chart]:
     """Draw what the server or the clients measured, by round and by megabyte."""
     top, title = None if name in LOWER_IS_BETTER else 1.0, name.capitalize()
-    about = f"The {name} on examples that nobody trains on, after each round."
+    about = f"The {name} on examples that no client trains on, after each round."
     by_round = _series(groups, lambda run: run.measured(name))
     drawn = [lines(Caption(name, f"{title} by round", about), by_round, "round", name, top=top)]
     if by_bytes:
@@ -225,7 +225,7 @@ def _spread_over_clients(run: RecordedRun, prefix: str) -> list[Chart]:
     caption = Caption(
         f"{prefix}clients",
         "How the clients differ",
-        f"The {name} that each client measures on the examples that it holds back: the median of "
+        f"The {name} that each client measures on its validation split: the median of "
         "all clients, the middle half of them, and from the least to the greatest.",
     )
     ranges = {

@@ -109,13 +109,13 @@ def state_of(seen: RunSnapshot) -> State:
     if seen.under_way:
         return _under_way(seen, done)
     after = f"after {last} round{'' if last == 1 else 's'}"
-    advice = f"To go on: resume={seen.run.path} (flwr run needs the same settings beside it)"
+    advice = f"To continue: resume={seen.run.path} (flwr run needs the same settings beside it)"
     if seen.failure is not None:
         return State("failed", f"It failed {after}: {seen.failure}", None, advice, done)
     if seen.run.summary is not None:
         return State("finished", f"It ended {after}.", None, "", 1.0)
     if not last:
-        advice = "No round has finished, so that there is nothing to go on from; start a new run."
+        advice = "No round has finished, so there is nothing to resume; start a new run."
     how = "Its process is gone" if seen.holder == "a dead process" else "It was stopped"
     text = f"{how} {after}, without a result. Nothing has been heard of it for"
     return State("stopped", text, seen.heard, advice, done)
@@ -129,7 +129,7 @@ def _under_way(seen: RunSnapshot, done: float) -> State:
     if seen.holder == "unknown":
         advice = f"Its process is not of this machine: whether it lives cannot be seen. {advice}"
     if status is None:
-        text = "It goes on" if seen.run.rounds else "It is being prepared"
+        text = "It is running" if seen.run.rounds else "It is being prepared"
         return State("running", f"{text}. Nothing was written for", seen.heard, advice, done)
     asked = len(status["asked"])
     answers = f", {len(status['answered'])} of {asked} clients have answered" if asked else ""

@@ -262,22 +262,22 @@ def not_written(error: OSError, run: Path) -> str:
     if not run.is_dir():
         return (
             f"{run} is gone: it was removed or renamed while the run wrote to it, and nothing more "
-            "is written; go on from where it is now with resume=RUN, or start a new run"
+            "is written; continue from where it is now with resume=RUN, or start a new run"
         )
     rounds = sorted((run / "checkpoints").glob("round-*.safetensors"))
     last = int(rounds[-1].stem.removeprefix("round-")) if rounds else None
     safe = "" if last is None else f"round {last} is safe in the last checkpoint; "
     return (
         f"{error.filename or run} cannot be written: {error.strerror or error}; {safe}"
-        f"make room, or give the right to write there; {how_to_go_on(run)}"
+        f"free some space, or give the right to write there; {how_to_go_on(run)}"
     )
 
 
 def how_to_go_on(run: Path) -> str:
     """Say how a run that was stopped is gone on with, if it can be."""
     if any((run / "checkpoints").glob("round-*.safetensors")):
-        return f"to go on: resume={run} (flwr run needs the same settings beside it)"
-    return f"no round has finished, so that there is nothing to go on from: {run}"
+        return f"to continue: resume={run} (flwr run needs the same settings beside it)"
+    return f"no round has finished, so there is nothing to resume: {run}"
 
 
 # Of a full disk, a quota, one that fails, one that can only be read.

@@ -41,7 +41,7 @@ def locked(folder: Path, asked: str = "resume", *, needed: bool = False) -> Iter
     except Timeout:
         raise ValueError(
             f"{asked} = {str(folder)!r}: got a run that {_holder(path)} is writing to, "
-            "expected one that nobody works on; wait until it ends, or end that process"
+            "expected one that no process writes to; wait until it ends, or end that process"
         ) from None
     except OSError as error:
         if needed:

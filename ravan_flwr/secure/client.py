@@ -246,9 +246,9 @@ class SecureClient:
         found = self.state.get("round", 0), self.state.get("phase", "none")
         if found != (round_, before):
             raise ValueError(
-                f"asked to go on in round {round_} after phase {before!r}, but this client is in "
-                f"round {found[0]} after {found[1]!r}; it answers each phase once, and forgets a "
-                "round when it is started again"
+                f"asked to continue in round {round_} after phase {before!r}, but this client is "
+                f"in round {found[0]} after {found[1]!r}; it answers each phase once, and forgets "
+                "a round when it is started again"
             )
         self.state["phase"] = after
 

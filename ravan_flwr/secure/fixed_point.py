@@ -53,7 +53,7 @@ def mean_of(total: Numbers, clients: int, bound: float) -> NDArray[np.float64]:
     most = clients * LEVELS
     if total.size and int(total.max()) > most:
         raise ValueError(
-            f"a sum of {clients} clients is {int(total.max())}, expected {most} at most: somebody "
+            f"a sum of {clients} clients is {int(total.max())}, expected {most} at most: a client "
             "sent what is not masked as agreed"
         )
     middle = LEVELS // 2

@@ -63,7 +63,7 @@ class NodeKeys:
         if not is_signed(self.public_of(partition), signature, text):
             raise ValueError(
                 f"partition {partition}: its signature is not by {_name(partition, 'pub')}, "
-                "expected that client's own; somebody speaks for it, or its file is not of today"
+                "expected that client's own; another client speaks for it, or its file is old"
             )
 
 

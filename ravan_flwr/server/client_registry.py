@@ -100,7 +100,7 @@ class Partitions:
             self._settled = self.number(members)
         return {
             member.node_id: f"num-partitions is {member.num_partitions}, expected {self._settled} "
-            "as the others have, since the data is dealt out by it; give every SuperNode the same"
+            "as the others have, since the data is partitioned by it; give every SuperNode the same"
             for member in sharing
             if member.num_partitions != self._settled
         }
@@ -161,7 +161,7 @@ class Partitions:
         if _sharing(members) and self._before not in (None, now):
             raise ValueError(
                 f"resume: the nodes have num-partitions = {now}, expected {self._before} as "
-                "before, since the data is dealt out by it; start as many clients again"
+                "before, since the data is partitioned by it; start as many clients again"
             )
         if now < least:
             raise ValueError(

@@ -96,7 +96,7 @@ class PrivacyBudget(StopCondition, ABC):
         if wrong:
             raise ValueError(
                 f"{directory.path / NAME}: {wrong}, expected the account of the run; "
-                "restore the file, since without it nobody knows what was spent"
+                "restore the file, since without it what was spent is unknown"
             )
         return cls(config, write, before)
 

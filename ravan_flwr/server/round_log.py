@@ -130,7 +130,7 @@ class RoundLog:
         """Note that a client had lost its part of the model, and began with a new one."""
         self.began_anew.append(member.partition_id)
         log.warning(
-            "partition %d has lost its own part of the model, as a node does that is started "
+            "partition %d has lost its personal parameters, as a node does that is started "
             "again, and began with a new one",
             member.partition_id,
         )
@@ -197,8 +197,8 @@ class RoundLog:
         )
         if self.number > 1:
             message += (
-                f" Round {self.number - 1} is in the last checkpoint; mend the clients and go on "
-                "from there with resume=RUN"
+                f" Round {self.number - 1} is in the last checkpoint; mend the clients, then use "
+                "resume=RUN"
             )
         return message
 

@@ -105,7 +105,7 @@ def _answer(
             if not is_failure(error):
                 raise RuntimeError(
                     f"the SuperLink refuses a call ({_shown(error)}), expected an answer; its log "
-                    "has the reason; go on with resume=RUN"
+                    "has the reason; continue with resume=RUN"
                 ) from error
             failures.note(error)
             left = until - time.monotonic()
@@ -113,7 +113,7 @@ def _answer(
                 raise RuntimeError(
                     f"the SuperLink fails ({_shown(error)}) for round-timeout = {timeout:g} s, "
                     "expected an answer; its log has the reason. A clock that jumped can be one; "
-                    "start the SuperLink again, then go on with resume=RUN"
+                    "start the SuperLink again, then continue with resume=RUN"
                 ) from error
             time.sleep(min(pause, left))
             pause = min(2 * pause, LONGEST_PAUSE)

@@ -80,7 +80,7 @@ def check_simulation(grid: Grid, bench: ModelAndData, config: Config) -> None:
     if without := sum(not count for count in dealt):
         told = (
             f"validation-share = {config.validation_share}: {without} of {number} clients would "
-            "have no example left to train on, since each holds back one at least"
+            "have no example left to train on, since each needs one for validation at least"
         )
         more_even = "" if config.division == "iid" else ", or a partition that is more even, as iid"
         if without == number or METHODS[config.method].pools:

@@ -141,7 +141,7 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
         moving = [one for one in series if any(len(x) > 1 for x, _ in one.runs)]
         if along.key == "round" and not moving:
             continue  # all were evaluated once: the table has it
-        told = f"The {metric} on examples that nobody trains on, {along.about}. "
+        told = f"The {metric} on examples that no client trains on, {along.about}. "
         caption = Caption(
             f"{metric}{along.suffix}",
             f"{metric.capitalize()} {along.heading}",

@@ -499,7 +499,7 @@ class _TableReader:
             mine, theirs = ((x.metric, x.mean_of_last) for x in (table, other))
             self._require(
                 mine == theirs,
-                f"change-from = {other.title!r} tells {theirs} where this table tells {mine}, "
+                f"change-from = {other.title!r} has {theirs} where this table has {mine}, "
                 "expected one metric in both, of as many evaluations; correct it",
             )
             self._require(

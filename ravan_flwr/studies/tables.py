@@ -86,7 +86,7 @@ def markdown(
         text += [*shown.get(table.title, ()), ""]
         if rates := rates_lines(table, results):
             what = f"{table.chosen_in_words}s".capitalize()
-            where = "in this table" if table.leave_one_seed_out else "on held-back examples"
+            where = "in this table" if table.leave_one_seed_out else "on validation splits"
             text += [f"{what}, by what they reached {where}:", "", *rates, ""]
     return "\n".join([*text, LEGEND])
 

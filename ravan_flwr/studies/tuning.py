@@ -76,8 +76,8 @@ class Tuning:
         return "\n".join(
             [
                 f"learning rate of {config.method} in preset {config.preset}, "
-                f"{count(self.row.num_clients, 'client')}, on the "
-                f"{100 * config.validation_share:g} % of their examples that clients hold back",
+                f"{count(self.row.num_clients, 'client')}, on their validation splits of "
+                f"{100 * config.validation_share:g} %",
                 f"rates: {' '.join(f'{rate:g}' for rate in grid.values)}{more}",
                 *(
                     f"  {count(rung.rates or len(grid.values), 'rate')}, {_length(rung)}"
@@ -147,13 +147,13 @@ def check_held_back(tuning: Tuning) -> int:
         if held_back(seeded, min(sizes)) >= min(sizes):
             raise ValueError(
                 f"tune: a client has {min(sizes)} of the {sum(sizes):,} examples under seed {seed}"
-                f", expected enough to hold back {100 * share:g} % and train on the others; use "
-                "fewer clients with num-clients=..., or more examples"
+                f", expected enough for a validation split of {100 * share:g} % and for training; "
+                "use fewer clients with num-clients=..., or more examples"
             )
     if counts[0] < FEW:
         log.warning(
-            "clients hold back %d examples in all, so that one answer changes the metric by %.1f "
-            "%%: rates may differ by chance; raise validation-share, or use more examples",
+            "the validation splits have %d examples in all, so that one answer changes the metric "
+            "by %.1f %%: rates may differ by chance; raise validation-share, or use more examples",
             counts[0],
             100 / counts[0],
         )
@@ -249,8 +249,9 @@ def notes(tuning: Tuning, choice: RateChoice) -> list[str]:
     today = datetime.now().astimezone().date().isoformat()
     seeds = " ".join(map(str, choice.rungs[-1].rung.seeds))
     told = [
-        f"{score.metric} {score} on examples that {count(tuning.row.num_clients, 'client')} held "
-        f"back, seeds {seeds}, {count(choice.rungs[-1].rung.rounds or 0, 'round')}{given}",
+        f"{score.metric} {score} on the validation splits of "
+        f"{count(tuning.row.num_clients, 'client')}, seeds {seeds}, "
+        f"{count(choice.rungs[-1].rung.rounds or 0, 'round')}{given}",
         f"tried {' '.join(f'{rate:g}' for rate in choice.tried)}; ravan-flwr {version}, {today}",
     ]
     return [" ".join(line.split()) for line in told]

@@ -137,7 +137,7 @@ class Causal(Packs, Predicts, ByExample):
         if unlearned := sum(made["unlearned"][:]):
             log.warning(
                 "examples: %d earlier answers of conversations are read, but not learned, since "
-                "the chat template writes them otherwise once the conversation goes on", unlearned,
+                "the chat template writes them otherwise when more messages follow", unlearned,
             )  # fmt: skip
         usable = [row for row, problem in enumerate(problems) if not problem]
         return made.select(usable).remove_columns(["cut", "unlearned", "problem"])

@@ -251,7 +251,9 @@ class ModelAndData:
         if kept >= len(rows):
             raise ValueError(
                 f"validation-share = {config.validation_share}: a client with {len(rows)} "
-                f"example{'s' * (len(rows) != 1)} would have none left to train on, since it holds "
-                f"back {kept}; " + ("lower it, or " if number > 1 else "") + "use fewer clients"
+                f"example{'s' * (len(rows) != 1)} would have none left to train on, since "
+                f"{kept} would be its validation split; "
+                + ("lower it, or " if number > 1 else "")
+                + "use fewer clients"
             )
         return rows[kept:], rows[:kept]

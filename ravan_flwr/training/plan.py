@@ -287,7 +287,7 @@ def _private_clients(config: Config, built: Skeleton, there: int) -> list[str]:
     usual, most_often = _usual_rounds(config, there), most_rounds(there, rate, rounds)
     of_usual, of_most = (epsilon_seen(times * each, config.delta) for times in (usual, most_often))
     lines += [
-        f"                for the server, which knows who takes part: epsilon {of_usual:.3f} of a",
+        f"                for the server, which knows the cohort: epsilon {of_usual:.3f} of a",
         f"                client in {usual} rounds, as many as are usual; each sends all heads",
     ]
     if most_often > usual:

@@ -343,7 +343,7 @@ def test_a_folder_that_was_there_before_does_not_switch_it_off(kind, new_owner, 
         else:
             os.chown(before, 65534, 65534)
     folder = private_folder()
-    assert f"{before}: somebody else made it" in caplog.text
+    assert f"{before}: another user made it" in caplog.text
     assert folder != before
     assert (folder.parent, folder.stat().st_mode & 0o777) == (home, 0o700)
     assert private_folder() == folder  # all of a SuperNode's processes meet there

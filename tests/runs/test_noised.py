@@ -122,7 +122,7 @@ def test_a_round_that_cannot_be_unmasked_is_counted_and_the_next_goes_on(tmp_pat
     misbehave(monkeypatch, behave)
     run = simulate(NOISED | {"output-dir": str(tmp_path), "num-rounds": 2}, 6)
     first, second = records_of(run)
-    assert "somebody sent what is not masked or clipped as agreed" in first["refused"]
+    assert "a client sent what is not masked or clipped as agreed" in first["refused"]
     assert "refused" not in second
     assert second["privacy"]["epsilon"] == epsilon_of(Z, 1.0, 1e-5, 2)
     assert not state_of(run, 1)["H"].any()
@@ -249,7 +249,7 @@ def test_a_plan_tells_what_is_sent_and_what_the_server_sees(tmp_path):
     numbers = state["H"].numel() + state[CLASSIFIER].numel()
     assert set(up) == {3 * numbers}  # whatever their budgets are
     told = plan_of(NOISED, 6)
-    assert "for the server, which knows who takes part" in told
+    assert "for the server, which knows the cohort" in told
     with pytest.raises(ValueError, match="expected clients-per-round = 7, all of them$"):
         plan_of(NOISED, 7)
     with pytest.raises(ValueError, match=r"clients-per-round = 90, all of them or 40 to 140"):

@@ -137,7 +137,7 @@ def test_a_run_resumed_on_devices_tells_of_their_lost_parts(method, tmp_path, mo
     assert lost
     assert resumed.summary["began-anew"] == len(lost)
     told = capsys.readouterr().out
-    assert all(f"partition {one} has lost its own part of the model" in told for one in lost)
+    assert all(f"partition {one} has lost its personal parameters" in told for one in lost)
 
 
 def test_damaged_parts_are_refused(tmp_path):
@@ -156,7 +156,7 @@ def test_a_client_that_lost_its_part_begins_anew_and_it_is_told(watched, tmp_pat
     assert [record.get("began-anew") for record in records_of(simulation)] == [None, [0], None]
     assert simulation.summary["began-anew"] == 1
     told = capsys.readouterr().out
-    assert "partition 0 has lost its own part of the model" in told
+    assert "partition 0 has lost its personal parameters" in told
     assert "began anew 1" in told
 
 

@@ -518,7 +518,7 @@ def test_nonsense_in_place_of_masked_numbers_ends_its_round_alone(tmp_path, monk
     misbehave(monkeypatch, behave)
     run = simulate(QUICK | {"output-dir": str(tmp_path), "num-rounds": 2}, 6)
     first, second = records_of(run)
-    assert "somebody sent what is not masked as agreed" in first["refused"]
+    assert "a client sent what is not masked as agreed" in first["refused"]
     assert "refused" not in second
 
 

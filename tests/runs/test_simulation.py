@@ -386,11 +386,11 @@ def test_settings_without_effect_are_told_in_a_line_each(tmp_path, capsys):
     main(["simulate", f"output-dir={tmp_path}", "clients-per-round=30", *words])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == (
-        "warning: no effect, and nobody is protected: delta=1e-06, epsilon=8; expected "
+        "warning: no effect, and no client is protected: delta=1e-06, epsilon=8; expected "
         "privacy=client or privacy=example beside it"
     )
     assert lines[2] == (
-        "warning: no effect, and nobody is protected: secure-minimum=5; expected "
+        "warning: no effect, and no client is protected: secure-minimum=5; expected "
         "secure-aggregation=true beside it"
     )
     assert lines[3] == "warning: no effect with method=fedit: heads=8"
@@ -414,10 +414,10 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
         return folder, capsys.readouterr().out.splitlines()[-1]
 
     folder, last = interrupted_in(2)
-    assert last.startswith(f"stopped; to go on: resume={folder} (flwr run needs the same")
+    assert last.startswith(f"stopped; to continue: resume={folder} (flwr run needs the same")
     assert last in (folder / "log.txt").read_text()
     folder, last = interrupted_in(1)
-    assert last.startswith("stopped; no round has finished, so that there is nothing to go on from")
+    assert last.startswith("stopped; no round has finished, so there is nothing to resume")
 
 
 def full_disk_for(monkeypatch, name):
@@ -458,7 +458,7 @@ def test_a_full_disk_names_the_file_and_says_how_to_go_on(
     if safe is None:
         assert "no round has finished" in told
         return
-    assert f"round {safe} is safe in the last checkpoint; make room" in told
+    assert f"round {safe} is safe in the last checkpoint; free some space" in told
     assert f"resume={folder}" in told
     run(tmp_path, num_clients=2, resume=str(folder))
     assert (folder / "summary.json").is_file()

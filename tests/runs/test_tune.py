@@ -161,7 +161,7 @@ def test_an_interrupted_tuning_says_where_it_goes_on(tmp_path, monkeypatch, caps
         main(["tune", *SHORT, "--output", str(tmp_path)])
     assert end.value.code == 130
     assert (
-        f"what is done is kept in {tmp_path}; the same command goes on" in capsys.readouterr().out
+        f"what is done is kept in {tmp_path}; the same command continues" in capsys.readouterr().out
     )
 
 
@@ -174,7 +174,7 @@ def test_the_edit_keeps_what_a_person_wrote(tmp_path):
     before, _, after = path.read_text().partition("  # tune of ravan: ")
     assert before == f"{PRESET}learning-rate:  # mine\n  fedit: 1.0e-3  # theirs\n"
     assert after.startswith(
-        "accuracy 0.9100 ± 0.0100 on examples that 10 clients held back, seeds 100 101 102, 20 "
+        "accuracy 0.9100 ± 0.0100 on the validation splits of 10 clients, seeds 100 101 102, 20 "
         "rounds, with batch-size=8\n  # tune of ravan: tried 0.001 0.01 0.03; ravan-flwr "
     )
     assert after.endswith("\n  ravan: 1.0e-2\n# the end\n")
@@ -240,7 +240,7 @@ def test_clients_with_too_little_to_hold_back(caplog):
     with pytest.raises(ValueError, match="a client has 1 of the 1,438 examples under seed 100"):
         check_held_back(plan_tuning({"partition": "iid"}, 1438))
     check_held_back(plan_tuning({"validation-share": 0.01}, 20))
-    assert "clients hold back 20 examples in all" in caplog.text
+    assert "the validation splits have 20 examples in all" in caplog.text
     assert "changes the metric by 5.0 %" in caplog.text
 
 

@@ -305,7 +305,7 @@ def test_clients_that_evaluate_send_no_counts(tmp_path):
     run = simulate(QUICK | settings | {"output-dir": str(tmp_path)}, 3)
     assert not (run.run_dir / "classes.json").exists()
     page = write_report([run.run_dir], tmp_path / "report").read_text()
-    assert "clients evaluated on examples that they hold back" in page
+    assert "clients evaluated on their validation splits" in page
 
 
 @pytest.mark.usefixtures("undrawn")

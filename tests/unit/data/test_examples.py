@@ -73,7 +73,7 @@ def test_every_partition_is_a_choice():
 def test_what_nobody_gets_is_told(splits, caplog):
     caplog.set_level("INFO")
     deal_out(splits["train"], Partition("shards", 2, 20, 0), "label")
-    assert "partition=shards: 38 of 1438 examples are nobody's" in caplog.text
+    assert "partition=shards: 38 of 1438 examples belong to no client" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["iid", "linear", "square", "exponential"])

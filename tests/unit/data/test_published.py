@@ -128,7 +128,7 @@ def test_names_that_differ_are_told_once_and_numbers_count(tmp_path, caplog):
     splits = load_splits(sst2(tmp_path, ["neg", "positive"]))
     assert numbers_of(splits) == {"train": [0, 1, 1, 0], "test": [0, 1, 1, 0]}
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert told.startswith(f"data {tmp_path}: classes are told by their numbers")
+    assert told.startswith(f"data {tmp_path}: classes are identified by their numbers")
     assert told.endswith("0 'neg', 'negative' here")
 
 

@@ -306,7 +306,7 @@ def test_a_full_disk_after_the_delivery_does_not_make_the_run_fail(directory, ca
     monkeypatch.setattr(RunDirectory, "write_json", full)
     hand_out(delivery, directory, directory.read_summary())
     assert len(nodes.shelves) == 4
-    assert "who has the result is not in summary.json: [Errno 28]" in caplog.text
+    assert "the devices that have the result are not in summary.json: [Errno 28]" in caplog.text
 
 
 def test_later_deliveries_add_to_the_earlier_ones(directory):

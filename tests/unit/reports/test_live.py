@@ -85,7 +85,7 @@ STOPPED = (
             "failed It failed after 3 rounds: OSError: x",
         ),
         ({"pid": 0}, STOPPED),
-        ({"pid": 0, "rounds": 0}, "No round has finished, so that there is nothing to go on from"),
+        ({"pid": 0, "rounds": 0}, "No round has finished, so there is nothing to resume"),
         ({"rounds": 0}, "No round has finished yet; the pictures come with the first."),
         (
             {"status": status(doing="recruiting", round=0, **OF_A_STEP)},
@@ -96,7 +96,7 @@ STOPPED = (
             {"status": status(doing="calibrating", round=0)},
             "Calibrating before the first round, 1 of 2 clients have answered",
         ),
-        ({"status": {"x": 1}}, "running It goes on. Nothing was written for"),
+        ({"status": {"x": 1}}, "running It is running. Nothing was written for"),
         ({"summary": {}, "status": status(rounds=20)}, "running Round 4 of 20: training"),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_run_that_was_killed_is_told(tmp_path):
     words = page_of(folder).words
     assert "stopped Its process is gone after 3 rounds, without a result." in words
     assert "Nothing has been heard of it for 2 h 00 min." in words
-    assert f"To go on: resume={folder} (flwr run needs the same settings" in words
+    assert f"To continue: resume={folder} (flwr run needs the same settings" in words
     assert "time left" not in words
     assert "at work" not in words
 

@@ -93,7 +93,7 @@ def test_names_of_clients_are_for_this_terminal_alone(preset, tmp_path):
     assert "日本語" in text
     assert "\x1b" not in text
     assert "\u202e" not in text
-    assert "have no room here" in as_text(assigned, 40)
+    assert "do not fit here" in as_text(assigned, 40)
     for form in ("svg", "png"):
         write_picture(assigned, tmp_path / f"a.{form}")
     svg = (tmp_path / "a.svg").read_text()

@@ -281,7 +281,7 @@ def test_a_round_that_was_is_not_begun_again(folder):
         with pytest.raises(ValueError, match=f"expected one after {ROUND}"):
             held.clients[0].make_keys(number)
     held.clients[0].make_keys(ROUND + 1)
-    with pytest.raises(ValueError, match="asked to go on in round 3 after phase 'agreed'"):
+    with pytest.raises(ValueError, match="asked to continue in round 3 after phase 'agreed'"):
         held.clients[0].unmask(ROUND, held.server.close_list())
 
 
@@ -553,7 +553,7 @@ def test_numbers_that_are_not_masked_as_agreed_are_found_out(folder):
     held.server.take_masked(4, np.random.default_rng(1).bytes(len(held.sent[4])))
     held.agree()
     held.unmask()
-    with pytest.raises(ValueError, match="somebody sent what is not masked as agreed"):
+    with pytest.raises(ValueError, match="a client sent what is not masked as agreed"):
         held.server.open()
 
 

@@ -87,9 +87,9 @@ def test_a_plan_loads_neither_weights_nor_data(monkeypatch):
 
 def test_a_plan_says_what_looks_like_protection_and_is_none():
     told = plan_of({"epsilon": 8.0, "secure-minimum": 5})
-    assert "nobody is protected: epsilon=8.0; expected privacy=client or" in told
-    assert "nobody is protected: secure-minimum=5; expected secure-aggregation=true" in told
-    assert "nobody" not in plan_of({"privacy": "client", "epsilon": 8.0})
+    assert "no client is protected: epsilon=8.0; expected privacy=client or" in told
+    assert "no client is protected: secure-minimum=5; expected secure-aggregation=true" in told
+    assert "is protected" not in plan_of({"privacy": "client", "epsilon": 8.0})
 
 
 def test_a_plan_says_what_has_no_effect_with_the_method():
