@@ -148,7 +148,7 @@ def test_a_table_takes_the_rates_chosen_for_an_earlier_one(tmp_path):
     ]  # fmt: skip
     text = markdown(study, results)
     assert text.count("The learning rates were chosen for *T*, not for this table.") == 1
-    assert text.count("by what they reached on held-back examples") == 1
+    assert text.count("by what they reached on validation splits") == 1
     assert {line.split(",")[0] for line in rates_as_csv(study, results).splitlines()} == {
         "table", "T",
     }  # fmt: skip
@@ -186,7 +186,7 @@ def test_a_table_may_choose_another_number_and_a_later_one_take_it(tmp_path):
     assert "| learning rate | clip norm | as good |" in text
     of_set = [line for line in text.splitlines() if line.startswith("| set |")]
     assert [" | 0.01 | - | - | - |" in line for line in of_set] == [False, True, True]  # overview
-    assert "Clip norms, by what they reached on held-back examples:" in text
+    assert "Clip norms, by what they reached on validation splits:" in text
     assert "The clip norms were chosen for *T*, not for this table." in text
     assert "T,fedit,clip-norm,0.3,100,accuracy," in rates_as_csv(study, results)
 

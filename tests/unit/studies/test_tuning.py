@@ -77,7 +77,7 @@ def test_settings_that_are_given_hold_for_every_run():
     }  # fmt: skip
     assert first.num_clients == 5
     assert len(others) == 2
-    assert "5 clients, on the 10 % of their examples" in tuning.describe()
+    assert "5 clients, on their validation splits of 10 %" in tuning.describe()
 
 
 @pytest.mark.parametrize(
