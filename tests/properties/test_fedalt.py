@@ -175,7 +175,10 @@ def test_in_runs_each_client_has_the_mean_of_the_others(masked, tmp_path):
         ({"weighting": "median"}, "fedalt"),
         ({"server-optimizer": "adam:0.01:0.9"}, "fedalt"),
         ({"deliver": True}, "mix two adapters by what they are given"),
-        ({"secure-aggregation": True, "evaluate-on": "clients"}, "clients would report what they measure"),
+        (
+            {"secure-aggregation": True, "evaluate-on": "clients"},
+            "clients would report",
+        ),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_by_name(option, told):
