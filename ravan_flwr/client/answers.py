@@ -24,7 +24,9 @@ from ravan_flwr.messages.arrays import from_record, to_record
 from ravan_flwr.messages.fingerprint import code_fingerprint
 from ravan_flwr.messages.parcel import kept, not_kept, read_parcel
 from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.messages.sparsity import WHOLE, change_of, sparsify
 from ravan_flwr.messages.wire import encode
+from ravan_flwr.methods.base import Tensors
 from ravan_flwr.training.local_steps import (
     LocalResult,
     calibrate_locally,
@@ -135,13 +137,23 @@ def _calibrate(client: ClientRequest) -> RecordDict:
 
 
 def _trained(client: ClientRequest, result: LocalResult) -> RecordDict:
-    upload = encode(result.upload, client.wire, client.turn.generator("wire up"))
+    sparse = _sparse(client, result.upload)
+    upload = encode(sparse, client.wire, client.turn.generator("wire up"))
     told = client.told
     if client.config.privacy == "none":
         told |= {"train-loss": result.train_loss, "num-examples": len(client.trained_on)}
         told |= {"skipped-steps": result.skipped} if result.skipped else {}
     metrics = MetricRecord(told)
     return RecordDict({"arrays": to_record(upload), "metrics": metrics})
+
+
+def _sparse(client: ClientRequest, upload: Tensors) -> Tensors:
+    """Return the largest of what the client has changed; under sparsity=1:1 what it trained."""
+    if client.sparsity == WHOLE:
+        return upload
+    method = client.bench.model.method.in_round(client.round)
+    change = change_of(method, upload, client.broadcast)
+    return sparsify(change, client.sparsity[1], change.keys())
 
 
 def _evaluate(client: ClientRequest) -> RecordDict:

@@ -17,6 +17,7 @@ from ravan_flwr.config.keys import FREE_ON_RESUME
 from ravan_flwr.config.node_config import check_node_requirements, read_node
 from ravan_flwr.config.run_config import Config, read_config
 from ravan_flwr.messages.arrays import FIXED, from_record, to_record
+from ravan_flwr.messages.sparsity import Sparsity, densify, sparsity_of_round
 from ravan_flwr.messages.wire import decode, wire_of_round
 from ravan_flwr.methods import METHODS, budget_share
 from ravan_flwr.methods.base import Tensors
@@ -131,11 +132,15 @@ class ClientRequest:
     @property
     def broadcast(self) -> Tensors:
         sent = from_record(self.content.array_records["arrays"])
-        return decode(sent, self.wire)
+        return densify(decode(sent, self.wire), self.sparsity[0])
 
     @property
     def wire(self) -> str:
         return wire_of_round(self.config.wire, self.round)
+
+    @property
+    def sparsity(self) -> Sparsity:
+        return sparsity_of_round(self.config.shares_sent, self.round)
 
     @property
     def turn(self) -> ClientRound:

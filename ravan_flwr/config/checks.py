@@ -6,7 +6,7 @@ docs/privacy.md and docs/secure-aggregation.md have the reasons of theirs in mor
 from collections.abc import Mapping
 
 from ravan_flwr.config.key import AUTO
-from ravan_flwr.config.keys import KEYS, ROBUST
+from ravan_flwr.config.keys import KEYS, ROBUST, shares_sent
 from ravan_flwr.methods import METHODS, MIXES
 from ravan_flwr.specs import Scalar
 
@@ -52,6 +52,7 @@ _ONLY: dict[str, tuple[Only, ...]] = {
         ("max-update-norm", AUTO, "the server cannot see how far a reply moves what was sent"),
         ("over-sample", 1.0, "a reply that came and is not used would still have to be unmasked"),
         ("wire", "float32", "masked numbers have a form of their own, of 3 bytes each"),
+        ("sparsity", "1:1", "which numbers of a client are largest would tell of its examples"),
         _ON_SERVER,
     ),
 }
@@ -73,6 +74,7 @@ def check_together(values: Values) -> None:
     """Raise ValueError if values that are right by themselves contradict each other."""
     _check_method(values)
     _check_replies(values)
+    _check_sparsity(values)
     _check_asynchronous(values)
     if str(values["budgets"]).startswith("by-speed") and values["devices"] == AUTO:
         raise _refused(
@@ -189,6 +191,28 @@ def _check_replies(values: Values) -> None:
         raise _refused(
             values, "weighting", "head-mean = 'all'", f"'trained', since {why}",
             "leave one of them out",
+        )  # fmt: skip
+
+
+def _check_sparsity(values: Values) -> None:
+    """Refuse shares out of range, and what needs all numbers of the state or of a change."""
+    shares = shares_sent(str(values["sparsity"]))
+    if not all(0 < share <= 1 for share in shares):
+        expected = KEYS["sparsity"].allowed
+        raise _refused(values, "sparsity", "a share out of range", expected, "correct it")
+    name = str(values["method"])
+    method = METHODS[name]
+    for share, able, why, form in (
+        (shares[0], method.sparse_down, "clients need all numbers of its state", "1:UP"),
+        (shares[1], method.sparse_up, "clients count on all of their change in its state", "1:1"),
+    ):
+        if share < 1 and not able:
+            got = f"method {name!r}, whose {why}"
+            raise _refused(values, "sparsity", got, repr(form), "set that, or another method")
+    if shares[1] < 1 and values["weighting"] in ROBUST:
+        raise _refused(
+            values, "sparsity", f"weighting = {values['weighting']!r}", "'DOWN:1', since a number "
+            "that most clients do not send would stay as it is", "leave one of them out",
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, get_args
 
 from ravan_flwr.config.key import AUTO, Key, check_choice, did_you_mean
@@ -49,7 +50,14 @@ _COLUMN = Key("", "column")
 _SECONDS = Key(AUTO, "seconds", kind=float, above=0)
 _TOKENS = Key(AUTO, "tokens", kind=int, low=1, high=2**31 - 1)
 _WARM_UP = Key(0, "warm-up", kind=int, low=0, high=1_000_000)
+_SHARE = r"\d{1,9}(/[1-9]\d{0,8}|\.\d{1,9})?"
 _BETA = Key(0.9, "beta", kind=float, low=0, high=0.9999)
+
+
+def shares_sent(sparsity: str) -> tuple[Fraction, Fraction]:
+    """Read `DOWN:UP`."""
+    down, up = map(Fraction, sparsity.split(":"))
+    return down, up
 
 
 # fmt: off
@@ -199,6 +207,9 @@ class Config:
     # messages and aggregation
     wire: str = key("float32", "numbers in which tensors travel, both ways",
         choices=("float32", "float16", "bfloat16", "int8"))
+    sparsity: str = key("1:1", "shares of the numbers that travel down and up, those of largest "
+        "magnitude, with their places (FLASC); clients train all", pattern=f"{_SHARE}:{_SHARE}",
+        in_words="DOWN:UP, each above 0 and at most 1, such as 1/4:1/16, as a text")
     weighting: str = key("uniform", "how replies are combined: by a mean that weights them alike, "
         "or by numbers of examples; or, against a few false ones, by a median or a trimmed mean",
         choices=("uniform", "examples", *ROBUST))
@@ -260,6 +271,11 @@ class Config:
     def parts(self, key: str) -> dict[str, Any]:
         """Return the parts of a setting such as `dirichlet:0.3` by name, its first word as ""."""
         return KEYS[key].parts(key, getattr(self, key.replace("-", "_")))
+
+    @property
+    def shares_sent(self) -> tuple[Fraction, Fraction]:
+        """Return the shares of the numbers that travel down and up."""
+        return shares_sent(self.sparsity)
 
     @property
     def packing(self) -> bool:
@@ -397,8 +413,9 @@ _ELSEWHERE = {
     "max-grad-norm": "max-gradient-norm", "dtype": "precision", "fp16": "precision",
     "bf16": "precision", "gpu": "device", "cuda": "device", "dataset": "data", "strategy": "method",
     "algorithm": "method", "sigma": "noise-multiplier", "dp": "privacy",
-    "secagg": "secure-aggregation", "compression": "wire", "clients": "num-clients",
-    "dirichlet-alpha": "partition", "head": "heads", "num-workers": "processes",
+    "secagg": "secure-aggregation", "compression": "wire", "flasc": "sparsity",
+    "clients": "num-clients", "dirichlet-alpha": "partition", "head": "heads",
+    "num-workers": "processes",
     "wandb": "tracking", "out": "output-dir", "dropout": "", "lora-dropout": "",
 }  # fmt: skip
 

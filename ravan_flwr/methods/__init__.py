@@ -48,6 +48,10 @@ class MethodInfo:
     serves: bool = True
     # Do its layers mix two adapters by their input? No adapter and no weight does that: no export.
     mixes: bool = False
+    # Can its clients begin from the largest numbers of its state, and can it do with the largest of
+    # a change? Then `sparsity` may be set.
+    sparse_down: bool = True
+    sparse_up: bool = True
     # Does every client train in every round?
     everyone: bool = False
     # Does one client train in a round, on the examples of all?
@@ -73,7 +77,9 @@ METHODS = {
     "ravan": MethodInfo(
         3e-3, sums_changes=True, has_heads=True, by_example=True, ignores=("lora-scale",)
     ),
-    "full": MethodInfo(1e-4, frozen_backbone=False, sums_changes=True, ignores=_OF_LORA),
+    "full": MethodInfo(
+        1e-4, frozen_backbone=False, sums_changes=True, sparse_down=False, ignores=_OF_LORA
+    ),
     "fedit": MethodInfo(sums_changes=True, by_example=True),
     "fedex-lora": MethodInfo(averages=False, frozen_backbone=False, by_example=True),
     "ffa-lora": MethodInfo(3e-3, sums_changes=True, by_example=True),
@@ -98,6 +104,8 @@ METHODS = {
         adds_changes=False,
         personalised=True,
         mixes=True,
+        sparse_down=False,
+        sparse_up=False,
         everyone=True,
         has_heads=True,
         ignores=("lora-scale", "head-mean", "clients-per-round", "weighting"),

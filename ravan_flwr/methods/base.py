@@ -147,6 +147,11 @@ class Method(ABC, Generic[Adapter]):
         sent = self.broadcast(initial, share).values()
         return sum(tensor.numel() * tensor.element_size() for tensor in sent)
 
+    def trained_tensors(self) -> set[str]:
+        """Name the tensors that clients train, in whichever round."""
+        rounds = (self.in_round(1 + turn) for turn in range(self.period))
+        return {name for method in rounds for name in method.upload_shapes(1.0)}
+
     def can_train(self, share: float) -> bool:
         """Return whether a client with that share of the budget can take part."""
         return self.parts is not None or share >= 1

@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from ravan_flwr.messages.sparsity import changed
 from ravan_flwr.methods.base import Method, Sums, Tensors, split_classifier
 from ravan_flwr.methods.extensions import Calibration, CalibrationSums, norm_limits
 from ravan_flwr.methods.tensors import Means, MeansBySize, check_form
@@ -40,6 +41,15 @@ def check_upload(
     for name, tensor in classifier.items():
         check_form(upload, name, tensor.shape, torch.float32)
     return own
+
+
+def moved(method: Method, change: Tensors, share: float, state: Tensors) -> Tensors:
+    """Make the upload of a client with that share that has changed the state by so much.
+
+    ValueError if the change's form is not sound.
+    """
+    check_upload(method, change, split_classifier(state)[1], share)
+    return changed(method, change, outgoing(method, state, share))
 
 
 class Aggregate:

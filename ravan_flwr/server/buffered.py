@@ -25,8 +25,8 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.messages.sparsity import start_of
 from ravan_flwr.methods.base import Method, Tensors, split_classifier
-from ravan_flwr.methods.extensions import norm_limits
 from ravan_flwr.seeding import generator
 from ravan_flwr.server.aggregation import check_upload, outgoing
 from ravan_flwr.server.closing import Synchronous
@@ -55,12 +55,9 @@ def rebased(
 
     ValueError if the upload's form is not sound.
     """
-    classifier = split_classifier(then)[1]
-    own = check_upload(method, upload, classifier, share)
+    check_upload(method, upload, split_classifier(then)[1], share)
     before, after = (
-        norm_limits(method).start_of(own, outgoing(method, state, share))
-        | split_classifier(state)[1]
-        for state in (then, now)
+        start_of(method, upload, outgoing(method, state, share)) for state in (then, now)
     )
     return {
         name: (after[name].double() + weight * (tensor.double() - before[name].double())).float()

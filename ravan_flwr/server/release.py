@@ -17,10 +17,17 @@ from flwr.serverapp import Grid
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.messages.arrays import num_bytes, to_record
 from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.messages.sparsity import WHOLE, sparsity_of_round
 from ravan_flwr.messages.wire import wire_of_round
 from ravan_flwr.methods import METHODS
 from ravan_flwr.methods.base import CLASSIFIER, Tensors
-from ravan_flwr.server.aggregation import FEWEST, Aggregate, open_calibration, outgoing
+from ravan_flwr.server.aggregation import (
+    FEWEST,
+    Aggregate,
+    moved,
+    open_calibration,
+    outgoing,
+)
 from ravan_flwr.server.replies import Update, read_trained
 from ravan_flwr.specs import Scalar
 from ravan_flwr.training.adapted_model import AdaptedModel
@@ -94,15 +101,20 @@ class Release:
         """Read a training reply of this round, of a node with the server's bases."""
         run, sent = self.run, self.round.collector.answered
         number = self.round.number if sent is None else sent.number
+        sparsity = sparsity_of_round(run.config.shares_sent, number)
         classifier = run.state.tensors.get(CLASSIFIER)
         shapes = self.round.method.upload_shapes(member.share).values()
         most = sum(map(math.prod, shapes)) + (0 if classifier is None else classifier.numel())
         trained = read_trained(
             message, member, number, run.state.derived, wire_of_round(run.config.wire, number),
-            most, personal=run.method.personal is not None,
+            most, sparsity[1], personal=run.method.personal is not None,
             with_loss=run.config.privacy == "none",
             with_seconds=not run.config.noised_on_devices,
         )  # fmt: skip
+        if sparsity != WHOLE:  # it has what changed, since the state that its client was sent
+            state = run.flight.versions.get(number, run.state.tensors)
+            upload = moved(self.round.method, trained.upload, member.share, state)
+            trained = replace(trained, upload=upload)
         if METHODS[run.config.method].pools:
             everyone = run.registry.members.values()
             member = replace(member, examples=sum(one.examples for one in everyone))

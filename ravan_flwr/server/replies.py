@@ -2,7 +2,8 @@
 
 Whatever a node sends, reading it gives sound values or a ValueError that says what is wrong:
 no other exception, no more time than in proportion to what was sent, and, whatever the wire, no
-more memory on top of the reply than four times its bytes.
+more memory on top of the reply than four times its bytes. A sparse reply is filled up, to as many
+numbers as any upload of its client has.
 """
 
 import math
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from flwr.app import Message, RecordDict
@@ -18,6 +20,7 @@ from ravan_flwr.messages.arrays import view_record
 from ravan_flwr.messages.plain_text import plain, shown
 from ravan_flwr.messages.records import DISTRUSTS, read_pieces
 from ravan_flwr.messages.registered_client import RegisteredClient, check_derived
+from ravan_flwr.messages.sparsity import densify
 from ravan_flwr.messages.wire import decode
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.record import Metrics
@@ -62,6 +65,7 @@ def read_trained(
     derived: Sequence[float],
     wire: str = "float32",
     most: int | None = None,
+    share: Fraction = Fraction(1),
     *,
     personal: bool = False,
     with_loss: bool = True,
@@ -69,7 +73,8 @@ def read_trained(
 ) -> Update:
     """Read a training reply of that round, of a node with the server's bases.
 
-    The method checks its tensors. `most` is how many numbers it can have on a wire that is decoded.
+    The method checks its tensors. `most` is how many numbers it can have on a wire that is decoded,
+    and `share` is the share of them that was sent.
     Where clients have parts of their own (`personal`), a reply says whether it began without one.
     Clients of a private run report no loss, and where they add the noise no seconds; what is there
     all the same is not read.
@@ -83,7 +88,7 @@ def read_trained(
         skips = with_loss and "skipped-steps" in metrics
         skipped = int(within(metrics, "skipped-steps", 0, MOST_STEPS)) if skips else 0
         tensors = decode(view_record(content.array_records["arrays"]), wire, most)
-        return Update(member, tensors, loss, seconds, anew, skipped)
+        return Update(member, densify(tensors, share, most), loss, seconds, anew, skipped)
 
 
 def refusal_in(reply: Message, round_number: int) -> str:

@@ -21,6 +21,7 @@ from flwr.serverapp import Grid
 
 from ravan_flwr.messages.arrays import to_record
 from ravan_flwr.messages.registered_client import RegisteredClient
+from ravan_flwr.messages.sparsity import sent_sparsely, sparsify, sparsity_of_round
 from ravan_flwr.messages.wire import encode, wire_of_round
 from ravan_flwr.methods.base import Tensors
 from ravan_flwr.runs.console import count
@@ -190,7 +191,9 @@ class Round:
         """Encode tensors for the wire."""
         wire = wire_of_round(self.run.config.wire, self.number)
         random = generator(self.run.config.seed, "wire down", self.number)
-        return to_record(encode(tensors, wire, random))
+        share = sparsity_of_round(self.run.config.shares_sent, self.number)[0]
+        sparse = sparsify(tensors, share, sent_sparsely(self.method))
+        return to_record(encode(sparse, wire, random))
 
     def _message(
         self, member: RegisteredClient, kind: str, arrays: ArrayRecord, settings: ConfigRecord

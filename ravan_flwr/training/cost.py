@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -22,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ravan_flwr.adapters import Layer, find_layers
 from ravan_flwr.adapters.stored import BITS, quantizable
 from ravan_flwr.config.run_config import Config
-from ravan_flwr.messages.wire import num_bytes
+from ravan_flwr.messages.sparsity import WHOLE, Sparsity, num_bytes, sent_sparsely
 from ravan_flwr.methods import budget_share
 from ravan_flwr.methods.base import CLASSIFIER, Method
 from ravan_flwr.privacy.example_gradients import ExampleGradients
@@ -75,6 +76,7 @@ class Skeleton:
     size: int  # how many pretrained parameters
     saved: int  # bytes, by keeping the backbone in few bits
     wire: str
+    sparsity: Sparsity
     around: Bytes | None = None  # of a secure round, beside what is trained
 
     @classmethod
@@ -99,8 +101,9 @@ class Skeleton:
         for parameter in classifier:
             parameter.requires_grad_(True)
         built = cls(
-            network, method, layers, adapters, classifier, skeleton.size, saved, config.wire
-        )
+            network, method, layers, adapters, classifier, skeleton.size, saved, config.wire,
+            config.shares_sent,
+        )  # fmt: skip
         if not config.secure_aggregation:
             return built
         return replace(built, around=most_around(built._schedule(config)))
@@ -150,19 +153,23 @@ class Skeleton:
                 return WIDTH * self.around.whole + self.around.up
             numbers = sum(map(math.prod, shapes)) + self.classifier_sent
             return WIDTH * (numbers + 1) + self.around.up  # and how many were cut off
-        return self._coded(method.upload_bytes(share), shapes)
+        return self._coded(method.upload_bytes(share), shapes, self.sparsity[1])
 
     def bytes_down(self, share: float) -> int:
         initial = self.method.initial_state(self.adapters)
-        sent = self.method.broadcast(initial, share).values()
-        shapes = [tuple(tensor.shape) for tensor in sent if tensor.dtype == torch.float32]
+        sent = self.method.broadcast(initial, share).items()
+        shapes = {n: tuple(tensor.shape) for n, tensor in sent if tensor.dtype == torch.float32}
         around = 0 if self.around is None else self.around.down
-        return self._coded(self.method.broadcast_bytes(initial, share), shapes) + around
+        number, sparse = self.method.broadcast_bytes(initial, share), sent_sparsely(self.method)
+        whole = [shape for name, shape in shapes.items() if name not in sparse]
+        trained = [shape for name, shape in shapes.items() if name in sparse]
+        number += num_bytes(whole, WHOLE[0], self.wire) - 4 * sum(map(math.prod, whole))
+        return self._coded(number, trained, self.sparsity[0]) + around
 
-    def _coded(self, number: int, shapes: Sequence[tuple[int, ...]]) -> int:
+    def _coded(self, number: int, shapes: Sequence[tuple[int, ...]], share: Fraction) -> int:
         """Count the bytes on the wire, the classifier's included; most are in these shapes."""
         rest = number - 4 * sum(math.prod(shape) for shape in shapes)
-        return rest + num_bytes([*shapes, (self.classifier_sent,)], self.wire)
+        return rest + num_bytes([*shapes, (self.classifier_sent,)], share, self.wire)
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,232 @@
+"""Send the numbers of largest magnitude alone, with their places (FLASC, arXiv 2406.05233).
+
+    down    a client begins from the largest DOWN of the state's numbers, zero elsewhere
+    train   all of its numbers
+    up      the largest UP of what it has changed in them, which the server adds to its own state
+
+The server's state is dense, and a client's change counts from what that client was sent. Of a
+tensor of heads each head sends as many numbers as any other. All other tensors count together, as
+in the paper. Tensors that no client trains (a sum of earlier products, counts) travel whole.
+
+A head, or all other tensors together, is one row of n numbers: max(1, floor(share n)) of them
+travel. Their places are bits, one for each number of the row, or indices of 1, 2 or 4 bytes,
+whichever is smaller. A dense tensor's shape travels as that of an array without bytes.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from fractions import Fraction
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ravan_flwr.messages import wire
+from ravan_flwr.methods.base import CLASSIFIER, Method, Tensors, split_classifier
+from ravan_flwr.methods.extensions import norm_limits
+
+FLAT = "largest"  # the numbers of all tensors that have no heads
+PLACES, FORM = "/places", "/form"
+
+Sparsity = tuple[Fraction, Fraction]  # the shares that travel down and up
+WHOLE: Sparsity = (Fraction(1), Fraction(1))
+
+
+def sparsity_of_round(sparsity: Sparsity, number: int) -> Sparsity:
+    """Return the shares of a round: all of a calibration, which is round 0."""
+    return sparsity if number else WHOLE
+
+
+def sent_sparsely(method: Method) -> set[str]:
+    """Name the tensors of a broadcast of which the largest numbers are sent."""
+    return method.trained_tensors() | {CLASSIFIER}
+
+
+# What an upload has changed.
+
+
+def start_of(method: Method, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
+    """Find what a sound upload's tensors were in a broadcast: changes count from there."""
+    own, classifier = split_classifier(upload)
+    of_method, of_classifier = split_classifier(sent)
+    start = norm_limits(method).start_of(own, of_method)
+    return start | {name: of_classifier[name] for name in classifier}
+
+
+def change_of(method: Method, upload: Mapping[str, Tensor], sent: Tensors) -> Tensors:
+    """Put what changed in the place of what was trained; indices of heads stay."""
+    start = start_of(method, upload, sent)
+    return {name: t - start[name] if name in start else t for name, t in upload.items()}
+
+
+def changed(method: Method, change: Mapping[str, Tensor], sent: Tensors) -> Tensors:
+    """Make the upload that changes a broadcast by so much."""
+    start = start_of(method, change, sent)
+    return {name: start[name] + t if name in start else t for name, t in change.items()}
+
+
+# Rows of numbers.
+
+
+def kept_of(numbers: int, share: Fraction) -> int:
+    """Count the numbers of a row that travel."""
+    return max(1, math.floor(share * numbers))
+
+
+def _index_width(numbers: int) -> int:
+    """Count the bytes of an index into a row."""
+    return next(width for width in (1, 2, 4, 8) if numbers <= 256**width)
+
+
+def _place_bytes(numbers: int, kept: int) -> tuple[int, bool]:
+    """Count the bytes of a row's places, and say whether they are bits."""
+    bits, indices = -(-numbers // 8), kept * _index_width(numbers)
+    return min(bits, indices), bits <= indices
+
+
+def largest(rows: Tensor, kept: int) -> Tensor:
+    """Mark the numbers of largest magnitude of each row, of equal ones the first."""
+    sizes = rows.detach().abs().nan_to_num(nan=torch.inf)  # the server refuses what is not finite
+    least = sizes.topk(kept, dim=1).values[:, -1:]
+    above, tied = sizes > least, sizes == least
+    room = kept - above.sum(1, keepdim=True)
+    return above | (tied & (tied.cumsum(1) <= room))
+
+
+def _write_places(marks: Tensor, kept: int) -> Tensor:
+    """Write the marks of each row as bytes, (rows, bytes)."""
+    rows, numbers = marks.shape
+    if _place_bytes(numbers, kept)[1]:
+        return torch.from_numpy(np.packbits(marks.numpy(), axis=1, bitorder="little"))
+    width = _index_width(numbers)
+    places = marks.nonzero()[:, 1].numpy().astype(f"<u{width}")
+    return torch.from_numpy(places.view(np.uint8).reshape(rows, kept * width))
+
+
+def _read_places(name: str, places: Tensor, numbers: int, kept: int) -> Tensor:
+    """Read the places of each row, (rows, kept); ValueError unless `_write_places` makes such."""
+    rows = places.numpy()
+    if _place_bytes(numbers, kept)[1]:
+        marks = np.unpackbits(rows, axis=1, bitorder="little")
+        if marks[:, numbers:].any() or (marks.sum(1, dtype=np.int64) != kept).any():
+            raise ValueError(f"{name} marks other places than {kept} of {numbers} in each row")
+        return torch.from_numpy(np.nonzero(marks)[1].reshape(len(rows), kept))
+    found = np.ascontiguousarray(rows).view(f"<u{_index_width(numbers)}").astype(np.int64)
+    if (np.diff(found, axis=1) <= 0).any() or (found >= numbers).any():
+        raise ValueError(
+            f"{name} has indices that are repeated, out of order or out of range, expected "
+            f"ascending ones below {numbers}"
+        )
+    return torch.from_numpy(found)
+
+
+# Messages.
+
+
+def sparsify(tensors: Mapping[str, Tensor], share: Fraction, names: Set[str]) -> Tensors:
+    """Replace the named float32 tensors by their largest numbers, the numbers' places and shapes.
+
+    What `wire.encode` makes of the result is what travels.
+    """
+    coded, rows = dict(tensors), dict[str, Tensor]()
+    if share == 1:
+        return coded
+    chosen = [n for n in sorted(names & tensors.keys()) if tensors[n].dtype == torch.float32]
+    chosen = [name for name in chosen if tensors[name].numel()]
+    plain = [name for name in chosen if tensors[name].ndim <= 2]
+    for name in chosen:
+        tensor = coded.pop(name).detach().cpu()
+        coded[name + FORM] = torch.empty((0, *tensor.shape), dtype=torch.uint8)
+        if name not in plain:
+            rows[name] = tensor.reshape(*tensor.shape[:-2], -1)
+    if plain:
+        rows[FLAT] = torch.cat([tensors[name].detach().cpu().flatten() for name in plain])
+    for name, row in rows.items():
+        table = row.reshape(-1, row.shape[-1])
+        kept = kept_of(table.shape[1], share)
+        marks, lead = largest(table, kept), row.shape[:-1]
+        # A head's numbers keep three sides, so that int8 has a scale for each head.
+        coded[name] = table[marks].view(*lead, kept, 1) if lead else table[marks]
+        coded[name + PLACES] = _write_places(marks, kept).view(*lead, -1)
+    return coded
+
+
+def densify(coded: Mapping[str, Tensor], share: Fraction, most: int | None = None) -> Tensors:
+    """Fill up with zeros what `sparsify` made; ValueError for what it never makes.
+
+    With `most`, as of an upload, tensors of more numbers are refused before any is filled up, and
+    so is a tensor of numbers that was not sparsified.
+    """
+    if share == 1:
+        return dict(coded)
+    forms = _forms(coded)
+    numbers = sum(map(math.prod, forms.values()))
+    if most is not None and numbers > most:
+        raise ValueError(f"its tensors have {numbers} numbers, expected {most} at most")
+    plain = {name: form for name, form in forms.items() if len(form) <= 2}
+    dense: Tensors = {}
+    if plain:
+        sizes = [math.prod(form) for form in plain.values()]
+        parts = _filled(coded, FLAT, (), sum(sizes), share).split(sizes)
+        dense |= {n: p.view(plain[n]) for n, p in zip(plain, parts, strict=True)}
+    for name, form in forms.items():
+        if name not in plain:
+            filled = _filled(coded, name, form[:-2], math.prod(form[-2:]), share)
+            dense[name] = filled.view(form)
+    used = {name + FORM for name in forms} | {FLAT, FLAT + PLACES} | dense.keys()
+    used |= {name + PLACES for name in dense}
+    rest = {name: tensor for name, tensor in coded.items() if name not in used}
+    for name, tensor in rest.items():
+        whole = most is not None and tensor.is_floating_point() and tensor.numel()
+        if whole or name.endswith(PLACES):
+            raise ValueError(f"{name} is no part of a sparse upload, expected it with {name}{FORM}")
+    return rest | dense
+
+
+def _forms(coded: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Read the shapes of the dense tensors, in the order of their names."""
+    forms = {}
+    for name in sorted(name for name in coded if name.endswith(FORM)):
+        form = coded[name]
+        if form.dtype != torch.uint8 or form.ndim < 2 or form.shape[0] or 0 in form.shape[1:]:
+            raise ValueError(
+                f"{name} is {form.dtype} {tuple(form.shape)}, expected torch.uint8 and a shape of "
+                "0 and a tensor's sides"
+            )
+        forms[name.removesuffix(FORM)] = tuple(form.shape[1:])
+    return forms
+
+
+def _filled(
+    coded: Mapping[str, Tensor], name: str, lead: Sequence[int], numbers: int, share: Fraction
+) -> Tensor:
+    """Read one tensor's rows, (rows, numbers), or (numbers) of all that have no heads."""
+    kept = kept_of(numbers, share)
+    for key, dtype, shape in (
+        (name, torch.float32, (*lead, kept, 1) if lead else (kept,)),
+        (name + PLACES, torch.uint8, (*lead, _place_bytes(numbers, kept)[0])),
+    ):
+        found = coded.get(key)
+        if found is None or found.dtype != dtype or tuple(found.shape) != shape:
+            got = "missing" if found is None else f"{found.dtype} {tuple(found.shape)}"
+            raise ValueError(f"{key} is {got}, expected {dtype} {shape}")
+    rows = math.prod(lead)
+    places = coded[name + PLACES].reshape(rows, -1)
+    at = _read_places(name + PLACES, places, numbers, kept)
+    dense = torch.zeros(rows, numbers).scatter_(1, at, coded[name].reshape(rows, kept))
+    return dense if lead else dense[0]
+
+
+def num_bytes(shapes: Iterable[Sequence[int]], share: Fraction, numbers_in: str) -> int:
+    """Return the bytes that float32 tensors of these shapes take, in numbers of that wire."""
+    shapes = [tuple(shape) for shape in shapes if math.prod(shape)]
+    if share == 1:
+        return wire.num_bytes(shapes, numbers_in)
+    total, plain = 0, sum(math.prod(shape) for shape in shapes if len(shape) <= 2)
+    tables = [(shape[:-2], math.prod(shape[-2:])) for shape in shapes if len(shape) > 2]
+    for lead, numbers in [*tables, *([((), plain)] if plain else [])]:
+        kept = kept_of(numbers, share)
+        values = (*lead, kept, 1) if lead else (kept,)
+        total += wire.num_bytes([values], numbers_in)
+        total += math.prod(lead) * _place_bytes(numbers, kept)[0]
+    return total

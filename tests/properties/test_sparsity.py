@@ -1,0 +1,152 @@
+"""FLASC for every method: sparse messages, dense training, a dense state (arXiv 2406.05233)."""
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.messages.sparsity import (
+    change_of,
+    densify,
+    sent_sparsely,
+    sparsify,
+    start_of,
+)
+from ravan_flwr.methods import METHODS
+from ravan_flwr.methods.base import CLASSIFIER
+from ravan_flwr.seeding import generator
+from ravan_flwr.server.aggregation import Aggregate, moved
+from ravan_flwr.server.update_norm_check import UpdateNormCheck
+from tests.methods import build, own_part, some_state, train_client
+from tests.sparse import by_hand
+
+DOWN, UP = Fraction(1, 2), Fraction(1, 4)
+ABLE = [name for name, method in METHODS.items() if method.sparse_up and method.sparse_down]
+
+
+def with_classifier(method, state):
+    return state | ({} if method.personal else {CLASSIFIER: torch.linspace(-1, 1, 8)})
+
+
+def trained_from(method, adapters, sent, share, seed):
+    """What a client trains of a broadcast, with the classifier."""
+    own = {name: tensor for name, tensor in sent.items() if name != CLASSIFIER}
+    whole = method.broadcast
+    method.broadcast = lambda state, share: state  # it is one already
+    try:
+        upload = train_client(method, adapters, own, share, seed, own_part(method, adapters))
+    finally:
+        method.broadcast = whole
+    if CLASSIFIER in sent:
+        upload[CLASSIFIER] = sent[CLASSIFIER] + torch.linspace(0, seed, 8)
+    return upload
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("name", ABLE)
+def test_an_upload_is_the_servers_state_and_the_largest_changes(name, share):
+    method, adapters = build(name)
+    share = share if method.can_train(share) else 1.0
+    state = with_classifier(method, some_state(method, adapters))
+    own = {k: t for k, t in state.items() if k != CLASSIFIER}
+    sent = method.broadcast(own, share) | {k: t for k, t in state.items() if k == CLASSIFIER}
+    names = sent_sparsely(method) & sent.keys()
+    got = densify(sparsify(sent, DOWN, names), DOWN)
+    for key, tensor in by_hand(sent, DOWN, names).items():
+        assert torch.equal(got[key], tensor)
+    upload = trained_from(method, adapters, got, share, 5)
+    change = change_of(method, upload, got)
+    arrived = densify(sparsify(change, UP, change.keys()), UP)
+    start = start_of(method, upload, sent)
+    of_client = start_of(method, upload, got)
+    largest = by_hand({k: upload[k] - of_client[k] for k in start}, UP, start.keys())
+    for key, tensor in moved(method, arrived, share, state).items():
+        expected = start[key] + largest[key] if key in start else upload[key]
+        torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_next_state_is_flascs():
+    # P <- P + mean_c top(P_c - top(P)), where client c has trained all of P_c.
+    method, adapters = build("fedit")
+    state = with_classifier(method, some_state(method, adapters))
+    start = by_hand(state, DOWN, state.keys())
+    total = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    sums = Aggregate(method, state, UpdateNormCheck(1e9))
+    for seed in (3, 4, 5):
+        sent = densify(sparsify(state, DOWN, sent_sparsely(method)), DOWN)
+        upload = trained_from(method, adapters, sent, 1.0, seed)
+        largest = by_hand({k: upload[k] - start[k] for k in state}, UP, state.keys())
+        assert any(torch.any(tensor == 0) for tensor in largest.values())
+        total = {name: total[name] + largest[name] for name in total}
+        change = change_of(method, upload, sent)
+        arrived = densify(sparsify(change, UP, change.keys()), UP, most=10**6)
+        sums.offer(moved(method, arrived, 1.0, state), 1.0)
+    for name, tensor in sums.close().items():
+        torch.testing.assert_close(tensor, state[name] + total[name] / 3, rtol=1e-6, atol=1e-6)
+
+
+def test_every_head_sends_a_quarter_of_its_numbers():
+    change = {"H": torch.randn(5, 4, 4, generator=generator(0, "H"))}
+    change["H"][0] *= 1e-6  # a head that hardly changed counts as any other
+    arrived = densify(sparsify(change, UP, {"H"}), UP)["H"]
+    assert (arrived != 0).flatten(1).sum(1).tolist() == [4] * 5
+
+
+@pytest.mark.parametrize("name", ABLE)
+def test_a_number_that_is_not_finite_reaches_no_sum(name):
+    method, adapters = build(name)
+    state = with_classifier(method, some_state(method, adapters))
+    sent = method.broadcast({k: t for k, t in state.items() if k != CLASSIFIER}, 1.0) | {
+        k: t for k, t in state.items() if k == CLASSIFIER
+    }
+    upload = trained_from(method, adapters, sent, 1.0, 5)
+    change = change_of(method, upload, sent)
+    floats = [key for key, tensor in change.items() if tensor.is_floating_point()]
+    sums = Aggregate(method, state, UpdateNormCheck(None, 1e6))
+    for key in floats:
+        spoilt = change | {key: torch.full_like(change[key], torch.nan)}
+        arrived = densify(sparsify(spoilt, UP, change.keys()), UP, most=10**6)
+        with pytest.raises(ValueError, match="not finite"):
+            sums.offer(moved(method, arrived, 1.0, state), 1.0)
+    assert bool(floats) == (name != "local")
+    assert sums.count == 0
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a share of 0": ({"sparsity": "0:1"}, "a share out of range"),
+    "a share above 1": ({"sparsity": "1:1.5"}, "a share out of range"),
+    "one share": ({"sparsity": "1/4"}, "expected DOWN:UP"),
+    "a number, which YAML makes of 1:1": ({"sparsity": 61}, "got a whole number"),
+    "full down": ({"method": "full", "sparsity": "1/4:1"}, "need all numbers of its state"),
+    "fedalt down": ({"method": "fedalt", "sparsity": "1/4:1"}, "need all numbers of its state"),
+    "fedalt up": ({"method": "fedalt", "sparsity": "1:1/4"}, "count on all of their change"),
+    "a median": ({"weighting": "median", "sparsity": "1:1/4"}, "would stay as it is"),
+    "masks": (
+        {"secure-aggregation": True, "clients-per-round": 4, "sparsity": "1:1/4"},
+        "got sparsity = '1:1/4', expected '1:1', since which numbers of a client are largest",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_go_together_is_refused_before_anything_is_loaded(what):
+    settings, complaint = REFUSED[what]
+    with pytest.raises(ValueError, match=complaint):
+        read_config(settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "full", "sparsity": "1:1/4"},
+        {"weighting": "median", "sparsity": "1/4:1"},
+        {"privacy": "client", "epsilon": 8, "sparsity": "1/4:1/16"},
+        {"privacy": "example", "epsilon": 8, "sparsity": "0.25:1/16"},
+        {"aggregation": "async", "sparsity": "1/4:1/4", "wire": "int8"},
+    ],
+)
+def test_what_goes_together_is_taken(settings):
+    down, up = settings["sparsity"].split(":")
+    assert read_config(settings).shares_sent == (Fraction(down), Fraction(up))

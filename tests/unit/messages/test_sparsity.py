@@ -1,0 +1,152 @@
+"""The largest numbers travel, and no others; what no client sends is refused."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ravan_flwr.config.keys import KEYS
+from ravan_flwr.messages import wire
+from ravan_flwr.messages.sparsity import FLAT, densify, num_bytes, sparsify
+from ravan_flwr.seeding import generator
+from tests.sparse import by_hand
+
+SHARES = st.sampled_from([Fraction(1, 4), Fraction(1, 16), Fraction(1, 3), Fraction(9, 10)])
+SHAPES = st.dictionaries(
+    st.sampled_from(["A", "B", "H", "classifier"]),
+    st.one_of(
+        st.tuples(st.integers(1, 700)),
+        st.tuples(st.integers(1, 40), st.integers(1, 9)),
+        st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(1, 40)),
+        st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 5), st.integers(1, 5)),
+    ),
+    min_size=1,
+)
+
+
+def drawn(shapes, seed=0):
+    """Round numbers, so that many are equally large; and what is no number of the model's."""
+    random = generator(seed, "drawn")
+    made = {n: (3 * torch.randn(shape, generator=random)).round() for n, shape in shapes.items()}
+    return made | {"heads": torch.tensor([3], dtype=torch.uint8), "frozen": torch.ones(5)}
+
+
+def weight(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+@given(SHAPES, SHARES, st.sampled_from(KEYS["wire"].choices))
+def test_the_largest_numbers_arrive_and_weigh_what_is_promised(shapes, share, numbers):
+    sent = drawn(shapes)
+    coded = wire.encode(sparsify(sent, share, shapes.keys()), numbers, generator(1))
+    beside = 1 + wire.num_bytes([(5,)], numbers)
+    assert weight(coded) == num_bytes(shapes.values(), share, numbers) + beside
+    got = densify(wire.decode(coded, numbers), share)
+    expected = by_hand(sent, share, shapes.keys())
+    assert got.keys() == expected.keys()
+    largest = max(float(tensor.abs().max()) for tensor in sent.values())
+    step = largest / 127 if numbers == "int8" else 0.0
+    for name, tensor in expected.items():
+        assert got[name].shape == tensor.shape
+        # Whole numbers up to 20, which 16 bits hold.
+        assert float((got[name].double() - tensor.double()).abs().max()) <= 1.001 * step
+
+
+@given(SHAPES)
+def test_all_numbers_are_sent_as_they_are(shapes):
+    sent = drawn(shapes)
+    for made in (sparsify(sent, Fraction(1), shapes.keys()), densify(sent, Fraction(1))):
+        assert made.keys() == sent.keys()
+        assert all(made[name] is sent[name] for name in sent)
+    assert num_bytes(shapes.values(), Fraction(1), "int8") == wire.num_bytes(
+        shapes.values(), "int8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "share", "expected"),
+    [
+        ((8, 8), Fraction(1, 4), 16 * 4 + 8),  # a bit each: 8 bytes, where 16 indices take 16
+        ((16, 16), Fraction(1, 64), 4 * 4 + 4 * 1),  # indices of a byte, where bits take 32
+        ((257,), Fraction(1, 64), 4 * 4 + 4 * 2),  # of two
+        ((70_000,), Fraction(1, 700), 100 * 4 + 100 * 4),  # of four
+        ((5, 16, 16), Fraction(1, 64), 5 * (4 * 4 + 4 * 1)),  # head by head
+    ],
+)
+def test_places_are_bits_or_indices_whichever_is_smaller(shape, share, expected):
+    assert num_bytes([shape], share, "float32") == expected
+    sent = {"x": torch.randn(shape, generator=generator(0, "x"))}
+    coded = sparsify(sent, share, {"x"})
+    assert weight(coded) == expected
+    assert torch.equal(densify(coded, share)["x"], by_hand(sent, share, {"x"})["x"])
+
+
+def reply():
+    share = Fraction(1, 16)
+    sent = {"H": torch.randn(2, 16, 16, generator=generator(0, "H")), "B": torch.ones(400)}
+    return share, 2 * 256 + 400, sparsify(sent, share, sent.keys())
+
+
+def put(tensor, at, value):
+    tensor = tensor.clone()
+    tensor[at] = value
+    return tensor
+
+
+ROW = torch.arange(16, dtype=torch.uint8)
+WRONG = {
+    "a repeated index": (lambda c: {"H/places": torch.stack([ROW, put(ROW, 3, 2)])}, "repeated"),
+    "indices out of order": (lambda c: {"H/places": torch.stack([ROW, ROW.flip(0)])}, "order"),
+    "too few indices": (lambda c: {"H/places": c["H/places"][:, :-1]}, "H/places is"),
+    "an index out of range": (
+        lambda c: {"largest/places": put(c[FLAT + "/places"], slice(-2, None), 255)},
+        "places than 25 of 400|out of range",
+    ),
+    "no places": (lambda c: {"H/places": None}, "H/places is missing"),
+    "no numbers": (lambda c: {"H": None}, "H is missing"),
+    "other numbers": (lambda c: {"H": c["H"].double()}, "H is torch.float64"),
+    "too many numbers": (lambda c: {FLAT: torch.ones(26)}, "largest is"),
+    "a shape too large": (
+        lambda c: {"B/form": torch.empty(0, 2**40, 2**20, dtype=torch.uint8)}, "expected 912 at"
+    ),
+    "a shape with bytes": (lambda c: {"B/form": torch.ones(1, 400, dtype=torch.uint8)}, "B/form"),
+    "a shape of other numbers": (lambda c: {"B/form": torch.empty(0, 400)}, "B/form is"),
+    "a shape without sides": (lambda c: {"B/form": torch.empty(0, dtype=torch.uint8)}, "B/form is"),
+    "a side of zero": (lambda c: {"B/form": torch.empty(0, 0, dtype=torch.uint8)}, "B/form is"),
+    "a dense tensor": (lambda c: {"A": torch.ones(3)}, "A is no part of a sparse upload"),
+    "places of nothing": (lambda c: {"A/places": ROW}, "A/places is no part"),
+    "no shape": (lambda c: {"H/form": None}, "is no part of a sparse upload"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_no_client_sends_is_refused(what):
+    share, most, coded = reply()
+    assert densify(coded, share, most).keys() == {"H", "B"}
+    change, complaint = WRONG[what]
+    spoilt = {name: t for name, t in (coded | change(coded)).items() if t is not None}
+    with pytest.raises(ValueError, match=complaint):
+        densify(spoilt, share, most)
+
+
+@pytest.mark.parametrize("bit", [0, 12])
+def test_bits_that_mark_other_places_than_they_should_are_refused(bit):
+    share = Fraction(1, 2)
+    coded = sparsify({"B": torch.arange(1.0, 13)}, share, {"B"})
+    marks = coded[FLAT + "/places"]
+    assert marks.tolist() == [0b11000000, 0b1111]
+    flipped = put(marks, bit // 8, int(marks[bit // 8]) ^ (1 << bit % 8))
+    with pytest.raises(ValueError, match="marks other places than 6 of 12"):
+        densify(coded | {FLAT + "/places": flipped}, share, 12)
+
+
+def test_an_index_beyond_the_last_number_is_refused():
+    share = Fraction(1, 30)
+    coded = sparsify({"B": torch.arange(1.0, 301)}, share, {"B"})
+    places = coded[FLAT + "/places"]
+    assert places.tolist()[-2:] == [299 - 256, 1]
+    beyond = put(places, -2, 300 - 256)
+    with pytest.raises(ValueError, match="out of range, expected ascending ones below 300"):
+        densify(coded | {FLAT + "/places": beyond}, share, 300)
