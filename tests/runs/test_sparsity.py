@@ -64,15 +64,14 @@ def test_all_numbers_give_the_bits_that_no_key_gives(name, tmp_path):
     assert [r["bytes-up"] for r in rounds(one)] == [r["bytes-up"] for r in rounds(other)]
 
 
-def test_a_dense_change_up_is_what_was_trained(tmp_path):
-    # A client that is sent all and sends all of its change has sent what it trained, to rounding.
-    one = run(tmp_path, num_rounds=1)
-    state = state_of(one, 1)
-    other = state_of(run(tmp_path, num_rounds=1, sparsity="1:0.999999999"), 1)
-    kept = [float((other[name] - state[name]).abs().max()) for name in state]
-    assert max(kept) < 0.006  # all but one number of each row, which two steps have moved
-    down = state_of(run(tmp_path, num_rounds=1, sparsity="0.999999999:1"), 1)
-    assert state.keys() == down.keys()
+@pytest.mark.parametrize("sparsity", ["1:0.999999999", "0.999999999:1"])
+def test_nearly_all_numbers_give_nearly_the_same(sparsity, tmp_path):
+    # The smallest number of each row is left out. Two steps of Adam move a number by 0.006 at most.
+    state = state_of(run(tmp_path, num_rounds=1), 1)
+    other = state_of(run(tmp_path, num_rounds=1, sparsity=sparsity), 1)
+    assert not same(state, other)
+    assert max(float((other[name] - state[name]).abs().max()) for name in state) < 0.003
+    assert max(float(state[name].abs().max()) for name in state) > 0.003
 
 
 @pytest.mark.parametrize(
