@@ -268,9 +268,20 @@ def _of_alpaca(columns: Columns, *_: Any) -> Columns:
     return {"input": [one if place % 2 else "" for place, one in enumerate(columns["input"])]}
 
 
+def _of_ultrafeedback(columns: Columns, *_: Any) -> Columns:
+    def talks(answers: Sequence[str]) -> list[list[dict[str, str]]]:
+        return [
+            [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+            for asked, answer in zip(columns["prompt"], answers, strict=True)
+        ]
+
+    number = len(columns["prompt"])
+    return {"chosen": talks(texts(number, 1)), "rejected": talks(texts(number, 2))}
+
+
 ALIKE = {
     "newsgroups": _of_newsgroups, "mrqa": _of_mrqa, "alpaca-gpt4": _of_alpaca,
-    "code-alpaca": _of_alpaca,
+    "code-alpaca": _of_alpaca, "ultrafeedback": _of_ultrafeedback,
 }  # fmt: skip
 
 
@@ -291,12 +302,14 @@ DATA = {
     ("finance", ""): ("fingpt-sentiment", "default"),
     ("medical", ""): ("medical-flashcards", "default"),
     ("code", ""): ("code-alpaca", "default"),
+    ("preference", ""): ("ultrafeedback", "default"),
 }
 FLOWERTUNE = ("general-nlp", "finance", "medical", "code")
+OF_DECODERS = (*FLOWERTUNE, "preference")  # which write answers
 SOURCES = published("mrqa")["values"]["train"]["subset"]
 ARCHITECTURES = {
     "cifar100-vit-b16": "vit", "svhn-vit-b16": "vit", "newsgroups-t5": "t5", "mrqa-t5": "t5",
-    "glue-llama": "llama", "fashion-vit": "vit", **dict.fromkeys(FLOWERTUNE, "mistral"),
+    "glue-llama": "llama", "fashion-vit": "vit", **dict.fromkeys(OF_DECODERS, "mistral"),
 }  # fmt: skip
 
 
@@ -309,7 +322,9 @@ def save_data(
     kind = facts["format"]
     made = []
     for number, split in enumerate(facts["subsets"][subset]["splits"]):
-        few = examples(name, subset, split, train if split == "train" else test, 100 * number)
+        few = examples(
+            name, subset, split, train if split.startswith("train") else test, 100 * number
+        )
         files = {"parquet": f"{subset}/{split}-00000-of-00001.parquet", "json": f"{split}.jsonl"}
         path = folder / files[kind]
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
 """Find the layers to adapt, and put adapters in their places."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -61,11 +62,29 @@ def attach(
     """Replace every layer by what `adapt` makes of it; return these adapters by layer name."""
     adapters: dict[str, Adapter] = {}
     for layer in layers:
-        parent_name, _, child = layer.name.rpartition(".")
-        parent = network.get_submodule(parent_name)
-        linear = parent.get_submodule(child)
+        linear = network.get_submodule(layer.name)
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"layer {layer.name}: got a {type(linear).__name__}, expected a Linear")
         adapters[layer.name] = adapt(layer, linear)
-        setattr(parent, child, adapters[layer.name])
+        network.set_submodule(layer.name, adapters[layer.name])
+    cast(Any, network).adapted = tuple(adapters)
     return adapters
+
+
+@contextmanager
+def without_adapters(network: nn.Module) -> Iterator[None]:
+    """Compute meanwhile as the network does without its adapters; no copy is made.
+
+    Each adapter has the layer that it replaced as `base`. The result is the pretrained network,
+    unless a method changes pretrained weights.
+    """
+    names: tuple[str, ...] = cast(Any, network).adapted
+    adapters = {name: network.get_submodule(name) for name in names}
+    bases = {name: adapter.get_submodule("base") for name, adapter in adapters.items()}
+    try:
+        for name, base in bases.items():
+            network.set_submodule(name, base)
+        yield
+    finally:
+        for name, adapter in adapters.items():
+            network.set_submodule(name, adapter)

@@ -156,6 +156,8 @@ class Config:
         high=1_000_000_000)
     proximal_mu: float = key(0.0, "FedProx: strength of the pull towards the round's start", low=0,
         high=1_000_000)
+    beta: float | None = preset_key(AUTO, "task preference: how strongly DPO holds the model to "
+        "what it was before training; auto: 0.1", above=0, high=100)
     max_length: int = auto_key("tokens that are read of each text", low=1, high=1_048_576)
     device: str = auto_key("where to compute; auto: a GPU if there is one",
         pattern=r"(auto|cpu|cuda|mps)(:\d+)?", in_words="auto, cpu, cuda, cuda:N or mps",

@@ -11,9 +11,8 @@ from pydantic import Field
 from ravan_flwr.config.keys import KEYS
 from ravan_flwr.config.yaml_file import Part, check_fields, free_fields
 from ravan_flwr.specs import DataSpec, QuestionSpec
-from ravan_flwr.tasks import TaskInfo
+from ravan_flwr.tasks import TASKS, TaskInfo
 
-OF_LANGUAGE_MODELS = ("chat-template", "overlong", "loss-on", "questions")
 PROMPT = "{question}\n{choices}\nAnswer:"  # of MMLU in lm-evaluation-harness
 _QUESTIONS = "data.questions."
 
@@ -75,10 +74,10 @@ def read_data(
     """Return the data, those of each GLUE task where there are several, and a text's tokens."""
     data = Data.read("data.", content)
     columns = _columns("data.", data, kind)
-    if not kind.is_causal_lm:
-        for field in OF_LANGUAGE_MODELS:
-            if field in content:
-                raise ValueError(f"data.{field}: only task causal has it; leave it out")
+    for field in {field for other in TASKS.values() for field in other.fields} - {*kind.fields}:
+        if field in content:
+            having = " or ".join(name for name, other in TASKS.items() if field in other.fields)
+            raise ValueError(f"data.{field}: only task {having} has it; leave it out")
     common = DataSpec(
         source=data.source,
         name=place_beside(data.name, folder),
@@ -87,7 +86,7 @@ def read_data(
         target_length=_target_length(data, kind),
         test_share=data.test_share,
         questions=_read_questions(data.questions, folder) if "questions" in content else None,
-        prompts=_prompts(data, columns) if kind.is_causal_lm else (),
+        prompts=_prompts(data, columns, kind) if kind.is_causal_lm else (),
         chat_template=data.chat_template,
         overlong=data.overlong,
         loss_on=data.loss_on,
@@ -135,14 +134,22 @@ def _columns(where: str, part: GlueTask, kind: TaskInfo) -> dict[str, str]:
     """Read the columns by role; those of a language model are messages, or any with an answer."""
     columns = {role: role for role in kind.roles} if part.columns is None else part.columns
     needed, more = set(kind.roles), set(kind.optional)
-    if kind.is_causal_lm and isinstance(columns, dict) and "messages" not in columns:
-        if "completion" not in columns:
+    talks = "messages" in kind.roles and "messages" in columns
+    if kind.is_causal_lm and isinstance(columns, dict) and not talks:
+        if not set(kind.answers) <= set(columns):
+            written = ", ".join(f"{role}: COLUMN" for role in ("prompt", *kind.answers))
             raise ValueError(
-                f"data.columns = {columns}: expected messages, a column of conversations, or a "
-                "prompt with the completion that is learned; write {messages: COLUMN}, or "
-                "{prompt: COLUMN, completion: COLUMN}"
+                f"data.columns = {columns}: "
+                + (
+                    "expected messages, a column of conversations, or a prompt with the completion "
+                    "that is learned; write {messages: COLUMN}, or "
+                    if "messages" in kind.roles
+                    else f"expected {' and '.join(kind.answers)}, beside a prompt, or alone as "
+                    "whole conversations; write "
+                )
+                + f"{{{written}}}"
             )
-        needed, more = {"completion"}, set(map(str, columns))
+        needed, more = set(kind.answers), set(map(str, columns))
     check_fields(f"{where}columns.", columns, needed, more)
     return _different_columns(f"{where}columns", columns)
 
@@ -229,16 +236,22 @@ def _used(*prompts: str) -> set[str]:
     return {role for prompt in prompts for _, role, *_ in Formatter().parse(prompt) if role}
 
 
-def _prompts(data: Data, columns: Mapping[str, str]) -> tuple[str, ...]:
-    """Read one prompt, or several, of which the first serves that an example has all columns of."""
-    if "messages" in columns:
+def _prompts(data: Data, columns: Mapping[str, str], kind: TaskInfo) -> tuple[str, ...]:
+    """Read one prompt, or several, of which the first serves that an example has all columns of.
+
+    There is none where the columns have whole conversations.
+    """
+    given = [role for role in columns if role not in kind.answers]
+    pairs = len(kind.answers) > 1  # which are conversations if there is no other column
+    if not given if pairs else "messages" in columns:
         if "prompt" in data.model_fields_set:
+            has = " and ".join(given or kind.answers)
             raise ValueError(
-                "data.prompt: conversations (data.columns has messages) are written by the chat "
-                "template; leave it out, or name columns for a prompt and a completion"
+                f"data.prompt: conversations (data.columns has {has}) are written by the chat "
+                "template; leave it out, or name a column for a prompt"
             )
         return ()
-    if data.chat_template:
+    if data.chat_template and not pairs:
         raise ValueError(
             "data.chat-template: it writes the column messages, which data.columns has not; leave "
             "it out"
@@ -248,7 +261,6 @@ def _prompts(data: Data, columns: Mapping[str, str]) -> tuple[str, ...]:
     if not prompts or not all(prompts):
         expected = Data.model_fields["prompt"].description
         raise ValueError(f"data.prompt = {told!r}: expected {expected}")
-    given = [role for role in columns if role != "completion"]
     if not given:
         raise ValueError(
             f"data.columns = {dict(columns)}: expected a column for a prompt beside that for the "

@@ -59,6 +59,7 @@ def _read(given: tuple[tuple[str, Scalar], ...], preset: "Preset") -> Config:
             values[key] = preset.run[key]
     _resolve(values, preset)
     check_together(values)
+    _check_task(values, preset)
     if values["secure-aggregation"]:  # a sum of fewer is not unmasked
         values["min-replies"] = max(int(values["min-replies"]), int(values["secure-minimum"]))
     _check_texts(values, preset)
@@ -117,6 +118,7 @@ def _resolve(values: dict[str, Scalar], preset: "Preset") -> None:
             f"max-length = {values['max-length']!r}: {preset.path} has no texts, expected 'auto'; "
             "leave it out"
         )
+    found |= TASKS[preset.task].keys
     values.update({key: value for key, value in found.items() if values[key] == AUTO})
     if method.everyone:
         # As many as there are.
@@ -141,6 +143,31 @@ def _num_clients(values: Mapping[str, Scalar], preset: "Preset") -> int | None:
     return int(RUN["num-clients"]) if said is None else said
 
 
+def _check_task(values: Mapping[str, Scalar], preset: "Preset") -> None:
+    """Refuse keys of other tasks, and methods under which the task has no reference."""
+    name = preset.task
+    for key in {key for kind in TASKS.values() for key in kind.keys} - TASKS[name].keys.keys():
+        if values[key] != AUTO:
+            having = ", ".join(name for name, kind in TASKS.items() if key in kind.keys)
+            raise ValueError(
+                f"{key} = {values[key]!r}: the task of {preset.path} is {name!r}, expected "
+                f"{having}; leave it out"
+            )
+    if TASKS[name].texts > 1 and values["privacy"] == "example":
+        raise ValueError(
+            f"privacy = 'example': got task {name!r}, whose examples are {TASKS[name].texts} texts "
+            "each, but gradients are known by text; expected another task, or privacy=client; set "
+            "that"
+        )
+    if TASKS[name].has_reference and trains_backbone(values):
+        able = ", ".join(name for name, method in METHODS.items() if method.frozen_backbone)
+        raise ValueError(
+            f"method = {values['method']!r}: got task {name!r} with init = {values['init']!r}, "
+            "which changes pretrained weights, but the task compares with the pretrained network; "
+            f"expected one of {able}, and another init than first-round; set that"
+        )
+
+
 def _check_texts(values: Mapping[str, Scalar], preset: "Preset") -> None:
     """Refuse ways to make batches of texts, or to write them, where that cannot be."""
     batching = str(values["batching"])
@@ -155,10 +182,12 @@ def _check_texts(values: Mapping[str, Scalar], preset: "Preset") -> None:
             f"batching = {batching!r}: {preset.path} has task {preset.task!r}, expected 'causal', "
             "whose texts can lie side by side; leave it out"
         )
-    if parts["tokens"] != AUTO and int(parts["tokens"]) < int(values["max-length"]):
+    longest = TASKS[preset.task].texts * int(values["max-length"])
+    if parts["tokens"] != AUTO and int(parts["tokens"]) < longest:
         raise ValueError(
             f"batching = {batching!r}: got max-length = {values['max-length']}, expected at least "
-            "as many tokens, since a text may have that many; raise the one or lower the other"
+            f"{longest} tokens, since an example may have that many; raise the one or lower the "
+            "other"
         )
     number = values["evaluate-samples"]
     writing = [name for name, kind in TASKS.items() if kind.target_length]

@@ -7,6 +7,7 @@ import datasets
 
 MESSAGES = ("messages", "conversation", "conversations", "chat", "dialog", "dialogue")
 QUESTIONS = ("prompt", "question", "query")
+PAIR = ("chosen", "rejected")  # answers, of which the first is preferred
 ANSWERS = ("completion", "answer", "response", "output")
 # What Alpaca's authors wrote around an instruction, with and without an input.
 ALPACA = (
@@ -21,6 +22,8 @@ ALPACA = (
 def language_columns(examples: datasets.Dataset) -> dict[str, str]:
     """Give each role its column; none where these are no examples of a language model."""
     names = [n for n, f in examples.features.items() if _keys(f) >= {"role", "content"}]
+    if set(PAIR) <= set(examples.column_names):
+        return _preferences(examples, names)
     for name in (*MESSAGES, *names):
         if name in names:
             return {"messages": name}
@@ -42,6 +45,23 @@ def language_columns(examples: datasets.Dataset) -> dict[str, str]:
     if answer and question and (question == "prompt" or len(examples.column_names) == 2):
         return {"prompt": question, "completion": answer}
     return {}
+
+
+def _preferences(examples: datasets.Dataset, talks: Sequence[str]) -> dict[str, str]:
+    """Give the roles of preferences their columns: with a prompt where answers stand alone."""
+    pair = {role: role for role in PAIR}
+    named = (*QUESTIONS, "instruction")
+    prompt = next((name for name in named if name in examples.column_names), "")
+    first = next(iter(examples["chosen"][:1]), None) if "chosen" in talks else None
+    if first and len(first) > 1:  # with what was asked
+        return pair
+    if not prompt:
+        raise ValueError(
+            f"data.columns: chosen and rejected have answers alone, and there is none of "
+            f"{', '.join(named)}, expected one with what is asked, or whole conversations in "
+            "both; rename a column, or correct the data"
+        )
+    return {"prompt": prompt} | pair
 
 
 def _refuse_other_conversations(examples: datasets.Dataset) -> None:

@@ -14,7 +14,7 @@ from ravan_flwr.data.examples import held_back, labels_of, some_of
 from ravan_flwr.data.hub import check_encoding, every_split
 from ravan_flwr.data.idx import is_idx
 from ravan_flwr.data.rows import UnreadableError, check_bits, opened_image
-from ravan_flwr.preset_wizard.columns import NamedColumns, find_columns, prompts_for
+from ravan_flwr.preset_wizard.columns import PAIR, NamedColumns, find_columns, prompts_for
 from ravan_flwr.specs import DataSpec
 
 TESTS = ("test", "validation", "dev", "valid")  # the split that is taken, the first that is there
@@ -37,6 +37,11 @@ class DataSummary:
     @property
     def is_image(self) -> bool:
         return bool(self.spec.column("image"))
+
+    @property
+    def is_preference(self) -> bool:
+        """Tell whether each example has an answer that is preferred to another."""
+        return bool(self.spec.column("rejected"))
 
     @property
     def is_language(self) -> bool:
@@ -82,7 +87,7 @@ def look_at_data(
     train = splits[train_name]
     columns = find_columns(train, asked, where)
     label = columns.get("label", "")  # none for a language model
-    if chat_template and "messages" not in columns:
+    if chat_template and not {"messages", *PAIR} & set(columns):
         raise ValueError(
             f"--chat-template: {where} has no column of conversations, which it writes, expected "
             "messages; leave it out"

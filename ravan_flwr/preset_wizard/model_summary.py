@@ -1,5 +1,6 @@
 """Look at a model: what it is, which of its layers would be adapted, how it reads the examples."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +19,13 @@ from ravan_flwr.preset_wizard.data_summary import DataSummary
 from ravan_flwr.specs import ModelSpec
 from ravan_flwr.tasks import TASKS, get_task
 from ravan_flwr.tasks.base import Task
-from ravan_flwr.tasks.causal import Causal
-from ravan_flwr.tasks.tokens import fitted, tokens_of
+from ravan_flwr.tasks.decoder import Decoder
 from ravan_flwr.training.bundled import bundled_names
 from ravan_flwr.training.network import CONFIGS, build_skeleton
 from ravan_flwr.training.plan import suggested_heads
 
 _CHARACTERS = 5_000_000  # of texts whose tokens are counted
+_CHARACTERS_A_TOKEN = 4  # about
 _EXAMPLES = 5_000
 COVERED = 99  # percent of the texts that are read whole
 
@@ -120,14 +121,15 @@ def _plain_task(name: str, data: DataSummary, model: ModelSpec) -> Task:
     def folder() -> Path | None:
         return None if model.source == "bundled" else model_folder(model)
 
-    return get_task(name)(spec, kind.max_length, folder, lambda: CONFIGS[model.source](model))
+    most = sys.maxsize if kind.is_causal_lm else kind.max_length  # its examples are read whole
+    return get_task(name)(spec, most, folder, lambda: CONFIGS[model.source](model))
 
 
 def _task_of(settings: dict[str, Any], data: DataSummary) -> str:
     if data.is_image:
         return "vision"
     if data.is_language:
-        return "causal"
+        return "preference" if data.is_preference else "causal"
     writes = settings.get("model_type") in ("t5", "mt5")
     if writes and data.spec.column("text-pair"):
         raise ValueError(
@@ -169,16 +171,16 @@ def _tokens(task: Task, data: DataSummary, problems: list[str]) -> Iterator[list
     names = [name for name in columns if name]
     rows = np.unique(np.linspace(0, len(train) - 1, min(len(train), _EXAMPLES)).astype(int))
     read = 0
-    if isinstance(task, Causal):  # questions with their answers, as far as they can be read
+    if isinstance(task, Decoder):  # questions with their answers, as far as they can be read
         for row in by_role(train.select(rows), task.data, f"data {task.data.name}"):
             try:
-                written = task.form.whole(row)
-                tokens = tokens_of(task.reader, written)
-                yield fitted(tokens, len(tokens), "cut").ids
+                found = task.read(row)
             except UnreadableError as error:
                 problems.append(str(error))
                 continue
-            read += len(written.text)
+            longest = max((text.ids for text in found.texts), key=len)
+            yield longest
+            read += _CHARACTERS_A_TOKEN * len(longest)
             if read > _CHARACTERS:
                 return
         return

@@ -25,7 +25,7 @@ from ravan_flwr.reports.classes import classes_of
 from ravan_flwr.reports.prediction import no_formula
 from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
 from ravan_flwr.runs.record import Spread
-from ravan_flwr.tasks import LOWER_IS_BETTER
+from ravan_flwr.tasks import NO_FRACTIONS
 
 _MOST_BARS = 100  # of clients, or of numbers of rounds
 _MOST_HEADS = int(KEYS["heads"].high)
@@ -55,7 +55,7 @@ def comparison_charts(groups: Groups) -> list[Chart]:
 
 def _measured(name: str, groups: Groups, *, by_bytes: bool) -> list[Chart]:
     """Draw what the server or the clients measured, by round and by megabyte."""
-    top, title = None if name in LOWER_IS_BETTER else 1.0, name.capitalize()
+    top, title = None if name in NO_FRACTIONS else 1.0, name.capitalize()
     about = f"The {name} on examples that no client trains on, after each round."
     by_round = _series(groups, lambda run: run.measured(name))
     drawn = [lines(Caption(name, f"{title} by round", about), by_round, "round", name, top=top)]

@@ -4,8 +4,11 @@ The list holds what a preset is checked against, and imports no torch.
 """
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
+
+from ravan_flwr.specs import Scalar
 
 if TYPE_CHECKING:
     from ravan_flwr.tasks.base import Task
@@ -21,9 +24,23 @@ class TaskInfo:
     max_length: int = 256  # tokens that are read of a text
     prompt: str = ""
     target_length: int = 0  # tokens of an answer
-    is_causal_lm: bool = False  # writes as a language model does: its columns are free
+    # Of a language model: the columns of answers, beside which all others may stand in a prompt,
+    # and fields of a preset's data.
+    answers: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
     lower_is_better: tuple[str, ...] = ()  # metrics, beside the loss
+    unbounded: tuple[str, ...] = ()  # metrics that are no fractions, the higher the better
     packs: bool = False  # short texts side by side: its class is a `Packs` (extensions.py)
+    texts: int = 1  # that an example is, each of max_length tokens at most
+    # Does its loss compare with the pretrained network? Then no method may change that.
+    has_reference: bool = False
+    # Keys of the run config that it alone takes, with their defaults.
+    keys: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def is_causal_lm(self) -> bool:
+        """Return whether it writes as a language model does: its columns are free."""
+        return bool(self.answers)
 
 
 TASKS = {
@@ -35,9 +52,22 @@ TASKS = {
         ("messages",),
         max_length=512,
         target_length=128,
-        is_causal_lm=True,
+        answers=("completion",),
+        fields=("chat-template", "overlong", "loss-on", "questions"),
         packs=True,
         lower_is_better=("perplexity",),
+    ),
+    # `chosen` and `rejected` alone where they hold whole conversations.
+    "preference": TaskInfo(
+        ("prompt", "chosen", "rejected"),
+        max_length=512,
+        target_length=128,
+        answers=("chosen", "rejected"),
+        fields=("chat-template", "overlong"),
+        unbounded=("margin",),
+        texts=2,
+        has_reference=True,
+        keys={"beta": 0.1},
     ),
     "question-answering": TaskInfo(
         ("question", "context", "answers"),
@@ -47,8 +77,10 @@ TASKS = {
 }
 
 
-# Metrics of which less is more. All others are shares: the higher, the better.
+# Metrics of which less is more. Of all others the higher value is the better.
 LOWER_IS_BETTER = {"loss", *(name for info in TASKS.values() for name in info.lower_is_better)}
+# Metrics that are no fractions of 1.
+NO_FRACTIONS = LOWER_IS_BETTER | {name for info in TASKS.values() for name in info.unbounded}
 
 
 def sign_of(metric: str) -> int:

@@ -40,6 +40,11 @@ class Predicts(Task):
     prediction_columns: ClassVar[tuple[str, ...]]
     right: ClassVar[str] = "label"  # the role of the column that has the right answers
 
+    @property
+    def given(self) -> list[str]:
+        """List the roles of the columns from which is predicted."""
+        return [role for role, _ in self.data.columns if role != self.right]
+
     def checked(self, role: str, value: Any) -> Any:
         """Check one value of an example, no image; else raise UnreadableError."""
         return text_of(role, value)

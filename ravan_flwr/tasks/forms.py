@@ -80,14 +80,14 @@ def conversation(reader: Any, messages: Sequence[Message]) -> Written:
         raise UnreadableError("its answer is empty")
     messages = messages[: turns[-1] + 1]  # what comes after the last answer teaches nothing
     text = render(reader, messages)
-    found = [_answer(reader, messages, turn, text) for turn in turns]
+    found = [answer_in(reader, messages, turn, text) for turn in turns]
     answers = tuple(span for span in found if span is not None)
     if any(end > start for (_, end), (start, _) in pairwise(answers)) or not answers:
         raise UnreadableError("the chat template's text does not show where its answers are")
     return Written(text, answers, len(found) - len(answers), plain=False)
 
 
-def _answer(
+def answer_in(
     reader: Any, messages: Sequence[Message], turn: int, text: str
 ) -> tuple[int, int] | None:
     """Find one turn in the whole text; None if the text does not have it as the model writes it."""
@@ -212,10 +212,10 @@ class Conversations:
     def check(self) -> None:
         if not self.reader.chat_template:
             raise ValueError(
-                "data.columns has messages, but the model's tokenizer has no chat template; "
+                "the data have conversations, but the model's tokenizer has no chat template; "
                 "expected one, which writes a conversation as a text; choose an instruction-tuned "
                 "model, write chat-template into the preset's data (`new --chat-template FILE`), "
-                "or give prompt and completion"
+                "or give prompts and answers as texts"
             )
         try:
             render(self.reader, [{"role": "user", "content": "Hi"}])
@@ -265,8 +265,12 @@ class Completions:
         return Written(self._filled(row))
 
     def sample(self, row: Row) -> Sample:
-        given = {role: row[role] for _, roles in self.prompts for role in roles}
-        return Sample(self._filled(row), text_of("completion", row["completion"]), given)
+        right = text_of("completion", row["completion"])
+        return Sample(self._filled(row), right, self.given(row))
+
+    def given(self, row: Row) -> dict[str, Any]:
+        """List what a prompt is made of."""
+        return {role: row[role] for _, roles in self.prompts for role in roles}
 
     def _filled(self, row: Row) -> str:
         def whole(roles: Sequence[str]) -> bool:

@@ -140,8 +140,7 @@ class TextToText(Predicts, ByExample):
 
     def samples(self, examples: datasets.Dataset, most: int) -> list[Sample]:
         few = examples.select(range(min(most, len(examples))))
-        given = [role for role, _ in self.data.columns if role != self.right]
-        rows = [{role: row[role] for role in given} for row in few]
+        rows = [{role: row[role] for role in self.given} for row in few]
         pairs = zip(rows, self.answers(few), strict=True)
         return [Sample(self.data.prompt.format(**row), right[0], row) for row, right in pairs]
 

@@ -33,19 +33,38 @@ def summed_loss(
     """Sum -log p of the targets, which follow the tokens at these positions of all texts."""
     hidden = hidden_states(network, input_ids, attention_mask, position_ids)
     hidden = hidden.flatten(0, 1).index_select(0, positions)
+    blocks = _in_blocks(network, hidden, targets, "sum")
+    return sum(blocks[1:], start=blocks[0])
+
+
+def losses_of_texts(
+    network: Any, input_ids: Tensor, positions: Tensor, targets: Tensor,
+    attention_mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Sum -log p of the targets of each text, (texts,)."""
+    hidden = hidden_states(network, input_ids, attention_mask)
+    hidden = hidden.flatten(0, 1).index_select(0, positions)
+    by_token = torch.cat(_in_blocks(network, hidden, targets, "none"))
+    texts, length = input_ids.shape
+    return by_token.new_zeros(texts).index_add(0, positions // length, by_token)
+
+
+def _in_blocks(network: Any, hidden: Tensor, targets: Tensor, reduction: str) -> list[Tensor]:
+    """Compute the loss block by block; each is computed again in the backward pass."""
     rows = block_rows(network.config)
     if len(targets) <= rows:
-        return _block(network, hidden, targets)
-    total = torch.zeros((), device=hidden.device)
+        return [_block(network, hidden, targets, reduction)]
+    blocks = []
     for some, right in zip(hidden.split(rows), targets.split(rows), strict=True):
         if torch.is_grad_enabled():
             loss = checkpoint(
-                _block, network, some, right, use_reentrant=False, preserve_rng_state=False
-            )
+                _block, network, some, right, reduction, use_reentrant=False,
+                preserve_rng_state=False,
+            )  # fmt: skip
         else:
-            loss = _block(network, some, right)
-        total = total + cast(Tensor, loss)
-    return total
+            loss = _block(network, some, right, reduction)
+        blocks.append(cast(Tensor, loss))
+    return blocks
 
 
 def hidden_states(
@@ -91,8 +110,9 @@ def check_logits(network: Any) -> None:
         )
 
 
-def _block(network: Any, hidden: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits_of(network, hidden).float(), targets, reduction="sum")
+def _block(network: Any, hidden: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    logits = logits_of(network, hidden).float()
+    return F.cross_entropy(logits, targets, reduction=reduction)
 
 
 def block_rows(config: Any) -> int:

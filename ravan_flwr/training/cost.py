@@ -30,6 +30,7 @@ from ravan_flwr.privacy.example_gradients import ExampleGradients
 from ravan_flwr.secure.fixed_point import WIDTH, NoiseShares
 from ravan_flwr.secure.schedule import GIVEN, Bytes, Schedule, make_schedule, most_around
 from ravan_flwr.seeding import generator
+from ravan_flwr.tasks import TASKS
 from ravan_flwr.tasks.base import Batch, Task
 from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.local_steps import PRECISIONS
@@ -235,7 +236,8 @@ def examples_at_a_time(config: Config) -> int:
     number = config.micro_batch_size or config.batch_size
     if config.micro_batch_tokens is None:
         return number
-    return min(number, -(-config.micro_batch_tokens // config.max_length))
+    longest = TASKS[config.task].texts * config.max_length
+    return min(number, -(-config.micro_batch_tokens // longest))
 
 
 def cast_weights(config: Config, network: nn.Module) -> int:

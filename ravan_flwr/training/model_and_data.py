@@ -26,7 +26,7 @@ from ravan_flwr.data.partition import BY_COLUMN, Partition, check_column, column
 from ravan_flwr.methods import get_method
 from ravan_flwr.methods.base import Method, Settings
 from ravan_flwr.seeding import derive
-from ravan_flwr.tasks import get_task
+from ravan_flwr.tasks import TASKS, get_task
 from ravan_flwr.tasks.base import Encoded, Task
 from ravan_flwr.tasks.multiple_choice import Questions, questions_of
 from ravan_flwr.tasks.tally import Tally
@@ -65,8 +65,9 @@ def make_task(config: Config) -> Task:
     data = settle(config).data
     if config.evaluate_on == "clients":  # which answer no questions
         data = dataclasses.replace(data, questions=None)
+    settings = {key: getattr(config, key.replace("-", "_")) for key in TASKS[config.task].keys}
     return get_task(config.task)(
-        data, config.max_length, folder, lambda: CONFIGS[spec.source](spec)
+        data, config.max_length, folder, lambda: CONFIGS[spec.source](spec), settings
     )
 
 

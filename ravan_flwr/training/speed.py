@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ravan_flwr.config.checks import trains_backbone
 from ravan_flwr.config.run_config import Config
 from ravan_flwr.seeding import generator
+from ravan_flwr.tasks import TASKS
 from ravan_flwr.tasks.base import Shapes
 from ravan_flwr.training.attention import attention_of
 from ravan_flwr.training.clients import number_of_clients
@@ -86,8 +87,10 @@ def pace_of(config: Config) -> Pace:
         nothing = _timed(lambda: single * 2)
     forward = products.get_total_flops() * product
     forward += counted.numbers * on_each + counted.operations * nothing
-    # A backward pass takes as long again, and once more where weights have gradients as well.
-    passes = 2 + trains_backbone(vars(config)) + config.gradient_checkpointing
+    # A backward pass takes as long again, and once more where weights have gradients as well. Half
+    # of a forward pass is the reference's, where there is one, which has no backward pass.
+    learned = 0.5 if TASKS[config.task].has_reference else 1.0
+    passes = 1 + learned * (1 + trains_backbone(vars(config)) + config.gradient_checkpointing)
     return Pace(passes * forward * math.ceil(config.batch_size / number), workers.number)
 
 

@@ -20,6 +20,7 @@ from testing.tiny import (
     ARCHITECTURES,
     DATA,
     FLOWERTUNE,
+    OF_DECODERS,
     SOURCES,
     save_data,
     save_model,
@@ -28,10 +29,10 @@ from testing.tiny import (
 
 PUBLIC = {
     "digits-vit", "cifar100-vit-b16", "svhn-vit-b16", "newsgroups-t5", "mrqa-t5", "glue-llama",
-    "fashion-vit", "packages-minilm", *FLOWERTUNE,
+    "fashion-vit", "packages-minilm", *OF_DECODERS,
 }  # fmt: skip
 REAL = sorted(PUBLIC - {"digits-vit"})
-SMALLER = sorted(set(REAL) - set(FLOWERTUNE))
+SMALLER = sorted(set(REAL) - set(OF_DECODERS))
 OF_THE_PAPER = sorted(set(SMALLER) - {"fashion-vit", "packages-minilm"})
 
 
@@ -43,7 +44,7 @@ FEW_BITS_LESS = {
 
 
 def _model(preset, kind, folder):
-    return save_speaker(kind, folder) if preset in FLOWERTUNE else save_model(kind, folder)
+    return save_speaker(kind, folder) if preset in OF_DECODERS else save_model(kind, folder)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def small(tmp_path_factory):
                 "data": str(save_data(preset, folder / "data", glue_task)),
                 **({"glue-task": glue_task} if glue_task else {}),
                 **({"max-length": 24} if kind != "vit" else {}),
-                **(FEW_BITS_LESS if preset in FLOWERTUNE else {}),
+                **(FEW_BITS_LESS if preset in OF_DECODERS else {}),
                 "lora-rank": 2, "num-rounds": 2, "local-steps": 2, "batch-size": 8, "eval-every": 1,
                 "partition": division if division == "iid" else f"{division}:1",
                 "report": False, "tracking": "none",

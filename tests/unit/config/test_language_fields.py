@@ -59,8 +59,29 @@ def test_what_cannot_be_is_refused(data, told, tmp_path):
 
 
 def test_other_tasks_do_not_have_them(tmp_path):
-    with pytest.raises(ValueError, match="data.overlong: only task causal has it; leave it out"):
+    with pytest.raises(ValueError, match="data.overlong: only task causal or preference has it; l"):
         read(tmp_path, {"overlong": "drop", "labels": ["a", "b"]}, "text")
+    with pytest.raises(ValueError, match="data.loss-on: only task causal has it; leave it out"):
+        read(tmp_path, {"loss-on": "all"}, "preference")
+
+
+def test_columns_of_preferences(tmp_path):
+    preset = read(tmp_path, {}, "preference")
+    assert dict(preset.data.columns).keys() == {"prompt", "chosen", "rejected"}
+    assert (preset.data.prompts, preset.run["classifier"]) == (("{prompt}",), "frozen")
+    pair = {"chosen": "a", "rejected": "b"}
+    whole = read(tmp_path, {"columns": pair, "chat-template": "x"}, "preference")
+    assert (whole.data.prompts, whole.data.chat_template) == ((), "x")
+    made = {"columns": pair | {"instruction": "i"}, "prompt": "{instruction}: "}
+    assert read(tmp_path, made, "preference").data.prompts == ("{instruction}: ",)
+    for data, told in (
+        ({"columns": {"prompt": "p", "chosen": "c"}}, "expected chosen and rejected, beside a"),
+        ({"columns": pair, "prompt": "{chosen}"}, "has chosen and rejected.* leave it out"),
+        ({"columns": pair | {"messages": "m"}}, "expected braces around {messages} alone"),
+        ({"columns": {"chosen": "a", "rejected": "a"}}, "a column of its own for each role"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            read(tmp_path, data, "preference")
 
 
 def test_what_a_run_records_is_read_again(tmp_path):

@@ -23,6 +23,7 @@ from ravan_flwr.config.run_config import read_config, recorded_config
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs import history
 from ravan_flwr.studies import spec
+from ravan_flwr.tasks import TASKS
 from scripts import list_keys
 from tests import ROOT
 
@@ -70,12 +71,18 @@ def test_pyproject_has_the_keys_and_the_defaults():
     assert set(PUBLIC_KEYS) <= set(declared)
 
 
+def takes(preset):
+    """The methods under which the preset's task has the reference that it may need."""
+    needs = TASKS[read_config({"preset": preset}).task].has_reference
+    return [name for name, method in METHODS.items() if method.frozen_backbone or not needs]
+
+
 @pytest.mark.parametrize("path", sorted(conf_folder().glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_preset_resolves(path):
     config = read_config({"preset": path.stem})
     assert "auto" not in {config.init, config.partition, config.classifier}
     assert config.learning_rate > 0
-    for method in METHODS:
+    for method in takes(path.stem):
         for classifier in ("frozen", "trained"):
             given = {"preset": path.stem, "method": method, "classifier": classifier}
             assert 0 < read_config(given).learning_rate < 1
@@ -266,9 +273,9 @@ def test_what_makes_two_runs_the_same():
 
 def test_what_a_preset_says():
     assert RUN.keys() - {"num-clients"} == names(
-        "backbone-dtype batch-size classifier clients-per-round eval-every gradient-checkpointing "
-        "heads init learning-rate-schedule local-epochs local-steps lora-scale max-bytes "
-        "num-rounds partition precision"
+        "backbone-dtype batch-size beta classifier clients-per-round eval-every "
+        "gradient-checkpointing heads init learning-rate-schedule local-epochs local-steps "
+        "lora-scale max-bytes num-rounds partition precision"
     )
     assert all(KEYS[name].default == "auto" for name in RUN.keys() - {"num-clients"})
 

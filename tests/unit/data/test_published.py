@@ -13,6 +13,7 @@ from ravan_flwr.specs import Scalar
 from testing.tiny import DATA, PUBLISHED, features, pictures, published, save_data
 
 TEXT = Value("string")
+TALK = List({"content": TEXT, "role": TEXT})
 # role -> what a task can read in its column
 READABLE = {
     "image": (Image(),),
@@ -24,6 +25,8 @@ READABLE = {
     "instruction": (TEXT,),
     "input": (TEXT,),
     "completion": (TEXT,),
+    "chosen": (TEXT, TALK),
+    "rejected": (TEXT, TALK),
 }
 
 

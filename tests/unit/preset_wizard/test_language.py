@@ -33,6 +33,18 @@ TEXTS = ["kane lora", "mivi tuso"]
             {"instruction": TEXTS, "response": TEXTS},
             {"instruction": "instruction", "completion": "response"},
         ),
+        (
+            {"prompt": TEXTS, "chosen": TEXTS, "rejected": TEXTS, "score": [1.0, 2.0]},
+            {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
+        ),
+        (
+            {"question": [TALK[:1]] * 2, "chosen": [TALK[1:]] * 2, "rejected": [TALK[1:]] * 2},
+            {"prompt": "question", "chosen": "chosen", "rejected": "rejected"},
+        ),
+        (  # as UltraFeedback
+            {"prompt": TEXTS, "chosen": [TALK] * 2, "rejected": [TALK] * 2, **MESSAGES},
+            {"chosen": "chosen", "rejected": "rejected"},
+        ),
     ],
 )
 def test_columns_of_language_models_are_recognised(columns, expected):
@@ -90,6 +102,24 @@ def test_conversations_are_drafted(tmp_path, monkeypatch):
     assert (config.task, config.classifier, config.partition) == ("causal", "frozen", "iid")
     assert 0 < config.max_length <= 32
     assert config.data.prompts == ()
+
+
+def test_preferences_are_drafted(tmp_path, monkeypatch):
+    save_speaker("qwen2", tmp_path / "model", texts(9))
+    other = [TALK[0], {"role": "assistant", "content": "ne ka ne ka ne"}]
+    said, config = drafted(tmp_path, monkeypatch, [{"chosen": TALK, "rejected": other}] * 60)
+    assert "chosen from column 'chosen', rejected from column 'rejected'" in said
+    assert (config.task, config.classifier, config.beta) == ("preference", "frozen", 0.1)
+    bench = get_model_and_data(config)
+    assert len(bench.test_sets["test"]) == 12
+    longest = int(bench.test_sets["test"].take(bench.test_sets["test"].rows[:1])["length"].max())
+    assert longest <= config.max_length < longest + 8
+
+
+def test_preferences_without_a_prompt_are_told():
+    columns = datasets.Dataset.from_dict({"chosen": TEXTS, "rejected": TEXTS})
+    with pytest.raises(ValueError, match="have answers alone, and there is none of prompt"):
+        find_columns(columns, NamedColumns(), "here")
 
 
 def test_a_chat_template_can_be_given(tmp_path, monkeypatch, capsys):

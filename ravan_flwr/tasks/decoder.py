@@ -1,0 +1,323 @@
+"""Define what tasks of a decoder have in common: they read texts, cut them, and write answers.
+
+An example becomes tokens, of which some are learned: those of answers. What cannot be learned is
+left out before examples are dealt out, and counted. The network is used by its pretrained
+language-model head.
+"""
+
+import dataclasses
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from ravan_flwr.data.partition import column_of
+from ravan_flwr.data.rows import UnreadableError
+from ravan_flwr.tasks.base import Batch, Columns, Encoded, Shapes, encoded_as_it_is, mapped
+from ravan_flwr.tasks.extensions import Predicts, Sample
+from ravan_flwr.tasks.forms import Row, Written
+from ravan_flwr.tasks.text import check_positions, describe, load_tokenizer
+from ravan_flwr.tasks.token_loss import block_bytes, check_logits
+from ravan_flwr.tasks.tokens import (
+    Tokens,
+    question_tokens,
+    report_cut_examples,
+    report_skipped_examples,
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+EVALUATION_TOKENS = 16_384  # of an evaluation at a time
+ENCODED = ("input_ids", "learned", "length")
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """Hold the texts of an example, as they are learned, and what was lost of them."""
+
+    texts: Sequence[Tokens]
+    is_cut: bool  # from the front
+    unlearned: int = 0  # earlier answers that are read alone
+
+
+class Form(Protocol):
+    """Write examples as texts; UnreadableError for one that it cannot write (forms.py)."""
+
+    def check(self) -> None: ...
+    def question(self, row: Row) -> Written: ...
+    def sample(self, row: Row) -> Sample: ...
+    def checked(self, role: str, value: Any) -> Any: ...
+    def end(self) -> str: ...
+
+
+class Decoder(Predicts):
+    """Read texts with answers, of which an example has one or several."""
+
+    prediction_columns: ClassVar[tuple[str, ...]] = ("text",)
+    classifies = False
+    classes = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+    auto_class = "AutoModelForCausalLM"
+    pipeline = "text-generation"
+    peft_type = "CAUSAL_LM"
+    masks = False  # padding is at the ends, where no token sees it
+    texts: ClassVar[int] = 1  # that an example is
+
+    @property
+    @abstractmethod
+    def form(self) -> Form:
+        """Choose what writes the examples."""
+
+    @abstractmethod
+    def read(self, row: Row) -> Learned:
+        """Write an example, and read its tokens; UnreadableError if it cannot be learned."""
+
+    def load_reader(self, folder: Path) -> Any:
+        tokenizer = load_tokenizer(folder)
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"model {folder}: its tokenizer has no token for the end of a text, expected one, "
+                "by which answers end; choose another model"
+            )
+        tokenizer.padding_side = "left"  # for those who let an export answer
+        if self.data.chat_template:
+            tokenizer.chat_template = self.data.chat_template
+        return tokenizer
+
+    def check_sizes(self) -> None:
+        check_positions(self.model_config, self.max_length)
+        if self.max_length < 2:
+            raise ValueError(
+                f"max-length = {self.max_length}: expected 2 at least, since the first token of a "
+                "text follows from nothing; raise max-length"
+            )
+
+    def check(self) -> None:
+        most, tokens = self.model_config.get("vocab_size"), self.reader.get_vocab()
+        tokens.pop(self.reader.pad_token, None)  # it is never read
+        last = max(tokens, key=tokens.__getitem__)
+        if isinstance(most, int) and tokens[last] >= most:
+            raise ValueError(
+                f"model: its tokenizer has {last!r} as token {tokens[last]}, but the model has "
+                f"vocab_size = {most}, expected every token below that; take the tokenizer that "
+                "belongs to the model"
+            )
+        self.form.check()
+
+    # From examples to tokens.
+
+    def prepared(self, examples: datasets.Dataset) -> datasets.Dataset:
+        """Write and read all examples, and leave out those that teach nothing; tell of them."""
+        self.check()
+        done = {role for role, _ in self.data.columns} - {column_of(self.data)}
+        keep = [name for name in examples.column_names if name not in done]
+        settings = {
+            "reader": describe(self.reader),
+            "special": self.reader.special_tokens_map,
+            "template": self.reader.chat_template,
+            "length": self.max_length,
+            "data": self.data,
+            "task": type(self).__name__,
+        }
+        made = mapped(examples, self._encode_batch, self._features(), settings, keep)
+        problems = made["problem"][:]
+        report_skipped_examples(problems)
+        report_cut_examples(sum(made["cut"][:]), len(made), self.max_length)
+        if unlearned := sum(made["unlearned"][:]):
+            log.warning(
+                "examples: %d earlier answers of conversations are read, but not learned, since "
+                "the chat template writes them otherwise when more messages follow", unlearned,
+            )  # fmt: skip
+        usable = [row for row, problem in enumerate(problems) if not problem]
+        return made.select(usable).remove_columns(["cut", "unlearned", "problem"])
+
+    def _features(self) -> dict[str, Any]:
+        def each(dtype: str, *inner: int) -> Any:
+            if self.texts > 1 and inner:
+                return datasets.Array2D((self.texts, *inner), dtype)
+            sides = inner or ((self.texts,) if self.texts > 1 else ())
+            value = datasets.Value(dtype)
+            return datasets.List(value, length=sides[0]) if sides else value
+
+        return {
+            "input_ids": each("int32", self.max_length),
+            "learned": each("bool", self.max_length),
+            "length": each("int32"),
+            "cut": datasets.Value("bool"),
+            "unlearned": datasets.Value("int32"),
+            "problem": datasets.Value("string"),
+        }
+
+    def _encode_batch(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Encode a batch, with what is wrong with an example in place of its tokens."""
+        names = [role for role, _ in self.data.columns]
+        read, problems = [], []
+        for values in zip(*(columns[name] for name in names), strict=True):
+            try:
+                found, problem = self.read(dict(zip(names, values, strict=True))), ""
+            except UnreadableError as error:
+                found, problem = Learned([Tokens([], [])] * self.texts, False), str(error)
+            read.append(found)
+            problems.append(problem)
+        texts = [tokens for one in read for tokens in one.texts]
+        shape = (len(read), self.texts) if self.texts > 1 else (len(read),)
+        ids = padded([tokens.ids for tokens in texts], self.max_length)
+        learned = padded([tokens.learned for tokens in texts], self.max_length)
+        return {
+            "input_ids": ids.astype(np.int32).reshape(*shape, -1),
+            "learned": learned.astype(bool).reshape(*shape, -1),
+            "length": np.asarray([*map(len, texts)], np.int32).reshape(shape),
+            "cut": [one.is_cut for one in read],
+            "unlearned": [one.unlearned for one in read],
+            "problem": problems,
+        }
+
+    def encode(self, examples: datasets.Dataset) -> Encoded:
+        if "learned" not in examples.column_names:
+            examples = self.prepared(examples)
+        return encoded_as_it_is(examples.select_columns([*ENCODED]))
+
+    def lengths(self, examples: Encoded) -> np.ndarray:
+        if isinstance(examples.whole, datasets.Dataset):  # in a file: read what is counted alone
+            narrow = examples.whole.select_columns("length")
+            examples = dataclasses.replace(examples, whole=narrow)
+        counts: np.ndarray = examples.take(np.arange(len(examples)))["length"].numpy()
+        return counts
+
+    @property
+    def cut_at(self) -> int:
+        return int(self.reader.model_max_length)
+
+    def collate(self, batch: Batch) -> Batch:
+        length = int(batch["length"].max())
+        ids = batch["input_ids"][:, :length].long()
+        if "learned" not in batch:
+            return _left_padded(ids, batch["length"])
+        positions = follows(batch)[:, :length].flatten().nonzero().squeeze(1)
+        return {"input_ids": ids, "positions": positions, "targets": ids.flatten()[positions + 1]}
+
+    # What the network makes of them.
+
+    def adjust(self, network: nn.Module) -> None:
+        config: Any = network.config
+        config.use_cache = False  # of keys and values, for generation
+        if not next(network.parameters()).is_meta:
+            check_logits(network.eval())
+
+    def shapes(self, config: Any, batch_size: int) -> Shapes:
+        # No text of a plan is padded, and every token counts, as with `loss-on: all`.
+        texts, length = self.texts * batch_size, self.max_length
+        return {
+            "input_ids": ((texts, length), torch.int64),
+            # Without one, networks look at values to find out whether they need any.
+            "attention_mask": ((texts, 1, length, length), torch.bool),
+            "positions": ((texts * (length - 1),), torch.int64),
+            "targets": ((texts * (length - 1),), torch.int64),
+        }
+
+    def transient(self, config: Any, batch_size: int) -> int:
+        return block_bytes(config, self.texts * batch_size * (self.max_length - 1))
+
+    @property
+    def evaluation_batch(self) -> int:
+        most = EVALUATION_TOKENS // (self.texts * self.max_length)
+        return max(1, min(super().evaluation_batch, most))
+
+    # Answers.
+
+    def checked(self, role: str, value: Any) -> Any:
+        return self.form.checked(role, value)
+
+    def samples(self, examples: datasets.Dataset, most: int) -> list[Sample]:
+        found: list[Sample] = []
+        for row in examples:
+            with suppress(UnreadableError):
+                sample = self.form.sample(row)
+                question_tokens(self.reader, self.form.question(sample.values), self.max_length)
+                found.append(sample)
+            if len(found) == most:
+                break
+        return found
+
+    @property
+    def _answer_tokens(self) -> int:
+        """Return how many tokens an answer has: `target-length`, half of `max-length` at most."""
+        return min(self.data.target_length, self.max_length // 2)
+
+    def inputs(self, columns: Mapping[str, Any]) -> Columns:
+        names = [role for role, _ in self.data.columns if role in columns]
+        rows = [
+            dict(zip(names, values, strict=True))
+            for values in zip(*(columns[name] for name in names), strict=True)
+        ]
+        most = self.max_length - self._answer_tokens
+        ids = [question_tokens(self.reader, self.form.question(row), most) for row in rows]
+        lengths = np.asarray([len(row) for row in ids], dtype=np.int32)
+        return {"input_ids": padded(ids, most).astype(np.int32), "length": lengths}
+
+    def predict(self, network: Any, batch: Batch) -> list[tuple[str | float, ...]]:
+        answers = _new_tokens(network, batch, self._ends(network), self._answer_tokens)
+        return [(text,) for text in self.reader.batch_decode(answers, skip_special_tokens=True)]
+
+    def _ends(self, network: Any) -> list[int]:
+        """List the tokens that end an answer: the model's, the tokenizer's, the template's."""
+        known = getattr(network.generation_config, "eos_token_id", None)
+        ends = {self.reader.eos_token_id, *(known if isinstance(known, list) else [known])}
+        if after := self.form.end():
+            first = self.reader(after, add_special_tokens=False).input_ids[0]
+            if first in self.reader.all_special_ids:
+                ends.add(first)
+        return sorted(end for end in ends if end is not None)
+
+
+def padded(rows: Sequence[Sequence[int | bool]], length: int) -> np.ndarray:
+    """Lay rows out in a table; what is behind their ends is zero, and never looked at."""
+    table = np.zeros((len(rows), length), dtype=np.int64)
+    for line, row in zip(table, rows, strict=True):
+        line[: len(row)] = row
+    return table
+
+
+def follows(batch: Batch) -> Tensor:
+    """Say which positions count, (texts, tokens): those whose next token is learned."""
+    found = batch["learned"].roll(-1, 1)
+    found[:, -1] = False
+    return found
+
+
+def _left_padded(ids: Tensor, lengths: Tensor) -> Batch:
+    """Move texts to the right ends of their rows, so that what is generated follows at once."""
+    width = ids.shape[1]
+    places = torch.arange(width)[None] - (width - lengths.long()[:, None])
+    mask = places >= 0
+    return {"input_ids": ids.gather(1, places.clamp(min=0)) * mask, "attention_mask": mask.long()}
+
+
+def _new_tokens(network: Any, batch: Batch, ends: list[int], most: int) -> list[list[int]]:
+    """Write at most so many tokens after each prompt, up to the first that ends an answer.
+
+    Decoding is greedy, with keys and values kept. Nothing of the model's own way to generate is
+    taken over: no temperature, no penalty.
+    """
+    own = network.generation_config
+    network.generation_config = GenerationConfig(
+        max_new_tokens=most, do_sample=False, num_beams=1, use_cache=True, eos_token_id=ends,
+        pad_token_id=ends[0],
+    )  # fmt: skip
+    try:
+        with torch.no_grad():
+            written = network.generate(**batch)
+    finally:
+        network.generation_config = own
+    width = batch["input_ids"].shape[1]
+    return [
+        list(takewhile(lambda token: token not in ends, row)) for row in written[:, width:].tolist()
+    ]

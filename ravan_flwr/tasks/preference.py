@@ -1,0 +1,224 @@
+"""Prefer one answer to another: DPO of a decoder (Rafailov et al., 2023).
+
+    loss = -log sigmoid(r(chosen) - r(rejected)),    r(y) = beta log(p(y | x) / p_ref(y | x))
+
+The reference p_ref is the same network without its adapters, so that no second copy is kept. Each
+adapter begins as zero, so the reference is the model as the run begins. A model that is to begin
+after supervised training is `model`: a run's result, exported as merged.
+
+An example is a prompt, made of columns, with the columns `chosen` and `rejected`: texts, or lists
+of messages. Where these two columns are all there is, they have whole conversations that differ in
+the last answer. Answers that are too long with their prompt lose its front, both as much.
+Nothing drops out: policy and reference are to differ by what is learned alone.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ravan_flwr.adapters import without_adapters
+from ravan_flwr.data.rows import UnreadableError, text_of
+from ravan_flwr.tasks.base import Batch, Encoded, Measures
+from ravan_flwr.tasks.decoder import Decoder, Learned
+from ravan_flwr.tasks.extensions import Sample
+from ravan_flwr.tasks.forms import (
+    ASSISTANT,
+    Completions,
+    Conversations,
+    Message,
+    Row,
+    Written,
+    answer_in,
+    end_of_turn,
+    messages_of,
+    question,
+    render,
+)  # fmt: skip
+from ravan_flwr.tasks.tally import Tally
+from ravan_flwr.tasks.token_loss import losses_of_texts
+from ravan_flwr.tasks.tokens import Tokens, tokens_of
+
+PAIR = ("chosen", "rejected")
+
+
+class Preference(Decoder):
+    """Read the columns `prompt`, `chosen` and `rejected`, or `chosen` and `rejected` alone."""
+
+    metric = "accuracy"
+    right = "chosen"
+    texts = 2
+
+    @cached_property
+    def form(self) -> "Pairs":
+        return Pairs(self.reader, self.data.prompts)
+
+    @property
+    def given(self) -> list[str]:
+        asked = [role for role, _ in self.data.columns if role not in PAIR]
+        return asked or ["chosen"]
+
+    def read(self, row: Row) -> Learned:
+        whole = [tokens_of(self.reader, written) for written in self.form.pair(row)]
+        if whole[0].ids == whole[1].ids:
+            raise UnreadableError("its chosen and rejected answers are the same")
+        fitting = _fitted(whole, self.max_length, self.data.overlong)
+        return Learned(fitting, len(fitting[0]) < len(whole[0]))
+
+    def lengths(self, examples: Encoded) -> np.ndarray:
+        longest: np.ndarray = super().lengths(examples).max(1)
+        return self.texts * longest  # since both texts are padded to it
+
+    def collate(self, batch: Batch) -> Batch:
+        if "learned" in batch:  # a row for each text, chosen and rejected in turn
+            batch = {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
+        return super().collate(batch)
+
+    def adjust(self, network: nn.Module) -> None:
+        super().adjust(network)
+        module: Any
+        for module in network.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            elif hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.0
+
+    def size(self, batch: Batch) -> int:
+        return len(batch["input_ids"]) // self.texts
+
+    def rewards(self, network: nn.Module, batch: Batch) -> Tensor:
+        """Compute beta log(p / p_ref) of the answers, (pairs, 2): chosen, rejected."""
+        with torch.no_grad(), without_adapters(network):  # first: then the other's are not kept yet
+            reference = losses_of_texts(network, **batch)
+        policy = losses_of_texts(network, **batch)
+        found: Tensor = float(self.settings["beta"]) * (reference - policy)
+        return found.view(-1, self.texts)
+
+    def loss(self, network: nn.Module, batch: Batch) -> Tensor:
+        chosen, rejected = self.rewards(network, batch).unbind(1)
+        return -F.logsigmoid(chosen - rejected).mean()
+
+    def measure(
+        self, network: Any, batch: Batch, answers: Sequence[Sequence[str]],
+        tally: Tally | None = None,
+    ) -> dict[str, float]:  # fmt: skip
+        chosen, rejected = self.rewards(network, batch).unbind(1)
+        return {
+            "loss": float(-F.logsigmoid(chosen - rejected).sum()),
+            "accuracy": float((chosen > rejected).sum()),
+            "margin": float((chosen - rejected).sum()),
+        }
+
+    @property
+    def measures(self) -> Measures:
+        return Measures(("loss", "accuracy", "margin"))
+
+
+TASK = Preference
+
+
+def _fitted(pair: Sequence[Tokens], most: int, overlong: str) -> list[Tokens]:
+    """Cut the prompt's front where the longer answer does not fit behind it; both as much."""
+    over = max(map(len, pair)) - most
+    if over <= 0:
+        return [*pair]
+    if overlong == "drop":
+        raise UnreadableError("it has more tokens than max-length")
+    cut = []
+    for tokens in pair:
+        first, rest = tokens.first, tokens.first + over
+        if tokens.learned.index(True) <= rest:
+            raise UnreadableError("its longer answer leaves no room for a prompt within max-length")
+        ids = tokens.ids[:first] + tokens.ids[rest:]
+        cut.append(Tokens(ids, tokens.learned[:first] + tokens.learned[rest:], first))
+    return cut
+
+
+class Pairs:
+    """Write both answers of an example behind their prompt.
+
+    A conversation is written by the chat template, texts stand side by side as they are.
+    """
+
+    def __init__(self, reader: Any, prompts: Sequence[str]) -> None:
+        self.reader, self.talks = reader, Conversations(reader)
+        self.completions = Completions(prompts) if prompts else None
+
+    def check(self) -> None:
+        if self.completions is None:
+            self.talks.check()
+
+    def pair(self, row: Row) -> list[Written]:
+        """Write the chosen answer and the rejected one; UnreadableError if one cannot be."""
+        asked = self._asked(row)
+        if asked is not None:
+            return [self._turn(asked, self._answer(role, row)) for role in PAIR]
+        prompt, answers = self.question(row).text, [text_of(role, row[role]) for role in PAIR]
+        return [
+            Written(prompt + text, ((len(prompt), len(prompt) + len(text)),)) for text in answers
+        ]
+
+    def _asked(self, row: Row) -> list[Message] | None:
+        """List the messages before the answers; None where there is a text."""
+        if self.completions is None:
+            asked, other = (messages_of(row[role])[:-1] for role in PAIR)
+            if asked != other:
+                raise UnreadableError("its conversations differ before their last answers")
+        elif isinstance(row.get("prompt"), list):
+            asked = messages_of(row["prompt"])
+        else:
+            return None
+        if not asked:
+            raise UnreadableError("its conversation asks for nothing")
+        return asked
+
+    def _answer(self, role: str, row: Row) -> Message:
+        """Read an answer of a conversation: its last message, or one alone, or its text."""
+        value = row[role]
+        if not isinstance(value, list):
+            return {"role": ASSISTANT, "content": text_of(role, value)}
+        *before, last = messages_of(value)
+        if last["role"] != ASSISTANT or (before and self.completions is not None):
+            raise UnreadableError(f"its {role} is not one message of the assistant after the rest")
+        if not last["content"].strip():
+            raise UnreadableError(f"its {role} answer is empty")
+        return last
+
+    def _turn(self, asked: Sequence[Message], answer: Message) -> Written:
+        self.talks.check()
+        messages = [*asked, answer]
+        text = render(self.reader, messages)
+        span = answer_in(self.reader, messages, len(asked), text)
+        if span is None:
+            raise UnreadableError("the chat template's text does not show where its answers are")
+        return Written(text, (span,), plain=False)
+
+    def question(self, row: Row) -> Written:
+        if self.completions is None:
+            return question(self.reader, messages_of(row["chosen"]))
+        if isinstance(row.get("prompt"), list):
+            self.talks.check()
+            return question(self.reader, messages_of(row["prompt"]))
+        return self.completions.question(row)
+
+    def sample(self, row: Row) -> Sample:
+        asked = self._asked(row)
+        if asked is not None:
+            right = self._answer("chosen", row)["content"]
+            role = "chosen" if self.completions is None else "prompt"
+            return Sample(asked[-1]["content"], right, {role: asked})
+        assert self.completions is not None
+        given = self.completions.given(row)
+        return Sample(self.question(row).text, text_of("chosen", row["chosen"]), given)
+
+    def checked(self, role: str, value: Any) -> Any:
+        if self.completions is None or isinstance(value, list):
+            return messages_of(value)
+        return self.completions.checked(role, value)
+
+    def end(self) -> str:
+        return end_of_turn(self.reader) if self.reader.chat_template else ""

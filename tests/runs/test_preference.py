@@ -1,0 +1,205 @@
+"""Preferences in whole runs: learned, counted, evaluated, exported, and begun after another run."""
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ravan_flwr import evaluate, predict, result_of, simulate
+from ravan_flwr.cli import main
+from ravan_flwr.config.presets import PresetPath, own_preset
+from ravan_flwr.config.run_config import read_config
+from ravan_flwr.training.cost import step_memory, step_operations
+from ravan_flwr.training.model_and_data import ModelAndData
+from testing.tiny import WORDS, save_speaker, texts
+from tests.docstrings import QUICK, lines
+from tests.memory import saved_for_backward
+
+KIND, RUDE = ("ne", "ra"), ("pe",)  # how the words of an answer end
+
+
+def rows(number=160):
+    """Made preferences: answers of some words are chosen, those of others rejected."""
+    draw, asked = random.Random(0), texts(number, 1)
+
+    def answer(ends):
+        words = [word for word in WORDS if word.endswith(ends)]
+        return " ".join(draw.choices(words, k=draw.randint(2, 6)))
+
+    return [{"prompt": a + " ", "chosen": answer(KIND), "rejected": answer(RUDE)} for a in asked]
+
+
+def as_talks(row):
+    asked = {"role": "user", "content": row["prompt"]}
+    answers = ({"role": "assistant", "content": row[role]} for role in ("chosen", "rejected"))
+    return dict(zip(("chosen", "rejected"), ([asked, one] for one in answers), strict=True))
+
+
+def preset(folder, form=None, **options: Any) -> dict[str, Any]:
+    """Write data, model and preset."""
+    made = rows()
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "train.jsonl").write_text(lines(map(form, made) if form else made))
+    told = [row[role] for row in made for role in row]
+    save_speaker("llama", folder / "model", told, initializer_range=0.3)
+    columns = ["chosen", "rejected"] if form else ["prompt", "chosen", "rejected"]
+    (folder / "p.yaml").write_text(
+        f"task: preference\nmodel: {folder}/model\ndata:\n  name: {folder}/data\n"
+        "  max-length: 64\n  target-length: 8\n"
+        f"  columns: {json.dumps({name: name for name in columns})}\n"
+    )
+    return {
+        "preset": str(folder / "p.yaml"), "output-dir": str(folder / "runs"), **QUICK,
+        "beta": 0.5, **options,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def preferred(tmp_path_factory):
+    """A run of RAVAN on preferences, with its settings."""
+    folder = tmp_path_factory.mktemp("preferred")
+    settings = preset(folder, report=True)
+    return simulate(settings, 3), settings, folder
+
+
+def check_learned(run):
+    records = [json.loads(line) for line in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
+    found = records[-1]["metrics"]
+    assert run.summary["metric"] == "accuracy"
+    assert found["accuracy"] > 0.9
+    assert found["margin"] > 0
+    assert found["loss"] < 0.5  # ln 2 before training
+    assert not any(record["rejected"] for record in records)
+    return found
+
+
+def test_made_preferences_are_learned(preferred, tmp_path, capsys):
+    run, settings, _ = preferred
+    found = check_learned(run)
+    page = (run.run_dir / "report" / "index.html").read_text()
+    assert "accuracy, highest" in page
+    (tmp_path / "more.jsonl").write_text(lines(rows(200)[160:]))
+    more = evaluate(run.run_dir, tmp_path / "more.jsonl")
+    assert set(more["metrics"]) == set(found) == {"loss", "accuracy", "margin"}
+    assert more["metrics"]["accuracy"] > 0.9
+    main(["plan", f"preset={settings['preset']}"])
+    assert "memory of a step" in capsys.readouterr().out
+
+
+def test_the_metrics_before_training_are_those_of_no_difference(preferred):
+    _, settings, _ = preferred
+    bench = ModelAndData(read_config(own_preset(settings)))
+    with bench.model.holding(bench.model.initial_state()):
+        found = bench.evaluate()
+    assert found["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert found["accuracy"] == 0
+    assert found["margin"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("method", "form", "rounds"),
+    [("fedit", as_talks, 2), ("ffa-lora", None, 2), ("feddpa", None, 4)],
+)
+def test_other_adapters_learn_them(method, form, rounds, tmp_path):
+    options = {"method": method, "learning-rate": 5e-2, "num-rounds": rounds}
+    check_learned(simulate(preset(tmp_path, form, **options), 3))
+
+
+def test_a_result_answers_and_begins_a_run_as_its_reference(preferred, tmp_path):
+    """`model=` of an export is the start of another run: its reference is the model with it."""
+    run, settings, _ = preferred
+    (tmp_path / "q.jsonl").write_text(lines([{"prompt": "kane lora "}]))
+    told = predict(run.run_dir, tmp_path / "q.jsonl", tmp_path / "a.jsonl")
+    assert (told.rows, told.unreadable) == (1, 0)
+    card = (run.run_dir / "adapter" / "README.md").read_text()
+    assert "text-generation" in card
+    main(["export", str(run.run_dir), "--as", "merged", str(tmp_path / "merged")])
+    tokens = torch.tensor([[5, 6, 7]])
+    with result_of(run.run_dir) as bench, torch.inference_mode():
+        expected = bench.model.network(tokens).logits
+    begun = ModelAndData(
+        read_config(own_preset(settings | {"model": str(tmp_path / "merged"), "method": "fedit"}))
+    )
+    with begun.model.holding(begun.model.initial_state()), torch.inference_mode():
+        found = begun.model.network.eval()(tokens).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert begun.evaluate()["loss"] == pytest.approx(np.log(2), abs=1e-5)
+
+
+def test_samples_are_answers_to_the_prompt(tmp_path):
+    run = simulate(
+        preset(tmp_path, as_talks, **{"num-rounds": 1, "local-steps": 1, "evaluate-samples": 2}), 3
+    )
+    told = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
+    chosen = {row["chosen"]: row["prompt"] for row in rows()}
+    assert len(told) == 4
+    assert all(chosen[line["expected"]] == line["instruction"] for line in told)
+
+
+@pytest.mark.parametrize("batching", ["random", "random:256"])
+def test_memory_and_operations_of_a_step_are_those_of_four_forwards(batching, preferred):
+    """Of pairs as long as they may be: what is kept is the policy's alone, by its two texts."""
+    _, settings, folder = preferred
+    config = read_config(own_preset(settings | {"batching": batching, "batch-size": 4}))
+    bench, at_a_time = ModelAndData(config), 2 if ":" in batching else 4
+    task, model = bench.task, bench.model
+    ids = torch.full((2 * at_a_time, 64), 5)
+    positions = torch.arange(ids.numel()).view_as(ids)[:, :-1].flatten()
+    batch = {"input_ids": ids, "positions": positions, "targets": torch.full_like(positions, 5)}
+    with model.holding(model.initial_state()):
+        model.method.choose(model.adapters, 1.0, torch.Generator(), lambda: None)
+        model.network.train()
+        with saved_for_backward(model.network) as kept:
+            loss = task.loss(model.network, batch)
+        measured = sum(size for size, _ in kept.values())
+        del loss
+    counted = step_memory(config, 1.0).activations
+    assert measured <= counted < 1.1 * measured
+    # As many texts of an instruction, twice: a step of those has one forward less of three.
+    path = folder / "sft.yaml"
+    path.write_text(
+        (folder / "p.yaml").read_text().replace("task: preference", "task: causal").replace(
+            '"chosen": "chosen", "rejected": "rejected"', '"completion": "chosen"'
+        )
+    )  # fmt: skip
+    of_texts = {k: v for k, v in settings.items() if k != "beta"}
+    plain = of_texts | {"preset": PresetPath(path), "batch-size": 8, "method": "fedit"}
+    pairs = settings | {"batching": batching, "batch-size": 4, "method": "fedit"}
+    (forward, step), (more, of_pairs) = (
+        step_operations(read_config(own_preset(given)), 1.0) for given in (plain, pairs)
+    )
+    # The reference has no adapters. Of theirs A x is counted, but no product in place, as with B.
+    of_adapters = 2 * (8 * 64) * settings["lora-rank"] * sum(x.in_features for x in model.layers)
+    assert more == 2 * forward - of_adapters
+    assert of_pairs - step == more - forward
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"method": "full"}, "changes pretrained weights, but the task compares with the pretr"),
+        ({"method": "fedex-lora"}, "changes pretrained weights"),
+        ({"init": "first-round"}, "init = 'first-round', which changes pretrained weights"),
+        ({"batching": "packed"}, "has task 'preference', expected 'causal'"),
+        ({"batching": "random:100"}, "expected at least 128 tokens, since an example may have"),
+        ({"beta": 0}, "beta = 0: expected a number above 0"),
+        (
+            {"privacy": "example", "epsilon": 8.0, "num-rounds": 1},
+            "got task 'preference', whose examples are 2 texts each, but gradients are known by",
+        ),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(options, told, preferred):
+    _, settings, _ = preferred
+    with pytest.raises(ValueError, match=told):
+        simulate(settings | options, 3)
+
+
+def test_the_key_is_of_this_task_alone(preferred):
+    with pytest.raises(ValueError, match=r"beta = 0.3: the task of .*, expected preference"):
+        read_config({"beta": 0.3})
+    settings = {k: v for k, v in preferred[1].items() if k != "beta"}
+    assert read_config(own_preset(settings)).beta == 0.1

@@ -1,0 +1,320 @@
+"""Losses, accuracies and margins of preferences equal TRL's; what cannot be learned is told."""
+
+import dataclasses
+import logging
+import math
+import warnings
+from typing import Any
+
+import datasets
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+
+from ravan_flwr.adapters import LoRALinear, attach, find_layers
+from ravan_flwr.data.examples import by_role
+from ravan_flwr.specs import DataSpec
+from ravan_flwr.tasks import token_loss
+from ravan_flwr.tasks.extensions import ByExample, Packs, task_with
+from ravan_flwr.tasks.preference import Preference
+from testing.tiny import CHAT, WORDS, save_speaker, texts
+
+TEXTS = texts(24)
+TRIPLE = tuple((role, role) for role in ("prompt", "chosen", "rejected"))
+PLAIN = DataSpec("hub", "p", columns=TRIPLE, prompts=("{prompt}",), target_length=8)
+TALKS = DataSpec("hub", "p", columns=TRIPLE[1:], target_length=8)
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    return save_speaker("llama", folder, TEXTS, initializer_range=0.3)
+
+
+def task(data, where, length=96, beta=0.1, **changes):
+    settings = transformers.AutoConfig.from_pretrained(where).to_dict()
+    data = dataclasses.replace(data, **changes)
+    return Preference(data, length, lambda: where, lambda: settings, {"beta": beta})
+
+
+def network_of(where):
+    return transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
+
+
+def say(role, content):
+    return {"role": role, "content": content}
+
+
+def rows(form):
+    """Six preferences, as TRL's formats have them."""
+    asked, good, bad = TEXTS[:6], TEXTS[6:12], TEXTS[12:18]
+    if form == "texts":
+        return {"prompt": asked, "chosen": [f" {x}" for x in good], "rejected": bad}
+    before = [
+        [say("user", a), say("assistant", b), say("user", c)]
+        for a, b, c in zip(asked, TEXTS[18:], reversed(asked), strict=True)
+    ]
+    answers = [[[say("assistant", x)] for x in of] for of in (good, bad)]
+    if form == "a prompt of messages":
+        return {"prompt": before, "chosen": answers[0], "rejected": answers[1]}
+    pairs = ([a + b for a, b in zip(before, of, strict=True)] for of in answers)
+    return dict(zip(("chosen", "rejected"), pairs, strict=True))
+
+
+FORMS = {"texts": PLAIN, "a prompt of messages": PLAIN, "whole conversations": TALKS}
+
+
+def whole_batch(one, encoded):
+    return one.collate(encoded.take(np.arange(len(encoded))))
+
+
+def adapted(where):
+    """The network with a LoRA in it that is not zero, and the factors by layer."""
+    network, random = network_of(where).requires_grad_(False), torch.Generator().manual_seed(0)
+    layers, factors = find_layers(network, ["q_proj", "v_proj"]), {}
+
+    def adapt(layer, linear):
+        B, A = (
+            torch.randn(shape, generator=random)
+            for shape in ((layer.out_features, 3), (3, layer.in_features))
+        )
+        factors[layer.name] = B, A
+        return LoRALinear(linear, B, A)
+
+    attach(network, layers, adapt)
+    return network, factors
+
+
+def by_trl(where, factors, examples, beta, folder):
+    """TRL with that LoRA: its batch of all examples, its loss, its metrics, and its layers."""
+    trl = pytest.importorskip("trl", reason="TRL is what is compared with: pip install .[dev]")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        settings = trl.DPOConfig(
+            output_dir=str(folder), report_to="none", use_cpu=True, bf16=False, max_length=96,
+            per_device_train_batch_size=len(examples), gradient_checkpointing=False,
+            disable_tqdm=True, beta=beta,
+        )  # fmt: skip
+        reader = transformers.AutoTokenizer.from_pretrained(where)
+        lora = peft.LoraConfig(
+            r=3, lora_alpha=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        )
+        trainer = trl.DPOTrainer(
+            network_of(where), args=settings, train_dataset=examples, processing_class=reader,
+            peft_config=lora,
+        )  # fmt: skip
+        layers = layers_of(trainer, factors)
+        for layer, (B, A) in zip(layers, factors.values(), strict=True):
+            layer.lora_A["default"].weight.data.copy_(A)
+            layer.lora_B["default"].weight.data.copy_(B)
+        batch = next(iter(torch.utils.data.DataLoader(
+            trainer.train_dataset, len(examples), collate_fn=trainer.data_collator
+        )))  # fmt: skip
+        trainer.model.train()
+        loss = trainer.compute_loss(trainer.model, dict(batch))
+        loss.backward()
+    told = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    return batch, float(loss.detach()), told, layers
+
+
+def layers_of(trainer, names):
+    return [trainer.model.base_model.model.get_submodule(name) for name in names]
+
+
+@pytest.mark.parametrize(("form", "beta"), [*zip(FORMS, (0.1, 0.5, 0.02), strict=True)])
+def test_tokens_loss_metrics_and_gradients_are_those_of_trl(form, beta, where, tmp_path):
+    network, factors = adapted(where)
+    examples = datasets.Dataset.from_dict(rows(form))
+    expected, loss, told, layers = by_trl(where, factors, examples, beta, tmp_path)
+    mine = task(FORMS[form], where, beta=beta)
+    batch = whole_batch(mine, mine.encode(examples))
+    pairs = len(examples)
+    order = torch.arange(2 * pairs).view(2, pairs).T.flatten()  # theirs: all chosen ones first
+    ids, mask = (expected[k][order] for k in ("input_ids", "attention_mask"))
+    assert torch.equal(batch["input_ids"] * mask, ids * mask)
+    learned = torch.zeros(ids.shape, dtype=torch.bool)
+    learned.flatten()[batch["positions"] + 1] = True
+    assert torch.equal(learned, expected["completion_mask"][order].bool())
+
+    with torch.no_grad():
+        measured, rewards = mine.measure(network, batch, []), mine.rewards(network, batch)
+    assert measured["loss"] / pairs == pytest.approx(loss, abs=1e-5)
+    assert measured["accuracy"] / pairs == pytest.approx(told["rewards/accuracies"], abs=1e-5)
+    assert measured["margin"] / pairs == pytest.approx(told["rewards/margins"], abs=1e-5)
+    means = rewards.mean(0).tolist()
+    assert means == pytest.approx([told["rewards/chosen"], told["rewards/rejected"]], abs=1e-5)
+    assert 0 < measured["accuracy"] < pairs
+    found = mine.loss(network, batch)
+    found.backward()
+    assert float(found.detach()) == pytest.approx(loss, abs=1e-5)
+    for name, layer in zip(factors, layers, strict=True):
+        here: Any = network.get_submodule(name)
+        for one, other in ((here.A, layer.lora_A), (here.B, layer.lora_B)):
+            torch.testing.assert_close(one.grad, other["default"].weight.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_blocks_of_logits_change_neither_loss_nor_gradients(where, monkeypatch):
+    mine, found = task(PLAIN, where), []
+    batch = whole_batch(mine, mine.encode(datasets.Dataset.from_dict(rows("texts"))))
+    for block in (token_loss.BLOCK, 5 * 4 * 384):
+        monkeypatch.setattr(token_loss, "BLOCK", block)
+        network, factors = adapted(where)
+        loss = mine.loss(network, batch)
+        loss.backward()
+        grads = [network.get_submodule(name).A.grad for name in factors]
+        found.append((float(loss.detach()), torch.cat([grad.flatten() for grad in grads])))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-7)
+
+
+def test_the_reference_is_the_network_before_training_and_the_adapters_are_back(where):
+    network, factors = adapted(where)
+    before = [network.get_submodule(name) for name in factors]
+    mine = task(PLAIN, where)
+    batch = whole_batch(mine, mine.encode(datasets.Dataset.from_dict(rows("texts"))))
+    rewards = mine.rewards(network, batch)
+    plain = token_loss.losses_of_texts(network_of(where), **batch)
+    policy = token_loss.losses_of_texts(network, **batch)
+    torch.testing.assert_close(rewards.flatten(), 0.1 * (plain - policy))
+    assert [network.get_submodule(name) for name in factors] == before
+    for layer in before:
+        torch.nn.init.zeros_(layer.B)
+    assert float(mine.loss(network, batch).detach()) == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_an_error_within_the_reference_leaves_the_adapters_in_their_places(where):
+    network, factors = adapted(where)
+    batch = {"input_ids": torch.tensor([[10**6], [0]]), "positions": torch.tensor([0, 1]),
+             "targets": torch.tensor([0, 0])}  # fmt: skip
+    with pytest.raises(IndexError):
+        task(PLAIN, where).loss(network, batch)
+    assert all(isinstance(network.get_submodule(name), LoRALinear) for name in factors)
+
+
+def test_nothing_drops_out(where):
+    network = network_of(where)
+    network.model.layers[0].self_attn.attention_dropout = 0.5
+    network.model.layers[0].mlp.extra = torch.nn.Dropout(0.5)
+    task(PLAIN, where).adjust(network)
+    drops = [m.p for m in network.modules() if isinstance(m, torch.nn.Dropout)]
+    assert drops == [0.0]
+    assert network.model.layers[0].self_attn.attention_dropout == 0
+
+
+def test_a_step_works_on_twice_the_longer_text_of_each_pair(where):
+    mine = task(PLAIN, where)
+    encoded = mine.encode(datasets.Dataset.from_dict(rows("texts")))
+    for number, tokens in enumerate(mine.lengths(encoded)):
+        alone = mine.collate(encoded.take(np.array([number])))
+        assert alone["input_ids"].numel() == tokens
+        assert mine.size(alone) == 1
+
+
+# What cannot be learned.
+
+
+def test_hostile_rows_are_counted_and_left_out(where, caplog):
+    good = ("ka", "lo", "mi")
+    triples = [
+        good, ("ka", "", "mi"), ("ka", "lo", None), ("ka", "lo", "lo"), (" ", "lo", "mi"),
+        ("ka", " ".join(WORDS * 9), "mi"), good,
+    ]  # fmt: skip
+    columns = dict(zip(("prompt", "chosen", "rejected"), zip(*triples, strict=True), strict=True))
+    with caplog.at_level(logging.WARNING):
+        encoded = task(PLAIN, where).encode(datasets.Dataset.from_dict(columns))
+    assert len(encoded) == 2
+    for told in (
+        "examples: 5 of 7 are left out", "1: its chosen is missing (example 2)",
+        "its rejected is missing (example 3)",
+        "its chosen and rejected answers are the same (example 4)",
+        "its prompt is missing (example 5)",
+        "its longer answer leaves no room for a prompt within max-length (example 6)",
+    ):  # fmt: skip
+        assert told in caplog.text
+
+
+def test_hostile_conversations_are_counted_and_left_out(where, caplog):
+    ask, answer, other = say("user", "ka"), say("assistant", "lo"), say("assistant", "mi")
+    pairs = [
+        ([ask, answer], [ask, other]),
+        ([ask, answer], [say("user", "ne"), other]),
+        ([ask, answer], [ask, say("assistant", "")]),
+        ([ask, answer], [ask, say("user", "ne")]),
+        ([answer], [other]),
+        ([], [ask, other]),
+    ]
+    columns = dict(zip(("chosen", "rejected"), map(list, zip(*pairs, strict=True)), strict=True))
+    with caplog.at_level(logging.WARNING):
+        encoded = task(TALKS, where).encode(datasets.Dataset.from_dict(columns))
+    assert len(encoded) == 1
+    for told in (
+        "5 of 6 are left out", "its conversations differ before their last answers (example 2)",
+        "its rejected answer is empty (example 3)",
+        "its rejected is not one message of the assistant after the rest (example 4)",
+        "its conversation asks for nothing (example 5)",
+        "its messages are no list of role and content (example 6)",
+    ):  # fmt: skip
+        assert told in caplog.text
+
+
+def test_a_prompt_that_is_too_long_loses_its_front_in_both_texts(where, caplog):
+    long = " ".join(WORDS)
+    columns = {"prompt": [long, "ka"], "chosen": [" lo", " lo"], "rejected": [" mi ra", " ra"]}
+    examples = datasets.Dataset.from_dict(columns)
+    mine = task(PLAIN, where, 20)
+    with caplog.at_level(logging.WARNING):
+        encoded = mine.encode(examples)
+        assert len(task(PLAIN, where, 20, overlong="drop").encode(examples)) == 1
+    assert "1 of 2 have more tokens than max-length = 20 and are cut from the front" in caplog.text
+    batch = encoded.take(np.array([0]))
+    both = [
+        mine.reader.decode(ids[:n])
+        for ids, n in zip(batch["input_ids"][0], batch["length"][0].tolist(), strict=True)
+    ]
+    end = "<|endoftext|>"
+    prompts = {both[0].removesuffix(f" lo{end}"), both[1].removesuffix(f" mi ra{end}")}
+    (left,) = prompts
+    assert left
+    assert long.endswith(left)
+    assert int(batch["length"].max()) == 20
+
+
+def test_conversations_need_a_chat_template(where, tmp_path):
+    plain = save_speaker("llama", tmp_path / "plain", TEXTS, template=None)
+    with pytest.raises(ValueError, match="tokenizer has no chat template; expected one"):
+        task(TALKS, plain).check()
+    task(PLAIN, plain).check()  # it may have texts
+    listed = datasets.Dataset.from_dict(rows("a prompt of messages"))
+    with pytest.raises(ValueError, match="tokenizer has no chat template; expected one"):
+        task(PLAIN, plain).encode(listed)
+    assert len(task(PLAIN, plain, chat_template=CHAT).encode(listed)) == 6
+
+
+def test_a_missing_column_is_named():
+    examples = datasets.Dataset.from_dict({"prompt": ["a"], "chosen": ["b"]})
+    with pytest.raises(ValueError, match="expected 'rejected' among them; rename one"):
+        by_role(examples, PLAIN, "data here")
+
+
+def test_it_answers_by_the_prompt_alone(where):
+    mine, network = task(PLAIN, where), network_of(where)
+    assert mine.given == ["prompt"]
+    assert task(TALKS, where).given == ["chosen"]
+    (sample,) = mine.samples(datasets.Dataset.from_dict(rows("texts")), 1)
+    assert (sample.asked, sample.right) == (TEXTS[0], f" {TEXTS[6]}")
+    inputs = {n: torch.from_numpy(a) for n, a in mine.inputs({"prompt": TEXTS[:2]}).items()}
+    assert len(mine.predict(network, mine.collate(inputs))) == 2
+    whole = rows("whole conversations")
+    talked = task(TALKS, where).inputs({"chosen": whole["chosen"][:1]})
+    asked = mine.reader.apply_chat_template(
+        whole["chosen"][0][:-1], add_generation_prompt=True, return_dict=False
+    )
+    assert talked["input_ids"][0, : talked["length"][0]].tolist() == asked
+
+
+@pytest.mark.parametrize(("kind", "key"), [(Packs, "batching=packed"), (ByExample, "privacy")])
+def test_what_needs_texts_apart_is_refused(kind, key, where):
+    with pytest.raises(ValueError, match=f"{key}: got task Preference, which is no"):
+        task_with(kind, task(PLAIN, where), key)
