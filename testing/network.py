@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -48,8 +49,14 @@ def why_not() -> str:
     for program in ("unshare", "nsenter", "ip", "tc"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
-    tried = ["unshare", "--mount", "--net", "--pid", "--fork", "ip", "link", "add", "br0"]
-    done = subprocess.run([*tried, "type", "bridge"], capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        # A container's own files may not lie over others.
+        script = (
+            f"ip link add br0 type bridge && mkdir {folder}/upper {folder}/work && mount -t "
+            f"overlay overlay -o lowerdir=/etc,upperdir={folder}/upper,workdir={folder}/work /etc"
+        )
+        tried = ["unshare", "--mount", "--net", "--pid", "--fork", "sh", "-c", script]
+        done = subprocess.run(tried, capture_output=True, text=True)
     return f"no namespaces: {done.stderr.strip()} (only root can)" if done.returncode else ""
 
 
@@ -130,9 +137,10 @@ class Host:
         up, down = self.run("awk '/eth0/ {print $10, $2}' /proc/net/dev").split()
         return int(up), int(down)
 
-    def run(self, script: str) -> str:
+    def run(self, script: str, patience: float = 900) -> str:
         """Run a script to its end, in the home directory; return what it prints."""
-        done = subprocess.run(self._inside(script), capture_output=True, text=True, timeout=300)
+        inside = self._inside(script)
+        done = subprocess.run(inside, capture_output=True, text=True, timeout=patience)
         if done.returncode:
             raise RuntimeError(f"{self.name}: {script}\n{done.stdout}{done.stderr}")
         return done.stdout

@@ -11,7 +11,7 @@ A file stays in one piece, as with `--dist loadfile`: its fixtures are made once
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-WAITING = ("tests/flower/", "tests/processes/")
+WAITING = ("tests/flower/", "tests/networks/", "tests/processes/")
 
 
 def waits(path: str) -> bool:

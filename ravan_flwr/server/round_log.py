@@ -30,9 +30,11 @@ LISTED = 1000  # clients that are not in a round, at most; the others are counte
 NAMED = 8  # clients with one reason, in an error
 REJECTIONS_TOLD = 20  # of a round, by a line of the log each; the record has all
 
-# By which bytes on a device's link are estimated, both ways: TLS, HTTP and signatures of the calls
-# by which a message and its reply travel; and per second what a SuperNode asks while it waits.
+# By which bytes on a device's link are estimated, both ways: headers and acknowledgements of what
+# travels (`python -m benchmarks.links --measure`); TLS, HTTP and signatures of the calls by which a
+# message and its reply travel; and per second what a SuperNode asks while it waits.
 # `make networks` compares the estimate with what the interfaces counted.
+FRAMES = 1.05
 MESSAGE_BYTES = 20_000
 IDLE_BYTES = 520
 
@@ -87,11 +89,10 @@ class RoundLog:
 
     def estimate_link(self, nodes: int, newcomers: int) -> None:
         """Estimate the bytes on the links of so many devices, of which some fetched the bundle."""
-        self.link_bytes = (
-            self.bytes_up + self.bytes_down
-            + MESSAGE_BYTES * (self.messages + newcomers) + newcomers * bundle_bytes()
-            + round(IDLE_BYTES * nodes * (time.perf_counter() - self.started))
-        )  # fmt: skip
+        travels = self.bytes_up + self.bytes_down + newcomers * bundle_bytes()
+        calls = MESSAGE_BYTES * (self.messages + newcomers)
+        idle = IDLE_BYTES * nodes * (time.perf_counter() - self.started)
+        self.link_bytes = round(FRAMES * travels + calls + idle)
 
     def use(
         self, update: Update, heads: list[list[int]], bytes_down: int,

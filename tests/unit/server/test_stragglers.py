@@ -310,8 +310,9 @@ def test_bytes_on_the_links_are_estimated_where_there_are_links(monkeypatch):
     notes, _, _ = run(Keyed(), clients_per_round=2, evaluate_fn=lambda *_: None)
     first, second = (record["link-bytes-estimate"] for record in notes.records)
     payload = [record["bytes-up"] + record["bytes-down"] for record in notes.records]
-    assert first - 4 * 10**9 >= payload[0] + 6 * round_log.MESSAGE_BYTES  # four are queried
-    assert 0 < second - payload[1] - 2 * round_log.MESSAGE_BYTES < 10**6
+    travels = round_log.FRAMES * payload[0] + round_log.FRAMES * 4 * 10**9
+    assert first - travels >= 6 * round_log.MESSAGE_BYTES  # four are queried
+    assert 0 < second - round_log.FRAMES * payload[1] - 2 * round_log.MESSAGE_BYTES < 10**6
     notes, _, _ = run(Comes(), clients_per_round=2, evaluate_fn=lambda *_: None)
     assert "link-bytes-estimate" not in notes.records[0]
 

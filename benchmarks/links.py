@@ -1,0 +1,121 @@
+"""Seconds and bytes of a client's round on its link, by payload, budget, wire and bandwidth.
+
+    python -m benchmarks.links              # computed
+    python -m benchmarks.links --measure    # and transfers through `tbf` (root, seven minutes)
+
+Computed: the bytes by which `link-bytes-estimate` is made, over the bandwidth. Measured: a payload
+each way over TLS between two hosts in network namespaces, each limited by `tbf`, beside what is
+computed for it. Flower is not part of that: `make networks` counts the bytes of its runs.
+"""
+
+import argparse
+import re
+import tempfile
+from pathlib import Path
+
+from ravan_flwr.messages.wire import num_bytes
+from ravan_flwr.server.round_log import FRAMES, MESSAGE_BYTES
+from testing.deployment import wait_for
+from testing.network import Host, Network, why_not
+
+PAYLOADS = (50_000, 1_000_000, 20_000_000)  # bytes of float32, each way, at a whole budget
+RATES = (1, 10, 100)  # Mbit/s
+WAYS = [(wire, budget) for wire in ("float32", "int8") for budget in (1.0, 0.5)]
+PORT = 8443
+SERVER = f"""
+import http.server, ssl, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(bytes(int(self.path[1:])))
+
+    def do_PUT(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+
+context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+context.load_cert_chain(sys.argv[1] + "/superlink.crt", sys.argv[1] + "/superlink.key")
+server = http.server.ThreadingHTTPServer(("0.0.0.0", {PORT}), Handler)
+server.socket = context.wrap_socket(server.socket, server_side=True)
+server.serve_forever()
+"""
+
+
+def payload_bytes(payload: int, wire: str, budget: float) -> tuple[int, int]:
+    """Return the payload up and down: a half budget uploads half, and is sent the whole."""
+    numbers = payload // 4
+    return num_bytes([(round(numbers * budget),)], wire), num_bytes([(numbers,)], wire)
+
+
+def link_bytes(payload: int, wire: str, budget: float) -> int:
+    """Return the bytes on the link for a message and its reply, both ways."""
+    return round(FRAMES * sum(payload_bytes(payload, wire, budget))) + MESSAGE_BYTES
+
+
+def show() -> None:
+    """Print the table of what is computed."""
+    print("| payload | wire | budget | bytes on the link | " + " | ".join(
+        f"{rate} Mbit/s" for rate in RATES) + " |")  # fmt: skip
+    print("| --- " * (4 + len(RATES)) + "|")
+    for payload in PAYLOADS:
+        for wire, budget in WAYS:
+            total = link_bytes(payload, wire, budget)
+            seconds = (f"{8e-6 * total / rate:.3g}" for rate in RATES)
+            print(f"| {payload:,} | {wire} | {budget:g} | {total:,} | {' | '.join(seconds)} |")
+
+
+def measure(folder: Path) -> None:
+    """Print seconds and bytes of a payload each way, beside what is computed."""
+    with Network(folder, ["server", "device-0"]) as network:
+        server, device = network.hosts["server"], network.hosts["device-0"]
+        keys = folder / "keys"
+        server.run(f"ravan-flwr keys {keys} --host server.example.org --nodes 1")
+        (folder / "server.py").write_text(SERVER)
+        server.start(f"exec python {folder}/server.py {keys}/superlink")
+        wait_for(lambda: f":{PORT}" in server.run("ss -Hltn"), "the server to listen")
+        certificate = keys / "authority" / "ca.crt"
+        print("| payload | Mbit/s | seconds | computed | bytes on the link | x payload |")
+        print("| --- | --- | --- | --- | --- | --- |")
+        for rate in RATES:
+            device.limit(rate * 1_000_000)
+            for payload in PAYLOADS:
+                before = sum(device.bytes_on_link())
+                seconds = transfer(device, payload, certificate)
+                total = sum(device.bytes_on_link()) - before
+                computed = FRAMES * 2 * 8e-6 * payload / rate
+                print(
+                    f"| {payload:,} | {rate} | {seconds:.3g} | {computed:.3g} | {total:,} "
+                    f"| {total / 2 / payload:.3f} |", flush=True,
+                )  # fmt: skip
+
+
+def transfer(device: Host, payload: int, certificate: Path) -> float:
+    """Download and upload that many bytes; return the seconds, without the handshakes."""
+    device.run(f"head -c {payload} /dev/zero > /run/payload")
+    url = f"https://server.example.org:{PORT}"
+    form = "'%{time_total} %{time_appconnect}\\n'"
+    curl = f"curl -sf -m 600 -H Expect: --cacert {certificate} -o /dev/null -w {form}"
+    said = device.run(f"{curl} {url}/{payload}; {curl} -T /run/payload {url}/", patience=900)
+    spans = [float(total) - float(begun) for total, begun in re.findall(r"(\S+) (\S+)\n", said)]
+    assert len(spans) == 2
+    return sum(spans)
+
+
+def main() -> None:
+    """Print what is computed, and what is measured if that was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--measure", action="store_true", help="transfers through tbf, too")
+    asked = parser.parse_args()
+    show()
+    if asked.measure:
+        if why := why_not():
+            raise SystemExit(f"--measure needs network namespaces: {why}")
+        with tempfile.TemporaryDirectory(prefix="ravan-bench-") as folder:
+            measure(Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Measure many SuperNodes on one machine: memory and CPU of SuperLink and ServerApp.
+
+    python -m benchmarks.many_nodes                 # fifty nodes, at most twelve minutes
+    python -m benchmarks.many_nodes --nodes 20 --step 5 --limit 600
+
+Each SuperNode is a process with its own key, over TLS, and each message starts a client process: no
+warm workers. The run begins with the first `--step` nodes, and as many join at a time. The last
+step kills a fifth of them at random in a round. Messages go to `--clients` nodes a round, so what
+grows with the nodes is what they ask while they wait. CPU is seconds of a processor per second.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from ravan_flwr.launch.superlink import processes_of
+from testing.deployment import Deployment, Run, wait_for
+
+WINDOW = 30.0  # seconds that a row of the table is measured
+LOOKS = "2"  # seconds between two looks of a SuperNode's own processes for work
+KILLED = 0.2
+SPARE = 4e9  # bytes of memory that stay free: a node takes 190 MB, a client process 400 MB
+SETTINGS = (
+    "method='ravan' report=false tracking='none' local-steps=1 eval-every=10 straggler-grace=15"
+)
+REGISTER = """
+import sys
+from flwr.cli.app import app
+for key in sys.argv[1:]:
+    app(["supernode", "register", key, "edge", "--format", "json"], standalone_mode=False)
+"""
+
+
+@dataclass
+class Row:
+    """What the server's processes took while so many nodes were connected."""
+
+    nodes: int
+    what: str
+    rounds: int
+    superlink_cpu: float
+    superlink_mb: float
+    serverapp_cpu: float
+    serverapp_mb: float
+    all_nodes_mb: float
+
+
+class Farm:
+    """The deployment, its run and what was measured."""
+
+    def __init__(self, deployment: Deployment, nodes: int, clients: int) -> None:
+        self.deployment, self.nodes, self.clients = deployment, nodes, clients
+        self.connected: list[int] = []
+        self.rows: list[Row] = []
+        self.run: Run | None = None
+
+    def register(self) -> float:
+        """Register all keys, as `flwr supernode register` does; return the seconds of each."""
+        keys = [self.deployment.keys / f"node-{n}" / "node.pub" for n in range(self.nodes)]
+        began = time.monotonic()
+        process = self.deployment.start(
+            "operator", sys.executable, "-c", REGISTER, *map(str, keys), log="register"
+        )
+        assert process.wait() == 0
+        assert len(self.deployment.listed_nodes()) == self.nodes
+        return (time.monotonic() - began) / self.nodes
+
+    def join(self, number: int) -> float:
+        """Start so many more nodes; in a run, wait for their answers. Return the seconds."""
+        began, first = time.monotonic(), len(self.connected)
+        new = range(first, min(self.nodes, first + number))
+        for node in new:
+            config = f"partition-id={node} num-partitions={self.nodes}"
+            self.deployment.start_node(node, config, FLWR_SUPEREXEC_TASK_POLL_INTERVAL=LOOKS)
+        assert all(self.deployment.wait_for_node(node) for node in new)
+        self.connected += new
+        if self.run is not None:
+            self.answers(new)
+        return time.monotonic() - began
+
+    def answers(self, nodes: range | list[int]) -> None:
+        """Wait until each of these has sent its first reply, which is that to the query."""
+        log = self.deployment.log
+        done = lambda: all("Sent successfully" in log(f"node-{n}") for n in nodes)  # noqa: E731
+        wait_for(done, "the nodes' answers", pause=1)
+
+    def kill(self) -> int:
+        """Kill a fifth of the nodes at once; return how many."""
+        number = round(KILLED * len(self.connected))
+        chosen = np.random.default_rng(0).choice(self.connected, number, replace=False)
+        for node in chosen:
+            self.deployment.kill_node(int(node))
+        self.connected = [node for node in self.connected if node not in chosen]
+        return len(chosen)
+
+    def measure(self, what: str) -> None:
+        """Add a row: what the server's processes take for a while."""
+        rounds, before, began = self.rounds, self._servers(), time.monotonic()
+        time.sleep(WINDOW)
+        after, seconds = self._servers(), time.monotonic() - began
+        used = {
+            name: (after[name][0] - before.get(name, after[name])[0]) / seconds for name in after
+        }
+        row = Row(
+            len(self.connected), what, self.rounds - rounds,
+            used["superlink"], after["superlink"][1],
+            used.get("serverapp", 0.0), after.get("serverapp", (0.0, 0.0))[1],
+            sum(self._memory(f"node-{node}") for node in self.connected),
+        )  # fmt: skip
+        self.rows.append(row)
+        print(json.dumps(asdict(row)), flush=True)
+
+    @property
+    def rounds(self) -> int:
+        """Count the rounds that are done."""
+        return len(self.run.rounds) if self.run else 0
+
+    def _servers(self) -> dict[str, tuple[float, float]]:
+        """Read CPU seconds and MB of the SuperLink and the ServerApp."""
+        found = {}
+        for pid in processes_of(self.deployment.folder / "superlink"):
+            process = psutil.Process(pid)
+            command = " ".join(process.cmdline())
+            for name in ("superlink", "serverapp"):
+                if f"-{name}" in command:
+                    times = process.cpu_times()
+                    memory = process.memory_info().rss / 1e6
+                    found[name] = (times.user + times.system, memory)
+        return found
+
+    def _memory(self, machine: str) -> float:
+        """Sum the MB of a node's processes, what several share divided among them."""
+        total = 0.0
+        for pid in processes_of(self.deployment.folder / machine):
+            try:
+                total += psutil.Process(pid).memory_full_info().pss / 1e6
+            except psutil.Error:  # it has ended
+                continue
+        return total
+
+
+def main() -> None:
+    """Run what was asked for, and print a row for each number of nodes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nodes", type=int, default=50)
+    parser.add_argument("--step", type=int, default=10, help="nodes that join at a time")
+    parser.add_argument("--clients", type=int, default=2, help="clients a round")
+    parser.add_argument("--rounds", type=int, default=10, help="least number of rounds")
+    parser.add_argument("--limit", type=float, default=720.0, help="seconds; no node joins after")
+    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    asked = parser.parse_args()
+    ends = time.monotonic() + asked.limit
+    with (
+        tempfile.TemporaryDirectory(prefix="ravan-bench-") as folder,
+        Deployment(Path(folder), nodes=asked.nodes) as deployment,
+    ):
+        farm = Farm(deployment, asked.nodes, asked.clients)
+        print(f"registered {asked.nodes} keys, {farm.register():.2f} s each", flush=True)
+        grow(farm, asked, ends)
+        shrink(farm, asked.rounds, ends)
+    if asked.json:
+        asked.json.write_text(json.dumps([asdict(row) for row in farm.rows], indent=1) + "\n")
+    extrapolate(farm.rows)
+
+
+def grow(farm: Farm, asked: Any, ends: float) -> None:
+    """Let nodes join until all are there, the time is nearly up or memory is short."""
+    while len(farm.connected) < asked.nodes and time.monotonic() < ends - asked.limit / 4:
+        if psutil.virtual_memory().available < SPARE + asked.step * 6e8:
+            print(f"no more than {len(farm.connected)} nodes: memory is short", flush=True)
+            break
+        seconds = farm.join(asked.step)
+        print(f"{len(farm.connected)} nodes, the last {asked.step} in {seconds:.0f} s", flush=True)
+        if farm.run is None:
+            farm.measure("no run")
+            settings = f"{SETTINGS} num-rounds=10000 clients-per-round={farm.clients}"
+            farm.run = farm.deployment.run(settings)
+            wait_for(lambda: farm.rounds > 0, "the first round")
+        farm.measure("rounds")
+
+
+def shrink(farm: Farm, rounds: int, ends: float) -> None:
+    """Kill a fifth of the nodes in a round, and see that rounds go on."""
+    assert farm.run is not None
+    there, began = farm.rounds, time.monotonic()
+    print(f"killed {farm.kill()} nodes after round {there}", flush=True)
+    wait_for(
+        lambda: farm.rounds >= there + 2 and (farm.rounds >= rounds or time.monotonic() > ends),
+        "rounds without the killed nodes", pause=1,
+    )  # fmt: skip
+    seconds = (time.monotonic() - began) / (farm.rounds - there)
+    print(f"{farm.rounds - there} rounds after that, {seconds:.1f} s each", flush=True)
+    farm.measure("a fifth killed")
+    assert farm.run.status == "running"
+    lost = sum(len(record["rejected"]) for record in farm.run.rounds)
+    print(f"{farm.rounds} rounds in all, {lost} replies rejected or missing")
+
+
+def extrapolate(rows: list[Row], nodes: int = 200) -> None:
+    """Fit a line to the rows with rounds, and print what it gives for more nodes."""
+    fitted = [row for row in rows if row.what == "rounds"]
+    if len({row.nodes for row in fitted}) < 2:
+        return
+    for name in ("superlink_cpu", "superlink_mb", "serverapp_cpu", "serverapp_mb"):
+        slope, base = np.polyfit(
+            [row.nodes for row in fitted], [getattr(row, name) for row in fitted], 1
+        )
+        print(
+            f"{name}: {base:.3g} + {slope:.3g} a node, extrapolated to {nodes} nodes: "
+            f"{base + nodes * slope:.3g}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Set up docs/deploy.md, typed as it is printed, on hosts of their own (testing/network.py).
+
+    with Network(tmp_path, ["server", "operator", "device-0"]) as network:
+        site = Site(network)
+        site.set_up()
+        run = site.run(2)
+        assert run.wait() == "finished:completed"
+
+A page's numbers of nodes and rounds are replaced. Programs that a unit would restart are restarted.
+"""
+
+import json
+import re
+import sys
+import time
+from typing import Any
+
+from testing import ROOT
+from testing.deployment import NGINX, wait_for
+from testing.network import Network, Program, why_not
+
+SOON = 900.0  # seconds; a busy machine is no fault
+SERVERS = ("superlink", "superexec", "fence")
+# Rounds that no longer wait for a device that is away take a third of the time.
+QUICK = "report=false local-steps=5 straggler-grace=20"
+RUNS = "/var/lib/ravan-serverapp/runs"
+
+
+def why_no_site() -> str:
+    """Say why there can be no site here; "" if there can."""
+    return why_not() or ("" if NGINX else "nginx is not installed")
+
+
+def blocks(page: str, heading: str) -> list[str]:
+    """Read the commands under a heading of a page, a text for each block, in order."""
+    text = (ROOT / "docs" / page).read_text()
+    (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    return re.findall(r"^```\n(.*?)^```", section, re.M | re.S)
+
+
+def for_node(number: int, text: str) -> str:
+    """Change what the page prints for node 0 into what another node needs."""
+    for name in ("node-", "device-", "partition-id="):
+        text = text.replace(f"{name}0", f"{name}{number}")
+    return text
+
+
+def again(text: str, pause: int, before: str = "", after: str = "") -> str:
+    """Do what a unit with Restart=always does with the last command of a block."""
+    *setting, command = re.sub(r"\\\n\s*", "", text).strip().splitlines()
+    command = f"{before or 'exec'} {command}"
+    return "\n".join([*setting, f"while true; do ( {command} ); {after} sleep {pause}; done"])
+
+
+class Site:
+    """A server, an operator and devices, as many as the network has hosts device-0, device-1."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.server, self.operator = network.hosts["server"], network.hosts["operator"]
+        self.devices = [host for name, host in network.hosts.items() if name.startswith("device")]
+        self.programs: dict[str, Program] = {}
+        self.servers = blocks("deploy.md", "3. The server")[1:4]
+        steps = blocks("deploy.md", "5. A SuperNode, on each device")
+        self.doctor, self.supernode, self.check = map(self._config, steps)
+
+    def _config(self, text: str) -> str:
+        # The preset's data in place of a device's own, and a warm worker, which saves a minute.
+        text = text.replace('data-path="/data/mine" budget=0.5', "warm-worker=true")
+        return text.replace("num-partitions=3", f"num-partitions={len(self.devices)}")
+
+    def set_up(self) -> None:
+        """Follow the page up to SuperNodes that are connected. The last device has a poor link."""
+        exports = blocks("deploy.md", "1. Install, on every machine")[1]
+        assert exports.startswith("export PATH=/opt/ravan-flwr/.venv/bin")
+        self.network.exports = exports.replace("POLL_INTERVAL=0.1", "POLL_INTERVAL=0.5")
+        self._make_keys()
+        folders, *_, doctor = blocks("deploy.md", "3. The server")
+        self.server.type(folders)
+        self.start_server()
+        assert "TO DO" not in self.server.type(doctor)
+        self._register()
+        last = self.devices[-1]
+        last.run("sed -i s/192.0.2.1/127.0.0.2/ /etc/hosts")
+        self.network.relay(last, "127.0.0.2:8000", "192.0.2.1:8000", delay=0.1, loss=0.05)
+        for number, device in enumerate(self.devices):
+            assert "TO DO" not in device.run(for_node(number, self.doctor))
+            self.start_device(number)
+        self.wait_for_nodes(len(self.devices))
+
+    def _make_keys(self) -> None:
+        make, copy, look, delete, _ = blocks("deploy.md", "2. Keys, on the operator's machine")
+        self.operator.type(make)
+        for number in range(len(self.devices)):
+            self.operator.type(for_node(number, copy) if number else copy)
+        sums = re.findall(r"^[0-9a-f]{64}", self.operator.type(look), re.M)
+        own = self.operator.run("sha256sum ~/keys/superlink/superlink.key ~/keys/node-0/node.key")
+        assert sums == re.findall(r"^[0-9a-f]{64}", own, re.M)
+        self.operator.type(delete)
+
+    def _register(self) -> None:
+        tunnel, config, register = blocks("deploy.md", "4. Registering SuperNodes, by the operator")
+        self.operator.type(tunnel)
+        self.operator.type(config)
+        *nodes, listed = register.splitlines()
+        self.operator.type("\n".join([*nodes[: len(self.devices)], listed]))
+
+    def start_server(self, *names: str) -> None:
+        """Start the page's three programs on the server, or some of them."""
+        for name, text in zip(SERVERS, self.servers, strict=True):
+            if names and name not in names:
+                continue
+            self.programs[name] = self.server.start(again(text, 2))
+            if name == "superlink":
+                wait_for(lambda: "Uvicorn running" in self.programs["superlink"].log, "it", SOON)
+
+    def restart_server(self) -> None:
+        """End all three and start them again."""
+        for name in SERVERS:
+            self.programs[name].end()
+        self.start_server()
+
+    def start_device(self, number: int, before: str = "", after: str = "") -> Program:
+        """Start a SuperNode and the check beside it; return the SuperNode."""
+        text = for_node(number, self.supernode)
+        node = self.programs[f"node-{number}"] = self.devices[number].start(
+            again(text, 5, before, after)
+        )
+        text = for_node(number, self.check).replace("EVERY=60", "EVERY=5")
+        self.programs[f"check-{number}"] = self.devices[number].start(text)
+        return node
+
+    def end_device(self, number: int) -> None:
+        """End what runs on a device, without a last word to the server."""
+        self.programs[f"node-{number}"].end()
+        self.programs[f"check-{number}"].end()
+
+    def online(self) -> int:
+        """Count the SuperNodes that the SuperLink calls online."""
+        told = self.operator.run("flwr supernode list edge --format json")
+        return sum(node["status"] == "online" for node in json.loads(told)["nodes"])
+
+    def wait_for_nodes(self, number: int) -> None:
+        """Wait until so many are online."""
+        wait_for(lambda: self.online() == number, f"{number} nodes", SOON, pause=2)
+
+    def run(self, rounds: int, more: str = "", folder: str = "") -> "Run":
+        """Type `flwr run` of the page, with other numbers of rounds and another folder."""
+        text = blocks("deploy.md", "6. A run, by the operator")[0]
+        folder = folder or f"{RUNS}/{time.monotonic_ns()}"
+        text = text.replace("num-rounds=3", f"num-rounds={rounds} {QUICK} {more}")
+        text = text.replace("clients-per-round=3", f"clients-per-round={len(self.devices)}")
+        text = text.replace(RUNS, folder)
+        assert folder in text
+        # What a person types while the page's `flwr run` holds the terminal is in another one.
+        return Run(self, self.operator.start(text), folder)
+
+    def show_logs(self) -> None:
+        """Print the end of each program's output, which a failed test needs."""
+        for name, program in sorted(self.programs.items()):
+            sys.stdout.write(f"--- {name}\n{program.log[-3000:]}\n")
+
+
+class Run:
+    """One `flwr run`, from its submission to its end."""
+
+    def __init__(self, site: Site, program: Program, folder: str) -> None:
+        self.site, self.program, self.folder = site, program, folder
+        wait_for(lambda: bool(self.id) or self.stream_ended, "the run to begin", SOON)
+        assert self.id, program.log
+
+    @property
+    def stream_ended(self) -> bool:
+        """Tell whether `flwr run --stream` has ended, which says nothing of the run."""
+        return self.program.process.poll() is not None
+
+    @property
+    def id(self) -> str:
+        """Find the run's id in what `flwr run` printed; "" before."""
+        found = re.search(r"Successfully started run (\d+)", self.program.log)
+        return found[1] if found else ""
+
+    @property
+    def rounds(self) -> list[dict[str, Any]]:
+        """Read the record so far, a dict for each round."""
+        text = self.site.server.run(f"cat {self.folder}/*/rounds.jsonl 2>/dev/null || true")
+        return [json.loads(line) for line in text.splitlines()]
+
+    @property
+    def status(self) -> str:
+        """Ask the SuperLink, which says `running` or `finished:completed`, say."""
+        told = self.site.operator.run(f"flwr ls edge --run-id {self.id} --format json")
+        return str(json.loads(told)["runs"][0]["status"])
+
+    def wait_for_rounds(self, number: int) -> None:
+        """Wait until so many rounds are in the record."""
+        wait_for(lambda: len(self.rounds) >= number, f"round {number}", SOON, pause=1)
+
+    def wait_for_all(self) -> None:
+        """Wait for one more round in which all devices take part."""
+        there, all_of_them = len(self.rounds), len(self.site.devices)
+        done = lambda: all_of_them in self.took_part(there)  # noqa: E731
+        wait_for(done, "a round of all devices", SOON, pause=1)
+
+    def wait(self) -> str:
+        """Wait for the end of the run; return its status."""
+        wait_for(lambda: self.status.startswith("finished"), "its end", SOON, pause=2)
+        return self.status
+
+    def took_part(self, since: int = 0) -> list[int]:
+        """Count the clients that were used, for each round after the first `since`."""
+        return [len(record["clients"]) for record in self.rounds[since:]]

@@ -1,0 +1,32 @@
+"""A short part of `make networks` for `make test`: the page's commands, one device, a poor link."""
+
+import sys
+
+import pytest
+
+from testing.network import Network
+from testing.site import Site, why_no_site
+
+pytestmark = pytest.mark.skipif(bool(why := why_no_site()), reason=why)
+
+
+def test_the_page_leads_to_a_run_of_a_device_with_a_poor_link(tmp_path):
+    """The device has 1 Mbit/s and 200 ms of delay, and loses 5 %."""
+    with Network(tmp_path, ["server", "operator", "device-0"]) as network:
+        site = Site(network)
+        try:
+            site.set_up()
+            (device,) = site.devices
+            device.limit(1_000_000)
+            sent, got = device.bytes_on_link()
+            run = site.run(1)
+            assert run.wait() == "finished:completed", run.program.log
+        except BaseException:
+            site.show_logs()
+            raise
+        (record,) = run.rounds
+        assert [client["partition-id"] for client in record["clients"]] == [0]
+        up, down = device.bytes_on_link()
+        estimate = record["link-bytes-estimate"]
+        sys.stdout.write(f"link: up {up - sent}, down {down - got}, estimate {estimate}\n")
+        assert 0.6 < (up - sent + down - got) / estimate < 1.6
