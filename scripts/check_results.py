@@ -103,6 +103,9 @@ class Study:
         held = {} if out else {"evaluate-on": "clients", "validation-share": 0.2}
         seeds = self.file["seeds"] if out else self.file["choose"]["seeds"]
         rates = sorted({float(x.partition("=")[2]) for x in self.words if x.startswith(f"{key}=")})
+        choose = self.file.get("choose", {}) | self.tables[title].get("choose", {})
+        if choose.get("extensions") == 0:  # the record may have other rates for other tables
+            rates = sorted({*map(float, choose[key])} & {*rates})
         found = {r: [self.line(settings, held | {key: r, "seed": s}) for s in seeds] for r in rates}
         return out, {rate: lines for rate, lines in found.items() if any(lines)}
 

@@ -5,7 +5,7 @@ import yaml
 
 from ravan_flwr.config.presets import conf_folder
 from ravan_flwr.studies.tuning import as_written, with_rate
-from testing.tiny import FLOWERTUNE
+from testing.tiny import OF_DECODERS
 
 NOTES = ["accuracy 0.9", "tried 0.001 0.003"]
 
@@ -71,7 +71,7 @@ def test_what_cannot_be_edited_is_refused(text, told):
 
 PRESETS = sorted(conf_folder().glob("*.yaml"))
 PLAIN = [
-    path for path in PRESETS if path.stem in ("fashion-vit", "packages-minilm", *FLOWERTUNE)
+    path for path in PRESETS if path.stem in ("fashion-vit", "packages-minilm", *OF_DECODERS)
 ]  # a rate a method
 
 
