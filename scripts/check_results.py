@@ -32,7 +32,7 @@ TABLE = re.compile(
 FIRST = ("README.md", "docs/results.md", "docs/which-method.md")
 NUMBER = re.compile(r"\d+\.\d+ ± \d+\.\d+")
 RATE = "learning-rate"
-LESS = ("loss", "perplexity")  # is better
+LESS = ("loss", "perplexity", "time")  # is better
 Values = dict[int, float]  # by seed
 
 
@@ -220,7 +220,7 @@ def wrong(page: Path) -> Iterator[str]:
     for name, title, text in TABLE.findall(page.read_text()):
         study = Study(name, page.with_suffix("") / f"{name}.jsonl")
         table = [line[2:-2].split(" | ") for line in text.split("\n") if line.startswith("| ")]
-        heads = [re.sub(r", (%|mean of).*", "", head).strip() for head in table[0][1:]]
+        heads = [re.sub(r", (%|s$|mean of).*", "", head).strip() for head in table[0][1:]]
         for row, *found in table[2:]:
             of = title.removeprefix("rates of ")
             told = dict(cells(study, of, row)) if title != "overview" else {}

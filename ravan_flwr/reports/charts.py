@@ -300,7 +300,9 @@ def bars(
         if counted and len(values) <= _MOST_COUNTED:
             axes.bar_label(drawn, [f"{value:,.0f}" for value in values.values()], fontsize=10)
         step = -(-len(values) // 10)
-        axes.set_xticks(range(0, len(values), step), [plain(n) for n in list(values)[::step]])
+        shown = [plain(name) for name in list(values)[::step]]
+        slant: dict[str, Any] = {"rotation": 30, "ha": "right"} if sum(map(len, shown)) > 50 else {}
+        axes.set_xticks(range(0, len(values), step), shown, **slant)
         axes.grid(visible=False, axis="x")
         _name(axes, x, y)
     return Chart(*caption, figure)
@@ -325,6 +327,22 @@ def stacks(
         axes.grid(visible=False, axis="x")
         _name(axes, x, y)
         axes.legend(fontsize=10, ncols=len(parts), loc="lower left", bbox_to_anchor=(0, 1))
+    return Chart(*caption, figure)
+
+
+def spans(
+    caption: Caption, values: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str
+) -> Chart:
+    """Draw a row for each name, with a bar from each beginning to its end."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure(height=max(2.6, 0.16 * len(values) + 1.2))
+        for row, spans_of in enumerate(values.values()):
+            begins, ends = np.clip(np.asarray(spans_of, float), 0, _LARGEST).T
+            axes.barh(row, ends - begins, left=begins, height=0.7, color=COLOURS[0], ec="white")
+        step = -(-len(values) // 20)
+        axes.set_yticks(range(0, len(values), step), [plain(n) for n in list(values)[::step]])
+        axes.grid(visible=False, axis="y")
+        _name(axes, x, y)
     return Chart(*caption, figure)
 
 

@@ -23,6 +23,7 @@ from ravan_flwr.reports.charts import (
 )
 from ravan_flwr.reports.classes import classes_of
 from ravan_flwr.reports.prediction import no_formula
+from ravan_flwr.reports.time_charts import time_charts
 from ravan_flwr.runs.history import Groups, RecordedRun, common_metric
 from ravan_flwr.runs.record import Spread
 from ravan_flwr.tasks import NO_FRACTIONS
@@ -64,11 +65,15 @@ def _measured(name: str, groups: Groups, *, by_bytes: bool) -> list[Chart]:
         caption = Caption(f"{name}-by-bytes", f"{title} by megabyte sent", about)
         series = _series(groups, lambda run: run.measured(name, by_bytes=True))
         drawn.append(lines(caption, series, "MB sent, up and down", name, whole=False, top=top))
-    if by_bytes and all(run.in_simulated_time for runs in groups.values() for run in runs):
-        about = f"The same {name} against the time of the simulated devices."
-        caption = Caption(f"{name}-by-hour", f"{title} by simulated hour", about)
-        series = _series(groups, lambda run: run.by_hour(name))
-        drawn.append(lines(caption, series, "simulated hours", name, whole=False, top=top))
+    runs = [run for members in groups.values() for run in members]
+    if by_bytes and all(run.has_time_of_devices for run in runs):
+        kind = "simulated " if all(run.in_simulated_time for run in runs) else ""
+        about = f"The same {name} against the time of the {kind}devices."
+        caption = Caption(f"{name}-by-time", f"{title} by {kind}time", about)
+        longest = max(run.rounds[-1].get("time", 0.0) for run in runs)
+        unit, seconds = ("hours", 3600.0) if longest >= 3600 else ("seconds", 1.0)
+        series = _series(groups, lambda run: run.by_time(name, seconds))
+        drawn.append(lines(caption, series, f"{kind}{unit}", name, whole=False, top=top))
     return drawn
 
 
@@ -78,13 +83,7 @@ def _series(groups: Groups, points: Callable[[RecordedRun], Points]) -> list[Ser
 
 def run_charts(run: RecordedRun, prefix: str = "") -> list[Chart]:
     """Draw what travelled, who took part, which heads were trained, and where the time went."""
-    charts = [_sent(run, prefix), _participation(run, prefix)]
-    kinds = Counter(client.get("device") for r in run.rounds for client in r["clients"])
-    if run.in_simulated_time and None not in kinds:
-        about = "For each kind of simulated device: the number of its updates that were used."
-        caption = Caption(f"{prefix}devices", "Updates by device", about)
-        updates = {str(kind): float(kinds[kind]) for kind in sorted(map(str, kinds))}
-        charts.append(bars(caption, updates, "device", "updates"))
+    charts = [_sent(run, prefix), _participation(run, prefix), *time_charts(run, prefix)]
     norms = run.summary.get("head-norms", {}) if run.summary else {}
     known = len(next(iter(norms.values()), []))
     times = run.heads_trained(known) if _has_heads(run) else []

@@ -71,10 +71,16 @@ class RecordedRun:
         """Return whether its clients took the time of simulated devices."""
         return self.config.get("devices") is not None and all("time" in r for r in self.rounds)
 
-    def by_hour(self, name: str) -> tuple[list[float], list[float]]:
-        """Return the simulated hours at which a metric was measured, and its values."""
+    @property
+    def has_time_of_devices(self) -> bool:
+        """Return whether its time is that of devices: of simulated ones, or of SuperNodes."""
+        real = all("link-bytes-estimate" in r and "time" in r for r in self.rounds)
+        return real or self.in_simulated_time
+
+    def by_time(self, name: str, unit: float = 1.0) -> tuple[list[float], list[float]]:
+        """Return the time at which a metric was measured, in units of seconds, and its values."""
         points = [
-            (r["time"] / 3600, r["metrics"][name]) for r in self.rounds if name in r["metrics"]
+            (r["time"] / unit, r["metrics"][name]) for r in self.rounds if name in r["metrics"]
         ]
         return [x for x, _ in points], [y for _, y in points]
 

@@ -28,6 +28,7 @@ from ravan_flwr.studies.choosing import RateChoice, choices_of, runs_of
 from ravan_flwr.studies.lines import Line, lines_of
 from ravan_flwr.studies.results import Results, interval
 from ravan_flwr.studies.spec import LEAST, OVERVIEW, RATE, Study, Table
+from ravan_flwr.tasks import TIME
 
 _MOST_TOGETHER = 6  # lines that can be told apart in one picture
 
@@ -126,17 +127,25 @@ _ALONG = (
         "client-seconds", 1, "-by-seconds", "by seconds of the clients", "client seconds",
         "against the seconds that clients took to train so far, summed over them",
     ),
+    _Along(
+        TIME, 1, "-by-time", "by simulated time", "simulated seconds",
+        "against the time of the simulated devices",
+    ),
 )  # fmt: skip
 
 
 def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
     """Draw the metric by round, by megabyte and by the clients' seconds."""
     metric, drawn = rows[0].metric, []
+    metric = rows[0].first.metric if metric == TIME else metric
     for along in _ALONG:
-        series = [_course(row, metric, along) for row in rows]
         unknown = along.key == "client-seconds" and any(row.client_seconds is None for row in rows)
-        if unknown or not all(any(x for x, _ in one.runs) for one in series):
+        unknown |= any(along.key not in x.curve for row in rows for x in row.results.values())
+        if unknown:
             continue  # a run has not noted it
+        series = [_course(row, metric, along) for row in rows]
+        if not all(any(x for x, _ in one.runs) for one in series):
+            continue
         # One point is no course.
         moving = [one for one in series if any(len(x) > 1 for x, _ in one.runs)]
         if along.key == "round" and not moving:

@@ -26,13 +26,15 @@ from scipy import stats
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
 from ravan_flwr.runs.record import RoundRecord, Summary, first_wrong
 from ravan_flwr.studies.spec import LEAST, PlannedRun
+from ravan_flwr.tasks import TIME
 
 NAME = "runs.jsonl"  # of the record, in the folder of a study
 _DIGITS = 6  # of the numbers of a curve, which are drawn
 
 log = logging.getLogger(__name__)
 
-Curve = dict[str, list[int | float]]  # round, bytes, client-seconds and each metric, by evaluation
+# round, bytes, client-seconds, with simulated devices time, and each metric, by evaluation
+Curve = dict[str, list[int | float]]
 
 
 class Result(BaseModel):
@@ -71,11 +73,16 @@ class Result(BaseModel):
         clients = [client for one in rounds for client in one["clients"]]
         known = all("seconds" in client for client in clients)  # not told in some private runs
         spent = [sum(client.get("seconds", 0.0) for client in one["clients"]) for one in rounds]
+        final: dict[str, float] = dict(summary["metrics"]["final"])
+        timed = directory.read_config().get("devices") is not None
+        # A run that was to reach a target, and has not, would have taken longer.
+        if timed and ("until-metric" not in summary or "reached" in summary):
+            final[TIME] = rounds[-1].get("time", 0.0)
         own = {
-            "final": summary["metrics"]["final"],
+            "final": final,
             "parameters": summary["adapter-parameters"],
             "client-seconds": round(sum(spent), 3) if spent and known else None,
-            "curve": _curve(summary, rounds, spent if known else [0.0] * len(rounds)),
+            "curve": _curve(summary, rounds, spent if known else [0.0] * len(rounds), timed=timed),
         }
         return cls.model_validate({**summary, **own})
 
@@ -89,11 +96,15 @@ class Result(BaseModel):
             raise ValueError(
                 f"a run has measured {sorted(self.final)}, expected {name!r} at {last or 1} "
                 "evaluations; evaluate it"
+                + " (time: of a run with devices that has reached its until-metric)"
+                * (name == TIME)
             )
         return statistics.mean(self.curve[name][-last:]) if last else self.final[name]
 
 
-def _curve(summary: Summary, rounds: list[RoundRecord], spent: list[float]) -> Curve:
+def _curve(
+    summary: Summary, rounds: list[RoundRecord], spent: list[float], *, timed: bool
+) -> Curve:
     """Sum bytes and seconds up to each round that was evaluated."""
     curve: Curve = {}
     sent = seconds = 0.0
@@ -101,6 +112,7 @@ def _curve(summary: Summary, rounds: list[RoundRecord], spent: list[float]) -> C
         sent, seconds = sent + record["bytes-up"] + record["bytes-down"], seconds + more
         if summary["metric"] in record["metrics"]:
             point = {"round": record["round"], "bytes": sent, "client-seconds": round(seconds, 3)}
+            point |= {TIME: record.get("time", 0.0)} if timed else {}
             for name, value in (point | record["metrics"]).items():
                 short = float(f"{value:.{_DIGITS}g}") if name in record["metrics"] else value
                 curve.setdefault(name, []).append(short)

@@ -24,7 +24,8 @@
         leave-one-seed-out: true            # optional: choose by the other seeds of this table
         contrasts: [fedit, fed-sb]          # optional: rows whose p-values Holm's method corrects
         spectra: true                       # optional: draw the rows' singular values
-        metric: accuracy-matched            # optional: another one than the task's
+        metric: accuracy-matched            # optional: another one than the task's; `time`: the
+                                            # simulated seconds that a run took
         rows:
           ravan: {}                         # the settings in which a row differs
           fedit: {method: fedit}

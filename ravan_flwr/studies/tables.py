@@ -29,7 +29,7 @@ from ravan_flwr.studies.lines import Line, lines_of, sentence
 from ravan_flwr.studies.pictures import charts, overview_charts
 from ravan_flwr.studies.results import Interval, Results, interval
 from ravan_flwr.studies.spec import LEAST, OVERVIEW, RATE, Study, Table
-from ravan_flwr.tasks import NO_FRACTIONS
+from ravan_flwr.tasks import NO_FRACTIONS, TIME
 
 COLUMNS = [
     *("table", "row", "metric", "mean", "spread", "finals", "learning-rate", "chosen", "rank"),
@@ -120,7 +120,8 @@ def _cells(table: Table, lines: Sequence[Line], line: Line) -> dict[str, str]:
     """Write a row for people, by the heads of its columns."""
     paired = any(one.standing for one in lines)
     chosen = any(one.choice for one in lines)
-    metric = line.metric + ("" if line.metric in NO_FRACTIONS else ", %")
+    unit = ", s" if line.metric == TIME else "" if line.metric in NO_FRACTIONS else ", %"
+    metric = line.metric + unit
     metric += f", mean of the last {table.mean_of_last}" if table.mean_of_last else ""
     cells = {"": line.row, metric: _value(line)}
     if table.paper:

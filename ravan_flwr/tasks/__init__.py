@@ -77,8 +77,11 @@ TASKS = {
 }
 
 
+TIME = "time"  # in a study: the simulated seconds that a run has taken
 # Metrics of which less is more. Of all others the higher value is the better.
-LOWER_IS_BETTER = {"loss", *(name for info in TASKS.values() for name in info.lower_is_better)}
+LOWER_IS_BETTER = {
+    "loss", TIME, *(name for info in TASKS.values() for name in info.lower_is_better)
+}  # fmt: skip
 # Metrics that are no fractions of 1.
 NO_FRACTIONS = LOWER_IS_BETTER | {name for info in TASKS.values() for name in info.unbounded}
 

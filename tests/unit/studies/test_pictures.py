@@ -9,6 +9,7 @@ from ravan_flwr.studies.choosing import planned
 from ravan_flwr.studies.pictures import band_ends, charts
 from ravan_flwr.studies.results import Results
 from ravan_flwr.studies.spec import read_study
+from ravan_flwr.studies.tables import table_lines
 from tests.studies import fill, result
 
 MANY = ("ravan", "fedit", "ffa-lora", "hetlora", "flexlora", "rolora", "flora", "fedsvd", "full")
@@ -129,3 +130,23 @@ def test_a_band_is_the_interval_of_the_mean():
 
 def test_before_any_run_there_is_no_picture(tmp_path):
     assert drawn(tmp_path, ["ravan"], lambda _: None) == {}
+
+
+def test_where_time_is_the_metric_the_tasks_own_is_drawn_by_time(tmp_path):
+    content = {
+        "title": "A study", "num-clients": 3, "seeds": [0, 1, 2],
+        "settings": {"num-rounds": 2, "devices": "edge-gpus", "learning-rate": 1e-3},
+        "tables": [{"title": "T", "metric": "time", "rows": {"ravan": {}}}],
+    }  # fmt: skip
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(content))
+    study, results = read_study(path), Results(tmp_path)
+    for run in planned(study, results):
+        one = result(0.5)
+        more = {"final": one.final | {"time": 5.0}, "curve": one.curve | {"time": [2.0, 5.0]}}
+        results.note(run, one.model_copy(update=more))
+    found = {chart.name: chart for chart in charts(study.tables[0], results)}
+    (axes,) = found["t-accuracy-by-time"].figure.axes
+    assert np.asarray(axes.lines[0].get_xdata()).tolist() == [2.0, 5.0]
+    assert table_lines(study.tables[0], results)[0].startswith("|  | time, s | by seed |")
+    assert "5.000 ± 0.000" in table_lines(study.tables[0], results)[2]

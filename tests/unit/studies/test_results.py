@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import json
 import subprocess
+from typing import Any
 
 import pytest
 import yaml
@@ -12,7 +13,7 @@ import yaml
 from ravan_flwr.messages.fingerprint import code_fingerprint, code_version
 from ravan_flwr.studies import running, spec
 from ravan_flwr.studies.choosing import planned
-from ravan_flwr.studies.results import NAME, Results
+from ravan_flwr.studies.results import NAME, Result, Results
 from ravan_flwr.studies.running import run_study
 from ravan_flwr.studies.spec import read_study
 from testing import ROOT
@@ -214,3 +215,40 @@ def test_the_version_of_the_code_has_its_commit():
         ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
     assert told.returncode != 0 or told.stdout.startswith(commit.removesuffix("-dirty"))
+
+
+class Ended:
+    """The directory of a run of two rounds that end after 2 and 5 s, evaluated in the second."""
+
+    def __init__(self, devices, **summary):
+        self.devices, self.more = devices, summary
+
+    def read_config(self):
+        return {"devices": self.devices}
+
+    def read_summary(self):
+        return {
+            "metric": "accuracy", "metrics": {"final": {"accuracy": 0.9}}, "learning-rate": 1e-3,
+            "rank": 4, "adapter-parameters": 9, "bytes-up": 7, "bytes-down": 7, "seconds": 60.0,
+        } | self.more  # fmt: skip
+
+    def read_rounds(self):
+        sent = {"clients": [], "bytes-up": 1, "bytes-down": 1}
+        return [
+            sent | {"round": 1, "metrics": {}, "time": 2.0},
+            sent | {"round": 2, "metrics": {"accuracy": 0.9}, "time": 5.0},
+        ]
+
+
+def test_the_time_of_simulated_devices_is_a_metric():
+    made: Any = Ended("edge-gpus")
+    assert Result.of(made).value("time") == 5.0
+    assert Result.of(made).curve["time"] == [5.0]
+    reached: Any = Ended("edge-gpus", **{"until-metric": 0.9, "reached": 2})
+    assert Result.of(reached).value("time") == 5.0
+
+
+@pytest.mark.parametrize("made", [Ended(None), Ended("edge-gpus", **{"until-metric": 0.95})])
+def test_a_run_in_real_time_or_short_of_its_target_has_no_time(made):
+    with pytest.raises(ValueError, match="that has reached its until-metric"):
+        Result.of(made).value("time")

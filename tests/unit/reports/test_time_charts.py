@@ -1,0 +1,61 @@
+"""When clients trained, how long they were idle, whose updates were used."""
+
+from pathlib import Path
+from typing import Any
+
+from ravan_flwr.reports.time_charts import time_charts
+from ravan_flwr.runs.history import RecordedRun
+from tests.followed import client, record
+
+
+def charts_of(records, **config):
+    run = RecordedRun(Path("a-run"), {"num-clients": 3, **config}, records, None)
+    return {chart.name: chart for chart in time_charts(run)}
+
+
+def heights(chart):
+    (axes,) = chart.figure.axes
+    names = [label.get_text() for label in axes.get_xticklabels()]
+    return dict(zip(names, [patch.get_height() for patch in axes.patches], strict=True))
+
+
+def trained(partition, begin, end, device):
+    return client(partition, span=[begin, end], device=device)
+
+
+ROUNDS: list[Any] = [
+    record(1, time=4.0, clients=[trained(0, 0.0, 1.0, "fast"), trained(1, 0.0, 4.0, "slow")]),
+    record(2, time=8.0, clients=[trained(2, 4.0, 5.0, "fast"), trained(1, 4.0, 8.0, "slow")]),
+]
+
+
+def test_three_clients_by_hand():
+    """Of 8 s the slow one works 8, each fast one 1; half of the updates are the slow one's."""
+    charts = charts_of(ROUNDS, devices="a.yaml")
+    assert heights(charts["idle"]) == {"fast": 87.5, "slow": 0.0}
+    assert heights(charts["devices"]) == {"fast": 50.0, "slow": 50.0}
+    (axes,) = charts["trained-when"].figure.axes
+    drawn = sorted((round(p.get_y() + 0.35), p.get_x(), p.get_width()) for p in axes.patches)
+    assert drawn == [(0, 0.0, 1.0), (1, 0.0, 4.0), (1, 4.0, 4.0), (2, 4.0, 1.0)]
+
+
+def test_clients_of_a_deployment_have_their_own_names():
+    of_nodes: list[Any] = [
+        record(n, time=4.0 * n, **{"link-bytes-estimate": 9}, clients=[client(5, span=[0.0, 2.0])])
+        for n in (1, 2)
+    ]
+    assert heights(charts_of(of_nodes)["devices"]) == {"client 5": 100.0}
+
+
+def test_time_of_this_machine_is_not_drawn():
+    assert charts_of([record(1, time=3.0, clients=[client(0, span=[0.0, 2.0])])]) == {}
+    assert charts_of([record(1)], devices="phones") == {}  # an earlier version's
+
+
+def test_many_clients_are_drawn_in_part():
+    clients = [trained(n, 0.0, 1.0, f"kind {n}") for n in range(500)]
+    charts = charts_of([record(1, time=2.0, clients=clients)], devices="a.yaml")
+    (axes,) = charts["trained-when"].figure.axes
+    assert len(axes.patches) <= 40
+    assert "Every 13th client" in charts["trained-when"].about
+    assert len(charts["devices"].figure.axes[0].patches) <= 40
