@@ -36,7 +36,7 @@ simulate: $(INSTALLED)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)
-	$(PYTEST) tests/flower tests/networks tests/processes tests/runs tests/properties tests/unit $(ARGS)
+	$(PYTEST) tests/flower tests/processes tests/runs tests/properties tests/unit $(ARGS)
 
 # These wait for nothing: more workers would only import the libraries once more.
 quick: WORKERS = 2
