@@ -98,7 +98,7 @@ def transfer(device: Host, payload: int, certificate: Path) -> float:
     url = f"https://server.example.org:{PORT}"
     form = "'%{time_total} %{time_appconnect}\\n'"
     curl = f"curl -sf -m 600 -H Expect: --cacert {certificate} -o /dev/null -w {form}"
-    said = device.run(f"{curl} {url}/{payload}; {curl} -T /run/payload {url}/", patience=900)
+    said = device.run(f"{curl} {url}/{payload}; {curl} -T /run/payload {url}/")
     spans = [float(total) - float(begun) for total, begun in re.findall(r"(\S+) (\S+)\n", said)]
     assert len(spans) == 2
     return sum(spans)

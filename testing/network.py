@@ -137,10 +137,10 @@ class Host:
         up, down = self.run("awk '/eth0/ {print $10, $2}' /proc/net/dev").split()
         return int(up), int(down)
 
-    def run(self, script: str, patience: float = 900) -> str:
+    def run(self, script: str, timeout: float = 900) -> str:
         """Run a script to its end, in the home directory; return what it prints."""
         inside = self._inside(script)
-        done = subprocess.run(inside, capture_output=True, text=True, timeout=patience)
+        done = subprocess.run(inside, capture_output=True, text=True, timeout=timeout)
         if done.returncode:
             raise RuntimeError(f"{self.name}: {script}\n{done.stdout}{done.stderr}")
         return done.stdout
