@@ -1,7 +1,7 @@
 """Define what tasks of a decoder have in common: they read texts, cut them, and write answers.
 
 An example becomes tokens, of which some are learned: those of answers. What cannot be learned is
-left out before examples are partitioned, and counted. The network is used by its pretrained
+left out before partitioning, and counted. The network is used by its pretrained
 language-model head.
 """
 
@@ -115,7 +115,7 @@ class Decoder(Predicts):
     # From examples to tokens.
 
     def prepared(self, examples: datasets.Dataset) -> datasets.Dataset:
-        """Write and read all examples, and leave out examples that teach nothing, and report them."""
+        """Write and read all examples, and leave out those that teach nothing, and report them."""
         self.check()
         done = {role for role, _ in self.data.columns} - {column_of(self.data)}
         keep = [name for name in examples.column_names if name not in done]
