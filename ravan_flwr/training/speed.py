@@ -32,6 +32,8 @@ from ravan_flwr.training.network import likely_device
 
 _WHILE = 0.1  # seconds that each speed is timed
 _ROWS = 4_096  # of a product, at most
+_FEW = 16  # rows that say how long all would take
+_LONGEST = 10  # seconds of a product of all rows
 _NUMBERS = 2**20  # of an operation on each number
 
 
@@ -81,7 +83,9 @@ def pace_of(config: Config) -> Pace:
     with computing_with(workers.threads), torch.no_grad():
         left = torch.ones(rows, side, dtype=dtype, device=device)
         right = torch.ones(side, side, dtype=dtype, device=device)
-        product = _timed(lambda: left @ right) / (2 * rows * side * side)
+        if _is_slow(left, right):  # as some processors are in bfloat16
+            left = left[:_FEW]
+        product = _timed(lambda: left @ right) / (2 * left.numel() * side)
         many, single = (torch.ones(n, device=device) for n in (_NUMBERS, 1))
         on_each = _timed(lambda: many * 2) / _NUMBERS
         nothing = _timed(lambda: single * 2)
@@ -92,6 +96,16 @@ def pace_of(config: Config) -> Pace:
     learned = 0.5 if TASKS[config.task].has_reference else 1.0
     passes = 1 + learned * (1 + trains_backbone(vars(config)) + config.gradient_checkpointing)
     return Pace(passes * forward * math.ceil(config.batch_size / number), workers.number)
+
+
+def _is_slow(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Say whether a product would take too long, by a few of its rows."""
+    few = left[:_FEW]
+    for _ in range(2):  # the first one is slower
+        started = time.perf_counter()
+        (few @ right).sum().item()
+        seconds = time.perf_counter() - started
+    return seconds * len(left) / len(few) > _LONGEST
 
 
 def _rows_of(shapes: Shapes) -> int:
