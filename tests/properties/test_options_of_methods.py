@@ -42,6 +42,7 @@ def test_a_row_says_nothing_else_that_an_option_could_hang_on():
     # Evaluation, sampling, heads and privacy: test_personal.py, test_ravan.py, test_private.py.
     others = {"personalised", "everyone", "pools", "has_heads", "sums_changes", "by_example"}
     others |= {"serves", "mixes"}  # evaluation and export: test_feddpa.py, test_fedalt.py
+    others |= {"sparse_down", "sparse_up"}  # messages: test_sparsity.py
     assert marks - of_options == others
 
 

@@ -112,7 +112,7 @@ def test_a_preset_runs_from_yaml_to_metric(preset, glue_task, method, small, tmp
 def test_a_text_to_text_model_learns(small, tmp_path):
     """The metric, too: generation is the trained model's."""
     settings = small("mrqa-t5") | {
-        "method": "full", "learning-rate": 1e-2, "num-rounds": 3, "local-steps": 40,
+        "method": "full", "learning-rate": 3e-3, "num-rounds": 3, "local-steps": 80,
         "batch-size": 32, "partition": "iid", "output-dir": str(tmp_path),
     }  # fmt: skip
     run = simulate(settings, 2)
