@@ -10,12 +10,22 @@ from pathlib import Path
 from ravan_flwr.config.keys import KEYS, MOVED, TOPICS, as_typed
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
+# The keys that a version added. Those of no version are as old as 0.2.0.
+SINCE = {
+    "0.3.0": """aggregation backbone-dtype batching beta buffer-size clip-norm concurrency deliver
+    delta devices epsilon evaluate-samples head-mean learning-rate-schedule limits local-epochs
+    max-bytes max-gradient-norm max-staleness micro-batch-size noise-cohort noise-multiplier privacy
+    processes secure-aggregation secure-minimum sparsity until-metric until-time
+    weight-decay""".split(),
+}
 BEGIN, END = "<!-- keys: made by scripts/list_keys.py -->\n", "<!-- end of keys -->\n"
 
 
 def tables() -> str:
     """Write a table for each topic, and one of the keys of earlier versions."""
     lines: list[str] = []
+    if unknown := {name for new in SINCE.values() for name in new} - set(KEYS):
+        raise ValueError(f"SINCE has {sorted(unknown)}, expected keys; correct it")
     for name, key in KEYS.items():
         if name in TOPICS:
             head = TOPICS[name]
@@ -23,7 +33,8 @@ def tables() -> str:
             lines += ["| --- | --- | --- | --- |"]
         preset = "" if key.preset is None else f", else {as_typed(key.preset)}"
         default = f"`{as_typed(key.default)}`{preset}" if key.default != "" else ""
-        lines.append(f"| `{name}` | {default} | {key.allowed} | {key.help} |")
+        since = "".join(f" (since {version})" for version, new in SINCE.items() if name in new)
+        lines.append(f"| `{name}` | {default} | {key.allowed} | {key.help}{since} |")
     lines += ["", "## Keys of earlier versions", "| key | now |", "| --- | --- |"]
     return "\n".join(
         [
