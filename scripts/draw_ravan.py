@@ -1,12 +1,15 @@
 """Draw docs/ravan.svg: what a client trains, what travels, what the server averages.
 
+And docs/averages.svg: with numbers, why a mean of factors is not the mean of the updates.
+
 python scripts/draw_ravan.py
 """
 
 from pathlib import Path
 
-OUT = Path(__file__).resolve().parents[1] / "docs" / "ravan.svg"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 FROZEN, TRAINED, IDLE, LINE = "#d7dde4", "#1f77b4", "#eef1f4", "#4a5560"
+WRONG, RIGHT = "#b3261e", "#1b7837"
 HEADS = 4
 
 
@@ -96,12 +99,20 @@ def draw() -> str:
     parts.append(text(465, 80, "(r × r for each head)", 12))
     parts.append(text(715, 528, "W, B and A are the same everywhere and never", 12))
     parts.append(text(715, 546, "change: the mean of s·H is the mean update.", 12))
+    return page(
+        640,
+        "RAVAN: clients train some heads of each layer, send s·H, and the server averages it "
+        "head by head",
+        parts,
+    )
+
+
+def page(high: int, label: str, parts: list[str]) -> str:
+    """Return a whole SVG of a width of 880."""
     return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 640" role="img" '
-        'font-family="Helvetica, Arial, sans-serif" '
-        'aria-label="RAVAN: clients train some heads of each layer, send s·H, and the '
-        'server averages it head by head">'
-        '<rect width="880" height="640" fill="#fafbfc"/>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 {high}" role="img" '
+        f'font-family="Helvetica, Arial, sans-serif" aria-label="{label}">'
+        f'<rect width="880" height="{high}" fill="#fafbfc"/>'
         f'<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="3" orient="auto">'
         f'<path d="M0,0 L7,3 L0,6 z" fill="{TRAINED}"/></marker></defs>'
         + "".join(parts)
@@ -109,5 +120,55 @@ def draw() -> str:
     )
 
 
+def exchange(
+    x: float, title: str, clients: list[list[str]], server: list[str], got: float, wanted: float
+) -> list[str]:
+    """Return two clients above a server that averages what they sent, all with numbers."""
+    colour, sign = (RIGHT, "=") if got == wanted else (WRONG, "≠")
+    parts = [text(x + 200, 30, title, 16, font_weight="600")]
+    for index, lines in enumerate(clients):
+        left = x + 210 * index
+        parts += [box(left, 50, 190, 94, "white")]
+        parts += [text(left + 95, 74 + 24 * row, line, 14) for row, line in enumerate(lines)]
+        parts += [arrow(left + 95, 146, x + 165 + 70 * index, 188)]
+    parts += [box(x, 190, 400, 110, "white")]
+    parts += [text(x + 200, 214 + 24 * row, line, 14) for row, line in enumerate(server)]
+    last = f"the new update is {got:g} {sign} {wanted:g}"
+    return [*parts, text(x + 200, 286, last, 15, colour, font_weight="600")]
+
+
+def averages() -> str:
+    """Return the picture of both averages, of matrices of one number each."""
+    b, a = (1.0, 3.0), (4.0, 2.0)  # of the clients' LoRA
+    frozen_b, frozen_a, h = 1.0, 2.0, (2.0, 3.0)  # the same two updates by RAVAN's core
+    wanted = (b[0] * a[0] + b[1] * a[1]) / 2
+    mean_b, mean_a, mean_h = sum(b) / 2, sum(a) / 2, sum(h) / 2
+    factors = [
+        [f"client {i + 1}", f"sends B = {b[i]:g} and A = {a[i]:g}", f"update BA = {b[i] * a[i]:g}"]
+        for i in range(2)
+    ]
+    cores = [
+        [f"client {i + 1}", f"sends H = {h[i]:g}", f"update BHA = {frozen_b * h[i] * frozen_a:g}"]
+        for i in range(2)
+    ]
+    left = exchange(
+        10, "LoRA: factors are averaged", factors,
+        [f"the updates have the mean {wanted:g}", f"mean B = {mean_b:g}, mean A = {mean_a:g}"],
+        mean_b * mean_a, wanted,
+    )  # fmt: skip
+    right = exchange(
+        470, f"RAVAN: B = {frozen_b:g} and A = {frozen_a:g} stay as they are", cores,
+        [f"the updates have the mean {wanted:g}", f"mean H = {mean_h:g}"],
+        frozen_b * mean_h * frozen_a, wanted,
+    )  # fmt: skip
+    return page(
+        320,
+        "With the same updates of two clients, averaging LoRA's factors misses their mean, and "
+        "averaging RAVAN's cores gives it",
+        [*left, *right],
+    )
+
+
 if __name__ == "__main__":
-    OUT.write_text(draw())
+    (DOCS / "ravan.svg").write_text(draw())
+    (DOCS / "averages.svg").write_text(averages())
