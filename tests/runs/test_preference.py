@@ -108,6 +108,24 @@ def test_other_adapters_learn_them(method, form, rounds, tmp_path):
     check_learned(simulate(preset(tmp_path, form, **options), 3))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"privacy": "client", "epsilon": 8.0, "noise-cohort": 1000, "clip-norm": 1.0},
+        {"secure-aggregation": True, "clients-per-round": 4},
+        {"sparsity": "1:1/4"},
+    ],
+)
+def test_they_are_learned_with_little_noise_by_masked_sums_and_from_sparse_updates(
+    options, tmp_path
+):
+    run = simulate(preset(tmp_path, **options, **{"num-rounds": 2, "local-steps": 4}), 6)
+    records = [json.loads(x) for x in (run.run_dir / "rounds.jsonl").read_text().splitlines()]
+    assert not any(record["rejected"] for record in records)
+    assert records[-1]["metrics"]["loss"] < 0.6  # ln 2 before training
+    assert records[-1]["metrics"]["accuracy"] > 0.7
+
+
 def test_a_result_answers_and_begins_a_run_as_its_reference(preferred, tmp_path):
     """`model=` of an export is the start of another run: its reference is the model with it."""
     run, settings, _ = preferred
