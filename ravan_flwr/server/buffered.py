@@ -32,7 +32,7 @@ from ravan_flwr.server.aggregation import check_upload, outgoing
 from ravan_flwr.server.closing import Synchronous
 from ravan_flwr.server.replies import Update
 from ravan_flwr.server.reply_collector import Sent
-from ravan_flwr.server.reply_fetcher import RoundDeadline, pull_replies
+from ravan_flwr.server.reply_fetcher import ReplyFetcher, RoundDeadline, pull_replies
 from ravan_flwr.server.sampling import sample
 from ravan_flwr.simulated_time.clock import SimulatedClock
 
@@ -73,6 +73,7 @@ class Flight:
     def __init__(self, memory: Mapping[str, torch.Tensor]) -> None:
         self.sent: dict[str, Sent] = {}  # by message id
         self.versions: dict[int, Tensors] = {}
+        self.inbox = ReplyFetcher()  # of its own: an evaluation does not see these replies
         self._memory = memory  # of a simulated run that goes on
 
     def keep(self, number: int, state: Tensors, most: int | None) -> None:
@@ -164,19 +165,20 @@ class Buffered(Synchronous):
         round_, run = self.round, self.run
         collector, grid = round_.collector, round_.grid
         collector.send(grid, messages)
-        out = [sent.member for sent in self.flight.sent.values()]
+        out = [one.member for one in self.flight.sent.values()]
         run.status.begin("training", round_.number, asked=out)
         deadline = RoundDeadline(timeout, len(out), 1, math.inf, self.buffer, run.clock)
         collector.deadline = deadline
-        refused, inbox = len(round_.round_log.rejected), run.mail.inbox
-        while self.flight.sent and not deadline.satisfied:
+        refused, sent = len(round_.round_log.rejected), self.flight.sent
+        while sent and not deadline.satisfied:
             if len(round_.round_log.rejected) - refused >= self.concurrency:
                 break
-            ids = list(self.flight.sent)
-            reply = next(pull_replies(grid, inbox, ids, deadline), None)
+            reply = next(pull_replies(grid, self.flight.inbox, list(sent), deadline), None)
             if reply is None:
                 self._give_up()
                 break
+            if reply.metadata.reply_to_message_id not in sent:
+                continue  # it was being fetched when it was given up
             yield reply
             if not deadline.satisfied:
                 collector.send(grid, round_.write(self._another()))
@@ -232,6 +234,7 @@ class Buffered(Synchronous):
         for key, sent in list(self.flight.sent.items()):
             if now - sent.time >= timeout:
                 del self.flight.sent[key]
+                self.round.round_log.count(0, sent.size)
                 self.round.collector.reject(sent.member, f"no reply within {timeout:g} s")
                 node = self.run.registry.nodes[sent.member.node_id]
                 node.was_silent(MessageType.TRAIN, self.round.number)

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from flwr.serverapp import Grid
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ravan_flwr.config.run_config import read_config
 from ravan_flwr.launch.timed_grid import TimedGrid
@@ -47,6 +49,27 @@ def test_a_rebased_upload_changes_the_state_of_now(method, share):
 
 def test_the_weights_are_those_of_the_paper():
     assert [weight_of_staleness(s) for s in (0, 3, 8)] == pytest.approx([1.0, 0.5, 1 / 3])
+
+
+@given(st.permutations(range(4)))
+@pytest.mark.parametrize("method", ABLE)
+def test_the_order_within_a_buffer_does_not_matter(method, order):
+    made, adapters = build(method)
+    states = [some_state(made, adapters, seed) for seed in range(4)]
+    uploads = [
+        (
+            rebased(
+                made, train_client(made, adapters, then, 1.0, 7 + age), 1.0, then, states[0],
+                weight_of_staleness(age),
+            ),
+            1.0,
+        )
+        for age, then in enumerate(states)
+    ]  # fmt: skip
+    expected = aggregate(made, states[0], uploads)
+    got = aggregate(made, states[0], [uploads[i] for i in order])
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-7)
 
 
 class Plenty:
@@ -97,6 +120,16 @@ def test_three_clients_by_hand():
     assert sorted(strategy.flight.versions) == [4, 5]  # what somebody is out with
 
 
+@pytest.mark.parametrize("seconds", [[3.0, 1.0, 2.0], [2.0, 3.0, 1.0]])
+def test_clients_may_answer_in_any_order(seconds):
+    settings = ASYNC | {"buffer_size": 3}
+    (one, _, _), (other, _, _) = (
+        run(Timed(each), 1, timeout=100.0, **settings) for each in ([1.0, 2.0, 3.0], seconds)
+    )
+    for name, tensor in one.states[0].items():
+        torch.testing.assert_close(other.states[0][name], tensor, rtol=1e-6, atol=1e-7)
+
+
 def test_an_update_that_is_too_old_is_rejected():
     notes, strategy, _ = run(Timed([1.0, 2.5, 9.0]), 12, timeout=100.0, max_staleness=3, **ASYNC)
     told = [one for record in notes.records for one in record["rejected"]]
@@ -117,6 +150,30 @@ def test_a_lying_version_costs_its_own_reply():
     assert {one["client"] for one in rejected} == {"partition 1"}
     assert "reply is of round" in rejected[0]["reason"]
     assert {c["partition-id"] for r in notes.records for c in r["clients"]} == {0, 2}
+
+
+class Remote(Nodes):
+    """Nodes whose replies are fetched by threads, as in a deployment; each lies there twice."""
+
+    in_process = False
+
+    def pull_messages(self, message_ids):
+        return 2 * list(super().pull_messages(message_ids))
+
+
+def test_replies_are_fetched_and_a_doubled_one_counts_once():
+    """Also one that a thread has fetched when an evaluation begins."""
+    settings = ASYNC | {"evaluate_fn": None, "evaluate_on": "clients", "validation_share": 0.5}
+    notes, _, _ = run(Remote(3), 30, **settings)
+    assert [len(record["clients"]) for record in notes.records] == [1] * 30
+    assert not any(record["rejected"] for record in notes.records)
+    counted = [
+        (c["partition-id"], r["round"] - c.get("staleness", 0))
+        for r in notes.records
+        for c in r["clients"]
+    ]
+    assert len(counted) == len(set(counted))
+    assert max(c.get("staleness", 0) for r in notes.records for c in r["clients"]) < 10
 
 
 def test_a_silent_client_costs_its_place_until_the_timeout():
