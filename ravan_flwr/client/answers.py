@@ -26,7 +26,6 @@ from ravan_flwr.messages.parcel import kept, not_kept, read_parcel
 from ravan_flwr.messages.registered_client import RegisteredClient
 from ravan_flwr.messages.sparsity import WHOLE, change_of, sparsify
 from ravan_flwr.messages.wire import encode
-from ravan_flwr.methods.base import Tensors
 from ravan_flwr.training.local_steps import (
     LocalResult,
     calibrate_locally,
@@ -137,7 +136,11 @@ def _calibrate(client: ClientRequest) -> RecordDict:
 
 
 def _trained(client: ClientRequest, result: LocalResult) -> RecordDict:
-    sparse = _sparse(client, result.upload)
+    sparse = result.upload
+    if client.sparsity != WHOLE:  # the largest of what has changed, in place of what was trained
+        method = client.bench.model.method.in_round(client.round)
+        change = change_of(method, result.upload, client.broadcast)
+        sparse = sparsify(change, client.sparsity[1], change.keys())
     upload = encode(sparse, client.wire, client.turn.generator("wire up"))
     told = client.told
     if client.config.privacy == "none":
@@ -145,15 +148,6 @@ def _trained(client: ClientRequest, result: LocalResult) -> RecordDict:
         told |= {"skipped-steps": result.skipped} if result.skipped else {}
     metrics = MetricRecord(told)
     return RecordDict({"arrays": to_record(upload), "metrics": metrics})
-
-
-def _sparse(client: ClientRequest, upload: Tensors) -> Tensors:
-    """Return the largest of what the client has changed; under sparsity=1:1 what it trained."""
-    if client.sparsity == WHOLE:
-        return upload
-    method = client.bench.model.method.in_round(client.round)
-    change = change_of(method, upload, client.broadcast)
-    return sparsify(change, client.sparsity[1], change.keys())
 
 
 def _evaluate(client: ClientRequest) -> RecordDict:
@@ -182,7 +176,11 @@ def keep_delivered(client: ClientRequest) -> RecordDict:
     except Exception as error:  # noqa: BLE001 (a full disk, what is damaged, memory that ran out)
         place = client.node.result_path or "(no result-path)"
         log.warning("the run's result is not kept in %s: %s", place, error)
-        told = not_kept(_without_paths(error))
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError):  # the server is told no paths of a device
+            reason = error.strerror or type(error).__name__
+            why = f"its result-path cannot be written to: {reason}"
+        told = not_kept(why)
     return RecordDict({"kept": ConfigRecord(told)})
 
 
@@ -204,13 +202,6 @@ def _keep(client: ClientRequest) -> dict[str, Any]:
     place, writer = Path(node.result_path), str(node.partition_id)
     form = node.result_form
     return kept(parcel, keep_result(place, parcel, state, client.bench, form, writer, own))
-
-
-def _without_paths(error: Exception) -> str:
-    """Tell an error to the server, which is told no paths of a device."""
-    if isinstance(error, OSError):
-        return f"its result-path cannot be written to: {error.strerror or type(error).__name__}"
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 _ANSWERS: dict[str, Callable[[ClientRequest], RecordDict]] = {

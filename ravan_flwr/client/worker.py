@@ -21,7 +21,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -190,6 +189,8 @@ class Worker:
 
     def _watch(self) -> None:
         """End the process when nobody wants it any more, whatever it is doing."""
+        import psutil  # noqa: PLC0415 (as above)
+
         while True:
             time.sleep(LOOK_SECONDS)
             with self._busy:
@@ -198,19 +199,16 @@ class Worker:
                 else:
                     # Before the answer nothing but an end can be read.
                     unwanted = self._asker.poll()
-                if alone := self._has_lost_its_owner():
+                try:  # to psutil it still runs until its parent has noticed its end
+                    alive = self._owner.is_running()
+                    alone = not alive or self._owner.status() == psutil.STATUS_ZOMBIE
+                except psutil.NoSuchProcess:
+                    alone = True
+                if alone:
                     self._path.with_suffix(".lock").unlink(missing_ok=True)
                 if unwanted or alone:
                     self._path.unlink(missing_ok=True)
                     os._exit(0)
-
-    def _has_lost_its_owner(self) -> bool:
-        import psutil  # noqa: PLC0415 (as above)
-
-        with suppress(psutil.NoSuchProcess):
-            # It is still running, to psutil, as long as its parent has not noticed its end.
-            return not self._owner.is_running() or self._owner.status() == psutil.STATUS_ZOMBIE
-        return True
 
 
 def _answer(

@@ -107,14 +107,16 @@ def read_yaml(path: Path) -> Any:
 
 
 TEXT = "a text; write it in quotation marks"
+# Of models whose fields are in kebab-case in a file, and of the type that they say.
+KEBAB = ConfigDict(
+    strict=True, populate_by_name=True, alias_generator=lambda name: name.replace("_", "-")
+)
 
 
 class Part(BaseModel):
     """Hold the fields of a part of a file, checked; a field that is left empty has its default."""
 
-    model_config: ClassVar = ConfigDict(
-        extra="forbid", strict=True, frozen=True, alias_generator=lambda n: n.replace("_", "-")
-    )
+    model_config: ClassVar = KEBAB | ConfigDict(extra="forbid", frozen=True)
 
     @classmethod
     def read(cls, where: str, content: Any) -> Self:

@@ -7,7 +7,6 @@ they agree with their number.
 
 import math
 import warnings
-from collections.abc import Sequence
 
 import torch
 from flwr.app import Array, ArrayRecord
@@ -21,26 +20,9 @@ MOST_SIDES = 8  # of a shape: what a product over many more costs is not linear 
 FIXED = "fixed"  # the record of what travels to each client once
 
 _DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-    )
+    name: getattr(torch, name)
+    for name in ("float32", "float16", "bfloat16", "uint8", "int8", "int32")
 }
-
-
-def _check_shape(name: str, shape: Sequence[int]) -> None:
-    """Refuse a shape of many or absurd sides, before anything is computed from it."""
-    if len(shape) > MOST_SIDES:
-        raise ValueError(
-            f"array {shown(name)} has a shape of {len(shape)} sides, expected {MOST_SIDES} at most"
-        )
-    if not all(type(side) is int and 0 <= side < 2**63 for side in shape):
-        raise ValueError(f"array {shown(name)} has shape {shown(shape)}, expected sides from 0")
 
 
 def to_record(tensors: Tensors) -> ArrayRecord:
@@ -74,26 +56,26 @@ def _to_array(tensor: Tensor) -> Array:
 
 
 def _view_array(name: str, array: Array) -> Tensor:
+    what, shape = f"array {shown(name)}", array.shape
     if array.stype != STYPE:
-        raise ValueError(
-            f"array {shown(name)} is of stype {shown(array.stype)}, expected {STYPE!r}"
-        )
+        raise ValueError(f"{what} is of stype {shown(array.stype)}, expected {STYPE!r}")
     if array.dtype not in _DTYPES:
-        raise ValueError(
-            f"array {shown(name)} is of dtype {shown(array.dtype)}, expected one of "
-            f"{', '.join(_DTYPES)}"
-        )
-    _check_shape(name, array.shape)
+        known = ", ".join(_DTYPES)
+        raise ValueError(f"{what} is of dtype {shown(array.dtype)}, expected one of {known}")
+    if len(shape) > MOST_SIDES:  # before anything is computed from it
+        raise ValueError(f"{what} has a shape of {len(shape)} sides, expected {MOST_SIDES} at most")
+    if not all(type(side) is int and 0 <= side < 2**63 for side in shape):
+        raise ValueError(f"{what} has shape {shown(shape)}, expected sides from 0")
     dtype = _DTYPES[array.dtype]
-    expected = math.prod(array.shape) * dtype.itemsize
-    most = math.prod(max(side, 1) for side in array.shape) * dtype.itemsize  # were none of them 0
+    expected = math.prod(shape) * dtype.itemsize
+    most = math.prod(max(side, 1) for side in shape) * dtype.itemsize  # were none of them 0
     if len(array.data) != expected or most >= 2**63:
         raise ValueError(
-            f"array {shown(name)} has {len(array.data)} bytes, expected {expected} for "
-            f"{array.dtype} {tuple(array.shape)}"
+            f"{what} has {len(array.data)} bytes, expected {expected} for {array.dtype} "
+            f"{tuple(shape)}"
         )
     if not array.data:
-        return torch.empty(array.shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(array.data, dtype=dtype).view(array.shape)
+        return torch.frombuffer(array.data, dtype=dtype).view(shape)

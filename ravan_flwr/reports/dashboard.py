@@ -26,6 +26,7 @@ from ravan_flwr.runs.history import RecordedRun, group_runs
 HOST = "127.0.0.1"
 SLOWEST = 10.0  # seconds for a request to come
 
+# How a request may name this machine, at whatever port a tunnel has.
 _LOOPBACK = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?", re.ASCII | re.IGNORECASE)
 _HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -78,11 +79,9 @@ class LivePage:
             self._draw(seen.run, now)
             view = view_of(seen, self._pictures)
         except Exception as error:  # noqa: BLE001 (a damaged file ends no page: it may be mended)
-            told = f"{type(error).__name__}: {error}"
-            told = str(error) if isinstance(error, ValueError) else told
-            name = self._run.path.name
-            problem = told or "its files are damaged"
-            return render([], name, version=self._version, problem=problem)
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            problem = f"{kind}{error}" or "its files are damaged"
+            return render([], self._run.path.name, version=self._version, problem=problem)
         return render([view], view["title"], version=self._version, now=now)
 
     def _draw(self, run: RecordedRun, now: float) -> None:
@@ -117,7 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = SLOWEST
 
     def do_GET(self) -> None:
-        if not _is_loopback(self.headers.get_all("Host") or []):
+        hosts = self.headers.get_all("Host") or []
+        if len(hosts) != 1 or not _LOOPBACK.fullmatch(hosts[0]):
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, "This page is for this machine alone.\n")
             return
         parts = urlsplit(self.path) if self.path.startswith("/") else None
@@ -160,11 +160,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing: a browser asks every two seconds."""
 
 
-def _is_loopback(hosts: list[str]) -> bool:
-    """Tell whether a request names this machine by loopback, at whatever port a tunnel has."""
-    return len(hosts) == 1 and _LOOPBACK.fullmatch(hosts[0]) is not None
-
-
 def make_server(run: Path | str, port: int = PORT) -> _Server:
     """Make the server of a run's page; ValueError if it is no run, or the port is not free."""
     if not 0 <= port <= 65535:
@@ -173,11 +168,11 @@ def make_server(run: Path | str, port: int = PORT) -> _Server:
     try:
         return _Server(port, page)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            why = "another program has it, perhaps another dashboard"
-        elif error.errno == errno.EACCES:
-            why = "the system does not let you have it"
-        else:
+        why = {
+            errno.EADDRINUSE: "another program has it, perhaps another dashboard",
+            errno.EACCES: "the system does not let you have it",
+        }.get(error.errno or 0)
+        if why is None:
             raise
         raise ValueError(
             f"--port {port}: {why}; expected a free one; give another, or --port 0 for any that "

@@ -22,6 +22,7 @@ import copy
 import errno
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -130,23 +131,14 @@ def _as_heads(bench: ModelAndData) -> tuple[dict[str, Any], list[Tensors]]:
         for layer, adapter in zip(model.layers, model.adapters, strict=True)
     }
     first = model.adapters[0]
-    from_seed = all(
-        torch.equal(made, kept)
-        for layer in model.layers
-        for made, kept in zip(
-            make_bases(
-                method.init,
-                heads=first.heads,
-                rank=first.rank,
-                out_features=layer.out_features,
-                in_features=layer.in_features,
-                seed=seed,
-                layer=layer.name,
-            ),
-            bases[layer.name],
-            strict=True,
+    made = {
+        layer.name: make_bases(
+            method.init, heads=first.heads, rank=first.rank, out_features=layer.out_features,
+            in_features=layer.in_features, seed=seed, layer=layer.name,
         )
-    )
+        for layer in model.layers
+    }  # fmt: skip
+    from_seed = all(map(torch.equal, chain(*made.values()), chain(*bases.values())))
     parts = [{"ravan_H": adapter.H, "ravan_s": adapter.s} for adapter in model.adapters]
     if not from_seed:
         for part, (B, A) in zip(parts, bases.values(), strict=True):
@@ -203,8 +195,12 @@ def write_reader(folder: Path, bench: ModelAndData) -> None:
             _write_json(folder / PROCESSOR, _processor(*shapes["pixel_values"][0][1:]))
     elif hasattr(reader, "backend_tokenizer"):
         _save_tokenizer(folder, reader, bench.task.cut_at)
-    else:
-        _save_processor(folder, reader)
+    else:  # under the name of an image processor that every version of transformers knows
+        with no_bars():
+            reader.save_pretrained(folder)
+        content = read_json(folder / PROCESSOR, str(folder))
+        kind = str(content.get("image_processor_type", "")).removesuffix("Pil")
+        _write_json(folder / PROCESSOR, content | {"image_processor_type": kind})
     if labels := bench.task.data.labels:
         _write_json(folder / "labels.json", list(labels))
 
@@ -222,15 +218,6 @@ def _processor(channels: int, height: int, width: int) -> dict[str, Any]:
         "image_mean": [0.5] * channels,
         "image_std": [0.5] * channels,
     }
-
-
-def _save_processor(folder: Path, reader: Any) -> None:
-    """Save an image processor under the name that every version of transformers knows."""
-    with no_bars():
-        reader.save_pretrained(folder)
-    content = read_json(folder / PROCESSOR, str(folder))
-    kind = str(content.get("image_processor_type", ""))
-    _write_json(folder / PROCESSOR, content | {"image_processor_type": kind.removesuffix("Pil")})
 
 
 def _save_tokenizer(folder: Path, reader: Any, max_length: int) -> None:

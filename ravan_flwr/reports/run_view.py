@@ -83,13 +83,6 @@ class RunSnapshot:
             return self.run.summary is None and self.failure is None
         return self.holder == "a process"
 
-    def seconds_left(self) -> float | None:
-        """Estimate the time to the last round; None if the run has ended."""
-        if not self.under_way or not self.run.rounds or not self.rounds:
-            return None
-        seconds = [record["seconds"] for record in self.run.rounds]
-        return remaining(seconds, self.rounds - self.last_round)
-
 
 @dataclass(frozen=True)
 class State:
@@ -238,7 +231,10 @@ def facts_of(seen: RunSnapshot, classes: Mapping[str, Any] | None) -> dict[str, 
     extreme, choose = ("lowest", min) if metric in LOWER_IS_BETTER else ("highest", max)
     best = choose(range(len(values)), key=values.__getitem__, default=0)
     spent: Mapping[str, Any] = (run.rounds[-1].get("privacy") if run.rounds else None) or {}
-    left, until = seen.seconds_left(), run.config.get("until-metric")
+    until, left = run.config.get("until-metric"), None
+    if seen.under_way and run.rounds and seen.rounds:
+        seconds = [record["seconds"] for record in run.rounds]
+        left = remaining(seconds, seen.rounds - seen.last_round)
     reached = summary.get("reached")
     link = sum(record.get("link-bytes-estimate", 0) for record in run.rounds)
     facts = {
@@ -352,7 +348,11 @@ def _participants(seen: RunSnapshot, live: bool) -> dict[str, Any]:
     _add_rejections(people, seen.run)
     if live and seen.under_way:
         _add_now(people, seen)
-    chosen = sorted(people.values(), key=_by_interest)[:MOST]
+    # Who is at work first, then who does or has something else, then who was the last.
+    chosen = sorted(
+        people.values(),
+        key=lambda x: (x.now != AT_WORK, not (x.now or x.rejected), -x.last_round, x.partition),
+    )[:MOST]
     known = max(len(people), seen.status.get("members", 0) if seen.status else 0)
     partitions = max((record["partitions"] for record in seen.run.rounds), default=0)
     if seen.status:
@@ -362,12 +362,6 @@ def _participants(seen: RunSnapshot, live: bool) -> dict[str, Any]:
         "more": known - len(chosen),
         "missing": max(0, partitions - known) if live else 0,
     }
-
-
-def _by_interest(one: Participant) -> tuple[bool, bool, int, int]:
-    """Sort who is at work first, then who does or has something else, then who was the last."""
-    other = not one.now and not one.rejected
-    return one.now != AT_WORK, other, -one.last_round, one.partition
 
 
 def _add_reply(one: Participant, number: int, client: ClientRecord) -> None:

@@ -58,11 +58,7 @@ def save_checkpoint(
 
 def save_own_parts(folder: Path, round_number: int, parts: Mapping[int, Tensors]) -> None:
     """Write the clients' own parts after a round, by partition; before its checkpoint."""
-    flat = {
-        f"{partition}/{name}": tensor
-        for partition, own in parts.items()
-        for name, tensor in own.items()
-    }
+    flat = {f"{number}/{name}": x for number, own in parts.items() for name, x in own.items()}
     _write(_parts_path(folder, round_number), round_number, flat)
 
 
@@ -99,15 +95,18 @@ def drop_after(folder: Path, round_number: int) -> None:
 
 def load_checkpoint(folder: Path, round_number: int | None = None) -> Checkpoint:
     """Load the checkpoint of a round, or the last one that is whole."""
-    if round_number is not None:
-        return _load_one(folder, round_number)
     found = checkpoint_rounds(folder)
-    for number in reversed(found):
+    others = f"expected one of {_listed(found)}; choose another"
+    if round_number not in (None, *found):
+        raise ValueError(f"round {round_number} has no checkpoint in {folder}, {others}")
+    for number in reversed(found) if round_number is None else (round_number,):
         try:
             return _read_round(folder, number)
         except _DAMAGED as error:
-            path = _path(folder, number)
-            log.warning("checkpoint %s is damaged (%s); trying the one before it", path, error)
+            problem = f"checkpoint {_path(folder, number)} is damaged ({error})"
+            if round_number is not None:
+                raise ValueError(f"{problem}, {others}") from None
+            log.warning("%s; trying the one before it", problem)
     raise ValueError(
         f"no usable checkpoint in {folder}: found those of {_listed(found)}, expected at least "
         "one whole round-*.safetensors; start a new run"
@@ -130,19 +129,6 @@ def load_fixed(folder: Path) -> Tensors | None:
         raise ValueError(
             f"{path} is damaged ({error}), expected what the calibration round made; restore it, "
             "or start a new run"
-        ) from None
-
-
-def _load_one(folder: Path, number: int) -> Checkpoint:
-    found = checkpoint_rounds(folder)
-    others = f"expected one of {_listed(found)}; choose another"
-    if number not in found:
-        raise ValueError(f"round {number} has no checkpoint in {folder}, {others}")
-    try:
-        return _read_round(folder, number)
-    except _DAMAGED as error:
-        raise ValueError(
-            f"checkpoint {_path(folder, number)} is damaged ({error}), {others}"
         ) from None
 
 

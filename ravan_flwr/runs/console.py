@@ -121,18 +121,15 @@ class Progress:
         clients, number = record["clients"], record["round"]
         value = record["metrics"].get(self.metric)
         score = f"{value:.4f}" if value is not None else "   -  "
+        share = f"{self._spent / self._most:.1%} of max-bytes  " if self._most else ""
         anew = f"  began anew {len(record['began-anew'])}" if "began-anew" in record else ""
         rejected = f"  rejected {len(record['rejected'])}" if record["rejected"] else ""
         log.info(
             f"round {number:{len(str(self.last))}d}/{self.last}  {_loss(record)}"
             f"{self.metric} {score}  {_spent(record)}{_amounts(clients)}{_sent(record)}  "
-            f"{self._share()}{record['seconds']:.1f} s  left {minutes(left)}{rejected}{anew}"
+            f"{share}{record['seconds']:.1f} s  left {minutes(left)}{rejected}{anew}"
         )
         self._bar.update(1)
-
-    def _share(self) -> str:
-        """Write how much of the bytes that may be sent is spent."""
-        return f"{self._spent / self._most:.1%} of max-bytes  " if self._most else ""
 
     def close(self) -> None:
         """Take the bar away."""

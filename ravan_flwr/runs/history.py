@@ -4,8 +4,10 @@ Only records are read: `config.json`, `rounds.jsonl` and, of a finished run, `su
 """
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +62,8 @@ class RecordedRun:
 
     def bytes_so_far(self) -> list[float]:
         """Sum the megabytes sent both ways, up to the end of each round."""
-        total, so_far = 0, []
-        for record in self.rounds:
-            total += record["bytes-up"] + record["bytes-down"]
-            so_far.append(total / 1e6)
-        return so_far
+        sent = accumulate(record["bytes-up"] + record["bytes-down"] for record in self.rounds)
+        return [total / 1e6 for total in sent]
 
     @property
     def in_simulated_time(self) -> bool:
@@ -79,10 +78,8 @@ class RecordedRun:
 
     def by_time(self, name: str, unit: float = 1.0) -> tuple[list[float], list[float]]:
         """Return the time at which a metric was measured, in units of seconds, and its values."""
-        points = [
-            (r["time"] / unit, r["metrics"][name]) for r in self.rounds if name in r["metrics"]
-        ]
-        return [x for x, _ in points], [y for _, y in points]
+        found = [r for r in self.rounds if name in r["metrics"]]
+        return [r["time"] / unit for r in found], [r["metrics"][name] for r in found]
 
     def measured(self, name: str, *, by_bytes: bool = False) -> tuple[list[float], list[float]]:
         """Return the rounds, or megabytes, at which a metric was measured, and its values."""
@@ -101,14 +98,9 @@ class RecordedRun:
         replies = [client["selected"] for r in self.rounds if r["round"] for client in r["clients"]]
         if not replies:
             return []
-        chosen = [head + 1 for reply in replies for layer in reply for head in layer]
-        heads = max([known, *chosen])
-        table = [[0] * heads for _ in replies[0]]
-        for reply in replies:
-            for row, trained in zip(table, reply, strict=True):
-                for head in trained:
-                    row[head] += 1
-        return table
+        layers = [Counter(chain(*trained)) for trained in zip(*replies, strict=True)]
+        heads = range(max([known, *(head + 1 for layer in layers for head in layer)]))
+        return [[layer[head] for head in heads] for layer in layers]
 
 
 Groups = dict[str, list[RecordedRun]]
@@ -137,26 +129,18 @@ def group_runs(runs: Sequence[RecordedRun]) -> Groups:
     ]
     if "preset" in keys:  # what it says goes with it
         keys = [key for key in keys if key not in {"task", "model", "data"}]
-    keys = [key for key in keys if not _follows(key, runs)]
+    # Where a setting goes with another one, it says nothing more.
+    for key in {"learning-rate", "rank", "validation-share"}.intersection(keys):
+        other = "evaluate-on" if key == "validation-share" else "method"
+        pairs = {(_text(run.config.get(other)), _text(run.config.get(key))) for run in runs}
+        if len(pairs) == len({one for one, _ in pairs}):
+            keys.remove(key)
     groups: Groups = {}
     for run in runs:
         values = {key: run.config.get(key) for key in keys if not _ignores(run, key)}
         named = [value if key == "method" else f"{key} {value}" for key, value in values.items()]
         groups.setdefault(", ".join(map(str, named)) or str(run.config["method"]), []).append(run)
     return groups
-
-
-# Where a setting goes with the other, it says nothing more.
-_GOES_WITH = {"learning-rate": "method", "rank": "method", "validation-share": "evaluate-on"}
-
-
-def _follows(key: str, runs: Sequence[RecordedRun]) -> bool:
-    """Tell whether the setting says nothing that other settings do not say."""
-    other = _GOES_WITH.get(key)
-    if other is None:
-        return False
-    pairs = {(_text(run.config.get(other)), _text(run.config.get(key))) for run in runs}
-    return len(pairs) == len({one for one, _ in pairs})
 
 
 def _ignores(run: RecordedRun, key: str) -> bool:

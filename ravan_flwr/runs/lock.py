@@ -39,8 +39,11 @@ def locked(folder: Path, asked: str = "resume", *, needed: bool = False) -> Iter
     try:
         lock.acquire()
     except Timeout:
+        who = "another process"
+        with suppress(OSError, ValueError):
+            who = read_file(path, _MOST).decode() or who
         raise ValueError(
-            f"{asked} = {str(folder)!r}: got a run that {_holder(path)} is writing to, "
+            f"{asked} = {str(folder)!r}: got a run that {who} is writing to, "
             "expected one that no process writes to; wait until it ends, or end that process"
         ) from None
     except OSError as error:
@@ -87,10 +90,3 @@ def holder_of(folder: Path) -> Holder:
     except psutil.Error:
         lives = False
     return "a process" if lives else "a dead process"
-
-
-def _holder(path: Path) -> str:
-    try:
-        return read_file(path, _MOST).decode() or "another process"
-    except (OSError, ValueError):
-        return "another process"

@@ -104,7 +104,8 @@ class Round:
             if share not in broadcasts:
                 broadcasts[share] = self.encoded(self.release.broadcast(share))
             settings = ConfigRecord({**self.release.settings(member)})
-            message = self._message(member, self.kind, broadcasts[share], settings)
+            given = (self.kind, self.number, broadcasts[share], settings)
+            message = self.run.mail.message(member, *given)
             messages.append(self.transport.address(message, member))
         return messages
 
@@ -159,7 +160,7 @@ class Round:
         run, kind = self.run, MessageType.EVALUATE
         arrays, config = self.encoded(run.state.tensors), ConfigRecord()
         members = run.registry.rested(run.registry.present(grid), kind, self.number)
-        return [self._message(member, kind, arrays, config) for member in members]
+        return [run.mail.message(one, kind, self.number, arrays, config) for one in members]
 
     def evaluated(self, replies: Iterable[Message]) -> Metrics | None:
         """Return the clients' mean metrics, weighted by what they are means over.
@@ -194,11 +195,6 @@ class Round:
         share = sparsity_of_round(self.run.config.shares_sent, self.number)[0]
         sparse = sparsify(tensors, share, sent_sparsely(self.method))
         return to_record(encode(sparse, wire, random))
-
-    def _message(
-        self, member: RegisteredClient, kind: str, arrays: ArrayRecord, settings: ConfigRecord
-    ) -> Message:
-        return self.run.mail.message(member, kind, self.number, arrays, settings)
 
     def _open_collector(self) -> ReplyCollector:
         run = self.run

@@ -115,17 +115,15 @@ class RoundLog:
         }
         if update.seconds is not None or device is not None:  # else how long it took is private
             client["span"] = list(span)
-        if update.staleness:
-            client["staleness"] = update.staleness
-        if device is not None:
-            client["device"] = device
-        if update.loss is not None:
-            client["train-loss"] = update.loss
-        if update.seconds is not None:
-            client["seconds"] = round(update.seconds, 4)
-        if update.skipped:
-            client["skipped-steps"] = update.skipped
-        self.clients.append(client)
+        optional = {
+            "staleness": update.staleness or None,
+            "device": device,
+            "train-loss": update.loss,
+            "seconds": None if update.seconds is None else round(update.seconds, 4),
+            "skipped-steps": update.skipped or None,
+        }
+        told = {key: value for key, value in optional.items() if value is not None}
+        self.clients.append(cast(ClientRecord, client | told))
 
     def lost(self, member: RegisteredClient) -> None:
         """Note that a client had lost its part of the model, and began with a new one."""

@@ -28,10 +28,10 @@ one that takes fewer may move as far as the median one, within what its own L al
 Where the next state is no mean of the uploads (FlexLoRA's is of products), a reply is refused as
 well if it alone would make more of the state than what may leave the server.
 
-Replies within the limit may still be false: that is for `weighting=median` (robust.py). What leaves
-the server is checked as well: a next state that is not finite, or that has grown by more than all
-of this allows, is never sent; the round is closed without effect. FlexLoRA's A has rows of norm one
-after a round, whatever was drawn: that norm is the method's own making, and no growth.
+Replies within the limit may still be false: that is for `weighting=median` (aggregation.py). What
+leaves the server is checked as well: a next state that is not finite, or that has grown by more
+than all of this allows, is never sent; the round is closed without effect. FlexLoRA's A has rows of
+norm one after a round, whatever was drawn: that norm is the method's own making, and no growth.
 """
 
 import math

@@ -189,23 +189,18 @@ def choose(row: Row, results: Results) -> RateChoice | None:
         rungs.append(measured)
         while rates:
             for rate in sorted(rates):
-                open_ |= _measure(row, rate, results, measured)
+                runs = row.candidates(rate, rung)
+                measured.rates.append(rate)
+                done = [result for run in runs if (result := results.of(run)) is not None]
+                if len(done) == len(runs):
+                    measured.scores[rate] = Score.of(done, grid.metric, grid.last)
+                open_ |= any(not (results.of(run) or results.failure(run)) for run in runs)
             more = len(tried) - len(grid.values) < grid.extensions and not open_
             rates = _following(grid, measured, tried) if more else []
             tried = sorted([*tried, *rates])
         if open_ or not measured.scores:
             break
     return RateChoice(grid, tried, rungs, open_)
-
-
-def _measure(row: Row, rate: float, results: Results, measured: Measured) -> bool:
-    """Score a rate if all its runs are done; tell whether some are still to be run."""
-    runs = row.candidates(rate, measured.rung)
-    measured.rates.append(rate)
-    done = [result for run in runs if (result := results.of(run)) is not None]
-    if len(done) == len(runs) and row.grid:
-        measured.scores[rate] = Score.of(done, row.grid.metric, row.grid.last)
-    return any(results.of(run) is None and results.failure(run) is None for run in runs)
 
 
 def _views(grid: Grid, rung: Rung, scores: Scores) -> Iterator[Scores]:
@@ -252,14 +247,14 @@ def runs_as_good(row: Row, results: Results) -> dict[float, list[PlannedRun]]:
 
 def candidates(study: Study, results: Results) -> list[PlannedRun]:
     """List the runs from which learning rates are chosen, each once, as far as they are known."""
-    return _each_once(run for row in study.rows for run in _candidates(row, results))
-
-
-def _candidates(row: Row, results: Results) -> Iterator[PlannedRun]:
-    choice = choose(row, results)
-    for measured in choice.rungs if choice else ():
-        for rate in sorted(measured.rates):
-            yield from (row.chosen_as or row).candidates(rate, measured.rung)
+    choices = ((row.chosen_as or row, choose(row, results)) for row in study.rows)
+    return _each_once(
+        run
+        for row, choice in choices
+        for measured in (choice.rungs if choice else ())
+        for rate in sorted(measured.rates)
+        for run in row.candidates(rate, measured.rung)
+    )
 
 
 def planned(study: Study, results: Results) -> list[PlannedRun]:

@@ -38,8 +38,14 @@ def charts(table: Table, results: Results) -> list[Chart]:
     rows = lines_of(table, results)
     drawn = [*_planned(table, rows), *(_courses(table, rows) if rows else ())]
     drawn += _sensitivity(table, results)
-    if table.spectra and (spectra := _spectra(table, results)):
-        drawn += spectrum_charts(spectra, top=64)
+    if table.spectra:  # of the runs whose directories are there
+        folder = results.folder
+        paths = {
+            name: [path for run in runs_of(row, results) if (path := run.directory(folder))]
+            for name, row in table.rows.items()
+        }
+        if spectra := {name: [*map(Spectra.of, found)] for name, found in paths.items() if found}:
+            drawn += spectrum_charts(spectra, top=64)
     return [replace(chart, name=f"{slug(table.title)}-{chart.name}") for chart in drawn]
 
 
@@ -52,16 +58,12 @@ def overview_charts(study: Study, results: Results) -> list[Chart]:
     if len(metrics) != 1:
         return []  # nothing is done, or nothing can be compared
     metric = metrics.pop()
-    found = {name: [_mean_and_half(lines, name) for lines in tables.values()] for name in names}
+    ends = [{x.row: (x.interval.mean, x.interval.half) for x in rows} for rows in tables.values()]
+    found = {name: [end.get(name) for end in ends] for name in names}
     about = f"The {metric} after the last round, by table. Bars: 95 % intervals of the mean."
     title = f"{metric.capitalize()} by table"
     caption = Caption(f"{OVERVIEW}-{metric}", title, about)
     return [points(caption, list(tables), found, metric)]
-
-
-def _mean_and_half(lines: Sequence[Line], name: str) -> tuple[float, float | None] | None:
-    found = next((line.interval for line in lines if line.row == name), None)
-    return (found.mean, found.half) if found else None
 
 
 def slug(title: str) -> str:
@@ -88,7 +90,11 @@ def _planned(table: Table, rows: Sequence[Line]) -> list[Chart]:
     if not table.contrasts or not apart:
         return []
     ends = {
-        row.row: (_megabytes(row), 100 * row.interval.mean, 100 * (row.interval.half or 0))
+        row.row: (
+            statistics.mean((x.bytes_up + x.bytes_down) / 1e6 for x in row.results.values()),
+            100 * row.interval.mean,
+            100 * (row.interval.half or 0),
+        )
         for row in rows
     }
     metric, against = rows[0].metric, table.against
@@ -99,11 +105,6 @@ def _planned(table: Table, rows: Sequence[Line]) -> list[Chart]:
         "megabytes that all clients sent and got. Bars: 95 % intervals.",
     )
     return [differences(caption, apart, ends, f"minus {against}, points", "MB, up and down", "%")]
-
-
-def _megabytes(row: Line) -> float:
-    results = row.results.values()
-    return statistics.mean((x.bytes_up + x.bytes_down) / 1e6 for x in results)
 
 
 class _Along(NamedTuple):
@@ -143,7 +144,11 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
         unknown |= any(along.key not in x.curve for row in rows for x in row.results.values())
         if unknown:
             continue  # a run has not noted it
-        series = [_course(row, metric, along) for row in rows]
+        series = [
+            Series(row.row, [([x / along.unit for x in one[along.key]], one[metric])
+                             for result in row.results.values() if metric in (one := result.curve)])
+            for row in rows
+        ]  # fmt: skip
         if not all(any(x for x, _ in one.runs) for one in series):
             continue
         # One point is no course.
@@ -162,13 +167,6 @@ def _courses(table: Table, rows: Sequence[Line]) -> list[Chart]:
         else:
             drawn.append(lines(caption, shown, x, metric, whole=x == "round", ends=band_ends))
     return drawn
-
-
-def _course(row: Line, metric: str, along: _Along) -> Series:
-    """Collect the points of a row's runs, one at each round that was evaluated."""
-    curves = [result.curve for result in row.results.values() if metric in result.curve]
-    points = [([x / along.unit for x in one[along.key]], one[metric]) for one in curves]
-    return Series(row.row, points)
 
 
 def _said_of_bands(rows: Sequence[Line]) -> str:
@@ -190,7 +188,14 @@ def _sensitivity(table: Table, results: Results) -> list[Chart]:
     seeds = {len(score.values) for one in choices.values() for score in one.scores.values()}
 
     def mark(axes: Axes, series: Series) -> None:
-        _mark(axes, choices[series.label])
+        """Mark the rates that were tried, those as good as the best, and the best."""
+        choice = choices[series.label]
+        with mpl.rc_context(STYLE):
+            for rate, score in choice.scores.items():
+                face = COLOURS[0] if rate in choice.within_noise else "white"
+                look: dict[str, Any] = {"markerfacecolor": face, "markeredgecolor": COLOURS[0]}
+                size = 7 if rate == choice.rate else 4
+                axes.plot([rate], [score.mean], marker="o", markersize=size, **look)
 
     caption = Caption(
         f"{metric}-by-{'rate' if table.chosen == RATE else table.chosen}",
@@ -208,23 +213,3 @@ def _by_rate(name: str, choice: RateChoice) -> Series:
     rates = sorted(choice.scores)
     seeds = range(len(choice.scores[rates[0]].values))
     return Series(name, [(rates, [choice.scores[rate].values[n] for rate in rates]) for n in seeds])
-
-
-def _mark(axes: Axes, choice: RateChoice) -> None:
-    """Mark the rates that were tried, those as good as the best, and the best."""
-    with mpl.rc_context(STYLE):
-        for rate, score in choice.scores.items():
-            face = COLOURS[0] if rate in choice.within_noise else "white"
-            look: dict[str, Any] = {"markerfacecolor": face, "markeredgecolor": COLOURS[0]}
-            size = 7 if rate == choice.rate else 4
-            axes.plot([rate], [score.mean], marker="o", markersize=size, **look)
-
-
-def _spectra(table: Table, results: Results) -> dict[str, list[Spectra]]:
-    """Read the spectra of the runs whose directories are there."""
-    found = {}
-    for name, row in table.rows.items():
-        paths = [path for run in runs_of(row, results) if (path := run.directory(results.folder))]
-        if paths:
-            found[name] = [Spectra.of(path) for path in paths]
-    return found

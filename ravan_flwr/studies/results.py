@@ -23,6 +23,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from scipy import stats
 
+from ravan_flwr.config.yaml_file import KEBAB
 from ravan_flwr.runs.directory import RunDirectory, write_atomically
 from ravan_flwr.runs.record import RoundRecord, Summary, first_wrong
 from ravan_flwr.studies.spec import LEAST, PlannedRun
@@ -40,13 +41,7 @@ Curve = dict[str, list[int | float]]
 class Result(BaseModel):
     """Hold what a run has come to, as its line in the record has it."""
 
-    model_config = ConfigDict(
-        strict=True,
-        frozen=True,
-        allow_inf_nan=False,
-        populate_by_name=True,
-        alias_generator=lambda name: name.replace("_", "-"),
-    )
+    model_config = KEBAB | ConfigDict(frozen=True, allow_inf_nan=False)
 
     metric: str
     final: dict[str, int | float]

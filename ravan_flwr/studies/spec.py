@@ -58,7 +58,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ravan_flwr.config.keys import KEYS, NOT_OF_RESULT, as_key_values, check_key
 from ravan_flwr.config.presets import own_preset
 from ravan_flwr.config.run_config import Config, read_config
-from ravan_flwr.config.yaml_file import read_yaml
+from ravan_flwr.config.yaml_file import KEBAB, read_yaml
 from ravan_flwr.methods import METHODS
 from ravan_flwr.runs.directory import RunDirectory
 from ravan_flwr.runs.record import first_wrong
@@ -215,12 +215,7 @@ class Row:
 class Checked(BaseModel):
     """Part of a study file: keys in kebab-case, no others, and each of its own type."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        populate_by_name=True,
-        alias_generator=lambda name: name.replace("_", "-"),
-    )
+    model_config = KEBAB | ConfigDict(extra="forbid")
 
 
 class TableOptions(Checked):

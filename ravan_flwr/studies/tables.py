@@ -227,9 +227,18 @@ def rates_lines(table: Table, results: Results) -> list[str]:
     rates = sorted({rate for choice in choices.values() for rate in choice.tried})
     if not rates:
         return []  # given in the settings, or not measured yet
+
+    def cell(choice: RateChoice, measured: Measured, rate: float) -> str:
+        score = measured.scores.get(rate)
+        if score is None:
+            return "failed" if rate in measured.rates and not choice.open else "-"
+        mark = "**" if rate == ranked(measured.scores)[0] else "*"
+        mark *= rate in alike(measured.scores)
+        return mark + with_interval(score.metric, interval(score.values)) + mark
+
     return _table(
         {"": _name(name, one)}
-        | {f"{rate:g}": _rate_cell(choice, one, rate) for rate in rates}
+        | {f"{rate:g}": cell(choice, one, rate) for rate in rates}
         | {"runs": f"{len(one.rates) * len(one.rung.seeds)}{' (open)' * choice.open}"}
         for name, choice in choices.items()
         for one in choice.rungs
@@ -239,16 +248,6 @@ def rates_lines(table: Table, results: Results) -> list[str]:
 def _name(row: str, measured: Measured) -> str:
     rounds = measured.rung.rounds
     return row + (f", {rounds} round{'s' * (rounds != 1)}" if rounds else "")
-
-
-def _rate_cell(choice: RateChoice, measured: Measured, rate: float) -> str:
-    score = measured.scores.get(rate)
-    if score is None:
-        return "failed" if rate in measured.rates and not choice.open else "-"
-    text = with_interval(score.metric, interval(score.values))
-    if rate == ranked(measured.scores)[0]:
-        return f"**{text}**"
-    return f"*{text}*" if rate in alike(measured.scores) else text
 
 
 def rows_as_csv(study: Study, results: Results) -> str:
@@ -365,17 +364,15 @@ class Page:
 
     def written(self, text: str, results: Results) -> str:
         """Return the page with today's tables in it."""
-        for start, end, title in reversed(self._places(text)):
-            lines = "\n".join(["", "", *self._lines(title, results), "", ""])
-            text = text[:start] + lines + text[end:]
-        return text
-
-    def _lines(self, title: str, results: Results) -> list[str]:
-        if title == OVERVIEW:
-            return overview_lines(self.study, results)
-        write = rates_lines if title.startswith(_RATES) else table_lines
         tables = {table.title: table for table in self.study.tables}
-        return write(tables[title.removeprefix(_RATES)], results)
+        for start, end, title in reversed(self._places(text)):
+            if title == OVERVIEW:
+                lines = overview_lines(self.study, results)
+            else:
+                write = rates_lines if title.startswith(_RATES) else table_lines
+                lines = write(tables[title.removeprefix(_RATES)], results)
+            text = text[:start] + "\n".join(["", "", *lines, "", ""]) + text[end:]
+        return text
 
     def _places(self, text: str) -> list[tuple[int, int, str]]:
         """Find where tables of the study stand: the ends of their marks, and their titles."""

@@ -153,14 +153,12 @@ def render(reader: Any, messages: Sequence[Message], *, opening: bool = False) -
 
 def end_of_turn(reader: Any) -> str:
     """Find what the template writes after an answer; "" if that cannot be told."""
-    answer = "An answer."
+    answer = {"role": ASSISTANT, "content": "An answer."}
     try:
-        text = render(
-            reader, [{"role": "user", "content": "Hi"}, {"role": ASSISTANT, "content": answer}]
-        )
+        text = render(reader, [{"role": "user", "content": "Hi"}, answer])
     except UnreadableError:
         return ""
-    return text.rpartition(answer)[2] if answer in text else ""
+    return text.rpartition(answer["content"])[2] if answer["content"] in text else ""
 
 
 class EndlessError(Exception):

@@ -11,7 +11,7 @@ The last token of a choice is never read. So choices of one token, as letters ar
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import datasets
@@ -69,9 +69,7 @@ class Questions:
 
     def likelihoods(self, network: Any, device: torch.device) -> list[list[float]]:
         """Compute the log-likelihood of each choice of each question."""
-        ends = [0]
-        for question in self.questions:
-            ends.append(ends[-1] + len(question.choices))
+        ends = [0, *accumulate(len(question.choices) for question in self.questions)]
         sums = torch.zeros(ends[-1], dtype=torch.float64)
         texts, start = _texts(self.questions), 0
         while start < len(texts):
