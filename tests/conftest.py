@@ -161,3 +161,42 @@ def python(pytestconfig, python_without_hub):
     """Start commands in processes that have imported every library."""
     with _shared(pytestconfig, "python") or ForkServer(ALL, python_without_hub) as server:
         yield server
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Leave out what pictures show, where a test reads the rest of a page: they take most time.
+
+    Their data are collected and laid out all the same, and each has its file.
+    """
+    from markupsafe import Markup
+
+    from ravan_flwr.reports.charts import Chart
+
+    empty = Markup('<svg role="img" aria-label="{}"></svg>')
+    monkeypatch.setattr(Chart, "png", lambda *_: b"\x89PNG\r\n\x1a\n")
+    monkeypatch.setattr(Chart, "svg", lambda chart: empty.format(chart.about))
+
+
+@pytest.fixture
+def shallow(monkeypatch):
+    """Plan with two blocks of each kind, where a test reads nothing that the others would change.
+
+    What a plan takes grows with the blocks, which are equal but for their number.
+    """
+    from ravan_flwr.training import network
+    from ravan_flwr.training.cost import step_memory
+
+    configured = network._config
+
+    def with_two_blocks(*given: Any) -> Any:
+        config = configured(*given)
+        for name in ("num_hidden_layers", "num_layers", "num_decoder_layers"):
+            if hasattr(config, name):
+                setattr(config, name, 2)
+        return config
+
+    monkeypatch.setattr(network, "_config", with_two_blocks)
+    step_memory.cache_clear()
+    yield
+    step_memory.cache_clear()

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -20,12 +19,12 @@ __all__ = ["impatient"]
 PAGE = Path(__file__).parents[3] / "docs" / "extending.md"
 
 
-def test_the_core_imports_no_optional_part():
+def test_the_core_imports_no_optional_part(python):
     core = [*(PACKAGE / "server").glob("*.py"), PACKAGE / "server_app.py"]
     assert not [p for p in core for name in imported(p) if name.startswith("ravan_flwr.extras")]
     told = "import sys, ravan_flwr.server_app; print(*sys.modules)"
     loaded = subprocess.run(
-        [sys.executable, "-c", told], capture_output=True, text=True, check=True
+        [python.executable, "-c", told], capture_output=True, text=True, check=True
     )
     assert "ravan_flwr.server.round" in loaded.stdout.split()
     assert not [name for name in loaded.stdout.split() if name.startswith("ravan_flwr.extras")]

@@ -75,6 +75,7 @@ STOPPED = (
 )
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("files", "told"),
     [
@@ -104,6 +105,7 @@ def test_each_moment_of_a_run_is_told(tmp_path, files, told):
     assert told in page_of(run_in(tmp_path, **files)).words
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_was_killed_is_told(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
@@ -126,6 +128,7 @@ def test_a_later_process_of_the_same_number_is_another(tmp_path):
     assert holder_of(folder) == "a dead process"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_process_elsewhere_is_unknown(tmp_path):
     (run_in(tmp_path) / "lock").write_text("process 1 on another.example.org")
     assert holder_of(tmp_path) == "unknown"
@@ -144,6 +147,7 @@ def test_to_look_does_not_take_the_lock(tmp_path):
         assert (tmp_path / "lock").stat().st_ino == inode
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_older_run_has_neither_status_nor_log(tmp_path):
     folder = run_in(tmp_path, pid=0, summary={})
     (folder / "status.json").unlink()
@@ -165,6 +169,7 @@ def test_what_is_no_run_is_refused(tmp_path):
         LivePage(tmp_path)
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", ["config.json", "rounds.jsonl", "summary.json", "failure.json"])
 @pytest.mark.parametrize("content", ["{\n", "[]\n", "\x00\xff\n", "[" * 100_000, '{"round": 1}\n'])
 def test_a_damaged_file_is_named_and_the_page_goes_on(tmp_path, name, content):
@@ -184,6 +189,7 @@ def test_a_damaged_file_is_named_and_the_page_goes_on(tmp_path, name, content):
     assert "running Round 4 of 10" in Read(page.get()).words
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     "odd", [{"bytes-up": "x"}, {"heads": None}, {"selected": 7}, {"partition-id": "x"}], ids=str
 )
@@ -199,6 +205,7 @@ def test_large_numbers_make_no_error(tmp_path):
     assert "running Round 4 of 10" in page_of(tmp_path).words
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("selected", [[[10**9]], [[-1]], [], [[0], [1], [2]]])
 def test_heads_that_no_run_writes_are_not_drawn(tmp_path, selected):
     clients = [client(0), client(1, selected=selected)]
@@ -208,6 +215,7 @@ def test_heads_that_no_run_writes_are_not_drawn(tmp_path, selected):
     assert "How often each head was trained" not in words
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_directory_that_is_removed_is_told(tmp_path):
     page = LivePage(run_in(tmp_path / "run"))
     shutil.rmtree(tmp_path / "run")
@@ -244,6 +252,7 @@ def test_what_clients_say_stays_text(tmp_path):
         assert plain.count(shown.replace("\r", "")) >= 6, text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_many_clients_and_rejections_are_not_all_shown(tmp_path):
     nodes = [node(number) for number in range(1000)]
     folder = run_in(tmp_path, status=status(nodes=nodes, partitions=1002))
@@ -273,6 +282,7 @@ def test_only_new_lines_are_read_and_a_run_that_went_back_is_read_anew(tmp_path)
     assert [one["seconds"] for one in run.read().run.rounds] == [4.0, 9.0]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_nothing_is_made_anew_while_nothing_changes(tmp_path, monkeypatch):
     page = LivePage(run_in(tmp_path))
     version, made = page.version(), page.get()
@@ -320,6 +330,7 @@ def test_a_long_run_is_shown_quickly(tmp_path):
     assert size < 300_000
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_of_ten_thousand_clients_those_that_do_something_are_listed(tmp_path):
     """The status describes some; how many there are it says."""
     last = 9_999

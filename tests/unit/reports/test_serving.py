@@ -50,6 +50,7 @@ def test_the_page_is_served_with_a_strict_policy(served):
     assert "Python" not in headers["Server"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_head_is_get_without_the_page(served):
     code, headers, body = ask(served, "HEAD")
     assert (code, body) == (200, b"")
@@ -77,6 +78,7 @@ def test_there_is_one_page(served, path):
     assert headers["Content-Type"] == "text/plain; charset=utf-8"
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("host", "code"),
     [("127.0.0.1", 200), ("localhost:9000", 200), ("[::1]:8642", 200), ("127.0.0.1:8642", 200),
@@ -89,6 +91,7 @@ def test_only_who_calls_it_by_loopback_is_answered(served, host, code):
     assert ask(served, Host=host)[0] == code
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("request_", "code"),
     [
@@ -103,6 +106,7 @@ def test_odd_requests_get_no_page(served, request_, code):
         assert code in connection.recv(2000)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_who_has_seen_the_page_gets_it_when_something_has_changed(served, tmp_path):
     version = served.page.version()
     assert ask(served, path=f"/?seen={version}")[0] == 204
@@ -114,6 +118,7 @@ def test_who_has_seen_the_page_gets_it_when_something_has_changed(served, tmp_pa
     assert ask(served, path="/?seen=%00&seen=x")[0] == 200
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_garbage_and_silence_stop_nobody(served):
     address = ("127.0.0.1", served.server_port)
     silent = [socket.create_connection(address) for _ in range(20)]

@@ -1,5 +1,6 @@
 """GPUs that a machine has, as nvidia-smi tells of them, and how simulated clients share them."""
 
+import functools
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,6 +120,9 @@ def shared(folder, *cards, clients=100, asked=None, runs=1, cpus=100, monkeypatc
 
 
 def test_as_many_clients_as_fit_beside_the_server(tmp_path, monkeypatch):
+    counted = functools.cache(footprint)  # once for each configuration
+    monkeypatch.setattr("ravan_flwr.training.footprint.footprint", counted)
+
     def sharing(*cards, **how):
         return shared(tmp_path, *cards, monkeypatch=monkeypatch, **how)
 
