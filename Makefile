@@ -48,7 +48,7 @@ e2e: $(INSTALLED)
 		tests/flower/test_fence.py tests/flower/test_secure.py tests/processes/test_signals.py $(ARGS)
 
 networks: $(INSTALLED)
-	$(BIN)/python -m pytest -n 0 -v -rs -m networks tests/networks $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -v -rs --durations=0 -m networks tests/networks $(ARGS)
 
 # --no-deps: Flower 1.42 asks for a certifi that is newer than some indexes have.
 FLOWERS ?= 1.41.0 1.42.0

@@ -6,7 +6,8 @@
 A host has its own addresses, processes and view of the file system: what it writes below /etc,
 /var, /opt, /root and /run is its own, the rest is this machine's. So commands run as docs/deploy.md
 prints them. `ssh` and `scp` need no server here: `type` carries them out. With the process of a
-host all that it started ends, and with the process that made the network all hosts end.
+host all that it started ends, and with the process that made the network all hosts end. Given
+`python.inside` of tests/fork_server.py, the programs of a host are forks whose imports are done.
 """
 
 import asyncio
@@ -20,14 +21,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from testing import ROOT
 from testing.deployment import copy_app
 
 DOMAIN = "example.org"
 NET = "192.0.2"  # addresses for documents (RFC 5737)
+SCRIPTS = "/opt/ravan-flwr/.venv/bin"
 OWN = ("/etc", "/var", "/opt", "/root")
 CLOCK = r"""
 #define _GNU_SOURCE
@@ -82,6 +88,7 @@ class Host:
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         self.pid = _child_of(self._process.pid)
+        self._python = None if network.inside is None else network.inside(self.pid)
         self._folder = network.folder / name
         self._programs: list[Program] = []
         link = f"v{network.mark}{number}"
@@ -101,6 +108,7 @@ class Host:
             "mount -t tmpfs tmpfs /run",
             "mkdir -p /opt/ravan-flwr",
             f"mount --bind {network.app} /opt/ravan-flwr",
+            f"mount --bind {self._python.scripts} {SCRIPTS}" if self._python else "",
             f"printf %s {shlex.quote('127.0.0.1 localhost' + chr(10) + names)} > /etc/hosts",
             "ip link set lo up",
         ]
@@ -176,9 +184,8 @@ class Host:
             subprocess.run(other._inside(f"tar -C {folder} -xp"), input=packed, check=True)
 
     def _inside(self, script: str) -> list[str]:
-        scripts = Path(sys.executable).parent
         setting = (
-            f"export HOME=/root PATH={scripts}:/usr/sbin:/usr/bin:/sbin:/bin OMP_NUM_THREADS=1 "
+            f"export HOME=/root PATH={SCRIPTS}:/usr/sbin:/usr/bin:/sbin:/bin OMP_NUM_THREADS=1 "
             f"PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TERM=dumb COLUMNS=200; {self.network.exports}\ncd"
         )
         return ["nsenter", "-a", "-t", str(self.pid), "bash", "-c", f"{setting}\n{script}"]
@@ -190,6 +197,8 @@ class Host:
         with suppress(ProcessLookupError):
             self._process.kill()
         self._process.wait()
+        if self._python is not None:
+            self._python.__exit__(None, None, None)
         for program in self._programs:
             program.process.wait()
 
@@ -198,11 +207,11 @@ class Program:
     """What was started on a host."""
 
     def __init__(self, command: list[str], log: Path) -> None:
-        self._log = log
+        self._log, self._mark = log, f"PROGRAM={log}".encode()  # in its processes' environment
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                start_new_session=True,
+                env=os.environ | {"PROGRAM": str(log)}, start_new_session=True,
             )  # fmt: skip
 
     @property
@@ -211,23 +220,40 @@ class Program:
         return self._log.read_text(errors="replace")
 
     def end(self) -> None:
-        """Let it and all of its processes vanish, by their session: no last word is heard."""
-        session = self.process.pid
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError, IndexError):
-                if int(path.read_text().rpartition(")")[2].split()[3]) == session:
-                    os.kill(int(path.parent.name), signal.SIGKILL)
+        """Let it and all of its processes vanish: no last word is heard."""
+        while found := list(filter(self._started, psutil.pids())):
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.poll()
+            time.sleep(0.1)  # one that was to end may have started another
         self.process.wait()
+
+    def _started(self, pid: int) -> bool:
+        """Find its processes: nginx has no environment, and a fork has a session of its own."""
+        with suppress(OSError):  # it has ended
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            return self._mark in environment or os.getsid(pid) == self.process.pid
+        return False
 
 
 class Network(AbstractContextManager["Network"]):
     """Hosts with names, each reached by the others at NAME.example.org."""
 
-    def __init__(self, folder: Path, names: list[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        names: list[str],
+        inside: Callable[[int], Any] | None = None,
+    ) -> None:
         self.folder, self.names = folder, names
         self.app = copy_app(folder / "app")  # the checkout may change meanwhile
         shutil.copytree(ROOT / "deploy", self.app / "deploy")
-        (self.app / ".venv").symlink_to(sys.prefix)
+        if inside is None:
+            (self.app / ".venv").symlink_to(sys.prefix)
+        else:
+            (self.app / ".venv" / "bin").mkdir(parents=True)
+        self.inside = inside  # makes the fork server of a host
         self.exports = ""  # what the page lets every machine export
         self.mark = f"{random.randrange(16**5):05x}"
         self.hosts: dict[str, Host] = {}

@@ -63,6 +63,9 @@ class Site:
         self.servers = blocks("deploy.md", "3. The server")[1:4]
         steps = blocks("deploy.md", "5. A SuperNode, on each device")
         self.doctor, self.supernode, self.check = map(self._config, steps)
+        exports = blocks("deploy.md", "1. Install, on every machine")[1]
+        assert exports.startswith("export PATH=/opt/ravan-flwr/.venv/bin")
+        network.exports = exports.replace("POLL_INTERVAL=0.1", "POLL_INTERVAL=0.5")
 
     def _config(self, text: str) -> str:
         # The preset's data in place of a device's own, and a warm worker, which saves a minute.
@@ -71,15 +74,12 @@ class Site:
 
     def set_up(self) -> None:
         """Follow the page up to SuperNodes that are connected. The last device has a poor link."""
-        exports = blocks("deploy.md", "1. Install, on every machine")[1]
-        assert exports.startswith("export PATH=/opt/ravan-flwr/.venv/bin")
-        self.network.exports = exports.replace("POLL_INTERVAL=0.1", "POLL_INTERVAL=0.5")
-        self._make_keys()
+        self.make_keys()
         folders, *_, doctor = blocks("deploy.md", "3. The server")
         self.server.type(folders)
         self.start_server()
         assert "TO DO" not in self.server.type(doctor)
-        self._register()
+        self.register()
         last = self.devices[-1]
         last.run("sed -i s/192.0.2.1/127.0.0.2/ /etc/hosts")
         self.network.relay(last, "127.0.0.2:8000", "192.0.2.1:8000", delay=0.1, loss=0.05)
@@ -88,7 +88,8 @@ class Site:
             self.start_device(number)
         self.wait_for_nodes(len(self.devices))
 
-    def _make_keys(self) -> None:
+    def make_keys(self) -> None:
+        """Make keys as the operator, and copy them to their hosts."""
         make, copy, look, delete, _ = blocks("deploy.md", "2. Keys, on the operator's machine")
         self.operator.type(make)
         for number in range(len(self.devices)):
@@ -98,7 +99,8 @@ class Site:
         assert sums == re.findall(r"^[0-9a-f]{64}", own, re.M)
         self.operator.type(delete)
 
-    def _register(self) -> None:
+    def register(self) -> None:
+        """Register the devices' keys as the operator, who reaches the server through a tunnel."""
         tunnel, config, register = blocks("deploy.md", "4. Registering SuperNodes, by the operator")
         self.operator.type(tunnel)
         self.operator.type(config)
@@ -148,10 +150,10 @@ class Site:
         """Type `flwr run` of the page, with other numbers of rounds and another folder."""
         text = blocks("deploy.md", "6. A run, by the operator")[0]
         folder = folder or f"{RUNS}/{time.monotonic_ns()}"
-        text = text.replace("num-rounds=3", f"num-rounds={rounds} {QUICK} {more}")
-        text = text.replace("clients-per-round=3", f"clients-per-round={len(self.devices)}")
         text = text.replace(RUNS, folder)
         assert folder in text
+        text = text.replace("num-rounds=3", f"num-rounds={rounds} {QUICK} {more}")
+        text = text.replace("clients-per-round=3", f"clients-per-round={len(self.devices)}")
         # What a person types while the page's `flwr run` holds the terminal is in another one.
         return Run(self, self.operator.start(text), folder)
 

@@ -12,7 +12,8 @@ can be run, too.
 
 It imports when it is asked for the first time. All processes of pytest-xdist have one in common:
 tests/conftest.py gives them its folder, with which a `Python` is made. A server may be a fork of
-another one, `ForkServer(ALL, base)`: it then imports what the other has not.
+another one, `ForkServer(ALL, base)`: it then imports what the other has not. `python.inside(pid)`
+is one in the namespaces of a process, for a host that testing/network.py makes.
 
 `python.executable` stands for `sys.executable`; beside it lies what stands for `flwr` and Flower's
 other commands. Each is a small process (tests/forked.py) which hands its arguments, environment,
@@ -61,6 +62,7 @@ COMMANDS = [
 ]  # fmt: skip
 WORKER = "pytest-worker"  # what stands for the Python of pytest-xdist's processes
 LISTENER = 0  # in place of standard input, of a server that is a fork of another one
+NAMESPACES = ("net", "uts", "pid", "mnt")
 KILL = signal.SIGRTMAX  # what no process can take: as SIGKILL of the fork
 
 # Those that read no setting of the Hugging Face Hub when they are imported.
@@ -133,11 +135,15 @@ class Python(AbstractContextManager["Python"]):
             text=True, errors="replace", stdin=subprocess.DEVNULL,
         )  # fmt: skip
 
+    def inside(self, host: int) -> "ForkServer":
+        """Make a server in the namespaces of a process, as its forks are."""
+        return ForkServer([], self, host)
+
 
 class ForkServer(Python):
     """Owns the server: one process that has imported these modules; a fork of that of `base`."""
 
-    def __init__(self, modules: Sequence[str], base: Python | None = None) -> None:
+    def __init__(self, modules: Sequence[str], base: Python | None = None, host: int = 0) -> None:
         super().__init__(Path(tempfile.mkdtemp(prefix="forked-")))
         text = (ROOT / "tests" / "forked.py").read_text()
         for name in ("python", WORKER, *COMMANDS):
@@ -146,7 +152,7 @@ class ForkServer(Python):
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self.scripts / "socket"))
         self._listener.listen(64)  # who comes before the imports are done waits
-        self._server = self._fresh(modules) if base is None else self._forked(modules, base)
+        self._server = self._fresh(modules) if base is None else self._forked(modules, base, host)
 
     def _fresh(self, modules: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start a new process, which ends when its standard input does."""
@@ -156,10 +162,10 @@ class ForkServer(Python):
             cwd=ROOT, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True,
         )  # fmt: skip
 
-    def _forked(self, modules: Sequence[str], base: Python) -> subprocess.Popen[bytes]:
+    def _forked(self, modules: Sequence[str], base: Python, host: int) -> subprocess.Popen[bytes]:
         """Let another server make it, which hands on nothing but the three standard files."""
         return Forked(
-            [str(base.scripts / WORKER), __file__, str(LISTENER), *modules],
+            [str(base.scripts / WORKER), __file__, f"{LISTENER}@{host}", *modules],
             cwd=ROOT, stdin=self._listener.fileno(), start_new_session=True,
         )  # fmt: skip
 
@@ -276,6 +282,19 @@ class _Server:
             connection.sendall(struct.pack("i", number))
 
 
+def _move(host: int) -> None:
+    """Go on in a child that is in the namespaces of a process: the network, files and so on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    spaces = [os.open(f"/proc/{host}/ns/{kind}", os.O_RDONLY) for kind in NAMESPACES]
+    for space in spaces:
+        if libc.setns(space, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(space)
+    if child := os.fork():  # a process cannot change its own process id
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
 def _become(request: Request, paths: list[str]) -> None:
     """Be the process that was asked for, as far as it can tell."""
     os.setsid()
@@ -354,8 +373,10 @@ def _run(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    number, *modules = sys.argv[1:]
+    (number, _, host), modules = sys.argv[1].partition("@"), sys.argv[2:]
     base, listener = sys.path[1:], socket.socket(fileno=int(number))
+    if int(host or 0):
+        _move(int(host))
     end = [] if int(number) == LISTENER else [sys.stdin]
     if listener not in select.select([listener, *end], [], [])[0]:
         sys.exit()  # nobody asked

@@ -10,9 +10,9 @@ from testing.site import Site, why_no_site
 pytestmark = pytest.mark.skipif(bool(why := why_no_site()), reason=why)
 
 
-def test_the_page_leads_to_a_run_of_a_device_with_a_poor_link(tmp_path):
+def test_the_page_leads_to_a_run_of_a_device_with_a_poor_link(tmp_path, python):
     """The device has 1 Mbit/s and 200 ms of delay, and loses 5 %."""
-    with Network(tmp_path, ["server", "operator", "device-0"]) as network:
+    with Network(tmp_path, ["server", "operator", "device-0"], python.inside) as network:
         site = Site(network)
         try:
             site.set_up()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from testing.deployment import wait_for
+from testing.network import Network, why_not
 from tests.fork_server import WORKER, ForkServer, fork_of
 
 SLEEPS = "import time; print('here', flush=True); time.sleep(600)"
@@ -158,3 +159,18 @@ def test_no_library_has_a_say_in_what_a_fork_logs(python):
     code = "import logging; print(logging.root.handlers, logging.root.manager.disable)"
     ended = subprocess.run([python.executable, "-c", code], capture_output=True, text=True)
     assert ended.stdout == "[] 0\n", ended.stderr
+
+
+@pytest.mark.skipif(bool(why := why_not()), reason=why)
+def test_forks_of_a_server_inside_are_in_the_namespaces_of_a_host(bare, tmp_path):
+    kinds = ["net", "uts", "pid", "mnt"]
+
+    def spaces(process):
+        return [str(Path(f"/proc/{process}/ns/{kind}").readlink()) for kind in kinds]
+
+    code = f"import os; print(*[os.readlink('/proc/self/ns/' + kind) for kind in {kinds}])"
+    with Network(tmp_path, ["server"], bare.inside) as network:
+        server = network.hosts["server"]
+        told = server.run(f'python -c "{code}"').split()
+        assert told == spaces(server.pid)
+        assert not set(told) & set(spaces("self"))

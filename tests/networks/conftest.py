@@ -1,0 +1,26 @@
+"""The hosts of a file of tests: a server, an operator and three devices, set up and connected."""
+
+import pytest
+
+from testing.network import Network
+from testing.site import Site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory, python):
+    names = ["server", "operator", *(f"device-{n}" for n in range(3))]
+    with Network(tmp_path_factory.mktemp("network"), names, python.inside) as network:
+        site = Site(network)
+        try:
+            site.set_up()
+            yield site
+        finally:
+            site.show_logs()
+
+
+@pytest.fixture(scope="module")
+def run(site):
+    """A run that goes on while the network is broken."""
+    run = site.run(1000)
+    run.wait_for_rounds(1)
+    return run

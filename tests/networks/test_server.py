@@ -1,0 +1,79 @@
+"""docs/deploy.md typed as it is printed, on five hosts; then the server is away (make networks).
+
+The tests share the hosts, and the first two a run. They come in this order.
+"""
+
+import operator
+import time
+
+import pytest
+
+from testing.deployment import wait_for
+from testing.site import RUNS, SOON, blocks, for_node, why_no_site
+
+pytestmark = [
+    pytest.mark.networks,
+    pytest.mark.skipif(bool(why := why_no_site()), reason=why),
+]
+
+
+def test_a_superlink_that_is_away_for_10_s_costs_no_run(site, run):
+    site.programs["superlink"].end()
+    time.sleep(10)
+    site.start_server("superlink")
+    run.wait_for_rounds(len(run.rounds) + 2)
+    assert run.status == "running"
+    assert run.stream_ended
+    assert run.program.process.returncode == 1  # of --stream alone
+    run.wait_for_all()
+    assert [record["round"] for record in run.rounds] == list(range(1, len(run.rounds) + 1))
+
+
+def test_a_superlink_that_is_away_for_90_s_fails_the_run_which_is_resumed(site, run):
+    site.programs["superlink"].end()
+    time.sleep(90)
+    site.start_server("superlink")
+    wait_for(lambda: run.status == "finished:failed", "the run to count as failed", SOON, pause=2)
+    directory = site.server.run(f"echo {run.folder}/*").strip()
+    assert directory.startswith(RUNS)
+    there = len(run.rounds)
+    site.wait_for_nodes(3)
+    resumed = site.run(there + 2, f"resume='{directory}'", folder=run.folder)
+    assert resumed.wait() == "finished:completed", resumed.program.log
+    assert [record["round"] for record in run.rounds] == list(range(1, there + 3))
+    assert max(run.took_part(there)) == 3
+
+
+def test_after_an_expired_certificate_is_renewed_all_devices_take_part(site):
+    renew = blocks("operating.md", "Adding, replacing, revoking")[0]
+    assert "rm -r ~/keys/superlink" in renew
+    expire = (
+        "from ravan_flwr.launch import credentials; from ravan_flwr.cli import main; import sys; "
+        "credentials.SUPERLINK_DAYS = -0.5; main(sys.argv[1:])"
+    )
+    expired = renew.replace("ravan-flwr keys", f"python -c {expire!r} keys".replace("'", '"'))
+    assert expired != renew
+    for line in expired.splitlines():
+        site.operator.type(line)
+    site.restart_server()
+    logs = [site.programs[f"node-{number}"] for number in range(3)]
+    given_up = "SSL/TLS handshake error"
+    wait_for(lambda: all(given_up in node.log for node in logs), "all to give up", SOON)
+    site.devices[0].run("curl -sf localhost:9094/health")  # 200, as if nothing had happened
+    with pytest.raises(RuntimeError, match="TO DO expiry"):
+        site.devices[0].run(for_node(0, site.doctor))
+
+    admitted = lambda: [node.log.count("SuperNode ID") for node in logs]  # noqa: E731
+    before = admitted()
+    for line in renew.splitlines():
+        site.operator.type(line)
+    site.restart_server()
+    # Not `flwr supernode list`, which still calls those online that have given up.
+    again = lambda: all(map(operator.gt, admitted(), before))  # noqa: E731
+    wait_for(again, "all to be admitted again", SOON, pause=1)
+    for number in range(3):
+        log = site.programs[f"check-{number}"].log
+        assert "had no connection to server.example.org:8000" in log
+    run = site.run(1)
+    assert run.wait() == "finished:completed"
+    assert run.took_part() == [3]
