@@ -227,11 +227,11 @@ def test_yaml_with_some_aliases_is_read(tmp_path):
     assert read_yaml(path) == {"a": mapping, "b": mapping | {"v": [1.5, "z"]}, "c": [mapping] * 2}
 
 
-MUCH = 272  # MiB
+MUCH = 17  # MiB, in these tests one more than a small file may unpack to
 
 
 def gzipped(path):
-    """A table of 272 MiB in 270 kB, or of as much as one likes in a thousandth."""
+    """A table of 17 MiB in 17 kB, or of as much as one likes in a thousandth."""
     line = gzip.compress(b"x" * 2**20 + b",a\n")  # a file may have many members
     path.write_bytes(gzip.compress(b"text,label\n") + MUCH * line)
 
@@ -256,9 +256,9 @@ def one_text_in_a_list(path):
 
 
 def one_number(path):
-    """So many rows with the same number: 400 MB, of 300 kB."""
-    table = pa.table({"text": pa.array(np.zeros(10**8, np.int8)), "label": pa.nulls(10**8)})
-    pyarrow.parquet.write_table(table, path, row_group_size=10**8)
+    """So many rows with the same number: 40 MB, of 30 kB."""
+    table = pa.table({"text": pa.array(np.zeros(10**7, np.int8)), "label": pa.nulls(10**7)})
+    pyarrow.parquet.write_table(table, path, row_group_size=10**7)
 
 
 BOMBS = [
@@ -271,12 +271,13 @@ BOMBS = [
 def test_what_becomes_far_larger_is_not_unpacked(kind, make, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", None)  # it is not asked to
     monkeypatch.setattr(datasets, "load_dataset_builder", None)
+    monkeypatch.setattr("ravan_flwr.files._FEW", 2**24)  # each reader unpacks as much
     folder = tmp_path / "data"
     folder.mkdir()
     path = folder / f"train.{kind}"
     make(path)
     size = path.stat().st_size
-    assert size < 2**21
+    assert size < 2**17
     spec = DataSpec(**vars(TEXTS) | {"name": str(folder)})
     of_file = DataSpec(**vars(TEXTS) | {"name": str(path)})
     told = rf"train.{kind}: its {size:,} bytes unpack to [\d,]+ or more, expected"
@@ -293,6 +294,13 @@ def test_what_becomes_far_larger_is_not_unpacked(kind, make, tmp_path, monkeypat
     if kind == "parquet":
         with pytest.raises(ValueError, match=told):
             rows_of(path, {"text": "text"})
+
+
+@pytest.mark.parametrize(("packed", "most"), [(1, 2**28), (2**24, 100 * 2**24), (2**35, 2**36)])
+def test_a_file_may_unpack_to_256_mib_or_a_hundred_times_its_size(packed, most, tmp_path):
+    check_unpacked(tmp_path, packed, most)
+    with pytest.raises(ValueError, match=rf"unpack to {most + 1:,} or more"):
+        check_unpacked(tmp_path, packed, most + 1)
 
 
 def test_what_unpacks_to_a_few_times_its_size_is_read(tmp_path):

@@ -514,28 +514,14 @@ def test_who_is_silent_makes_no_dealer_suspect(folder):
     assert not isinstance(caught.value, DealerError)
 
 
-def test_sealed_nonsense_is_left_out_and_others_have_theirs(folder):
+@pytest.mark.parametrize(("part", "length"), [("sealed", 20), ("marks", 16)])
+def test_nonsense_in_place_of_a_share_is_left_out_and_others_have_theirs(folder, part, length):
+    """Of a share that is marked falsely its holder tells none: one not as marked is refused."""
     held = until(folder, "keys")
     for partition in range(N):
         dealt = held.clients[partition].deal(ROUND, held.server.announce())
         if partition == 2:  # spoils what it gives to 0
-            dealt["sealed"] = b"\0" * 20 + dealt["sealed"][20:]
-        held.server.take_dealt(partition, dealt)
-    held.server.close_dealing()
-    held.mask()
-    held.agree()
-    assert held.clients[0].state["held"]["2"] == ""
-    held.unmask()
-    check_sums(held, held.server.open())
-
-
-def test_who_marks_its_shares_falsely_makes_no_liar_of_who_holds_them(folder):
-    """Their holder would tell a share that is not as marked, and be refused: it tells none."""
-    held = until(folder, "keys")
-    for partition in range(N):
-        dealt = held.clients[partition].deal(ROUND, held.server.announce())
-        if partition == 2:
-            dealt["marks"] = bytes(16) + dealt["marks"][16:]
+            dealt[part] = bytes(length) + dealt[part][length:]
         held.server.take_dealt(partition, dealt)
     held.server.close_dealing()
     held.mask()
