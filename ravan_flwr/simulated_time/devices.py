@@ -2,15 +2,17 @@
 
 A profile is drawn from the run's seed. Published figures of it:
 
-- `edge-gpus`: NVIDIA's Jetson modules, each equally likely, with the peak in float32 and the
-  memory of their data sheets. Downloads have the first and the last decile of fixed broadband in
-  the United States (Ookla, May 2025: 30 and 699 Mbit/s).
-- `phones`: three classes of Qualcomm's GPUs by their peak in float32. Downloads and uploads have
-  the worldwide medians of 5G (Ookla, third quarter of 2021: 166 and 21 Mbit/s).
+- `edge-gpus`: NVIDIA's Jetson modules, each equally likely, with the memory of their data sheets.
+  The peak in float32 is two operations a cycle for each CUDA core, at the highest clock there.
+  Downloads have the first and the last decile of fixed broadband in the United States (Ookla, May
+  2025: 30 and 699 Mbit/s).
+- `phones`: downloads and uploads have the worldwide medians of 5G (Ookla, third quarter of 2021:
+  166 and 21 Mbit/s).
 
 Assumed, since nothing published says it: training reaches 0.3 of the peak, a fixed upload is a
 fifth of the download, links of phones spread as much as fixed ones, and a phone trains in the
-eight hours of a night, which begins at another hour for each.
+eight hours of a night, which begins at another hour for each. So are the three classes of phones:
+Qualcomm publishes no peaks, and databases differ by a quarter for one GPU.
 """
 
 import math
@@ -39,6 +41,7 @@ JETSONS = {
 }  # fmt: skip
 PHONES = {"phone-entry": (0.4, 4), "phone-middle": (1.2, 8), "phone-high": (3.4, 12)}
 NIGHT = 8.0
+EXAMPLE = "docs/simulation.md has an example"
 
 _FIELDS = {"clients", "teraflops", "downlink", "uplink", "memory", "online", "name"}
 
@@ -90,7 +93,7 @@ def devices_of(profile: str, seed: int, clients: int) -> list[Device]:
     if not path.is_file():
         raise ValueError(
             f"devices = {profile!r}: got no file, expected one of {', '.join(PROFILES)} or a YAML "
-            "file; docs/simulation.md has an example"
+            f"file; {EXAMPLE}"
         )
     return read_devices(path, clients)
 
@@ -102,7 +105,9 @@ def read_devices(path: Path, clients: int) -> list[Device]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: got no YAML ({error}); write a list of devices") from error
     if not isinstance(content, list) or not content:
-        raise ValueError(f"{path}: got {type(content).__name__}, expected a list of devices")
+        raise ValueError(
+            f"{path}: got {type(content).__name__}, expected a list of devices; {EXAMPLE}"
+        )
     found: list[Device] = []
     for number, entry in enumerate(content):
         found += _read(f"{path}, device {number}", entry)
@@ -117,7 +122,7 @@ def read_devices(path: Path, clients: int) -> list[Device]:
 def _read(where: str, entry: Any) -> list[Device]:
     if not isinstance(entry, Mapping) or not set(entry) <= _FIELDS:
         raise ValueError(
-            f"{where}: got {entry!r}, expected the fields {', '.join(sorted(_FIELDS))}"
+            f"{where}: got {entry!r}, expected the fields {', '.join(sorted(_FIELDS))}; {EXAMPLE}"
         )
 
     def number(name: str, default: float | None = None) -> float:

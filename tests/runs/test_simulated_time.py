@@ -1,5 +1,6 @@
 """Runs in simulated time: who is waited for, when they end; resumed to the same bits."""
 
+import itertools
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from ravan_flwr import server_app, simulate
 from ravan_flwr.flower_private import TaskType
 from ravan_flwr.reports.report import write_report
 from ravan_flwr.runs.history import RecordedRun
+from ravan_flwr.server.buffered import Buffered
 from ravan_flwr.training.plan import plan_of
 from tests.hand_made import settings_from
 
@@ -60,6 +62,41 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, aggregation):
     assert rest.run_dir == begun.run_dir
     one, other = records(whole), records(rest)
     assert [r["time"] for r in one] == [r["time"] for r in other]
+    states = last_state(whole), last_state(rest)
+    assert states[0].keys() == states[1].keys()
+    assert all(tensor.equal(states[1][name]) for name, tensor in states[0].items())
+
+
+def test_a_run_killed_in_the_middle_of_a_buffer_has_the_same_bits(tmp_path, monkeypatch):
+    """Two updates of three are in when it dies: they are made again, and count once."""
+    settings = SHORT | {
+        "devices": "edge-gpus", "output-dir": str(tmp_path), "aggregation": "async",
+        "buffer-size": 3, "concurrency": 5,
+    }  # fmt: skip
+    whole = simulate(settings, num_clients=8)
+    check, seen = Buffered.check, itertools.count(1)
+
+    def die(self, message, member):
+        if next(seen) == 3 + 3:
+            raise KeyboardInterrupt
+        return check(self, message, member)
+
+    monkeypatch.setattr(Buffered, "check", die)
+    folder = tmp_path / "killed"
+    with pytest.raises(KeyboardInterrupt):
+        simulate(settings | {"output-dir": str(folder)}, num_clients=8)
+    monkeypatch.setattr(Buffered, "check", check)
+    (killed,) = folder.iterdir()
+    assert len((killed / "rounds.jsonl").read_text().splitlines()) == 1
+    rest = simulate({"resume": str(killed)})
+
+    def told(run):
+        return [
+            (r["time"], [(c["partition-id"], c["span"], c.get("staleness")) for c in r["clients"]])
+            for r in records(run)
+        ]
+
+    assert told(rest) == told(whole)
     states = last_state(whole), last_state(rest)
     assert states[0].keys() == states[1].keys()
     assert all(tensor.equal(states[1][name]) for name, tensor in states[0].items())
