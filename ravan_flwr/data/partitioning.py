@@ -102,7 +102,11 @@ def partition_by_class(
     """
     _, numbers, classes = np.unique(labels, return_inverse=True, return_counts=True)
     for _ in range(DRAWS):
-        counts = _counts_by_class(classes, clients, alpha, random)
+        # How many rows of each class each client has, (classes, clients), by where they end.
+        drawn = (random.dirichlet(np.full(clients, alpha)).cumsum() * n for n in classes)
+        ends = np.array([mine.astype(int) for mine in drawn])
+        ends[:, -1] = classes  # whatever was rounded
+        counts = np.diff(ends, axis=1, prepend=0)
         sizes = counts.sum(0)
         if sizes.min() >= least:
             break
@@ -115,19 +119,6 @@ def partition_by_class(
     for mine in parts:
         random.shuffle(mine)
     return parts
-
-
-def _counts_by_class(
-    classes: np.ndarray, clients: int, alpha: float, random: np.random.Generator
-) -> np.ndarray:
-    """Draw how many rows of each class each client has, (classes, clients)."""
-    ends = [
-        (random.dirichlet(np.full(clients, alpha)).cumsum() * number).astype(int)
-        for number in classes
-    ]
-    for mine, number in zip(ends, classes, strict=True):
-        mine[-1] = number  # whatever was rounded
-    return np.diff(np.array(ends), axis=1, prepend=0)
 
 
 def partition_by_client(

@@ -95,17 +95,11 @@ def look_at_data(
     test_name = _test_split(splits, train_name, label, where)
     used = {"train": train} | ({"test": splits[test_name]} if test_name else {})
     _check_whole(used, columns, where)
-    renamed = {label: "label"} if label != "label" else {}
-    labels = (
-        labels_of(
-            datasets.DatasetDict(
-                {n: s.select_columns([label]).rename_columns(renamed) for n, s in used.items()}
-            ),
-            where,
-        )
-        if label
-        else ()
-    )
+    labels: tuple[str, ...] = ()
+    if label:
+        renamed = {label: "label"} if label != "label" else {}
+        only = {n: s.select_columns([label]).rename_columns(renamed) for n, s in used.items()}
+        labels = labels_of(datasets.DatasetDict(only), where)
     spec = DataSpec(
         "hub",
         name,

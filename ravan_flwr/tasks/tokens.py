@@ -9,6 +9,7 @@ model that is given the prompt alone is to go on with the answer.
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from ravan_flwr.data.rows import UnreadableError
@@ -78,12 +79,8 @@ def _read(reader: Any, text: str) -> list[int]:
 def first_tokens(reader: Any) -> list[int]:
     """Find what the tokenizer puts before every text, such as a token of the beginning."""
     read = reader("a", return_special_tokens_mask=True)
-    first: list[int] = []
-    for token, special in zip(read["input_ids"], read["special_tokens_mask"], strict=True):
-        if not special:
-            break
-        first.append(token)
-    return first
+    pairs = zip(read["input_ids"], read["special_tokens_mask"], strict=True)
+    return [token for token, _ in takewhile(lambda pair: pair[1], pairs)]
 
 
 def fitted(tokens: Tokens, most: int, overlong: str, *, everything: bool = False) -> Tokens:

@@ -191,18 +191,13 @@ def usable_cores(environment: Mapping[str, str] = os.environ) -> int:
     else:  # macOS
         number = os.cpu_count() or 1
     if share := environment.get(CORES, ""):
-        number = min(number, _share(share))
+        if not re.fullmatch("[0-9]{1,9}", share) or int(share) < 1:
+            raise ValueError(
+                f"{CORES} = {share[:40]!r} in the environment: expected a number of cores, 1 or "
+                "more; correct it, or unset it for all cores"
+            )
+        number = min(number, int(share))
     return max(1, int(min(number, *_quotas(Path("/proc/self/cgroup")))))
-
-
-def _share(text: str) -> int:
-    """Read how many cores the environment leaves to this process."""
-    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
-        raise ValueError(
-            f"{CORES} = {text[:40]!r} in the environment: expected a number of cores, 1 or more; "
-            "correct it, or unset it for all cores"
-        )
-    return int(text)
 
 
 def _quotas(groups: Path, root: Path = Path("/sys/fs/cgroup")) -> Iterator[float]:
