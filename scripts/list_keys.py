@@ -1,15 +1,19 @@
 """List the keys of a run config, as docs/settings.md has them.
 
 python -m scripts.list_keys           print the tables
-python -m scripts.list_keys --write   put them into docs/settings.md
+python -m scripts.list_keys --write   put them into docs/settings.md, and defaults in pyproject.toml
 """
 
+import json
+import re
 import sys
 from pathlib import Path
 
 from ravan_flwr.config.keys import KEYS, MOVED, TOPICS, as_typed
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, PROJECT = ROOT / "docs" / "settings.md", ROOT / "pyproject.toml"
+SECTION = re.compile(r"(?<=\[tool\.flwr\.app\.config\]\n)(?:.+\n)*")
 # The keys that a version added. Those of no version are as old as 0.2.0.
 SINCE = {
     "0.3.0": """aggregation backbone-dtype batching beta buffer-size clip-norm concurrency deliver
@@ -45,12 +49,19 @@ def tables() -> str:
     )
 
 
+def defaults() -> str:
+    """Write the defaults in TOML, whose texts, numbers and truth values are those of JSON."""
+    return "".join(f"{name} = {json.dumps(key.default)}\n" for name, key in KEYS.items())
+
+
 def main() -> None:
-    """Print the tables, or write them into the page."""
+    """Print the tables, or write them into the page, and the defaults into the project's file."""
     if "--write" not in sys.argv:
         sys.stdout.write(tables())
         return
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    project = PROJECT.read_text(encoding="utf-8")
+    PROJECT.write_text(SECTION.sub(lambda _: defaults(), project), encoding="utf-8")
     PAGE.write_text(f"{before}{BEGIN}{tables()}{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 

@@ -296,6 +296,11 @@ class Config:
         return self.backbone_dtype if self.backbone_dtype in FEW_BITS else "none"
 
     @property
+    def transport(self) -> str:
+        """Return how updates travel: masked, or plain."""
+        return "masked" if self.secure_aggregation else "plain"
+
+    @property
     def robust(self) -> str:
         """Return what combines replies in place of a mean, or none."""
         return self.weighting if self.weighting in ROBUST else "none"

@@ -13,13 +13,16 @@ from ravan_flwr.server.replies import Update
 if TYPE_CHECKING:
     from ravan_flwr.server.round import Round
 
-# By `secure-aggregation`. They are imported when a run has them.
-TRANSPORTS = {False: "ravan_flwr.server.transport:Plain", True: "ravan_flwr.extras.masked:Masked"}
+# By `Config.transport`. They are imported when a run has them.
+TRANSPORTS = {
+    "plain": "ravan_flwr.server.transport:Plain",
+    "masked": "ravan_flwr.extras.masked:Masked",
+}
 
 
 def transport_of(config: Config) -> "type[Plain]":
     """Find the transport of a run."""
-    found: type[Plain] = resolve_name(TRANSPORTS[config.secure_aggregation])
+    found: type[Plain] = resolve_name(TRANSPORTS[config.transport])
     return found
 
 

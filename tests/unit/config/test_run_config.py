@@ -67,7 +67,8 @@ def test_the_reference_lists_the_keys_as_they_are():
 def test_pyproject_has_the_keys_and_the_defaults():
     content = tomllib.loads((ROOT / "pyproject.toml").read_text())
     declared = content["tool"]["flwr"]["app"]["config"]
-    assert declared == {key: spec.default for key, spec in KEYS.items()}
+    expected = {key: spec.default for key, spec in KEYS.items()}
+    assert declared == expected, "python -m scripts.list_keys --write"
     assert set(PUBLIC_KEYS) <= set(declared)
 
 
