@@ -1,33 +1,38 @@
 """Measure many SuperNodes on one machine: memory and CPU of SuperLink and ServerApp.
 
-    python -m benchmarks.many_nodes                 # fifty nodes, at most twelve minutes
-    python -m benchmarks.many_nodes --nodes 20 --step 5 --limit 600
+    python -m benchmarks.many_nodes                 # 5, 10, 20 and 50 nodes
+    python -m benchmarks.many_nodes --nodes 5 10
 
 Each SuperNode is a process with its own key, over TLS, and each message starts a client process: no
-warm workers. The run begins with the first `--step` nodes, and as many join at a time. The last
-step kills a fifth of them at random in a round. Messages go to `--clients` nodes a round, so what
-grows with the nodes is what they ask while they wait. CPU is seconds of a processor per second.
+warm workers. SuperNodes and client processes are forks of one process (tests/fork_server.py), so
+that one machine has the memory and the time to start so many. SuperLink and ServerApp are started
+as always. The last nodes join a run that goes on. Then a fifth of all nodes are killed at random in
+a round. Messages go to `--clients` nodes a round, so what grows with the nodes is what they ask
+while they wait. CPU is seconds of a processor a second.
 """
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 
 from ravan_flwr.launch.superlink import processes_of
 from testing.deployment import Deployment, Run, wait_for
+from tests.fork_server import LIBRARIES, ForkServer, Python, fork_of
 
-WINDOW = 30.0  # seconds that a row of the table is measured
+WAITING, RUNNING = "no run", "rounds"
+WINDOW = 60.0  # seconds that a row of the table is measured
 LOOKS = "2"  # seconds between two looks of a SuperNode's own processes for work
 KILLED = 0.2
-SPARE = 4e9  # bytes of memory that stay free: a node takes 190 MB, a client process 400 MB
+SPARE = 4e9  # bytes of memory that stay free
+NODE = 1.5e8  # bytes of memory that a node takes, with its client process
 SETTINGS = (
     "method='ravan' report=false tracking='none' local-steps=1 eval-every=10 straggler-grace=15"
 )
@@ -56,8 +61,10 @@ class Row:
 class Farm:
     """The deployment, its run and what was measured."""
 
-    def __init__(self, deployment: Deployment, nodes: int, clients: int) -> None:
+    def __init__(self, deployment: Deployment, python: Python, nodes: int, clients: int) -> None:
         self.deployment, self.nodes, self.clients = deployment, nodes, clients
+        path = os.pathsep.join([str(python.scripts), os.environ["PATH"]])
+        self._forks = {"PATH": path, "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": LOOKS}
         self.connected: list[int] = []
         self.rows: list[Row] = []
         self.run: Run | None = None
@@ -74,12 +81,11 @@ class Farm:
         return (time.monotonic() - began) / self.nodes
 
     def join(self, number: int) -> float:
-        """Start so many more nodes; in a run, wait for their answers. Return the seconds."""
-        began, first = time.monotonic(), len(self.connected)
-        new = range(first, min(self.nodes, first + number))
+        """Let nodes join up to this number; in a run, wait for their answers. Return seconds."""
+        began, new = time.monotonic(), range(len(self.connected), number)
         for node in new:
             config = f"partition-id={node} num-partitions={self.nodes}"
-            self.deployment.start_node(node, config, FLWR_SUPEREXEC_TASK_POLL_INTERVAL=LOOKS)
+            self.deployment.start_node(node, config, **self._forks)
         assert all(self.deployment.wait_for_node(node) for node in new)
         self.connected += new
         if self.run is not None:
@@ -141,8 +147,9 @@ class Farm:
         total = 0.0
         for pid in processes_of(self.deployment.folder / machine):
             try:
-                total += psutil.Process(pid).memory_full_info().pss / 1e6
-            except psutil.Error:  # it has ended
+                for process in (pid, fork_of(pid)):
+                    total += psutil.Process(process).memory_full_info().pss / 1e6
+            except (psutil.Error, OSError):  # it has ended
                 continue
         return total
 
@@ -150,41 +157,49 @@ class Farm:
 def main() -> None:
     """Run what was asked for, and print a row for each number of nodes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--nodes", type=int, default=50)
-    parser.add_argument("--step", type=int, default=10, help="nodes that join at a time")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[5, 10, 20, 50])
     parser.add_argument("--clients", type=int, default=2, help="clients a round")
     parser.add_argument("--rounds", type=int, default=10, help="least number of rounds")
-    parser.add_argument("--limit", type=float, default=720.0, help="seconds; no node joins after")
+    parser.add_argument("--limit", type=float, default=1500.0, help="seconds; no node joins after")
     parser.add_argument("--json", type=Path, help="write the rows there, too")
     asked = parser.parse_args()
-    ends = time.monotonic() + asked.limit
+    ends, nodes = time.monotonic() + asked.limit, max(asked.nodes)
     with (
+        ForkServer(LIBRARIES) as python,
         tempfile.TemporaryDirectory(prefix="ravan-bench-") as folder,
-        Deployment(Path(folder), nodes=asked.nodes) as deployment,
+        Deployment(Path(folder), nodes=nodes) as deployment,
     ):
-        farm = Farm(deployment, asked.nodes, asked.clients)
-        print(f"registered {asked.nodes} keys, {farm.register():.2f} s each", flush=True)
-        grow(farm, asked, ends)
-        shrink(farm, asked.rounds, ends)
+        farm = Farm(deployment, python, nodes, asked.clients)
+        print(f"registered {nodes} keys, {farm.register():.2f} s each", flush=True)
+        grow(farm, asked.nodes, ends)
+        if farm.run is not None:
+            shrink(farm, asked.rounds, ends)
     if asked.json:
         asked.json.write_text(json.dumps([asdict(row) for row in farm.rows], indent=1) + "\n")
     extrapolate(farm.rows)
 
 
-def grow(farm: Farm, asked: Any, ends: float) -> None:
-    """Let nodes join until all are there, the time is nearly up or memory is short."""
-    while len(farm.connected) < asked.nodes and time.monotonic() < ends - asked.limit / 4:
-        if psutil.virtual_memory().available < SPARE + asked.step * 6e8:
-            print(f"no more than {len(farm.connected)} nodes: memory is short", flush=True)
+def grow(farm: Farm, numbers: list[int], ends: float) -> None:
+    """Let nodes join until all are there, the time is up or memory is short."""
+    numbers = sorted(numbers)
+    for number in numbers:
+        there = len(farm.connected)
+        if psutil.virtual_memory().available < SPARE + (number - there) * NODE:
+            print(f"no more than {there} nodes: memory is short", flush=True)
             break
-        seconds = farm.join(asked.step)
-        print(f"{len(farm.connected)} nodes, the last {asked.step} in {seconds:.0f} s", flush=True)
+        if time.monotonic() > ends:
+            print(f"no more than {there} nodes: the time is up", flush=True)
+            break
+        seconds = farm.join(number)
+        print(f"{number} nodes, the last {number - there} in {seconds:.0f} s", flush=True)
         if farm.run is None:
-            farm.measure("no run")
+            farm.measure(WAITING)
+            if number < numbers[-2:][0]:
+                continue
             settings = f"{SETTINGS} num-rounds=10000 clients-per-round={farm.clients}"
             farm.run = farm.deployment.run(settings)
             wait_for(lambda: farm.rounds > 0, "the first round")
-        farm.measure("rounds")
+        farm.measure(RUNNING)
 
 
 def shrink(farm: Farm, rounds: int, ends: float) -> None:
@@ -205,11 +220,14 @@ def shrink(farm: Farm, rounds: int, ends: float) -> None:
 
 
 def extrapolate(rows: list[Row], nodes: int = 200) -> None:
-    """Fit a line to the rows with rounds, and print what it gives for more nodes."""
-    fitted = [row for row in rows if row.what == "rounds"]
-    if len({row.nodes for row in fitted}) < 2:
-        return
-    for name in ("superlink_cpu", "superlink_mb", "serverapp_cpu", "serverapp_mb"):
+    """Fit lines to what nodes cost that wait, and to the ServerApp; print them for more nodes."""
+    for name, what in (
+        ("superlink_cpu", WAITING), ("superlink_mb", WAITING),
+        ("serverapp_cpu", RUNNING), ("serverapp_mb", RUNNING),
+    ):  # fmt: skip
+        fitted = [row for row in rows if row.what == what]
+        if len(fitted) < 2:
+            continue
         slope, base = np.polyfit(
             [row.nodes for row in fitted], [getattr(row, name) for row in fitted], 1
         )
