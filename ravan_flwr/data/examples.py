@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 import numpy as np
 
-from ravan_flwr.data.hub import as_files, check_encoding, load_data, no_bars
+from ravan_flwr.data.hub import load_data, no_bars
 from ravan_flwr.specs import DataSpec
 
 log = logging.getLogger(__name__)
@@ -17,8 +17,6 @@ log = logging.getLogger(__name__)
 def load_splits(spec: DataSpec) -> datasets.DatasetDict:
     """Load `train` and the server's test splits, the same on every machine, columns by role."""
     splits, data = SOURCES[spec.source](spec), f"data {spec.name or spec.source}"
-    for name, split in splits.items():
-        check_encoding(split, f"{data}, {name}")
     if not any(name in splits for name, _ in spec.tests):
         splits = _hold_back(splits, spec, data)
     differing: dict[int, str] = {}
@@ -138,9 +136,8 @@ def by_role(examples: datasets.Dataset, spec: DataSpec, where: str) -> datasets.
     kept, other = [*found], spec.partition_by
     if other not in dict(spec.columns) and other in examples.column_names:
         kept = list(dict.fromkeys([*kept, other]))
-    return as_files(examples.select_columns(kept)).rename_columns(
-        {column: role for column, role in found.items() if column != role}
-    )
+    renamed = {column: role for column, role in found.items() if column != role}
+    return examples.select_columns(kept).rename_columns(renamed)
 
 
 # A data set of the hub may spell a class otherwise than the preset: its number tells, then. Not so

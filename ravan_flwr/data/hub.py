@@ -174,7 +174,10 @@ def load_data(spec: DataSpec) -> datasets.DatasetDict:
             f"data {spec.name}: got the splits {', '.join(there)}, expected {', '.join(lacking)}; "
             "correct data.splits in the preset"
         )
-    return datasets.DatasetDict({n: there[split] for n, split in wanted.items() if split in there})
+    splits = {name: there[split] for name, split in wanted.items() if split in there}
+    for name, split in splits.items():
+        check_encoding(split, f"data {spec.name}, {name}")
+    return datasets.DatasetDict(splits)
 
 
 def every_split(name: str, subset: str, revision: str) -> datasets.DatasetDict:

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 
 from ravan_flwr.data.examples import by_role, with_roles_and_labels
-from ravan_flwr.data.hub import cache_of, check_encoding, telling
+from ravan_flwr.data.hub import as_files, cache_of, check_encoding, telling
 from ravan_flwr.data.idx import idx_splits, is_idx
 from ravan_flwr.specs import DataSpec, QuestionSpec
 
@@ -55,7 +55,7 @@ def own_examples(path: str, spec: DataSpec) -> datasets.Dataset:
     if not len(examples):
         raise ValueError(f"{where}: got no example, expected some; fill it")
     check_encoding(examples, where)
-    return by_role(examples, spec, where)
+    return by_role(as_files(examples), spec, where)
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def other_examples(spec: DataSpec) -> tuple[datasets.Dataset, str]:
         examples = datasets.load_dataset(split="+".join(chosen), **source)
     check_encoding(examples, where)
     splits = "all examples" if len(there) == 1 and chosen == ["train"] else " and ".join(chosen)
-    return with_roles_and_labels(examples, spec, where), splits
+    return with_roles_and_labels(as_files(examples), spec, where), splits
 
 
 def _source(place: Path, spec: DataSpec) -> dict[str, Any]:

@@ -57,14 +57,13 @@ def make_method(config: Config, layers: Sequence[Layer], size: int) -> Method:
 
 def make_task(config: Config) -> Task:
     """Make the configuration's task; it asks the model's folder for a reader when it needs one."""
-    spec = config.model
+    spec, data = config.model, settle(config).data
+    if config.evaluate_on == "clients":  # which answer no questions
+        data = dataclasses.replace(data, questions=None)
 
     def folder() -> Path | None:
         return None if spec.source == "bundled" else model_folder(spec)
 
-    data = settle(config).data
-    if config.evaluate_on == "clients":  # which answer no questions
-        data = dataclasses.replace(data, questions=None)
     settings = {key: getattr(config, key.replace("-", "_")) for key in TASKS[config.task].keys}
     return get_task(config.task)(
         data, config.max_length, folder, lambda: CONFIGS[spec.source](spec), settings
