@@ -142,14 +142,17 @@ def float16_client(settings, scale, precision="float16"):
     return model, work, steps
 
 
-@pytest.mark.parametrize("scale", [2.0**16, 2.0**127])
-def test_the_loss_scale_of_float16_is_in_nothing_that_is_measured(scale, accelerator, monkeypatch):
-    """With the larger scale gradients are infinite at first."""
+@pytest.mark.parametrize(("scale", "of_squares"), [(2.0**16, 2.0**16), (2.0**127, 2.0**67)])
+def test_the_loss_scale_of_float16_is_in_nothing_that_is_measured(
+    scale, of_squares, accelerator, monkeypatch
+):
+    """With the larger scales gradients, or the scores' squares of them, are infinite at first."""
     found = {}
     for precision in ("float32", "float16"):
         how = {"init": "data-aware"}, scale, precision
-        _, work, steps = float16_client(*how)
+        model, work, steps = float16_client(*how)
         found[precision] = work(calibrate_locally, steps, ClientRound(5, 0, 0)).upload["sketch"]
+    assert (model.scaler.get_scale() < scale) == (scale > 2.0**16)  # as it was halved
     assert found["float32"].norm() > 0
     torch.testing.assert_close(found["float16"], found["float32"], rtol=1e-4, atol=1e-7)
 
@@ -159,9 +162,10 @@ def test_the_loss_scale_of_float16_is_in_nothing_that_is_measured(scale, acceler
         lambda scores, number, *_: seen.update({precision: scores}) or [[0]] * len(scores),
     )
     for precision in ("float32", "float16"):
-        how = {"scoring": "gradient"}, scale, precision
-        _, work, steps = float16_client(*how)
+        how = {"scoring": "gradient"}, of_squares, precision
+        model, work, steps = float16_client(*how)
         work(train_locally, 0.5, steps, ClientRound(5, 1, 0))
+    assert (model.scaler.get_scale() < of_squares) == (of_squares > 2.0**16)
     torch.testing.assert_close(seen["float16"], seen["float32"], rtol=1e-4, atol=1e-9)
 
 
