@@ -2,26 +2,33 @@
 
     python -m benchmarks.links              # computed
     python -m benchmarks.links --measure    # and transfers through `tbf` (root, seven minutes)
+    python -m benchmarks.links --flower     # and the estimate's constants (root, five minutes)
 
 Computed: the bytes by which `link-bytes-estimate` is made, over the bandwidth. Measured: a payload
 each way over TLS between two hosts in network namespaces, each limited by `tbf`, beside what is
-computed for it. Flower is not part of that: `make networks` counts the bytes of its runs.
+computed for it. Flower is not part of that. The constants of the estimate are what the interface of
+a device counts while its SuperNode waits, and while it takes part in rounds of docs/deploy.md.
 """
 
 import argparse
+import itertools
 import re
 import tempfile
+import time
 from pathlib import Path
 
 from ravan_flwr.messages.wire import num_bytes
-from ravan_flwr.server.round_log import FRAMES, MESSAGE_BYTES
+from ravan_flwr.server.round_log import FRAMES, IDLE_BYTES, MESSAGE_BYTES
 from testing.deployment import wait_for
-from testing.network import Host, Network, why_not
+from testing.network import Host, Network
+from testing.site import Site, why_no_site
+from tests.fork_server import LIBRARIES, ForkServer
 
 PAYLOADS = (50_000, 1_000_000, 20_000_000)  # bytes of float32, each way, at a whole budget
 RATES = (1, 10, 100)  # Mbit/s
 WAYS = [(wire, budget) for wire in ("float32", "int8") for budget in (1.0, 0.5)]
 PORT = 8443
+IDLE, ROUNDS = 60, 10  # seconds and rounds that are counted for the constants
 SERVER = f"""
 import http.server, ssl, sys
 
@@ -104,17 +111,59 @@ def transfer(device: Host, payload: int, certificate: Path) -> float:
     return sum(spans)
 
 
+def constants(folder: Path) -> None:
+    """Print what a device's interface counts while it waits, and in rounds."""
+    hosts = ["server", "operator", "device-0", "device-1"]  # the last one has a poor link
+    with ForkServer(LIBRARIES) as python, Network(folder, hosts, python.inside) as network:
+        site = Site(network)
+        site.set_up()
+        site.programs["check-0"].end()  # which asks every five seconds in tests
+
+        def count() -> tuple[float, int]:
+            return time.monotonic(), sum(site.devices[0].bytes_on_link())
+
+        time.sleep(10)
+        before = count()
+        time.sleep(IDLE)
+        idle = _difference(count(), before)
+        a_second = idle[1] / idle[0]
+        print(f"a SuperNode that waits: {a_second:.0f} bytes a second, {IDLE_BYTES} in the code")
+        before, run = count(), site.run(ROUNDS + 1, "eval-every=100")
+        counts = [before]
+        for number in (1, ROUNDS + 1):
+            wait_for(lambda: len(run.rounds) >= number, "a round", pause=0.1)  # noqa: B023
+            counts.append(count())
+        first, others = (_difference(after, before) for before, after in itertools.pairwise(counts))
+        payload = sum(
+            record["bytes-up"] + record["bytes-down"] for record in run.rounds[1:]
+        ) / len(site.devices)  # fmt: skip
+        message = (others[1] - FRAMES * payload - a_second * others[0]) / ROUNDS
+        print(f"a message and its reply: {message:.0f} bytes, {MESSAGE_BYTES} in the code")
+        payload /= ROUNDS
+        bundle = (first[1] - 2 * message - a_second * first[0]) / FRAMES - payload
+        print(f"the app bundle: {bundle:.0f} bytes")
+        estimate = sum(record["link-bytes-estimate"] for record in run.rounds) / len(site.devices)
+        print(f"the run: {first[1] + others[1]:,} bytes, {estimate:,.0f} estimated")
+
+
+def _difference(after: tuple[float, int], before: tuple[float, int]) -> tuple[float, int]:
+    return after[0] - before[0], after[1] - before[1]
+
+
 def main() -> None:
     """Print what is computed, and what is measured if that was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measure", action="store_true", help="transfers through tbf, too")
+    parser.add_argument("--flower", action="store_true", help="the estimate's constants, too")
     asked = parser.parse_args()
     show()
-    if asked.measure:
-        if why := why_not():
-            raise SystemExit(f"--measure needs network namespaces: {why}")
+    for wanted, ask in ((asked.measure, measure), (asked.flower, constants)):
+        if not wanted:
+            continue
+        if why := why_no_site():
+            raise SystemExit(f"no measurement, expected network namespaces and nginx: {why}")
         with tempfile.TemporaryDirectory(prefix="ravan-bench-") as folder:
-            measure(Path(folder))
+            ask(Path(folder))
 
 
 if __name__ == "__main__":
